@@ -1,4 +1,4 @@
-"""Peers for tests of the public behaviour: plain TCP ones, and ones that speak CLC by hand."""
+"""Peers for tests of the public API: plain TCP peers, and peers that send CLC messages by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAC = b"\x02\x00\x00\x00\x00\x09"
 
 @contextlib.asynccontextmanager
 async def plain_server(host: str = HOST, *, port: int = 0) -> AsyncIterator[trio.SocketListener]:
-    """A listening socket of somebody who has never heard of SMC-R."""
+    """A plain TCP listening socket."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with trio.socket.socket(family) as sock:
         await sock.bind((host, port))
@@ -33,20 +33,20 @@ async def plain_server(host: str = HOST, *, port: int = 0) -> AsyncIterator[trio
 
 
 def address_of(listener: SmcListener | trio.SocketListener) -> tuple[str, int]:
-    """Where to connect to."""
+    """The address and port to connect to."""
     host, port = listener.socket.getsockname()[:2]
     return {"0.0.0.0": HOST, "::": "::1"}.get(host, host), port
 
 
 async def plain_client(listener: SmcListener | trio.SocketListener) -> trio.SocketStream:
-    """A connection by somebody who has never heard of SMC-R."""
+    """A plain TCP connection to a listener."""
     return await trio.open_tcp_stream(*address_of(listener))
 
 
 async def connect(
     stack: Stack, listener: SmcListener, config: Config | None = None
 ) -> tuple[SmcStream, SmcStream]:
-    """Both ends of a new connection, client first; closes other ones that come in between."""
+    """Both ends of a new connection, client first. Other accepted connections are closed."""
     with trio.fail_after(PATIENCE):
         stream = await stack.open_stream(*address_of(listener), config=config)
         while True:
@@ -65,7 +65,7 @@ async def close_all(*streams: trio.abc.AsyncResource) -> None:
 
 
 async def check_talk(one: trio.abc.Stream, other: trio.abc.Stream) -> None:
-    """A few bytes each way, exactly."""
+    """Check that a few bytes arrive in each direction."""
     for sender, receiver in ((one, other), (other, one)):
         await sender.send_all(b"some bytes")
         received = b""
@@ -76,7 +76,7 @@ async def check_talk(one: trio.abc.Stream, other: trio.abc.Stream) -> None:
 
 
 async def check_serves(stack: Stack, listener: SmcListener, config: Config | None = None) -> None:
-    """The listener takes an ordinary SMC-R connection."""
+    """Check that the listener accepts an SMC-R connection."""
     stream, accepted = await connect(stack, listener, config)
     assert (stream.fallback, accepted.fallback) == (None, None)
     await check_talk(stream, accepted)
@@ -94,7 +94,7 @@ async def all_freed(stack: Stack) -> None:
 
 
 async def read_exactly(stream: trio.abc.ReceiveStream, count: int) -> bytes:
-    """That many bytes."""
+    """Receive exactly so many bytes."""
     data = b""
     with trio.fail_after(PATIENCE):
         while len(data) < count:
@@ -105,14 +105,14 @@ async def read_exactly(stream: trio.abc.ReceiveStream, count: int) -> bytes:
 
 
 async def read_clc(stream: trio.abc.ReceiveStream) -> clc.Message:
-    """The next CLC message."""
+    """Receive the next CLC message."""
     header = await read_exactly(stream, clc.HEADER_SIZE)
     rest = clc.message_length_untrusted(header) - len(header)
     return clc.decode_untrusted(header + await read_exactly(stream, rest))
 
 
 async def read_to_end(stream: trio.abc.ReceiveStream) -> bytes | OSError:
-    """All bytes; the error instead, when the connection is reset."""
+    """Receive all bytes; the error if the connection is reset."""
     data = b""
     with trio.fail_after(PATIENCE):
         try:
@@ -133,7 +133,7 @@ def proposal(**changes: object) -> clc.Proposal:
 
 
 def accept(**changes: object) -> clc.Accept:
-    """An Accept of somebody who is nowhere."""
+    """An Accept of a peer that does not exist."""
     fields: dict[str, object] = {
         "peer_id": PEER_ID, "gid": GID, "mac": MAC, "qp_number": 7, "rkey": 8, "rmbe_index": 1,
         "alert_token": 9, "buffer_size_code": 0, "qp_mtu": 5, "rmb_address": 4096,
@@ -149,7 +149,7 @@ def decline(diagnosis: int) -> clc.Decline:
 
 @dataclass
 class Outcome:
-    """What `open_stream` came to: a stream or an error."""
+    """The result of `open_stream`: a stream or an error."""
 
     stream: SmcStream | None = None
     error: OSError | None = None
@@ -158,9 +158,9 @@ class Outcome:
 async def open_to(
     peer: Callable[[trio.SocketStream], Awaitable[None]], config: Config = ASSUME
 ) -> Outcome:
-    """`open_stream` to a server that treats the connection as ``peer`` does.
+    """Call `open_stream` to a server whose connection ``peer`` handles.
 
-    The connection is closed when both are done; whoever wants to see its end waits for it.
+    The connection is closed when both have returned. A peer that checks its end waits for it.
     """
     outcome = Outcome()
     async with plain_server() as listener, trio_smc.open_stack(config) as stack:

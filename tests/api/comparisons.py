@@ -1,4 +1,4 @@
-"""Right ways to compare a mode: mypy reads them here, pyright in test_api_types."""
+"""Correct ways to compare a mode: mypy checks them here, pyright in test_api_types."""
 
 from __future__ import annotations
 

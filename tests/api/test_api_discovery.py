@@ -1,4 +1,4 @@
-"""Who is ever sent CLC: discovery as users see it, with the bytes on the wire."""
+"""Which peers get CLC messages: discovery as users see it, with the bytes on the wire."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.wire import clc
 
 EYE = clc.EYE_CATCHER
-SOON = 0.05  # a handshake time-out that is meant to pass, seconds
+SOON = 0.05  # a handshake time-out that expires, seconds
 
 
 @contextlib.asynccontextmanager
@@ -90,9 +90,9 @@ class ReusePort(trio.abc.SocketFactory):
 
 
 async def test_a_port_shared_with_a_plain_tcp_process() -> None:
-    """Whoever's accept does not return the connection never says so, and sees no CLC byte."""
+    """Only the process that accepts a connection answers; the plain process gets no CLC byte."""
     trio.socket.set_custom_socket_factory(ReusePort())
-    # Waited for once or twice, and long enough for handshakes on a busy machine.
+    # Expires once or twice, and is long enough for handshakes on a busy machine.
     config = Config(receive_buffer=16384, handshake_timeout=0.6)
     modes: set[Mode] = set()
     async with listening(config) as (stack, listener), trio.open_nursery() as nursery:
@@ -138,7 +138,7 @@ async def test_addresses(host: str) -> None:
 
 
 async def test_two_stacks_on_one_port() -> None:
-    """SO_REUSEPORT: the client asks both, one of them says that it has the connection."""
+    """SO_REUSEPORT: the client announces to both, and the one that accepts answers."""
     trio.socket.set_custom_socket_factory(ReusePort())
     async with listening(QUICK) as (stack, listener), trio_smc.open_stack(QUICK) as other:
         [second] = await other.open_listeners(address_of(listener)[1], host=HOST)
@@ -172,7 +172,7 @@ async def expect_tcp(
 
 
 async def test_two_directories(runtime_directory: Path) -> None:
-    """Who does not share a directory cannot find each other."""
+    """Processes without a common directory cannot find each other."""
     await expect_tcp(
         Config(directory=runtime_directory / "one"),
         Config(directory=str(runtime_directory / "two")),
@@ -227,7 +227,7 @@ async def test_a_directory_that_cannot_be_used_by_named_rnics(runtime_directory:
 
 
 async def test_the_directory_vanishes(runtime_directory: Path) -> None:
-    """Somebody cleans up: new connections are TCP, nothing breaks."""
+    """A cleaner removes the directory: new connections are TCP, and nothing breaks."""
     directory = runtime_directory / "private"
     async with listening(Config(directory=directory)) as (stack, listener):
         mine, other = await connect(stack, listener)
@@ -260,7 +260,7 @@ OTHER_USERS_SERVER = """
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_a_process_of_another_user() -> None:
-    # Where another user may look: the test's own directory is closed to them.
+    # Readable for another user, unlike the test's own directory.
     directory = Path("/tmp") / f"smc-api-{os.getpid()}"
     config = Config(directory=directory)
     try:
@@ -289,7 +289,7 @@ async def test_a_process_of_another_user() -> None:
 async def bytes_read_under_assume(
     pieces: list[bytes], *, end: bool, patience: float = PATIENCE
 ) -> bytes | OSError | None:
-    """What an application reads that assumes SMC-R, of a client that sends these pieces.
+    """The bytes that an application under "assume" reads from a client that sends these pieces.
 
     None: the connection was closed before the application saw it.
     """
@@ -309,7 +309,7 @@ async def bytes_read_under_assume(
         if end:
             await plain.send_eof()
         elif results == [] and patience == PATIENCE:
-            # The stream was handed over without waiting for more.
+            # The stream was handed over without a wait for more.
             assert stack.statistics().fallbacks
             await plain.send_eof()
         answer = await read_to_end(plain)
@@ -350,7 +350,7 @@ async def test_no_byte_at_all() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 async def test_an_incomplete_eye_catcher(count: int) -> None:
-    """It could become a Proposal, which must never reach an application."""
+    """It could be the beginning of a Proposal, which must never reach an application."""
     assert await bytes_read_under_assume([EYE[:count]], end=False, patience=SOON) is None
 
 
@@ -368,7 +368,7 @@ async def test_assumed_at_both_ends() -> None:
 
 
 async def test_assumed_by_the_client_only() -> None:
-    """A broken promise is visible: the server's application gets the Proposal."""
+    """The wrong assumption is visible: the server's application gets the Proposal."""
     async with listening(QUICK) as (stack, listener), trio.open_nursery() as nursery:
 
         async def serve() -> None:
@@ -391,20 +391,20 @@ async def test_the_assume_list(kind: str) -> None:
         "own address": (HOST, port),
         "bound address": ("0.0.0.0", port),
     }
-    # A name means something to the client only, the address bound to the listener only.
+    # Only the client knows the name, and only the listener knows the bound address.
     there_entry = (HOST, port) if kind == "name" else entry[kind]
     here_entry = (HOST, port) if kind == "bound address" else entry[kind]
     server = Config(receive_buffer=16384, assume=(there_entry,))
     client = Config(receive_buffer=16384, assume=(here_entry,))
     async with trio_smc.open_stack(server) as there, trio_smc.open_stack(client) as here:
         [listener] = await there.open_listeners(port, host="0.0.0.0")
-        # Announcing nothing, so that only the list can tell.
+        # Without announcement only the list decides.
         listener.publication.close()
         name = "localhost" if kind == "name" else HOST
         async with await here.open_stream(name, port, happy_eyeballs_delay=1000) as stream:
             assert stream.mode is Mode.SMC_R
             await close_all(await listener.accept())
-        # Somebody else, who is not on the list.
+        # Another client, which is not on the list.
         if kind == "network":
             async with await here.open_stream(HOST, port, local_address="127.0.0.9"):
                 await close_all(await listener.accept())
@@ -421,7 +421,7 @@ async def test_the_assume_list_does_not_concern_other_peers() -> None:
 
 
 async def test_random_first_bytes(rng: random.Random) -> None:
-    """However the first bytes are cut: CLC to the handshake, all else to the application."""
+    """However the bytes are split, CLC goes to the handshake and the rest to the application."""
     for _ in range(20):
         first = bytes(rng.choice([EYE[i], rng.randrange(256)]) for i in range(4))
         if first == EYE:
@@ -445,7 +445,7 @@ async def test_random_first_bytes(rng: random.Random) -> None:
 async def test_the_tcp_option_cannot_be_used(
     number: int, reason: FallbackReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is pinned, and the kernel takes no program of ours."""
+    """Nothing is pinned, and the kernel refuses our BPF program."""
 
     def refuse(cgroup: Path) -> NoReturn:
         raise OSError(number, os.strerror(number))
@@ -460,7 +460,7 @@ async def test_the_tcp_option_cannot_be_used(
 async def test_the_tcp_option_strictly(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else counts under "tcp-option", the list of the assumed neither."""
+    """Under "tcp-option" nothing else counts, not even the assume list."""
     monkeypatch.setattr(TcpOption, "offer", lambda self, sock: None)  # and nothing goes out
     config = Config(discovery="tcp-option", assume=("127.0.0.0/8",))
     async with listening(config) as (stack, listener):

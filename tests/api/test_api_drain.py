@@ -1,4 +1,4 @@
-"""`Stack.drain_rnic` and `undrain_rnic`: what waits for what, and what it costs nobody."""
+"""`Stack.drain_rnic` and `undrain_rnic`: what a drain waits for, and that no data is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trio_smc import Config, FallbackReason, Mode, SmcListener, SoftRnic, Stack
 
 @contextlib.asynccontextmanager
 async def stacks(rnics: int) -> AsyncIterator[tuple[Stack, Stack, SmcListener]]:
-    """A client's stack, a server's, and a listener of that."""
+    """A client's stack, a server's stack, and a listener of the server."""
 
     def config(side: str) -> Config:
         names = [f"{side}{number}" for number in range(rnics)]
@@ -57,7 +57,7 @@ async def test_connections_move_and_continue() -> None:
         await until_used(client, {"c0", "c1"})
         await client.drain_rnic("c0")
         assert used(client) == {"c1"}
-        await client.drain_rnic("c0")  # once more is nothing
+        await client.drain_rnic("c0")  # a second call has no effect
         for pair in pairs:
             await check_talk(*pair)
         assert client.statistics().failovers == 2
@@ -86,7 +86,7 @@ async def test_a_link_that_returns_gets_its_share_and_no_more(
         caplog.clear()
         client.undrain_rnic("c1")
         await until_used(client, {"c0", "c1"})
-        # Links that come and those that go are told in different orders on the two sides.
+        # The two sides learn of added and deleted links in different orders.
         for stack in (client, server):
             while _uneven(stack):  # noqa: ASYNC110
                 await trio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""`open_listeners` and `serve`: like Trio's, and no client does any harm to the others."""
+"""`open_listeners` and `serve`: like Trio's functions, and no client disturbs the others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, Mode, SmcListener, SmcStream, Stack
 from trio_smc.wire import clc
 
-# --- as Trio's ---------------------------------------------------------------------------------
+# --- like Trio -----------------------------------------------------------------------------------
 
 
 async def test_all_addresses(stack: Stack) -> None:
@@ -161,10 +161,10 @@ async def test_a_handler_that_fails_ends_the_server(stack: Stack) -> None:
 
 @pytest.mark.parametrize("says", ["nothing", "proposal"])
 async def test_closed_while_serving_a_handshake(stack: Stack, says: str) -> None:
-    """Whoever is in a handshake is reset at once, and no handler runs."""
+    """Clients in a handshake are reset at once, and no handler runs."""
 
     async def handler(stream: SmcStream) -> None:
-        raise AssertionError("nobody has shaken hands")
+        raise AssertionError("no handshake was completed")
 
     async with trio.open_nursery() as nursery:
         serve = partial(stack.serve, handler, 0, host=HOST, config=ASSUME)
@@ -266,7 +266,7 @@ async def test_closing_resets_handshakes() -> None:
         await all_freed(stack)
 
 
-# --- connections that go wrong -------------------------------------------------------------------
+# --- connections that fail -----------------------------------------------------------------------
 
 
 HOSTILE = [
@@ -354,7 +354,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 async def accept_after_errors(listener: SmcListener) -> tuple[SmcStream, int]:
-    """The next stream, and how many errors came before it."""
+    """The next stream, and the number of errors before it."""
     errors = 0
     with trio.fail_after(PATIENCE):
         while True:
@@ -428,7 +428,7 @@ def two_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_may_wait")
 async def test_silent_clients_do_not_delay_others() -> None:
-    """With twice as many as may wait for `accept`, others are served at once."""
+    """Twice as many clients are silent as may wait for `accept`; others are served at once."""
     config = Config(receive_buffer=16384, discovery="assume")
     async with trio_smc.open_stack(config) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
@@ -442,7 +442,7 @@ async def test_silent_clients_do_not_delay_others() -> None:
 @pytest.mark.usefixtures("two_may_wait")
 @pytest.mark.parametrize("first", [b"", clc.EYE_CATCHER])
 async def test_the_oldest_silent_client_gives_way(first: bytes) -> None:
-    """First bytes of a message that never comes are as good as silence."""
+    """The first bytes of an incomplete message count as silence."""
     config = Config(receive_buffer=16384, discovery="assume")
     async with trio_smc.open_stack(config) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
@@ -476,7 +476,7 @@ async def test_an_address_with_many_handshakes_does_not_displace_others() -> Non
                     await each.receive_some()
         with trio.move_on_after(0.1) as waiting:
             await alone.receive_some()
-        assert waiting.cancelled_caught, "the oldest of all, and not of those who have many"
+        assert waiting.cancelled_caught, "the oldest handshake, but its address has only one"
         await close_all(alone, *many, listener)
 
 
@@ -494,7 +494,7 @@ async def test_streams_that_are_not_accepted_are_bounded(
     assert stack.statistics().fallbacks == {fallbacks: waiting}
     with trio.fail_after(PATIENCE):
         streams = [await listener.accept() for _ in range(5)]
-    # Those that came together may be accepted in any order.
+    # Connections that arrive together may be accepted in any order.
     accepted = {stream.socket.getpeername(): stream for stream in streams}
     for client in clients:
         await check_talk(client, accepted[client.socket.getsockname()])

@@ -1,4 +1,4 @@
-"""The names users import: all there, all documented, nothing of ours beside them."""
+"""The public names: all exist and are documented, and there are no others."""
 
 from __future__ import annotations
 

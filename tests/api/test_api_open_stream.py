@@ -1,4 +1,4 @@
-"""`open_stream`: what it returns, what it raises, and that it leaves nothing behind."""
+"""`open_stream`: its results and errors, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from trio_smc.wire import clc
 
 
 class Resolver(trio.abc.HostnameResolver):
-    """Gives every name the same addresses, in this order; or an error."""
+    """Resolves every name to the same addresses, in this order, or raises an error."""
 
     def __init__(self, *addresses: str) -> None:
         self.addresses = addresses
@@ -66,7 +66,7 @@ class Resolver(trio.abc.HostnameResolver):
         raise NotImplementedError
 
 
-# --- TCP ---------------------------------------------------------------------------------------
+# --- TCP -----------------------------------------------------------------------------------------
 
 
 async def test_no_listener(stack: Stack) -> None:
@@ -137,7 +137,7 @@ async def test_unusable_local_address(local: str, stack: Stack, listener: SmcLis
 
 @contextlib.asynccontextmanager
 async def silent_server(host: str, port: int) -> AsyncIterator[None]:
-    """Whoever connects here waits."""
+    """A server whose backlog is full: clients wait."""
     with trio.socket.socket() as sock, contextlib.ExitStack() as callers:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await sock.bind((host, port))
@@ -158,7 +158,7 @@ async def test_happy_eyeballs(stack: Stack, listener: SmcListener) -> None:
         assert stream.mode is Mode.SMC_R
         assert stream.socket.getpeername() == (HOST, port)
         await close_all(stream, await listener.accept())
-    # The leak check of every test sees to it that the losers are closed.
+    # The leak check of each test proves that the losers are closed.
 
 
 async def test_happy_eyeballs_continue_at_once_after_a_failure(
@@ -183,11 +183,11 @@ async def test_cancelled_while_all_attempts_wait(stack: Stack) -> None:
             )
 
 
-# --- cancellation ------------------------------------------------------------------------------
+# --- cancellation --------------------------------------------------------------------------------
 
 
 class CancelAtStep(trio.abc.Instrument):
-    """Cancels a scope when so many tasks have taken a step since."""
+    """Cancels a scope after a number of task steps."""
 
     def __init__(self, step: int, scope: trio.CancelScope) -> None:
         self.step = step
@@ -200,7 +200,7 @@ class CancelAtStep(trio.abc.Instrument):
 
 
 async def cancel_at(step: int, stack: Stack, listener: SmcListener) -> bool:
-    """Cancel `open_stream` at this step; False when it was done before."""
+    """Cancel `open_stream` at this step; False if it returned before."""
     with trio.CancelScope() as scope:
         instrument = CancelAtStep(step, scope)
         trio.lowlevel.add_instrument(instrument)
@@ -213,14 +213,14 @@ async def cancel_at(step: int, stack: Stack, listener: SmcListener) -> bool:
 
 
 async def echo(stream: SmcStream) -> None:
-    """Send everything back; clients may go whenever they like."""
+    """Send everything back. Clients may leave at any time."""
     with contextlib.suppress(trio.BrokenResourceError):
         async for data in stream:
             await stream.send_all(data)
 
 
 async def check_echo(stack: Stack, listener: SmcListener) -> None:
-    """The listener still takes SMC-R connections."""
+    """Check that the listener still accepts SMC-R connections."""
     async with await stack.open_stream(*address_of(listener)) as stream:
         assert stream.mode is Mode.SMC_R
         await stream.send_all(b"ping")
@@ -229,7 +229,7 @@ async def check_echo(stack: Stack, listener: SmcListener) -> None:
 
 @pytest.mark.parametrize("contact", ["first", "subsequent"])
 async def test_cancelled_at_every_step(contact: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the client was waiting for: both sides free everything and go on."""
+    """Wherever the client waits, both sides free everything and continue."""
     step = 1
     async with trio_smc.open_stack(QUICK) as server, trio.open_nursery() as nursery:
         [listener] = await nursery.start(partial(server.serve, echo, 0, host=HOST))
@@ -274,7 +274,7 @@ async def test_the_stack_is_left_during_the_call() -> None:
             await left.wait()
 
 
-# --- handshakes that break -----------------------------------------------------------------------
+# --- handshakes that fail ------------------------------------------------------------------------
 
 
 async def test_garbage_is_an_error() -> None:
@@ -379,7 +379,7 @@ async def test_a_plain_server_gets_application_bytes_only(stack: Stack) -> None:
 async def test_a_server_that_resets_after_the_connect(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with TCP: the connection was there, so there is a stream, which then is broken."""
+    """As with TCP, the connection was established, so the call returns a stream that is broken."""
     async with plain_server() as server:
         connect_tcp = _dial.connect_tcp
 

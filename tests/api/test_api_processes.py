@@ -1,4 +1,4 @@
-"""What needs a process of its own: forks, and systems other than Linux."""
+"""Tests in processes of their own: forks, and systems other than Linux."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.timing import PATIENCE
 
 
 async def run(program: str, *arguments: str) -> str:
-    """What a program prints; it must end well."""
+    """The output of a program, which must exit with 0."""
     with trio.fail_after(PATIENCE):
         done = await trio.run_process(
             [sys.executable, "-W", "error", "-c", textwrap.dedent(program), *arguments],
@@ -223,7 +223,7 @@ FORK_AND_GO_ON = """
 @pytest.mark.parametrize("held", ["free", "locked"])
 @pytest.mark.parametrize("how", ["fork", "multiprocessing"])
 async def test_a_forked_child_that_keeps_running_touches_nothing(how: str, held: str) -> None:
-    """Neither names nor files nor shared memory, while the parent runs and after it has closed."""
+    """The child changes no names, files or shared memory, before and after the parent closes."""
     assert await run(FORK_AND_GO_ON, how, held) == "the parent goes on\n"
 
 
@@ -249,7 +249,7 @@ FORK_BETWEEN_RUNS = """
 
 
 async def test_a_forked_child_that_starts_a_new_run() -> None:
-    """Nothing is inherited between two runs, so a child may begin one of its own."""
+    """Two Trio runs share nothing, so a child may start a run of its own."""
     assert await run(FORK_BETWEEN_RUNS) == "both\n"
 
 

@@ -1,4 +1,4 @@
-"""Every reason for a fallback: what brings it about, and how it reads."""
+"""Every reason for a fallback: its cause and its text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Reason = FallbackReason
 LOCAL, PEER = Origin.LOCAL, Origin.PEER
 
 
-# --- how they read --------------------------------------------------------------------------------
+# --- texts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reason", Reason)
@@ -67,7 +67,7 @@ def test_messages_of_a_peers_decline() -> None:
     assert fallback.message == "the peer declined SMC-R (said by the peer, diagnosis 0x12345678)"
 
 
-# --- what a peer says in a Decline ----------------------------------------------------------------
+# --- Declines of a peer --------------------------------------------------------------------------
 
 SAID = {
     Diagnosis.OUT_OF_MEMORY: Reason.OUT_OF_RESOURCES,
@@ -133,11 +133,11 @@ async def test_a_client_declines() -> None:
         await listener.aclose()
 
 
-# --- what this side finds, as client --------------------------------------------------------------
+# --- reasons found by the client -----------------------------------------------------------------
 
 
 async def answer_of_our_client(answer: clc.Message) -> tuple[Fallback | None, clc.Message]:
-    """What our client makes of an answer to its Proposal, and what it says."""
+    """The fallback of the client after an answer to its Proposal, and the client's message."""
     said: list[clc.Message] = []
 
     async def peer(stream: trio.SocketStream) -> None:
@@ -168,7 +168,7 @@ async def test_our_client_declines(answer: clc.Message, reason: Reason, word: in
     assert said.out_of_sync is (reason is Reason.OUT_OF_SYNC)
 
 
-# --- what this side finds, as server --------------------------------------------------------------
+# --- reasons found by the server -----------------------------------------------------------------
 
 
 @pytest.mark.rfc("5/2", "3.5.1.2/5", "3.5.1.2/8")
@@ -195,7 +195,7 @@ async def test_our_server_declines(sent: clc.Proposal, reason: Reason, word: int
         await listener.aclose()
 
 
-# --- between two of us ----------------------------------------------------------------------------
+# --- between two stacks --------------------------------------------------------------------------
 
 
 async def both(
@@ -203,7 +203,7 @@ async def both(
     server: Config,
     prepare: Callable[[trio_smc.Stack, trio_smc.Stack], None] = lambda client, server: None,
 ) -> tuple[Fallback | None, Fallback | None]:
-    """The fallbacks of a connection's two ends."""
+    """The fallbacks of the two ends of a connection."""
     async with trio_smc.open_stack(server) as there, trio_smc.open_stack(client) as here:
         [listener] = await there.open_listeners(0, host=HOST)
         prepare(here, there)
@@ -226,7 +226,7 @@ async def test_no_rnic() -> None:
 
 
 async def test_no_rnic_under_assume() -> None:
-    """Here the answer comes by CLC."""
+    """Under "assume" the server answers with a CLC message."""
     fallbacks = await both(ASSUME, Config(rnics=(), discovery="assume"))
     assert fallbacks == (Fallback.from_peer(0x03030000), local(Reason.NO_RNIC))
 
@@ -299,7 +299,7 @@ async def test_discovery_of_another_version(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_no_directory_for_the_software_rnic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Descriptors ran out when the stack was opened."""
+    """There were no more descriptors when the stack was opened."""
 
     def full(self: SoftRnic, directory: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -321,7 +321,7 @@ async def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
             await stream.aclose()
 
 
-# Where the reasons that are not in this file are brought about.
+# The tests of the reasons that this file does not cover.
 ELSEWHERE = {
     Reason.DIRECTORY_UNUSABLE: "api.test_api_discovery.test_a_hostile_directory",
     Reason.OTHER_USER: "api.test_api_discovery.test_a_process_of_another_user",
@@ -334,7 +334,7 @@ ELSEWHERE = {
 
 
 def test_every_reason_has_a_test() -> None:
-    """Each is named by a test, here or where the table says."""
+    """A test names each reason, here or in the place that the table gives."""
     with open(__file__) as file:
         text = file.read()
     for reason in Reason:

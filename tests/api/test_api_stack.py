@@ -1,4 +1,4 @@
-"""`Stack` and `open_stack`: what is shown, what is counted, and how it ends."""
+"""`Stack` and `open_stack`: views, counters, and the end of a stack."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from trio_smc._base.reasons import Diagnosis
 
 @contextlib.asynccontextmanager
 async def two_stacks() -> AsyncIterator[tuple[Stack, Stack, SmcListener]]:
-    """A client's stack, a server's, and a listener of that."""
+    """A client's stack, a server's stack, and a listener of the server."""
     async with trio_smc.open_stack(QUICK) as server, trio_smc.open_stack(QUICK) as client:
         [listener] = await server.open_listeners(0, host=HOST)
         yield client, server, listener
@@ -380,7 +380,7 @@ async def test_streams_waiting_when_the_stack_is_left() -> None:
 
 
 async def test_warnings_that_are_errors_are_raised_last() -> None:
-    """Everything is done by then."""
+    """The stack is closed completely before the warning is raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ResourceWarning):
@@ -393,7 +393,7 @@ async def test_warnings_that_are_errors_are_raised_last() -> None:
 
 @pytest.mark.rfc("4.8.3/1")
 async def test_closed_streams_are_finished() -> None:
-    """What was sent arrives, although the stack is left at once."""
+    """Sent data arrives although the stack is left at once."""
     async with trio_smc.open_stack(QUICK) as server:
         [listener] = await server.open_listeners(0, host=HOST)
         async with trio.open_nursery() as nursery:
@@ -411,7 +411,7 @@ async def test_closed_streams_are_finished() -> None:
 
 
 async def test_closed_streams_are_finished_in_time() -> None:
-    """A peer that never reads nor closes costs shutdown_timeout, no more."""
+    """A peer that neither reads nor closes costs at most shutdown_timeout."""
     config = Config(receive_buffer=16384, shutdown_timeout=0.05)
     async with trio_smc.open_stack(QUICK) as server:
         [listener] = await server.open_listeners(0, host=HOST)
@@ -440,7 +440,7 @@ async def test_calls_afterwards() -> None:
 
 
 async def test_a_task_that_outlives_the_stack() -> None:
-    """It has inherited the context, and with it the stack."""
+    """The task has inherited the context, and so the stack."""
     left = trio.Event()
 
     async def late() -> None:
@@ -515,7 +515,7 @@ async def test_cancelled_before_it_opens() -> None:
 
 
 async def test_a_stack_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is no ExceptionGroup, and nothing is left."""
+    """The error is no ExceptionGroup, and nothing is left behind."""
 
     def no_descriptors(*args: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -529,7 +529,7 @@ async def test_a_stack_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("where", ["timers", "pump"])
 async def test_a_defect_in_a_background_task(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The stack is closed, its streams are broken, and the block hears of it at its end."""
+    """The stack is closed, its streams are broken, and the end of the block raises the defect."""
     with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
         async with trio_smc.open_stack(QUICK) as stack:
             [listener] = await stack.open_listeners(0, host=HOST)
@@ -595,7 +595,7 @@ async def test_the_socket_of_a_tcp_stream() -> None:
 
 
 class Recorder:
-    """Notes what it is told; raises each time when ``broken``."""
+    """Records its calls; with ``broken`` each call raises."""
 
     def __init__(self, *, broken: bool = False) -> None:
         self.events: list[tuple[str, tuple[object, ...]]] = []

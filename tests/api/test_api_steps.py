@@ -1,5 +1,5 @@
-"""Something happens at every step of the scheduler, or with every number of descriptors left:
-nothing is left behind, and whoever is not concerned goes on."""
+"""An event at each step of the scheduler, or with each number of free descriptors: nothing is left
+behind, and tasks that are not concerned continue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trio_smc import SmcListener, SmcStream, Stack
 
 
 class AtStep(trio.abc.Instrument):
-    """Calls a function once when tasks have taken so many steps."""
+    """Calls a function once, after a number of task steps."""
 
     def __init__(self, step: int, function: Callable[[], None]) -> None:
         self.left = step
@@ -48,7 +48,7 @@ def check_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def open_and_close(stack: Stack, address: tuple[str, int]) -> None:
-    """Whatever becomes of it, as long as it is one of the errors that are documented."""
+    """Any result is accepted, and each documented error."""
     with contextlib.suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError):
         stream = await stack.open_stream(*address)
         async with stream:
@@ -133,7 +133,7 @@ async def test_the_stack_is_left(side: str, caplog: pytest.LogCaptureFixture) ->
 
 @contextlib.contextmanager
 def few_descriptors(count: int) -> Iterator[None]:
-    """Only so many more can be opened."""
+    """Limit the number of further descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = [os.dup(0) for _ in range(count + 1)]
     highest = max(free)
@@ -148,7 +148,7 @@ def few_descriptors(count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("named", [False, True])
 async def test_a_stack_with_few_descriptors(named: bool) -> None:
-    """It opens, maybe without its RNIC, or says why it cannot."""
+    """The stack opens, perhaps without its RNIC, or raises an OSError."""
     outcomes: list[int] = []
     for count in range(24):
         rnics = (trio_smc.SoftRnic(),)
@@ -168,8 +168,8 @@ async def test_a_stack_with_few_descriptors(named: bool) -> None:
 async def test_a_connection_with_few_descriptors(
     contact: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is SMC-R, TCP with a reason, or an OSError; afterwards all is as before."""
-    hurried = replace(QUICK, handshake_timeout=0.2)  # for a server that cannot even accept
+    """The result is SMC-R, TCP with a reason, or an OSError. Afterwards everything works."""
+    hurried = replace(QUICK, handshake_timeout=0.2)  # for a server that cannot accept
     outcomes: list[str] = []
 
     async def echo(stream: SmcStream) -> None:

@@ -1,4 +1,4 @@
-"""What a type checker tells users: a mode misspelled is found, and the public names have types."""
+"""Type checkers find a misspelled mode, and all public names have types."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ pytestmark = pytest.mark.timeout(300)  # a type checker, on a busy machine
 
 
 def site_packages() -> list[str]:
-    """Where this interpreter has what is installed."""
+    """The directory of this interpreter's installed packages."""
     return [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
 
 
 def pyright(place: Path, *arguments: str) -> Any:
-    """What pyright says, on this interpreter and this tree; strict."""
+    """The strict output of pyright for this interpreter and this tree."""
     settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "pythonVersion": "3.11"}
     (place / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "basedpyright", "--outputjson"]
     done = subprocess.run(
         [*command, "--pythonpath", sys.executable, *arguments],
         cwd=place,
-        # An editable installation it takes for none, and then does not see what it needs either.
+        # pyright does not see an editable installation and its dependencies.
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *site_packages()))},
         capture_output=True,
         text=True,
@@ -42,7 +42,7 @@ def pyright(place: Path, *arguments: str) -> Any:
 
 
 def errors(place: Path, text: str) -> list[str]:
-    """The rules that a program breaks, with the line."""
+    """The rules that a program breaks, with line numbers."""
     (place / "program.py").write_text(text)
     found = pyright(place)["generalDiagnostics"]
     return [
@@ -60,7 +60,7 @@ def test_a_misspelled_mode_is_an_error(tmp_path: Path) -> None:
 
 
 def test_every_public_name_has_a_type(tmp_path: Path) -> None:
-    """Of the whole package, of which users see what `trio_smc` exports."""
+    """Checks the whole package, of which users see the exports of `trio_smc`."""
     said = pyright(tmp_path, "--verifytypes", "trio_smc", "--ignoreexternal")["typeCompleteness"]
     unclear = [
         each["name"]

@@ -1,4 +1,4 @@
-"""`Config`: what it takes, what it refuses, and what a call may change."""
+"""`Config`: accepted and refused values, and the settings that a call may change."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_receive_buffer(wanted: int | None, software: int, roce: int) -> None:
     [(0, 4), (MIB, 4), (2 * MIB - 1, 4), (2 * MIB, 8), (3 * MIB, 8), (16 * MIB, 8)],
 )
 def test_default_receive_buffers(cache: int, size: int) -> None:
-    """Larger than what two processors keep for themselves, where that is not too much."""
+    """Larger than the caches of two processors, within limits."""
     assert software_receive_buffer(cache) == size * MIB
     assert Config().receive_buffer_for("software") == software_receive_buffer(private_cache())
     assert Config().receive_buffer_for("roce") == 512 * KIB
@@ -266,7 +266,7 @@ def _raise(_: object) -> None:
     raise RuntimeError("no class")
 
 
-# Even `isinstance` cannot ask its objects.
+# Even `isinstance` fails for its objects.
 HostileClass: Any = type("HostileClass", (), {"__class__": property(_raise)})
 
 
@@ -281,7 +281,7 @@ def _raising(kind: type[Any], value: object) -> Any:
 
 
 def extremes() -> dict[str, Any]:
-    """Made anew for each test: tests that look at all objects would meet the hostile ones."""
+    """Made for each test, because other tests scan all objects and would find the hostile ones."""
     return {
         "huge": 10**400,
         "huger": 10**5000,
@@ -341,7 +341,7 @@ FINE = {
 
 @pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Config)])
 def test_no_field_accepts_values_outside_its_range(field: str) -> None:
-    """The message names the field and what it takes, in one short line."""
+    """The message is one short line with the field and its range."""
     for kind, value in extremes().items():
         if kind in FINE.get(field, ()):
             continue
@@ -358,7 +358,7 @@ def test_no_field_accepts_values_outside_its_range(field: str) -> None:
 
 @pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Config)])
 def test_each_field_has_a_range(field: str) -> None:
-    """So a new field without one makes no `Config` at all."""
+    """With a new field without a range no `Config` can be made."""
     assert field in config_module._CHECKS
     assert set(config_module._CHECKS) == {each.name for each in dataclasses.fields(Config)}
 
@@ -389,7 +389,7 @@ def test_ranges(field: str, least: float, most: float) -> None:
 
 
 def test_a_boolean_is_no_port_even_if_it_is_cached() -> None:
-    """1 equals True, also for a cache."""
+    """1 equals True, also as a key of a cache."""
     assert Config(allow=(1, ("h", 1))).permits(("h", 1))
     for entry in (True, 1.0, ("h", True), ("h", 1.0)):
         with pytest.raises(ValueError, match=r"^allow: "):

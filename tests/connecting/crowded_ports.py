@@ -1,4 +1,4 @@
-"""What `test_ports` runs in a network namespace with few ports; prints what came of it.
+"""Runs for `test_ports` in a network namespace with few ports, and prints the results.
 
 Arguments: "count", "reserved", "wanted" or "share", first and last of the system's ports, and, for
 "share", how many clients. With BEFORE_6_3 in the environment there is no IP_LOCAL_PORT_RANGE.
@@ -48,7 +48,7 @@ def plain_servers(count: int) -> list[socket.socket]:
 
 
 def count_tcp(addresses: list[tuple[str, int]]) -> list[int]:
-    """How many connections TCP makes to each."""
+    """The number of connections that TCP makes to each address."""
     opened: list[socket.socket] = []
     counts = []
     for address in addresses:
@@ -71,7 +71,7 @@ def count_tcp(addresses: list[tuple[str, int]]) -> list[int]:
 
 
 async def count() -> None:
-    """Connections that TCP and `open_stream` make to two servers of ours and a plain one."""
+    """Count the connections of TCP and `open_stream` to two SMC-R servers and a plain one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     plain = plain_servers(SERVERS + 1)
@@ -109,7 +109,7 @@ async def count() -> None:
 
 
 async def ports_used(wanted: tuple[int, int] | None) -> None:
-    """The ports of 20 connections, by `open_stream` or by a socket that wants some."""
+    """Print the ports of 20 connections, by `open_stream` or by a socket with a port range."""
 
     async def handler(stream: trio_smc.SmcStream) -> None:
         with contextlib.suppress(trio.BrokenResourceError):
@@ -135,7 +135,7 @@ async def ports_used(wanted: tuple[int, int] | None) -> None:
 
 
 async def share(clients: int) -> None:
-    """Clients of several processes that want the same ports, of one server."""
+    """Let clients in several processes connect to one server from the same ports."""
     seen: collections.Counter[str] = collections.Counter()
 
     async def handler(stream: trio_smc.SmcStream) -> None:
@@ -160,7 +160,7 @@ async def share(clients: int) -> None:
 
 
 async def client(number: int) -> None:
-    """20 connections, each with words of its own."""
+    """Make 20 connections, each with different data."""
     async with trio_smc.open_stack(CONFIG) as stack:
         for turn in range(20):
             word = struct.pack("!II", number, turn)
@@ -170,14 +170,14 @@ async def client(number: int) -> None:
                 except OSError as error:
                     if error.errno != errno.EADDRNOTAVAIL:
                         raise
-                    await trio.sleep(0.01)  # as TCP: somebody has all of the ports
+                    await trio.sleep(0.01)  # like TCP: other clients have all ports
                     continue
                 break
             await stream.send_all(word)
             answer = b""
             while len(answer) < len(word):
                 piece = await stream.receive_some()
-                assert piece, "the end came early"
+                assert piece, "the end came too early"
                 answer += piece
             assert answer == word
             stream.abort()

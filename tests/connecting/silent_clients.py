@@ -1,4 +1,4 @@
-"""Clients that connect and do not go on: the command line of the process that plays them.
+"""A process with clients that connect and then stall.
 
 ``python -m tests.connecting.silent_clients HOST PORT COUNT ADDRESSES KIND`` keeps COUNT connections
 from ADDRESSES addresses of 127.0.0.0/8 and replaces each one that the server resets. KIND is
@@ -20,7 +20,7 @@ from tests.api.api_peers import proposal
 
 
 def main(host: str, port: int, count: int, addresses: int, kind: str) -> None:
-    """Play the clients until this process is killed."""
+    """Run the clients until this process is killed."""
     sources = itertools.cycle(f"127.7.{n // 250}.{n % 250 + 1}" for n in range(addresses))
     poll = select.epoll()
     clients: dict[int, tuple[socket.socket, bytes]] = {}

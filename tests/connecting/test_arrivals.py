@@ -1,4 +1,4 @@
-"""Accepted TCP connections, until the handshake begins."""
+"""Accepted TCP connections before their handshake."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HOST = "127.0.0.1"
 @pytest.mark.usefixtures("runtime_directory")
 @pytest.mark.parametrize("turns", [0, 3])
 async def test_a_client_in_another_namespace(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
-    """No RNIC serves its address; the one that does is found when its announcement is, which may
-    take several turns."""
+    """No RNIC serves the client's address. The server finds the RNIC with the announcement, perhaps
+    only after several turns."""
     looks = 0
     look = Search.look
 

@@ -1,5 +1,6 @@
-"""`discovery="assume"` and clients that end the connection before a CLC message is there: the
-application gets it, as it gets each TCP connection. And bytes that are no CLC message."""
+"""Clients under `discovery="assume"` that end the connection early, or send no CLC message.
+
+If no CLC message has begun, the application gets the connection, like any TCP connection."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from trio_smc import Mode, SmcListener, Stack, open_stack
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.wire import clc
 
-# Longer than any wait of these tests: the bytes decide, not the time.
+# Longer than any wait of these tests, so that the bytes decide and not the time.
 LATER = replace(ASSUME, handshake_timeout=10 * PATIENCE)
 
 
@@ -38,7 +39,7 @@ def reset(stream: trio.SocketStream) -> None:
 
 
 async def arrived(stream: trio.SocketStream) -> None:
-    """Wait until the peer's kernel has acknowledged what was sent, so that a reset comes later."""
+    """Wait until the peer's kernel has acknowledged the data, so that a reset comes later."""
     with trio.fail_after(PATIENCE):
         while fcntl.ioctl(stream.socket.fileno(), termios.TIOCOUTQ, bytes(4)) != bytes(4):
             await trio.lowlevel.checkpoint()
@@ -75,7 +76,7 @@ async def test_a_client_that_ends_before_an_eye_catcher_is_handed_over(
 
 @pytest.mark.parametrize("count", range(4))
 async def test_a_client_that_resets_before_an_eye_catcher_is_handed_over(count: int) -> None:
-    """The application reads what has come, and then the error: as over TCP."""
+    """The application reads the data and then gets the error, as with TCP."""
     async with open_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         if count:
@@ -115,7 +116,7 @@ async def test_a_client_that_sends_something_else_is_handed_over(count: int) -> 
 
 @pytest.mark.parametrize("count", range(1, 4))
 async def test_an_urgent_byte_within_an_eye_catcher_is_handed_over(count: int) -> None:
-    """`recv` stops before an urgent byte, and the socket stays readable: no time is spent there."""
+    """`recv` stops before an urgent byte and the socket stays readable. This must not spin."""
     async with open_listener() as (_, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         await raw.send_all(clc.EYE_CATCHER[:count])
@@ -137,7 +138,7 @@ async def test_an_urgent_byte_within_an_eye_catcher_is_handed_over(count: int) -
 @pytest.mark.parametrize("count", range(4, 8))
 @pytest.mark.parametrize("how", ["eof", "reset", "something else"])
 async def test_part_of_a_header_ends_the_connection(count: int, how: str) -> None:
-    """A whole eye catcher is CLC: what does not go on as CLC never reaches an application."""
+    """After a complete eye catcher the bytes are CLC. They never reach an application."""
     header = proposal().encode()[:8]
     async with open_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))

@@ -1,4 +1,4 @@
-"""Somebody removes what lies in the private directory, as cleaners of /tmp do."""
+"""A cleaner of /tmp removes the files in the private directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trio_smc.rendezvous.discovery import publication
 @pytest.mark.usefixtures("runtime_directory")
 @pytest.mark.parametrize("everything", [False, True])
 async def test_removed_sockets_return(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With or without the directories; new connections between new processes are SMC-R again."""
+    """Connections between new processes are SMC-R again, even if the directories were removed."""
     for module in (publication, server):
         monkeypatch.setattr(module, "_NAME_INTERVAL", 0.05)
     private = Config().private_directory()

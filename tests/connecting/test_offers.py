@@ -1,4 +1,4 @@
-"""Which versions of SMC-R a client offers, and what is used, between whole stacks."""
+"""The versions of SMC-R that a client offers, and the agreed one, between two stacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trio_smc.wire import clc
 
 
 class Proposals:
-    """Keeps the Proposals that a stack sends (`trio_smc.Observer`)."""
+    """Records the Proposals that a stack sends (`trio_smc.Observer`)."""
 
     def __init__(self) -> None:
         self.sent: list[clc.Proposal] = []
@@ -25,7 +25,7 @@ class Proposals:
             self.sent.append(found)
 
     def llc(self, *args: Any, **kwargs: Any) -> None:
-        """Anything else."""
+        """Ignore all other events."""
 
     cdc = rdma_write = state = mode = llc
 

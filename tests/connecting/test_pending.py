@@ -1,4 +1,4 @@
-"""Handshakes that wait for their clients: which give way, and what that costs."""
+"""Handshakes that wait for their clients: which of them give way, and the cost of this."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trio_smc.host.addresses import address_block
 
 
 class Handshake:
-    """A handshake of which the test decides everything."""
+    """A handshake that the test controls."""
 
     def __init__(self, block: str, progressed: float) -> None:
         self.block = block
@@ -77,14 +77,14 @@ def test_no_handshake_gives_way_below_the_limit_or_in_its_grace() -> None:
 
 
 def test_a_batch_gives_way_across_addresses() -> None:
-    """With one handshake for each address, too."""
+    """Here each address has one handshake."""
     pending, made = filled(512, 512)
     assert pending.give_way(GRACE) == GRACE
     assert [each.cancelled for each in made] == [True] * 16 + [False] * 496
 
 
 def flood(pending: PendingHandshakes, now: float, block: str = "198.51.100.1") -> None:
-    """Take the place of each handshake that gave way."""
+    """Add handshakes until the limit is reached again."""
     while not pending.is_full:
         pending.add(Handshake(block, now))
 
@@ -100,11 +100,11 @@ def test_the_largest_address_loses_its_oldest_handshakes_first() -> None:
         flood(pending, 0.2 + GRACE)
     gone = [each.cancelled for each in many]
     assert gone == sorted(gone, reverse=True), "oldest first"
-    assert gone.count(False) == 15, "down to as many as the few are"
+    assert gone.count(False) == 15, "down to the size of the smaller address"
 
 
 def test_a_slow_client_with_an_address_of_its_own_is_spared() -> None:
-    """A flood from one address that is younger than the client's handshake does not end it."""
+    """The flood from one address is younger than the client's handshake."""
     pending, alone = PendingHandshakes(64), Handshake("192.0.2.1", 0.0)
     pending.add(alone)
     flood(pending, 0.5)
@@ -120,7 +120,7 @@ def test_a_slow_client_with_an_address_of_its_own_is_spared() -> None:
 
 
 def test_many_addresses_are_not_spared_beside_a_large_one() -> None:
-    """At most an eighth of them: the others give way after a second."""
+    """At most an eighth of the limit is spared. The others give way after a second."""
     pending = PendingHandshakes(512)
     single = [Handshake(f"10.0.{n // 250}.{n % 250}", 0.0) for n in range(500)]
     for each in single:
@@ -141,13 +141,13 @@ def test_complete_messages_and_unread_bytes_are_progress() -> None:
     assert pending.give_way(GRACE) == GRACE
     assert [each.cancelled for each in made[:4]] == [False, False, True, False]
     pending.renew(made[2], GRACE)
-    assert made[2].progressed == 0.0, "it has gone"
+    assert made[2].progressed == 0.0, "no longer pending"
     assert len(pending) == 31
 
 
 @pytest.mark.parametrize("limit", [4, 8, 64])
 def test_counts_agree_with_a_count_of_all_handshakes(rng: random.Random, limit: int) -> None:
-    """Only what is overdue and silent gives way, and everything does in the end."""
+    """Only overdue and silent handshakes give way, and in the end all of them."""
     pending, alive, now, lost_in_all = PendingHandshakes(limit), dict[Handshake, None](), 0.0, 0
     for _ in range(3000):
         now += rng.random() * GRACE / limit * 2
@@ -179,7 +179,7 @@ def test_counts_agree_with_a_count_of_all_handshakes(rng: random.Random, limit: 
                 assert again == now
             counts = Counter(each.block for each in alive)
             if len(lost) == 1 and limit < 64:
-                # A block whose handshake was lost is not small, or its time was over twice.
+                # A block that loses a handshake is not small, or the handshake was spared before.
                 small = counts[lost[0].block] * 4 <= max(counts.values())
                 assert not small or lost[0] in certain or len(overdue) > max(limit // 8, 1)
             for each in lost:
@@ -191,8 +191,8 @@ def test_counts_agree_with_a_count_of_all_handshakes(rng: random.Random, limit: 
 
 @pytest.mark.parametrize("addresses", [1, 500])
 def test_the_cost_of_giving_way_does_not_depend_on_addresses(addresses: int) -> None:
-    """10,000 handshakes that come, become overdue and give way: 3 microseconds each, without
-    sockets. A pass over all 512 for each one would take a hundred times as long."""
+    """10,000 handshakes are added, become overdue and give way: 3 microseconds each, without
+    sockets. With a loop over all 512 for each of them it would be a hundred times as long."""
     pending, made = filled(512, addresses)
     now, gone = 0.0, 0
     begun = time.thread_time()
@@ -211,7 +211,7 @@ def test_the_cost_of_giving_way_does_not_depend_on_addresses(addresses: int) -> 
 
 @contextlib.asynccontextmanager
 async def clients(port: int, count: int, addresses: int, kind: str) -> AsyncIterator[None]:
-    """A process whose clients connect and do not go on; all are there."""
+    """Start a process with clients that stall. All have connected when the block begins."""
     arguments = ["127.0.0.1", port, count, addresses, kind]
     process = await trio.lowlevel.open_process(
         [sys.executable, "-m", "tests.connecting.silent_clients", *map(str, arguments)],
@@ -238,9 +238,9 @@ async def clients(port: int, count: int, addresses: int, kind: str) -> AsyncIter
 async def test_stalled_clients_do_not_keep_good_clients_out(
     monkeypatch: pytest.MonkeyPatch, addresses: int, kind: str
 ) -> None:
-    """1,500 of them, each replaced as soon as it is reset: 512 give way in each second, and a
-    client from a fresh address gets its turn behind those that connected before it. Long before
-    the handshakes time out by themselves."""
+    """1,500 clients stall, and each is replaced as soon as it is reset; 512 give way per second. A
+    client from another address has its turn after those that connected before it, long before the
+    handshakes time out."""
     config = Config(
         receive_buffer=16384, discovery="assume", learn_short=False, handshake_timeout=20
     )

@@ -1,4 +1,4 @@
-"""Local ports are as plentiful as for TCP, in a network namespace that has few of them."""
+"""In a network namespace with few ports, SMC-R can use as many local ports as TCP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.timing import PATIENCE
 
 
 def in_namespace(*arguments: str) -> list[list[str]]:
-    """What `crowded_ports` prints, by lines and words."""
+    """The output of `crowded_ports`, as words of lines."""
     made = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False)
     if made.returncode:
         pytest.skip("making a network namespace needs privileges")
@@ -26,12 +26,12 @@ def in_namespace(*arguments: str) -> list[list[str]]:
 
 @pytest.mark.usefixtures("runtime_directory")
 def test_as_many_connections_as_tcp() -> None:
-    """Of 400 ports each server can have all, ours and one that is plain TCP."""
+    """Each server, with SMC-R or plain TCP, can have all 400 ports."""
     tcp, ours, modes = in_namespace("count", "40000", "40399")
     assert tcp[1:] == ["400", "400", "400"]
     assert ours[1:] == tcp[1:]
     by_mode = dict(each.split("=") for each in modes[1:])
-    # The last ports of a destination are not found by lot; then the kernel looks, for TCP.
+    # Random draws miss the last free ports of a destination. The kernel finds them, for TCP.
     assert int(by_mode["smc-r"]) >= 700
 
 
@@ -80,6 +80,6 @@ def test_processes_that_want_the_same_ports_before_linux_6_3() -> None:
 
 @pytest.mark.usefixtures("runtime_directory")
 def test_processes_that_want_the_same_ports() -> None:
-    """Nobody gets the bytes of another, and each connection is the same at both ends."""
+    """No client gets the bytes of another, and both ends of a connection have the same mode."""
     [[served, some_smc]] = in_namespace("share", "40000", "40002", "3")
     assert (served, some_smc) == ("60", "True")

@@ -1,4 +1,4 @@
-"""A page that the system refuses makes a connection TCP, with the reason; nothing is left."""
+"""If the system refuses memory, the connection is TCP with that reason; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT = b"bytes" * 1000
 
 
 class Limit:
-    """A commit limit that refuses what is as large as ``refused`` bytes."""
+    """A commit limit that refuses allocations of ``refused`` bytes or more."""
 
     def __init__(self) -> None:
         self.refused = 0
@@ -41,7 +41,7 @@ class Limit:
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
-    """vm.overcommit_memory is 2, for the software RNIC."""
+    """Make the software RNIC see vm.overcommit_memory as 2."""
     limit = Limit()
     monkeypatch.setattr(memory, "commit_is_limited", lambda: True)
     monkeypatch.setattr(os, "posix_fallocate", limit)
@@ -51,7 +51,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
 async def pair(
     listener: trio_smc.SmcListener, port: int
 ) -> tuple[trio_smc.SmcStream, trio_smc.SmcStream]:
-    """The client's stream and the server's, over which bytes have gone both ways."""
+    """The client's stream and the server's, after data was sent in both directions."""
     found: list[trio_smc.SmcStream] = []
 
     async def accept() -> None:
@@ -112,7 +112,7 @@ async def test_a_further_connection_is_tcp_and_the_others_continue(limit: Limit)
 
 
 def test_other_users_are_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They could give back pages of memory that both have mapped."""
+    """Another user could punch holes into shared memory."""
     one, other = socket.socketpair(socket.AF_UNIX)
     with one, other:
         group = os.getegid()
@@ -128,7 +128,7 @@ def test_other_users_are_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_thread_is_started_without_memory(
     monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
 ) -> None:
-    """`threading.Thread.start` waits for ever for a thread that has no memory to begin with."""
+    """`threading.Thread.start` would wait for ever if the thread has no memory to start."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "no memory")
@@ -149,7 +149,7 @@ def test_no_thread_is_started_without_memory(
             Poller(rnic, lambda: None)
         closer.run(ours.close)
         assert ours.fileno() >= 0
-    closer.join()  # there is memory again
+    closer.join()  # memory is available again
     assert ours.fileno() < 0
     theirs.close()
     rnic.close()

@@ -1,4 +1,4 @@
-"""What a stack counts of its link groups and connections."""
+"""The counters of link groups and connections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MANY = 10_000
 
 
 def test_statistics_of_many_connections_start_no_garbage_collection() -> None:
-    """It looks at all objects of the process: a tenth of a second where there are that many."""
+    """A collection scans all objects of the process: a tenth of a second for so many."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)

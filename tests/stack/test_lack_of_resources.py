@@ -1,4 +1,4 @@
-"""A lack of descriptors, epoll watches or threads: tried again, and nothing is concluded."""
+"""A lack of descriptors, epoll watches or threads is retried, and has no other consequence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_error_means_a_lack_or_the_end_of_the_peer() -> None:
 
 
 def test_a_full_table_does_not_remove_devices(tmp_path: Path) -> None:
-    """A device that cannot be looked at has not gone: its links would be lost."""
+    """A device that cannot be listed has not disappeared: its links would be lost."""
     (tmp_path / "infiniband_verbs" / "uverbs0").mkdir(parents=True)
     (tmp_path / "infiniband_verbs" / "uverbs0" / "ibdev").write_text("rxe0\n")
     assert present_devices(tmp_path) == {"rxe0"}
@@ -48,7 +48,7 @@ def test_a_full_table_does_not_remove_devices(tmp_path: Path) -> None:
 
 async def test_a_tcp_connection_is_watched_later(monkeypatch: pytest.MonkeyPatch) -> None:
     class Epoll:
-        """Has no watches left at first."""
+        """Has no watches at first."""
 
         def __init__(self, epoll: Any) -> None:
             self.epoll = epoll
@@ -94,7 +94,7 @@ async def test_a_tcp_connection_is_watched_later(monkeypatch: pytest.MonkeyPatch
 def test_a_thread_that_cannot_be_started(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is one of its own, and leaves no descriptors behind."""
+    """The error has a type of its own, and no descriptor is left open."""
     rnic = SoftRnic()
     rnic.open(runtime_directory / "smc")
 
@@ -107,7 +107,7 @@ def test_a_thread_that_cannot_be_started(
         with pytest.raises(NoThread, match="thread"):
             Poller(rnic, lambda: None)
         assert os.listdir("/proc/self/fd") == before
-        # What waits for a thread to be closed is closed later.
+        # Descriptors that wait for a thread are closed later.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.send(b"x")
         rnic.intake.discard(ours)
@@ -118,7 +118,7 @@ def test_a_thread_that_cannot_be_started(
 
 
 def test_a_full_table_admits_no_other_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user number that may stand for all unknown users is not taken for one's own."""
+    """The overflow uid stands for all unknown users, and is not accepted as this user."""
     monkeypatch.setattr(private_directory, "_number_of_nobody", lambda kind: os.geteuid())
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs, full_table():

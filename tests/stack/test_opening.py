@@ -1,4 +1,4 @@
-"""Whatever fails while a stack opens: a clear error or a fallback, and nothing is left or hangs."""
+"""Failures while a stack opens: a clear error or a fallback; nothing hangs or is left behind."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, step: str, error: Exception) -> None:
 
 
 def causes(error: BaseException | None) -> list[BaseException]:
-    """It and what is behind it."""
+    """The exception and its causes."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)
@@ -154,7 +154,7 @@ trio.run(main)
 
 @pytest.mark.parametrize("step", ["control", "RNIC"])
 async def test_under_trio_smc_run(step: str) -> None:
-    """It says what is wrong, and Ctrl-C ends it."""
+    """The program reports the error, and Ctrl-C ends it."""
     [listener] = await trio.open_tcp_listeners(0, host=HOST)
     port = str(listener.socket.getsockname()[1])
     command = ["-m", "trio_smc.tools", "run", "--", sys.executable, "-c", PROGRAM, port, step]

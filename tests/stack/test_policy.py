@@ -1,4 +1,4 @@
-"""Who may use SMC-R: lists, the limit on handshakes, and what was learned of short connections."""
+"""Which connections may use SMC-R: lists, the handshake limit, and short connections."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def listening(config: Config | None = None) -> AsyncIterator[SmcListener]:
 
 
 async def connect(listener: SmcListener, config: Config | None = None) -> list[SmcStream]:
-    """The client's and the server's end."""
+    """Open a connection; returns the client's end and the server's."""
     ends: list[SmcStream] = []
 
     async def accept() -> None:
@@ -52,7 +52,7 @@ async def connect(listener: SmcListener, config: Config | None = None) -> list[S
 
 
 async def fallbacks(listener: SmcListener, config: Config | None = None) -> list[Fallback | None]:
-    """Why each end is TCP; None: it is not."""
+    """The fallback of each end; None: SMC-R."""
     ends = await connect(listener, config)
     for each in ends:
         each.abort()
@@ -106,7 +106,7 @@ async def test_a_server_that_is_not_permitted() -> None:
 
 
 async def test_a_server_that_is_not_permitted_declines_a_proposal() -> None:
-    """Under "assume" the client sends its Proposal unasked."""
+    """Under "assume" the client sends its Proposal without an agreement."""
     config = Config(discovery="assume", deny=(HOST + "/32",))
     async with trio_smc.open_stack(), listening(config) as listener:
         client, server = await fallbacks(listener, Config(discovery="assume"))
@@ -131,7 +131,7 @@ async def test_one_handshake_at_a_time_is_within_a_limit_of_one() -> None:
 
 @pytest.fixture
 def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """This side's address in each question for an RNIC."""
+    """The local address of each call of `rnic_for`."""
     addresses: list[str] = []
     rnic_for = Runtime.rnic_for
 
@@ -176,12 +176,12 @@ def test_short_connections_in_a_row_are_avoided() -> None:
     assert short.avoids(PEER)
     assert not short.avoids(("192.0.2.1", 81))
     clock.now += RETRY_AFTER
-    assert not short.avoids(PEER), "one may try"
-    assert not short.avoids(PEER), "asking is not trying"
+    assert not short.avoids(PEER), "one connection tries again"
+    assert not short.avoids(PEER), "`avoids` changes nothing"
     short.opened("trying", PEER)
-    assert short.avoids(PEER), "the others wait for what it finds"
+    assert short.avoids(PEER), "the others wait for its result"
     short.closed("trying", SHORT_SIZE)
-    assert not short.avoids(PEER), "it was worth it"
+    assert not short.avoids(PEER), "it was long"
 
 
 def test_a_long_connection_ends_the_row() -> None:
@@ -212,7 +212,7 @@ async def test_short_connections_become_tcp() -> None:
             modes.append(client.mode)
             if client.fallback is not None:
                 assert client.fallback.reason is FallbackReason.SHORT_CONNECTIONS
-    # Both ends learn; the server's port is the same for both, and so is the count.
+    # Both ends count, under the same port of the server.
     assert modes.count(Mode.SMC_R) <= SHORT_AFTER
     assert modes[-1] is Mode.TCP
 
@@ -240,7 +240,7 @@ async def _answer(stream: SmcStream) -> None:
 
 @asynccontextmanager
 async def _serving(config: Config, port: int = 0) -> AsyncIterator[int]:
-    """A server of its own stack; its port."""
+    """A server with a stack of its own; yields its port."""
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
         listeners = await nursery.start(partial(stack.serve, _answer, port, host=HOST))
         yield listeners[0].socket.getsockname()[1]
@@ -248,7 +248,7 @@ async def _serving(config: Config, port: int = 0) -> AsyncIterator[int]:
 
 
 async def _modes(stack: trio_smc.Stack, port: int, count: int) -> list[Mode]:
-    """What so many short connections were."""
+    """The modes of ``count`` short connections."""
     modes = []
     for _ in range(count):
         async with await stack.open_stream(HOST, port) as stream:
@@ -267,7 +267,7 @@ async def test_connections_with_a_peer_that_requires_smc_do_not_count(requires: 
 
 
 async def test_a_client_that_requires_smc_at_an_avoided_address() -> None:
-    """The server has learned of the client's address; a client there that requires gets SMC-R."""
+    """The server avoids the client's address, but a client that requires SMC-R gets SMC-R."""
     async with (
         _serving(Config(learn_short=True)) as port,
         trio_smc.open_stack() as client,
@@ -279,7 +279,7 @@ async def test_a_client_that_requires_smc_at_an_avoided_address() -> None:
 
 
 async def test_a_new_process_at_an_avoided_port_may_require_smc() -> None:
-    """What was learned of a listening process ends with it."""
+    """The count for a listening process ends with the process."""
     async with trio_smc.open_stack(Config(learn_short=True)) as client:
         async with _serving(Config()) as port:
             assert (await _modes(client, port, SHORT_AFTER + 1))[-1] is Mode.TCP

@@ -1,4 +1,4 @@
-"""Without SMC-R connections a stack takes no part in the passes of Trio's scheduler."""
+"""Without SMC-R connections a stack has no hooks in Trio's scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RoCE ports that come and go while a stack is open, on a host made up for it."""
+"""RoCE ports that appear and disappear while a stack is open, on a simulated host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 class FollowedRnics:
-    """The RNICs of a stack that keeps to what there is, and what link groups were told."""
+    """The RNICs of a stack that follows changes, and the notifications of link groups."""
 
     def __init__(self, config: Config) -> None:
         self.told: list[tuple[str, RnicChange]] = []
@@ -80,14 +80,14 @@ async def test_a_port_appears_and_disappears(world: World, autojump_clock: trio.
         served = stack.rnics.serving(*ADDRESSES)
         assert isinstance(served, Rnic)
         assert served.name == "rxe0#1"
-        await announce(world)  # of something else
+        await announce(world)  # of another change
         assert len(world.opened) == 3
         stack.told.clear()
         world.go("rxe0")
         await announce(world)
         assert stack.names() == ["rxe1"]
         assert stack.told == [("rxe0", LOST), ("rxe0#1", LOST)]
-        assert [each.name for each in world.opened] == ["rxe1"], "the kernel waits for that"
+        assert [each.name for each in world.opened] == ["rxe1"], "the kernel waits for this"
         assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
         world.come("rxe0")
         await announce(world)
@@ -97,7 +97,7 @@ async def test_a_port_appears_and_disappears(world: World, autojump_clock: trio.
 async def test_a_port_that_appears_while_a_stack_is_opened(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
-    """Between the first look and the subscription to news."""
+    """The port appears between the first listing and the subscription."""
 
     def subscribe() -> AbstractContextManager[World]:
         world.come("rxe0")
@@ -120,8 +120,8 @@ async def test_a_port_that_is_down_stays(world: World, autojump_clock: trio.abc.
 async def test_a_device_that_cannot_be_opened_yet(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
-    """udev has not given the node its permissions: tried again without more news, but not for
-    ever."""
+    """udev has not set the permissions of the node yet. Opening is retried without further
+    notifications, but not for ever."""
     tried: list[float] = []
     ready = 1.0
 
@@ -155,7 +155,7 @@ async def test_a_device_that_cannot_be_opened_yet(
 async def test_a_port_that_follows_its_interface(
     delay: float, world: World, autojump_clock: trio.abc.Clock
 ) -> None:
-    """The news may be there before the port is, seconds before it on a busy host."""
+    """The notification may come before the port is active, on a busy host by seconds."""
     async with followed(world) as stack:
         await announce(world)
         await trio.sleep(delay)
@@ -165,7 +165,7 @@ async def test_a_port_that_follows_its_interface(
 
 
 async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock) -> None:
-    """Only the device itself tells; it is tried again when the kernel tells something."""
+    """Only the device reports the failure. It is opened again after the kernel's next report."""
     world.come("rxe0", "rxe1")
     async with followed(world) as stack:
         [port, _] = world.opened
@@ -173,7 +173,7 @@ async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock)
         assert port.on_event is not None
         port.on_event(RnicEvent.FATAL)
         assert stack.told == [("rxe0", LOST)]
-        assert port in world.opened, "not while the device is at work"
+        assert port in world.opened, "not in a call from the device"
         await trio.testing.wait_all_tasks_blocked()
         assert stack.names() == ["rxe1"]
         assert port not in world.opened
@@ -186,7 +186,7 @@ async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock)
 async def test_a_device_that_is_replaced_at_once(
     world: World, autojump_clock: trio.abc.Clock
 ) -> None:
-    """Its failure and the news of its successor are seen together."""
+    """Its failure and the notification of its successor are handled together."""
     world.come("rxe0")
     async with followed(world) as stack:
         [port] = world.opened
@@ -203,7 +203,7 @@ async def test_a_device_that_is_replaced_at_once(
 async def test_a_kernel_without_notifications(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
-    """What fails is closed all the same."""
+    """A failed device is closed without notifications."""
 
     def refuse() -> AbstractContextManager[World]:
         raise PermissionError(errno.EPERM, "no netlink")
@@ -222,7 +222,7 @@ async def test_a_kernel_without_notifications(
 async def test_a_device_that_cannot_be_closed(
     world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It costs nobody else anything."""
+    """Other RNICs are not affected."""
 
     def refuse(port: FakePort) -> None:
         close(port)
@@ -241,7 +241,7 @@ async def test_a_device_that_cannot_be_closed(
 async def test_companions_after_the_first_rnic_has_disappeared(
     world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first RNIC goes, and its interface with it: the others are companions still."""
+    """The first RNIC of a group disappears with its interface. The others remain companions."""
     world.come("rxe2", "rxe3")
     async with followed(world) as stack:
         first, second = stack.rnics.opened[-2:]
@@ -255,7 +255,7 @@ async def test_companions_after_the_first_rnic_has_disappeared(
 
 
 async def test_an_rnic_of_the_list_returns(world: World, autojump_clock: trio.abc.Clock) -> None:
-    """As the same object, and nothing that was not named is opened."""
+    """It is the same object, and no RNIC outside the list is opened."""
     named = world.port("rxe0")
     world.come("rxe0", "rxe1")
     async with followed(world, named) as stack:
@@ -270,7 +270,7 @@ async def test_an_rnic_of_the_list_returns(world: World, autojump_clock: trio.ab
 
 
 async def test_nothing_to_follow(world: World) -> None:
-    """Software RNICs alone: no task, no socket."""
+    """With software RNICs alone there is no task and no socket."""
     with trio.fail_after(5):
         made = FollowedRnics(Config(rnics=(SoftRnic(),)))
         await made.rnics.follow()
@@ -279,7 +279,7 @@ async def test_nothing_to_follow(world: World) -> None:
 async def test_listeners_offer_the_option_once_there_is_a_port(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under "auto" listeners offer SMC-R by the TCP option when there is a RoCE port."""
+    """Under "auto" listeners offer SMC-R by the TCP option once there is a RoCE port."""
     async with trio_smc.open_stack() as stack:
         offered: list[object] = []
         monkeypatch.setattr(stack.runtime.tcp_option, "offer", offered.append)
@@ -319,8 +319,8 @@ sys.stdin.read()
 def test_two_processes_on_one_port_have_different_peer_ids(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both draw the same number."""
-    mac = b"\x02" + secrets.token_bytes(5)  # no other run's
+    """Both processes draw the same number."""
+    mac = b"\x02" + secrets.token_bytes(5)  # not used by another run
     draws = iter((b"\x11\x11", b"\x11\x11", b"\x22\x22"))
     monkeypatch.setattr(secrets, "token_bytes", lambda count: next(draws))
     world.come("rxe0")

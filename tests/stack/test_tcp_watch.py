@@ -1,4 +1,4 @@
-"""`TcpWatch` by itself: what it says, and that it keeps nobody alive."""
+"""`TcpWatch` alone: its notifications, and that it keeps no watcher alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trio_smc.stack.tcp_watch import TcpWatch
 
 
 class Watcher:
-    """Notes what it is told."""
+    """Records its notifications."""
 
     def __init__(self) -> None:
         self.data = trio.Event()
@@ -47,7 +47,7 @@ async def _tcp_pair() -> tuple[trio.SocketStream, trio.SocketStream]:
 
 
 async def test_a_notified_and_removed_watcher_is_not_kept_alive() -> None:
-    """A stream has its whole link group behind it, with the memory of a dead peer."""
+    """A stream refers to its link group, with the memory of a dead peer."""
     async with _watch() as watch:
         client, server = await _tcp_pair()
         watcher = Watcher()
@@ -58,7 +58,7 @@ async def test_a_notified_and_removed_watcher_is_not_kept_alive() -> None:
         watch.remove(server.socket)
         await server.aclose()
         await client.aclose()
-        # The watch has gone to sleep again when it has run once more.
+        # After one more run the watch sleeps again.
         await trio.testing.wait_all_tasks_blocked()
         gone = weakref.ref(watcher)
         del watcher
@@ -87,7 +87,7 @@ async def test_data_on_a_registered_connection_notifies_the_watcher(
         client, server = await _tcp_pair()
         watcher = Watcher()
         watch.add(server.socket, watcher)
-        await trio.sleep(1)  # the clock jumps: everything new is registered
+        await trio.sleep(1)  # the clock jumps, so new connections are registered
         await client.send_all(b"x")
         with trio.fail_after(60):
             await watcher.data.wait()
@@ -119,7 +119,7 @@ async def test_one_of_two_ends_before_they_are_registered(
 async def test_the_number_of_a_socket_that_the_program_closed_may_be_reused(
     registered: bool, mock_clock: trio.testing.MockClock
 ) -> None:
-    """The program closes the TCP connection under a stream; another file gets its number."""
+    """The program closes the TCP connection of a stream, and another file gets the number."""
     async with _watch() as watch:
         client, server = await _tcp_pair()
         watcher = Watcher()
@@ -135,7 +135,7 @@ async def test_the_number_of_a_socket_that_the_program_closed_may_be_reused(
             await trio.testing.wait_all_tasks_blocked()
             assert not watcher.data.is_set()
             assert not watcher.reset.is_set()
-            # The number is watched for its owner now.
+            # The number is watched for its new owner.
             later = Watcher()
             owner = trio.socket.from_stdlib_socket(other)
             watch.add(owner, later)

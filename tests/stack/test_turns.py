@@ -1,4 +1,4 @@
-"""Much work that is due together is done a little at a time, in order, and all of it."""
+"""Work that is due together is done in turns, in order and completely."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST = 0.003
 
 
 class Clock:
-    """A clock that stands still until it is set."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -41,7 +41,7 @@ def work() -> None:
 
 
 def run(timers: Timers, now: float) -> list[float]:
-    """Call `run_due` until nothing is due; the processor time of each call."""
+    """Call `run_due` until nothing is due. Returns the processor time of each call."""
     took = []
     while timers.next_deadline() <= now:
         start = time.thread_time()

@@ -1,4 +1,4 @@
-"""Rings that nothing was written into: they cost address space, and nothing else."""
+"""A ring without data costs address space and nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNT = 60
 
 
 def page_tables() -> int:
-    """KiB of this process."""
+    """Size of this process's page tables in KiB."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmPTE:"))
 
@@ -49,6 +49,6 @@ async def test_page_tables_of_unused_rings_cost_nothing() -> None:
         used = page_tables() - before
         await streams.aclose()
         nursery.cancel_scope.cancel()
-    # A page for each of the two rings, at both ends; what is left is the heap, which grows.
+    # A page for each of the two rings, at both ends; the rest is the growing heap.
     assert used >= COUNT * 12
     assert unused <= COUNT
