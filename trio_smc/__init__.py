@@ -82,5 +82,5 @@ __version__ = "0.2.0"
 __compiled__: bool = _cursor.__file__.endswith(".so")
 """True if the hot modules of this build are compiled; see docs/operating.md."""
 
-# A program that did not ask for logs gets none: without a handler warnings go to stderr.
+# Without this handler, warnings go to stderr in a program that has not configured logging.
 logging.getLogger("trio_smc").addHandler(logging.NullHandler())

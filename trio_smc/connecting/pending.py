@@ -19,7 +19,7 @@ chooses freely among the addresses of its /64.
 Cost: each event (`add`, `renew`, `discard`, one handshake that gives way) takes constant time,
 whatever the number of handshakes and addresses. Recent and spared handshakes are ordered by their
 last progress, so those whose time has come are a prefix; addresses are kept by their count, which
-changes by one at a time. The kernel is asked for unread bytes only once per handshake that is
+changes by one at a time. The number of unread bytes is queried only once per handshake that is
 about to give way.
 """
 

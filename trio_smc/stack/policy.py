@@ -7,7 +7,7 @@ Short connections (`Config.learn_short`): to set up an SMC-R connection takes a 
 hundred microseconds more than TCP. A connection that carries one small request never gains as much.
 After `SHORT_AFTER` such connections in a row with one peer and port, the next ones are TCP for
 `RETRY_AFTER` seconds. Then one connection uses SMC-R, and its size decides about the next ones. A
-peer on this host that requires SMC-R says so for each connection; these connections do not count.
+peer on this host that requires SMC-R announces this with each connection, which does not count.
 """
 
 from __future__ import annotations
