@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "Host"]
 
-_LAST_WORD = ABNORMAL_CLOSE | CONNECTION_CLOSED
+_FINAL = ABNORMAL_CLOSE | CONNECTION_CLOSED
 _log = logging.getLogger(__name__)
 # States in which the peer's data is of no interest (4.8.2, 1A).
 _ABORTING = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
@@ -87,7 +87,7 @@ class Host(Protocol):
         """For observers: the connection's state machine has moved."""
 
 
-_ENDED: Final = 0.00005
+_CLOSE_COST: Final = 0.00005
 """Seconds of processor time that a task takes to close a stream at its end: 40 µs by
 ``python -m tests.e2e.mass_ends closed 1000``, and a reserve."""
 
@@ -96,22 +96,22 @@ def _at_once(callback: Callable[[], None], _charge: float) -> None:
     callback()
 
 
-def _hears(*_: object) -> None:
+def _no_op(*_: object) -> None:
     """Who hears it does nothing."""
 
 
 # In the place of all that a released connection would call: it and they are no cycle.
-_NOBODY: Final[Any] = SimpleNamespace(
+_NO_HOST: Final[Any] = SimpleNamespace(
     **dict.fromkeys(
         (
-            "connection_closed", "set_timer", "reset_tcp", "close_tcp", "state_changed", "owe",
-            "tell_soon", "on_cdc_complete", "on_room",
+            "connection_closed", "set_timer", "reset_tcp", "close_tcp", "state_changed",
+            "request_cdc", "update_soon", "on_cdc_complete", "on_room",
         ),
-        _hears,
+        _no_op,
     )
 )  # fmt: skip
 # The machine that all released connections share: CLOSED is never left, and asks nothing.
-_CLOSED = Machine(CONNECTION, _NOBODY, state="CLOSED")
+_CLOSED = Machine(CONNECTION, _NO_HOST, state="CLOSED")
 
 
 class Connection:
@@ -145,14 +145,14 @@ class Connection:
         "_cause",
         "_close_timeout",
         "_errno",
-        "_heard_all",
+        "_applied_all",
         "_host",
         "_last_received",
         "_machine",
         "_peer_flags",
         "_released",
         "_rmbe",
-        "_spare_unread",
+        "_keep_unread",
         "_tcp_ended",
         "_timer",
         "cdcs_received",
@@ -205,10 +205,10 @@ class Connection:
         self._last_received = 0  # SR of 4.6.1
         self._peer_flags = 0  # D, C, A seen so far
         self._aborting = False
-        self._heard_all = True
+        self._applied_all = True
         self._application_closed = False
         self._released = False
-        self._spare_unread = False
+        self._keep_unread = False
         self._tcp_ended = False
         self.write_closed: bool = False
         self.sent_closed: bool = False
@@ -259,7 +259,7 @@ class Connection:
     def used(self) -> int | None:
         """Bytes from the ring's start that the peer can have written; None: unknown."""
         # Only C is a promise that every write was told, and only unaborted we listened to it.
-        if self._peer_flags & _LAST_WORD == CONNECTION_CLOSED and self._heard_all:
+        if self._peer_flags & _FINAL == CONNECTION_CLOSED and self._applied_all:
             return min(self.receiver.received, self._rmbe.usable)
         return None
 
@@ -270,7 +270,9 @@ class Connection:
         if self._aborting:
             return False
         if self.sent_closed:
-            return self.messenger.owed or self.messenger.completed != self.messenger.sequence
+            return (
+                self.messenger.cdc_requested or self.messenger.completed != self.messenger.sequence
+            )
         return self.close_pending
 
     @property
@@ -347,17 +349,17 @@ class Connection:
         if self.receiver.first != self._rmbe.first:
             self.receiver.lay_out()
         self._use(channel, address, rkey)
-        if self.receiver.told < self.receiver.urgent_mark <= self.receiver.consumed:
-            self.messenger.owe()
+        if self.receiver.announced < self.receiver.urgent_mark <= self.receiver.consumed:
+            self.messenger.request_cdc()
 
     def established(self) -> None:
         """The rendezvous is complete: the application may send and receive (4.8.1, 2)."""
         self._process("established")
         if self._released:
-            self.receiver.open = True  # its link group was quicker: see `outran`
+            self.receiver.open = True  # its link group was quicker: see `ended_before_established`
             self.wake_all()
 
-    def outran(self) -> bool:
+    def ended_before_established(self) -> bool:
         """The link group ended before the rendezvous: whether data or an end came before that.
 
         If so `established` is due all the same: TCP would show it, too.
@@ -374,15 +376,15 @@ class Connection:
 
     def links_lost(self) -> None:
         """No link is left in the group: nothing can be sent any more (4.8.3)."""
-        self.messenger.owed = False
-        self.messenger.leave()
+        self.messenger.cdc_requested = False
+        self.messenger.stop()
         self._process("links_lost")
         self._release_if_due()
 
     def rmbe_conflict(self) -> None:
         """The peer gave the RMBE that we write into to another connection (4.4.2)."""
-        self.messenger.owed = False
-        self.messenger.leave()
+        self.messenger.cdc_requested = False
+        self.messenger.stop()
         self._process("rmbe_conflict")
         self._release_if_due()
 
@@ -393,7 +395,7 @@ class Connection:
         sent can still be read, as when its links are lost (4.8.3).
         """
         self._errno = errno.ECONNRESET
-        self._spare_unread = self.got_closed
+        self._keep_unread = self.got_closed
         self._process("abort")
 
     def user_timeout(self) -> None:
@@ -500,7 +502,7 @@ class Connection:
         if self.sender.complete(sequence):
             self._wake_writer()
         self._after_delivery()
-        if self.messenger.silent:
+        if self.messenger.final_posted:
             if self.messenger.flags & ABNORMAL_CLOSE and sequence == self.messenger.sequence:
                 self._process("abort_sent")
             self._release_if_due()
@@ -598,7 +600,7 @@ class Connection:
                     opened = sender.consumer_untrusted(taken_wrap, taken_offset)
                     if sender.delivered != delivered or (opened and self.on_writable is not None):
                         self._on_consumer(opened, sender.delivered != delivered)
-                if (flags or receiver.watchful) and receiver.flags_untrusted(flags, arrived):
+                if (flags or receiver.flags_pending) and receiver.flags_untrusted(flags, arrived):
                     self._wake_urgent()
         except ProtocolError as exc:
             self._abort_for(exc)
@@ -634,7 +636,7 @@ class Connection:
             self._peer_flags |= SENDING_DONE
         else:
             return  # reserved bits
-        self.in_turn(partial(self._on_endings, endings), _ENDED)
+        self.in_turn(partial(self._on_endings, endings), _CLOSE_COST)
 
     def _on_endings(self, endings: int) -> None:
         """The first CDC message with these flags: A before C before D; C implies D."""
@@ -713,14 +715,16 @@ class Connection:
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Called by the machine after each transition; `_process` wakes."""
         if new in _ABORTING:
-            self._heard_all = new == "CLOSED" and not self._aborting
+            self._applied_all = new == "CLOSED" and not self._aborting
             self._aborting = True
             self.sender.sendable = False
         self._host.state_changed(self, old, new, event)
         if new == "CLOSED":
             if event in _GIVEN_UP:
-                self.messenger.owed = False  # the peer is given up, and with it the last word
-                self.messenger.leave()
+                self.messenger.cdc_requested = (
+                    False  # the peer is given up, and with it the last word
+                )
+                self.messenger.stop()
             if self._timer is not None:
                 self._timer = None
                 self._host.set_timer(self, None)
@@ -729,10 +733,10 @@ class Connection:
 
     def _release_if_due(self) -> None:
         """Give the RMBE back once the state is CLOSED and the last word has arrived."""
-        if self._released or self.messenger.owed or self._machine.state != "CLOSED":
+        if self._released or self.messenger.cdc_requested or self._machine.state != "CLOSED":
             return
         if (
-            self.messenger.silent
+            self.messenger.final_posted
             and self.messenger.completed != self.messenger.sequence
             and self.messenger.channel is not None
         ):
@@ -742,12 +746,12 @@ class Connection:
             self.receiver.drop_unread()
         self.receiver.leave_ring()
         self.sender.drop_unsent()
-        self.messenger.leave()
+        self.messenger.stop()
         self.messenger.flush_later = None
         self._machine = _CLOSED
-        host, self._host = self._host, _NOBODY
-        self.receiver.messenger = self.messenger.poster = _NOBODY
-        self.receiver.on_overwritten = _hears
+        host, self._host = self._host, _NO_HOST
+        self.receiver.messenger = self.messenger.poster = _NO_HOST
+        self.receiver.on_overwritten = _no_op
         self.wake_all()  # nothing is borrowed or under way any more
         host.connection_closed(self)
 
@@ -759,23 +763,23 @@ class Connection:
     def send_done(self) -> None:
         """Action: D."""
         self.messenger.flags |= SENDING_DONE
-        self.messenger.owe()
+        self.messenger.request_cdc()
 
     def send_closed(self) -> None:
         """Action: C, the last message."""
         self.sent_closed = True
         self.messenger.flags |= CONNECTION_CLOSED
-        self.messenger.owe()
+        self.messenger.request_cdc()
 
     def send_abort(self) -> None:
         """Action: A, the last message."""
-        if self.messenger.channel is None or self.messenger.silent:
+        if self.messenger.channel is None or self.messenger.final_posted:
             self._process("abort_sent")
             return
         self.messenger.blocked = False
         self.messenger.urgent_goal = 0
         self.messenger.flags |= ABNORMAL_CLOSE
-        self.messenger.owe()
+        self.messenger.request_cdc()
 
     def reset_tcp(self) -> None:
         """Action."""
@@ -792,7 +796,7 @@ class Connection:
     def purge(self) -> None:
         """Action: drop unread and unsent data."""
         self.sender.drop_unsent()
-        if not self._spare_unread:
+        if not self._keep_unread:
             self.receiver.purged = True
             self.receiver.drop_unread()
 

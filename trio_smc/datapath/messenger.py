@@ -11,10 +11,12 @@ most one is ever owed, and a later one makes an earlier one unnecessary. One is
   given `flush`, to be called before the scheduler sleeps. The first two sends since the
   application waited put nothing off where their messages can be posted at once: mostly no others
   follow, and what is put off takes longer by itself than a message of its own. So do those after
-  a pass in which no more were put off. And whoever is about to wait calls `tell`: what it waits
-  for may be the answer. This is no Nagle algorithm (4.5.2): nothing waits for time;
+  a pass in which no more were put off. And whoever is about to wait calls
+  `flush_before_wait`: what it waits for may be the answer. This is no Nagle algorithm (4.5.2):
+  nothing waits for time;
 - put off, too, when it tells a blocked writer of less than 10 % of the ring: a reader that goes
-  on makes it more, and `tell` or ``tell_later`` sends it for one that does not (4.5.1).
+  on makes it more, and `flush_before_wait` or ``update_later`` sends it for one that does not
+  (4.5.1).
 
 Where the link can do it (`Channel.try_post`), a message is in the peer's memory as soon as it is
 posted. Then nothing of it has to be remembered, and no completion tells of it. Messages with D, C
@@ -113,8 +115,8 @@ class Channel(Protocol):
         """
 
 
-_PROMPT = 2  # a head and a body, as web servers and clients send them
-_LAST_WORD = cdc.CONNECTION_CLOSED | cdc.ABNORMAL_CLOSE
+_IMMEDIATE_SENDS = 2  # a head and a body, as web servers and clients send them
+_FINAL = cdc.CONNECTION_CLOSED | cdc.ABNORMAL_CLOSE
 # What each message needs, looked up once.
 _HEADER = cdc.HEADER
 _pack = cdc.LAYOUT.pack
@@ -140,24 +142,25 @@ class Messenger:
       announced: produced, in the last CDC message posted.
       sequence, completed: of the last CDC message posted, and of the last completed (SS of 4.6.1).
       flags: D, C, A.
-      silent: C or A was posted: nothing may follow.
+      final_posted: C or A was posted: nothing may follow.
       blocked: B is, or is to be, told.
       urgent_goal: not 0: urgent data up to this count is to be sent (`datapath.sender`).
       urgent_end: not 0: nothing may be written before the peer has taken so much.
-      owed: a message is to be posted when there is room, or when `flush` is called.
+      cdc_requested: a message is to be posted when there is room, or when `flush` is called.
       waiting: for room on the link, or for the holder.
-      prompt: so many more sends post a message of their own; the next ones may put it off.
-      patient: what is put off waits for more than the end of this pass.
+      immediate_sends_left: so many more sends post a message of their own; the next ones may put
+        it off.
+      defers_past_pass: what is put off waits for more than the end of this pass.
       flush_later: calls `flush` before the scheduler sleeps; None: every send posts its own.
       flush_pending: `flush` is to be called.
-      tell_later: calls what it is given before the scheduler sleeps, or soon; None: nothing that
+      update_later: calls what it is given before the scheduler sleeps, or soon; None: nothing that
         the reader consumed is put off.
     """
 
     __slots__ = (
         "_coalesced_before",
         "_receiver",
-        "_tell_pending",
+        "_update_pending",
         "_urgent_sequence",
         "announced",
         "blocked",
@@ -169,18 +172,18 @@ class Messenger:
         "flush_later",
         "flush_pending",
         "holder",
-        "owed",
-        "patient",
+        "cdc_requested",
+        "defers_past_pass",
         "peer_first",
         "peer_token",
         "peer_usable",
         "poster",
         "produced",
-        "prompt",
+        "immediate_sends_left",
         "rkey",
         "sequence",
-        "silent",
-        "tell_later",
+        "final_posted",
+        "update_later",
         "urgent_end",
         "urgent_goal",
         "waiting",
@@ -205,70 +208,76 @@ class Messenger:
         self.sequence: int = 0
         self.completed: int = 0
         self.flags: int = 0
-        self.silent: bool = False
+        self.final_posted: bool = False
         self.blocked: bool = False
         self.urgent_goal: int = 0
         self.urgent_end: int = 0
         self._urgent_sequence = 0  # of the CDC message that told U last
-        self.owed: bool = False
+        self.cdc_requested: bool = False
         self.waiting: bool = False
-        self.prompt: int = _PROMPT
-        self.patient: bool = False
+        self.immediate_sends_left: int = _IMMEDIATE_SENDS
+        self.defers_past_pass: bool = False
         self.flush_later: Callable[[Callable[[], None]], None] | None = flush_later
         self.flush_pending: bool = False
         self._coalesced_before = 0  # by the last flush
-        self.tell_later: Callable[[Callable[[], None]], None] | None = None
-        self._tell_pending = False
+        self.update_later: Callable[[Callable[[], None]], None] | None = None
+        self._update_pending = False
         self.cdcs_sent: int = 0
         self.coalesced: int = 0
 
     @property
-    def all_told(self) -> bool:
+    def peer_is_current(self) -> bool:
         """Whether the peer needs no CDC message of ours."""
-        return self.completed == self.sequence and self.announced == self.produced and not self.owed
+        return (
+            self.completed == self.sequence
+            and self.announced == self.produced
+            and not self.cdc_requested
+        )
 
     @property
-    def at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nothing posted is in flight, nor a write whose message is yet to come."""
-        return self.completed == self.sequence and (self.announced == self.produced or self.silent)
+        return self.completed == self.sequence and (
+            self.announced == self.produced or self.final_posted
+        )
 
     def flush(self) -> None:
         """Post the CDC message that was put off; for whom ``flush_later`` told about it."""
         self.flush_pending = False
         more, self._coalesced_before = self.coalesced - self._coalesced_before, self.coalesced
-        if more < _PROMPT and not self.patient:
-            self.prompt = _PROMPT  # it was hardly worth it
-        if self.owed:
-            self.owe()
+        if more < _IMMEDIATE_SENDS and not self.defers_past_pass:
+            self.immediate_sends_left = _IMMEDIATE_SENDS  # it was hardly worth it
+        if self.cdc_requested:
+            self.request_cdc()
 
-    def tell(self) -> bool:
+    def flush_before_wait(self) -> bool:
         """The application is about to wait: post a CDC message that waits for more sends.
 
         Returns:
           Whether there was one to post, at which everything may have come to an end.
         """
         receiver = self._receiver
-        self.prompt = 0 if self.patient else _PROMPT
-        if (self.owed and self.flush_pending and not self.patient) or (
-            receiver.writer_waits and receiver.consumed != receiver.told
+        self.immediate_sends_left = 0 if self.defers_past_pass else _IMMEDIATE_SENDS
+        if (self.cdc_requested and self.flush_pending and not self.defers_past_pass) or (
+            receiver.writer_waits and receiver.consumed != receiver.announced
         ):
-            self.owe()
+            self.request_cdc()
             return True
         return False
 
-    def tell_soon(self) -> None:
+    def update_soon(self) -> None:
         """A blocked writer is to know what was consumed, which is little (4.5.1)."""
-        if self.tell_later is None:
-            self.owe()
-        elif not self._tell_pending:
-            self._tell_pending = True
-            self.tell_later(self._tell_now)
+        if self.update_later is None:
+            self.request_cdc()
+        elif not self._update_pending:
+            self._update_pending = True
+            self.update_later(self._update_now)
 
-    def _tell_now(self) -> None:
-        self._tell_pending = False
+    def _update_now(self) -> None:
+        self._update_pending = False
         receiver = self._receiver
-        if receiver.writer_waits and receiver.consumed != receiver.told:
-            self.owe()
+        if receiver.writer_waits and receiver.consumed != receiver.announced:
+            self.request_cdc()
 
     def post_at_once(
         self,
@@ -307,9 +316,9 @@ class Messenger:
         except DeliveryUnknown:
             known = False
         self.sequence = sequence
-        receiver.told = consumed
+        receiver.announced = consumed
         self.produced = self.announced = produced
-        self.owed = False
+        self.cdc_requested = False
         self.cdcs_sent += 1
         if not known:
             raise DeliveryUnknown
@@ -320,9 +329,9 @@ class Messenger:
         sequence = self.sequence = (self.sequence + 1) & 0xFFFF
         flags = cdc.WRITER_BLOCKED if self.blocked else 0
         if self.urgent_goal:
-            flags |= self._tell_urgent()
-        if self.flags & _LAST_WORD:
-            self.silent = True
+            flags |= self._take_urgent_flags()
+        if self.flags & _FINAL:
+            self.final_posted = True
         receiver = self._receiver
         message = cdc.pack(
             sequence,
@@ -332,19 +341,19 @@ class Messenger:
             flags,
             self.flags,
         )
-        receiver.told = receiver.consumed
+        receiver.announced = receiver.consumed
         self.announced = self.produced
-        self.owed = False
+        self.cdc_requested = False
         self.cdcs_sent += 1
         channel.post_cdc(self.poster, message)
 
-    def owe(self) -> None:
+    def request_cdc(self) -> None:
         """Send a CDC message now, or as soon as there is room; nothing after C or A (A.4)."""
         channel = self.channel
-        if self.silent or channel is None:
+        if self.final_posted or channel is None:
             return
         if self.waiting:
-            self.owed = True
+            self.cdc_requested = True
             return
         if not (self.flags or self.urgent_goal):
             try:
@@ -357,12 +366,12 @@ class Messenger:
         if channel.capacity() > 0:
             self.post(channel)
         else:
-            self.owed = True
+            self.cdc_requested = True
             self.wait_for_room(channel)
 
     def defer(self, flush_later: Callable[[Callable[[], None]], None]) -> None:
         """Send one CDC message for all that happens until the scheduler sleeps."""
-        self.owed = True
+        self.cdc_requested = True
         if not self.flush_pending:
             self.flush_pending = True
             flush_later(self.flush)
@@ -375,10 +384,10 @@ class Messenger:
     def on_room(self) -> None:
         """The link has room again."""
         self.waiting = False
-        if self.owed:
-            self.owe()
+        if self.cdc_requested:
+            self.request_cdc()
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Nothing will be sent any more."""
         self.channel = None
         holder, self.holder = self.holder, None
@@ -387,7 +396,7 @@ class Messenger:
 
     # --- urgent data (4.7.5) and the change of a link (4.6) ------------------------------------
 
-    def _tell_urgent(self) -> int:
+    def _take_urgent_flags(self) -> int:
         """P and U of the message that is just made; there is urgent data to send."""
         if self.produced < self.urgent_goal:
             return 0 if self.urgent_end else cdc.URGENT_PENDING
@@ -401,9 +410,9 @@ class Messenger:
         self.cdcs_sent += 1
         return cdc.pack(self.completed, self.peer_token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION)
 
-    def tell_again(self, channel: Channel) -> None:
+    def announce_again(self, channel: Channel) -> None:
         """Post what tells of all that was written again, unless the peer knows; there is room."""
-        if self.all_told:
+        if self.peer_is_current:
             return
         if self.urgent_end and (self.completed - self._urgent_sequence) & 0x8000:
             self.urgent_goal = self.urgent_end  # the message with U may be lost

@@ -4,11 +4,11 @@ Theory of operation
 -------------------
 Three counts of bytes since the connection began, in this order::
 
-    told <= consumed <= received <= told + usable
+    announced <= consumed <= received <= announced + usable
 
 ``received`` follows the peer's producer cursor, ``consumed`` what the application has taken,
-``told`` the consumer cursor of the last CDC message posted. The peer may write up to
-``told + usable`` and not a byte further; a producer cursor beyond that is a lie and ends the
+``announced`` the consumer cursor of the last CDC message posted. The peer may write up to
+``announced + usable`` and not a byte further; a producer cursor beyond that is a lie and ends the
 connection.
 
 A CDC message for the consumer cursor alone is sent by the rules of RFC 7609, 4.5.1 only:
@@ -17,7 +17,7 @@ A CDC message for the consumer cursor alone is sent by the rules of RFC 7609, 4.
   least 10 %; or
 - the peer says that its writer is blocked (B) and anything was consumed, before that or since: at
   once when that is 10 % of the ring, and less than that at the latest when the reader waits for
-  more or the scheduler sleeps, where there is one to ask (`tell_later`); or
+  more or the scheduler sleeps, where there is one to ask (`update_later`); or
 - the peer requests updates (R) and anything was consumed; a request that finds the cursor
   untold is answered at once, since "for a while" cannot be told without a clock; or
 - the peer has urgent data (P, U) under way and anything was consumed: it writes nothing more
@@ -72,16 +72,16 @@ __all__ = ["Receiver", "Updates", "failure"]
 
 _OVERWRITTEN = "the eye catcher of the RMBE was overwritten"  # 4.4.1
 _URGENT = URGENT_PENDING | URGENT_PRESENT
-_TELL_ALL = UPDATE_REQUESTED | _URGENT
+_ANNOUNCE_EACH = UPDATE_REQUESTED | _URGENT
 
 
 class Updates(Protocol):
     """The messenger, which itself imports `Receiver`."""
 
-    def owe(self) -> None:
+    def request_cdc(self) -> None:
         """Send a CDC message now, or as soon as there is room."""
 
-    def tell_soon(self) -> None:
+    def update_soon(self) -> None:
         """Send a CDC message for the bytes consumed, unless another one soon does."""
 
 
@@ -92,7 +92,7 @@ class Receiver:
       messenger: sends the window updates; set by the connection.
       on_overwritten: aborts the connection, because the peer wrote where it must not (4.4.1).
       error: why the connection failed; None while it has not.
-      received, consumed, told: see the top of this module.
+      received, consumed, announced: see the top of this module.
       received_wrap, received_offset: the peer's producer cursor, as it came.
       usable: bytes of the ring.
       first: offset of the ring in the element.
@@ -103,19 +103,19 @@ class Receiver:
       writer_waits: the peer's writer is blocked (B).
       urgent_mark: the count behind the last urgent byte.
       urgent_inline: leave urgent bytes that arrive from now on in the stream.
-      watchful: the last CDC message had flags, so the next one may clear them.
+      flags_pending: the last CDC message had flags, so the next one may clear them.
       finished: the application has closed: it takes nothing more.
     """
 
     __slots__ = (
-        "_behind",
+        "_cursor_replayed",
         "_eye_catcher",
         "_hidden",
         "_least_update",
         "_ring",
         "_ring_start",
         "_rmbe",
-        "_tell_all",
+        "_announce_each",
         "_urgent_byte",
         "_urgent_flags",
         "consumed",
@@ -131,11 +131,11 @@ class Receiver:
         "received_offset",
         "received_wrap",
         "replayed",
-        "told",
+        "announced",
         "urgent_inline",
         "urgent_mark",
         "usable",
-        "watchful",
+        "flags_pending",
         "writer_waits",
     )
 
@@ -150,15 +150,15 @@ class Receiver:
         self.received_wrap: int = 0
         self.lay_out()
         self.consumed: int = 0
-        self.told: int = 0
+        self.announced: int = 0
         self.done: bool = False
         self.purged: bool = False
         self.finished: bool = False
         self.open: bool = False
         self.replayed: bool = False
-        self._behind = False  # so is the cursor of the message whose flags come next
-        self.watchful: bool = False
-        self._tell_all = False  # the peer waits for each cursor update: R, P or U
+        self._cursor_replayed = False  # so is the cursor of the message whose flags come next
+        self.flags_pending: bool = False
+        self._announce_each = False  # the peer waits for each cursor update: R, P or U
         self.writer_waits: bool = False
         self._hidden = 0  # 1: an urgent byte is the last one received, and is to be skipped
         self.urgent_mark: int = 0
@@ -212,19 +212,19 @@ class Receiver:
         consumed = self.consumed
         length = self.received - consumed - self._hidden
         if not length and max_bytes > 0 and self.error is None and not self._eye_catcher:
-            return b""  # as `_take` would come to
+            return b""  # as `_available` would come to
         if length > max_bytes:
             length = max_bytes
         if length <= 0 or self._eye_catcher or not self.open:
-            length = self._take(max_bytes)
+            length = self._available(max_bytes)
             if not length:
                 return b""
         start = (consumed - self._ring_start) % self.usable
         end = start + length
         data = self._ring[start:end].tobytes() if end <= self.usable else self._copy(length)
         if (
-            consumed + length - self.told < self._least_update
-            and not self._tell_all
+            consumed + length - self.announced < self._least_update
+            and not self._announce_each
             and not self.writer_waits
         ):
             self.consumed = consumed + length  # as `_consume` would come to
@@ -240,7 +240,7 @@ class Receiver:
           OSError: the connection has failed.
         """
         view = memoryview(buffer).cast("B")
-        length = self._take(len(view))
+        length = self._available(len(view))
         if not length:
             return 0
         start = (self.consumed - self._ring_start) % self.usable
@@ -252,7 +252,7 @@ class Receiver:
 
     def peek(self, max_bytes: int) -> bytes:
         """What `receive` would return, without taking it; same errors."""
-        length = self._take(max_bytes)
+        length = self._available(max_bytes)
         return self._copy(length) if length else b""
 
     @property
@@ -285,7 +285,7 @@ class Receiver:
         self._urgent_byte = None
         return byte
 
-    def _take(self, max_bytes: int) -> int:
+    def _available(self, max_bytes: int) -> int:
         """How many bytes the application gets now."""
         if max_bytes <= 0:
             raise ValueError("a positive number of bytes is wanted")
@@ -310,21 +310,21 @@ class Receiver:
     def _consume(self, length: int) -> None:
         """Count ``length`` bytes as taken and tell the peer if it has to know (4.5.1)."""
         consumed = self.consumed = self.consumed + length
-        told = self.told
-        if consumed - told >= self._least_update:
+        announced = self.announced
+        if consumed - announced >= self._least_update:
             if not (
                 self.writer_waits
-                or self._tell_all
-                or 2 * (self.usable - self.received + told) < self.usable
+                or self._announce_each
+                or 2 * (self.usable - self.received + announced) < self.usable
             ):
                 return
-        elif not self._tell_all:
+        elif not self._announce_each:
             if self.writer_waits:
-                self.messenger.tell_soon()
+                self.messenger.update_soon()
             return
         if self._hidden and consumed + 1 == self.received:
             self._skip_hidden()
-        self.messenger.owe()
+        self.messenger.request_cdc()
 
     def _skip_hidden(self) -> None:
         """The urgent byte is the next one: it was remembered, nobody reads it here."""
@@ -347,7 +347,7 @@ class Receiver:
         if (
             wrap != self.received_wrap
             or offset >= usable
-            or not self.received < count <= self.told + usable
+            or not self.received < count <= self.announced + usable
         ):
             received = self.received
             count = advance_untrusted(
@@ -356,14 +356,14 @@ class Receiver:
                 offset,
                 usable=usable,
                 first=self.first,
-                limit=self.told + usable,
+                limit=self.announced + usable,
             )
             if count < received:
-                self._behind = self.watchful = True
+                self._cursor_replayed = self.flags_pending = True
                 return False
         if self.done and count != self.received:
             raise ProtocolError("data after the end of the data")
-        if self.urgent_mark > self.told:
+        if self.urgent_mark > self.announced:
             raise ProtocolError("data behind urgent data that was not acknowledged")
         if self._eye_catcher and not self._rmbe.check_eye_catcher():
             raise ProtocolError(_OVERWRITTEN)
@@ -385,23 +385,23 @@ class Receiver:
         Raises:
           ProtocolError: it calls urgent what cannot be.
         """
-        if self._behind:
-            self._behind = False
+        if self._cursor_replayed:
+            self._cursor_replayed = False
             flags &= ~URGENT_PRESENT  # that byte is no news either
         urgent = bool((flags | self._urgent_flags) & _URGENT)
         if urgent:
             self._urgent_untrusted(flags & _URGENT, arrived)
-        self._tell_all = bool(flags & _TELL_ALL) or self.urgent_mark > self.consumed
+        self._announce_each = bool(flags & _ANNOUNCE_EACH) or self.urgent_mark > self.consumed
         self.writer_waits = bool(flags & WRITER_BLOCKED)
-        self.watchful = self._tell_all or self.writer_waits or bool(self._urgent_flags)
-        if self.consumed != self.told:
+        self.flags_pending = self._announce_each or self.writer_waits or bool(self._urgent_flags)
+        if self.consumed != self.announced:
             # The reader may take nothing more for long.
             if flags & UPDATE_REQUESTED or (
-                self.writer_waits and self.consumed - self.told >= self._least_update
+                self.writer_waits and self.consumed - self.announced >= self._least_update
             ):
-                self.messenger.owe()
+                self.messenger.request_cdc()
             elif self.writer_waits:
-                self.messenger.tell_soon()
+                self.messenger.update_soon()
         return urgent
 
     def _urgent_untrusted(self, flags: int, arrived: bool) -> None:
@@ -427,7 +427,7 @@ class Receiver:
                 self._hidden = 1
                 if self.consumed + 1 == mark:
                     self._skip_hidden()
-                    self.messenger.owe()
+                    self.messenger.request_cdc()
 
     def _byte_before(self, count: int) -> int:
         return self._ring[(count - 1 - self._ring_start) % self.usable]

@@ -12,8 +12,8 @@ never holds another peer's bytes. An element goes back to the pool when its conn
 is zeroed as far as it was written, and only then can be taken again (4.4.1).
 
 Where a connection ended in order, what was written is known. A little is zeroed at once and in
-place: the next connection finds the pages warm. Much is zeroed by and by (`RmbPool.tidy`), so that
-nobody waits for it. After any other end the peer may have written anywhere; then the memory is
+place: the next connection finds the pages warm. Much is zeroed by and by (`RmbPool.wipe_some`), so
+that nobody waits for it. After any other end the peer may have written anywhere; then the memory is
 asked which pages there are, and they are given back. So are those of orderly ends once the free
 elements hold `WARM` bytes: what a burst of connections took does not stay.
 
@@ -59,8 +59,8 @@ WARM: Final = 16 * 1024 * 1024
 _AT_ONCE: Final = 64 * 1024
 _STEP: Final = 256 * 1024
 """Bytes that are zeroed in one go: 0.3 ms where pages are given back."""
-_TIDY: Final = 0.0005
-"""Seconds after which `RmbPool.tidy` takes no further step."""
+_WIPE_TIME: Final = 0.0005
+"""Seconds after which `RmbPool.wipe_some` takes no further step."""
 
 _ROCE_RMB_SIZE = 4 * 1024 * 1024
 
@@ -152,7 +152,7 @@ class Rmbe:
         """Bytes from its start whose pages it has for sure, written or not."""
         return self.size if self.committed else self.warm
 
-    def soil(self, written: int, *, keep: bool) -> None:
+    def mark_dirty(self, written: int, *, keep: bool) -> None:
         """From now on `wipe` zeroes the first ``written`` bytes of the element.
 
         Args:
@@ -245,7 +245,7 @@ class Rmb:
         """How many elements serve a connection."""
         return sum(element.in_use for element in self._elements.made.values())
 
-    def give_eye_catchers(self) -> None:
+    def enable_eye_catchers(self) -> None:
         """The RFC's layout from now on; nothing has been written into the elements."""
         if not self.eye_catcher:
             self.eye_catcher = True
@@ -268,8 +268,8 @@ class RmbPool:
         self.reused: int = 0
         # Of each RMB those that were given back; and how many have ever been handed out.
         self._free: dict[Rmb, list[Rmbe]] = {}
-        self._begun: dict[Rmb, int] = {}
-        self._soiled: deque[Rmbe] = deque()
+        self._handed_out: dict[Rmb, int] = {}
+        self._dirty: deque[Rmbe] = deque()
         self._warm = 0  # of the elements that are not in use
         self._closed = False
 
@@ -279,9 +279,9 @@ class RmbPool:
         return tuple(self._free)
 
     @property
-    def untidy(self) -> bool:
-        """Whether elements wait for `tidy`."""
-        return bool(self._soiled)
+    def has_dirty(self) -> bool:
+        """Whether elements wait for `wipe_some`."""
+        return bool(self._dirty)
 
     def add(self, rmb: Rmb) -> None:
         """Put a new RMB into the pool; all its elements are free.
@@ -297,7 +297,7 @@ class RmbPool:
         if rmb in self._free:
             raise ValueError("the RMB is in the pool already")
         self._free[rmb] = []
-        self._begun[rmb] = 0
+        self._handed_out[rmb] = 0
 
     def take(self, size: int) -> Rmbe | None:
         """A free element of the smallest size class that holds ``size`` bytes, all zero.
@@ -310,7 +310,7 @@ class RmbPool:
           OSError: there is one, and its pages cannot be had (`Rmbe.commit`); it stays free.
         """
         size = rmbe_size_for(size)
-        rmbe = self._take_free(size) or self._take_soiled(size)
+        rmbe = self._take_free(size) or self._take_dirty(size)
         if rmbe is None:
             return None
         try:
@@ -330,32 +330,32 @@ class RmbPool:
                 continue
             if free:
                 return free.pop()
-            begun = self._begun[rmb]
+            begun = self._handed_out[rmb]
             if begun < len(rmb.elements):
                 rmbe = rmb.elements[begun]
-                self._begun[rmb] = begun + 1
+                self._handed_out[rmb] = begun + 1
                 return rmbe
         return None
 
-    def _take_soiled(self, size: int) -> Rmbe | None:
+    def _take_dirty(self, size: int) -> Rmbe | None:
         """One for which a single step is enough."""
-        rmbe = next((each for each in self._soiled if each.size == size), None)
+        rmbe = next((each for each in self._dirty if each.size == size), None)
         if rmbe is None or not rmbe.wipe():
             return None
-        self._soiled.remove(rmbe)
+        self._dirty.remove(rmbe)
         return rmbe
 
     def has_free(self, size: int) -> bool:
         """Whether `take` would find an element of ``size`` bytes, which is a size class."""
         for rmb, free in self._free.items():
-            if rmb.element_size == size and (free or self._begun[rmb] < len(rmb.elements)):
+            if rmb.element_size == size and (free or self._handed_out[rmb] < len(rmb.elements)):
                 return True
         return False
 
     def release(self, rmbe: Rmbe, used: int | None = None) -> None:
         """Take an element back; its connection is CLOSED and the peer will not write to it.
 
-        `untidy` then says whether `tidy` has something to do.
+        `has_dirty` then says whether `wipe_some` has something to do.
 
         Args:
           rmbe: an element of this pool that is in use.
@@ -379,11 +379,11 @@ class RmbPool:
             rmbe.warm = max(rmbe.held, written)
             free.append(rmbe)
         else:
-            rmbe.soil(written, keep=keep)
-            self._soiled.append(rmbe)
+            rmbe.mark_dirty(written, keep=keep)
+            self._dirty.append(rmbe)
         self._warm += rmbe.warm
 
-    def tidy(self, clock: Callable[[], float]) -> list[Rmb]:
+    def wipe_some(self, clock: Callable[[], float]) -> list[Rmb]:
         """Zero more of what was released, for less than a millisecond.
 
         Args:
@@ -392,11 +392,11 @@ class RmbPool:
         Returns:
           RMBs of which an element has become free.
         """
-        end = clock() + _TIDY
+        end = clock() + _WIPE_TIME
         cleaned = []
-        while self._soiled:
-            if self._soiled[0].wipe():
-                rmbe = self._soiled.popleft()
+        while self._dirty:
+            if self._dirty[0].wipe():
+                rmbe = self._dirty.popleft()
                 self._free[rmbe.rmb].append(rmbe)
                 cleaned.append(rmbe.rmb)
             if clock() >= end:
@@ -405,7 +405,7 @@ class RmbPool:
 
     def is_empty(self, rmb: Rmb) -> bool:
         """Whether no element of an RMB of this pool is in use: DELETE RKEY may name it."""
-        return len(self._free[rmb]) == self._begun[rmb]
+        return len(self._free[rmb]) == self._handed_out[rmb]
 
     def remove(self, rmb: Rmb) -> None:
         """Take an RMB out, before its RKey is deleted and its memory closed.
@@ -414,12 +414,12 @@ class RmbPool:
           ValueError: an element is in use, or the RMB is not of this pool.
         """
         free = self._free.get(rmb)
-        if free is None or len(free) != self._begun[rmb]:
+        if free is None or len(free) != self._handed_out[rmb]:
             raise ValueError("the RMB is in use, or not in this pool")
         self._warm -= sum(rmbe.warm for rmbe in free)
-        del self._free[rmb], self._begun[rmb]
+        del self._free[rmb], self._handed_out[rmb]
 
     def close(self) -> None:
         """All memory goes: from now on nothing is zeroed any more."""
         self._closed = True
-        self._soiled.clear()
+        self._dirty.clear()

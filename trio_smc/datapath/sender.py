@@ -81,7 +81,7 @@ class Sender:
         "_corked",
         "_messenger",
         "_record",
-        "_resume",
+        "_resume_window",
         "_wanted",
         "address",
         "borrowed",
@@ -104,7 +104,7 @@ class Sender:
         self._corked = False
         # Sequence number of the CDC message that announces it, count behind its last byte, bytes.
         self._record: deque[tuple[int, int, memoryview]] = deque()
-        self._resume = 1
+        self._resume_window = 1
         self._wanted = 0  # bytes the blocked writer has left
         self.borrowed: int = 0
         self.delivered: int = 0
@@ -124,7 +124,7 @@ class Sender:
         messenger.peer_first = self.taken_offset = first
         usable = messenger.peer_usable = element_size - first
         self._chunk = usable if self._chunk < 0 else max(1, usable // 4)
-        self._resume = max(1, usable // 4)
+        self._resume_window = max(1, usable // 4)
 
     # --- what the application sees -----------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Sender:
         return self._messenger.produced - self.delivered
 
     @property
-    def quiet(self) -> bool:
+    def announced_is_delivered(self) -> bool:
         """Whether all that the peer was told of has arrived there."""
         return self.delivered == self._messenger.announced
 
@@ -175,11 +175,11 @@ class Sender:
         channel = messenger.channel
         if channel is not None and 0 < total <= window and total <= self._chunk:
             # One piece, as mostly: the same as below in fewer steps.
-            if messenger.prompt or messenger.flush_later is None:
+            if messenger.immediate_sends_left or messenger.flush_later is None:
                 if self._send_at_once(channel, data, total, False):
                     self._wanted = 0
-                    if messenger.prompt:
-                        messenger.prompt -= 1
+                    if messenger.immediate_sends_left:
+                        messenger.immediate_sends_left -= 1
                     return total
             elif (
                 messenger.produced + total - messenger.announced < self._chunk
@@ -195,7 +195,7 @@ class Sender:
         """As `send`, piece by piece; the window has room for so many bytes."""
         messenger = self._messenger
         total = left = len(data)
-        if window < left and (not window or (messenger.blocked and window < self._resume)):
+        if window < left and (not window or (messenger.blocked and window < self._resume_window)):
             self._stall(left)
             return 0
         channel = messenger.channel
@@ -213,7 +213,7 @@ class Sender:
             blocked = take == window and take < left
             if (
                 later is None
-                or messenger.prompt
+                or messenger.immediate_sends_left
                 or blocked
                 or messenger.produced - messenger.announced + take >= chunk
             ) and self._send_at_once(channel, piece, take, blocked):
@@ -235,8 +235,8 @@ class Sender:
             if not window:
                 break
         self._wanted = left
-        if messenger.prompt:
-            messenger.prompt -= 1
+        if messenger.immediate_sends_left:
+            messenger.immediate_sends_left -= 1
         return total - left
 
     def send_limited(self, data: memoryview) -> int:
@@ -261,24 +261,24 @@ class Sender:
     def send_urgent(self, data: memoryview) -> int:
         """The same, and the last byte is urgent; see `Connection.send_urgent`."""
         messenger = self._messenger
-        told = messenger.sequence
+        before = messenger.sequence
         waited = messenger.urgent_goal
         messenger.urgent_goal = messenger.produced + len(data)
         sent = self.send(data) if self.send_limit is None else self.send_limited(data)
         if (
             sent < len(data)
             and not waited
-            and messenger.sequence == told
+            and messenger.sequence == before
             and not messenger.urgent_end
         ):
-            messenger.owe()
+            messenger.request_cdc()
         return sent
 
     def withdraw_urgent(self) -> None:
         """What is left of an urgent send will not be sent; does nothing when nothing is."""
         if self._messenger.urgent_goal:
             self._messenger.urgent_goal = 0
-            self._messenger.owe()
+            self._messenger.request_cdc()
 
     def merge_messages(
         self,
@@ -301,8 +301,8 @@ class Sender:
         messenger.flush_later = flush_later
         self.flush_when_delivered = when_delivered
         self._corked = corked
-        messenger.patient = corked or when_delivered
-        messenger.prompt = 0
+        messenger.defers_past_pass = corked or when_delivered
+        messenger.immediate_sends_left = 0
         messenger.flush()
 
     def _copy_or_borrow(self, data: memoryview) -> memoryview:
@@ -368,7 +368,7 @@ class Sender:
         messenger.produced = produced = before + length
         self._record.append(((messenger.sequence + 1) & 0xFFFF, produced, data))
         messenger.blocked = blocked
-        self._tell_of_write(channel)
+        self._announce_write(channel)
 
     def write(self, channel: Channel, data: memoryview, count: int) -> None:
         """One RDMA write where byte number ``count`` belongs, two where the ring wraps (4.7.4)."""
@@ -390,9 +390,9 @@ class Sender:
         self._wanted = wanted
         if not self._messenger.blocked:
             self._messenger.blocked = True
-            self._messenger.owe()
+            self._messenger.request_cdc()
 
-    def _tell_of_write(self, channel: Channel) -> None:
+    def _announce_write(self, channel: Channel) -> None:
         """Post the CDC message of a write, or let it wait for more.
 
         It does not wait with a chunk the peer could be reading. And not when the link is full:
@@ -409,7 +409,7 @@ class Sender:
             or channel.capacity() <= 0
         ):
             messenger.post(channel)
-        elif messenger.owed:
+        elif messenger.cdc_requested:
             messenger.coalesced += 1
         else:
             messenger.defer(later)
@@ -494,7 +494,7 @@ class Sender:
             messenger.urgent_end = 0
         if messenger.blocked:
             window = messenger.peer_usable - messenger.produced + count
-            if window < self._resume and window < self._wanted:
+            if window < self._resume_window and window < self._wanted:
                 return False
             messenger.blocked = False
         return True
