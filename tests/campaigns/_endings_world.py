@@ -132,7 +132,7 @@ class World:
                 )
             )
             if merge:
-                connections[side].messenger.tell_later = self.flushes.append
+                connections[side].messenger.update_later = self.flushes.append
         self.connections = (connections[0], connections[1])
         for side in (0, 1):
             self.hosts[side].peer = self.hosts[1 - side]

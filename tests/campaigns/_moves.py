@@ -51,7 +51,7 @@ class Moves:
     def _mend(self, side: int) -> None:
         self._held[side] = None
         self.failures += 1
-        self._pair.channels[side].deliver_told()
+        self._pair.channels[side].deliver_announced()
         self._pair.channels[side].queue.clear()
         self._change(side)
 
@@ -87,7 +87,7 @@ class Moves:
         channel.complete(rng.choice([0, 0, 1, 5]))
         # What came back may have moved it already, or ended it.
         channel = self._pair.channels[side]
-        channel.deliver_told()
+        channel.deliver_announced()
         channel.queue.clear()
         self._held[side] = None
         self.failures += 1
@@ -112,7 +112,7 @@ class Moves:
 
     def _change(self, side: int) -> None:
         # A peer that misses a message takes what the old link has brought first (4.6.1).
-        self._pair.channels[side].deliver_told()
+        self._pair.channels[side].deliver_announced()
         self.old.append(self._pair.next_channel(side))
         crowd(self._pair.channels[side], self._rng)
         self._pair.move(side)

@@ -44,7 +44,7 @@ from trio_smc.states.tables import CONNECTION
 from trio_smc.wire.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED
 
 KINDS = ("polite", "wild", "early", "faults")
-_LAST_WORD = ABNORMAL_CLOSE | CONNECTION_CLOSED
+_FINAL = ABNORMAL_CLOSE | CONNECTION_CLOSED
 _TEXT = random.Random("text").randbytes(1 << 16)
 
 
@@ -423,7 +423,7 @@ class Schedule:
             if len(ends) != 1 or host.timer is not None:
                 raise Broken(f"{app.name}: {ends}, timer {host.timer}")
             messages = [entry for entry in link.log if isinstance(entry, Cdc)]
-            last = [i for i, entry in enumerate(messages) if entry.endings & _LAST_WORD]
+            last = [i for i, entry in enumerate(messages) if entry.endings & _FINAL]
             if last and (last != [len(messages) - 1] or link.log[-1] is not messages[-1]):
                 raise Broken(f"{app.name}: something follows C or A")
             if self.kind == "polite":

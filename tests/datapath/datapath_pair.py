@@ -13,7 +13,16 @@ from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.verbs import DeliveryUnknown
 from trio_smc.wire import cdc
 
-__all__ = ["CLOSE_TIMEOUT", "Cdc", "FakeChannel", "FakeHost", "Pair", "Write", "arrive", "hear"]
+__all__ = [
+    "CLOSE_TIMEOUT",
+    "Cdc",
+    "FakeChannel",
+    "FakeHost",
+    "Pair",
+    "Write",
+    "arrive",
+    "receive_cdc",
+]
 
 CLOSE_TIMEOUT = 60.0
 PAGE = 4096
@@ -38,7 +47,7 @@ class Cdc(NamedTuple):
     endings: int = 0
 
 
-def hear(connection: Connection, message: bytes) -> None:
+def receive_cdc(connection: Connection, message: bytes) -> None:
     """Hand over a message as a link does."""
     try:
         unpacked = cdc.unpack_untrusted(message)
@@ -51,7 +60,7 @@ def hear(connection: Connection, message: bytes) -> None:
 def arrive(connection: Connection, message: bytes) -> None:
     """The same, as a link that is the only one."""
     try:
-        hear(connection, message)
+        receive_cdc(connection, message)
     except cdc.MessageMissing as error:
         connection.protocol_error(error)
         raise
@@ -170,13 +179,13 @@ class FakeChannel:
             start = address - self.peer_base
             self.log.append(Write(start, start + len(data) - 1))
             self._place(memoryview(data), start)
-        self.queue.append(("told", message, self._note(message)))
+        self.queue.append(("announced", message, self._note(message)))
         if self.dead:
             raise DeliveryUnknown
         return True
 
     def _nothing_waits(self) -> bool:
-        return all(kind == "told" for kind, _, _ in self.queue)
+        return all(kind == "announced" for kind, _, _ in self.queue)
 
     def _note(self, message: bytes) -> int:
         items = cdc.unpack_untrusted(message)
@@ -194,9 +203,9 @@ class FakeChannel:
         memory = rmbe.rmb.memory.view
         memory[rmbe.offset + start : rmbe.offset + start + len(data)] = data
 
-    def deliver_told(self) -> None:
+    def deliver_announced(self) -> None:
         """The link fails: what was done at once is with the peer."""
-        self.deliver(sum(kind == "told" for kind, _, _ in self.queue))
+        self.deliver(sum(kind == "announced" for kind, _, _ in self.queue))
 
     def hand_over(self, connection: object, heir: object) -> None:
         for entry, (owner, sequence) in enumerate(self.uncompleted):
@@ -211,8 +220,8 @@ class FakeChannel:
         peer = self.peer
         assert peer is not None
         if self.dead:
-            told = sum(kind == "told" for kind, _, _ in self.queue)
-            count = told if count is None else min(count, told)
+            announced = sum(kind == "announced" for kind, _, _ in self.queue)
+            count = announced if count is None else min(count, announced)
         while self.queue and (count is None or done < count):
             kind, item, number = self.queue.popleft()
             if kind == "write":
@@ -279,7 +288,7 @@ class Pair:
             for i in (0, 1)
         )
         if merge:
-            self.a.messenger.tell_later = self.b.messenger.tell_later = self.flushes.append
+            self.a.messenger.update_later = self.b.messenger.update_later = self.flushes.append
         self.ab, self.ba = self._new_channel(0, 1), self._new_channel(1, 1)
         if connect:
             self.know(0)
@@ -336,7 +345,7 @@ class Pair:
     def fail_link(self, side: int) -> FakeChannel:
         """The link that one side sends on fails, and what is in flight with it; another carries
         on. Returns the old one."""
-        self.channels[side].deliver_told()
+        self.channels[side].deliver_announced()
         old = self.next_channel(side)
         old.queue.clear()
         self.move(side)

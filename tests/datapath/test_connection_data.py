@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.campaigns import datapath as campaign
-from tests.datapath.datapath_pair import Cdc, FakeChannel, Pair, Write, hear
+from tests.datapath.datapath_pair import Cdc, FakeChannel, Pair, Write, receive_cdc
 from trio_smc.datapath.connection import Connection
 from trio_smc.wire.cdc import UPDATE_REQUESTED, URGENT_PENDING, WRITER_BLOCKED, pack
 
@@ -210,7 +210,7 @@ def test_a_blocked_writer_with_little_left_goes_on_earlier(
     pair.a.send(memoryview(bytes(before)))
     pair.settle()
     pair.b.receiver.receive(max(1, before))
-    pair.b.messenger.owe()
+    pair.b.messenger.request_cdc()
     pair.settle()
     data = memoryview(bytes(RING + 5))
     sent = pair.a.send(data)
@@ -473,7 +473,7 @@ def test_ten_percent_is_enough(pairs: list[Pair], read: int, told: bool) -> None
 
 def forge(pair: Pair, flags: int, count: int, sequence: int = 1) -> None:
     """A CDC message to B by hand."""
-    hear(pair.b, pack(sequence, 0xA1, 0, count, 0, 0, flags))
+    receive_cdc(pair.b, pack(sequence, 0xA1, 0, count, 0, 0, flags))
 
 
 @pytest.mark.rfc("4.5.1/3", "4.5.1/4", "A.4/12", "A.4/13")
@@ -505,14 +505,14 @@ def test_a_blocked_writer_is_told_of_little_a_little_later(
         pair.flush()
         told = 3
     elif occasion == "the reader waits":
-        pair.b.messenger.tell()
+        pair.b.messenger.flush_before_wait()
         told = 3
     else:
         told = RING // 10 + 3
         pair.b.receiver.receive(RING // 10)
     assert [entry.consumer for entry in cdcs(pair.ba)] == [(told, 0)]
     pair.flush()
-    pair.b.messenger.tell()
+    pair.b.messenger.flush_before_wait()
     assert len(cdcs(pair.ba)) == 1, "nothing new to tell"
     pair.b.receiver.receive(1)
     assert len(pair.flushes) == 1, "it is told of again"
@@ -551,7 +551,7 @@ def test_who_is_not_blocked_any_more_is_not_told_of_little(pairs: list[Pair]) ->
     pair.b.receiver.receive(1)
     forge(pair, 0, 10, sequence=2)
     pair.flush()
-    pair.b.messenger.tell()
+    pair.b.messenger.flush_before_wait()
     assert cdcs(pair.ba) == []
 
 

@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.datapath.datapath_pair import CLOSE_TIMEOUT, Cdc, FakeChannel, FakeHost, Write, hear
+from tests.datapath.datapath_pair import (
+    CLOSE_TIMEOUT,
+    Cdc,
+    FakeChannel,
+    FakeHost,
+    Write,
+    receive_cdc,
+)
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.cursor import to_wire
@@ -66,7 +73,7 @@ class Lone:
         self.memory.view[start : start + len(data)] = data
         self.written += len(data)
         self.sequence += 1
-        hear(
+        receive_cdc(
             self.it,
             cdc.pack(
                 self.sequence,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.datapath.datapath_pair import Cdc, Pair, arrive, hear
+from tests.datapath.datapath_pair import Cdc, Pair, arrive, receive_cdc
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.connection import Connection
 from trio_smc.wire import cdc
@@ -63,7 +63,7 @@ def message(
 
 @pytest.mark.rfc("4.3/1")
 def test_the_message_as_it_stands_is_accepted(pair: Pair) -> None:
-    hear(pair.b, message(pair))
+    receive_cdc(pair.b, message(pair))
     assert pair.b.state == "ACTIVE"
     assert (pair.b.receiver.readable, pair.b.sender.window) == (0, pair.a.rmbe.usable)
     assert pair.b.cdcs_received == 3
@@ -92,7 +92,7 @@ def test_a_lie_aborts_the_connection(
     pair.b.on_readable = lambda: woken.append("reader")
     pair.b.on_writable = lambda: woken.append("writer")
     with pytest.raises(ProtocolError, match="cursor"):
-        hear(pair.b, message(pair, producer=lie[0], consumer=lie[1]))
+        receive_cdc(pair.b, message(pair, producer=lie[0], consumer=lie[1]))
     assert pair.b.state in ABORTED
     assert sorted(woken) == ["reader", "writer"]
     assert [entry.endings for entry in pair.ba.log if isinstance(entry, Cdc)] == [
@@ -117,16 +117,16 @@ def test_the_whole_window_may_be_used_and_no_byte_more(pair: Pair) -> None:
     usable = pair.b.rmbe.usable
     # B has told 1000 of the 1001 bytes it took.
     wrap, offset = divmod(1000 + usable, usable)
-    hear(pair.b, message(pair, producer=(wrap, offset)))
+    receive_cdc(pair.b, message(pair, producer=(wrap, offset)))
     assert pair.b.receiver.readable == usable - 1
     with pytest.raises(ProtocolError, match="cursor"):
-        hear(pair.b, message(pair, sequence=4, producer=(wrap, offset + 1)))
+        receive_cdc(pair.b, message(pair, sequence=4, producer=(wrap, offset + 1)))
 
 
 def test_a_cursor_in_the_eye_catcher_is_refused(pair: Pair) -> None:
     wanted = "outside" if pair.b.rmbe.first else "not within"  # without one, it lies behind us
     with pytest.raises(ProtocolError, match=wanted):
-        hear(pair.b, cdc.pack(3, TOKEN, 0, 3, 0, 500 + pair.b.rmbe.first))
+        receive_cdc(pair.b, cdc.pack(3, TOKEN, 0, 3, 0, 500 + pair.b.rmbe.first))
 
 
 @pytest.mark.rfc("A.4/4")
@@ -138,7 +138,9 @@ def test_a_stale_sequence_number_is_discarded_and_counted(
     pair: Pair, sequence: int, stale: bool
 ) -> None:
     """Serial arithmetic over 16 bits; B has seen 2, and the same again is accepted."""
-    hear(pair.b, message(pair, sequence=sequence, producer=(0, 1101), endings=cdc.SENDING_DONE))
+    receive_cdc(
+        pair.b, message(pair, sequence=sequence, producer=(0, 1101), endings=cdc.SENDING_DONE)
+    )
     assert pair.b.stale_cdcs == stale
     assert pair.b.receiver.readable == (0 if stale else 100)
     assert pair.b.state == ("ACTIVE" if stale else "APPCLOSEWAIT1")
@@ -147,25 +149,25 @@ def test_a_stale_sequence_number_is_discarded_and_counted(
 @pytest.mark.rfc("4.3/2", "A.4/5")
 def test_the_sequence_number_wraps_to_zero(pair: Pair) -> None:
     for sequence in (0x7000, 0xE000, 0xFFFF, 0, 1):
-        hear(pair.b, message(pair, sequence=sequence))
+        receive_cdc(pair.b, message(pair, sequence=sequence))
     assert pair.b.stale_cdcs == 0
     assert pair.b.sequence_received == 1
 
 
 @pytest.mark.parametrize("ending", [cdc.SENDING_DONE, cdc.CONNECTION_CLOSED])
 def test_data_after_the_end_of_the_data_is_a_lie(pair: Pair, ending: int) -> None:
-    hear(pair.b, message(pair, producer=(0, 1011), endings=ending))
+    receive_cdc(pair.b, message(pair, producer=(0, 1011), endings=ending))
     assert pair.b.receiver.readable == 10
     with pytest.raises(ProtocolError, match="end of the data"):
-        hear(pair.b, message(pair, sequence=4, producer=(0, 1012), endings=ending))
+        receive_cdc(pair.b, message(pair, sequence=4, producer=(0, 1012), endings=ending))
     assert pair.b.state in ABORTED
 
 
 def test_repeated_and_late_endings_change_nothing(pair: Pair) -> None:
-    hear(pair.b, message(pair, endings=cdc.CONNECTION_CLOSED))
+    receive_cdc(pair.b, message(pair, endings=cdc.CONNECTION_CLOSED))
     states = list(pair.hosts[1].states)
     for sequence, endings in ((4, cdc.CONNECTION_CLOSED), (5, cdc.SENDING_DONE), (6, 0)):
-        hear(pair.b, message(pair, sequence=sequence, endings=endings))
+        receive_cdc(pair.b, message(pair, sequence=sequence, endings=endings))
     assert pair.hosts[1].states == states
     assert pair.b.state == "APPCLOSEWAIT1"
 
@@ -173,21 +175,21 @@ def test_repeated_and_late_endings_change_nothing(pair: Pair) -> None:
 def test_nothing_reaches_an_aborted_connection(pair: Pair) -> None:
     pair.b.abort()
     # Data and cursors, even impossible ones, are of no interest now (4.8.2, 1A).
-    hear(pair.b, message(pair, producer=(7, 7), endings=cdc.SENDING_DONE))
+    receive_cdc(pair.b, message(pair, producer=(7, 7), endings=cdc.SENDING_DONE))
     assert pair.b.state == "PEERABORTWAIT"
-    hear(pair.b, message(pair, sequence=4, endings=cdc.ABNORMAL_CLOSE))
+    receive_cdc(pair.b, message(pair, sequence=4, endings=cdc.ABNORMAL_CLOSE))
     assert pair.b.state == "CLOSED"
-    hear(pair.b, message(pair, sequence=5, producer=(7, 7)))
+    receive_cdc(pair.b, message(pair, sequence=5, producer=(7, 7)))
     assert pair.hosts[1].calls == ["reset_tcp"]
     pair.ba.deliver()
     pair.ba.complete()
-    hear(pair.b, message(pair, sequence=6, producer=(7, 7)))
+    receive_cdc(pair.b, message(pair, sequence=6, producer=(7, 7)))
     assert pair.b.stale_cdcs == 1
     assert pair.hosts[1].calls == ["reset_tcp", "closed"]
 
 
 def test_all_flags_at_once_are_an_abort(pair: Pair) -> None:
-    hear(pair.b, message(pair, producer=(0, 1011), flags=0xF7, endings=0xFF))
+    receive_cdc(pair.b, message(pair, producer=(0, 1011), flags=0xF7, endings=0xFF))
     assert pair.b.state == "PROCESSABORT"
     with pytest.raises(ConnectionResetError):
         pair.b.receiver.receive(1)
@@ -217,7 +219,9 @@ def test_an_abort_counts_whatever_else_its_message_says(
     woken: list[str] = []
     pair.b.on_readable = lambda: woken.append("reader")
     pair.b.on_writable = lambda: woken.append("writer")
-    hear(pair.b, message(pair, producer=lie[0], consumer=lie[1], flags=flags, endings=endings))
+    receive_cdc(
+        pair.b, message(pair, producer=lie[0], consumer=lie[1], flags=flags, endings=endings)
+    )
     assert pair.b.state == "PROCESSABORT"
     assert sorted(woken) == ["reader", "writer"]
     answers = [entry.endings for entry in pair.ba.log if isinstance(entry, Cdc)]
@@ -234,12 +238,12 @@ def test_an_abort_counts_whatever_else_its_message_says(
 
 
 def done(pair: Pair) -> None:
-    hear(pair.b, message(pair, endings=cdc.SENDING_DONE))
+    receive_cdc(pair.b, message(pair, endings=cdc.SENDING_DONE))
 
 
 def urgent(pair: Pair) -> None:
     """An urgent byte that is neither read nor acknowledged."""
-    hear(pair.b, message(pair, producer=(0, 1011), flags=BOTH))
+    receive_cdc(pair.b, message(pair, producer=(0, 1011), flags=BOTH))
 
 
 def overwritten(pair: Pair) -> None:
@@ -254,7 +258,7 @@ def half_closed(pair: Pair) -> None:
 
 
 def closed_by_peer(pair: Pair) -> None:
-    hear(pair.b, message(pair, endings=cdc.CONNECTION_CLOSED))
+    receive_cdc(pair.b, message(pair, endings=cdc.CONNECTION_CLOSED))
 
 
 def half_closed_by_both(pair: Pair) -> None:
@@ -289,7 +293,7 @@ def test_an_abort_counts_in_each_state(
 ) -> None:
     before(pair)
     assert pair.b.state == state
-    hear(
+    receive_cdc(
         pair.b,
         message(pair, sequence=9, producer=lie[0], consumer=lie[1], endings=cdc.ABNORMAL_CLOSE),
     )
@@ -307,7 +311,7 @@ def test_an_abort_counts_after_our_own_end(
     pair.b.close()
     pair.ba.deliver()
     pair.ba.complete()
-    hear(
+    receive_cdc(
         pair.b,
         message(pair, sequence=9, producer=lie[0], consumer=lie[1], endings=cdc.ABNORMAL_CLOSE),
     )
@@ -322,7 +326,7 @@ def test_an_abort_counts_before_the_rendezvous_is_over(
 ) -> None:
     pair = Pair(connect=False)
     pair.know(1)
-    hear(
+    receive_cdc(
         pair.b,
         message(pair, sequence=1, producer=lie[0], consumer=lie[1], endings=cdc.ABNORMAL_CLOSE),
     )
@@ -345,9 +349,9 @@ def test_an_abort_counts_although_its_turn_comes_later(
     """If many connections end together, an ending is put off: nothing behind A undoes it."""
     put_off: list[Callable[[], None]] = []
     pair.b.in_turn = lambda callback, _: put_off.append(callback)
-    hear(pair.b, message(pair, endings=cdc.ABNORMAL_CLOSE))
+    receive_cdc(pair.b, message(pair, endings=cdc.ABNORMAL_CLOSE))
     for sequence, endings in enumerate((0, cdc.SENDING_DONE, cdc.ABNORMAL_CLOSE), 4):
-        hear(
+        receive_cdc(
             pair.b,
             message(pair, sequence=sequence, producer=lie[0], consumer=lie[1], endings=endings),
         )
@@ -363,11 +367,11 @@ def test_an_abort_counts_although_its_turn_comes_later(
 @pytest.mark.rfc("A.4/4", "A.4/14")
 def test_an_abort_in_a_message_that_does_not_count_is_none(pair: Pair) -> None:
     """A.4: an old message is discarded, and of a failover validation only the sequence counts."""
-    hear(pair.b, message(pair, sequence=1, endings=cdc.ABNORMAL_CLOSE))
+    receive_cdc(pair.b, message(pair, sequence=1, endings=cdc.ABNORMAL_CLOSE))
     validation = message(
         pair, sequence=2, flags=cdc.FAILOVER_VALIDATION, endings=cdc.ABNORMAL_CLOSE
     )
-    hear(pair.b, validation)
+    receive_cdc(pair.b, validation)
     assert (pair.b.state, pair.b.stale_cdcs) == ("ACTIVE", 1)
 
 
@@ -379,7 +383,7 @@ def test_an_end_is_not_believed_with_cursors_that_lie(
     """D and C promise that all data was told, and the cursors are what was told: no application
     may take what it has for all there is."""
     with pytest.raises(ProtocolError, match="cursor"):
-        hear(pair.b, message(pair, producer=lie[0], consumer=lie[1], endings=ending))
+        receive_cdc(pair.b, message(pair, producer=lie[0], consumer=lie[1], endings=ending))
     assert pair.b.state == "PEERABORTWAIT"
     assert not pair.b.receiver.at_eof
     with pytest.raises(ConnectionAbortedError):
@@ -388,7 +392,7 @@ def test_an_end_is_not_believed_with_cursors_that_lie(
 
 @pytest.mark.parametrize("new", [1, 2, 500])
 def test_urgent_flags_disturb_nothing(pair: Pair, new: int) -> None:
-    hear(pair.b, message(pair, producer=(0, 1001 + new), flags=BOTH))
+    receive_cdc(pair.b, message(pair, producer=(0, 1001 + new), flags=BOTH))
     assert pair.b.receiver.urgent == "present"
     assert pair.b.state == "ACTIVE"
     assert (
@@ -402,7 +406,7 @@ def test_urgent_flags_disturb_nothing(pair: Pair, new: int) -> None:
 
 def test_urgent_data_where_all_was_read_is_a_lie(pair: Pair) -> None:
     with pytest.raises(ProtocolError, match="urgent"):
-        hear(pair.b, message(pair, flags=cdc.URGENT_PRESENT))
+        receive_cdc(pair.b, message(pair, flags=cdc.URGENT_PRESENT))
     assert pair.b.state in ABORTED
     assert pair.b.receiver.urgent == "none"
 
@@ -410,16 +414,16 @@ def test_urgent_data_where_all_was_read_is_a_lie(pair: Pair) -> None:
 def test_urgent_data_before_any_data_is_a_lie() -> None:
     fresh = Pair()
     with pytest.raises(ProtocolError, match="urgent"):
-        hear(fresh.b, cdc.pack(1, TOKEN, 0, 0, 0, 0, BOTH))
+        receive_cdc(fresh.b, cdc.pack(1, TOKEN, 0, 0, 0, 0, BOTH))
     assert fresh.b.state in ABORTED
     fresh.close()
 
 
 def test_the_last_unread_byte_may_be_called_urgent_later(pair: Pair) -> None:
     """U without a byte that is new, but with one that nobody has read."""
-    hear(pair.b, message(pair, producer=(0, 1011)))
+    receive_cdc(pair.b, message(pair, producer=(0, 1011)))
     assert pair.b.receiver.readable == 10
-    hear(pair.b, message(pair, producer=(0, 1011), sequence=4, flags=BOTH))
+    receive_cdc(pair.b, message(pair, producer=(0, 1011), sequence=4, flags=BOTH))
     assert (pair.b.receiver.urgent, pair.b.receiver.readable) == ("present", 9)
     assert len(pair.b.receiver.receive(100)) == 9
     assert not pair.b.unread
@@ -427,10 +431,10 @@ def test_the_last_unread_byte_may_be_called_urgent_later(pair: Pair) -> None:
 
 def test_a_mark_said_again_tells_nothing(pair: Pair) -> None:
     """Some peers leave P and U set until the mark was reached, or until they send again."""
-    hear(pair.b, message(pair, producer=(0, 1002), flags=BOTH))
+    receive_cdc(pair.b, message(pair, producer=(0, 1002), flags=BOTH))
     assert pair.b.receiver.receive_urgent() == 0
     for sequence in (4, 5):
-        hear(pair.b, message(pair, producer=(0, 1002), sequence=sequence, flags=BOTH))
+        receive_cdc(pair.b, message(pair, producer=(0, 1002), sequence=sequence, flags=BOTH))
         assert pair.b.receiver.urgent == "none"
     assert len(pair.ba.log) == 1, "the mark was told"
     assert pair.b.state == "ACTIVE"
@@ -438,9 +442,9 @@ def test_a_mark_said_again_tells_nothing(pair: Pair) -> None:
 
 @pytest.mark.rfc("4.7.5/6")
 def test_data_behind_an_unacknowledged_urgent_byte_is_a_lie(pair: Pair) -> None:
-    hear(pair.b, message(pair, producer=(0, 1011), flags=BOTH))
+    receive_cdc(pair.b, message(pair, producer=(0, 1011), flags=BOTH))
     with pytest.raises(ProtocolError, match="urgent"):
-        hear(pair.b, message(pair, producer=(0, 1012), sequence=4))
+        receive_cdc(pair.b, message(pair, producer=(0, 1012), sequence=4))
     assert pair.b.state in ABORTED
     with pytest.raises(ConnectionAbortedError):
         pair.b.receiver.receive_urgent()
@@ -449,10 +453,10 @@ def test_data_behind_an_unacknowledged_urgent_byte_is_a_lie(pair: Pair) -> None:
 def test_pending_for_ever_costs_nobody_but_the_peer(pair: Pair) -> None:
     for sequence in range(3, 50):
         flags = cdc.URGENT_PENDING
-        hear(pair.b, message(pair, sequence=sequence, flags=flags))
+        receive_cdc(pair.b, message(pair, sequence=sequence, flags=flags))
         assert pair.b.receiver.urgent == "pending"
     assert pair.ba.log == []
-    hear(pair.b, message(pair, sequence=50))
+    receive_cdc(pair.b, message(pair, sequence=50))
     assert pair.b.receiver.urgent == "none"
 
 
@@ -462,7 +466,7 @@ def test_pending_for_ever_costs_nobody_but_the_peer(pair: Pair) -> None:
 @pytest.mark.rfc("4.6.1/4", "A.4/14")
 def test_a_validation_message_is_only_compared(pair: Pair) -> None:
     """Ruling on 4.6.1: its cursors and flags mean nothing."""
-    hear(
+    receive_cdc(
         pair.b,
         message(
             pair,
@@ -490,22 +494,22 @@ def test_a_message_missing_after_a_failover_is_a_loss(
         assert pair.b.state in ABORTED
         assert pair.hosts[1].calls == ["reset_tcp"]
     else:
-        hear(pair.b, bad)
+        receive_cdc(pair.b, bad)
         assert pair.b.state == "ACTIVE"
 
 
 def test_after_a_failover_a_cursor_may_lie_behind(pair: Pair) -> None:
     """Linux says so when it tells what it has read before it has written again (4.6.2)."""
-    hear(pair.b, message(pair, sequence=2, flags=cdc.FAILOVER_VALIDATION))
+    receive_cdc(pair.b, message(pair, sequence=2, flags=cdc.FAILOVER_VALIDATION))
     woken: list[str] = []
     pair.b.on_readable = lambda: woken.append("reader")
     old = (0, 700)
-    hear(pair.b, message(pair, producer=old, flags=cdc.URGENT_PRESENT | cdc.WRITER_BLOCKED))
-    hear(pair.b, message(pair, producer=old, sequence=4))
+    receive_cdc(pair.b, message(pair, producer=old, flags=cdc.URGENT_PRESENT | cdc.WRITER_BLOCKED))
+    receive_cdc(pair.b, message(pair, producer=old, sequence=4))
     receiver = pair.b.receiver
     assert pair.b.state == "ACTIVE"
     assert (receiver.received, receiver.readable, receiver.urgent_mark, woken) == (1001, 0, 0, [])
-    hear(pair.b, message(pair, producer=(0, 1004), sequence=5))
+    receive_cdc(pair.b, message(pair, producer=(0, 1004), sequence=5))
     assert (receiver.received, receiver.readable, woken) == (1004, 3, ["reader"])
 
 
@@ -514,13 +518,13 @@ def test_a_cursor_lies_behind_by_a_ring_at_most_and_only_after_a_failover(
     pair: Pair, validated: bool
 ) -> None:
     if validated:
-        hear(pair.b, message(pair, sequence=2, flags=cdc.FAILOVER_VALIDATION))
+        receive_cdc(pair.b, message(pair, sequence=2, flags=cdc.FAILOVER_VALIDATION))
         back = 1001 - pair.b.rmbe.usable - 1
     else:
         back = 1000
     wrap, offset = divmod(back, pair.b.rmbe.usable)
     with pytest.raises(ProtocolError, match="cursor"):
-        hear(pair.b, message(pair, producer=(wrap & 0xFFFF, offset)))
+        receive_cdc(pair.b, message(pair, producer=(wrap & 0xFFFF, offset)))
     assert pair.b.state in ABORTED
 
 
@@ -532,7 +536,7 @@ def test_a_cursor_that_lies_behind_by_a_ring(pair: Pair, more_than_a_ring: int, 
         pair.settle()
         receiver.receive(8000)
     received, last = receiver.received, pair.b.sequence_received
-    hear(pair.b, message(pair, sequence=last, flags=cdc.FAILOVER_VALIDATION))
+    receive_cdc(pair.b, message(pair, sequence=last, flags=cdc.FAILOVER_VALIDATION))
     behind = message(
         pair,
         sequence=last + 1,
@@ -540,19 +544,19 @@ def test_a_cursor_that_lies_behind_by_a_ring(pair: Pair, more_than_a_ring: int, 
         consumer=(0, 500),
     )
     if true:
-        hear(pair.b, behind)
+        receive_cdc(pair.b, behind)
         assert (pair.b.state, receiver.received) == ("ACTIVE", received)
     else:
         with pytest.raises(ProtocolError, match="cursor"):
-            hear(pair.b, behind)
+            receive_cdc(pair.b, behind)
         assert pair.b.state in ABORTED
 
 
 def test_no_cursor_lies_before_the_first_byte(pair: Pair) -> None:
     """Not even after a failover: 1001 bytes were sent in all."""
-    hear(pair.b, message(pair, sequence=2, flags=cdc.FAILOVER_VALIDATION))
+    receive_cdc(pair.b, message(pair, sequence=2, flags=cdc.FAILOVER_VALIDATION))
     with pytest.raises(ProtocolError, match="cursor"):
-        hear(pair.b, message(pair, producer=(0xFFFF, pair.b.rmbe.usable - 1)))
+        receive_cdc(pair.b, message(pair, producer=(0xFFFF, pair.b.rmbe.usable - 1)))
     assert pair.b.state in ABORTED
 
 
@@ -596,7 +600,7 @@ def test_a_consumer_cursor_before_anything_was_sent_is_a_lie(consumer: tuple[int
     pair = Pair((RING, RING), connect=False)
     try:
         with pytest.raises(ProtocolError, match="before anything was sent"):
-            hear(pair.b, cdc.pack(1, TOKEN, 0, 0, *consumer))
+            receive_cdc(pair.b, cdc.pack(1, TOKEN, 0, 0, *consumer))
         assert pair.b.state == "CLOSED"
         assert pair.hosts[1].calls == ["reset_tcp", "closed"]
     finally:

@@ -66,7 +66,7 @@ def _clear_less(original: Callable[..., None]) -> Callable[..., None]:
     return lambda self, used: original(self, max(0, used - 1))
 
 
-def _said_again(original: Callable[..., None]) -> Callable[..., None]:
+def _announced_again(original: Callable[..., None]) -> Callable[..., None]:
     def update(self: Any, flags: int, arrived: bool) -> None:
         original(self, flags, arrived)
         if self.urgent_mark and self._urgent_byte is None and not self.urgent_inline:
@@ -85,16 +85,16 @@ def _wake_at_moves_only(self: Any, event: str) -> None:
 MUTATIONS: dict[str, tuple[type, str, Any]] = {
     "the wrong urgent byte": (Receiver, "_byte_before", _next_byte),
     "the urgent byte twice": (
-        Receiver, "_urgent_untrusted", _said_again(Receiver._urgent_untrusted)
+        Receiver, "_urgent_untrusted", _announced_again(Receiver._urgent_untrusted)
     ),
-    "the urgent byte in the stream too": (Receiver, "_take", _take_more),
+    "the urgent byte in the stream too": (Receiver, "_available", _take_more),
     "the urgent byte not skipped": (Receiver, "_skip_hidden", _forget),
-    "writes behind the urgent byte": (Messenger, "_tell_urgent", _no_hold),
+    "writes behind the urgent byte": (Messenger, "_take_urgent_flags", _no_hold),
     "an element freed at once": (Connection, "abort", _freed_at_once),
     "an element not cleared": (Rmbe, "clear", _clear_less(Rmbe.clear)),
     "an end that waits for ever": (Connection, "unsent", property(lambda self: True)),
     "a message after the last": (
-        Messenger, "silent", property(lambda self: False, lambda self, value: None)
+        Messenger, "final_posted", property(lambda self: False, lambda self, value: None)
     ),
     "a task that is not woken": (Connection, "_process", _wake_at_moves_only),
     "an abort that is not told": (Connection, "send_abort", lambda self: None),

@@ -28,7 +28,7 @@ def send(pair: Pair, size: int) -> int:
     return pair.a.send(memoryview(bytes(size)))
 
 
-def told(pair: Pair) -> list[int]:
+def announced_counts(pair: Pair) -> list[int]:
     """Bytes that each CDC message of A announced, counted from the beginning."""
     return [
         entry.producer[1] * RING + entry.producer[0]
@@ -49,15 +49,15 @@ def test_corked_writes_are_told_of_when_the_cork_is_pulled(pair: Pair) -> None:
     pair.a.sender.merge_messages(later.append, corked=True)
     for _ in range(3):
         assert send(pair, 10) == 10
-    assert told(pair) == []
+    assert announced_counts(pair) == []
     assert pair.ab.log == [Write(0, 9), Write(10, 19), Write(20, 29)]
     assert len(later) == 1
     pair.a.sender.merge_messages(None)
-    assert told(pair) == [30]
+    assert announced_counts(pair) == [30]
     later[0]()
-    assert told(pair) == [30], "a timer that comes late tells nothing twice"
+    assert announced_counts(pair) == [30], "a timer that comes late tells nothing twice"
     assert send(pair, 1) == 1
-    assert told(pair) == [30, 31]
+    assert announced_counts(pair) == [30, 31]
 
 
 def test_corked_writes_are_told_of_when_the_time_is_over(pair: Pair) -> None:
@@ -65,21 +65,21 @@ def test_corked_writes_are_told_of_when_the_time_is_over(pair: Pair) -> None:
     pair.a.sender.merge_messages(later.append, corked=True)
     send(pair, 10)
     later.pop()()
-    assert told(pair) == [10]
+    assert announced_counts(pair) == [10]
     send(pair, 10)
-    assert told(pair) == [10]
+    assert announced_counts(pair) == [10]
     later.pop()()
-    assert told(pair) == [10, 20]
+    assert announced_counts(pair) == [10, 20]
 
 
 def test_a_cork_does_not_hold_a_chunk(pair: Pair) -> None:
     pair.a.sender.merge_messages(never, corked=True)
     assert send(pair, CHUNK - 1) == CHUNK - 1
-    assert told(pair) == []
+    assert announced_counts(pair) == []
     assert send(pair, 5) == 5
-    assert told(pair) == [CHUNK + 4]
+    assert announced_counts(pair) == [CHUNK + 4]
     assert send(pair, RING) == RING - CHUNK - 4
-    assert told(pair)[-1] == RING, "the window is full and more waits"
+    assert announced_counts(pair)[-1] == RING, "the window is full and more waits"
 
 
 def test_a_cork_does_not_make_a_buffer_borrowed(pair: Pair) -> None:
@@ -104,9 +104,9 @@ def test_a_corked_send_within_a_limit_goes_on(pair: Pair) -> None:
     pair.a.sender.merge_messages(never, corked=True)
     pair.a.limit_unacknowledged(100)
     assert send(pair, 150) == 100
-    assert told(pair) == []
+    assert announced_counts(pair) == []
     assert send(pair, 50) == 0
-    assert told(pair) == [100]
+    assert announced_counts(pair) == [100]
     pair.settle()
     assert send(pair, 50) == 50
 
@@ -117,25 +117,25 @@ def test_without_nodelay_a_small_write_waits_for_the_delivery_of_the_one_before(
     later: Later = []
 
     def nagle(flush: Callable[[], None]) -> None:
-        if pair.a.sender.quiet:
+        if pair.a.sender.announced_is_delivered:
             flush()
         else:
             later.append(flush)
 
     pair.a.sender.merge_messages(nagle, when_delivered=True)
     send(pair, 10)
-    assert told(pair) == [10], "nothing is under way: at once"
+    assert announced_counts(pair) == [10], "nothing is under way: at once"
     send(pair, 10)
     send(pair, 10)
-    assert told(pair) == [10]
+    assert announced_counts(pair) == [10]
     pair.ab.deliver()
-    assert told(pair) == [10]
+    assert announced_counts(pair) == [10]
     pair.ab.complete()
-    assert told(pair) == [10, 30]
+    assert announced_counts(pair) == [10, 30]
     send(pair, 10)
     assert len(later) == 2
     later[-1]()
-    assert told(pair) == [10, 30, 40], "the time is over"
+    assert announced_counts(pair) == [10, 30, 40], "the time is over"
     pair.settle()
     assert pair.b.receiver.readable == 40
 
@@ -172,7 +172,7 @@ def _without_timer(end: Connection) -> Callable[[Callable[[], None]], None]:
     """Nothing may need the timer: what is under way arrives, and that is enough."""
 
     def later(flush: Callable[[], None]) -> None:
-        if end.sender.quiet:
+        if end.sender.announced_is_delivered:
             flush()
 
     return later
@@ -213,12 +213,12 @@ def test_only_the_first_two_sends_since_a_wait_are_told_of_at_once(instant: Pair
     for begin in (0, 40):
         for size in (10, 20):
             send(instant, 10)
-            assert told(instant)[-1] == begin + size
+            assert announced_counts(instant)[-1] == begin + size
         send(instant, 10)
         send(instant, 10)
-        assert told(instant)[-1] == begin + 20, "they share a message"
-        instant.a.messenger.tell()
-        assert told(instant)[-1] == begin + 40, "who waits may wait for the answer"
+        assert announced_counts(instant)[-1] == begin + 20, "they share a message"
+        instant.a.messenger.flush_before_wait()
+        assert announced_counts(instant)[-1] == begin + 40, "who waits may wait for the answer"
     assert instant.a.sender.unacknowledged == 0
     assert instant.ab.complete() == 0
 
@@ -230,17 +230,17 @@ def test_what_is_put_off_nearly_alone_leaves_at_once_next_time(instant: Pair) ->
         send(instant, 10)
     for _ in range(2):
         send(instant, 10)
-        assert messenger.owed
+        assert messenger.cdc_requested
         messenger.flush()
         for _ in range(2):
             send(instant, 10)
-            assert not messenger.owed
+            assert not messenger.cdc_requested
     for _ in range(5):
         send(instant, 10)
-    assert messenger.owed
+    assert messenger.cdc_requested
     messenger.flush()
     send(instant, 10)
-    assert messenger.owed, "what was put off was worth it"
+    assert messenger.cdc_requested, "what was put off was worth it"
     messenger.flush()
 
 
@@ -248,10 +248,10 @@ def test_a_cork_holds_for_who_waits_too(instant: Pair) -> None:
     instant.a.sender.merge_messages(never, corked=True)
     for _ in range(2):
         send(instant, 10)
-        instant.a.messenger.tell()
-    assert told(instant) == []
+        instant.a.messenger.flush_before_wait()
+    assert announced_counts(instant) == []
     instant.a.sender.merge_messages(None)
-    assert told(instant) == [20]
+    assert announced_counts(instant) == [20]
 
 
 def test_a_limit_holds_nothing_up_that_arrives_at_once(instant: Pair) -> None:
@@ -259,7 +259,7 @@ def test_a_limit_holds_nothing_up_that_arrives_at_once(instant: Pair) -> None:
     assert send(instant, 95) == 30, "the third piece is put off"
     woken: list[bool] = []
     instant.a.on_writable = lambda: woken.append(True)
-    instant.a.messenger.tell()
+    instant.a.messenger.flush_before_wait()
     assert woken
     instant.a.sender.merge_messages(None)
     assert send(instant, 65) == 65

@@ -134,9 +134,9 @@ def test_sizes_are_rounded_up_to_their_class_and_not_mixed(memories: list[Memory
         pool.add(make(memories, 10_000, 1))
 
 
-def tidy(pool: RmbPool) -> list[Rmb]:
+def wipe_some(pool: RmbPool) -> list[Rmb]:
     """All that there is to tidy: no time passes."""
-    return pool.tidy(lambda: 0.0)
+    return pool.wipe_some(lambda: 0.0)
 
 
 def pages(memory: Memory) -> int:
@@ -194,9 +194,9 @@ def test_an_element_in_use_is_never_handed_out_again(
         else:
             assert len(held) == 15
         if rng.random() < 0.5:
-            tidy(pool)
-            assert not pool.untidy
-        if pool.untidy:
+            wipe_some(pool)
+            assert not pool.has_dirty
+        if pool.has_dirty:
             continue
         in_use = {rmbe.rmb for rmbe in held}
         assert {rmb for rmb in pool.rmbs if pool.is_empty(rmb)} == set(pool.rmbs) - in_use
@@ -212,7 +212,7 @@ def test_wrong_releases_are_refused(memories: list[Memory]) -> None:
     pool.release(rmbe)
     with pytest.raises(ValueError, match="not in use"):
         pool.release(rmbe)
-    tidy(pool)
+    wipe_some(pool)
     assert take(pool) is rmbe
 
 
@@ -234,7 +234,7 @@ def test_an_empty_rmb_can_be_removed_and_a_used_one_not(memories: list[Memory]) 
     assert pool.take(SIZE) is None
     pool.release(one)
     assert [pool.is_empty(rmb) for rmb in pool.rmbs] == [False], "it is still to be zeroed"
-    assert tidy(pool) == [first]
+    assert wipe_some(pool) == [first]
     assert [pool.is_empty(rmb) for rmb in pool.rmbs] == [True]
 
 
@@ -263,7 +263,7 @@ def test_of_what_nobody_wrote_to_no_page_comes_into_being(memories: list[Memory]
     for rmbe in taken:
         pool.release(rmbe)
     assert pages(rmb.memory) == 2 * 255, "nothing is zeroed before its turn"
-    assert tidy(pool) == [rmb] * 255
+    assert wipe_some(pool) == [rmb] * 255
     assert pages(rmb.memory) == 0
     again = [take(pool, BIG) for _ in range(255)]
     assert sorted(rmbe.index for rmbe in again) == list(range(1, 256))
@@ -282,7 +282,7 @@ def test_much_is_zeroed_in_steps(memories: list[Memory], used: int | None) -> No
     assert pool.take(BIG) is None, "it is not free before it is zero"
     now = iter(range(1000))
     steps = 1
-    while not pool.tidy(lambda: float(next(now))):
+    while not pool.wipe_some(lambda: float(next(now))):
         steps += 1
         zero = bytes(rmbe.data).count(0)
         assert 0 < zero < BIG
@@ -300,9 +300,9 @@ def test_a_step_takes_less_than_a_millisecond(memories: list[Memory]) -> None:
         rmbe.data[:] = b"x" * BIG
         pool.release(rmbe, BIG if rmbe.index % 2 else None)
     took = []
-    while pool.untidy:
+    while pool.has_dirty:
         start = time.thread_time()
-        pool.tidy(time.perf_counter)
+        pool.wipe_some(time.perf_counter)
         took.append(time.thread_time() - start)
     took.sort()
     # Processor time, and the median: what else the machine does is not what is measured.
@@ -319,7 +319,7 @@ def test_pages_go_back_after_a_burst(memories: list[Memory]) -> None:
         rmbe.data[:] = b"x" * BIG
     for rmbe in taken:
         pool.release(rmbe, BIG)
-    tidy(pool)
+    wipe_some(pool)
     assert pages(rmb.memory) * mmap.PAGESIZE == WARM
     assert not any(take(pool, BIG).data.tobytes().strip(b"\0") for _ in range(64))
 
@@ -331,13 +331,13 @@ def test_one_that_was_kept_goes_back_as_a_whole(memories: list[Memory]) -> None:
     first, *others = [take(pool, BIG) for _ in range(8)]
     first.data[:] = b"x" * BIG
     pool.release(first, BIG)
-    tidy(pool)
+    wipe_some(pool)
     assert take(pool, BIG) is first
     for rmbe in others[:4]:
         rmbe.data[:] = b"x" * BIG
         pool.release(rmbe, BIG)
     pool.release(first, 0)
-    tidy(pool)
+    wipe_some(pool)
     assert pages(rmb.memory) * mmap.PAGESIZE == WARM
 
 
@@ -349,7 +349,7 @@ def test_what_is_about_to_be_unmapped_is_not_zeroed(memories: list[Memory]) -> N
     pool.release(before)
     pool.close()
     pool.release(after, 1)
-    assert not pool.untidy
+    assert not pool.has_dirty
     assert before.data[0] == after.data[0] == 1
 
 
@@ -362,7 +362,7 @@ def test_pinned_memory_keeps_its_pages(memories: list[Memory]) -> None:
     for number, rmbe in enumerate([take(pool, BIG) for _ in range(8)]):
         rmbe.data[:] = b"x" * BIG
         pool.release(rmbe, BIG if number % 2 else None)
-    tidy(pool)
+    wipe_some(pool)
     assert pages(rmb.memory) * mmap.PAGESIZE == 8 * BIG
     assert not any(take(pool, BIG).data.tobytes().strip(b"\0") for _ in range(8))
 
@@ -389,7 +389,7 @@ def test_an_element_has_its_pages_when_it_is_handed_out(
     for number, rmbe in enumerate(taken):
         rmbe.data[:5] = b"bytes"
         pool.release(rmbe, None if number % 2 else 5)
-    tidy(pool)
+    wipe_some(pool)
     assert pages(rmb.memory) * mmap.PAGESIZE == WARM, "what is kept, and no page of the others"
     again = [take(pool, BIG) for _ in range(16)]
     assert pages(rmb.memory) * mmap.PAGESIZE == 16 * BIG
@@ -405,7 +405,7 @@ def test_an_element_that_gets_no_pages_stays_free(
     pool.add(rmb)
     used = take(pool, BIG)
     pool.release(used)
-    tidy(pool)
+    wipe_some(pool)
     allocate = os.posix_fallocate
 
     def refuse(*_: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.campaigns import datapath as campaign
-from tests.datapath.datapath_pair import SEND_QUEUE, Cdc, FakeChannel, Pair, Write, hear
+from tests.datapath.datapath_pair import SEND_QUEUE, Cdc, FakeChannel, Pair, Write, receive_cdc
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.sender import Sender
 from trio_smc.failover.replay import hold, stay
@@ -355,7 +355,7 @@ def test_a_request_for_updates_is_answered_on_the_new_link(pair: Pair) -> None:
     pair.ba.slots = 0
     pair.b.receiver.receive(1)
     asked = cdc.pack(2, pair.b.alert_token, 0, 3, 0, 0, cdc.UPDATE_REQUESTED)
-    hear(pair.b, asked)
+    receive_cdc(pair.b, asked)
     assert pair.ba.log == []
     pair.fail_link(1)
     assert pair.ba.log == [validation(0), Cdc(1, producer=(0, 0), consumer=(1, 0))]
@@ -458,7 +458,7 @@ def test_a_hole_resets_the_connection(pair: Pair, received: int) -> None:
 def test_no_hole_changes_nothing(pair: Pair, received: int, sent: int) -> None:
     pair.b._last_received = received
     nonsense = cdc.pack(sent, 0xA1, 9, 999, 9, 999, F | B | P | U, C | A | D)
-    hear(pair.b, nonsense)
+    receive_cdc(pair.b, nonsense)
     assert pair.b.state == "ACTIVE"
     assert (pair.b.sequence_received, pair.b.receiver.bytes_received, pair.b.receiver.urgent) == (
         received,
@@ -480,11 +480,11 @@ def test_a_validation_message_overtakes_what_it_vouches_for(pair: Pair) -> None:
     _, message, _ = pair.ab.queue.popleft()
     assert isinstance(message, bytes)
     with pytest.raises(cdc.MessageMissing):
-        hear(pair.b, message)
+        receive_cdc(pair.b, message)
     assert pair.b.state == "ACTIVE", "not before all links were looked at"
     old.queue.extend(kept)
     old.deliver()
-    hear(pair.b, message)
+    receive_cdc(pair.b, message)
     assert pair.b.state == "ACTIVE"
     assert pair.b.receiver.receive(10) == b"abc"
 
@@ -503,7 +503,7 @@ def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> No
     assert pair.b.state == "PEERABORTWAIT"
     # Over one more link: that is known.
     token = pair.b.alert_token
-    hear(pair.b, cdc.pack(1, token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION))
+    receive_cdc(pair.b, cdc.pack(1, token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION))
 
 
 @pytest.mark.parametrize("buffer", [bytes, bytearray])

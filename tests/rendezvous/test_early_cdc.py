@@ -27,7 +27,7 @@ def lies(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
         def established(self) -> None:
             super().established()
             self.messenger.peer_first += 1 << 30
-            self.messenger.owe()
+            self.messenger.request_cdc()
 
     open_connection = stack.runtime.groups.open_connection
 

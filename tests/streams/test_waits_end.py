@@ -126,7 +126,7 @@ def blocked_by_urgent(it: Streamed) -> None:
 
 def blocked_by_failover(it: Streamed) -> None:
     """Lost data is being written again (4.6)."""
-    if it.it.channel is not None and not it.it.messenger.silent:
+    if it.it.channel is not None and not it.it.messenger.final_posted:
         it.it.hold(Holder())
 
 

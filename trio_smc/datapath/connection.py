@@ -1,27 +1,27 @@
-"""One SMC-R connection without I/O: its states, its endings, and what its peer's messages do.
+"""One SMC-R connection without I/O: states, endings and the messages of the peer.
 
 Theory of operation
 -------------------
-A `Connection` holds a `Receiver`, which knows our RMBE, a `Sender`, which writes into the peer's,
-and a `Messenger`, which tells the peer about both. What is left is here: the states of RFC 7609,
-4.8, and what others call: the rendezvous and the link group, the application, the peer by its CDC
-messages. Nothing here waits, and nothing here knows the time: the stream above sets `on_readable`
-and `on_writable`, the host below calls `on_timer`.
+A `Connection` holds a `Receiver`, which reads our RMBE, a `Sender`, which writes into the peer's,
+and a `Messenger`, which announces both to the peer. This module has the states of RFC 7609, 4.8,
+and the calls of the rendezvous, the link group, the application and the peer's CDC messages.
+Nothing here waits or reads a clock: the stream above sets `on_readable` and `on_writable`, the host
+below calls `on_timer`.
 
 A received CDC message is applied in this order: sequence number, cursors (and with them data),
 producer flags, then the connection flags in the order A, C, D. If A is set, cursors and producer
-flags are not read, however wrong they are: all data is dropped with them (A.4, A-bit; 4.8.2, 2A).
-C and D promise that the cursors announce all data, so they do not count beside impossible cursors.
-A message that outruns the end of the rendezvous is applied too, but its data is shown only after
+flags are not read, even if they are wrong: all data is dropped (A.4, A-bit; 4.8.2, 2A). C and D
+promise that the cursors announce all data, so they are ignored beside impossible cursors. A message
+that arrives before the end of the rendezvous is applied, but its data can be read only after
 `established` (3.5.2.4).
 
-The states and all their edges are declared in `trio_smc.states.connection`; a connection is what
-that machine reads and does: guards are attributes here, actions methods.
+The states and all their edges are declared in `trio_smc.states.connection`, and a connection is the
+model of that machine: guards are attributes, actions are methods.
 
-CLOSED means that the RMBE may serve another connection. The host hears of it only when the last
-word (C or A) is complete: it may be lost with its link, and a peer that has not heard it may send
-its writes again over another link (RFC 7609, 4.6.2), into the RMBE. Unless a timer or the loss of
-the links says that nobody is there to hear it.
+CLOSED means that the RMBE may serve another connection. The host is notified only when the final
+message (C or A) is complete. That message may be lost with its link, and a peer that has not
+received it may write its data again over another link (RFC 7609, 4.6.2), into the RMBE. The host is
+notified without it after a timer has expired, or when the links are lost.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "Host"]
 
-_LAST_WORD = ABNORMAL_CLOSE | CONNECTION_CLOSED
+_FINAL = ABNORMAL_CLOSE | CONNECTION_CLOSED
 _log = logging.getLogger(__name__)
 # States in which the peer's data is of no interest (4.8.2, 1A).
 _ABORTING = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
@@ -66,16 +66,16 @@ _GIVEN_UP = frozenset({"close_timeout", "abort_timeout"})
 
 
 class Host(Protocol):
-    """Who owns the connection: link group and stream."""
+    """The owner of a connection: its link group and stream."""
 
     def connection_closed(self, connection: Connection) -> None:
-        """The connection is CLOSED and owes nothing: its RMBE and its alert token are free.
+        """The connection is CLOSED and complete: its RMBE and its alert token are free.
 
-        ``connection.used`` says how much of the RMBE has to be zeroed.
+        ``connection.used`` is the number of bytes of the ring to be zeroed.
         """
 
     def set_timer(self, connection: Connection, seconds: float | None) -> None:
-        """(Re)start the connection's one timer: ``connection.on_timer()`` then; None stops it."""
+        """(Re)start the timer that calls ``connection.on_timer()``; None stops it."""
 
     def reset_tcp(self, connection: Connection) -> None:
         """End the TCP connection by RST."""
@@ -84,10 +84,10 @@ class Host(Protocol):
         """End the TCP connection by FIN."""
 
     def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
-        """For observers: the connection's state machine has moved."""
+        """Notify observers of a new state."""
 
 
-_ENDED: Final = 0.00005
+_CLOSE_COST: Final = 0.00005
 """Seconds of processor time that a task takes to close a stream at its end: 40 µs by
 ``python -m tests.e2e.mass_ends closed 1000``, and a reserve."""
 
@@ -96,22 +96,22 @@ def _at_once(callback: Callable[[], None], _charge: float) -> None:
     callback()
 
 
-def _hears(*_: object) -> None:
-    """Who hears it does nothing."""
+def _no_op(*_: object) -> None:
+    """Do nothing."""
 
 
-# In the place of all that a released connection would call: it and they are no cycle.
-_NOBODY: Final[Any] = SimpleNamespace(
+# Replaces everything that a released connection would call, so that no reference cycle is left.
+_NO_HOST: Final[Any] = SimpleNamespace(
     **dict.fromkeys(
         (
-            "connection_closed", "set_timer", "reset_tcp", "close_tcp", "state_changed", "owe",
-            "tell_soon", "on_cdc_complete", "on_room",
+            "connection_closed", "set_timer", "reset_tcp", "close_tcp", "state_changed",
+            "request_cdc", "update_soon", "on_cdc_complete", "on_room",
         ),
-        _hears,
+        _no_op,
     )
 )  # fmt: skip
-# The machine that all released connections share: CLOSED is never left, and asks nothing.
-_CLOSED = Machine(CONNECTION, _NOBODY, state="CLOSED")
+# The machine that all released connections share: CLOSED is never left and has no actions.
+_CLOSED = Machine(CONNECTION, _NO_HOST, state="CLOSED")
 
 
 class Connection:
@@ -119,23 +119,23 @@ class Connection:
 
     Args:
       alert_token: our token, by which the peer's CDC messages name this connection.
-      rmbe: our element, exclusively this connection's until `Host.connection_closed`.
-      host: whom to tell.
-      close_timeout: seconds the peer may take to answer an ending (4.8.1, 4.8.2).
-      chunks: cut sends into a quarter of the peer's ring each.
+      rmbe: our element, of this connection alone until `Host.connection_closed`.
+      host: the link group and stream, which are notified.
+      close_timeout: seconds that the peer may take to answer an ending (4.8.1, 4.8.2).
+      chunks: True to cut sends into pieces of a quarter of the peer's ring.
       copy_limit: largest changeable buffer, in bytes, that is copied and not borrowed.
-      flush_later: called with `Messenger.flush` when a CDC message may wait until the scheduler
+      flush_later: called with `Messenger.flush` if a CDC message may wait until the scheduler
         sleeps; None: every send posts its own.
 
     Attributes:
       receiver, messenger, sender: its parts.
-      error: why it failed; None while it has not.
-      in_turn: calls what the peer's ending does here, at once or soon (`Timers.in_turn`): of a
-        thousand connections that a peer closes together a few at a time wake their tasks.
-      on_readable: called once, and cleared, when a blocked reader might go on.
+      error: the reason of a failed connection, else None.
+      in_turn: calls its argument at once or soon (`Timers.in_turn`). If a peer closes a thousand
+        connections together, a few of them at a time wake their tasks.
+      on_readable: called once, and cleared, when a blocked reader may be able to continue.
       on_urgent: the same, when `Receiver.urgent` may have changed.
-      on_writable: the same, when a blocked writer might go on: window, room on the link,
-        everything delivered, nothing borrowed any more, an ending.
+      on_writable: the same, when a blocked writer may be able to continue: more window, room on the
+        link, all data delivered, nothing borrowed any more, or an ending.
     """
 
     __slots__ = (
@@ -145,14 +145,14 @@ class Connection:
         "_cause",
         "_close_timeout",
         "_errno",
-        "_heard_all",
+        "_applied_all",
         "_host",
         "_last_received",
         "_machine",
         "_peer_flags",
         "_released",
         "_rmbe",
-        "_spare_unread",
+        "_keep_unread",
         "_tcp_ended",
         "_timer",
         "cdcs_received",
@@ -199,16 +199,16 @@ class Connection:
         self.on_urgent: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
         self._machine = Machine(CONNECTION, self)
-        self._timer: str | None = None  # the event that the running timer stands for
-        self._errno = errno.ECONNABORTED  # what an abort is to the application
+        self._timer: str | None = None  # the event that the running timer will send
+        self._errno = errno.ECONNABORTED  # the application's error after an abort
         self._cause: BaseException | None = None
         self._last_received = 0  # SR of 4.6.1
-        self._peer_flags = 0  # D, C, A seen so far
+        self._peer_flags = 0  # D, C, A received so far
         self._aborting = False
-        self._heard_all = True
+        self._applied_all = True
         self._application_closed = False
         self._released = False
-        self._spare_unread = False
+        self._keep_unread = False
         self._tcp_ended = False
         self.write_closed: bool = False
         self.sent_closed: bool = False
@@ -247,48 +247,52 @@ class Connection:
 
     @property
     def state(self) -> str:
-        """The state of RFC 7609, 4.8, as `trio_smc.states` names it."""
+        """The state of RFC 7609, 4.8 (`trio_smc.states.connection`)."""
         return self._machine.state
 
     @property
     def unread(self) -> bool:
-        """Whether data is there that the application has not taken (guard of the states)."""
+        """True if the application has data to read (guard of the states)."""
         return self.receiver.received != self.receiver.consumed
 
     @property
     def used(self) -> int | None:
-        """Bytes from the ring's start that the peer can have written; None: unknown."""
-        # Only C is a promise that every write was told, and only unaborted we listened to it.
-        if self._peer_flags & _LAST_WORD == CONNECTION_CLOSED and self._heard_all:
+        """Bytes from the ring's start that the peer may have written; None: unknown."""
+        # C promises that every write was announced; after an abort, C may have been ignored.
+        if self._peer_flags & _FINAL == CONNECTION_CLOSED and self._applied_all:
             return min(self.receiver.received, self._rmbe.usable)
         return None
 
     @property
     def ending(self) -> bool:
-        """Whether `close` was called and data of ours, or the C after it, may not have reached
-        the peer yet: until then the link must stay."""
+        """True if `close` was called and our data, or the C after it, may not have arrived yet.
+
+        Until then the link must stay.
+        """
         if self._aborting:
             return False
         if self.sent_closed:
-            return self.messenger.owed or self.messenger.completed != self.messenger.sequence
+            return (
+                self.messenger.cdc_requested or self.messenger.completed != self.messenger.sequence
+            )
         return self.close_pending
 
     @property
     def unsent(self) -> bool:
-        """Whether data is under way (guard of the states, RFC 7609, 4.8.1 (3A, 4A)).
+        """True if data is in flight (guard of the states, RFC 7609, 4.8.1 (3A, 4A)).
 
-        Data only: a cursor update under way is no reason to wait with an ending, as what is
-        posted arrives in order, nor to call the peer's close a loss of data.
+        Window updates do not count. An ending need not wait for them, because messages arrive in
+        the order of posting, and the peer's close loses no data with them.
         """
         return self.messenger.produced != self.sender.delivered
 
     @property
     def starved(self) -> bool:
-        """Whether a task waits to send and nothing can be posted."""
+        """True if a task waits to send and nothing can be posted."""
         return self.on_writable is not None and self.sender.sendable and not self.sender.can_send
 
     def counters(self) -> tuple[int, ...]:
-        """The counters so far, in the order of `STREAM_COUNTERS`."""
+        """The counters, in the order of `STREAM_COUNTERS`."""
         return (
             self.messenger.produced,
             self.receiver.received,
@@ -302,13 +306,13 @@ class Connection:
         )
 
     def statistics(self) -> StreamStatistics:
-        """The counters so far."""
+        """The counters as `StreamStatistics`."""
         return StreamStatistics(**dict(zip(STREAM_COUNTERS, self.counters(), strict=True)))
 
     def set_policy(
         self, *, close_timeout: float, flush_later: Callable[[Callable[[], None]], None] | None
     ) -> None:
-        """Change what the constructor was given, as the call that opens the connection wants."""
+        """Replace arguments of the constructor by those of the call that opens the connection."""
         self._close_timeout = close_timeout
         self.messenger.flush_later = flush_later
 
@@ -324,15 +328,16 @@ class Connection:
         address: int,
         rkey: int,
     ) -> None:
-        """The peer's Accept or Confirm is in: where our data goes.
+        """Note the peer's RMBE from its Accept or Confirm.
 
         Args:
-          alert_token: the peer's token, for our CDC messages to it.
+          alert_token: the peer's token, for our CDC messages.
           element_size: bytes of the peer's RMBE.
-          eye_catcher: whether the peer's RMBEs start with an eye catcher; ours are laid out.
+          eye_catcher: True if the peer's RMBEs start with an eye catcher; our RMBE has
+            its final layout.
           channel: the link to use.
-          address: where the peer's RMBE starts, as its RMB's address on that link says.
-          rkey: of the peer's RMB on that link.
+          address: start of the peer's RMBE on that link.
+          rkey: RKey of the peer's RMB on that link.
 
         Raises:
           ValueError: the element has no room for data.
@@ -347,73 +352,75 @@ class Connection:
         if self.receiver.first != self._rmbe.first:
             self.receiver.lay_out()
         self._use(channel, address, rkey)
-        if self.receiver.told < self.receiver.urgent_mark <= self.receiver.consumed:
-            self.messenger.owe()
+        if self.receiver.announced < self.receiver.urgent_mark <= self.receiver.consumed:
+            self.messenger.request_cdc()
 
     def established(self) -> None:
         """The rendezvous is complete: the application may send and receive (4.8.1, 2)."""
         self._process("established")
         if self._released:
-            self.receiver.open = True  # its link group was quicker: see `outran`
+            self.receiver.open = True  # the link group has ended: see `ended_before_established`
             self.wake_all()
 
-    def outran(self) -> bool:
-        """The link group ended before the rendezvous: whether data or an end came before that.
+    def ended_before_established(self) -> bool:
+        """End the connection, because its link group ended before the rendezvous.
 
-        If so `established` is due all the same: TCP would show it, too.
+        Returns:
+          True if data or an ending had arrived. The caller then calls `established` all the same:
+          an application on TCP would receive them too.
         """
         self.links_lost()
         receiver = self.receiver
         return not receiver.purged and (receiver.done or receiver.received > 0)
 
     def withdraw(self) -> None:
-        """The rendezvous fell back to TCP: give the RMBE back and leave TCP alone."""
+        """The rendezvous fell back to TCP: release the RMBE, but not the TCP connection."""
         self._tcp_ended = True
         self.peer_rmbe_known = False
         self._process("close")
 
     def links_lost(self) -> None:
         """No link is left in the group: nothing can be sent any more (4.8.3)."""
-        self.messenger.owed = False
-        self.messenger.leave()
+        self.messenger.cdc_requested = False
+        self.messenger.stop()
         self._process("links_lost")
         self._release_if_due()
 
     def rmbe_conflict(self) -> None:
         """The peer gave the RMBE that we write into to another connection (4.4.2)."""
-        self.messenger.owed = False
-        self.messenger.leave()
+        self.messenger.cdc_requested = False
+        self.messenger.stop()
         self._process("rmbe_conflict")
         self._release_if_due()
 
     def tcp_reset(self) -> None:
         """The TCP connection was reset by the peer (4.8.2).
 
-        A peer that had closed has only given up waiting for our answer: it gets one, and all it
-        sent can still be read, as when its links are lost (4.8.3).
+        A peer that had closed has only given up waiting for our answer. It gets the answer, and all
+        its data can still be read, like after a loss of the links (4.8.3).
         """
         self._errno = errno.ECONNRESET
-        self._spare_unread = self.got_closed
+        self._keep_unread = self.got_closed
         self._process("abort")
 
     def user_timeout(self) -> None:
-        """Data was not acknowledged for as long as the application is willing to wait."""
+        """Abort: data was not acknowledged within the application's limit (TCP_USER_TIMEOUT)."""
         self._errno = errno.ETIMEDOUT
         self._process("abort")
 
     # --- from the application ----------------------------------------------------------------
 
     def send(self, data: memoryview) -> int:
-        """Post as much of ``data`` as window and link take; never waits.
+        """Post as much of ``data`` as fits into window and link, without waiting.
 
         Args:
-          data: a contiguous view of bytes (format "B"): all that waits to be sent, since
-            whether more waits is part of the protocol. Unless it is a view of a bytes object
-            it must not change while `Sender.borrowed` is not 0.
+          data: a contiguous view (format "B") of all the bytes to be sent: the protocol tells the
+            peer whether more data waits. Unless it is a view of a bytes object, it must not change
+            while `Sender.borrowed` is not 0.
 
         Returns:
-          The number of bytes posted. With fewer than given, set `on_writable` and send the rest
-          when it was called.
+          The number of bytes posted. If that is less than given, set `on_writable` and send the
+          rest after it was called.
 
         Raises:
           OSError: the connection has failed, or (EPIPE) its writing side was shut down.
@@ -426,9 +433,9 @@ class Connection:
     def send_urgent(self, data: memoryview) -> int:
         """Like `send`, and the last byte of ``data`` is urgent.
 
-        With fewer bytes posted than given, call it again with the rest, or
-        `Sender.withdraw_urgent`; nothing else may be sent before. No byte is posted by anybody
-        until the peer has taken the urgent byte before this one.
+        If fewer bytes were posted than given, the next call must be this one with the rest, or
+        `Sender.withdraw_urgent`. Nothing is posted until the peer has consumed the previous urgent
+        byte.
 
         Raises:
           ValueError: no data.
@@ -441,23 +448,23 @@ class Connection:
         return self.sender.send_urgent(data)
 
     def _refusal(self) -> OSError:
-        """Why no data can be sent."""
+        """The error of a send that is not possible."""
         if self.error is None and not self.write_closed:
             if not self.receiver.open:
                 return OSError(errno.ENOTCONN, "the rendezvous is not complete")
-            # The peer has closed: data cannot reach a reader any more.
+            # The peer has closed: no reader is left for the data.
             self._process("abort")
         if self.error is not None:
             return failure(self.error)
         return OSError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     def limit_unacknowledged(self, limit: int | None) -> None:
-        """Have at most ``limit`` bytes unacknowledged at a time; None: as many as fit."""
+        """Limit the unacknowledged bytes to ``limit``; None: as many as fit."""
         self.sender.send_limit = limit
         self._wake_writer()
 
     def shutdown_write(self) -> None:
-        """Nothing more will be sent; what is under way still arrives (4.8.1, 3A)."""
+        """End the sending direction; data in flight still arrives (4.8.1, 3A)."""
         if not self.write_closed:
             self.write_closed = True
             self.sender.sendable = False
@@ -466,10 +473,10 @@ class Connection:
             self._process("shutdown_wr")
 
     def close(self) -> None:
-        """The application is done with both directions; the rest happens by itself.
+        """Close both directions for the application, without waiting.
 
-        What is under way still arrives, unless data is unread: then the connection is reset
-        (4.8.1, 3A). Large buffers still `borrowed` are copied.
+        Data in flight still arrives, unless there is unread data: then the connection is reset
+        (4.8.1, 3A). Buffers that are still `borrowed` are copied.
         """
         self.sender.keep_copies()
         self.write_closed = True
@@ -481,7 +488,7 @@ class Connection:
         self._process("close")
 
     def disown(self) -> None:
-        """`close`, but not by the application, whose calls fail from now on."""
+        """Close without the application, whose calls fail from now on."""
         self.close()
         self._fail(errno.EBADF)
         self.wake_all()
@@ -500,7 +507,7 @@ class Connection:
         if self.sender.complete(sequence):
             self._wake_writer()
         self._after_delivery()
-        if self.messenger.silent:
+        if self.messenger.final_posted:
             if self.messenger.flags & ABNORMAL_CLOSE and sequence == self.messenger.sequence:
                 self._process("abort_sent")
             self._release_if_due()
@@ -512,7 +519,7 @@ class Connection:
         if messenger.produced == sender.delivered:
             if self.eof_pending or self.close_pending:
                 self._process("all_sent")
-            # Delivery opens no window: who waits for that would only look and sleep again.
+            # Delivery opens no window, so a writer that waits for the window stays asleep.
             if not messenger.blocked or not sender.sendable:
                 self._wake_writer()
 
@@ -524,13 +531,13 @@ class Connection:
             self._release_if_due()
 
     def on_timer(self) -> None:
-        """The time of `Host.set_timer` is over."""
+        """The timer of `Host.set_timer` has expired."""
         event, self._timer = self._timer, None
         if event is not None:
             self._process(event)
 
     def protocol_error(self, exc: ProtocolError) -> None:
-        """Abort because the peer broke the protocol; the application's error names ``exc``."""
+        """Abort: the peer violated the protocol; ``exc`` causes the application's error."""
         if self._cause is None:
             self._cause = exc
         self._process("abort")
@@ -539,11 +546,11 @@ class Connection:
 
     @property
     def channel(self) -> Channel | None:
-        """The link it sends on; None before `peer_known` and when it is over."""
+        """The link that it sends on; None before `peer_known` and after the end."""
         return self.messenger.channel
 
     def hold(self, holder: Holder) -> None:
-        """Post nothing from now on: ``holder`` does, until `resume` or `switch`."""
+        """Let ``holder`` post in place of the connection, until `resume` or `switch`."""
         self.messenger.holder = holder
         self.messenger.waiting = True
 
@@ -553,7 +560,7 @@ class Connection:
         self._use(channel, address, rkey)
 
     def resume(self) -> None:
-        """Post again, and first what came to be owed meanwhile."""
+        """Post again, first the CDC message that was requested meanwhile."""
         self.messenger.holder = None
         self.on_room()
 
@@ -571,10 +578,10 @@ class Connection:
         """Apply a CDC message that names our token, unpacked.
 
         Raises:
-          MessageMissing: failover validation failed, and nothing has happened. When everything
-            was taken that other links have brought, call this again; with the same answer the
-            data is lost, and `protocol_error` is due.
-          ProtocolError: it cannot be true; the connection has been aborted.
+          MessageMissing: failover validation failed, and nothing has happened. The caller processes
+            everything that other links have received and calls this again. If the error stays, data
+            is lost, and the caller calls `protocol_error`.
+          ProtocolError: the message is impossible; the connection has been aborted.
         """
         _, sequence, _, wrap, offset, taken_wrap, taken_offset, flags, endings = message
         arrived = False
@@ -598,7 +605,7 @@ class Connection:
                     opened = sender.consumer_untrusted(taken_wrap, taken_offset)
                     if sender.delivered != delivered or (opened and self.on_writable is not None):
                         self._on_consumer(opened, sender.delivered != delivered)
-                if (flags or receiver.watchful) and receiver.flags_untrusted(flags, arrived):
+                if (flags or receiver.flags_pending) and receiver.flags_untrusted(flags, arrived):
                     self._wake_urgent()
         except ProtocolError as exc:
             self._abort_for(exc)
@@ -610,14 +617,14 @@ class Connection:
             wake()
 
     def _on_consumer(self, opened: bool, delivered: bool) -> None:
-        """The peer's consumer cursor has ``opened`` the window, or shows what was ``delivered``."""
+        """The consumer cursor has ``opened`` the window, or shows more data ``delivered``."""
         if delivered:
             self._after_delivery()
         if opened and self.on_writable is not None:
             self._wake_writer()
 
     def _abort_for(self, exc: ProtocolError) -> None:
-        """Abort and raise ``exc``, unless it is about a message behind A, whose turn is to come."""
+        """Abort and raise ``exc``, unless the peer's A has arrived and waits for its turn."""
         if self._peer_flags & ABNORMAL_CLOSE and not self._aborting:
             return
         if not isinstance(exc, MessageMissing):
@@ -625,7 +632,7 @@ class Connection:
         raise exc
 
     def _note_endings(self, endings: int) -> None:
-        """Note flags when they come, and process them in turn: A implies C, and C implies D."""
+        """Note new flags at once, and process them in turn: A implies C, and C implies D."""
         if endings & ABNORMAL_CLOSE:
             self._peer_flags |= ABNORMAL_CLOSE | CONNECTION_CLOSED | SENDING_DONE
         elif endings & CONNECTION_CLOSED:
@@ -634,10 +641,10 @@ class Connection:
             self._peer_flags |= SENDING_DONE
         else:
             return  # reserved bits
-        self.in_turn(partial(self._on_endings, endings), _ENDED)
+        self.in_turn(partial(self._on_endings, endings), _CLOSE_COST)
 
     def _on_endings(self, endings: int) -> None:
-        """The first CDC message with these flags: A before C before D; C implies D."""
+        """Process new flags: A before C before D; C implies D."""
         if self._released:
             return
         if endings & ABNORMAL_CLOSE:
@@ -656,12 +663,12 @@ class Connection:
         self.protocol_error(exc)
 
     def _validate_untrusted(self, sequence: int) -> None:
-        """Failover validation: of such a message only token and sequence count (4.6.1).
+        """Check a failover validation message, by its sequence number alone (4.6.1).
 
-        What a connection misses that is reset already is no news, nor worth waiting for.
+        A connection that is being reset accepts any number.
 
         Raises:
-          MessageMissing: the peer believes we have a message that did not arrive yet.
+          MessageMissing: a message that the peer counts as delivered has not arrived yet.
         """
         if (self._last_received - sequence) & 0x8000 and not self._aborting:
             raise MessageMissing(
@@ -691,12 +698,12 @@ class Connection:
             wake()
 
     def _process(self, event: str) -> None:
-        """Process an event of the state machine; then every waiting task checks its condition.
+        """Process an event of the state machine and wake all waiting tasks.
 
-        Also after an internal edge: the peer's C behind its D (4A) leaves APPCLOSEWAIT1 as it is,
-        and ends all sending.  Events are rare, so which condition has changed is not worked out.
+        Tasks are woken after an internal edge too: the peer's C after its D (4A) keeps the state
+        APPCLOSEWAIT1, but ends all sending. Events are rare, so all tasks check their conditions.
         """
-        if self._machine.send(event):  # else queued: the call that is processing wakes
+        if self._machine.send(event):  # a queued event is processed, and wakes, in an outer call
             self.wake_all()
 
     def wake_all(self) -> None:
@@ -713,14 +720,14 @@ class Connection:
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Called by the machine after each transition; `_process` wakes."""
         if new in _ABORTING:
-            self._heard_all = new == "CLOSED" and not self._aborting
+            self._applied_all = new == "CLOSED" and not self._aborting
             self._aborting = True
             self.sender.sendable = False
         self._host.state_changed(self, old, new, event)
         if new == "CLOSED":
             if event in _GIVEN_UP:
-                self.messenger.owed = False  # the peer is given up, and with it the last word
-                self.messenger.leave()
+                self.messenger.cdc_requested = False  # the final message is given up
+                self.messenger.stop()
             if self._timer is not None:
                 self._timer = None
                 self._host.set_timer(self, None)
@@ -728,11 +735,11 @@ class Connection:
             self._release_if_due()
 
     def _release_if_due(self) -> None:
-        """Give the RMBE back once the state is CLOSED and the last word has arrived."""
-        if self._released or self.messenger.owed or self._machine.state != "CLOSED":
+        """Release the RMBE once the state is CLOSED and the final message has arrived."""
+        if self._released or self.messenger.cdc_requested or self._machine.state != "CLOSED":
             return
         if (
-            self.messenger.silent
+            self.messenger.final_posted
             and self.messenger.completed != self.messenger.sequence
             and self.messenger.channel is not None
         ):
@@ -742,49 +749,49 @@ class Connection:
             self.receiver.drop_unread()
         self.receiver.leave_ring()
         self.sender.drop_unsent()
-        self.messenger.leave()
+        self.messenger.stop()
         self.messenger.flush_later = None
         self._machine = _CLOSED
-        host, self._host = self._host, _NOBODY
-        self.receiver.messenger = self.messenger.poster = _NOBODY
-        self.receiver.on_overwritten = _hears
-        self.wake_all()  # nothing is borrowed or under way any more
+        host, self._host = self._host, _NO_HOST
+        self.receiver.messenger = self.messenger.poster = _NO_HOST
+        self.receiver.on_overwritten = _no_op
+        self.wake_all()  # nothing is borrowed or in flight any more
         host.connection_closed(self)
 
     def open_to_application(self) -> None:
-        """Action."""
+        """Action: the application may read and send."""
         self.receiver.open = True
         self.sender.sendable = not self.got_closed
 
     def send_done(self) -> None:
         """Action: D."""
         self.messenger.flags |= SENDING_DONE
-        self.messenger.owe()
+        self.messenger.request_cdc()
 
     def send_closed(self) -> None:
-        """Action: C, the last message."""
+        """Action: C, the final message."""
         self.sent_closed = True
         self.messenger.flags |= CONNECTION_CLOSED
-        self.messenger.owe()
+        self.messenger.request_cdc()
 
     def send_abort(self) -> None:
-        """Action: A, the last message."""
-        if self.messenger.channel is None or self.messenger.silent:
+        """Action: A, the final message."""
+        if self.messenger.channel is None or self.messenger.final_posted:
             self._process("abort_sent")
             return
         self.messenger.blocked = False
         self.messenger.urgent_goal = 0
         self.messenger.flags |= ABNORMAL_CLOSE
-        self.messenger.owe()
+        self.messenger.request_cdc()
 
     def reset_tcp(self) -> None:
-        """Action."""
+        """Action: RST, unless TCP has ended."""
         if not self._tcp_ended:
             self._tcp_ended = True
             self._host.reset_tcp(self)
 
     def close_tcp(self) -> None:
-        """Action: FIN, unless TCP is gone."""
+        """Action: FIN, unless TCP has ended."""
         if not self._tcp_ended:
             self._tcp_ended = True
             self._host.close_tcp(self)
@@ -792,20 +799,20 @@ class Connection:
     def purge(self) -> None:
         """Action: drop unread and unsent data."""
         self.sender.drop_unsent()
-        if not self._spare_unread:
+        if not self._keep_unread:
             self.receiver.purged = True
             self.receiver.drop_unread()
 
     def _fail(
         self, number: int, cause: BaseException | None = None, text: str | None = None
     ) -> None:
-        """Make later calls of the application fail; the first error stays."""
+        """Make later calls of the application raise an error; the first error stays."""
         if self.error is None:
             self.error = self.receiver.error = OSError(number, text or os.strerror(number))
             self.error.__cause__ = cause
 
     def fail_aborted(self) -> None:
-        """Action: an abort of our own, or the TCP reset that came in its place."""
+        """Action: an abort by this side, or a TCP reset instead of the peer's abort."""
         self._fail(self._errno, self._cause)
 
     def fail_reset(self) -> None:
@@ -813,11 +820,11 @@ class Connection:
         self._fail(errno.ECONNRESET)
 
     def fail_links_lost(self) -> None:
-        """Action: no way to the peer."""
+        """Action: no link to the peer is left."""
         self._fail(errno.ECONNABORTED, text="no link to the peer is left")
 
     def fail_handshake(self) -> None:
-        """Action: for whoever waits for the rendezvous."""
+        """Action: the rendezvous fails."""
         self._fail(self._errno, self._cause)
 
     def arm_close_timer(self) -> None:
@@ -833,15 +840,15 @@ class Connection:
         self._host.set_timer(self, self._close_timeout)
 
     def set_eof_pending(self) -> None:
-        """Action."""
+        """Action: send D after all data."""
         self.eof_pending = True
 
     def set_close_pending(self) -> None:
-        """Action."""
+        """Action: send C after all data."""
         self.eof_pending = False
         self.close_pending = True
 
     def set_got_closed(self) -> None:
-        """Action: what we would send now has no reader."""
+        """Action: the peer has no reader any more."""
         self.got_closed = True
         self.sender.sendable = False

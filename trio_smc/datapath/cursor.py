@@ -1,9 +1,9 @@
-"""Cursors: where in a ring the next byte is written or read (RFC 7609, 4.3).
+"""Cursors: the place in a ring where the next byte is written or read (RFC 7609, 4.3).
 
 Theory of operation
 -------------------
-Inside, a cursor is the number of bytes since the connection began: it only grows, differences
-are sizes, and nothing wraps. On the wire it is a pair (wrap sequence number, offset): the offset
+In this program, a cursor is the number of bytes since the connection began: it only grows, and
+never wraps. On the wire it is a pair (wrap sequence number, offset): the offset
 counts from the start of the RMBE, so it skips an eye catcher (``first`` is 4 with one, else 0),
 and the 16-bit wrap sequence number grows each time the offset starts again at ``first``. For a
 ring of ``usable`` bytes (element size - first) therefore::
@@ -11,10 +11,10 @@ ring of ``usable`` bytes (element size - first) therefore::
     wrap   = count // usable  mod 65536
     offset = first + count % usable
 
-A pair names a count modulo 65536 rings. An honest cursor advances by at most one ring between
-two messages, so the way back is unique, and one comparison finds every lie: a cursor that goes
-back looks like an advance of nearly 65536 rings. Where one may go back, as it may after a failover,
-the advance is counted from the least that it may stand for.
+A pair stands for a count modulo 65536 rings. A correct cursor advances by at most one ring between
+two messages, so the count is unique, and one comparison rejects every wrong cursor: a cursor that
+goes back looks like an advance of nearly 65536 rings. After a failover a cursor may go back; then
+the advance is counted from the smallest count that the pair may stand for.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ def advance_untrusted(
     """The count that a received (wrap, offset) pair stands for.
 
     Args:
-      count: the least that it may stand for, mostly the last known value of this cursor; bytes
-        since the connection began.
+      count: the smallest count possible, usually the last value of this cursor.
       wrap: wrap sequence number received, 16 bits.
       offset: cursor received, bytes from the start of the RMBE.
       usable: bytes of the ring.
       first: offset of the ring's first byte: 4 or 0.
-      limit: the highest count the peer may claim: the window granted for a producer cursor,
-        the bytes produced for a consumer cursor.
+      limit: the largest count possible: the end of the window for a producer cursor, the bytes
+        announced for a consumer cursor.
 
     Raises:
       ProtocolError: the cursor lies outside the ring, lies before ``count`` or exceeds ``limit``.

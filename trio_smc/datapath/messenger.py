@@ -1,27 +1,29 @@
-"""Telling the peer: when a CDC message is posted, owed or put off, and what it says.
+"""Sends CDC messages: when one is posted, requested or deferred, and what it contains.
 
 Theory of operation
 -------------------
-Every CDC message tells everything: both cursors and all flags as they are at that moment. So at
-most one is ever owed, and a later one makes an earlier one unnecessary. One is
+Every CDC message contains the current state of both cursors and all flags. So at most one message
+waits at a time, and a later message makes an earlier one unnecessary. A message is
 
-- posted at once when the link has room;
-- owed when it has none: `Channel.wait_for_room` was called, and `on_room` posts it;
-- put off when many small sends in one pass of the scheduler may share one: ``flush_later`` was
-  given `flush`, to be called before the scheduler sleeps. The first two sends since the
-  application waited put nothing off where their messages can be posted at once: mostly no others
-  follow, and what is put off takes longer by itself than a message of its own. So do those after
-  a pass in which no more were put off. And whoever is about to wait calls `tell`: what it waits
-  for may be the answer. This is no Nagle algorithm (4.5.2): nothing waits for time;
-- put off, too, when it tells a blocked writer of less than 10 % of the ring: a reader that goes
-  on makes it more, and `tell` or ``tell_later`` sends it for one that does not (4.5.1).
+- posted at once if the link has room;
+- requested if the link has none: `Channel.wait_for_room` was called, and `on_room` posts it;
+- deferred if small sends in one pass of the scheduler can share it: ``flush_later`` was given
+  `flush`, and calls it before the scheduler sleeps. The first two sends after a wait of the
+  application are not deferred if they can be posted at once: usually no other send follows, and a
+  deferred message takes longer than a message of its own. The same holds after a pass in which
+  fewer than two sends were deferred. A task that is about to wait calls `flush_before_wait`: it
+  may wait for the peer's answer. This is not Nagle's algorithm (4.5.2): nothing waits for time;
+- deferred also if it tells a blocked writer that less than 10 % of the ring was consumed: a reader
+  that continues soon makes that more. If the reader waits instead, `flush_before_wait` or
+  ``update_later`` sends the message (4.5.1).
 
-Where the link can do it (`Channel.try_post`), a message is in the peer's memory as soon as it is
-posted. Then nothing of it has to be remembered, and no completion tells of it. Messages with D, C
-or A never go that way: their completion is an event of the state machine.
+If the link can deliver at once (`Channel.try_post`), a message is in the peer's memory as soon as
+it is posted. Then nothing is kept for a replay, and no completion follows. Messages with D, C or A
+never take this path: their completion is an event of the state machine.
 
-A link is a `Channel` to the connection, which posts on it and is called back as a `Poster`.  All of
-it happens on the Trio thread, and no method of a channel may block or call back from within a call.
+A connection posts on a link, its `Channel`, and the link calls the connection back as a `Poster`.
+All this happens on the Trio thread, and no method of a channel may block, or call back before it
+has returned.
 
 Nothing follows a message with C or A (RFC 7609, A.4).
 """
@@ -48,7 +50,7 @@ __all__ = [
 
 
 class Poster(Protocol):
-    """Who posts on a link: a connection, or what moves it to another one (`failover.replay`)."""
+    """A user of a link: a connection, or the replay that moves it to another link (`failover`)."""
 
     def on_cdc_complete(self, sequence: int) -> None:
         """A CDC message, and every write before it, has reached the peer."""
@@ -58,10 +60,10 @@ class Poster(Protocol):
 
 
 class Channel(Protocol):
-    """One link, as a connection sees it. What is posted arrives in the order of posting.
+    """One link, as a connection sees it. It delivers in the order of posting.
 
-    No method raises because the link has failed: that is told by `Connection.switch` (another link
-    carries on) or `Connection.links_lost`.
+    No method raises an error if the link has failed: `Connection.switch` (another link takes over)
+    or `Connection.links_lost` is called instead.
     """
 
     @property
@@ -71,9 +73,9 @@ class Channel(Protocol):
     def capacity(self) -> int:
         """Bytes that can be written now.
 
-        0: nothing can be posted; call `wait_for_room`. More: the send queue has room for two
-        RDMA writes of that many bytes together and a CDC message.  It holds 2**14 messages at
-        most, so that 16 bits tell which of those in flight is newer.
+        If 0, nothing can be posted; call `wait_for_room`. Otherwise the send queue has room for two
+        RDMA writes, of that many bytes together, and a CDC message. It holds at most 2**14
+        messages, so that 16 bits show which of two messages in flight is newer.
         """
 
     def wait_for_room(self, poster: Poster) -> None:
@@ -97,34 +99,34 @@ class Channel(Protocol):
         """RDMA-write ``data``, if any, and send a CDC message, if both can be done at once.
 
         Returns:
-          True: both are in the peer's memory, and all that was posted on the link before is; no
-          completion follows. False: nothing has happened, and the same can be posted with
-          `post_write` and `post_cdc` when there is `capacity`.
+          True if both, and everything posted on the link before, are in the peer's memory; no
+          completion follows. False if nothing has happened; the caller can use `post_write` and
+          `post_cdc` when there is `capacity`.
 
         Raises:
-          DeliveryUnknown: the link fails just now; they may be there or not, as what was posted
-            and did not complete.
+          DeliveryUnknown: the link is failing; the data and the message may have arrived or not,
+            like everything that was posted and did not complete.
         """
 
     def hand_over(self, poster: Poster, heir: Poster | None) -> None:
-        """Report completions of what ``poster`` has posted to ``heir``; None: to nobody.
+        """Report the completions of ``poster`` to ``heir`` from now on; None: drop them.
 
-        A call of ``on_room`` that ``poster`` waits for is not made.
+        If ``poster`` waits for room, its ``on_room`` is not called.
         """
 
 
-_PROMPT = 2  # a head and a body, as web servers and clients send them
-_LAST_WORD = cdc.CONNECTION_CLOSED | cdc.ABNORMAL_CLOSE
-# What each message needs, looked up once.
+_IMMEDIATE_SENDS = 2  # web servers and clients send a head and a body
+_FINAL = cdc.CONNECTION_CLOSED | cdc.ABNORMAL_CLOSE
+# Every message needs these; they are looked up once.
 _HEADER = cdc.HEADER
 _pack = cdc.LAYOUT.pack
 
 
 class Holder(Protocol):
-    """Who decides what is posted while a connection changes its link (`failover.replay`)."""
+    """Posts for a connection while it changes its link (`failover.replay`)."""
 
     def over(self) -> None:
-        """The connection is over."""
+        """The connection is closed."""
 
 
 class Messenger:
@@ -132,32 +134,34 @@ class Messenger:
 
     Attributes:
       poster: the connection, which the link calls back.
-      channel: the link; None before it is known and when nothing will be sent any more.
-      holder: posts in the connection's place; None: nobody does, as mostly.
-      rkey: of the peer's ring.
+      channel: the link; None before the link is known, and after `stop`.
+      holder: posts in the connection's place; usually None.
+      rkey: the RKey of the peer's ring.
       peer_token, peer_usable, peer_first: the peer's alert token; its ring's size and offset.
       produced: bytes written into the peer's ring.
-      announced: produced, in the last CDC message posted.
-      sequence, completed: of the last CDC message posted, and of the last completed (SS of 4.6.1).
+      announced: ``produced`` in the last CDC message posted.
+      sequence, completed: sequence number of the last CDC message posted, and of the last one
+        completed (SS of 4.6.1).
       flags: D, C, A.
-      silent: C or A was posted: nothing may follow.
-      blocked: B is, or is to be, told.
-      urgent_goal: not 0: urgent data up to this count is to be sent (`datapath.sender`).
-      urgent_end: not 0: nothing may be written before the peer has taken so much.
-      owed: a message is to be posted when there is room, or when `flush` is called.
-      waiting: for room on the link, or for the holder.
-      prompt: so many more sends post a message of their own; the next ones may put it off.
-      patient: what is put off waits for more than the end of this pass.
+      final_posted: True after C or A was posted: nothing may follow.
+      blocked: True if the last CDC message has B, or the next one will have it.
+      urgent_goal: if not 0, urgent data up to this count is to be sent (`datapath.sender`).
+      urgent_end: if not 0, nothing may be written before the peer has consumed this many bytes.
+      cdc_requested: True if a message is posted as soon as there is room, or by `flush`.
+      waiting: True while the connection waits for room on the link, or for the holder.
+      immediate_sends_left: number of sends that still post a message of their own; later sends may
+        defer it.
+      defers_past_pass: True if a deferred message may wait longer than this pass.
       flush_later: calls `flush` before the scheduler sleeps; None: every send posts its own.
-      flush_pending: `flush` is to be called.
-      tell_later: calls what it is given before the scheduler sleeps, or soon; None: nothing that
-        the reader consumed is put off.
+      flush_pending: True if ``flush_later`` will call `flush`.
+      update_later: calls its argument before the scheduler sleeps, or soon; None: no window update
+        is deferred.
     """
 
     __slots__ = (
         "_coalesced_before",
         "_receiver",
-        "_tell_pending",
+        "_update_pending",
         "_urgent_sequence",
         "announced",
         "blocked",
@@ -169,18 +173,18 @@ class Messenger:
         "flush_later",
         "flush_pending",
         "holder",
-        "owed",
-        "patient",
+        "cdc_requested",
+        "defers_past_pass",
         "peer_first",
         "peer_token",
         "peer_usable",
         "poster",
         "produced",
-        "prompt",
+        "immediate_sends_left",
         "rkey",
         "sequence",
-        "silent",
-        "tell_later",
+        "final_posted",
+        "update_later",
         "urgent_end",
         "urgent_goal",
         "waiting",
@@ -205,70 +209,76 @@ class Messenger:
         self.sequence: int = 0
         self.completed: int = 0
         self.flags: int = 0
-        self.silent: bool = False
+        self.final_posted: bool = False
         self.blocked: bool = False
         self.urgent_goal: int = 0
         self.urgent_end: int = 0
-        self._urgent_sequence = 0  # of the CDC message that told U last
-        self.owed: bool = False
+        self._urgent_sequence = 0  # of the last CDC message with U
+        self.cdc_requested: bool = False
         self.waiting: bool = False
-        self.prompt: int = _PROMPT
-        self.patient: bool = False
+        self.immediate_sends_left: int = _IMMEDIATE_SENDS
+        self.defers_past_pass: bool = False
         self.flush_later: Callable[[Callable[[], None]], None] | None = flush_later
         self.flush_pending: bool = False
-        self._coalesced_before = 0  # by the last flush
-        self.tell_later: Callable[[Callable[[], None]], None] | None = None
-        self._tell_pending = False
+        self._coalesced_before = 0  # `coalesced` at the last flush
+        self.update_later: Callable[[Callable[[], None]], None] | None = None
+        self._update_pending = False
         self.cdcs_sent: int = 0
         self.coalesced: int = 0
 
     @property
-    def all_told(self) -> bool:
-        """Whether the peer needs no CDC message of ours."""
-        return self.completed == self.sequence and self.announced == self.produced and not self.owed
+    def peer_is_current(self) -> bool:
+        """True if the peer has received the current state, and needs no CDC message."""
+        return (
+            self.completed == self.sequence
+            and self.announced == self.produced
+            and not self.cdc_requested
+        )
 
     @property
-    def at_rest(self) -> bool:
-        """Whether nothing posted is in flight, nor a write whose message is yet to come."""
-        return self.completed == self.sequence and (self.announced == self.produced or self.silent)
+    def is_idle(self) -> bool:
+        """True if nothing is in flight, and every write has been announced."""
+        return self.completed == self.sequence and (
+            self.announced == self.produced or self.final_posted
+        )
 
     def flush(self) -> None:
-        """Post the CDC message that was put off; for whom ``flush_later`` told about it."""
+        """Post the deferred CDC message; ``flush_later`` calls this."""
         self.flush_pending = False
         more, self._coalesced_before = self.coalesced - self._coalesced_before, self.coalesced
-        if more < _PROMPT and not self.patient:
-            self.prompt = _PROMPT  # it was hardly worth it
-        if self.owed:
-            self.owe()
+        if more < _IMMEDIATE_SENDS and not self.defers_past_pass:
+            self.immediate_sends_left = _IMMEDIATE_SENDS  # deferring saved too little
+        if self.cdc_requested:
+            self.request_cdc()
 
-    def tell(self) -> bool:
-        """The application is about to wait: post a CDC message that waits for more sends.
+    def flush_before_wait(self) -> bool:
+        """Post a deferred CDC message, because the application is about to wait.
 
         Returns:
-          Whether there was one to post, at which everything may have come to an end.
+          True if there was one. Posting it may have ended the connection.
         """
         receiver = self._receiver
-        self.prompt = 0 if self.patient else _PROMPT
-        if (self.owed and self.flush_pending and not self.patient) or (
-            receiver.writer_waits and receiver.consumed != receiver.told
+        self.immediate_sends_left = 0 if self.defers_past_pass else _IMMEDIATE_SENDS
+        if (self.cdc_requested and self.flush_pending and not self.defers_past_pass) or (
+            receiver.writer_waits and receiver.consumed != receiver.announced
         ):
-            self.owe()
+            self.request_cdc()
             return True
         return False
 
-    def tell_soon(self) -> None:
-        """A blocked writer is to know what was consumed, which is little (4.5.1)."""
-        if self.tell_later is None:
-            self.owe()
-        elif not self._tell_pending:
-            self._tell_pending = True
-            self.tell_later(self._tell_now)
+    def update_soon(self) -> None:
+        """Announce to a blocked writer, a moment later, that a few bytes were consumed (4.5.1)."""
+        if self.update_later is None:
+            self.request_cdc()
+        elif not self._update_pending:
+            self._update_pending = True
+            self.update_later(self._update_now)
 
-    def _tell_now(self) -> None:
-        self._tell_pending = False
+    def _update_now(self) -> None:
+        self._update_pending = False
         receiver = self._receiver
-        if receiver.writer_waits and receiver.consumed != receiver.told:
-            self.owe()
+        if receiver.writer_waits and receiver.consumed != receiver.announced:
+            self.request_cdc()
 
     def post_at_once(
         self,
@@ -278,17 +288,24 @@ class Messenger:
         produced: int,
         flags: int,
     ) -> bool:
-        """Write ``data`` and tell the peer everything, if that can be done at once.
+        """Write ``data`` and post a CDC message, if the link can deliver both at once.
 
-        ``produced``: the count behind ``data``. ``flags``: B or none. True: it and all before it
-        has arrived. False: nothing has happened. Not for urgent data, D, C or A.
+        Not for urgent data, D, C or A.
 
-        Raises DeliveryUnknown: it counts as posted, and its link fails.
+        Args:
+          produced: the count behind ``data``.
+          flags: B or none.
+
+        Returns:
+          True if these and everything before them have arrived. False if nothing has happened.
+
+        Raises:
+          DeliveryUnknown: the link is failing; the message counts as posted.
         """
         sequence = (self.sequence + 1) & 0xFFFF
         receiver = self._receiver
         theirs, consumed, ours = self.peer_usable, receiver.consumed, receiver.usable
-        # As in `post`, in half the time: no calls, and // and % take less than divmod.
+        # Like `post`, in half the time: no calls, and // and % are faster than divmod.
         message = _pack(
             _HEADER,
             sequence,
@@ -307,22 +324,22 @@ class Messenger:
         except DeliveryUnknown:
             known = False
         self.sequence = sequence
-        receiver.told = consumed
+        receiver.announced = consumed
         self.produced = self.announced = produced
-        self.owed = False
+        self.cdc_requested = False
         self.cdcs_sent += 1
         if not known:
             raise DeliveryUnknown
         return True
 
     def post(self, channel: Channel) -> None:
-        """Tell the peer everything; the channel has room."""
+        """Post a CDC message; the channel has room."""
         sequence = self.sequence = (self.sequence + 1) & 0xFFFF
         flags = cdc.WRITER_BLOCKED if self.blocked else 0
         if self.urgent_goal:
-            flags |= self._tell_urgent()
-        if self.flags & _LAST_WORD:
-            self.silent = True
+            flags |= self._take_urgent_flags()
+        if self.flags & _FINAL:
+            self.final_posted = True
         receiver = self._receiver
         message = cdc.pack(
             sequence,
@@ -332,19 +349,19 @@ class Messenger:
             flags,
             self.flags,
         )
-        receiver.told = receiver.consumed
+        receiver.announced = receiver.consumed
         self.announced = self.produced
-        self.owed = False
+        self.cdc_requested = False
         self.cdcs_sent += 1
         channel.post_cdc(self.poster, message)
 
-    def owe(self) -> None:
-        """Send a CDC message now, or as soon as there is room; nothing after C or A (A.4)."""
+    def request_cdc(self) -> None:
+        """Send a CDC message now, or as soon as there is room; none after C or A (A.4)."""
         channel = self.channel
-        if self.silent or channel is None:
+        if self.final_posted or channel is None:
             return
         if self.waiting:
-            self.owed = True
+            self.cdc_requested = True
             return
         if not (self.flags or self.urgent_goal):
             try:
@@ -357,12 +374,12 @@ class Messenger:
         if channel.capacity() > 0:
             self.post(channel)
         else:
-            self.owed = True
+            self.cdc_requested = True
             self.wait_for_room(channel)
 
     def defer(self, flush_later: Callable[[Callable[[], None]], None]) -> None:
         """Send one CDC message for all that happens until the scheduler sleeps."""
-        self.owed = True
+        self.cdc_requested = True
         if not self.flush_pending:
             self.flush_pending = True
             flush_later(self.flush)
@@ -375,20 +392,20 @@ class Messenger:
     def on_room(self) -> None:
         """The link has room again."""
         self.waiting = False
-        if self.owed:
-            self.owe()
+        if self.cdc_requested:
+            self.request_cdc()
 
-    def leave(self) -> None:
-        """Nothing will be sent any more."""
+    def stop(self) -> None:
+        """Send nothing more."""
         self.channel = None
         holder, self.holder = self.holder, None
         if holder is not None:
             holder.over()
 
-    # --- urgent data (4.7.5) and the change of a link (4.6) ------------------------------------
+    # --- urgent data (4.7.5) and changes of the link (4.6) ------------------------------------
 
-    def _tell_urgent(self) -> int:
-        """P and U of the message that is just made; there is urgent data to send."""
+    def _take_urgent_flags(self) -> int:
+        """Return P and U for the message being made; there is urgent data to send."""
         if self.produced < self.urgent_goal:
             return 0 if self.urgent_end else cdc.URGENT_PENDING
         self.urgent_end = self.urgent_goal
@@ -397,13 +414,13 @@ class Messenger:
         return cdc.URGENT_PENDING | cdc.URGENT_PRESENT
 
     def validation(self) -> bytes:
-        """The failover validation message, which the caller posts (4.6.1)."""
+        """Return the failover validation message, which the caller posts (4.6.1)."""
         self.cdcs_sent += 1
         return cdc.pack(self.completed, self.peer_token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION)
 
-    def tell_again(self, channel: Channel) -> None:
-        """Post what tells of all that was written again, unless the peer knows; there is room."""
-        if self.all_told:
+    def announce_again(self, channel: Channel) -> None:
+        """Announce the data that was written again, unless the peer is current; there is room."""
+        if self.peer_is_current:
             return
         if self.urgent_end and (self.completed - self._urgent_sequence) & 0x8000:
             self.urgent_goal = self.urgent_end  # the message with U may be lost

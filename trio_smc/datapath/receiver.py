@@ -1,53 +1,52 @@
-"""Receiving: what lies in our RMBE, and when the peer is sent a window update (RFC 7609, 4.5.1).
+"""Receiving: the bytes in our RMBE, and the window updates to the peer (RFC 7609, 4.5.1).
 
 Theory of operation
 -------------------
 Three counts of bytes since the connection began, in this order::
 
-    told <= consumed <= received <= told + usable
+    announced <= consumed <= received <= announced + usable
 
-``received`` follows the peer's producer cursor, ``consumed`` what the application has taken,
-``told`` the consumer cursor of the last CDC message posted. The peer may write up to
-``told + usable`` and not a byte further; a producer cursor beyond that is a lie and ends the
-connection.
+``received`` follows the peer's producer cursor. ``consumed`` counts the bytes that the application
+has taken. ``announced`` is the consumer cursor of the last CDC message posted. The peer may write
+up to ``announced + usable``; a producer cursor beyond that is a protocol error.
 
-A CDC message for the consumer cursor alone is sent by the rules of RFC 7609, 4.5.1 only:
+Every CDC message carries the consumer cursor. A message for that cursor alone, a window update, is
+sent in these cases only (RFC 7609, 4.5.1):
 
-- the peer's window, as it knows it, is under half of the ring and the update widens it by at
-  least 10 %; or
-- the peer says that its writer is blocked (B) and anything was consumed, before that or since: at
-  once when that is 10 % of the ring, and less than that at the latest when the reader waits for
-  more or the scheduler sleeps, where there is one to ask (`tell_later`); or
-- the peer requests updates (R) and anything was consumed; a request that finds the cursor
-  untold is answered at once, since "for a while" cannot be told without a clock; or
-- the peer has urgent data (P, U) under way and anything was consumed: it writes nothing more
-  until that data is taken (4.7.5).
+- the window that the peer knows is smaller than half of the ring, and the update adds at least
+  10 % of the ring; or
+- the peer's writer is blocked (B) and anything was consumed. If that is 10 % of the ring, the
+  update is sent at once. Otherwise it is sent at the latest when the reader waits for more data,
+  or when the scheduler is about to sleep (``update_later``); or
+- the peer requests updates (R) and anything was consumed. An update that is due when the request
+  arrives is sent at once, because "for a while" cannot be measured without a clock; or
+- the peer has urgent data (P, U) under way and anything was consumed: the peer writes nothing more
+  until that data is consumed (4.7.5).
 
-`Receiver._consume` decides it for what the application takes, `Receiver.flags_untrusted` for what
-the peer says. Every other CDC message carries the cursor for free.
+`Receiver._consume` decides this when the application takes data, `Receiver.flags_untrusted` when a
+CDC message arrives.
 
-The peer can change the ring's bytes at any time: they are copied out once and never looked at
+The peer can change the bytes of the ring at any time, so they are copied out once and never read
 again in place.
 
-A peer that changes links writes again what may not have arrived (4.6.2). Linux's producer cursor
-goes back for that to what it knows to have arrived, and a CDC message that it sends for another
-reason meanwhile says so. By its window that is at most a ring behind ``received``, and no news.
+A peer that changes links writes data again that may not have arrived (4.6.2). Linux then moves its
+producer cursor back to the data that has certainly arrived, and CDC messages sent meanwhile contain
+that old cursor. It is at most one ring behind ``received``, because of the window, and is ignored.
 
 Urgent data (4.7.5, 4.7.6)
 --------------------------
-P in a CDC message says that urgent data is on its way, U that it is there: the byte before the
-message's producer cursor. The *mark* is the count of bytes behind it. Until our consumer cursor
-has reached the mark the peer may write nothing, so at most one mark lies ahead, and nothing lies
-behind it.
+P in a CDC message announces that urgent data will follow. U says that the urgent byte has arrived:
+it is the byte before the message's producer cursor. The *mark* is the count of bytes up to and
+including it. The peer may write nothing until our consumer cursor has reached the mark, so there is
+at most one mark ahead, and no data after it.
 
-The byte is copied when the mark is learned, wherever in the ring it lies. Unless it is to stay
-in the stream (``urgent_inline``) it is *hidden*: behind all else that is unread, and skipped as
-soon as that was taken, at once when there is nothing. Reaching the mark is always told to the
-peer (4.7.5, step 3). A second urgent byte takes the place of one that nobody asked for, as TCP's
-does.
+The urgent byte is copied when its mark is received. Unless it stays in the stream
+(``urgent_inline``), the byte in the ring is *hidden*: it is the last unread byte, and is skipped as
+soon as all bytes before it are consumed. The peer always gets an update when the mark is reached
+(4.7.5, step 3). A second urgent byte replaces one that the application has not read, as in TCP.
 
-Peers keep P and U set for different times: for one message, or until the mark was reached. So U
-that tells the mark already known tells nothing.
+Some peers set P and U in one message, others until the mark is reached. So U with a known mark
+changes nothing.
 """
 
 from __future__ import annotations
@@ -72,16 +71,16 @@ __all__ = ["Receiver", "Updates", "failure"]
 
 _OVERWRITTEN = "the eye catcher of the RMBE was overwritten"  # 4.4.1
 _URGENT = URGENT_PENDING | URGENT_PRESENT
-_TELL_ALL = UPDATE_REQUESTED | _URGENT
+_ANNOUNCE_EACH = UPDATE_REQUESTED | _URGENT
 
 
 class Updates(Protocol):
     """The messenger, which itself imports `Receiver`."""
 
-    def owe(self) -> None:
+    def request_cdc(self) -> None:
         """Send a CDC message now, or as soon as there is room."""
 
-    def tell_soon(self) -> None:
+    def update_soon(self) -> None:
         """Send a CDC message for the bytes consumed, unless another one soon does."""
 
 
@@ -90,32 +89,32 @@ class Receiver:
 
     Attributes:
       messenger: sends the window updates; set by the connection.
-      on_overwritten: aborts the connection, because the peer wrote where it must not (4.4.1).
-      error: why the connection failed; None while it has not.
-      received, consumed, told: see the top of this module.
-      received_wrap, received_offset: the peer's producer cursor, as it came.
+      on_overwritten: aborts the connection, because the peer overwrote the eye catcher (4.4.1).
+      error: the reason of a failed connection, else None.
+      received, consumed, announced: see the top of this module.
+      received_wrap, received_offset: the peer's producer cursor, as received.
       usable: bytes of the ring.
       first: offset of the ring in the element.
-      done: the peer has said that it sends nothing more.
-      purged: what it had sent was dropped.
-      open: the application may see what has come.
-      replayed: the peer has changed links: its cursor may have gone back.
-      writer_waits: the peer's writer is blocked (B).
-      urgent_mark: the count behind the last urgent byte.
-      urgent_inline: leave urgent bytes that arrive from now on in the stream.
-      watchful: the last CDC message had flags, so the next one may clear them.
-      finished: the application has closed: it takes nothing more.
+      done: True after D or C: the peer sends nothing more.
+      purged: True if unread data was dropped.
+      open: True if the application may read.
+      replayed: True after the peer has changed links: its cursor may go back.
+      writer_waits: True while the peer's writer is blocked (B).
+      urgent_mark: the count of bytes up to and including the last urgent byte.
+      urgent_inline: True if urgent bytes that arrive from now on stay in the stream.
+      flags_pending: True if the last CDC message had flags, which the next one may clear.
+      finished: True after the application has closed: it reads nothing more.
     """
 
     __slots__ = (
-        "_behind",
+        "_cursor_replayed",
         "_eye_catcher",
         "_hidden",
         "_least_update",
         "_ring",
         "_ring_start",
         "_rmbe",
-        "_tell_all",
+        "_announce_each",
         "_urgent_byte",
         "_urgent_flags",
         "consumed",
@@ -131,11 +130,11 @@ class Receiver:
         "received_offset",
         "received_wrap",
         "replayed",
-        "told",
+        "announced",
         "urgent_inline",
         "urgent_mark",
         "usable",
-        "watchful",
+        "flags_pending",
         "writer_waits",
     )
 
@@ -150,24 +149,24 @@ class Receiver:
         self.received_wrap: int = 0
         self.lay_out()
         self.consumed: int = 0
-        self.told: int = 0
+        self.announced: int = 0
         self.done: bool = False
         self.purged: bool = False
         self.finished: bool = False
         self.open: bool = False
         self.replayed: bool = False
-        self._behind = False  # so is the cursor of the message whose flags come next
-        self.watchful: bool = False
-        self._tell_all = False  # the peer waits for each cursor update: R, P or U
+        self._cursor_replayed = False  # the current message has an old cursor; its flags come next
+        self.flags_pending: bool = False
+        self._announce_each = False  # the peer waits for every window update: R, P or U
         self.writer_waits: bool = False
-        self._hidden = 0  # 1: an urgent byte is the last one received, and is to be skipped
+        self._hidden = 0  # 1 if the last byte received is an urgent byte to be skipped
         self.urgent_mark: int = 0
         self.urgent_inline: bool = False
         self._urgent_flags = 0  # P and U of the last CDC message
         self._urgent_byte: int | None = None
 
     def lay_out(self) -> None:
-        """Take the ring as the element has it: at first contact that comes late (A.3.1)."""
+        """Read the element's layout, which a first contact may change late (A.3.1)."""
         rmbe = self._rmbe
         self.first: int = rmbe.first
         self.received_offset: int = rmbe.first
@@ -176,7 +175,7 @@ class Receiver:
         self.usable: int = rmbe.usable
         self._least_update = max(1, -(-rmbe.usable // 10))
 
-    # --- what the application sees -----------------------------------------------------------
+    # --- calls of the application ------------------------------------------------------------
 
     @property
     def readable(self) -> int:
@@ -187,11 +186,11 @@ class Receiver:
 
     @property
     def at_eof(self) -> bool:
-        """The peer is done writing and everything was read: `receive` returns b""."""
+        """True if the peer is done writing and everything was read: `receive` returns b""."""
         return self.done and self.received == self.consumed and not self.purged and self.open
 
     def is_blank(self) -> bool:
-        """Whether there is neither a byte nor an end nor an error, as far as anybody has heard."""
+        """True if no byte, end or error has arrived."""
         return self.received == self.consumed and not self.done and self.error is None
 
     @property
@@ -200,10 +199,10 @@ class Receiver:
         return self.received
 
     def receive(self, max_bytes: int) -> bytes:
-        """Take at most ``max_bytes`` bytes; never waits.
+        """Take at most ``max_bytes`` bytes without waiting.
 
-        b"" when nothing is readable: look at `at_eof`. Data that arrived whole before the peer
-        ended its side stays readable, whatever happened since.
+        b"" means that nothing is readable; `at_eof` shows why. If the peer ended its side after all
+        its data had arrived, the data stays readable even if the connection fails later.
 
         Raises:
           ValueError: ``max_bytes`` is not positive.
@@ -212,35 +211,35 @@ class Receiver:
         consumed = self.consumed
         length = self.received - consumed - self._hidden
         if not length and max_bytes > 0 and self.error is None and not self._eye_catcher:
-            return b""  # as `_take` would come to
+            return b""  # like `_available`, without a call
         if length > max_bytes:
             length = max_bytes
         if length <= 0 or self._eye_catcher or not self.open:
-            length = self._take(max_bytes)
+            length = self._available(max_bytes)
             if not length:
                 return b""
         start = (consumed - self._ring_start) % self.usable
         end = start + length
         data = self._ring[start:end].tobytes() if end <= self.usable else self._copy(length)
         if (
-            consumed + length - self.told < self._least_update
-            and not self._tell_all
+            consumed + length - self.announced < self._least_update
+            and not self._announce_each
             and not self.writer_waits
         ):
-            self.consumed = consumed + length  # as `_consume` would come to
+            self.consumed = consumed + length  # like `_consume`, without a call
         else:
             self._consume(length)
         return data
 
     def receive_into(self, buffer: bytearray | memoryview) -> int:
-        """Like `receive`, into ``buffer``, as many bytes as there are or as fit.
+        """Like `receive`, into ``buffer``; return the number of bytes.
 
         Raises:
           ValueError: the buffer is empty.
           OSError: the connection has failed.
         """
         view = memoryview(buffer).cast("B")
-        length = self._take(len(view))
+        length = self._available(len(view))
         if not length:
             return 0
         start = (self.consumed - self._ring_start) % self.usable
@@ -251,14 +250,14 @@ class Receiver:
         return length
 
     def peek(self, max_bytes: int) -> bytes:
-        """What `receive` would return, without taking it; same errors."""
-        length = self._take(max_bytes)
+        """Like `receive`, but the bytes stay unread."""
+        length = self._available(max_bytes)
         return self._copy(length) if length else b""
 
     @property
     def urgent(self) -> str:
-        """ "present": there is a byte for `receive_urgent` or, inline, one still unread in the
-        stream. "pending": the peer has one that it could not write yet."""
+        """ "present": a byte can be taken by `receive_urgent` or, inline, is unread in the stream.
+        "pending": the peer has an urgent byte that it could not write yet."""
         if self._urgent_byte is not None:
             return "present"
         if self.urgent_inline and self.urgent_mark > self.consumed:
@@ -274,7 +273,7 @@ class Receiver:
         return self.done or self.error is not None or self.finished
 
     def receive_urgent(self) -> int | None:
-        """Take the urgent byte; None when there is none, or when it stays in the stream.
+        """Take the urgent byte; None if there is none, or if it stays in the stream.
 
         Raises:
           OSError: the connection has failed.
@@ -285,8 +284,8 @@ class Receiver:
         self._urgent_byte = None
         return byte
 
-    def _take(self, max_bytes: int) -> int:
-        """How many bytes the application gets now."""
+    def _available(self, max_bytes: int) -> int:
+        """Return the number of bytes that a read may take now, at most ``max_bytes``."""
         if max_bytes <= 0:
             raise ValueError("a positive number of bytes is wanted")
         if self._eye_catcher and not self._rmbe.check_eye_catcher():
@@ -308,46 +307,46 @@ class Receiver:
         return b"".join((self._ring[start:], self._ring[: end - self.usable]))
 
     def _consume(self, length: int) -> None:
-        """Count ``length`` bytes as taken and tell the peer if it has to know (4.5.1)."""
+        """Count ``length`` bytes as consumed, and send a window update if one is due (4.5.1)."""
         consumed = self.consumed = self.consumed + length
-        told = self.told
-        if consumed - told >= self._least_update:
+        announced = self.announced
+        if consumed - announced >= self._least_update:
             if not (
                 self.writer_waits
-                or self._tell_all
-                or 2 * (self.usable - self.received + told) < self.usable
+                or self._announce_each
+                or 2 * (self.usable - self.received + announced) < self.usable
             ):
                 return
-        elif not self._tell_all:
+        elif not self._announce_each:
             if self.writer_waits:
-                self.messenger.tell_soon()
+                self.messenger.update_soon()
             return
         if self._hidden and consumed + 1 == self.received:
             self._skip_hidden()
-        self.messenger.owe()
+        self.messenger.request_cdc()
 
     def _skip_hidden(self) -> None:
-        """The urgent byte is the next one: it was remembered, nobody reads it here."""
+        """Skip the urgent byte, which is the next one and was copied."""
         self._hidden = 0
         self.consumed += 1
 
-    # --- what the peer says ------------------------------------------------------------------
+    # --- CDC messages of the peer ------------------------------------------------------------
 
     def producer_untrusted(self, wrap: int, offset: int) -> bool:
-        """Follow the peer's producer cursor; the caller knows that it is not what it was.
+        """Follow the peer's producer cursor, which has changed.
 
         Returns:
-          Whether it has moved on; else it is from before a failover.
+          True if it has moved forward; False if it is older than a failover.
 
         Raises:
-          ProtocolError: it left the window, or moved after the peer said it was done.
+          ProtocolError: the cursor left the window, or moved after the peer was done.
         """
         usable = self.usable
         count = self.received + offset - self.received_offset
         if (
             wrap != self.received_wrap
             or offset >= usable
-            or not self.received < count <= self.told + usable
+            or not self.received < count <= self.announced + usable
         ):
             received = self.received
             count = advance_untrusted(
@@ -356,14 +355,14 @@ class Receiver:
                 offset,
                 usable=usable,
                 first=self.first,
-                limit=self.told + usable,
+                limit=self.announced + usable,
             )
             if count < received:
-                self._behind = self.watchful = True
+                self._cursor_replayed = self.flags_pending = True
                 return False
         if self.done and count != self.received:
             raise ProtocolError("data after the end of the data")
-        if self.urgent_mark > self.told:
+        if self.urgent_mark > self.announced:
             raise ProtocolError("data behind urgent data that was not acknowledged")
         if self._eye_catcher and not self._rmbe.check_eye_catcher():
             raise ProtocolError(_OVERWRITTEN)
@@ -373,46 +372,48 @@ class Receiver:
         return True
 
     def flags_untrusted(self, flags: int, arrived: bool) -> bool:
-        """Apply producer flags, where they or those of the message before say anything.
+        """Apply the producer flags of a CDC message, after its cursors.
+
+        To be called if the message has flags, or if `flags_pending` is true.
 
         Args:
-          flags: of a CDC message whose cursors were applied before.
-          arrived: whether the producer cursor has moved.
+          flags: the producer flags.
+          arrived: True if the producer cursor has moved.
 
         Returns:
-          Whether `urgent` may have changed.
+          True if `urgent` may have changed.
 
         Raises:
-          ProtocolError: it calls urgent what cannot be.
+          ProtocolError: U marks a byte that was not sent, or was already read.
         """
-        if self._behind:
-            self._behind = False
-            flags &= ~URGENT_PRESENT  # that byte is no news either
+        if self._cursor_replayed:
+            self._cursor_replayed = False
+            flags &= ~URGENT_PRESENT  # it belongs to the old cursor
         urgent = bool((flags | self._urgent_flags) & _URGENT)
         if urgent:
             self._urgent_untrusted(flags & _URGENT, arrived)
-        self._tell_all = bool(flags & _TELL_ALL) or self.urgent_mark > self.consumed
+        self._announce_each = bool(flags & _ANNOUNCE_EACH) or self.urgent_mark > self.consumed
         self.writer_waits = bool(flags & WRITER_BLOCKED)
-        self.watchful = self._tell_all or self.writer_waits or bool(self._urgent_flags)
-        if self.consumed != self.told:
-            # The reader may take nothing more for long.
+        self.flags_pending = self._announce_each or self.writer_waits or bool(self._urgent_flags)
+        if self.consumed != self.announced:
+            # Do not wait for the next read, which may come much later.
             if flags & UPDATE_REQUESTED or (
-                self.writer_waits and self.consumed - self.told >= self._least_update
+                self.writer_waits and self.consumed - self.announced >= self._least_update
             ):
-                self.messenger.owe()
+                self.messenger.request_cdc()
             elif self.writer_waits:
-                self.messenger.tell_soon()
+                self.messenger.update_soon()
         return urgent
 
     def _urgent_untrusted(self, flags: int, arrived: bool) -> None:
-        """Apply P and U of a CDC message whose cursors were applied before.
+        """Apply P and U of a CDC message, after its cursors.
 
         Args:
-          flags: P and U; the message before may have had them if this one has not.
-          arrived: whether the producer cursor has moved.
+          flags: P and U, or 0 if only the last message had them.
+          arrived: True if the producer cursor has moved.
 
         Raises:
-          ProtocolError: it calls urgent what nobody has sent, or what was read before.
+          ProtocolError: U marks a byte that was not sent, or was already read.
         """
         self._urgent_flags = flags
         mark = self.received
@@ -420,14 +421,14 @@ class Receiver:
             if not arrived and mark <= self.consumed:
                 raise ProtocolError("urgent data where no data is")
             self.urgent_mark = mark
-            # Behind the application's close it is data without a reader, as the rest.
+            # After the application has closed, it is data without a reader, like the rest.
             inline = self.urgent_inline or self.finished
             self._urgent_byte = None if inline else self._byte_before(mark)
             if not inline and mark > self.consumed:
                 self._hidden = 1
                 if self.consumed + 1 == mark:
                     self._skip_hidden()
-                    self.messenger.owe()
+                    self.messenger.request_cdc()
 
     def _byte_before(self, count: int) -> int:
         return self._ring[(count - 1 - self._ring_start) % self.usable]
@@ -435,14 +436,16 @@ class Receiver:
     # --- endings -----------------------------------------------------------------------------
 
     def drop_unread(self) -> None:
-        """Nobody will read what is there."""
+        """Drop all unread data."""
         self.consumed = self.received
         self._hidden = 0
         self._urgent_byte = None
 
     def leave_ring(self) -> None:
-        """The RMBE goes back to its pool: what the application may still read is copied, so
-        that a peer who closes and goes at once loses nothing."""
+        """Copy the unread data, because the RMBE goes back to its pool.
+
+        So no data is lost if a peer closes and its process ends at once.
+        """
         unread = self.received - self.consumed
         self._ring = memoryview(self._copy(unread) if unread else b"")
         self._ring_start = self.consumed
@@ -451,7 +454,7 @@ class Receiver:
 
 
 def failure(error: OSError) -> OSError:
-    """A copy of a connection's error, to raise: tracebacks do not pile up on the one it keeps."""
+    """Return a copy of a connection's error to raise: the original collects no tracebacks."""
     copy = OSError(*error.args)
     copy.__cause__ = error.__cause__
     return copy

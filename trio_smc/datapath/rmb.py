@@ -1,25 +1,26 @@
-"""Remote memory buffers: what peers write into (RFC 7609, 4.1, 4.2, 4.4).
+"""Remote memory buffers, into which peers write (RFC 7609, 4.1, 4.2, 4.4).
 
 Theory of operation
 -------------------
 An RMB is one registered piece of memory, divided into up to 255 elements (RMBEs) of equal size;
 element i starts at (i - 1) * size. Each element is the receive ring of one connection. The owner
-only reads it; the peer writes by RDMA. An element of the RFC's layout starts with an eye
-catcher of 4 bytes that nobody may overwrite, and its ring is 4 bytes shorter.
+only reads it; the peer writes by RDMA. In the RFC's layout an element starts with an eye catcher of
+4 bytes, which the peer must not overwrite, and its ring is 4 bytes shorter.
 
-A pool holds the RMBs of one link group, and with it of one peer: what an RKey opens to a peer
-never holds another peer's bytes. An element goes back to the pool when its connection is CLOSED,
-is zeroed as far as it was written, and only then can be taken again (4.4.1).
+A pool holds the RMBs of one link group, and so of one peer: an RKey never gives a peer access to
+another peer's bytes. An element returns to the pool when its connection is CLOSED. All bytes that
+may have been written are zeroed before the element can be taken again (4.4.1).
 
-Where a connection ended in order, what was written is known. A little is zeroed at once and in
-place: the next connection finds the pages warm. Much is zeroed by and by (`RmbPool.tidy`), so that
-nobody waits for it. After any other end the peer may have written anywhere; then the memory is
-asked which pages there are, and they are given back. So are those of orderly ends once the free
-elements hold `WARM` bytes: what a burst of connections took does not stay.
+If a connection ended in order, the number of bytes written is known. Few bytes are zeroed at once
+and in place, so that the next connection finds the pages warm. More bytes are zeroed in steps
+(`RmbPool.wipe_some`), so that no caller waits. After any other end the peer may have written
+anywhere; then all pages that the memory has are given back to the system. Pages of orderly ends are
+given back too once the free elements hold `WARM` bytes, so that memory falls again after a burst of
+connections.
 
-An element comes into being when it is first used: most link groups use few of the 255. Where the
-system may refuse a page when it is first touched, an element gets all its pages when it is handed
-out (`Rmbe.commit`), or is not handed out.
+An element is created at its first use, because most link groups use few of the 255. If the system
+may refuse a page at its first access, all pages of an element are allocated before it is handed out
+(`Rmbe.commit`).
 """
 
 from __future__ import annotations
@@ -59,17 +60,17 @@ WARM: Final = 16 * 1024 * 1024
 _AT_ONCE: Final = 64 * 1024
 _STEP: Final = 256 * 1024
 """Bytes that are zeroed in one go: 0.3 ms where pages are given back."""
-_TIDY: Final = 0.0005
-"""Seconds after which `RmbPool.tidy` takes no further step."""
+_WIPE_TIME: Final = 0.0005
+"""Seconds after which `RmbPool.wipe_some` begins no further step."""
 
 _ROCE_RMB_SIZE = 4 * 1024 * 1024
 
 
 def rmb_elements(element_size: int, kind: Literal["software", "roce"]) -> int:
-    """How many elements of ``element_size`` bytes a new RMB gets.
+    """The number of elements of ``element_size`` bytes in a new RMB.
 
-    Software RNICs take no page before it is written, so an RMB has as many elements as an
-    index can name. A RoCE adapter pins all of it: at most 4 MiB, but at least one element.
+    With a software RNIC a page is allocated at its first write, so an RMB has as many elements as
+    an index can name. A RoCE adapter pins the whole RMB: at most 4 MiB, but at least one element.
     """
     if kind == "software":
         return MAX_ELEMENTS
@@ -83,15 +84,15 @@ class Rmbe:
       OSError: as `commit`.
 
     Attributes:
-      rmb: the RMB it is part of.
+      rmb: the RMB that contains it.
       index: 1-255, as CLC messages name it.
       size: bytes of the whole element.
       first: offset of the ring's first byte: 4 with an eye catcher, else 0.
       usable: bytes of the ring, size - first.
-      offset: where the element starts in its RMB, bytes.
+      offset: start of the element in its RMB, in bytes.
       data: the ring.
-      in_use, served: whether a pool has handed it out, now and ever.
-      warm: bytes from its start whose pages a pool has kept.
+      in_use, served: True if a connection uses it now, or has used it ever.
+      warm: bytes from its start whose pages the pool has kept.
       committed: True if `commit` has allocated all its pages, and none was given back since.
     """
 
@@ -112,16 +113,16 @@ class Rmbe:
         self.prepare()
 
     def commit(self) -> None:
-        """Have all its pages, if the system might refuse one of them when it is first touched.
+        """Allocate all its pages, if the system might refuse one at its first access.
 
         Raises:
-          OSError: they cannot be had (`Memory.commit`).
+          OSError: they cannot be allocated (`Memory.commit`).
         """
         if not self.committed:
             self.committed = self.rmb.memory.commit(self.offset, self.size)
 
     def prepare(self) -> None:
-        """Make it ready for a connection: all its pages, and the eye catcher.
+        """Prepare it for a connection: allocate its pages and write the eye catcher.
 
         Raises:
           OSError: as `commit`.
@@ -130,7 +131,7 @@ class Rmbe:
         self._eye_catcher[:] = EYE_CATCHER[: self.first]
 
     def lay_out(self) -> None:
-        """Divide it into eye catcher and ring, as its RMB says; `prepare` writes the former."""
+        """Divide it into eye catcher and ring, like its RMB; `prepare` writes the eye catcher."""
         memory = self.rmb.memory
         self.first: int = len(EYE_CATCHER) if self.rmb.eye_catcher else 0
         self.usable: int = self.size - self.first
@@ -138,7 +139,7 @@ class Rmbe:
         self._eye_catcher = memory.slice(self.offset, self.first)
 
     def check_eye_catcher(self) -> bool:
-        """Whether nobody overwrote the eye catcher; always true without one (4.4.1)."""
+        """True if the eye catcher is intact, or there is none (4.4.1)."""
         return not self.first or bytes(self._eye_catcher) == EYE_CATCHER
 
     def clear(self, used: int) -> None:
@@ -149,14 +150,14 @@ class Rmbe:
 
     @property
     def held(self) -> int:
-        """Bytes from its start whose pages it has for sure, written or not."""
+        """Bytes from its start whose pages are certainly allocated, written or not."""
         return self.size if self.committed else self.warm
 
-    def soil(self, written: int, *, keep: bool) -> None:
+    def mark_dirty(self, written: int, *, keep: bool) -> None:
         """From now on `wipe` zeroes the first ``written`` bytes of the element.
 
         Args:
-          keep: its pages.
+          keep: True to keep its pages.
         """
         wider = max(written, self.held)
         self._to_wipe = range(self.offset, self.offset + (written if keep else wider))
@@ -164,7 +165,7 @@ class Rmbe:
         self.committed = self.committed and keep
 
     def wipe(self) -> bool:
-        """Zero a bit more, for a fraction of a millisecond; True: that was all (4.4.1)."""
+        """Zero one step, in a fraction of a millisecond; True if it was the last one (4.4.1)."""
         left, memory = self._to_wipe, self.rmb.memory
         if self.warm:
             go_on = min(left.start + _STEP, left.stop)
@@ -176,10 +177,10 @@ class Rmbe:
 
 
 class _Elements(Sequence[Rmbe]):
-    """The elements of an RMB by place, index - 1; each is made when it is first asked for.
+    """The elements of an RMB by place, index - 1; each is created at its first access.
 
     Raises:
-      OSError: one cannot be made (`Rmbe`).
+      OSError: an element cannot be created (`Rmbe`).
     """
 
     def __init__(self, rmb: Rmb, count: int) -> None:
@@ -213,11 +214,11 @@ class Rmb:
       memory: zeroed memory of at least ``element_size * count`` bytes.
       element_size: bytes of each element, its eye catcher included.
       count: 1-255 elements.
-      eye_catcher: whether the elements have the layout of RFC 7609, 4.2.
+      eye_catcher: True if the elements have the layout of RFC 7609, 4.2.
 
     Attributes:
-      elements: a sequence; each of them is made when it is first asked for, which raises OSError
-        if its pages cannot be had (`Rmbe`).
+      elements: a sequence; each element is created at its first access, which raises OSError if its
+        pages cannot be allocated (`Rmbe`).
     """
 
     def __init__(self, memory: Memory, element_size: int, count: int, *, eye_catcher: bool) -> None:
@@ -237,26 +238,26 @@ class Rmb:
 
     @property
     def made(self) -> int:
-        """How many elements have been made."""
+        """The number of elements created."""
         return len(self._elements.made)
 
     @property
     def in_use(self) -> int:
-        """How many elements serve a connection."""
+        """The number of elements that serve a connection."""
         return sum(element.in_use for element in self._elements.made.values())
 
-    def give_eye_catchers(self) -> None:
-        """The RFC's layout from now on; nothing has been written into the elements."""
+    def enable_eye_catchers(self) -> None:
+        """Change to the RFC's layout; nothing has been written into the elements yet."""
         if not self.eye_catcher:
             self.eye_catcher = True
             for element in self._elements.made.values():
                 element.lay_out()
                 if element.in_use:
-                    element.prepare()  # has its pages: cannot fail; the others are not handed out
+                    element.prepare()  # it has its pages, so this cannot fail
 
 
 class RmbPool:
-    """The RMBs of one link group, and which of their elements are free.
+    """The RMBs of one link group with their free elements.
 
     Attributes:
       allocated: elements handed out so far.
@@ -266,11 +267,11 @@ class RmbPool:
     def __init__(self) -> None:
         self.allocated: int = 0
         self.reused: int = 0
-        # Of each RMB those that were given back; and how many have ever been handed out.
+        # For each RMB the released elements, and how many elements were ever handed out.
         self._free: dict[Rmb, list[Rmbe]] = {}
-        self._begun: dict[Rmb, int] = {}
-        self._soiled: deque[Rmbe] = deque()
-        self._warm = 0  # of the elements that are not in use
+        self._handed_out: dict[Rmb, int] = {}
+        self._dirty: deque[Rmbe] = deque()
+        self._warm = 0  # sum over the elements that are not in use
         self._closed = False
 
     @property
@@ -279,16 +280,16 @@ class RmbPool:
         return tuple(self._free)
 
     @property
-    def untidy(self) -> bool:
-        """Whether elements wait for `tidy`."""
-        return bool(self._soiled)
+    def has_dirty(self) -> bool:
+        """True if released elements wait for `wipe_some`."""
+        return bool(self._dirty)
 
     def add(self, rmb: Rmb) -> None:
         """Put a new RMB into the pool; all its elements are free.
 
         Raises:
           OverflowError: the pool has 255 already (RFC 7609, 2.1).
-          ValueError: its element size is no size class, so nobody would ever take one.
+          ValueError: its element size is not a size class, so no element would ever be taken.
         """
         if len(self._free) >= MAX_RMBS:
             raise OverflowError(f"a link group has at most {MAX_RMBS} RMBs")
@@ -297,20 +298,20 @@ class RmbPool:
         if rmb in self._free:
             raise ValueError("the RMB is in the pool already")
         self._free[rmb] = []
-        self._begun[rmb] = 0
+        self._handed_out[rmb] = 0
 
     def take(self, size: int) -> Rmbe | None:
-        """A free element of the smallest size class that holds ``size`` bytes, all zero.
+        """Take a free element, all zero, of the smallest size class that holds ``size`` bytes.
 
-        None: all are in use, or still to be zeroed; `add` another RMB. The RMB added first is
-        preferred, so that the later ones can become empty; within it the element last released,
-        whose pages are warm.
+        Returns None if all are in use, or still to be zeroed; then `add` another RMB. The RMB added
+        first is preferred, so that later ones can become empty, and in it the element released
+        last, whose pages are warm.
 
         Raises:
-          OSError: there is one, and its pages cannot be had (`Rmbe.commit`); it stays free.
+          OSError: the pages of a free element cannot be allocated (`Rmbe.commit`); it stays free.
         """
         size = rmbe_size_for(size)
-        rmbe = self._take_free(size) or self._take_soiled(size)
+        rmbe = self._take_free(size) or self._take_dirty(size)
         if rmbe is None:
             return None
         try:
@@ -330,40 +331,40 @@ class RmbPool:
                 continue
             if free:
                 return free.pop()
-            begun = self._begun[rmb]
+            begun = self._handed_out[rmb]
             if begun < len(rmb.elements):
                 rmbe = rmb.elements[begun]
-                self._begun[rmb] = begun + 1
+                self._handed_out[rmb] = begun + 1
                 return rmbe
         return None
 
-    def _take_soiled(self, size: int) -> Rmbe | None:
-        """One for which a single step is enough."""
-        rmbe = next((each for each in self._soiled if each.size == size), None)
+    def _take_dirty(self, size: int) -> Rmbe | None:
+        """Take a released element, if a single step zeroes it."""
+        rmbe = next((each for each in self._dirty if each.size == size), None)
         if rmbe is None or not rmbe.wipe():
             return None
-        self._soiled.remove(rmbe)
+        self._dirty.remove(rmbe)
         return rmbe
 
     def has_free(self, size: int) -> bool:
-        """Whether `take` would find an element of ``size`` bytes, which is a size class."""
+        """True if `take` would find an element of ``size`` bytes, a size class."""
         for rmb, free in self._free.items():
-            if rmb.element_size == size and (free or self._begun[rmb] < len(rmb.elements)):
+            if rmb.element_size == size and (free or self._handed_out[rmb] < len(rmb.elements)):
                 return True
         return False
 
     def release(self, rmbe: Rmbe, used: int | None = None) -> None:
         """Take an element back; its connection is CLOSED and the peer will not write to it.
 
-        `untidy` then says whether `tidy` has something to do.
+        If `has_dirty` is true afterwards, call `wipe_some`.
 
         Args:
           rmbe: an element of this pool that is in use.
-          used: how many bytes from the ring's start the peer can have written; None: unknown,
-            all of it is zeroed.
+          used: bytes from the ring's start that the peer may have written; None: unknown, so all of
+            it is zeroed.
 
         Raises:
-          ValueError: it is not in use, or not of this pool.
+          ValueError: the element is not in use, or not of this pool.
         """
         free = self._free.get(rmbe.rmb)
         if free is None or not rmbe.in_use:
@@ -379,24 +380,24 @@ class RmbPool:
             rmbe.warm = max(rmbe.held, written)
             free.append(rmbe)
         else:
-            rmbe.soil(written, keep=keep)
-            self._soiled.append(rmbe)
+            rmbe.mark_dirty(written, keep=keep)
+            self._dirty.append(rmbe)
         self._warm += rmbe.warm
 
-    def tidy(self, clock: Callable[[], float]) -> list[Rmb]:
-        """Zero more of what was released, for less than a millisecond.
+    def wipe_some(self, clock: Callable[[], float]) -> list[Rmb]:
+        """Zero more bytes of released elements, for less than a millisecond.
 
         Args:
-          clock: the present in seconds.
+          clock: returns the time in seconds.
 
         Returns:
-          RMBs of which an element has become free.
+          RMBs with an element that has become free.
         """
-        end = clock() + _TIDY
+        end = clock() + _WIPE_TIME
         cleaned = []
-        while self._soiled:
-            if self._soiled[0].wipe():
-                rmbe = self._soiled.popleft()
+        while self._dirty:
+            if self._dirty[0].wipe():
+                rmbe = self._dirty.popleft()
                 self._free[rmbe.rmb].append(rmbe)
                 cleaned.append(rmbe.rmb)
             if clock() >= end:
@@ -404,22 +405,22 @@ class RmbPool:
         return cleaned
 
     def is_empty(self, rmb: Rmb) -> bool:
-        """Whether no element of an RMB of this pool is in use: DELETE RKEY may name it."""
-        return len(self._free[rmb]) == self._begun[rmb]
+        """True if no element of an RMB of this pool is in use: DELETE RKEY may name the RMB."""
+        return len(self._free[rmb]) == self._handed_out[rmb]
 
     def remove(self, rmb: Rmb) -> None:
-        """Take an RMB out, before its RKey is deleted and its memory closed.
+        """Remove an RMB, before its RKey is deleted and its memory closed.
 
         Raises:
           ValueError: an element is in use, or the RMB is not of this pool.
         """
         free = self._free.get(rmb)
-        if free is None or len(free) != self._begun[rmb]:
+        if free is None or len(free) != self._handed_out[rmb]:
             raise ValueError("the RMB is in use, or not in this pool")
         self._warm -= sum(rmbe.warm for rmbe in free)
-        del self._free[rmb], self._begun[rmb]
+        del self._free[rmb], self._handed_out[rmb]
 
     def close(self) -> None:
-        """All memory goes: from now on nothing is zeroed any more."""
+        """Zero nothing more, because all memory will be freed."""
         self._closed = True
-        self._soiled.clear()
+        self._dirty.clear()

@@ -1,4 +1,4 @@
-"""Sending: the window, RDMA writes into the peer's RMBE, and what is kept to write it again.
+"""Sending: the window, RDMA writes into the peer's RMBE, and the data kept for a replay.
 
 Theory of operation
 -------------------
@@ -6,41 +6,41 @@ Three counts of bytes since the connection began::
 
     taken <= produced <= taken + usable          delivered <= announced <= produced
 
-``produced`` is what was written into the peer's RMBE, ``taken`` the peer's consumer cursor, and
-the window is what may still be written: usable - (produced - taken), with the size of the
-*peer's* ring. A send is cut into chunks of at most a quarter of the ring, so that the peer reads
-one while the next is written. Each chunk is one RDMA write, two where the ring wraps, and a CDC
-message with the new producer cursor; the consumer cursor of our own RMBE rides along.
+``produced`` counts the bytes written into the peer's RMBE. ``taken`` is the peer's consumer cursor.
+The window, usable - (produced - taken), is the number of bytes that may still be written; usable is
+the size of the *peer's* ring. A send is cut into chunks of at most a quarter of the ring, so that
+the peer reads one chunk while the next is written. Each chunk is one RDMA write, or two if the ring
+wraps, and a CDC message with the new producer cursor, which also carries the consumer cursor of our
+own RMBE.
 
-Writer blocked (B) is set in the CDC message that fills the window while more data waits, or in
-one of its own when a send finds the window closed. It asks the peer for a cursor update whenever
-anything is consumed, and is cleared in the next message after the window has opened again.
-A blocked writer goes on at a quarter of the ring, or when all it has left fits, and not at each
-byte the peer takes (the silly window of 4.5.1, seen from the other side); the peer reports any
-consumption until then, so this cannot stall.
+Writer blocked (B) is set in the CDC message that fills the window while more data waits, or in a
+message of its own if a send finds the window closed. It requests a cursor update from the peer for
+everything consumed, and is cleared in the next message after the window has opened. A blocked
+writer continues when a quarter of the ring is free, or when all the remaining data fits, but not
+for each byte that the peer consumes (the silly window of 4.5.1, seen from the sender). Until then
+the peer announces everything that it consumes, so the writer cannot stall.
 
-What is kept
-------------
-Whatever is written is kept, in order, until it is known to be in the peer's RMBE: the CDC message
-that announces it is complete, or the peer has taken it (RFC 7609, 4.6.2). Three counts of bytes
-since the connection began::
+Data kept for a replay
+----------------------
+Written data is kept, in order, until it is known to be in the peer's RMBE: the CDC message that
+announces it is complete, or the peer has consumed it (RFC 7609, 4.6.2). Three counts of bytes since
+the connection began::
 
     taken, delivered <= announced <= produced
 
-What the application passed as bytes is kept as it is; other buffers are copied when they are
-small. Large ones are only borrowed, since a copy would cost more than waiting: `borrowed` is then
-not 0, and the caller waits until it is, or calls `keep_copies` before it lets the buffer go.
+A bytes object is kept without a copy. Other buffers are copied if they are small. Large ones are
+only borrowed, since a copy would cost more than waiting: then `borrowed` is not 0, and the caller
+waits until it is, or calls `keep_copies` before it reuses the buffer.
 
 Urgent data (4.7.5, 4.7.6)
 --------------------------
-The last byte of what `send_urgent` is given is urgent. The *goal* is the count of bytes behind
-it: while less is produced every CDC message carries P, so that a peer whose window is closed
-learns of it at once. The message that tells the goal carries P and U, the next ones neither.
-From then on nothing is written until the peer's consumer cursor has reached it: the *end* that
-holds the writer.
+The last byte of an urgent send is urgent. The *goal* is the count of bytes up to and including it:
+while less is produced, every CDC message carries P, so that a peer whose window is closed is
+notified at once. The message that announces the goal carries P and U, the next ones neither. From
+then on nothing is written until the peer's consumer cursor has reached this count, the *end*.
 
-P is not said while the writer is held: some peers forget a byte that nobody has fetched yet when
-a message without new data announces another.
+P is not set while the writer waits for the end: some peers drop an urgent byte that was not read
+yet if a message without new data announces another.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ class Sender:
 
     Attributes:
       address: where the peer's ring starts.
-      sendable: the state of the connection lets data be sent.
-      taken: the peer's consumer cursor; taken_wrap, taken_offset: as it came.
+      sendable: True if the state of the connection permits sending.
+      taken: the peer's consumer cursor as a count; taken_wrap, taken_offset: as received.
       delivered: bytes known to have reached the peer's RMBE.
       borrowed: bytes of the caller's own, changeable memory that a replay would read.
-      flush_when_delivered: post what was put off as soon as all told of before has arrived.
+      flush_when_delivered: True if a deferred message is posted as soon as all announced data has
+        been delivered.
       send_limit: at most this many bytes are unacknowledged at a time; None: as many as fit.
     """
 
@@ -81,7 +82,7 @@ class Sender:
         "_corked",
         "_messenger",
         "_record",
-        "_resume",
+        "_resume_window",
         "_wanted",
         "address",
         "borrowed",
@@ -104,8 +105,8 @@ class Sender:
         self._corked = False
         # Sequence number of the CDC message that announces it, count behind its last byte, bytes.
         self._record: deque[tuple[int, int, memoryview]] = deque()
-        self._resume = 1
-        self._wanted = 0  # bytes the blocked writer has left
+        self._resume_window = 1
+        self._wanted = 0  # bytes that the blocked writer has yet to send
         self.borrowed: int = 0
         self.delivered: int = 0
         self.flush_when_delivered: bool = False
@@ -118,19 +119,19 @@ class Sender:
         self.window_stalls: int = 0
 
     def set_peer(self, alert_token: int, element_size: int, first: int) -> None:
-        """What the peer's element is like: its size in bytes, and where its ring starts in it."""
+        """Note the peer's element: its size in bytes, and the offset of its ring."""
         messenger = self._messenger
         messenger.peer_token = alert_token
         messenger.peer_first = self.taken_offset = first
         usable = messenger.peer_usable = element_size - first
         self._chunk = usable if self._chunk < 0 else max(1, usable // 4)
-        self._resume = max(1, usable // 4)
+        self._resume_window = max(1, usable // 4)
 
-    # --- what the application sees -----------------------------------------------------------
+    # --- calls of the application ------------------------------------------------------------
 
     @property
     def can_send(self) -> bool:
-        """Whether `send` would post at least one byte now."""
+        """True if `send` would post at least one byte now."""
         messenger, limit = self._messenger, self.send_limit
         return (
             self.sendable
@@ -142,12 +143,12 @@ class Sender:
 
     @property
     def peer_ring(self) -> int:
-        """Bytes the peer's ring holds."""
+        """Size of the peer's ring, in bytes."""
         return self._messenger.peer_usable
 
     @property
     def window(self) -> int:
-        """Bytes the peer's ring has room for, as far as we know."""
+        """Bytes that fit into the peer's ring, as far as is known."""
         return self._messenger.peer_usable - self._messenger.produced + self.taken
 
     @property
@@ -157,29 +158,29 @@ class Sender:
 
     @property
     def unacknowledged(self) -> int:
-        """Bytes posted and not yet known to have reached the peer's RMBE."""
+        """Bytes posted that are not yet known to have reached the peer's RMBE."""
         return self._messenger.produced - self.delivered
 
     @property
-    def quiet(self) -> bool:
-        """Whether all that the peer was told of has arrived there."""
+    def announced_is_delivered(self) -> bool:
+        """True if all announced data has reached the peer's RMBE."""
         return self.delivered == self._messenger.announced
 
     def send(self, data: bytes | memoryview) -> int:
-        """Post as much of ``data`` as window and link take; see `Connection.send`."""
+        """Post as much of ``data`` as fits into window and link; see `Connection.send`."""
         messenger = self._messenger
         if messenger.urgent_end:
-            return 0  # not before the peer has taken the urgent byte (4.7.5, step 3)
+            return 0  # until the peer has consumed the urgent byte (4.7.5, step 3)
         total = len(data)
         window = messenger.peer_usable - messenger.produced + self.taken
         channel = messenger.channel
         if channel is not None and 0 < total <= window and total <= self._chunk:
-            # One piece, as mostly: the same as below in fewer steps.
-            if messenger.prompt or messenger.flush_later is None:
+            # A single piece, the usual case: like `_send_pieces`, in fewer steps.
+            if messenger.immediate_sends_left or messenger.flush_later is None:
                 if self._send_at_once(channel, data, total, False):
                     self._wanted = 0
-                    if messenger.prompt:
-                        messenger.prompt -= 1
+                    if messenger.immediate_sends_left:
+                        messenger.immediate_sends_left -= 1
                     return total
             elif (
                 messenger.produced + total - messenger.announced < self._chunk
@@ -192,10 +193,10 @@ class Sender:
         return self._send_pieces(memoryview(data), window)
 
     def _send_pieces(self, data: memoryview, window: int) -> int:
-        """As `send`, piece by piece; the window has room for so many bytes."""
+        """Like `send`, piece by piece. ``window``: bytes that fit into the window."""
         messenger = self._messenger
         total = left = len(data)
-        if window < left and (not window or (messenger.blocked and window < self._resume)):
+        if window < left and (not window or (messenger.blocked and window < self._resume_window)):
             self._stall(left)
             return 0
         channel = messenger.channel
@@ -213,7 +214,7 @@ class Sender:
             blocked = take == window and take < left
             if (
                 later is None
-                or messenger.prompt
+                or messenger.immediate_sends_left
                 or blocked
                 or messenger.produced - messenger.announced + take >= chunk
             ) and self._send_at_once(channel, piece, take, blocked):
@@ -235,50 +236,50 @@ class Sender:
             if not window:
                 break
         self._wanted = left
-        if messenger.prompt:
-            messenger.prompt -= 1
+        if messenger.immediate_sends_left:
+            messenger.immediate_sends_left -= 1
         return total - left
 
     def send_limited(self, data: memoryview) -> int:
-        """The same, where `send_limit` is set: no more than that is unacknowledged."""
+        """Like `send`, with at most `send_limit` bytes unacknowledged."""
         sent = 0
         while sent < len(data):
             piece = self._within_limit(data[sent:])
             posted = self.send(piece)
             sent += posted
             if not posted or posted < len(piece) or self.unacknowledged:
-                break  # the next delivery, or a wider window, wakes the writer
+                break  # a delivery, or a larger window, wakes the writer
         return sent
 
     def _within_limit(self, data: memoryview) -> memoryview:
         limit = self.send_limit
         assert limit is not None
         if self.unacknowledged >= limit and self._messenger.flush_pending:
-            self._messenger.flush()  # nothing else would make it less before the message is due
+            self._messenger.flush()  # or no completion could lower it
         allowed = max(0, limit - self.unacknowledged)
         return data if allowed >= len(data) else data[:allowed]
 
     def send_urgent(self, data: memoryview) -> int:
-        """The same, and the last byte is urgent; see `Connection.send_urgent`."""
+        """Like `send`, and the last byte is urgent; see `Connection.send_urgent`."""
         messenger = self._messenger
-        told = messenger.sequence
+        before = messenger.sequence
         waited = messenger.urgent_goal
         messenger.urgent_goal = messenger.produced + len(data)
         sent = self.send(data) if self.send_limit is None else self.send_limited(data)
         if (
             sent < len(data)
             and not waited
-            and messenger.sequence == told
+            and messenger.sequence == before
             and not messenger.urgent_end
         ):
-            messenger.owe()
+            messenger.request_cdc()
         return sent
 
     def withdraw_urgent(self) -> None:
-        """What is left of an urgent send will not be sent; does nothing when nothing is."""
+        """Give up the rest of an urgent send, if there is one."""
         if self._messenger.urgent_goal:
             self._messenger.urgent_goal = 0
-            self._messenger.owe()
+            self._messenger.request_cdc()
 
     def merge_messages(
         self,
@@ -287,22 +288,22 @@ class Sender:
         when_delivered: bool = False,
         corked: bool = False,
     ) -> None:
-        """From now on put CDC messages of sends smaller than a chunk off, or no longer.
+        """Set whether CDC messages of sends smaller than a chunk are deferred.
 
-        What was put off so far is sent now.
+        A message deferred so far is posted now.
 
         Args:
-          flush_later: as for the connection.
-          when_delivered: flush also as soon as everything told of before has arrived.
-          corked: that may be long: a piece smaller than a chunk is always copied, so that its
-            sender need not wait.
+          flush_later: see `Connection`; None: not deferred.
+          when_delivered: flush also as soon as all announced data has been delivered.
+          corked: a message may be deferred for long, so a piece smaller than a chunk is always
+            copied, and its sender need not wait.
         """
         messenger = self._messenger
         messenger.flush_later = flush_later
         self.flush_when_delivered = when_delivered
         self._corked = corked
-        messenger.patient = corked or when_delivered
-        messenger.prompt = 0
+        messenger.defers_past_pass = corked or when_delivered
+        messenger.immediate_sends_left = 0
         messenger.flush()
 
     def _copy_or_borrow(self, data: memoryview) -> memoryview:
@@ -312,7 +313,7 @@ class Sender:
         return data
 
     def keep_copies(self) -> None:
-        """Copy what is `borrowed`: the caller takes its buffer back (a cancelled send)."""
+        """Copy the `borrowed` buffers, because the caller reuses them (a cancelled send)."""
         if self.borrowed:
             self._record = deque(
                 (sequence, end, data if type(data.obj) is bytes else memoryview(bytes(data)))
@@ -325,9 +326,10 @@ class Sender:
     def _send_at_once(
         self, channel: Channel, data: bytes | memoryview, length: int, blocked: bool
     ) -> bool:
-        """Write a piece and tell of it where that can be done at once (`Messenger.post_at_once`).
+        """Write and announce a piece if that can be done at once (`Messenger.post_at_once`).
 
-        ``blocked``: it fills the window, and more waits. False: nothing has happened.
+        ``blocked``: the piece fills the window, and more data waits. Returns False if nothing has
+        happened.
         """
         messenger = self._messenger
         if messenger.urgent_goal or messenger.waiting:
@@ -335,7 +337,7 @@ class Sender:
         before = messenger.produced
         start = before % messenger.peer_usable
         if start + length > messenger.peer_usable:
-            return False  # the ring wraps: two writes, which `write` knows
+            return False  # the ring wraps: `write` needs two writes
         produced = before + length
         flags = WRITER_BLOCKED if blocked else 0
         try:
@@ -350,15 +352,15 @@ class Sender:
             kept = memoryview(data)
             if type(kept.obj) is not bytes:
                 kept = memoryview(bytes(data))
-            self._record.append((messenger.sequence, produced, kept))  # as if posted
+            self._record.append((messenger.sequence, produced, kept))  # it counts as posted
         messenger.blocked = blocked
         self.writes += 1
         return True
 
     def _post_piece(self, channel: Channel, data: memoryview, length: int, blocked: bool) -> None:
-        """Write a piece for which there is room, and tell of it now or later.
+        """Write a piece for which there is room, and announce it now or later.
 
-        ``blocked``: it fills the window, and more waits.
+        ``blocked``: the piece fills the window, and more data waits.
         """
         messenger = self._messenger
         if type(data.obj) is not bytes:
@@ -368,10 +370,10 @@ class Sender:
         messenger.produced = produced = before + length
         self._record.append(((messenger.sequence + 1) & 0xFFFF, produced, data))
         messenger.blocked = blocked
-        self._tell_of_write(channel)
+        self._announce_write(channel)
 
     def write(self, channel: Channel, data: memoryview, count: int) -> None:
-        """One RDMA write where byte number ``count`` belongs, two where the ring wraps (4.7.4)."""
+        """RDMA-write ``data`` as byte number ``count``: twice if the ring wraps (4.7.4)."""
         messenger = self._messenger
         poster, rkey = messenger.poster, messenger.rkey
         start = count % messenger.peer_usable
@@ -385,19 +387,19 @@ class Sender:
             self.writes += 2
 
     def _stall(self, wanted: int) -> None:
-        """The window is closed, or too small for a writer that was told blocked."""
+        """The window is closed, or too small for a writer that is blocked already."""
         self.window_stalls += 1
         self._wanted = wanted
         if not self._messenger.blocked:
             self._messenger.blocked = True
-            self._messenger.owe()
+            self._messenger.request_cdc()
 
-    def _tell_of_write(self, channel: Channel) -> None:
-        """Post the CDC message of a write, or let it wait for more.
+    def _announce_write(self, channel: Channel) -> None:
+        """Post the CDC message of a write, or defer it.
 
-        It does not wait with a chunk the peer could be reading. And not when the link is full:
-        writes are unsignaled, so with every message put off no completion would ever make room
-        again. Nor with urgent data, or when a writer is blocked.
+        A whole chunk is announced at once, since the peer can read it meanwhile. So are urgent data
+        and a blocked writer. If the link is full, a message is posted too: writes are unsignaled,
+        so without a message no completion would ever make room again.
         """
         messenger = self._messenger
         later = messenger.flush_later
@@ -409,19 +411,19 @@ class Sender:
             or channel.capacity() <= 0
         ):
             messenger.post(channel)
-        elif messenger.owed:
+        elif messenger.cdc_requested:
             messenger.coalesced += 1
         else:
             messenger.defer(later)
 
     def replay(self, start: int = 0) -> Iterator[tuple[int, memoryview]]:
-        """What would have to be written again after a link failed, from count ``start`` on.
+        """The data to write again after a link has failed, from count ``start`` on.
 
-        Nothing that the peer has taken: where those bytes lay newer ones may lie now, which it
-        was told of and may be reading.
+        Data that the peer has consumed is left out: newer data, which the peer may be reading, can
+        be in its place.
 
         Returns:
-          (count of its first byte, bytes), in order.
+          (count of the first byte, bytes), in order.
         """
         start = max(start, self.taken)
         for _, end, data in self._record:
@@ -429,13 +431,13 @@ class Sender:
             if end > start:
                 yield max(first, start), data[max(0, start - first) :]
 
-    # --- what comes back ---------------------------------------------------------------------
+    # --- acknowledgments ---------------------------------------------------------------------
 
     def complete(self, sequence: int) -> bool:
         """A CDC message, and every write before it, has reached the peer.
 
         Returns:
-          Whether nothing is `borrowed` any more.
+          True if nothing is `borrowed` any more.
         """
         record = self._record
         if self.borrowed:
@@ -452,20 +454,20 @@ class Sender:
             self.borrowed -= len(data)
 
     def consumer_untrusted(self, wrap: int, offset: int) -> bool:
-        """Follow the peer's consumer cursor; the caller knows that it has moved.
+        """Follow the peer's consumer cursor, which has changed.
 
-        What it has taken has arrived, whether or not its completion was seen: `delivered` may
-        change.
+        Data that the peer has consumed has arrived, even if its completion was not seen, so
+        `delivered` may change.
 
         Returns:
-          Whether a writer that waits may go on.
+          True if a waiting writer may continue.
 
         Raises:
-          ProtocolError: it goes back, or beyond what the peer was told of.
+          ProtocolError: the cursor goes back, or beyond the announced data.
         """
         messenger = self._messenger
         if messenger.channel is None:
-            # A message that outran the Confirm: nothing was produced, either layout is fine.
+            # The message arrived before SMC Confirm: nothing was produced, both layouts are valid.
             if wrap or offset not in (0, len(EYE_CATCHER)):
                 raise ProtocolError("a consumer cursor before anything was sent")
             return False
@@ -494,13 +496,13 @@ class Sender:
             messenger.urgent_end = 0
         if messenger.blocked:
             window = messenger.peer_usable - messenger.produced + count
-            if window < self._resume and window < self._wanted:
+            if window < self._resume_window and window < self._wanted:
                 return False
             messenger.blocked = False
         return True
 
     def drop_unsent(self) -> None:
-        """Nothing posted will be replayed, nothing more is sent."""
+        """Drop the data kept for a replay, because nothing more is sent."""
         self._record.clear()
         self.delivered = self._messenger.produced
         self.borrowed = 0

@@ -78,7 +78,7 @@ def move(connection: Connection, link: Channel, address: int, rkey: int) -> None
     if (messenger.sequence + 1 - messenger.completed) & 0x8000:
         connection.links_lost()
         return
-    if not messenger.silent or messenger.completed != messenger.sequence:
+    if not messenger.final_posted or messenger.completed != messenger.sequence:
         _Replay(connection, link).go()
     # Else the peer has our last CDC message (A.4: no message may follow it).
 
@@ -173,7 +173,7 @@ class _Replay(_Mover):
                 if link.capacity() <= 0:
                     link.post_cdc(self, connection.messenger.validation())
         if self._room():
-            connection.messenger.tell_again(link)
+            connection.messenger.announce_again(link)
             connection.resume()
             if self._ready is not None:
                 hold(connection, self._ready)
@@ -205,7 +205,7 @@ class _Hold(_Mover):
     def go(self) -> None:
         connection, link = self._connection, self.link
         messenger = connection.messenger
-        if messenger.announced != messenger.produced and not messenger.silent:
+        if messenger.announced != messenger.produced and not messenger.final_posted:
             # These writes have no CDC message yet. Without one, no completion would show that they
             # have arrived.
             if link.capacity() <= 0:
@@ -222,7 +222,7 @@ class _Hold(_Mover):
 
     def _check(self) -> None:
         messenger = self._connection.messenger
-        if messenger.holder is self and messenger.at_rest:
+        if messenger.holder is self and messenger.is_idle:
             self.over()
 
     def hold_later(self, ready: Callable[[], None]) -> None:

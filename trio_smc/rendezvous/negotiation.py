@@ -68,7 +68,7 @@ LOGGER = logging.getLogger("trio_smc.clc")
 
 _GIDS = 2  # in Confirm: of the first link, and of an alternative
 _OVER = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
-_LAST_WORD = frozenset({"DECLINING", "CONFIRMED"})
+_FINAL = frozenset({"DECLINING", "CONFIRMED"})
 _NONE: frozenset[clc.MessageType] = frozenset()
 _WAITING = frozenset({"WAITING", "PREPARING", "CONFIRMING_LINK"})
 """Where something may be waited for that does not matter any more elsewhere."""
@@ -100,7 +100,7 @@ class RdmaConnection(GroupConnection, Protocol):
     def established(self) -> None:
         """The rendezvous is complete."""
 
-    def outran(self) -> bool:
+    def ended_before_established(self) -> bool:
         """Its link group is over: whether it has brought what the user is to see all the same."""
 
     def abort(self) -> None:
@@ -239,7 +239,7 @@ class Negotiation(ABC):
         Before it is sent reading must stop: what the peer sends after it is the application's
         (Decline) or a violation (Confirm).
         """
-        return self.machine.state in _LAST_WORD
+        return self.machine.state in _FINAL
 
     @property
     def awaits_clc(self) -> bool:

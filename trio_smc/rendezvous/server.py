@@ -178,7 +178,9 @@ class ServerNegotiation(Negotiation):
             if link is not None:
                 self._peers_link = link
                 self._named_link = self.peer_element_known
-                self._outrun = not group.usable and known(self._end).connection.outran()
+                self._outrun = (
+                    not group.usable and known(self._end).connection.ended_before_established()
+                )
                 self._cause = ProtocolError(f"RKey 0x{confirm.rkey:08x} was never confirmed")
         self.machine.send("confirm")
 

@@ -107,7 +107,7 @@ class Endpoint:
         connection = self.connection
         if not self.abandoned or connection.ending:
             return True
-        return self.group.rnic.kind == "roce" and not connection.sender.quiet
+        return self.group.rnic.kind == "roce" and not connection.sender.announced_is_delivered
 
     # --- trio_smc.datapath.connection.Host ------------------------------------------------------
 

@@ -2,52 +2,52 @@
 
 Theory of operation
 -------------------
-The states say who has ended what. On the wire three flags of the CDC message exist: D
-(PeerDoneWriting), C (PeerConnectionClosed) and A (PeerConnAbort). After C was sent nothing may
-follow, no RDMA write and no CDC (A.4); that is why C waits until everything is sent, why an
-abort after C is a TCP reset alone, and why an RMBE is free only when both sides have sent C, or
-A has been answered, or a timer gave the peer up.
+A state shows which side has ended which direction. A CDC
+message has three flags for this: D (PeerDoneWriting), C (PeerConnectionClosed) and A
+(PeerConnAbort). After C nothing may follow, neither an RDMA write nor a CDC message (A.4).
+Therefore C waits until all data is sent, and an abort after C resets the TCP connection only. An
+RMBE is free only when both sides have sent C, when A was answered, or when a timer has expired.
 
 ==================  ==============================================================  ======  ======
 state               meaning                                                         sent    got
 ==================  ==============================================================  ======  ======
-INIT                RMBE assigned, rendezvous not finished                          -       -
+INIT                RMBE assigned, rendezvous not complete                          -       -
 ACTIVE              both directions open                                            -       -
 PEERCLOSEWAIT1      we ended first, the peer has not answered                       D or C  -
 PEERCLOSEWAIT2      we ended first, the peer is done writing                        D or C  D
-APPFINCLOSEWAIT     the peer is completely done, we have only shut down writing     D       C
+APPFINCLOSEWAIT     the peer has closed, we have only shut down writing             D       C
 APPCLOSEWAIT1       the peer ended first, our side is still open                    -       D or C
 APPCLOSEWAIT2       the peer ended first, we have shut down writing                 D       D or C
-PEERFINCLOSEWAIT    we are completely done, the peer has only shut down writing     C       D
+PEERFINCLOSEWAIT    we have closed, the peer has only shut down writing             C       D
 PEERABORTWAIT       we aborted, the peer has not confirmed                          A, RST  -
-PROCESSABORT        our A is on its way, nothing more is expected from the peer     A       A or C
+PROCESSABORT        our A is in flight, nothing more is expected from the peer      A       A or C
 CLOSED              the RMBE may be used again                                      any     any
 ==================  ==============================================================  ======  ======
 
 Guards are attributes of the model:
 
-- ``unread``: bytes in our RMBE that the application has not taken
-- ``unsent``: bytes accepted, RDMA writes and the CDCs that announce them, not complete. A CDC
-  that only moves the consumer cursor does not count: 4A would reset the connection, and lose
-  data, for a window update that crosses the peer's C
+- ``unread``: the application has not read all bytes in our RMBE
+- ``unsent``: accepted bytes whose RDMA writes, or the CDC messages that announce them, are not
+  complete. A window update does not count: if it crossed the peer's C, 4A would reset the
+  connection and lose data
 - ``sent_closed``, ``got_closed``: C was sent, received
-- ``eof_pending``, ``close_pending``: the application asked for it while ``unsent``
-- ``peer_rmbe_known``: an Accept or Confirm told us the peer's RMBE
+- ``eof_pending``, ``close_pending``: the application ended its side while ``unsent``
+- ``peer_rmbe_known``: an Accept or Confirm has named the peer's RMBE
 
 Actions are methods of the model. ``send_done``, ``send_closed`` and ``send_abort`` post a CDC
-with D, C, A (``send_abort`` sends ``abort_sent`` when it is complete or impossible);
-``send_closed`` makes ``sent_closed`` true. ``reset_tcp`` does nothing when TCP is gone. The
-``fail_*`` actions end pending and later calls of the application with an error; the first
-error stays: ECONNABORTED for an abort of our own, ECONNRESET for the peer's. ``purge`` drops
-unread and unsent data. ``set_close_pending`` replaces ``eof_pending``. Entering CLOSED frees the
-RMBE, cancels the timers and ends TCP by FIN unless it was reset; the model does that in
-``state_changed``, whatever edge leads there.
+message with D, C or A. ``send_abort`` sends the event ``abort_sent`` when its message is complete,
+or if there is no way to send it. ``send_closed`` makes ``sent_closed`` true. ``reset_tcp`` does
+nothing if TCP has ended. The ``fail_*`` actions end pending and later calls of the application with
+an error; the first error stays: ECONNABORTED for our own abort, ECONNRESET for the peer's.
+``purge`` drops unread and unsent data. ``set_close_pending`` replaces ``eof_pending``. In
+``state_changed``, when the state becomes CLOSED, the model frees the RMBE, cancels the timers and
+ends TCP by FIN unless it was reset.
 
-Who raises the events: of the flags in one CDC first A, which makes the others irrelevant, then
-C, which implies D, then D; each only the first time it is seen, after the CDC's cursors and
-data were applied. After each event, an internal edge's too, the model wakes every task that waits.
-``abort`` also stands for a TCP RST received, a corrupt eye catcher, an invalid
-CDC, failed failover validation and data on the TCP connection.
+Of the flags in one CDC message, A is processed first, and makes the others irrelevant; then C,
+which implies D; then D. Each flag sends its event only once, after the message's cursors and data
+were applied. After each event, also if the edge is internal, the model wakes every waiting task.
+The event ``abort`` also stands for a TCP RST from the peer, a corrupt eye catcher, an invalid CDC
+message, a failed failover validation and data on the TCP connection.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ from statemachine import State
 
 from trio_smc.states.chart import Chart, edge, ignore
 
-# Actions of an abort, in the three forms they occur in.
+# The three forms of an abort.
 _RESET = "send_abort reset_tcp purge arm_abort_timer"  # the application has closed: no error
 _ABORT = f"{_RESET} fail_aborted"
-_ANSWER = "send_abort purge fail_reset arm_abort_timer"  # to the peer's A: it resets TCP itself
+_ANSWER = "send_abort purge fail_reset arm_abort_timer"  # to the peer's A; the peer resets TCP
 
-# Where the RFC is silent.
+# Choices where the RFC says nothing.
 _REPEAT = "repeated or late: ignored"
 _NEVER = "not possible"
 _EARLY = "4.8.2 (1A); choice: the peer may be ACTIVE and writing, so its answer is waited for"
-_CLOSING = "choice: a peer that never opens its window would strand us (4.8.1, 3A)"
-_NO_READER = "choice: data after close has no reader, as TCP answers it with RST"
+_CLOSING = "choice: else a peer that never opens its window would keep the connection (4.8.1, 3A)"
+_NO_READER = "choice: data after close has no reader; TCP answers it with RST too"
 _DONE = "choice: the peer sends nothing more, so no answer is waited for"
 _AFTER_C = "A.4 (C-bit); choice: keep the RMBE until the peer answers or the timer ends"
 _CROSSED = "choice: C crossed our A; ignoring it (4.8.2, 1A) costs the whole timer"
-_UNKNOWN = "3.5.2.4, C.7.1; choice: a CDC outran the Confirm, no RMBE to write to yet"
+_UNKNOWN = "3.5.2.4, C.7.1; choice: a CDC came before the Confirm, no RMBE to write to yet"
 _NOTE = "4.8.1 (note on stranded states)"
 _STALLED = "4.8.2 (second bullet)"
 
 
 class ConnectionChart(Chart):
-    """One SMC-R connection. Numbers are those the kernel's tools print for its sockets."""
+    """One SMC-R connection. Its states have the numbers that the kernel's tools print."""
 
     INIT = State(initial=True, value=2)
     ACTIVE = State(value=1)
@@ -140,7 +140,7 @@ class ConnectionChart(Chart):
     edge(_ended_first, "close", PEERABORTWAIT, when="unread", do=_RESET,
          rfc="4.8.1 (3A, check at close)")
     edge(_ended_first, "close", do="send_closed arm_close_timer",
-         rfc="RFC silent (3D tells only the case after C came); Linux")
+         rfc="not in the RFC (3D covers only the case after C came); Linux")
     edge(PEERCLOSEWAIT1, "peer_done", PEERCLOSEWAIT2, rfc="4.8.1 (3B)")
     ignore(PEERCLOSEWAIT2, "peer_done", rfc=_REPEAT)
     edge(_ended_first, "peer_closed", CLOSED, when="sent_closed", rfc="4.8.1 (3C)")
@@ -168,7 +168,7 @@ class ConnectionChart(Chart):
     edge(APPFINCLOSEWAIT, "links_lost", CLOSED, do="reset_tcp fail_links_lost", rfc="4.8.3")
     edge(APPFINCLOSEWAIT, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
 
-    # Entered from INIT when a CDC outran the end of the rendezvous: established comes later.
+    # Entered from INIT if a CDC came before the end of the rendezvous: established comes later.
     edge(APPCLOSEWAIT1, "established", do="open_to_application", rfc="4.8.1 (2), 3.5.2.4")
     edge(APPCLOSEWAIT1, "shutdown_wr", APPCLOSEWAIT2, when="!unsent", do="send_done",
          rfc="4.8.1 (4B)")
@@ -194,7 +194,7 @@ class ConnectionChart(Chart):
     ignore(APPCLOSEWAIT1, "peer_done", rfc=_REPEAT)
     edge(APPCLOSEWAIT1, "peer_closed", PROCESSABORT, when="unsent", do=f"set_got_closed {_ABORT}",
          rfc=f"4.8.1 (4A); {_DONE}")
-    edge(APPCLOSEWAIT1, "peer_closed", do="set_got_closed", rfc="RFC silent; Linux")
+    edge(APPCLOSEWAIT1, "peer_closed", do="set_got_closed", rfc="not in the RFC; Linux")
     edge(APPCLOSEWAIT1, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2A, 2B)")
     edge(APPCLOSEWAIT1, "abort", CLOSED, when="!peer_rmbe_known",
          do="reset_tcp purge fail_handshake", rfc=_UNKNOWN)

@@ -179,11 +179,11 @@ class Parking:
         core, pump = self._core, self._pump
         if pump.woken and waiter is _READER:
             # Most waits take this way: a task that was woken with this one drains for both.
-            if core.messenger.tell() and not core.receiver.is_blank():
+            if core.messenger.flush_before_wait() and not core.receiver.is_blank():
                 return False
         else:
             setattr(core, waiter, _mark)
-            core.messenger.tell()  # may call the waiter
+            core.messenger.flush_before_wait()  # may call the waiter
             if not pump.woken:
                 pump.dispatcher.drain()
                 pump.solo.polls += 1
@@ -231,7 +231,7 @@ class Parking:
         messenger = core.messenger
         core.on_readable = pump.solo.end_wait
         try:
-            messenger.tell()
+            messenger.flush_before_wait()
             if await pump.solo.wait(at_once=at_once, sent=messenger.produced != self._produced):
                 return True
             if not core.receiver.is_blank():

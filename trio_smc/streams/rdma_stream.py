@@ -130,7 +130,7 @@ class RdmaStream(SmcStream):
         self._pump = stack.pump
         strict = config.checkpoints != "amortised"
         self._parking = Parking(core, stack.pump, stack.budget, strict=strict)
-        core.messenger.tell_later = stack.pump.flush_soon
+        core.messenger.update_later = stack.pump.flush_soon
         self._token = trio.lowlevel.current_trio_token()
         self._closed = False
         self._read_shut = False  # closed, or shut down for reading

@@ -324,7 +324,7 @@ class StreamOptions:
         self._merge_timer = self._timers.call_later(MAX_MERGE_DELAY, flush)
 
     def _delay_until_delivered(self, flush: _Flush) -> None:
-        if not self._core.sender.quiet:
+        if not self._core.sender.announced_is_delivered:
             self._delay(flush)
         elif self._flush_later is not None:
             self._flush_later(flush)

@@ -167,7 +167,7 @@ class LinkSetup:
         self.our_turn = True
         link.peer_user_id = message.link_user_id
         if not message.no_eye_catcher:
-            self._group.own_rmbs.give_eye_catchers()
+            self._group.own_rmbs.enable_eye_catchers()
         if self._group.terms.version == 1:
             # 3.5.1.5: the lower limit counts; 0 means the server's, 2 is the least.
             self.max_links = max(_LEAST_LINKS, min(message.max_links or LINK_LIMIT, LINK_LIMIT))

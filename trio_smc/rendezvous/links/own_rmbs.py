@@ -171,11 +171,11 @@ class OwnRmbs:
         size = rmbe_size_for(size)
         self._serve(size, [(done, over)])
 
-    def give_eye_catchers(self) -> None:
+    def enable_eye_catchers(self) -> None:
         """The peer's elements have eye catchers, so ours do.  No data may have come yet."""
         self.eye_catcher = True
         for rmb in self._regions:
-            rmb.give_eye_catchers()
+            rmb.enable_eye_catchers()
 
     def region(self, rmb: Rmb, link: Link) -> MemoryRegion:
         """The registration of ``rmb`` on ``link``: its RKey and address."""
@@ -199,12 +199,12 @@ class OwnRmbs:
             self._tidy_later()
 
     def _tidy_later(self) -> None:
-        if self.pool.untidy and self._tidying is None:
+        if self.pool.has_dirty and self._tidying is None:
             self._tidying = self._owner.timers.call_later(0.0, self._tidy)
 
     def _tidy(self) -> None:
         self._tidying = None
-        for rmb in set(self.pool.tidy(self._owner.timers.now)):
+        for rmb in set(self.pool.wipe_some(self._owner.timers.now)):
             if self.pool.is_empty(rmb):
                 self._idle.emptied(rmb)
         self._tidy_later()
