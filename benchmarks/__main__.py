@@ -71,11 +71,11 @@ def check_modes(clients: dict[str, tuple[Worker, Any]]) -> bool:
     for name, (client, at) in clients.items():
         if name in limits.NAMES:
             continue
-        said = client.ask(workload="mode", at=at)
-        mode = said["mode"]
+        reply = client.call(workload="mode", at=at)
+        mode = reply["mode"]
         if mode is not None and not name.startswith(mode):
             right = False
-            print(f"{name}: NOT smc-r but {mode}: {said['fallback']}")
+            print(f"{name}: NOT smc-r but {mode}: {reply['fallback']}")
     return right
 
 
@@ -93,10 +93,10 @@ def measure(
             for workload in workloads:
                 for name in names if number % 2 == 0 else reversed(names):
                     client, at = clients[name]
-                    said = client.ask(
+                    reply = client.call(
                         workload=workload, at=at, seconds=arguments.seconds, other_core=other_core
                     )
-                    values = said["values"]
+                    values = reply["values"]
                     if values is None:
                         continue
                     for metric, value in zip(WORKLOADS[workload].metrics, values, strict=True):

@@ -42,7 +42,7 @@ async def requests(connections: int, transport: Transport, port: int) -> float:
     streams = [await transport.connect(port) for _ in range(connections)]
     each = _REQUESTS // connections
 
-    async def ask(stream: trio.abc.Stream) -> None:
+    async def send_requests(stream: trio.abc.Stream) -> None:
         for _ in range(each):
             await stream.send_all(bytes(MESSAGE))
             await _receive(stream, MESSAGE)
@@ -52,7 +52,7 @@ async def requests(connections: int, transport: Transport, port: int) -> float:
     start = time.process_time()
     async with trio.open_nursery() as nursery:
         for stream in streams:
-            nursery.start_soon(ask, stream)
+            nursery.start_soon(send_requests, stream)
     used = time.process_time() - start
     for stream in streams:
         await stream.aclose()

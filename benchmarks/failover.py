@@ -47,7 +47,7 @@ class Failed(Exception):
     """What ended the benchmark."""
 
 
-class Half:
+class Endpoint:
     """One of the two processes: its end of the stream, and what it is asked."""
 
     def __init__(self, stack: Stack, rnics: tuple[SoftRnic, ...]) -> None:
@@ -108,7 +108,7 @@ class Half:
         return sum(link.connections for link in links if link.rnic is rnic)
 
 
-async def half(role: str, port: int, interval: float | None) -> None:
+async def run_endpoint(role: str, port: int, interval: float | None) -> None:
     """Run one process until its input ends."""
     rnics = tuple(SoftRnic(f"{role}-{number}", faults=FaultPlan(number)) for number in range(2))
     timers: dict[str, Any] = {} if interval is None else {
@@ -116,23 +116,23 @@ async def half(role: str, port: int, interval: float | None) -> None:
     }  # fmt: skip
     config = Config(rnics=rnics, require_smc=True, **timers)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
-        one = Half(stack, rnics)
+        one = Endpoint(stack, rnics)
         if role == "server":
             listeners = await nursery.start(partial(stack.serve, one.send, 0, host=HOST))
-            say(port=listeners[0].socket.getsockname()[1])
+            write_event(port=listeners[0].socket.getsockname()[1])
         else:
             nursery.start_soon(one.receive, await stack.open_stream(HOST, port))
-            say(port=0)
+            write_event(port=0)
         buffered = b""
         async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
             async for data in stdin:
                 *lines, buffered = (buffered + data).split(b"\n")
                 for line in lines:
-                    say(**await one.answer(**json.loads(line)))
+                    write_event(**await one.answer(**json.loads(line)))
         os._exit(0)  # the stream is still busy, and that is nobody's business any more
 
 
-def say(**event: Any) -> None:
+def write_event(**event: Any) -> None:
     """One JSON object."""
     os.write(1, (json.dumps(event) + "\n").encode())
 
@@ -164,7 +164,7 @@ class Process:
             raise Failed(f"the {self.role}'s process ended")
         return json.loads(text)
 
-    def ask(self, do: str, **arguments: Any) -> Any:
+    def call(self, do: str, **arguments: Any) -> Any:
         """A question and its answer."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -190,7 +190,7 @@ def wait_until_whole(both: tuple[Process, Process], but: list[Any]) -> list[Any]
     """Wait for a symmetric link group with other links than these; returns its links."""
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
-        states = [one.ask("state") for one in both]
+        states = [one.call("state") for one in both]
         ids = [state["ids"] for state in states]
         if (
             all(state["kinds"] == ["symmetric"] and not state["coming"] for state in states)
@@ -210,11 +210,11 @@ def measure(kinds: tuple[str, ...], rounds: int, seed: int, interval: float | No
         links: list[Any] = wait_until_whole(both, [[], []])
         for _ in range(rounds):
             time.sleep(0.05 + 0.1 * rng.random())
-            both[1].ask("mark")
-            rng.choice(both).ask("strike", kind=rng.choice(kinds))
+            both[1].call("mark")
+            rng.choice(both).call("strike", kind=rng.choice(kinds))
             links = wait_until_whole(both, links)
-            said = both[1].ask("pause")
-            pauses.append(said["longest"] - said["median"])
+            reply = both[1].call("pause")
+            pauses.append(reply["longest"] - reply["median"])
     return pauses
 
 
@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the numbers there too")
     arguments = parser.parse_args()
     if arguments.role is not None:
-        trio.run(half, arguments.role, arguments.port, arguments.interval)
+        trio.run(run_endpoint, arguments.role, arguments.port, arguments.interval)
         return 0
     seed = arguments.seed
     if seed is None:

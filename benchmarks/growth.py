@@ -169,7 +169,7 @@ async def _beside_clients(processes: int, each: int, what: str) -> Row:
         before = Held.now()
         async with clients(processes, each, port):
             await trio.sleep(_SETTLING)
-            held = Held.now().less(before, processes * each)
+            held = Held.now().growth_since(before, processes * each)
             request = await least(partial(cpu.requests, 1, transport, port))
         await stream.aclose()
     return {
@@ -195,7 +195,7 @@ class Held(NamedTuple):
         page_tables = _kib("/proc/self/status", "VmPTE")
         return cls(len(os.listdir("/proc/self/fd")), memory, page_tables)
 
-    def less(self, before: Held, count: int) -> Held:
+    def growth_since(self, before: Held, count: int) -> Held:
         """What has come since, for each of so many."""
         return Held(*((now - then) / count for now, then in zip(self, before, strict=True)))
 
@@ -210,8 +210,8 @@ def _kib(path: str, name: str) -> float:
 @contextlib.asynccontextmanager
 async def clients(processes: int, each: int, port: int) -> AsyncIterator[None]:
     """So many client processes, each with connections that had a request and are idle since."""
-    told = ":".join(map(str, (processes, each, port)))
-    command = [sys.executable, "-m", "benchmarks.growth", "--clients", told]
+    argument = ":".join(map(str, (processes, each, port)))
+    command = [sys.executable, "-m", "benchmarks.growth", "--clients", argument]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     async with trio.open_nursery() as nursery:
         process = await nursery.start(partial(trio.run_process, command, **pipes))
@@ -222,17 +222,17 @@ async def clients(processes: int, each: int, port: int) -> AsyncIterator[None]:
         await process.stdin.aclose()
 
 
-def be_clients(processes: int, each: int, port: int) -> None:
+def run_clients(processes: int, each: int, port: int) -> None:
     """Fork so many processes, one after the other, which end with stdin."""
     children = []
     for _ in range(processes):
-        ready, say = os.pipe()
+        ready, ready_fd = os.pipe()
         child = os.fork()
         if not child:
-            trio.run(be_client, each, port, say)
+            trio.run(run_client, each, port, ready_fd)
             os._exit(0)
         children.append(child)
-        os.close(say)
+        os.close(ready_fd)
         if not os.read(ready, 1):
             raise SystemExit
         os.close(ready)
@@ -242,7 +242,7 @@ def be_clients(processes: int, each: int, port: int) -> None:
         os.waitpid(child, 0)
 
 
-async def be_client(connections: int, port: int, say: int) -> None:
+async def run_client(connections: int, port: int, ready_fd: int) -> None:
     """One client process; tells when its requests are answered."""
     async with (
         trio_smc.open_stack(Config(require_smc=True, shutdown_timeout=_CLIENTS_TIMEOUT)) as stack,
@@ -252,7 +252,7 @@ async def be_client(connections: int, port: int, say: int) -> None:
             stream = await streams.enter_async_context(await stack.open_stream(HOST, port))
             await stream.send_all(REQUEST.pack(b"E", MESSAGE) + bytes(MESSAGE))
             await stream.receive_some(MESSAGE)
-        os.write(say, b".")
+        os.write(ready_fd, b".")
         await trio.lowlevel.wait_readable(0)
 
 
@@ -283,7 +283,7 @@ def main() -> None:
     option("--clients", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.clients:
-        be_clients(*map(int, arguments.clients.split(":")))
+        run_clients(*map(int, arguments.clients.split(":")))
         return
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -39,7 +39,7 @@ _SHARED_RING = Config().receive_buffer_for("software")
 _CHUNK = _SHARED_RING // 4
 # Words behind the ring, in cache lines of their own.  x86-64 keeps stores in order.
 _WRITTEN, _TAKEN, _END, _USED = 0, 8, 16, 24
-_LOOKS = 64
+_POLLS = 64
 
 
 @contextlib.contextmanager
@@ -137,13 +137,13 @@ def across(size: int, seconds: float, core: int | None) -> list[float]:
         try:
             if core is not None:
                 os.sched_setaffinity(0, {core})
-            _take_all(ring, words, lambda: os.getppid() == parent)
+            _read_all(ring, words, lambda: os.getppid() == parent)
         finally:
             os._exit(0)
     gone = os.WEXITED | os.WNOHANG | os.WNOWAIT
     try:
         start, used = time.perf_counter(), time.process_time()
-        done = _put_for(seconds, size, ring, words, lambda: not os.waitid(os.P_PID, child, gone))
+        done = _write_for(seconds, size, ring, words, lambda: not os.waitid(os.P_PID, child, gone))
         elapsed, used = time.perf_counter() - start, time.process_time() - used
     finally:
         words[_END] = 1
@@ -151,11 +151,11 @@ def across(size: int, seconds: float, core: int | None) -> list[float]:
     return [done / elapsed / (1 << 20), (used + words[_USED] / 1e9) / done * (1 << 30)]
 
 
-def _look_until(ready: Callable[[], object], alive: Callable[[], bool]) -> None:
+def _poll_until(ready: Callable[[], object], alive: Callable[[], bool]) -> None:
     """Look until it is so; let others run now and then.  Raises RuntimeError when nobody lives
     who could make it so."""
     while True:
-        for _ in range(_LOOKS):
+        for _ in range(_POLLS):
             if ready():
                 return
         if not alive():
@@ -163,7 +163,7 @@ def _look_until(ready: Callable[[], object], alive: Callable[[], bool]) -> None:
         os.sched_yield()
 
 
-def _put_for(
+def _write_for(
     seconds: float, size: int, ring: memoryview, words: memoryview, alive: Callable[[], bool]
 ) -> int:
     """Copy writes of ``size`` bytes into the ring for so long, until they are taken; how many."""
@@ -171,7 +171,7 @@ def _put_for(
     done = 0
     end = time.perf_counter() + seconds
 
-    def room() -> bool:
+    def has_room() -> bool:
         return bool(done + step - words[_TAKEN] <= _SHARED_RING)
 
     while time.perf_counter() < end:
@@ -179,23 +179,23 @@ def _put_for(
         while at < size:
             place = done % _SHARED_RING
             step = min(_CHUNK, size - at, _SHARED_RING - place)
-            if not room():
-                _look_until(room, alive)
+            if not has_room():
+                _poll_until(has_room, alive)
             ring[place : place + step] = data[at : at + step]
             at += step
             done += step
             words[_WRITTEN] = done
     words[_END] = 1
-    _look_until(lambda: words[_USED], alive)
+    _poll_until(lambda: words[_USED], alive)
     return done
 
 
-def _take_all(ring: memoryview, words: memoryview, alive: Callable[[], bool]) -> None:
+def _read_all(ring: memoryview, words: memoryview, alive: Callable[[], bool]) -> None:
     """Copy all that comes out of the ring, until the end; say how much processor time it took."""
     used = time.process_time_ns()
     taken = 0
 
-    def news() -> bool:
+    def has_data() -> bool:
         return bool(words[_WRITTEN] != taken or words[_END])
 
     while True:
@@ -210,7 +210,7 @@ def _take_all(ring: memoryview, words: memoryview, alive: Callable[[], bool]) ->
             words[_USED] = time.process_time_ns() - used
             return
         else:
-            _look_until(news, alive)
+            _poll_until(has_data, alive)
 
 
 def main() -> None:

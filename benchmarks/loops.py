@@ -18,7 +18,7 @@ class Loop(Protocol):
     def run(self, main: Callable[..., Any], *args: object) -> None:
         """Run ``main(*args)`` to its end."""
 
-    async def together(self, jobs: list[Job], *, aside: Job | None = None) -> None:
+    async def run_all(self, jobs: list[Job], *, aside: Job | None = None) -> None:
         """Run the jobs at once until all have ended; ``aside`` is then cancelled."""
 
     async def sleep(self, seconds: float) -> None:
@@ -37,7 +37,7 @@ class TrioLoop:
     def run(self, main: Callable[..., Any], *args: object) -> None:
         trio.run(main, *args)
 
-    async def together(self, jobs: list[Job], *, aside: Job | None = None) -> None:
+    async def run_all(self, jobs: list[Job], *, aside: Job | None = None) -> None:
         async with trio.open_nursery() as outer:
             if aside is not None:
                 outer.start_soon(aside)
@@ -77,7 +77,7 @@ class AsyncioLoop:
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(main(*args))
 
-    async def together(self, jobs: list[Job], *, aside: Job | None = None) -> None:
+    async def run_all(self, jobs: list[Job], *, aside: Job | None = None) -> None:
         extra = None if aside is None else asyncio.ensure_future(aside())
         try:
             await asyncio.gather(*(job() for job in jobs))

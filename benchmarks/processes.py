@@ -53,7 +53,7 @@ class Worker:
     ) -> None:
         self.process.__exit__(kind, error, traceback)
 
-    def ask(self, **command: Any) -> Any:
+    def call(self, **command: Any) -> Any:
         """Send a command; return the answer."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -66,7 +66,7 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             raise Failed("a worker process ended; its error is above")
-        said = json.loads(line)
-        if "error" in said:
-            raise Failed(said["error"])
-        return said
+        reply = json.loads(line)
+        if "error" in reply:
+            raise Failed(reply["error"])
+        return reply

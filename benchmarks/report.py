@@ -163,8 +163,10 @@ def load_ratios(path: Path) -> dict[str, Earlier]:
     """
     if not path.exists():
         return {}
-    said = json.loads(path.read_text())
-    found, spread = [said.get(n) if isinstance(said, dict) else None for n in ("ratios", "spread")]
+    saved = json.loads(path.read_text())
+    found, spread = [
+        saved.get(n) if isinstance(saved, dict) else None for n in ("ratios", "spread")
+    ]
     if not isinstance(found, dict) or not all(isinstance(v, int | float) for v in found.values()):
         raise ValueError("it has no ratios")
     if not isinstance(spread, dict) or set(spread) != set(found):

@@ -116,9 +116,9 @@ def _clients(
         for transport, tree in transports.items():
             words = () if transport == BASE else under
             server = Worker(module, "serve", str(directory), core=there, under=words, tree=tree)
-            said = json.dumps(stack.enter_context(server).answer())
+            reply = json.dumps(stack.enter_context(server).answer())
             client = Worker(
-                module, "client", str(directory), said, core=here, under=words, tree=tree
+                module, "client", str(directory), reply, core=here, under=words, tree=tree
             )
             found[transport] = stack.enter_context(client)
             client.answer()  # it is ready: one that starts takes the processor of who is measured
@@ -160,10 +160,10 @@ def measure(
                 for number in range(rounds):
                     for name in ours:
                         for transport in list(transports)[:: -1 if number % 2 else 1]:
-                            said = clients[transport].ask(
+                            reply = clients[transport].call(
                                 workload=name.removesuffix("-learned"), seconds=seconds
                             )
-                            pairs = zip(WORKLOADS[name].metrics, said["values"], strict=True)
+                            pairs = zip(WORKLOADS[name].metrics, reply["values"], strict=True)
                             for metric, value in pairs:
                                 numbers[metric.name][transport].append(value)
     return numbers

@@ -54,7 +54,7 @@ def _percentile(times: list[int], percent: int) -> float:
     return times[len(times) * percent // 100] / 1e3
 
 
-async def _ask_until(stream: Stream, end: int) -> list[int]:
+async def _request_until(stream: Stream, end: int) -> list[int]:
     """Ask until `perf_counter_ns` shows ``end``; the times of the round trips."""
     message = bytes(MESSAGE)
     clock = time.perf_counter_ns
@@ -76,7 +76,7 @@ async def round_trips(transport: Transport, at: Any, seconds: float) -> tuple[fl
         for _ in range(WARM_UP):
             await stream.send_all(message)
             await exactly(stream, MESSAGE)
-        times = await _ask_until(stream, time.perf_counter_ns() + int(seconds * 1e9))
+        times = await _request_until(stream, time.perf_counter_ns() + int(seconds * 1e9))
     return _percentile(times, 50), _percentile(times, 99)
 
 
@@ -87,7 +87,7 @@ async def pausing(pause: float, transport: Transport, at: Any, seconds: float) -
         end = time.perf_counter_ns() + int(seconds * 1e9)
         while not times or time.perf_counter_ns() < end:
             await transport.loop.sleep(pause)
-            times += await _ask_until(stream, 0)
+            times += await _request_until(stream, 0)
     return (_percentile(times, 50),)
 
 
@@ -137,23 +137,23 @@ async def requests(
     """Return 64-byte requests answered per second, over so many connections at once."""
     async with contextlib.AsyncExitStack() as stack:
         streams = await _opened(stack, transport, at, connections)
-        await _ask_for(transport, streams, min(0.1, seconds))
-        return (await _ask_for(transport, streams, seconds),)
+        await _request_for(transport, streams, min(0.1, seconds))
+        return (await _request_for(transport, streams, seconds),)
 
 
-async def _ask_for(transport: Transport, streams: list[Stream], seconds: float) -> float:
+async def _request_for(transport: Transport, streams: list[Stream], seconds: float) -> float:
     message = bytes(MESSAGE)
     done = 0
     start = time.perf_counter()
 
-    async def ask(stream: Stream) -> None:
+    async def send_requests(stream: Stream) -> None:
         nonlocal done
         while not done or time.perf_counter() < start + seconds:
             await stream.send_all(message)
             await exactly(stream, MESSAGE)
             done += 1
 
-    await transport.loop.together([partial(ask, stream) for stream in streams])
+    await transport.loop.run_all([partial(send_requests, stream) for stream in streams])
     return done / (time.perf_counter() - start)
 
 
@@ -182,10 +182,12 @@ async def fairness(
         due = clock() + int(_TICK * 1e9)
         end = clock() + int(seconds * 1e9)
 
-        async def ask(stream: Stream) -> None:
-            worst.append(_percentile(await _ask_until(stream, end), 99))
+        async def send_requests(stream: Stream) -> None:
+            worst.append(_percentile(await _request_until(stream, end), 99))
 
-        await transport.loop.together([partial(ask, stream) for stream in streams], aside=tick)
+        await transport.loop.run_all(
+            [partial(send_requests, stream) for stream in streams], aside=tick
+        )
         late.append(max(clock() - due, 1))  # one that was never waited for to the end is late, too
     return max(worst) / statistics.median(worst), _percentile(late, 99)
 
@@ -217,7 +219,7 @@ async def short_lived(
     done = 0
     request = REQUEST.pack(b"E", MESSAGE) + bytes(MESSAGE)
 
-    async def ask() -> None:
+    async def send_requests() -> None:
         nonlocal done
         while not done or time.perf_counter() < start + seconds:
             async with await transport.connect(at) as stream:
@@ -227,7 +229,7 @@ async def short_lived(
 
     async with await _open_echo(transport, at):
         start = time.perf_counter()
-        await transport.loop.together([ask] * workers)
+        await transport.loop.run_all([send_requests] * workers)
         return (done / (time.perf_counter() - start),)
 
 

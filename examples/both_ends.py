@@ -66,13 +66,13 @@ def server_process(name: str) -> Iterator[tuple[int, Path]]:
             print(process.stdout.read(), end="")
 
 
-def listening(listener: trio_smc.SmcListener, directory: Path) -> None:
+def print_address(listener: trio_smc.SmcListener, directory: Path) -> None:
     """Say where a server listens."""
     port = listener.socket.getsockname()[1]
     print("listening on", port, "CA", directory / "ca.pem", flush=True)
 
 
-def said(end: str, stream: trio_smc.SmcStream) -> str:
+def describe(end: str, stream: trio_smc.SmcStream) -> str:
     """Return how the bytes of a stream travel, in words."""
     why = f" ({stream.fallback.message})" if stream.fallback else ""
     return f"{end}: {stream.mode}{why}"

@@ -65,11 +65,11 @@ class Conversation:
     number: int
     scale: int = 100
     client: bool = True
-    said_all: bool = False
+    sent_all: bool = False
     aborted: bool = False
     pause: float = 0.0
-    moved: int = 0
-    moment: str = "begins"
+    received: int = 0
+    activity: str = "begins"
     kind: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class Conversation:
         else:
             await self._requests()
         if not self.aborted:
-            self.moment = "closes"
+            self.activity = "closes"
             await self.stream.aclose()
 
     # -- kinds ---------------------------------------------------------------------------
@@ -118,23 +118,23 @@ class Conversation:
         to_say, to_hear = totals if self.client else totals[::-1]
         aborts = self.kind == "abort"
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._say_everything, to_say)
+            nursery.start_soon(self._send_everything, to_say)
             if aborts and self.client:
-                await self._hear(to_hear // 2)
+                await self._receive_piece(to_hear // 2)
                 self.aborted = True
                 nursery.cancel_scope.cancel()
-            await self._hear_everything(to_hear)
+            await self._receive_everything(to_hear)
         if self.aborted:
             self.stream.abort()
 
     async def _in_turn(self) -> None:
         first, second = self._amount("a"), self._amount("b")
         if self.client:
-            await self._say_everything(first)
-            await self._hear_everything(second)
+            await self._send_everything(first)
+            await self._receive_everything(second)
         else:
-            await self._hear_everything(first)
-            await self._say_everything(second)
+            await self._receive_everything(first)
+            await self._send_everything(second)
 
     async def _requests(self) -> None:
         plan = self._rng("requests")
@@ -142,14 +142,14 @@ class Conversation:
         for _ in range(max(1, _log_uniform(plan, 1, 300) * self.scale // 100)):
             request, answer = (_log_uniform(plan, 1, 30_000) for _ in range(2))
             if self.client:
-                await self._say(request, urgent=urgent)
-                await self._hear(answer)
+                await self._send_piece(request, urgent=urgent)
+                await self._receive_piece(answer)
             else:
-                await (self._hear_urgent if urgent else self._hear)(request)
-                await self._say(answer)
+                await (self._receive_urgent if urgent else self._receive_piece)(request)
+                await self._send_piece(answer)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._say_everything, 0)
-            await self._hear_everything(0)
+            nursery.start_soon(self._send_everything, 0)
+            await self._receive_everything(0)
 
     # -- speaking and listening ----------------------------------------------------------
 
@@ -166,28 +166,28 @@ class Conversation:
             yield size
             total -= size
 
-    async def _say(self, size: int, *, urgent: bool = False) -> None:
+    async def _send_piece(self, size: int, *, urgent: bool = False) -> None:
         data = _text(self._out_start, self._out, size)
         self._out += size
         self._out_hash.update(data)
-        self.moment = f"sends up to {self._out}"
+        self.activity = f"sends up to {self._out}"
         await (self.stream.send_urgent if urgent else self.stream.send_all)(data)
 
-    async def _say_everything(self, total: int) -> None:
+    async def _send_everything(self, total: int) -> None:
         for size in self._sizes(total):
-            await self._say(size)
+            await self._send_piece(size)
             if size % 4 == 0:
                 await trio.sleep(size % 64 / 5000)
-        self.said_all = True
+        self.sent_all = True
         await self.stream.send_all(self._out_hash.digest())
         await self.stream.send_eof()
 
     async def _receive(self, most: int) -> bytes:
-        self.moment = f"waits for byte {self._in}"
+        self.activity = f"waits for byte {self._in}"
         data = bytes(await self.stream.receive_some(most))
         if len(data) > most:
             raise Wrong(f"{len(data)} bytes where {most} were asked for")
-        self.moved += len(data)
+        self.received += len(data)
         return data
 
     def _check(self, data: bytes) -> None:
@@ -198,7 +198,7 @@ class Conversation:
         self._in += len(data)
         self._in_hash.update(data)
 
-    async def _hear(self, size: int) -> None:
+    async def _receive_piece(self, size: int) -> None:
         while size:
             start = trio.current_time()
             data = await self._receive(min(size, _LARGEST))
@@ -208,15 +208,15 @@ class Conversation:
             self._check(data)
             size -= len(data)
 
-    async def _hear_urgent(self, size: int) -> None:
-        self.moment = f"waits for the urgent byte {self._in + size - 1}"
+    async def _receive_urgent(self, size: int) -> None:
+        self.activity = f"waits for the urgent byte {self._in + size - 1}"
         last = await self.stream.receive_urgent()
-        await self._hear(size - 1)
+        await self._receive_piece(size - 1)
         self._check(last)
-        self.moved += 1
+        self.received += 1
 
-    async def _hear_everything(self, total: int) -> None:
-        await self._hear(total)
+    async def _receive_everything(self, total: int) -> None:
+        await self._receive_piece(total)
         digest = b""
         while len(digest) < _DIGEST and (data := await self._receive(_DIGEST - len(digest))):
             digest += data

@@ -18,7 +18,7 @@ __all__ = ["Recollection", "log_everything"]
 LOGGER = logging.getLogger("chaos")
 RECORDS, MESSAGES, CONNECTIONS = 2000, 60, 500
 """How much is kept: log records, and of each connection messages."""
-TOLD = 400
+LAST_RECORDS = 400
 
 
 class Recollection(logging.Handler):
@@ -34,9 +34,9 @@ class Recollection(logging.Handler):
 
     def install(self) -> None:
         """Be the handler of all log records."""
-        aloud = logging.StreamHandler(sys.stderr)
-        aloud.setLevel(logging.ERROR)
-        logging.basicConfig(level=logging.INFO, handlers=[self, aloud])
+        to_stderr = logging.StreamHandler(sys.stderr)
+        to_stderr.setLevel(logging.ERROR)
+        logging.basicConfig(level=logging.INFO, handlers=[self, to_stderr])
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep it as text: what it tells of changes."""
@@ -59,9 +59,9 @@ class Recollection(logging.Handler):
         time of day in seconds.  Of the moves of others nothing is told.
         """
         names = [f"{token:#010x}" for token in tokens]
-        told = [
+        records = [
             (when, text)
-            for when, text in islice(self._records, max(0, len(self._records) - TOLD), None)
+            for when, text in islice(self._records, max(0, len(self._records) - LAST_RECORDS), None)
             if "continues on link" not in text or any(name in text for name in names)
         ]
         for token in tokens:
@@ -70,11 +70,11 @@ class Recollection(logging.Handler):
             ):
                 found = cdc.decode_untrusted(message)
                 what = "validation of" if found.producer_flags & cdc.FAILOVER_VALIDATION else "sent"
-                told.append((when, (
+                records.append((when, (
                     f"{device}, queue pair {qp_num}: {what} message {found.sequence} to "
                     f"{token:#010x}, flags {found.connection_flags:#04x}, status {status}"
                 )))  # fmt: skip
-        return sorted(told)
+        return sorted(records)
 
 
 class LogObserver:

@@ -79,10 +79,10 @@ class Result:
     def recollections(self) -> list[str]:
         """What led to those problems that are about one conversation."""
         lines = []
-        for number, told in self.recalled.items():
+        for number, records in self.recalled.items():
             if any(f"connection {number} " in problem for problem in self.problems):
                 lines.append(f"connection {number}:")
-                lines += [f"{when % 3600:9.4f} {text}" for when, text in sorted(set(told))]
+                lines += [f"{when % 3600:9.4f} {text}" for when, text in sorted(set(records))]
         return lines
 
     def rows(self) -> list[tuple[str, str]]:

@@ -44,14 +44,14 @@ class Side:
         self.ended = False
         # Commands that it has obeyed.
         self.done: Counter[str] = Counter()
-        self._telling = trio.Lock()
+        self._sending = trio.Lock()
 
-    async def tell(self, do: str, **arguments: Any) -> None:
+    async def send_command(self, do: str, **arguments: Any) -> None:
         """Send a command."""
         assert self.process.stdin is not None
         command = json.dumps({"do": do, **arguments}) + "\n"
         with contextlib.suppress(trio.BrokenResourceError):
-            async with self._telling:
+            async with self._sending:
                 await self.process.stdin.send_all(command.encode())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -94,7 +94,7 @@ class Sides:
         server, client = self.both
         if not await self.until(lambda: server.ready and client.ready, OBEYS_WITHIN):
             return False
-        await client.tell("connect", port=server.port)
+        await client.send_command("connect", port=server.port)
         return True
 
     async def _open(self, role: str, nursery: trio.Nursery) -> None:
@@ -118,7 +118,7 @@ class Sides:
             while self._doubtful:
                 number, tokens = self._doubtful.popitem()
                 for each in self.both:
-                    await each.tell("recall", number=number, tokens=tokens)
+                    await each.send_command("recall", number=number, tokens=tokens)
         code = await side.process.wait()
         side.ended = True
         if code:
@@ -130,10 +130,10 @@ class Sides:
         server, client = self.both
         # The server does not know of a conversation before it has heard how it begins.
         for side in (client, server):
-            await side.tell("stop")
+            await side.send_command("stop")
             if not await self.until(partial(getattr, side, "ended"), ENDS_WITHIN):
                 for each in self.both:
-                    await each.tell("moments")
+                    await each.send_command("activities")
                 self._result.problems.append(f"the {side.role}'s process did not end")
                 return
 
@@ -154,7 +154,7 @@ class Sides:
     async def obeyed(self, side: Side, do: str, **arguments: Any) -> bool:
         """Tell a side to do something, and wait until it is done."""
         before = side.done[do]
-        await side.tell(do, **arguments)
+        await side.send_command(do, **arguments)
         return await self.until(lambda: side.done[do] > before or side.ended, OBEYS_WITHIN)
 
     # -- what they say -------------------------------------------------------------------
@@ -179,8 +179,8 @@ class Sides:
     def on_done(self, side: Side, what: str) -> None:
         side.done[what] += 1
 
-    def on_moments(self, side: Side, moments: list[str]) -> None:
-        self.say(f"{side.role}: {'; '.join(moments)}")
+    def on_activities(self, side: Side, activities: list[str]) -> None:
+        self.show_line(f"{side.role}: {'; '.join(activities)}")
 
     def on_struck(
         self, side: Side, kind: str, rnic: str, links: dict[str, Any],
@@ -195,16 +195,16 @@ class Sides:
         if kind == "not-placed" and number is not None:
             self._result.due[number] = must
         about = "" if number is None else f", connection {number}"
-        self.say(f"fault {self.struck}: {kind} on {rnic}{about}")
+        self.show_line(f"fault {self.struck}: {kind} on {rnic}{about}")
 
-    def on_recalled(self, side: Side, number: int, told: list[tuple[float, str]]) -> None:
+    def on_recalled(self, side: Side, number: int, records: list[tuple[float, str]]) -> None:
         if number in self._result.resets and number in self._result.due:
             return  # it is clear by now
         lines = self._result.recalled.setdefault(number, [])
-        lines += [(when, f"{side.role}: {text}") for when, text in told]
+        lines += [(when, f"{side.role}: {text}") for when, text in records]
 
     def on_ended(
-        self, side: Side, number: int, kind: str, how: str, bytes: int, pause: float, moment: str,
+        self, side: Side, number: int, kind: str, how: str, bytes: int, pause: float, activity: str,
         tokens: list[int],
     ) -> None:  # fmt: skip
         result = self._result
@@ -218,11 +218,11 @@ class Sides:
             result.conversations[kind] += 1
         if how == "reset":
             result.resets.add(number)
-            self.say(f"connection {number} ({kind}) was reset at the {side.role}: {moment}")
+            self.show_line(f"connection {number} ({kind}) was reset at the {side.role}: {activity}")
         elif how != "done":
-            problem = f"connection {number} ({kind}) at the {side.role}: {how}; {moment}"
+            problem = f"connection {number} ({kind}) at the {side.role}: {how}; {activity}"
             result.problems.append(problem)
-            self.say(problem)
+            self.show_line(problem)
 
     def on_statistics(self, side: Side, bytes: int, failovers: int, connections: int) -> None:
         self._result.failovers += failovers
@@ -231,7 +231,7 @@ class Sides:
         """Seconds since both were started."""
         return trio.current_time() - self._start
 
-    def say(self, text: str) -> None:
+    def show_line(self, text: str) -> None:
         """Show what happens now."""
         self._show(f"{self.elapsed():8.2f} s  {text}")
 

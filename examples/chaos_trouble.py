@@ -78,7 +78,7 @@ class Trouble:
             return True
         side, rnic = target
         self._result.replaced += 1
-        sides.say(f"{side.role}-{rnic} is taken out and put back")
+        sides.show_line(f"{side.role}-{rnic} is taken out and put back")
         return await sides.obeyed(side, "replace", rnic=rnic) and await sides.until(
             sides.whole, WHOLE_WITHIN
         )

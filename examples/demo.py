@@ -68,15 +68,15 @@ def server(transport: str) -> Iterator[int]:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        said = next(lines_of(process), None)
-        if said is None:
+        events = next(lines_of(process), None)
+        if events is None:
             raise PeerFailed("the server process did not start")
-        yield said["port"]
+        yield events["port"]
 
 
 def one_round(transport: str, path: Path, show: Show) -> list[dict[str, Any]]:
     """Move the file both ways once; return the modes and results that the client said."""
-    said: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     with server(transport) as port:
         command = [sys.executable, str(PEER), "send", transport, str(port), str(path)]
         with subprocess.Popen(
@@ -86,8 +86,8 @@ def one_round(transport: str, path: Path, show: Show) -> list[dict[str, Any]]:
                 if event["event"] == "progress":
                     show(f"{NAMES[transport]}, {WAYS[event['way']]}", event["bytes"])
                 else:
-                    said.append({**event, "transport": transport})
-    return said
+                    events.append({**event, "transport": transport})
+    return events
 
 
 @contextlib.contextmanager
@@ -118,10 +118,10 @@ def bars(total: int) -> Iterator[Show]:
         yield show
 
 
-def report(said: list[dict[str, Any]], sha256: str, mib: int) -> bool:
+def report(events: list[dict[str, Any]], sha256: str, mib: int) -> bool:
     """Print mode, verdict, and what both took; return whether all is as it should be."""
-    modes = [event for event in said if event["event"] == "mode"]
-    results = [event for event in said if event["event"] == "result"]
+    modes = [event for event in events if event["event"] == "mode"]
+    results = [event for event in events if event["event"] == "result"]
     for event in {event["mode"]: event for event in modes}.values():
         print(
             f"mode        {event['mode']}" + (f": {event['fallback']}" if event["fallback"] else "")
@@ -129,7 +129,7 @@ def report(said: list[dict[str, Any]], sha256: str, mib: int) -> bool:
     same = sum(event["sha256"] == sha256 for event in results)
     print(f"SHA-256     {sha256}\n            {same} of {len(results)} copies have it\n")
     print(f"{'':30}{'SMC-R':>8}{'TCP':>8}         SMC-R is better")
-    trips = [event for event in said if event["event"] == "round trips"]
+    trips = [event for event in events if event["event"] == "round trips"]
     compare("round trip of 64 bytes", "µs", trips, "seconds", 1e6)
     compare("    processor time", "µs", trips, "processor", 1e6)
     for way, text in WAYS.items():
@@ -188,14 +188,14 @@ def main() -> int:
         path = Path(directory) / "file"
         print(f"file        {arguments.mib} MiB, pseudo-random", flush=True)
         sha256 = make_file(path, arguments.mib)
-        said: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         others = Others()
         with progress(arguments.mib * MIB) as show:
             for number in range(arguments.rounds):
                 # In turn, so that neither always runs on a machine the other has warmed up.
                 for transport in sorted(NAMES, reverse=bool(number % 2)):
-                    said += one_round(transport, path, show)
-    right = report(said, sha256, arguments.mib)
+                    events += one_round(transport, path, show)
+    right = report(events, sha256, arguments.mib)
     if (share := others.share()) > BUSY:
         print(
             f"\nThis machine was too busy to tell: other programs took {share:.0%} of its "

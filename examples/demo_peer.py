@@ -129,14 +129,14 @@ async def serve(transport: str) -> None:
 
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(lambda **kw: listen(handler, 0, host=HOST, **kw))
-        say(event="port", port=listeners[0].socket.getsockname()[1])
+        write_event(event="port", port=listeners[0].socket.getsockname()[1])
         async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
             while await stdin.receive_some():
                 pass
         nursery.cancel_scope.cancel()
 
 
-def say(**event: object) -> None:
+def write_event(**event: object) -> None:
     """Tell the demo's main process something: one JSON object per line."""
     print(json.dumps(event), flush=True)
 
@@ -152,7 +152,7 @@ class Reporter:
     def __call__(self, have: int) -> None:
         if have >= self.next or have == self.total:
             self.next = have + REPORT_EVERY
-            say(event="progress", way=self.way, bytes=have)
+            write_event(event="progress", way=self.way, bytes=have)
 
 
 async def processor_time(stream: trio.abc.Stream) -> int:
@@ -177,7 +177,7 @@ async def round_trips(stream: trio.abc.Stream) -> None:
     message, answered = bytes(MESSAGE), memoryview(bytearray(MESSAGE))
     times: list[int] = []
 
-    async def ask() -> None:
+    async def make_round_trips() -> None:
         await stream.send_all(REQUEST.pack(b"E", ROUND_TRIPS))
         for _ in range(ROUND_TRIPS):
             start = time.perf_counter_ns()
@@ -185,8 +185,8 @@ async def round_trips(stream: trio.abc.Stream) -> None:
             await receive(stream, answered, silent)
             times.append(time.perf_counter_ns() - start)
 
-    taken = await timed(stream, ask)
-    say(
+    taken = await timed(stream, make_round_trips)
+    write_event(
         event="round trips",
         seconds=statistics.median(times) / 1e9,
         processor=taken["processor"] / ROUND_TRIPS,
@@ -216,9 +216,9 @@ async def exchange(stream: trio.abc.Stream, data: memoryview) -> None:
     await stream.send_all(REQUEST.pack(b"H", 0))
     there = bytearray(hashlib.sha256().digest_size)
     await receive(stream, memoryview(there), silent)
-    say(event="result", way="up", **taken, sha256=there.hex())
+    write_event(event="result", way="up", **taken, sha256=there.hex())
     taken = await timed(stream, download)
-    say(event="result", way="down", **taken, sha256=(await held.sha256()).hex())
+    write_event(event="result", way="down", **taken, sha256=(await held.sha256()).hex())
 
 
 async def client(transport: str, port: int, path: Path) -> None:
@@ -236,7 +236,7 @@ async def connect_and_exchange(transport: str, port: int, data: memoryview) -> N
         return
     async with await trio_smc.open_stream(HOST, port) as smc:
         why = f"{smc.fallback.message}; {smc.fallback.remedy}" if smc.fallback else None
-        say(event="mode", mode=smc.mode, fallback=why)
+        write_event(event="mode", mode=smc.mode, fallback=why)
         await exchange(smc, data)
 
 

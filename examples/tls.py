@@ -14,7 +14,7 @@ SmcTls = trio.SSLStream[trio_smc.SmcStream]
 
 async def shout(stream: SmcTls) -> None:
     """Answer one client in capital letters."""
-    print(both_ends.said("server", stream.transport_stream))
+    print(both_ends.describe("server", stream.transport_stream))
     async for data in stream:
         await stream.send_all(data.upper())
 
@@ -23,7 +23,7 @@ async def serve(port: int, directory: Path) -> None:
     """Serve until interrupted."""
     context = both_ends.server_context(directory)
     listeners = await trio_smc.open_listeners(port, host=both_ends.HOST)
-    both_ends.listening(listeners[0], directory)
+    both_ends.print_address(listeners[0], directory)
     await trio.serve_listeners(
         shout, [trio.SSLListener(listener, context) for listener in listeners]
     )
@@ -37,7 +37,7 @@ async def connect(port: int, ca: Path) -> None:
         await stream.send_all(b"hello over tls")
         answer = await stream.receive_some()
         print(answer.decode(), "-", tls_version(stream))
-        print(both_ends.said("client", transport))
+        print(both_ends.describe("client", transport))
 
 
 def tls_version(stream: SmcTls) -> str:

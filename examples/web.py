@@ -103,7 +103,7 @@ async def serve(port: int, directory: Path) -> None:
     context = both_ends.server_context(directory)
     async with trio_smc.open_stack() as stack:
         listeners = await trio_smc.open_listeners(port, host=both_ends.HOST)
-        both_ends.listening(listeners[0], directory)
+        both_ends.print_address(listeners[0], directory)
         await serve_app(app, over_tls(listeners, context), interrupted)
         print("server: connections over smc-r:", stack.statistics().connections)
 
@@ -124,7 +124,7 @@ async def get(client: httpx.AsyncClient, url: str) -> None:
     """Make a request; print the answer and how it travelled."""
     answer = await client.get(url)
     stream = answer.extensions["network_stream"].get_extra_info("smc_stream")
-    print(answer.http_version, answer.text, "-", both_ends.said("client", stream))
+    print(answer.http_version, answer.text, "-", both_ends.describe("client", stream))
 
 
 if __name__ == "__main__":

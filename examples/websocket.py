@@ -31,7 +31,7 @@ async def serve(port: int, directory: Path) -> None:
     """Serve until interrupted."""
     async with trio_smc.open_stack() as stack:
         listeners = await trio_smc.open_listeners(port, host=both_ends.HOST)
-        both_ends.listening(listeners[0], directory)
+        both_ends.print_address(listeners[0], directory)
         try:
             # Its annotations know no listeners but Trio's.
             await WebSocketServer(echo, listeners).run()  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ async def connect(port: int, _: Path) -> None:
         async with connection:
             await connection.send_message("hello over a websocket")
             print(await connection.get_message())
-            print(both_ends.said("client", stream))
+            print(both_ends.describe("client", stream))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class Page:
             while not self._loaded:
                 self._note(json.loads(await self._socket.get_message()))
 
-    async def ask(self, expression: str) -> Any:
+    async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, a promise's when it is one."""
         answer = await self._call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
@@ -91,7 +91,7 @@ class Page:
 
     async def photograph(self, path: Path) -> None:
         """Write a PNG of the whole page."""
-        height = await self.ask("document.documentElement.scrollHeight")
+        height = await self.evaluate("document.documentElement.scrollHeight")
         answer = await self._call(
             "Page.captureScreenshot",
             captureBeyondViewport=True,
@@ -108,13 +108,13 @@ class Page:
         with trio.fail_after(PATIENCE):
             await self._socket.send_message(json.dumps(message))
             while True:
-                said = json.loads(await self._socket.get_message())
-                if said.get("id") == number:
+                reply = json.loads(await self._socket.get_message())
+                if reply.get("id") == number:
                     break
-                self._note(said)
-        if "error" in said:
-            raise ValueError(f"{method}: {said['error']['message']}")
-        result: dict[str, Any] = said["result"]
+                self._note(reply)
+        if "error" in reply:
+            raise ValueError(f"{method}: {reply['error']['message']}")
+        result: dict[str, Any] = reply["result"]
         return result
 
     def _note(self, event: dict[str, Any]) -> None:
@@ -165,13 +165,13 @@ async def open_page() -> AsyncIterator[Page]:
                     await process.wait()
 
 
-async def _address(process: trio.Process, told: trio.Path) -> str:
+async def _address(process: trio.Process, report: trio.Path) -> str:
     """Where the browser listens: it writes that to a file of its profile."""
     with trio.fail_after(PATIENCE):
         while True:
             if process.poll() is not None:
                 raise OSError(f"{COMMAND} ended with {process.returncode}")
-            lines = (await told.read_text()).split("\n") if await told.exists() else []
+            lines = (await report.read_text()).split("\n") if await report.exists() else []
             if len(lines) > 1:
                 return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
             await trio.sleep(0.05)

@@ -32,7 +32,7 @@ _SHORTEST: Final = 150
 """Characters of the shortest page that says anything."""
 _MADE: Final = ("search", "genindex", "py-modindex")
 """Pages that Sphinx makes of nothing of ours."""
-_LOOK: Final = """(() => {
+_MEASURE_LAYOUT: Final = """(() => {
   const pictures = [...document.images, ...document.querySelectorAll("object")];
   const room = document.documentElement;
   return {
@@ -84,7 +84,7 @@ def read(path: Path) -> Html:
     return reader.found
 
 
-def wrong_links(directory: Path) -> list[str]:
+def link_problems(directory: Path) -> list[str]:
     """What is wrong with links and loads of all pages, a line each."""
     pages = {path: read(path) for path in sorted(directory.rglob("*.html"))}
     wrong = []
@@ -110,7 +110,7 @@ def wrong_links(directory: Path) -> list[str]:
     return wrong
 
 
-async def wrong_looks(
+async def layout_problems(
     directory: Path, pages: list[Path], screenshots: Path | None = None
 ) -> list[str]:
     """What a browser sees that is wrong with the pages of a directory, a line each."""
@@ -125,7 +125,7 @@ async def wrong_looks(
                 for address in page.requests
                 if urlsplit(address).scheme not in ("file", "data", "blob")
             ]
-            seen = await page.ask(_LOOK)
+            seen = await page.evaluate(_MEASURE_LAYOUT)
             wrong += [f"{name}: {address} does not show" for address in seen["broken"]]
             wrong += [f"{name}: {address} is too small to see" for address in seen["tiny"]]
             if not seen["title"] and name.stem not in _MADE:
@@ -141,7 +141,7 @@ async def wrong_looks(
         search = directory / "search.html"
         if search in pages:
             await page.open(f"{search.as_uri()}?q=fallback")
-            if not await page.ask(_FOUND):
+            if not await page.evaluate(_FOUND):
                 wrong.append("search.html: the search finds nothing")
     return wrong
 
@@ -158,10 +158,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not pages:
         print(f"{options.directory} has no pages: make docs", file=sys.stderr)
         return 2
-    wrong = wrong_links(directory)
+    wrong = link_problems(directory)
     if not options.no_browser:
         try:
-            wrong += trio.run(wrong_looks, directory, pages, options.screenshots)
+            wrong += trio.run(layout_problems, directory, pages, options.screenshots)
         except (OSError, trio.TooSlowError) as error:
             print(f"the browser cannot be used: {error}", file=sys.stderr)
             return 2

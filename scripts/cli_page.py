@@ -53,19 +53,20 @@ class Numbers:
     Attributes:
       pid: of the process that is looked at.
       ports: fixed ones by real ones.
-      told: of `_NUMBERED`, what each has become.
+      replaced: of `_NUMBERED`, the replacement of each number.
     """
 
     pid: int
     ports: dict[int, int]
-    told: dict[int, int] = dataclasses.field(default_factory=dict)
+    replaced: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 def page(text: str) -> str:
     """The page with all examples renewed."""
-    with _peer() as told:
+    with _peer() as peer:
         numbers = Numbers(
-            told["pid"], {told["port"]: 7000, told["client"]: 40001, told["plain"]: 40002}
+            peer["pid"],
+            {peer["port"]: 7000, peer["client"]: 40001, peer["plain"]: 40002},
         )
 
         def renewed(match: re.Match[str]) -> str:
@@ -138,8 +139,8 @@ def with_fixed(value: Any, numbers: Numbers, name: str = "") -> Any:
         return _FIXED[name]
     if name in _NUMBERED:
         first = _NUMBERED[name]
-        taken = [fixed for fixed in numbers.told.values() if first <= fixed < first + 100]
-        return numbers.told.setdefault(value, first + len(taken))
+        taken = [fixed for fixed in numbers.replaced.values() if first <= fixed < first + 100]
+        return numbers.replaced.setdefault(value, first + len(taken))
     if name == "pid":
         return _PID
     if isinstance(value, dict):

@@ -70,8 +70,8 @@ def _run_piece(number: int, piece: tuple[str, int, int]) -> bool:
     )  # fmt: skip
     lines = done.stdout.splitlines()
     # One call, so that two that end together do not mix their lines.
-    said = done.stdout if done.returncode else (lines or ["it said nothing"])[-1]
-    print(f"piece {number}: {said}", flush=True)
+    line = done.stdout if done.returncode else (lines or ["it said nothing"])[-1]
+    print(f"piece {number}: {line}", flush=True)
     return done.returncode == 0
 
 

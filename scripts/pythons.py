@@ -28,7 +28,9 @@ PLACE = ROOT / "build" / "pythons"
 OLDEST, NEWEST = (3, 11), (3, 14)
 DEBIAN_13 = "trixie"
 PACKAGES = "ca-certificates,git,make,mount,netbase,python3"
-TELL = "import sys, sysconfig; print(*sys.version_info[:3], sysconfig.get_config_var('ABIFLAGS'))"
+VERSION_CODE = (
+    "import sys, sysconfig; print(*sys.version_info[:3], sysconfig.get_config_var('ABIFLAGS'))"
+)
 # What processes in a root directory need of the machine.
 SHARED = [Path("/dev"), Path("/proc"), Path("/sys"), Path("/etc/resolv.conf")]
 
@@ -90,9 +92,11 @@ def newest_of_each(candidates: Iterator[Path]) -> dict[str, Path]:
     """The newest interpreter of each supported minor version and build ("3.13", "3.13t")."""
     best: dict[tuple[int, int, str], tuple[int, Path]] = {}
     for python in candidates:
-        told = subprocess.run([python, "-c", TELL], capture_output=True, text=True, check=False)
-        words = told.stdout.split()
-        if told.returncode or len(words) < 3:
+        probe = subprocess.run(
+            [python, "-c", VERSION_CODE], capture_output=True, text=True, check=False
+        )
+        words = probe.stdout.split()
+        if probe.returncode or len(words) < 3:
             continue  # a shim without its version, or Python 2
         major, minor, micro = map(int, words[:3])
         build = words[3] if len(words) > 3 else ""

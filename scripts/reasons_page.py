@@ -60,9 +60,9 @@ def explanations() -> dict[str, str]:
         match member, text:
             case (
                 ast.Assign(targets=[ast.Name(id=name)]),
-                ast.Expr(value=ast.Constant(value=str(said))),
+                ast.Expr(value=ast.Constant(value=str(docstring))),
             ):
-                found[FallbackReason[name].value] = " ".join(said.split())
+                found[FallbackReason[name].value] = " ".join(docstring.split())
     return found
 
 

@@ -128,7 +128,7 @@ class Seen:
     prefix_bytes: int = 0
     samples: dict[str, list[tuple[float, dict[str, int]]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class Soak:
@@ -192,7 +192,7 @@ class Soak:
             living = [each for each in self.processes.values() if not each.ended]
             for each in living:
                 each.process.send_signal(signal.SIGCONT)
-                await each.tell("stop")
+                await each.send_command("stop")
             # Nobody ends while another one may begin a conversation with it still.
             await self._until(
                 lambda: all(each.left is not None or each.ended for each in living), _ENDS_WITHIN
@@ -229,7 +229,7 @@ class Soak:
         return each
 
     async def _connect(self, one: Watched, other: Watched) -> None:
-        await one.tell("connect", other=other.id, ports=other.ports)
+        await one.send_command("connect", other=other.id, ports=other.ports)
 
     async def _listen(self, each: Watched) -> None:
         async for event in each.events():
@@ -262,7 +262,7 @@ class Soak:
             self.seen.counts["killed"] += 1
             await self._ended(killed)
             for each in others:
-                await each.tell("forget", other=killed.id)
+                await each.send_command("forget", other=killed.id)
             self.look_at_errors(killed)
             await trio.sleep(rng.random())
 
@@ -318,7 +318,7 @@ class Soak:
         problems = self.seen.problems
         if each.role == "killed":
             return  # the last one: it may have been killed, or not
-        if each.left is None or each.left["talking"] or each.left["connections"]:
+        if each.left is None or each.left["open_conversations"] or each.left["connections"]:
             problems.append(f"{each.role}: at the end there were left: {each.left}")
         self._look_at(each.role, each)
         assert each.process.stdin is not None
@@ -345,7 +345,7 @@ class Soak:
         each.ready = True
 
     def on_ended(
-        self, each: Watched, other: int, transport: str, how: str, bytes: int, moment: str,
+        self, each: Watched, other: int, transport: str, how: str, bytes: int, activity: str,
         seconds: float, log: list[str],
     ) -> None:  # fmt: skip
         seen = self.seen
@@ -365,7 +365,7 @@ class Soak:
             ] += 1
             return
         fault = f"the last fault was {self.elapsed() - self._fault:.1f} s ago"
-        lines = "\n  ".join([f"{moment}: {how}; {fault}", *log])
+        lines = "\n  ".join([f"{activity}: {how}; {fault}", *log])
         self._problem(f"{each.role} with {there.role} {other}, {transport} {lines}")
 
     def _may_have_lost_links(self, roles: set[str], began: float) -> bool:
@@ -392,8 +392,10 @@ class Soak:
         self.seen.counts["faults of the client's RNICs"] += 1
         self._fault = self.elapsed()
 
-    def on_rests(self, each: Watched, talking: int, connections: int, received: int) -> None:
-        each.left = {"talking": talking, "connections": connections}
+    def on_rests(
+        self, each: Watched, open_conversations: int, connections: int, received: int
+    ) -> None:
+        each.left = {"open_conversations": open_conversations, "connections": connections}
 
     # -- the end -------------------------------------------------------------------------
 
@@ -401,7 +403,7 @@ class Soak:
         seen = self.seen
         chaos = self._chaos.result
         seen.problems += [f"chaos: {problem}" for problem in chaos.problems]
-        seen.told += [f"chaos: {line}" for line in chaos.recollections()]
+        seen.notes += [f"chaos: {line}" for line in chaos.recollections()]
         for name, rises in self.rises().items():
             for what, rise in rises.items():
                 if rise > LIMITS[what] and self._seconds >= _JUDGED_FROM:
@@ -479,7 +481,7 @@ def main() -> int:
         seen = trio.run(soak.run)
     for table in soak.tables():
         print(report.text_of(table, left=1) + "\n")
-    for line in (*seen.problems, *seen.told):
+    for line in (*seen.problems, *seen.notes):
         print(line)
     print(f"soak: {time.monotonic() - began:.0f} s, seed {seed}, {len(seen.problems)} problems")
     return 1 if seen.problems else 0

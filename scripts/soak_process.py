@@ -36,7 +36,7 @@ from trio_websocket import (
 
 import trio_smc
 from examples.chaos_load import KINDS, Conversation, Wrong
-from examples.chaos_peer import HOST, outcome, say
+from examples.chaos_peer import HOST, outcome, write_event
 from trio_smc import Config, SmcListener, SmcStream, SoftRnic, Stack
 from trio_smc.rnic.soft.faults import Fault, FaultPlan
 
@@ -150,7 +150,7 @@ def _websocket_errors() -> Iterator[None]:
         raise Wrong(f"the websocket was closed with {closed.reason}") from closed
 
 
-class _Telling:
+class _EndNoticing:
     """A stream that tells when it is over, as a send or a receive has noticed."""
 
     def __init__(self, stream: SmcStream) -> None:
@@ -158,18 +158,18 @@ class _Telling:
         self.over = trio.Event()
 
     async def send_all(self, data: bytes) -> None:
-        with self._telling():
+        with self._noticing():
             await self._stream.send_all(data)
 
     async def receive_some(self, most: int) -> bytes:
-        with self._telling():
+        with self._noticing():
             data = bytes(await self._stream.receive_some(most))
         if not data:
             self.over.set()
         return data
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _noticing(self) -> Iterator[None]:
         try:
             yield
         except trio.BrokenResourceError:
@@ -184,18 +184,18 @@ async def _websocket(
     nursery: trio.Nursery, stream: SmcStream, *, client: bool
 ) -> WebSocketConnection:
     """Either side's handshake; trio-websocket waits for ever for one that was cut."""
-    telling: Any = _Telling(stream)
+    noticing: Any = _EndNoticing(stream)
 
     async def give_up() -> None:
-        await telling.over.wait()
+        await noticing.over.wait()
         raise trio.BrokenResourceError
 
     async with trio.open_nursery() as racing:
         racing.start_soon(give_up)
         if client:
-            connection = await wrap_client_stream(nursery, telling, HOST, "/soak")
+            connection = await wrap_client_stream(nursery, noticing, HOST, "/soak")
         else:
-            connection = await (await wrap_server_stream(nursery, telling)).accept()
+            connection = await (await wrap_server_stream(nursery, noticing)).accept()
         racing.cancel_scope.cancel()
     return connection
 
@@ -229,7 +229,7 @@ class Log(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._records.append(record)
 
-    def told(self) -> list[str]:
+    def formatted(self) -> list[str]:
         """One line for each record, with its age."""
         now = time.time()
         return [f"{each.created - now:.1f} s: {each.getMessage()}" for each in self._records]
@@ -292,7 +292,7 @@ class Process:
     contexts: tuple[ssl.SSLContext, ssl.SSLContext]
     log: Log
     numbers: int = 0
-    talking: int = 0
+    open_conversations: int = 0
     gone: set[int] = field(default_factory=set)
     patience: Patience = field(default_factory=Patience)
     stopping: trio.Event = field(default_factory=trio.Event)
@@ -304,21 +304,21 @@ class Process:
         if stream.mode != "smc-r":
             await stream.aclose()  # the client says so
             return
-        self.talking += 1
+        self.open_conversations += 1
         try:
             async with framed(transport, stream, self.contexts[0], client=False) as channel:
                 with trio.fail_after(PATIENCE):
                     conversation = await Conversation.accept(channel)
-                await self.talk(transport, conversation, conversation.seed >> 32)
+                await self.converse(transport, conversation, conversation.seed >> 32)
         except* (trio.BrokenResourceError, HandshakeError, ConnectionClosed) as broken:
-            say(event="nameless", transport=transport, why=repr(broken))
+            write_event(event="nameless", transport=transport, why=repr(broken))
         except* (trio.TooSlowError, Wrong) as wrong:
-            say(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
+            write_event(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
         finally:
             await trio.aclose_forcefully(stream)
-            self.talking -= 1
+            self.open_conversations -= 1
 
-    async def keep_talking(self, other: int, transport: str, port: int, lane: int) -> None:
+    async def keep_conversing(self, other: int, transport: str, port: int, lane: int) -> None:
         """One conversation after the other with one process."""
         rng = random.Random(f"{self.seed} {self.id} {other} {transport} {lane}")
         while not self.stopping.is_set() and other not in self.gone:
@@ -326,29 +326,29 @@ class Process:
             try:
                 stream = await self.stack.open_stream(HOST, port)
             except OSError as error:
-                say(event="refused", other=other, why=str(error))
+                write_event(event="refused", other=other, why=str(error))
                 await trio.sleep(0.1)
                 continue
             if stream.mode != "smc-r":
-                say(
+                write_event(
                     event="fallback",
                     other=other,
                     why=str(stream.fallback and stream.fallback.reason),
                 )
                 await stream.aclose()
                 continue
-            self.talking += 1
+            self.open_conversations += 1
             began = trio.current_time()
             try:
                 async with framed(transport, stream, self.contexts[1], client=True) as channel:
-                    await self.talk(transport, self.next(transport, channel), other)
+                    await self.converse(transport, self.next(transport, channel), other)
             except* (trio.BrokenResourceError, HandshakeError, ConnectionClosed) as broken:
-                self.tell(other, transport, "reset", 0, repr(broken), began)
+                self.report_end(other, transport, "reset", 0, repr(broken), began)
             except* (trio.TooSlowError, Wrong) as wrong:
-                say(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
+                write_event(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
             finally:
                 await trio.aclose_forcefully(stream)
-                self.talking -= 1
+                self.open_conversations -= 1
 
     def next(self, transport: str, channel: SmcStream) -> Conversation:
         """The next conversation of a kind that this transport can have."""
@@ -361,24 +361,24 @@ class Process:
             if conversation.kind in BY_TRANSPORT[transport]:
                 return conversation
 
-    async def talk(self, transport: str, conversation: Conversation, other: int) -> None:
+    async def converse(self, transport: str, conversation: Conversation, other: int) -> None:
         """Have one conversation and say how it ended."""
         began, how = trio.current_time(), "hung"
         with self.patience.move_on_after(PATIENCE) as waits:
             how = await outcome(conversation)
-        moment = f"{conversation.number} ({conversation.kind}): {conversation.moment}"
-        self.tell(other, transport, how, conversation.moved, moment, began, waits)
+        activity = f"{conversation.number} ({conversation.kind}): {conversation.activity}"
+        self.report_end(other, transport, how, conversation.received, activity, began, waits)
         if how != "done":
             await trio.aclose_forcefully(conversation.stream)
 
-    def tell(
-        self, other: int, transport: str, how: str, moved: int, moment: str, began: float,
+    def report_end(
+        self, other: int, transport: str, how: str, received: int, activity: str, began: float,
         waits: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Say how a conversation ended."""
-        log = [] if how == "done" else [*waits, *self.log.told()]
-        say(event="ended", other=other, transport=transport, how=how, bytes=moved, moment=moment,
-            seconds=trio.current_time() - began, log=log)  # fmt: skip
+        log = [] if how == "done" else [*waits, *self.log.formatted()]
+        write_event(event="ended", other=other, transport=transport, how=how, bytes=received,
+            activity=activity, seconds=trio.current_time() - began, log=log)  # fmt: skip
 
     # -- faults --------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class Process:
                 if not self.whole():
                     since = trio.current_time()
             kind, rnic = rng.choice(_FAULTS), rng.choice(self.rnics)
-            say(event="fault", kind=kind)
+            write_event(event="fault", kind=kind)
             if kind == "port-flap":
                 rnic.fail()
                 await trio.sleep(rng.random())
@@ -413,7 +413,7 @@ class Process:
 
     # -- commands ------------------------------------------------------------------------
 
-    async def obey(self, nursery: trio.Nursery) -> None:
+    async def run_commands(self, nursery: trio.Nursery) -> None:
         """Do what standard input says, until it says "stop" or ends."""
         buffered = b""
         async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
@@ -426,7 +426,11 @@ class Process:
                             for transport, port in command["ports"].items():
                                 for lane in range(self.lanes):
                                     nursery.start_soon(
-                                        self.keep_talking, command["other"], transport, port, lane
+                                        self.keep_conversing,
+                                        command["other"],
+                                        transport,
+                                        port,
+                                        lane,
                                     )
                         case "forget":
                             self.gone.add(command["other"])
@@ -438,10 +442,10 @@ class Process:
     async def rest(self) -> None:
         """Wait until nothing is left of any conversation, and say so."""
         with trio.move_on_after(PATIENCE):
-            while self.talking or self.stack.statistics().open_connections:  # noqa: ASYNC110
+            while self.open_conversations or self.stack.statistics().open_connections:  # noqa: ASYNC110
                 await trio.sleep(0.05)  # nothing tells
         left = self.stack.statistics().open_connections
-        say(event="rests", talking=self.talking, connections=left,
+        write_event(event="rests", open_conversations=self.open_conversations, connections=left,
             received=self.stack.statistics().bytes_received)  # fmt: skip
 
 
@@ -482,9 +486,9 @@ async def main(
             nursery.start_soon(trio.serve_listeners, handler, listeners)
         if faults:
             nursery.start_soon(process.make_faults, faults)
-        say(event="ready", ports=ports)
+        write_event(event="ready", ports=ports)
         async with trio.open_nursery() as talks:
-            await process.obey(talks)
+            await process.run_commands(talks)
         await process.rest()
         # The controller looks at what is left, and then lets it end.
         await trio.lowlevel.wait_readable(0)

@@ -109,7 +109,7 @@ def contents(made: Path) -> list[str]:
 def strays(names: Iterable[str]) -> list[str]:
     """Which of these neither git has, nor a wheel adds."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    ours = set(_said(listed, ROOT).split("\n"))
+    ours = set(_output_of(listed, ROOT).split("\n"))
     compiled = {f"{name.removesuffix('.py')}.so" for name in ours if name.startswith("trio_smc/")}
     bare = {name: re.sub(r"\.cpython-[^/]*\.so$", ".so", name) for name in names}
     known = ours | compiled
@@ -128,9 +128,9 @@ def tested(arguments: Sequence[str]) -> int:
         archive.extractall(tree, [each for each in archive.namelist() if each.endswith(".so")])
     # The tree goes first also where .venv has another one installed.
     environment = {**os.environ, "PYTHONPATH": str(tree)}
-    said = _said([sys.executable, "-m", "trio_smc.tools", "--version"], tree, environment)
-    if said != f"trio-smc {version()} (compiled)\n":
-        raise Failed(f"not a compiled build: {said}")
+    output = _output_of([sys.executable, "-m", "trio_smc.tools", "--version"], tree, environment)
+    if output != f"trio-smc {version()} (compiled)\n":
+        raise Failed(f"not a compiled build: {output}")
     command = [sys.executable, "-m", "pytest", *arguments]
     return subprocess.run(command, cwd=tree, env=environment, check=False).returncode
 
@@ -144,15 +144,15 @@ def _try(python: Path, environment: Path, wheel: Path, kind: str) -> None:
     _run([python, "-m", "venv", environment])
     _run([environment / "bin" / "python", "-m", "pip", "install", "-q", wheel])
     command = environment / "bin" / "trio-smc"
-    if not _said([command, "--help"]).startswith("usage: trio-smc"):
+    if not _output_of([command, "--help"]).startswith("usage: trio-smc"):
         raise Failed(f"{wheel.name}: trio-smc --help fails")
-    said = _said([command, "--version"])
-    if said != f"trio-smc {version()} ({kind})\n":
-        raise Failed(f"{wheel.name} says {said!r}")
-    print(f"{wheel.name}: {said}", end="", flush=True)
+    output = _output_of([command, "--version"])
+    if output != f"trio-smc {version()} ({kind})\n":
+        raise Failed(f"{wheel.name} says {output!r}")
+    print(f"{wheel.name}: {output}", end="", flush=True)
 
 
-def _said(
+def _output_of(
     command: Sequence[str | Path],
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,

@@ -31,11 +31,11 @@ __all__ = [
     "WARM_UP",
     "Server",
     "Workload",
-    "ask_many",
-    "ask_one",
     "client_context",
     "main",
     "move",
+    "request_concurrently",
+    "request_in_turn",
     "server_context",
 ]
 
@@ -48,7 +48,7 @@ _LEAST, _LEAST_WITH_PAUSES = 20, 100
 _GIB = 1 << 30
 _MIB = 1 << 20
 
-Ask = Callable[[], Awaitable[object]]
+Request = Callable[[], Awaitable[object]]
 Move = Callable[[], Awaitable[int]]
 Ports = dict[str, int]
 
@@ -86,7 +86,7 @@ def client_context(directory: Path) -> ssl.SSLContext:
 # --- what is timed ---------------------------------------------------------------------------
 
 
-async def _ask_until(end: float, ask: Ask, least: int, pause: float) -> list[int]:
+async def _request_until(end: float, request: Request, least: int, pause: float) -> list[int]:
     """Ask until `perf_counter` shows ``end``; the times of the requests in nanoseconds."""
     clock = time.perf_counter_ns
     times: list[int] = []
@@ -94,27 +94,29 @@ async def _ask_until(end: float, ask: Ask, least: int, pause: float) -> list[int
         if pause:
             await trio.sleep(pause)
         before = clock()
-        await ask()
+        await request()
         times.append(clock() - before)
     return times
 
 
-async def ask_one(
-    server: Server, seconds: float, ask: Ask, *, pause: float = 0.0, warm_up: int = _LEAST
+async def request_in_turn(
+    server: Server, seconds: float, request: Request, *, pause: float = 0.0, warm_up: int = _LEAST
 ) -> tuple[float, float]:
     """Ask one request after the other, with a pause before each.
 
     Returns the median time of a request, and the processor time of one, in microseconds.
     """
-    await _ask_until(time.perf_counter() + WARM_UP, ask, warm_up, 0.0)
+    await _request_until(time.perf_counter() + WARM_UP, request, warm_up, 0.0)
     used = server.processor_time()
     least = _LEAST_WITH_PAUSES if pause else _LEAST
-    times = await _ask_until(time.perf_counter() + seconds, ask, least, pause)
+    times = await _request_until(time.perf_counter() + seconds, request, least, pause)
     used = server.processor_time() - used
     return statistics.median(times) / 1e3, used / len(times) / 1e3
 
 
-async def ask_many(server: Server, seconds: float, asks: Sequence[Ask]) -> tuple[float, float]:
+async def request_concurrently(
+    server: Server, seconds: float, requests: Sequence[Request]
+) -> tuple[float, float]:
     """Ask on many connections at once.
 
     Returns requests per second, and the processor time of one in microseconds.
@@ -124,14 +126,14 @@ async def ask_many(server: Server, seconds: float, asks: Sequence[Ask]) -> tuple
         done = 0
         start = time.perf_counter()
 
-        async def each(ask: Ask) -> None:
+        async def each(request: Request) -> None:
             nonlocal done
-            times = await _ask_until(start + seconds, ask, 1, 0.0)
+            times = await _request_until(start + seconds, request, 1, 0.0)
             done += len(times)
 
         async with trio.open_nursery() as nursery:
-            for ask in asks:
-                nursery.start_soon(each, ask)
+            for request in requests:
+                nursery.start_soon(each, request)
         return done, time.perf_counter() - start
 
     await together(WARM_UP)
@@ -158,29 +160,29 @@ async def move(server: Server, warm_up: Move, some: Move) -> tuple[float, float]
 # --- processes -------------------------------------------------------------------------------
 
 
-def _say(**event: Any) -> None:
+def _write_event(**event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
 async def _serve(serve: Serve, directory: Path) -> None:
     async with trio.open_nursery() as nursery:
         ports = await nursery.start(serve, directory)
-        _say(ports=ports, pid=os.getpid())
+        _write_event(ports=ports, pid=os.getpid())
         async for _ in TrioLoop().lines():
             pass
         nursery.cancel_scope.cancel()
 
 
 async def _client(workloads: Mapping[str, Workload], server: Server) -> None:
-    _say(pid=os.getpid())
+    _write_event(pid=os.getpid())
     async for line in TrioLoop().lines():
         command = json.loads(line)
         name, seconds = command["workload"], command["seconds"]
         try:
             with trio.fail_after(seconds + _PATIENCE):
-                _say(values=await workloads[name](server, seconds))
+                _write_event(values=await workloads[name](server, seconds))
         except Exception as error:
-            _say(error=f"{name}: {type(error).__name__}: {error}")
+            _write_event(error=f"{name}: {type(error).__name__}: {error}")
 
 
 def main(

@@ -10,7 +10,7 @@ import anyio
 import anyio.abc
 import trio
 
-from benchmarks.programs.common import HOST, READ, Server, ask_one, main
+from benchmarks.programs.common import HOST, READ, Server, main, request_in_turn
 
 
 async def answer(stream: anyio.abc.SocketStream) -> None:
@@ -32,13 +32,13 @@ async def echo(size: int, server: Server, seconds: float) -> tuple[float, float]
     data = bytes(size)
     async with await anyio.connect_tcp(HOST, server.ports["tcp"]) as stream:
 
-        async def ask() -> None:
+        async def make_request() -> None:
             await stream.send(data)
             left = size
             while left:
                 left -= len(await stream.receive(READ))
 
-        return await ask_one(server, seconds, ask)
+        return await request_in_turn(server, seconds, make_request)
 
 
 WORKLOADS = {"anyio": partial(echo, 64), "anyio-64k": partial(echo, 64 * 1024)}

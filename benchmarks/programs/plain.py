@@ -21,11 +21,11 @@ from benchmarks.programs.common import (
     READ,
     WARM_UP,
     Server,
-    ask_many,
-    ask_one,
     client_context,
     main,
     move,
+    request_concurrently,
+    request_in_turn,
     server_context,
 )
 
@@ -89,7 +89,7 @@ async def connection(server: Server, port: str, letter: bytes) -> AsyncIterator[
         yield stream
 
 
-async def ask(stream: trio.abc.Stream) -> None:
+async def make_request(stream: trio.abc.Stream) -> None:
     """Make one request."""
     await stream.send_all(bytes(MESSAGE))
     await exactly(stream, MESSAGE)
@@ -98,7 +98,7 @@ async def ask(stream: trio.abc.Stream) -> None:
 async def echo(port: str, pause: float, server: Server, seconds: float) -> tuple[float, float]:
     """Requests on one connection."""
     async with connection(server, port, b"e") as stream:
-        return await ask_one(server, seconds, partial(ask, stream), pause=pause)
+        return await request_in_turn(server, seconds, partial(make_request, stream), pause=pause)
 
 
 async def echoes(connections: int, server: Server, seconds: float) -> tuple[float, float]:
@@ -108,7 +108,9 @@ async def echoes(connections: int, server: Server, seconds: float) -> tuple[floa
             await stack.enter_async_context(connection(server, "tcp", b"e"))
             for _ in range(connections)
         ]
-        return await ask_many(server, seconds, [partial(ask, stream) for stream in streams])
+        return await request_concurrently(
+            server, seconds, [partial(make_request, stream) for stream in streams]
+        )
 
 
 async def stream(port: str, size: int, server: Server, seconds: float) -> tuple[float, float]:
@@ -137,9 +139,9 @@ async def short(warm_up: int, server: Server, seconds: float) -> tuple[float, fl
 
     async def once() -> None:
         async with connection(server, "tcp", b"e") as stream:
-            await ask(stream)
+            await make_request(stream)
 
-    return await ask_one(server, seconds, once, warm_up=warm_up)
+    return await request_in_turn(server, seconds, once, warm_up=warm_up)
 
 
 WORKLOADS = {

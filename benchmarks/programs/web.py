@@ -19,11 +19,11 @@ from benchmarks.programs.common import (
     READ,
     Server,
     Workload,
-    ask_many,
-    ask_one,
     client_context,
     main,
     move,
+    request_concurrently,
+    request_in_turn,
 )
 
 _FILE = 256 * 1024 * 1024
@@ -88,14 +88,14 @@ async def json(connections: int, server: Server, seconds: float) -> tuple[float,
     """Requests, so many at once."""
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     async with _client(server, limits=limits) as client:
-        return await ask_many(server, seconds, [partial(_get, client)] * connections)
+        return await request_concurrently(server, seconds, [partial(_get, client)] * connections)
 
 
 async def http2(server: Server, seconds: float) -> tuple[float, float]:
     """Requests by HTTP/2 with TLS."""
     context = client_context(server.directory)
     async with _client(server, "https", http1=False, http2=True, verify=context) as client:
-        return await ask_one(server, seconds, partial(_get, client))
+        return await request_in_turn(server, seconds, partial(_get, client))
 
 
 async def download(server: Server, _: float) -> tuple[float, float]:

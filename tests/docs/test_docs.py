@@ -40,7 +40,7 @@ def site(directory: Path, **changes: str) -> Path:
 
 
 def test_good_links(tmp_path: Path) -> None:
-    assert check_docs.wrong_links(site(tmp_path)) == []
+    assert check_docs.link_problems(site(tmp_path)) == []
     assert check_docs.main([str(tmp_path), "--no-browser"]) == 0
 
 
@@ -60,7 +60,7 @@ def test_bad_links(
     tmp_path: Path, text: str, wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = site(tmp_path / "", **{"index.html": GOOD + text})
-    [line] = check_docs.wrong_links(directory)
+    [line] = check_docs.link_problems(directory)
     assert line.startswith("index.html: ")
     assert line.endswith(wrong)
     assert check_docs.main([str(directory), "--no-browser"]) == 1
