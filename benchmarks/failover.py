@@ -1,15 +1,15 @@
-"""How long an application waits at a failover: `python -m benchmarks.failover`.
+"""Measure the pause of a stream at a failover: `python -m benchmarks.failover`.
 
-One process sends without end, another receives, each with two RNICs and a core of its own.  The
-link that carries the stream is made to fail; the pause is the longest time between two receives
-around the failure, minus the median of all.
+One process sends without end, another receives; each has two RNICs and a core of its own.  Then the
+link that carries the stream fails.  The pause is the longest time between two receives around the
+failure, minus the median of all.
 
-reported   the RNIC says that the link failed: the queue pair ends, or its port goes down.  Default
-           timers.
-silent     nothing comes through any more, nobody is told, and only TEST LINK can tell (RFC 7609,
-           4.5.3).  With `test_link_interval` as given by --interval.
+reported   the RNIC reports that the link failed: the queue pair fails, or its port goes down.
+           Default timers.
+silent     messages are lost without a report; only TEST LINK detects it (RFC 7609, 4.5.3).
+           --interval sets `test_link_interval`.
 
-The exit code is 1 when the stream broke or the link group did not become whole again.
+The exit code is 1 if the stream broke or the link group did not recover both links.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _USABLE = ("ACTIVE", "TESTING")
 
 
 class Failed(Exception):
-    """What ended the benchmark."""
+    """The benchmark cannot continue."""
 
 
 class Endpoint:
-    """One of the two processes: its end of the stream, and what it is asked."""
+    """One of the two processes: its end of the stream, and its commands."""
 
     def __init__(self, stack: Stack, rnics: tuple[SoftRnic, ...]) -> None:
         self._stack = stack
@@ -58,7 +58,7 @@ class Endpoint:
 
     async def send(self, stream: SmcStream) -> None:
         """The server's end."""
-        with contextlib.suppress(trio.BrokenResourceError):  # the client has more to say of it
+        with contextlib.suppress(trio.BrokenResourceError):  # the client reports the failure
             while True:
                 await stream.send_all(_PIECE)
 
@@ -74,7 +74,7 @@ class Endpoint:
         raise Failed("the stream ended")
 
     async def answer(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Do what was asked."""
+        """Run a command and return its result."""
         if do == "state":
             groups = self._stack.link_groups
             links = [link for group in groups for link in group.links]
@@ -93,7 +93,7 @@ class Endpoint:
         return {}
 
     async def strike(self, kind: str) -> None:
-        """Let the link fail that carries the stream."""
+        """Make the link fail that carries the stream."""
         rnic = max(self._rnics, key=self._users)
         assert isinstance(rnic.faults, FaultPlan)
         if kind == "port-flap":
@@ -129,11 +129,11 @@ async def run_endpoint(role: str, port: int, interval: float | None) -> None:
                 *lines, buffered = (buffered + data).split(b"\n")
                 for line in lines:
                     write_event(**await one.answer(**json.loads(line)))
-        os._exit(0)  # the stream is still busy, and that is nobody's business any more
+        os._exit(0)  # the stream is still busy, and its end is not part of the benchmark
 
 
 def write_event(**event: Any) -> None:
-    """One JSON object."""
+    """Print one JSON object."""
     os.write(1, (json.dumps(event) + "\n").encode())
 
 
@@ -141,7 +141,7 @@ def write_event(**event: Any) -> None:
 
 
 class Process:
-    """One of the two, from the outside."""
+    """One of the two processes, as seen by the process that measures."""
 
     def __init__(self, role: str, directory: str, port: int, interval: float | None) -> None:
         command = [sys.executable, "-m", "benchmarks.failover", "--role", role]
@@ -157,7 +157,7 @@ class Process:
             os.sched_setaffinity(self.process.pid, {CORES[role]})
 
     def line(self) -> Any:
-        """The next thing it says."""
+        """Return the next line that the process prints, decoded."""
         assert self.process.stdout is not None
         text = self.process.stdout.readline()
         if not text:
@@ -165,7 +165,7 @@ class Process:
         return json.loads(text)
 
     def call(self, do: str, **arguments: Any) -> Any:
-        """A question and its answer."""
+        """Send a command and return its result."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
@@ -174,7 +174,7 @@ class Process:
 
 @contextlib.contextmanager
 def processes(interval: float | None) -> Iterator[tuple[Process, Process]]:
-    """Both of them, with the stream running."""
+    """Start both processes; the stream runs."""
     with tempfile.TemporaryDirectory(prefix="smc-") as directory, contextlib.ExitStack() as ends:
         port, both = 0, []
         for role in ("server", "client"):
@@ -187,7 +187,7 @@ def processes(interval: float | None) -> Iterator[tuple[Process, Process]]:
 
 
 def wait_until_whole(both: tuple[Process, Process], but: list[Any]) -> list[Any]:
-    """Wait for a symmetric link group with other links than these; returns its links."""
+    """Wait for a symmetric link group without the links in `but`; return its links."""
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
         states = [one.call("state") for one in both]
@@ -203,7 +203,7 @@ def wait_until_whole(both: tuple[Process, Process], but: list[Any]) -> list[Any]
 
 
 def measure(kinds: tuple[str, ...], rounds: int, seed: int, interval: float | None) -> list[float]:
-    """The pauses of so many failures, in seconds."""
+    """Return the pauses of `rounds` failures, in seconds."""
     rng = random.Random(seed)
     pauses = []
     with processes(interval) as both:
@@ -219,7 +219,7 @@ def measure(kinds: tuple[str, ...], rounds: int, seed: int, interval: float | No
 
 
 def report(name: str, pauses: list[float]) -> dict[str, Any]:
-    """Print one line; returns it as values, in milliseconds."""
+    """Print one line; return its values, in milliseconds."""
     ordered = sorted(pauses)
     numbers = {
         label: round(1000 * ordered[min(len(ordered) - 1, int(len(ordered) * part))], 1)

@@ -1,4 +1,4 @@
-"""What a workload needs of the loop it runs in: Trio's, asyncio's or uvloop's."""
+"""The event loop of a workload: Trio's, asyncio's or uvloop's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Job = Callable[[], Awaitable[object]]
 
 
 class Loop(Protocol):
-    """Runs one program, and does for it what each loop does in its own way."""
+    """Runs a program, with the few operations that differ between loops."""
 
     def run(self, main: Callable[..., Any], *args: object) -> None:
         """Run ``main(*args)`` to its end."""
@@ -25,10 +25,10 @@ class Loop(Protocol):
         """Sleep."""
 
     async def within(self, seconds: float, job: Job) -> None:
-        """Run the job.  Raises TimeoutError or trio.TooSlowError when it takes longer."""
+        """Run the job.  Raises TimeoutError or trio.TooSlowError if it takes longer."""
 
     def lines(self) -> AsyncIterator[bytes]:
-        """The lines of standard input, while the loop goes on with other things."""
+        """Yield the lines of standard input; the loop goes on with other tasks."""
 
 
 class TrioLoop:

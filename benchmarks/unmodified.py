@@ -2,10 +2,10 @@
 
 The programs are in `benchmarks.programs`.  Each has a server's and a client's process for either
 transport; a round runs each workload over one right after the other, in alternating order.  Under
-`trio-smc run` all connections are SMC-R or fail (``--require-smc``), but for the workload whose
-peers are learned to be short: that is the command as it is by default, and its connections end up
-as TCP.  Copies of the repository may be measured beside this one, in the same rounds: a compiled
-build, or variants of the code (`benchmarks.ablation`).
+`trio-smc run` a connection is SMC-R or fails (``--require-smc``), except in the workload that
+measures learned short connections: there the command has its default options, and the connections
+end up as TCP.  Copies of the repository may be measured beside this one, in the same rounds: a
+compiled build, or variants of the code (`benchmarks.ablation`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Workload:
     """One line of the table.
 
     program: the module of `benchmarks.programs`.
-    metrics: what a user sees, and the processor time of both ends.
+    metrics: the time or rate that a user sees, and the processor time of both ends.
     under: the command that makes its connections SMC-R.
     """
 
@@ -88,7 +88,7 @@ WORKLOADS: Final = {
 
 @contextlib.contextmanager
 def certificates() -> Iterator[Path]:
-    """A directory with what `benchmarks.programs.common` says."""
+    """Yield a directory with the certificates that `benchmarks.programs.common` describes."""
     import trustme
 
     with tempfile.TemporaryDirectory(prefix="trio-smc-benchmark-") as name:
@@ -108,7 +108,7 @@ def _clients(
     cores: tuple[int | None, int | None],
     transports: Mapping[str, Path | None],
 ) -> Iterator[dict[str, Worker]]:
-    """A program's client for each transport, each with a server of its own."""
+    """Start a program's client for each transport, each with a server of its own."""
     module = f"benchmarks.programs.{program}"
     here, there = cores
     with contextlib.ExitStack() as stack:
@@ -121,7 +121,7 @@ def _clients(
                 module, "client", str(directory), reply, core=here, under=words, tree=tree
             )
             found[transport] = stack.enter_context(client)
-            client.answer()  # it is ready: one that starts takes the processor of who is measured
+            client.answer()  # wait until it is ready: its start would disturb the measurement
         yield found
 
 
@@ -136,10 +136,10 @@ def measure(
 
     Args:
       names: keys of `WORKLOADS`.
-      seconds: of each measurement but those of whole files.
-      cores: where client and server run; None: where the scheduler puts them.
-      transports: the columns of the table, and the copy of this repository whose code each runs;
-        None: this one.  `BASE` runs over TCP, the others under `trio-smc run`.
+        seconds: length of each measurement, except for whole files.
+        cores: the cores of client and server; None: not pinned.
+        transports: the columns of the table, and the copy of this repository whose code each runs;
+          None: this one.  `BASE` runs over TCP, the others under `trio-smc run`.
 
     Raises Failed.
     """

@@ -1,8 +1,8 @@
 """A process of the benchmark: `python -m benchmarks.worker ROLE TRANSPORT [--core N]`.
 
-Both roles say one JSON object per line and end when their standard input does. A server says its
+Both roles print one JSON object per line and end with their standard input. A server prints its
 address. A client reads {"workload", "at", "seconds"} and answers {"error"} or {"values"}: null if
-the transport is not for that workload. Workload "mode" is answered by the mode of a new connection.
+the workload does not apply to the transport. Workload "mode" answers the mode of a new connection.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def _until_end(transport: Transport) -> None:
 
 
 async def client(transport: Transport) -> None:
-    """Do what standard input asks for, one thing at a time."""
+    """Run the commands on standard input, one after the other."""
     async with transport.scope():
         async for line in transport.loop.lines():
             await run_commands(transport, **json.loads(line))
@@ -50,7 +50,7 @@ async def client(transport: Transport) -> None:
 async def run_commands(
     transport: Transport, workload: str, at: int | str, seconds: float = 0.0, **_: object
 ) -> None:
-    """Run one workload once and say its numbers, or why there are none."""
+    """Run one workload once; print its numbers, or the error."""
 
     async def run() -> None:
         if workload == "mode":
@@ -67,7 +67,7 @@ async def run_commands(
 
 
 async def write_mode(transport: Transport, at: int | str) -> None:
-    """Say how a connection's bytes travel; null for a transport that knows one way only."""
+    """Print the mode of a connection; null for a transport that has only one."""
     async with await transport.connect(at) as stream:
         fallback = getattr(stream, "fallback", None)
         write_event(mode=getattr(stream, "mode", None), fallback=fallback and fallback.message)

@@ -1,13 +1,14 @@
-"""The traffic of `chaos.py`: conversations in which both sides know what every byte has to be.
+"""The traffic of `chaos.py`: conversations in which both sides know every byte in advance.
 
-Each connection carries one conversation.  Its first 16 bytes say which; both sides derive the rest
-of it from that.  Every direction is a text of its own in which each byte is known from its
-position, followed by the SHA-256 of all of it and the end of the stream.  So a byte that is lost,
-doubled, swapped or of somebody else's shows at once and at its place.
+Each connection carries one conversation. Its first 16 bytes are a seed, a number and a scale, from
+which both sides derive the rest. In each direction the value of a byte follows from its position.
+After the last byte come the SHA-256 of all bytes and the end of the stream. A byte that is lost,
+doubled, swapped or from another connection is therefore detected, with its position.
 
-kinds: "stream" both ways at the same time, in writes of 1 byte to 256 KiB; "request" requests and
-answers in turn; "urgent" requests whose last byte is urgent; "half-close" one side sends and ends,
-then the other does; "abort" as "stream", and the client aborts somewhere in the middle.
+Kinds: "stream" sends both ways at the same time, in writes of 1 byte to 256 KiB. "request" sends
+requests and answers in turn. "urgent" sends requests whose last byte is urgent. In "half-close" one
+side sends and ends its direction, then the other does. "abort" is like "stream", but the client
+aborts somewhere in the middle.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ __all__ = ["KINDS", "Conversation", "Wrong"]
 HEADER = struct.Struct("!QII")
 KINDS = ("stream", "request", "urgent", "half-close", "abort")
 _WEIGHTS = (5, 5, 2, 4, 1)
-_BLOCK = 1_000_003  # a prime: no power of two apart are two bytes alike
+_BLOCK = 1_000_003  # a prime, so that bytes at a distance of a power of two differ
 _NOISE = memoryview(random.Random(7609).randbytes(_BLOCK) * 2)
 _LARGEST = 256 * 1024
 _DIGEST = hashlib.sha256().digest_size
 
 
 class Wrong(Exception):
-    """A byte is not what it has to be."""
+    """A byte differs from the expected one."""
 
 
 def _log_uniform(rng: random.Random, least: int, most: int) -> int:
@@ -48,16 +49,16 @@ def _text(start: int, position: int, size: int) -> memoryview:
 
 @dataclass(kw_only=True)
 class Conversation:
-    """One side of a conversation, and how far it is.
+    """One side of a conversation, and its progress.
 
     Attributes:
       seed: determines everything.
-      number: which one; `scale` multiplies how much is said, in percent.
-      said_all: this side has sent its last byte; a message of its connection that gets lost from
-        now on may be one that nobody misses.
+      number: the number of the conversation; `scale`: its size, in percent of the usual one.
+      sent_all: this side has sent its last byte. The peer does not always notice the loss of a
+        later message.
       pause: longest time between two pieces of a "stream", seconds.
-      moved: bytes received.
-      moment: what it is doing, for who wonders why it does not end.
+      received: bytes received.
+      activity: the current step, for a report about a conversation that hangs.
     """
 
     stream: SmcStream
@@ -82,7 +83,7 @@ class Conversation:
 
     @classmethod
     async def accept(cls, stream: SmcStream) -> Conversation:
-        """The server's side of whatever the client begins."""
+        """Read the header that the client sends, and return the server's side."""
         header = b""
         while len(header) < HEADER.size:
             data = await stream.receive_some(HEADER.size - len(header))
@@ -93,10 +94,10 @@ class Conversation:
         return cls(stream=stream, seed=seed, number=number, scale=scale, client=False)
 
     async def run(self) -> None:
-        """Have the conversation and close the stream.
+        """Run the conversation and close the stream.
 
         Raises, alone or in exception groups:
-          Wrong: a byte is not what it has to be.
+            Wrong: a byte differs from the expected one.
           trio.BrokenResourceError: the connection was reset.
         """
         if self.client:
@@ -151,7 +152,7 @@ class Conversation:
             nursery.start_soon(self._send_everything, 0)
             await self._receive_everything(0)
 
-    # -- speaking and listening ----------------------------------------------------------
+    # -- sending and receiving -----------------------------------------------------------
 
     def _rng(self, what: str) -> random.Random:
         return random.Random(f"{self.seed} {self.number} {what}")

@@ -2,7 +2,7 @@
 
     python -m examples.chaos_peer '{"role": "server", "seed": 1, "rnics": 2, ...}'
 
-It reads commands and says what happens, one JSON object per line, to `chaos_sides.py`.
+It reads commands from `chaos_sides.py` and writes events to it, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _CONNECTION_FLAGS = 25  # the byte of a CDC message with the flags of endings (R
 
 
 def write_event(**event: Any) -> None:
-    """One line to the controller."""
+    """Write one line to the controller."""
     os.write(1, (json.dumps(event) + "\n").encode())
 
 
 async def outcome(conversation: Conversation) -> str:
-    """Have a conversation: "done", "reset", or what is wrong."""
+    """Run a conversation; return "done", "reset", or a description of the problem."""
     how = "done"
     try:
         await conversation.run()
     except* trio.BrokenResourceError as broken:
-        # A client that aborts is all right.
+        # A client may abort.
         if conversation.kind != "abort" or conversation.client:
             how = "reset"
             conversation.activity = repr(_first(broken).__cause__)
@@ -56,8 +56,8 @@ async def outcome(conversation: Conversation) -> str:
 
 
 def tokens_of(conversation: Conversation) -> list[int]:
-    """The alert tokens of its connection, ours and the peer's; nothing for one over TCP."""
-    # They are nobody's business but the protocol's, so nothing public has them.
+    """Return the alert tokens of its connection (local, peer); empty for a TCP connection."""
+    # Only the protocol needs alert tokens, so they are not public.
     core = getattr(conversation.stream, "_core", None)
     return [] if core is None else [core.alert_token, core.messenger.peer_token]
 
@@ -71,7 +71,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 @dataclass(kw_only=True)
 class Peer:
-    """What the process holds."""
+    """The state of this process."""
 
     role: str
     seed: int
@@ -88,21 +88,21 @@ class Peer:
     # -- traffic -------------------------------------------------------------------------
 
     async def serve(self, stream: SmcStream) -> None:
-        """One connection, on the server."""
+        """Serve one connection, on the server."""
         if stream.mode != "smc-r":
-            await stream.aclose()  # the client says so
+            await stream.aclose()  # the client reports it
             return
         try:
             with trio.fail_after(PATIENCE):
                 conversation = await Conversation.accept(stream)
         except trio.BrokenResourceError:
-            # Nobody knows which it was; the client says what that means.
+            # The number of the conversation is unknown; the client reports the failure.
             await trio.aclose_forcefully(stream)
             return
         await self.converse(conversation)
 
     async def keep_conversing(self, port: int, lane: int) -> None:
-        """One conversation after the other, on the client."""
+        """Run one conversation after the other, on the client."""
         number = lane
         while not self.stopping:
             number += self.connections
@@ -113,7 +113,7 @@ class Peer:
                 await trio.sleep(0.05)
                 continue
             if stream.mode != "smc-r":
-                # With no link left for a moment, TCP it is.
+                # While no link is left, the connection is TCP.
                 write_event(event="fallback", why=str(stream.fallback and stream.fallback.reason))
                 await stream.aclose()
                 await trio.sleep(0.05)
@@ -123,7 +123,7 @@ class Peer:
             )
 
     async def converse(self, conversation: Conversation) -> None:
-        """Have one conversation and say how it ended."""
+        """Run one conversation and report how it ended."""
         self.conversations[conversation.number] = conversation
         tokens = tokens_of(conversation)
         how = "hung"
@@ -142,7 +142,7 @@ class Peer:
     # -- faults --------------------------------------------------------------------------
 
     async def strike(self, kind: str, rnic: int, seconds: float) -> None:
-        """Let something go wrong, as the controller says."""
+        """Inject the fault that the controller chose."""
         device = self.rnics[rnic]
         assert isinstance(device.faults, FaultPlan)
         if kind == "port-flap":
@@ -160,66 +160,69 @@ class Peer:
         write_event(event="done", what="strike")
 
     async def replace(self, name: str) -> None:
-        """Take an RNIC out and put it back, as an operator would."""
+        """Remove an RNIC and add it again, as an operator would."""
         await self.stack.drain_rnic(name)
         self.stack.undrain_rnic(name)
         write_event(event="done", what="replace")
 
     def report_changes(self, last: dict[str, Any]) -> dict[str, Any]:
-        """Say what has changed in the link group; returns what was said."""
+        """Report the link group if it has changed; return its current state."""
         now = self.links()
         if now != last:
             write_event(event="links", **now)
         return now
 
     def links(self) -> dict[str, Any]:
-        """The link group as it is now."""
+        """Return the current links of the link group."""
         groups = [group for group in self.stack.link_groups if group.state != "TERMINATING"]
         links = [link for group in groups for link in group.links]
         return {
             "groups": len(groups),
             "kind": groups[0].kind if groups else "none",
             "links": [link.number for link in links if link.state in USABLE],
-            # Numbers begin again in a new group, these do not.
+            # Link numbers start again in a new group; user IDs do not.
             "ids": [link.user_id for link in links],
             "coming": any(link.state not in USABLE for link in links),
         }
 
     def hit(self, device: SoftRnic, qp_num: int | None = None) -> list[int]:
-        """The links, coming ones too, that go with this queue pair, or with all of an RNIC."""
+        """Return the links, complete or not, that use this queue pair, or any of this RNIC."""
         return [
             link.user_id
             for group in self.stack.link_groups
             for link in group.links
-            # Which queue pair is whose is nobody's business but the protocol's, either.
+            # Only the protocol needs the queue pair of a link, so it is not public either.
             if link.rnic is device and qp_num in (None, link._core.qp.qp_num)
         ]
 
     def struck(self, device: SoftRnic, struck: Struck) -> None:
-        """A fault happens just now."""
+        """Report a fault at the moment when it happens."""
         number, must = self.targets.get(struck.message or b"", (None, False))
         LOGGER.info("%s on %s, connection %s: %r", struck.kind, device.name, number, struck.message)
         write_event(event="struck", kind=struck.kind, rnic=device.name, number=number, must=must,
             links=self.links(), hit=self.hit(device, struck.qp_num or None))  # fmt: skip
 
     def is_target(self, message: bytes) -> bool:
-        """Whether a fault may meet this message: it is a CDC message of a known conversation, and
-        not about its end.  Notes which, and whether the message will be missed."""
+        """True if a fault may strike this message.
+
+        That is the case for a CDC message of a known conversation that does not end it. Stores
+        the conversation, and whether the loss of the message will be noticed.
+        """
         if message[0] != _CDC or message[_CONNECTION_FLAGS]:
             return False
         token = int.from_bytes(message[4:8], "big")
         for number, conversation in self.conversations.items():
             if token in tokens_of(conversation)[1:]:
-                # A failover validation message carries nothing that could be missed.
+                # A failover validation message carries no data: its loss is not noticed.
                 validation = message[_PRODUCER_FLAGS] & _VALIDATION
-                # What an application that gives up has not taken, it will not miss either.
+                # An application that aborts does not notice the loss of data that it has not read.
                 must = not (conversation.sent_all or conversation.kind == "abort")
                 self.targets = {} if validation else {message: (number, must)}
                 return True
         return False
 
     async def watch(self) -> None:
-        """Say what changes, until cancelled."""
+        """Report changes until cancelled."""
         last: dict[str, Any] = {}
         while True:
             last = self.report_changes(last)
@@ -228,7 +231,7 @@ class Peer:
     # -- commands ------------------------------------------------------------------------
 
     async def run_commands(self, nursery: trio.Nursery) -> None:
-        """Do what standard input says, until it says "stop" or ends."""
+        """Run commands from standard input until "stop" or its end."""
         buffered = b""
         async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
             async for data in stdin:
@@ -261,7 +264,7 @@ class Peer:
                             return
 
     async def finish(self) -> None:
-        """Wait until every conversation has ended, and say the totals."""
+        """Wait until every conversation has ended, and report the totals."""
         while self.conversations:
             self.ended = trio.Event()
             await self.ended.wait()

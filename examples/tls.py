@@ -30,7 +30,7 @@ async def serve(port: int, directory: Path) -> None:
 
 
 async def connect(port: int, ca: Path) -> None:
-    """Talk to the server."""
+    """Send a line to the server and print the answer."""
     transport = await trio_smc.open_stream(both_ends.HOST, port)
     context = both_ends.client_context(ca)
     async with trio.SSLStream(transport, context, server_hostname=both_ends.HOST) as stream:
@@ -42,7 +42,7 @@ async def connect(port: int, ca: Path) -> None:
 
 def tls_version(stream: SmcTls) -> str:
     """Return the version of TLS that was agreed on."""
-    # Trio hands the methods of ssl.SSLObject through.
+    # Trio passes attributes of ssl.SSLObject through.
     version = getattr(stream, "version")  # noqa: B009
     return str(version())
 

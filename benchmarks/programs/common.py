@@ -1,9 +1,9 @@
-"""What these programs have in common: a server's and a client's process, and what is timed.
+"""The common parts of these programs: server process, client process, timing.
 
-`python -m benchmarks.programs.NAME serve DIRECTORY` says its ports and its process, and serves
-until its standard input ends.  `... client DIRECTORY SERVER` takes what that said, says its process
+`python -m benchmarks.programs.NAME serve DIRECTORY` prints its ports and its PID, and serves until
+its standard input ends.  `... client DIRECTORY SERVER` takes that line as SERVER, prints its PID
 when it is ready, reads a JSON object {"workload", "seconds"} per line and answers {"values"} or
-{"error"}: what a user sees (a time or a rate), and the processor time of both ends.  The directory
+{"error"}.  The values are a time or a rate, and the processor time of both ends.  The directory
 holds certificates for 127.0.0.1: ca.pem and server.pem.
 """
 
@@ -55,14 +55,14 @@ Ports = dict[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What a client knows of its server."""
+    """A client's description of its server."""
 
     ports: Ports
     pid: int
     directory: Path
 
     def processor_time(self) -> int:
-        """Nanoseconds of processor time that this process and the server's have taken."""
+        """Nanoseconds of processor time that this process and the server's have used."""
         # The clock of another process: MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED) of Linux.
         return time.process_time_ns() + time.clock_gettime_ns(~self.pid << 3 | 2)
 
@@ -79,15 +79,15 @@ def server_context(directory: Path) -> ssl.SSLContext:
 
 
 def client_context(directory: Path) -> ssl.SSLContext:
-    """TLS for a client that trusts the server here alone."""
+    """TLS for a client that trusts only this server."""
     return ssl.create_default_context(cafile=directory / "ca.pem")
 
 
-# --- what is timed ---------------------------------------------------------------------------
+# --- timing ----------------------------------------------------------------------------------
 
 
 async def _request_until(end: float, request: Request, least: int, pause: float) -> list[int]:
-    """Ask until `perf_counter` shows ``end``; the times of the requests in nanoseconds."""
+    """Make requests until `perf_counter` shows ``end``; return their times in nanoseconds."""
     clock = time.perf_counter_ns
     times: list[int] = []
     while len(times) < least or time.perf_counter() < end:
@@ -102,7 +102,7 @@ async def _request_until(end: float, request: Request, least: int, pause: float)
 async def request_in_turn(
     server: Server, seconds: float, request: Request, *, pause: float = 0.0, warm_up: int = _LEAST
 ) -> tuple[float, float]:
-    """Ask one request after the other, with a pause before each.
+    """Make one request after the other, with a pause before each.
 
     Returns the median time of a request, and the processor time of one, in microseconds.
     """
@@ -117,7 +117,7 @@ async def request_in_turn(
 async def request_concurrently(
     server: Server, seconds: float, requests: Sequence[Request]
 ) -> tuple[float, float]:
-    """Ask on many connections at once.
+    """Make requests on many connections at once.
 
     Returns requests per second, and the processor time of one in microseconds.
     """
@@ -143,11 +143,11 @@ async def request_concurrently(
 
 
 async def move(server: Server, warm_up: Move, some: Move) -> tuple[float, float]:
-    """Move data, first some that is not timed.
+    """Move data; a first part is not timed.
 
-    Each returns when the other end has all of it, and how many bytes that were.
+    `warm_up` and `some` return when the other end has all of it; they return the number of bytes.
 
-    Returns MiB per second, and the seconds of processor time that a GiB takes.
+    Returns MiB per second, and the seconds of processor time for a GiB.
     """
     await warm_up()
     used = server.processor_time()
@@ -194,7 +194,7 @@ def main(
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("serve", "client"))
     parser.add_argument("directory", type=Path)
-    parser.add_argument("server", nargs="?", help="what the server said")
+    parser.add_argument("server", nargs="?", help="the line that the server printed")
     parser.add_argument("--core", type=int, default=None)
     arguments = parser.parse_args()
     if arguments.core is not None:

@@ -1,4 +1,4 @@
-"""A program of AnyIO's, on Trio: an echo."""
+"""A program written against AnyIO, on Trio: an echo."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WORKLOADS = {"anyio": partial(echo, 64), "anyio-64k": partial(echo, 64 * 1024)}
 
 
 def run(function: Any) -> None:
-    """Run it on Trio."""
+    """Run the function on Trio."""
     anyio.run(function, backend="trio")
 
 

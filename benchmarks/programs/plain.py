@@ -1,7 +1,7 @@
-"""A program of Trio's own streams, with TLS and without: echoes, streams, short connections.
+"""A program with Trio's own streams, with and without TLS: echoes, streams, short connections.
 
-A connection begins with a letter, e for echo or s for a stream.  A stream's end is a write whose
-last byte is END; the server answers how much there was.
+A connection begins with a letter: e for echo, s for a stream.  A stream ends with a write whose
+last byte is END; the server then answers the number of bytes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def serve(directory: Path, *, task_status: trio.TaskStatus[dict[str, int]]
 
 
 async def exactly(stream: trio.abc.ReceiveStream, size: int) -> bytes:
-    """So many bytes."""
+    """Receive exactly `size` bytes."""
     whole = b""
     while len(whole) < size:
         data = await stream.receive_some(size - len(whole))
@@ -75,7 +75,7 @@ async def exactly(stream: trio.abc.ReceiveStream, size: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def connection(server: Server, port: str, letter: bytes) -> AsyncIterator[trio.abc.Stream]:
-    """An open connection, with TLS where the port is that."""
+    """Open a connection, with TLS on the TLS port."""
     stream: trio.abc.Stream
     if port == "tls":
         context: ssl.SSLContext = client_context(server.directory)

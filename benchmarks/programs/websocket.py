@@ -1,4 +1,4 @@
-"""A program of trio-websocket's: an echo."""
+"""A program with trio-websocket: an echo."""
 
 from __future__ import annotations
 
