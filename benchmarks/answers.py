@@ -3,10 +3,10 @@
 A connection begins with nine bytes from the client, a letter and a size:
 E  echo: the server sends every `size` bytes back
 S  stream: the server reads pieces of at most `size` bytes to the end, then answers how many
-      bytes it got (8 bytes) and the `processor_time` that its side used for them (8 bytes, ns); the
-      client's clock stops at that answer
-   T  time: the server answers the time at which its handler began (8 bytes, ns of the clock of this
-      host)
+   bytes it got (8 bytes) and the `processor_time` that its side used for them (8 bytes, ns); the
+   client's clock stops at that answer
+T  time: the server answers the time at which its handler began (8 bytes, ns of the clock of this
+   host)
 """
 
 from __future__ import annotations

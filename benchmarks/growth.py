@@ -275,7 +275,7 @@ def main() -> None:
         "--repetitions",
         type=int,
         default=_REPETITIONS,
-        help="numbers to measure; default %(default)s",
+        help="the minimum of these is used; default %(default)s",
     )
     option("--most", type=int, default=1 << 30, help="leave larger numbers out")
     option("--json", type=Path, help="write all numbers to this file")

@@ -159,7 +159,7 @@ def load_ratios(path: Path) -> dict[str, Earlier]:
     """Return the ratios that `save` wrote; empty if there is no such file.
 
     Raises:
-        OSError, ValueError: the file cannot be read, or `save` did not write it.
+      OSError, ValueError: the file cannot be read, or `save` did not write it.
     """
     if not path.exists():
         return {}

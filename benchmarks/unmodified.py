@@ -136,10 +136,10 @@ def measure(
 
     Args:
       names: keys of `WORKLOADS`.
-        seconds: length of each measurement, except for whole files.
-        cores: the cores of client and server; None: not pinned.
-        transports: the columns of the table, and the copy of this repository whose code each runs;
-          None: this one.  `BASE` runs over TCP, the others under `trio-smc run`.
+      seconds: length of each measurement, except for whole files.
+      cores: the cores of client and server; None: not pinned.
+      transports: the columns of the table, and the copy of this repository whose code each runs;
+        None: this one.  `BASE` runs over TCP, the others under `trio-smc run`.
 
     Raises Failed.
     """

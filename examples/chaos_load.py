@@ -97,7 +97,7 @@ class Conversation:
         """Run the conversation and close the stream.
 
         Raises, alone or in exception groups:
-            Wrong: a byte differs from the expected one.
+          Wrong: a byte differs from the expected one.
           trio.BrokenResourceError: the connection was reset.
         """
         if self.client:

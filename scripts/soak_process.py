@@ -1,11 +1,11 @@
-"""One of the processes of `soak.py`: it serves conversations, and has others with those it is told.
+"""One of the processes of `soak.py`: serves conversations, and begins some on command.
 
     python -m scripts.soak_process '{"name": "client", "id": 2, "seed": 1, "certificate": ...}'
 
-It reads commands and says what happens, one JSON object per line.  A conversation is that of
-`examples.chaos_load`, in which both sides know what every byte has to be; over TLS and over
-websockets it goes in frames, as neither of them can end one direction alone.  Its seed tells who
-began it, in the upper half: so the server knows the other process, too.
+It reads commands and writes events, one JSON object per line.  A conversation is one of
+`examples.chaos_load`, in which both sides know every byte in advance.  TLS and websockets cannot
+end one direction alone, so there the conversation is put into frames.  The upper half of the seed
+is the ID of the process that began the conversation: so the server knows the other process, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from trio_smc import Config, SmcListener, SmcStream, SoftRnic, Stack
 from trio_smc.rnic.soft.faults import Fault, FaultPlan
 
 PATIENCE = 60.0
-"""Seconds after which a conversation counts as hung; in which its process ran, that is."""
+"""Seconds of the process's own running time after which a conversation counts as hung."""
 _TICK = 0.25
 BY_TRANSPORT = {
     "plain": KINDS,
@@ -55,7 +55,7 @@ _ABNORMAL = 1006
 
 
 class TlsFrames:
-    """What `Conversation` wants of a stream, over TLS: length and bytes, 0 for the end."""
+    """The stream of a `Conversation` over TLS: frames of length and bytes; length 0 is the end."""
 
     def __init__(self, stream: trio.SSLStream[SmcStream]) -> None:
         self._stream = stream
@@ -98,7 +98,7 @@ class TlsFrames:
 
 @contextlib.contextmanager
 def _tls_errors() -> Iterator[None]:
-    """A record that does not decrypt is a wrong byte, not a broken connection."""
+    """Report a record that does not decrypt as a wrong byte, not as a broken connection."""
     try:
         yield
     except trio.BrokenResourceError as error:
@@ -108,7 +108,7 @@ def _tls_errors() -> Iterator[None]:
 
 
 class WebSocketFrames:
-    """The same over a websocket: binary messages, and a text for the end."""
+    """The stream of a `Conversation` over a websocket: binary messages; a text is the end."""
 
     def __init__(self, connection: WebSocketConnection, stream: SmcStream) -> None:
         self._connection = connection
@@ -151,7 +151,7 @@ def _websocket_errors() -> Iterator[None]:
 
 
 class _EndNoticing:
-    """A stream that tells when it is over, as a send or a receive has noticed."""
+    """A stream that sets an event when a send or a receive finds that it has ended."""
 
     def __init__(self, stream: SmcStream) -> None:
         self._stream = stream
@@ -183,7 +183,7 @@ class _EndNoticing:
 async def _websocket(
     nursery: trio.Nursery, stream: SmcStream, *, client: bool
 ) -> WebSocketConnection:
-    """Either side's handshake; trio-websocket waits for ever for one that was cut."""
+    """Do the handshake of one side; trio-websocket waits for ever if the connection is cut."""
     noticing: Any = _EndNoticing(stream)
 
     async def give_up() -> None:
@@ -204,7 +204,7 @@ async def _websocket(
 async def framed(
     transport: str, stream: SmcStream, context: ssl.SSLContext, *, client: bool
 ) -> AsyncIterator[SmcStream]:
-    """What a conversation over that transport uses as its stream."""
+    """Yield the stream of a conversation over that transport."""
     if transport == "plain":
         yield stream
     elif transport == "tls":
@@ -220,7 +220,7 @@ async def framed(
 
 
 class Log(logging.Handler):
-    """What the stack has said last, for who wonders why a connection broke."""
+    """The last log records of the stack, to explain why a connection broke."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -236,7 +236,7 @@ class Log(logging.Handler):
 
 
 class Patience:
-    """Deadlines by the time for which this process ran: one that was stopped has not waited."""
+    """Deadlines in running time of this process: the time in which it is stopped does not count."""
 
     def __init__(self) -> None:
         self._ran = 0.0
@@ -253,7 +253,7 @@ class Patience:
 
     @contextlib.contextmanager
     def move_on_after(self, seconds: float) -> Iterator[list[str]]:
-        """As Trio's, but yields a list that gets what was being waited for."""
+        """Like Trio's, but yields a list that gets a description of what the tasks waited for."""
         with trio.CancelScope() as scope:
             waiting = (self._ran + seconds, scope, trio.lowlevel.current_task(), list[str]())
             self._waiting.append(waiting)
@@ -264,7 +264,7 @@ class Patience:
 
 
 def where(task: trio.lowlevel.Task) -> list[str]:
-    """What a task and those below it wait for: one line each, the innermost frame last."""
+    """Describe what a task and its children wait for: one line each, the innermost frame last."""
     waits = " < ".join(
         f"{frame.f_code.co_name}:{line}" for frame, line in reversed([*task.iter_await_frames()])
     )
@@ -274,12 +274,12 @@ def where(task: trio.lowlevel.Task) -> list[str]:
 
 @dataclass(kw_only=True)
 class Process:
-    """What the process does.
+    """The state of this process.
 
     Attributes:
-      lanes: of each transport, conversations at once with each process it is told.
+      lanes: conversations at once with each other process, for each transport.
       gone: processes with which no further conversation begins.
-      patience: how long a conversation may take.
+      patience: the time that a conversation may take.
     """
 
     name: str
@@ -300,9 +300,9 @@ class Process:
     # -- conversations -------------------------------------------------------------------
 
     async def serve(self, transport: str, stream: SmcStream) -> None:
-        """One connection that another process has made."""
+        """Serve one connection that another process has opened."""
         if stream.mode != "smc-r":
-            await stream.aclose()  # the client says so
+            await stream.aclose()  # the client reports it
             return
         self.open_conversations += 1
         try:
@@ -319,7 +319,7 @@ class Process:
             self.open_conversations -= 1
 
     async def keep_conversing(self, other: int, transport: str, port: int, lane: int) -> None:
-        """One conversation after the other with one process."""
+        """Have one conversation after the other with one process."""
         rng = random.Random(f"{self.seed} {self.id} {other} {transport} {lane}")
         while not self.stopping.is_set() and other not in self.gone:
             await trio.sleep(rng.random() * 0.2)
@@ -351,7 +351,7 @@ class Process:
                 self.open_conversations -= 1
 
     def next(self, transport: str, channel: SmcStream) -> Conversation:
-        """The next conversation of a kind that this transport can have."""
+        """Return the next conversation, of a kind that this transport supports."""
         while True:
             self.numbers += 1
             conversation = Conversation(
@@ -362,7 +362,7 @@ class Process:
                 return conversation
 
     async def converse(self, transport: str, conversation: Conversation, other: int) -> None:
-        """Have one conversation and say how it ended."""
+        """Have one conversation and report how it ended."""
         began, how = trio.current_time(), "hung"
         with self.patience.move_on_after(PATIENCE) as waits:
             how = await outcome(conversation)
@@ -375,7 +375,7 @@ class Process:
         self, other: int, transport: str, how: str, received: int, activity: str, began: float,
         waits: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Say how a conversation ended."""
+        """Report how a conversation ended."""
         log = [] if how == "done" else [*waits, *self.log.formatted()]
         write_event(event="ended", other=other, transport=transport, how=how, bytes=received,
             activity=activity, seconds=trio.current_time() - began, log=log)  # fmt: skip
@@ -383,7 +383,7 @@ class Process:
     # -- faults --------------------------------------------------------------------------
 
     def whole(self) -> bool:
-        """Whether every link group has both of its links."""
+        """True if every link group has both of its links."""
         groups = [group for group in self.stack.link_groups if group.state != "TERMINATING"]
         return bool(groups) and all(
             group.kind == "symmetric" and [link.state for link in group.links] == ["ACTIVE"] * 2
@@ -391,7 +391,7 @@ class Process:
         )
 
     async def make_faults(self, every: float) -> None:
-        """Let RNICs of this process fail, one whenever both links of all groups are there."""
+        """Make RNICs of this process fail, one at a time, each when all groups have both links."""
         rng = random.Random(f"{self.seed} {self.id} faults")
         while True:
             await trio.sleep(rng.expovariate(1 / every))
@@ -408,13 +408,13 @@ class Process:
                 rnic.restore()
             else:
                 assert isinstance(rnic.faults, FaultPlan)
-                with contextlib.suppress(ValueError):  # no queue pair at this moment
+                with contextlib.suppress(ValueError):  # there is no queue pair at this moment
                     rnic.faults.inject(Fault(kind))
 
     # -- commands ------------------------------------------------------------------------
 
     async def run_commands(self, nursery: trio.Nursery) -> None:
-        """Do what standard input says, until it says "stop" or ends."""
+        """Run commands from standard input until "stop" or its end."""
         buffered = b""
         async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
             async for data in stdin:
@@ -440,10 +440,10 @@ class Process:
         self.stopping.set()
 
     async def rest(self) -> None:
-        """Wait until nothing is left of any conversation, and say so."""
+        """Wait until all conversations have ended and nothing is left, and report that."""
         with trio.move_on_after(PATIENCE):
             while self.open_conversations or self.stack.statistics().open_connections:  # noqa: ASYNC110
-                await trio.sleep(0.05)  # nothing tells
+                await trio.sleep(0.05)  # there is no event to wait for
         left = self.stack.statistics().open_connections
         write_event(event="rests", open_conversations=self.open_conversations, connections=left,
             received=self.stack.statistics().bytes_received)  # fmt: skip
@@ -490,7 +490,7 @@ async def main(
         async with trio.open_nursery() as talks:
             await process.run_commands(talks)
         await process.rest()
-        # The controller looks at what is left, and then lets it end.
+        # The controller checks what is left, and then lets this process end.
         await trio.lowlevel.wait_readable(0)
         nursery.cancel_scope.cancel()
 

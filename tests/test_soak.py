@@ -133,7 +133,7 @@ class TestJudgement:
         for number, text in ((1, ""), (2, "Traceback")):
             watched.processes[number].errors.write_text(text)
             watched.look_at_errors(watched.processes[number])
-        assert watched.seen.problems == ["client 2 said on standard error: Traceback"]
+        assert watched.seen.problems == ["client 2 wrote to standard error: Traceback"]
 
 
 async def test_tls_that_ends_in_order_in_the_middle_is_wrong() -> None:
