@@ -1,25 +1,25 @@
 """Compare SMC-R with plain Trio TCP and others: `python -m benchmarks`.
 
-For every transport there are a server process and a client process, on a core each when there are
-two. Rounds are interleaved: in each round every workload runs over one transport right after the
-other, in alternating order, and a ratio is formed inside the round, so that what disturbs the
-machine disturbs both. A ratio above 1 means better than the base (shorter round trips, more bytes
-or requests per second); printed are its median and its range: over the rounds, or with --runs over
-the medians of so many separate runs, each with processes of its own.
+For each transport there are a server process and a client process, on a core each if there are two.
+Rounds are interleaved: in each round every workload runs over one transport right after the other,
+in alternating order, and a ratio is formed inside the round, so that a disturbance of the machine
+affects both. A ratio above 1 means better than the base (shorter round trips, more bytes or
+requests per second). The table has its median and its range: over the rounds, or with --runs over
+the medians of separate runs, each with processes of its own.
 
-With --programs it compares unmodified programs instead, over TCP and under `trio-smc run`, where
-the scheduler puts them: see `benchmarks.unmodified`.
+With --programs it compares unmodified programs instead, over TCP and under `trio-smc run`, without
+pinning them to cores: see `benchmarks.unmodified`.
 
-With --proxy it says what a connection costs that goes through `trio-smc proxy`, or through two of
-them, beside TCP without one, where the scheduler puts the processes: there is one more than cores.
+With --proxy it compares the cost of a connection through one or two `trio-smc proxy` with TCP
+without a proxy. The processes are not pinned, because there are more of them than cores.
 
-The transport "limit" is no transport: it wakes a process and copies bytes, and nothing else.
-"limit-steps" is not either: it copies bytes and lets Trio's scheduler take a step for each call.
-"limit-ring" copies bytes through a ring from one processor to another, and knows nothing of Trio.
-"limit-messages" opens TCP connections and exchanges as many bytes on them as a handshake.
+"limit" is not a real transport: it wakes a process and copies bytes, and nothing else. Neither are
+"limit-steps", which copies bytes and lets Trio's scheduler take a step for each call, "limit-ring",
+which copies bytes through a ring from one processor to another, without Trio, and "limit-messages",
+which opens TCP connections and exchanges as many bytes on them as a handshake.
 
-Nothing here fails because of a time. The exit code is 1 when a workload failed or a connection was
-not in the mode that its transport stands for.
+A slow result is not an error. The exit code is 1 if a workload failed or a connection did not have
+the mode of its transport.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CLIENT_CORE, SERVER_CORE = 0, 1
 
 @contextlib.contextmanager
 def pairs(names: list[str], pin: bool) -> Iterator[dict[str, tuple[Worker, Any]]]:
-    """Start server and client of each transport; yield clients and their servers' addresses."""
+    """Start server and client of each transport; yield each client with its server's address."""
     here, there = (CLIENT_CORE, SERVER_CORE) if pin else (None, None)
     with contextlib.ExitStack() as stack:
         found: dict[str, tuple[Worker, Any]] = {}
@@ -66,23 +66,23 @@ def pairs(names: list[str], pin: bool) -> Iterator[dict[str, tuple[Worker, Any]]
 
 
 def check_modes(clients: dict[str, tuple[Worker, Any]]) -> bool:
-    """Print a transport whose mode is not what its name says; return whether there is none."""
+    """Print each transport whose mode is not the one in its name; return True if there is none."""
     right = True
     for name, (client, at) in clients.items():
         if name in limits.NAMES:
             continue
-        said = client.ask(workload="mode", at=at)
-        mode = said["mode"]
+        reply = client.call(workload="mode", at=at)
+        mode = reply["mode"]
         if mode is not None and not name.startswith(mode):
             right = False
-            print(f"{name}: NOT smc-r but {mode}: {said['fallback']}")
+            print(f"{name}: NOT smc-r but {mode}: {reply['fallback']}")
     return right
 
 
 def measure(
     names: list[str], workloads: list[str], arguments: argparse.Namespace, pin: bool
 ) -> tuple[report.Numbers, bool]:
-    """Run all rounds once; return the numbers and whether every mode was right."""
+    """Run all rounds once; return the numbers, and True if every mode was right."""
     numbers: dict[str, dict[str, list[float]]] = {
         metric.name: {} for workload in workloads for metric in WORKLOADS[workload].metrics
     }
@@ -93,17 +93,17 @@ def measure(
             for workload in workloads:
                 for name in names if number % 2 == 0 else reversed(names):
                     client, at = clients[name]
-                    said = client.ask(
+                    reply = client.call(
                         workload=workload, at=at, seconds=arguments.seconds, other_core=other_core
                     )
-                    values = said["values"]
+                    values = reply["values"]
                     if values is None:
                         continue
                     for metric, value in zip(WORKLOADS[workload].metrics, values, strict=True):
                         numbers[metric.name].setdefault(name, []).append(value)
             if sys.stderr.isatty():
                 print(f"round {number + 1} of {arguments.rounds}", end="\r", file=sys.stderr)
-    # The order of the first round is the order of the table.
+    # The table has the order of the first round.
     return {
         metric: {name: values[name] for name in names if name in values}
         for metric, values in numbers.items()
@@ -120,7 +120,7 @@ def parse() -> argparse.Namespace:
     option = parser.add_argument
     option("--programs", action="store_true", help="unmodified programs under trio-smc run")
     option("--compiled", type=Path, metavar="TREE", help="programs: also with that copy's build")
-    option("--proxy", action="store_true", help="what trio-smc proxy costs, in --transports")
+    option("--proxy", action="store_true", help="the cost of trio-smc proxy")
     option("--short", action="store_true", help=f"3 rounds of 0.2 s, {BASE} and smc-r, for CI")
     option("--runs", type=int, help="separate runs, each with new processes; default 1; programs 5")
     option("--rounds", type=int, help="of each run; default 9; programs 3")
@@ -132,7 +132,7 @@ def parse() -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="client on core 0, server on core 1; default when there are two cores; programs: no",
     )
-    option("--both", action="store_true", help="all of it pinned and all of it not pinned")
+    option("--both", action="store_true", help="run everything pinned and not pinned")
     option("--json", type=Path, help="write ratios and all numbers to this file")
     option("--plot", type=Path, help="draw the ratios into this file (.svg or .png)")
     option("--baseline", type=Path, help="ratios to print beside these")
@@ -172,7 +172,7 @@ def parse() -> argparse.Namespace:
 
 
 def installed(names: list[str]) -> list[str]:
-    """Those that can run here."""
+    """Return the transports that can run here."""
     if importlib.util.find_spec("uvloop") is None:
         print("uvloop is not installed (pip install trio-smc[bench]): left out", file=sys.stderr)
         return [name for name in names if name != "uvloop"]
@@ -180,9 +180,9 @@ def installed(names: list[str]) -> list[str]:
 
 
 def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison, bool]:
-    """Run it all, pinned or not; print the table.  Raises Failed."""
+    """Run all measurements, pinned or not, and print the table.  Raises Failed."""
     start = time.monotonic()
-    # What else the machine was doing: above 0.5 the absolute numbers say little.
+    # Load by other programs: above 0.5 the absolute numbers mean little.
     load = round(os.getloadavg()[0], 2)
     runs: list[report.Numbers] = []
     right = True

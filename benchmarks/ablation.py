@@ -2,9 +2,9 @@
 
 Every variant is a copy of the package in which one heuristic is switched off.  The unmodified
 programs of `benchmarks.unmodified` run under `trio-smc run` of each copy, in the same rounds, so
-that what disturbs the machine disturbs all of them.  A ratio above 1 says that the program is
-faster without the heuristic.  A heuristic stays if without it at least one row is slower by 3 %,
-and by more than the spread of that row (docs/decisions.md keeps the table).
+that a disturbance of the machine affects all of them.  A ratio above 1 means that the program is
+faster without the heuristic.  A heuristic stays if at least one row is slower without it by 3 % and
+by more than the spread of that row (docs/decisions.md has the table).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Edit:
 
     file: below ``trio_smc``.
     now: a text that occurs in the file exactly once.
-    then: what replaces it.
+    then: its replacement.
     """
 
     file: str

@@ -1,11 +1,12 @@
-"""What the server of a benchmark answers, over any transport.
+"""The server of a benchmark, over any transport.
 
 A connection begins with nine bytes from the client, a letter and a size:
 E  echo: the server sends every `size` bytes back
 S  stream: the server reads pieces of at most `size` bytes to the end, then answers how many
-   bytes it got (8 bytes) and the `processor_time` of its side since then (8 bytes, ns); the
+   bytes it got (8 bytes) and the `processor_time` that its side used for them (8 bytes, ns); the
    client's clock stops at that answer
-T  time: the server answers when its handler began (8 bytes, ns of the clock of this host)
+T  time: the server answers the time at which its handler began (8 bytes, ns of the clock of this
+   host)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MESSAGE = 64
 
 
 async def exactly(stream: Stream, size: int) -> bytes:
-    """So many bytes.  Raises EOFError."""
+    """Receive exactly `size` bytes.  Raises EOFError."""
     data = await stream.receive_some(size)
     if len(data) == size:
         return bytes(data)

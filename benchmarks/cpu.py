@@ -1,9 +1,9 @@
 """Processor time of both ends together: `python -m benchmarks.cpu`.
 
-Both ends run in one process and in one Trio loop that never sleeps, so there is nothing to wait
-for, no wakeup and no second core: what remains is the work that each message costs.  The least of
-many repetitions hardly depends on what else the machine does, unlike `python -m benchmarks`, so
-this is what to compare two versions of the code with.  It says nothing about latency.
+Both ends run in one process and in one Trio loop that never sleeps.  There is no wait, no wakeup
+and no second core: only the work for each message remains.  The minimum of many repetitions hardly
+depends on the load of the machine, unlike `python -m benchmarks`, so use this to compare two
+versions of the code.  It does not measure latency.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ async def _receive(stream: trio.abc.ReceiveStream, size: int) -> bytes:
 
 
 async def requests(connections: int, transport: Transport, port: int) -> float:
-    """Microseconds of a 64-byte request and its answer, over so many connections at once."""
+    """Microseconds for a 64-byte request and its answer, over this many connections at once."""
     streams = [await transport.connect(port) for _ in range(connections)]
     each = _REQUESTS // connections
 
-    async def ask(stream: trio.abc.Stream) -> None:
+    async def send_requests(stream: trio.abc.Stream) -> None:
         for _ in range(each):
             await stream.send_all(bytes(MESSAGE))
             await _receive(stream, MESSAGE)
@@ -52,7 +52,7 @@ async def requests(connections: int, transport: Transport, port: int) -> float:
     start = time.process_time()
     async with trio.open_nursery() as nursery:
         for stream in streams:
-            nursery.start_soon(ask, stream)
+            nursery.start_soon(send_requests, stream)
     used = time.process_time() - start
     for stream in streams:
         await stream.aclose()
@@ -60,7 +60,7 @@ async def requests(connections: int, transport: Transport, port: int) -> float:
 
 
 async def writes(size: int, transport: Transport, port: int) -> float:
-    """Microseconds of one write of ``size`` bytes and of reading them."""
+    """Microseconds for one write of ``size`` bytes and for reading them."""
     data = os.urandom(size)
     count = min(_MOST_WRITES, _BYTES // size)
     async with await transport.connect(port) as stream:
@@ -74,7 +74,7 @@ async def writes(size: int, transport: Transport, port: int) -> float:
 
 
 async def connections(count: int, transport: Transport, port: int) -> float:
-    """Microseconds to open a connection, ask one request and close it; a link group is there."""
+    """Microseconds to open a connection in an existing link group, make a request, and close it."""
     start = time.process_time()
     for _ in range(count):
         async with await transport.connect(port) as stream:
@@ -100,7 +100,7 @@ async def serve(transport: Transport, task_status: trio.TaskStatus[int | str]) -
 
 
 async def measure(name: str, repetitions: int) -> list[float]:
-    """The least of each of `MEASURES` over one transport."""
+    """The minimum of each of `MEASURES` over one transport."""
     transport = TRANSPORTS[name]
     async with transport.scope(), trio.open_nursery() as nursery:
         port = await nursery.start(serve, transport)

@@ -1,15 +1,15 @@
-"""How long an application waits at a failover: `python -m benchmarks.failover`.
+"""Measure the pause of a stream at a failover: `python -m benchmarks.failover`.
 
-One process sends without end, another receives, each with two RNICs and a core of its own.  The
-link that carries the stream is made to fail; the pause is the longest time between two receives
-around the failure, minus the median of all.
+One process sends without end, another receives; each has two RNICs and a core of its own.  Then the
+link that carries the stream fails.  The pause is the longest time between two receives around the
+failure, minus the median of all.
 
-reported   the RNIC says that the link failed: the queue pair ends, or its port goes down.  Default
-           timers.
-silent     nothing comes through any more, nobody is told, and only TEST LINK can tell (RFC 7609,
-           4.5.3).  With `test_link_interval` as given by --interval.
+reported   the RNIC reports that the link failed: the queue pair fails, or its port goes down.
+           Default timers.
+silent     messages are lost without a report; only TEST LINK detects it (RFC 7609, 4.5.3).
+           --interval sets `test_link_interval`.
 
-The exit code is 1 when the stream broke or the link group did not become whole again.
+The exit code is 1 if the stream broke or the link group did not recover both links.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _USABLE = ("ACTIVE", "TESTING")
 
 
 class Failed(Exception):
-    """What ended the benchmark."""
+    """The benchmark cannot continue."""
 
 
-class Half:
-    """One of the two processes: its end of the stream, and what it is asked."""
+class Endpoint:
+    """One of the two processes: its end of the stream, and its commands."""
 
     def __init__(self, stack: Stack, rnics: tuple[SoftRnic, ...]) -> None:
         self._stack = stack
@@ -58,7 +58,7 @@ class Half:
 
     async def send(self, stream: SmcStream) -> None:
         """The server's end."""
-        with contextlib.suppress(trio.BrokenResourceError):  # the client has more to say of it
+        with contextlib.suppress(trio.BrokenResourceError):  # the client reports the failure
             while True:
                 await stream.send_all(_PIECE)
 
@@ -74,7 +74,7 @@ class Half:
         raise Failed("the stream ended")
 
     async def answer(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Do what was asked."""
+        """Run a command and return its result."""
         if do == "state":
             groups = self._stack.link_groups
             links = [link for group in groups for link in group.links]
@@ -93,7 +93,7 @@ class Half:
         return {}
 
     async def strike(self, kind: str) -> None:
-        """Let the link fail that carries the stream."""
+        """Make the link fail that carries the stream."""
         rnic = max(self._rnics, key=self._users)
         assert isinstance(rnic.faults, FaultPlan)
         if kind == "port-flap":
@@ -108,7 +108,7 @@ class Half:
         return sum(link.connections for link in links if link.rnic is rnic)
 
 
-async def half(role: str, port: int, interval: float | None) -> None:
+async def run_endpoint(role: str, port: int, interval: float | None) -> None:
     """Run one process until its input ends."""
     rnics = tuple(SoftRnic(f"{role}-{number}", faults=FaultPlan(number)) for number in range(2))
     timers: dict[str, Any] = {} if interval is None else {
@@ -116,24 +116,24 @@ async def half(role: str, port: int, interval: float | None) -> None:
     }  # fmt: skip
     config = Config(rnics=rnics, require_smc=True, **timers)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
-        one = Half(stack, rnics)
+        one = Endpoint(stack, rnics)
         if role == "server":
             listeners = await nursery.start(partial(stack.serve, one.send, 0, host=HOST))
-            say(port=listeners[0].socket.getsockname()[1])
+            write_event(port=listeners[0].socket.getsockname()[1])
         else:
             nursery.start_soon(one.receive, await stack.open_stream(HOST, port))
-            say(port=0)
+            write_event(port=0)
         buffered = b""
         async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
             async for data in stdin:
                 *lines, buffered = (buffered + data).split(b"\n")
                 for line in lines:
-                    say(**await one.answer(**json.loads(line)))
-        os._exit(0)  # the stream is still busy, and that is nobody's business any more
+                    write_event(**await one.answer(**json.loads(line)))
+        os._exit(0)  # the stream is still busy, and its end is not part of the benchmark
 
 
-def say(**event: Any) -> None:
-    """One JSON object."""
+def write_event(**event: Any) -> None:
+    """Print one JSON object."""
     os.write(1, (json.dumps(event) + "\n").encode())
 
 
@@ -141,7 +141,7 @@ def say(**event: Any) -> None:
 
 
 class Process:
-    """One of the two, from the outside."""
+    """One of the two processes, as seen by the process that measures."""
 
     def __init__(self, role: str, directory: str, port: int, interval: float | None) -> None:
         command = [sys.executable, "-m", "benchmarks.failover", "--role", role]
@@ -157,15 +157,15 @@ class Process:
             os.sched_setaffinity(self.process.pid, {CORES[role]})
 
     def line(self) -> Any:
-        """The next thing it says."""
+        """Return the next line that the process prints, decoded."""
         assert self.process.stdout is not None
         text = self.process.stdout.readline()
         if not text:
             raise Failed(f"the {self.role}'s process ended")
         return json.loads(text)
 
-    def ask(self, do: str, **arguments: Any) -> Any:
-        """A question and its answer."""
+    def call(self, do: str, **arguments: Any) -> Any:
+        """Send a command and return its result."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
@@ -174,7 +174,7 @@ class Process:
 
 @contextlib.contextmanager
 def processes(interval: float | None) -> Iterator[tuple[Process, Process]]:
-    """Both of them, with the stream running."""
+    """Start both processes; the stream runs."""
     with tempfile.TemporaryDirectory(prefix="smc-") as directory, contextlib.ExitStack() as ends:
         port, both = 0, []
         for role in ("server", "client"):
@@ -187,10 +187,10 @@ def processes(interval: float | None) -> Iterator[tuple[Process, Process]]:
 
 
 def wait_until_whole(both: tuple[Process, Process], but: list[Any]) -> list[Any]:
-    """Wait for a symmetric link group with other links than these; returns its links."""
+    """Wait for a symmetric link group without the links in `but`; return its links."""
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
-        states = [one.ask("state") for one in both]
+        states = [one.call("state") for one in both]
         ids = [state["ids"] for state in states]
         if (
             all(state["kinds"] == ["symmetric"] and not state["coming"] for state in states)
@@ -203,23 +203,23 @@ def wait_until_whole(both: tuple[Process, Process], but: list[Any]) -> list[Any]
 
 
 def measure(kinds: tuple[str, ...], rounds: int, seed: int, interval: float | None) -> list[float]:
-    """The pauses of so many failures, in seconds."""
+    """Return the pauses of `rounds` failures, in seconds."""
     rng = random.Random(seed)
     pauses = []
     with processes(interval) as both:
         links: list[Any] = wait_until_whole(both, [[], []])
         for _ in range(rounds):
             time.sleep(0.05 + 0.1 * rng.random())
-            both[1].ask("mark")
-            rng.choice(both).ask("strike", kind=rng.choice(kinds))
+            both[1].call("mark")
+            rng.choice(both).call("strike", kind=rng.choice(kinds))
             links = wait_until_whole(both, links)
-            said = both[1].ask("pause")
-            pauses.append(said["longest"] - said["median"])
+            reply = both[1].call("pause")
+            pauses.append(reply["longest"] - reply["median"])
     return pauses
 
 
 def report(name: str, pauses: list[float]) -> dict[str, Any]:
-    """Print one line; returns it as values, in milliseconds."""
+    """Print one line; return its values, in milliseconds."""
     ordered = sorted(pauses)
     numbers = {
         label: round(1000 * ordered[min(len(ordered) - 1, int(len(ordered) * part))], 1)
@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the numbers there too")
     arguments = parser.parse_args()
     if arguments.role is not None:
-        trio.run(half, arguments.role, arguments.port, arguments.interval)
+        trio.run(run_endpoint, arguments.role, arguments.port, arguments.interval)
         return 0
     seed = arguments.seed
     if seed is None:

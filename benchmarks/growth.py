@@ -1,14 +1,14 @@
 """How cost grows with connections, rings and links: `python -m benchmarks.growth`.
 
-Two stacks, a client's and a server's, in one process; processor time of both ends together, which
-hardly depends on what else the machine does.  Every number is per connection, request or MiB: one
-that stays the same, or falls, belongs to a cost that grows linearly at most.  What Python allocates
-for an idle connection (`tracemalloc`, which does not count the rings: they are mapped memory) is
-that of both ends, and of the server's task that waits for data.
+Two stacks, client and server, run in one process; the measure is the processor time of both ends,
+which hardly depends on the load of the machine.  Every number is per connection, request or MiB: if
+it stays the same or falls, the cost grows linearly at most.  The memory that Python allocates for
+an idle connection (`tracemalloc`, which does not count the rings: they are mapped memory) is that
+of both ends, including the server's task that waits for data.
 
-Link groups are counted with a client process for each, all of one server, and a crowd of
-connections with twenty for all of them.  They are forked from one that has imported everything,
-because so many that each import for themselves need memory that this is not about.
+For link groups, each has a client process of its own, all with one server; the connections of
+`crowd` come from twenty processes.  They are forked from a process that has imported everything,
+because hundreds of separate imports would need memory that is not the subject of the measurement.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SMALL = 16 * 1024
 _REPETITIONS = 5
 repetitions = ContextVar("repetitions", default=_REPETITIONS)
 _IDLE = 1.0
-_SETTLING = 0.2  # seconds in which the last connections are not idle yet
+_SETTLING = 0.2  # seconds until the last connections count as idle
 _LINKS_TIMEOUT = 30.0
 _CLIENTS_TIMEOUT = 250.0
 _CROWD = 20
@@ -51,7 +51,7 @@ Row = dict[str, float]
 
 @contextlib.asynccontextmanager
 async def stacks(rnics: int = 0, **settings: Any) -> AsyncIterator[tuple[Stack, Transport, Any]]:
-    """The client's stack, a transport that connects from it, and where the server listens."""
+    """Yield the client's stack, a transport that connects from it, and the server's address."""
 
     def config(name: str) -> Config:
         own: dict[str, Any] = {}
@@ -74,24 +74,24 @@ async def stacks(rnics: int = 0, **settings: Any) -> AsyncIterator[tuple[Stack, 
 
 
 async def _answer(stream: Stream) -> None:
-    # Hundreds of processes that end at once on a busy machine do not all say goodbye in time.
+    # If hundreds of processes end at once on a busy machine, some do not close in time.
     with contextlib.suppress(trio.BrokenResourceError):
         await answer(stream)
 
 
 async def _nothing(*_: object) -> None:
-    """The server is there already."""
+    """Does nothing: the server runs already."""
 
 
 async def least(measure: Callable[[], Awaitable[float]]) -> float:
-    """Of several repetitions."""
+    """The minimum of several repetitions."""
     return min([await measure() for _ in range(repetitions.get())])
 
 
 async def connections(count: int) -> Row:
-    """What so many idle connections cost, and what they cost others."""
+    """The cost of `count` idle connections, and of a request beside them."""
     async with stacks(receive_buffer=_SMALL) as (_, transport, port):
-        first = await transport.connect(port)  # the link group is there
+        first = await transport.connect(port)  # makes the link group
         start = time.process_time()
         streams = [await transport.connect(port) for _ in range(count)]
         opening = time.process_time() - start
@@ -129,14 +129,14 @@ async def memory(count: int) -> Row:
 
 
 async def rings(size: int) -> Row:
-    """Streaming 64 KiB writes through a ring of so many bytes."""
+    """Stream 64 KiB writes through a ring of `size` bytes."""
     async with stacks(receive_buffer=size) as (_, transport, port):
         write = await least(partial(cpu.writes, 64 * 1024, transport, port))
     return {"a MiB in 64 KiB writes, µs": write * 16}
 
 
 async def links(count: int) -> Row:
-    """Requests over a link group whose ends have so many RNICs each."""
+    """Requests over a link group whose ends have `count` RNICs each."""
     async with stacks(rnics=count) as (client, transport, port):
         stream = await client.open_stream(HOST, port)
         assert stream.mode is Mode.SMC_R
@@ -154,12 +154,12 @@ async def links(count: int) -> Row:
 
 
 async def groups(count: int) -> Row:
-    """What so many link groups, each with one idle connection of another process, cost a server."""
+    """The cost of `count` link groups, each with one idle connection of another process."""
     return await _beside_clients(count, 1, "a group")
 
 
 async def crowd(count: int) -> Row:
-    """What so many idle connections from twenty processes cost a server."""
+    """The cost of `count` idle connections from twenty processes, for the server."""
     return await _beside_clients(_CROWD, count // _CROWD, "one")
 
 
@@ -169,7 +169,7 @@ async def _beside_clients(processes: int, each: int, what: str) -> Row:
         before = Held.now()
         async with clients(processes, each, port):
             await trio.sleep(_SETTLING)
-            held = Held.now().less(before, processes * each)
+            held = Held.now().growth_since(before, processes * each)
             request = await least(partial(cpu.requests, 1, transport, port))
         await stream.aclose()
     return {
@@ -181,7 +181,7 @@ async def _beside_clients(processes: int, each: int, what: str) -> Row:
 
 
 class Held(NamedTuple):
-    """What this process has: descriptors, and KiB."""
+    """Resources of this process: descriptors, and KiB."""
 
     descriptors: float
     memory: float
@@ -189,14 +189,14 @@ class Held(NamedTuple):
 
     @classmethod
     def now(cls) -> Held:
-        """As it is."""
+        """Return the current values."""
         gc.collect()
         memory = _kib("/proc/self/smaps_rollup", "Pss")
         page_tables = _kib("/proc/self/status", "VmPTE")
         return cls(len(os.listdir("/proc/self/fd")), memory, page_tables)
 
-    def less(self, before: Held, count: int) -> Held:
-        """What has come since, for each of so many."""
+    def growth_since(self, before: Held, count: int) -> Held:
+        """Return the growth since `before`, divided by `count`."""
         return Held(*((now - then) / count for now, then in zip(self, before, strict=True)))
 
 
@@ -204,14 +204,14 @@ def _kib(path: str, name: str) -> float:
     for line in Path(path).read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return float(line.split()[1])
-    raise ValueError(f"{path} does not tell {name}")
+    raise ValueError(f"{path} has no {name}")
 
 
 @contextlib.asynccontextmanager
 async def clients(processes: int, each: int, port: int) -> AsyncIterator[None]:
-    """So many client processes, each with connections that had a request and are idle since."""
-    told = ":".join(map(str, (processes, each, port)))
-    command = [sys.executable, "-m", "benchmarks.growth", "--clients", told]
+    """Run client processes whose connections have made a request and are idle since then."""
+    argument = ":".join(map(str, (processes, each, port)))
+    command = [sys.executable, "-m", "benchmarks.growth", "--clients", argument]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     async with trio.open_nursery() as nursery:
         process = await nursery.start(partial(trio.run_process, command, **pipes))
@@ -222,17 +222,17 @@ async def clients(processes: int, each: int, port: int) -> AsyncIterator[None]:
         await process.stdin.aclose()
 
 
-def be_clients(processes: int, each: int, port: int) -> None:
-    """Fork so many processes, one after the other, which end with stdin."""
+def run_clients(processes: int, each: int, port: int) -> None:
+    """Fork `processes` clients, one after the other; they end with standard input."""
     children = []
     for _ in range(processes):
-        ready, say = os.pipe()
+        ready, ready_fd = os.pipe()
         child = os.fork()
         if not child:
-            trio.run(be_client, each, port, say)
+            trio.run(run_client, each, port, ready_fd)
             os._exit(0)
         children.append(child)
-        os.close(say)
+        os.close(ready_fd)
         if not os.read(ready, 1):
             raise SystemExit
         os.close(ready)
@@ -242,8 +242,8 @@ def be_clients(processes: int, each: int, port: int) -> None:
         os.waitpid(child, 0)
 
 
-async def be_client(connections: int, port: int, say: int) -> None:
-    """One client process; tells when its requests are answered."""
+async def run_client(connections: int, port: int, ready_fd: int) -> None:
+    """Run one client process; it writes to `ready_fd` when its requests are answered."""
     async with (
         trio_smc.open_stack(Config(require_smc=True, shutdown_timeout=_CLIENTS_TIMEOUT)) as stack,
         contextlib.AsyncExitStack() as streams,
@@ -252,7 +252,7 @@ async def be_client(connections: int, port: int, say: int) -> None:
             stream = await streams.enter_async_context(await stack.open_stream(HOST, port))
             await stream.send_all(REQUEST.pack(b"E", MESSAGE) + bytes(MESSAGE))
             await stream.receive_some(MESSAGE)
-        os.write(say, b".")
+        os.write(ready_fd, b".")
         await trio.lowlevel.wait_readable(0)
 
 
@@ -275,7 +275,7 @@ def main() -> None:
         "--repetitions",
         type=int,
         default=_REPETITIONS,
-        help="the least counts; default %(default)s",
+        help="the minimum of these is used; default %(default)s",
     )
     option("--most", type=int, default=1 << 30, help="leave larger numbers out")
     option("--json", type=Path, help="write all numbers to this file")
@@ -283,7 +283,7 @@ def main() -> None:
     option("--clients", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.clients:
-        be_clients(*map(int, arguments.clients.split(":")))
+        run_clients(*map(int, arguments.clients.split(":")))
         return
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,16 +1,16 @@
-"""What no transport can beat on this machine: copying memory, and waking another process.
+"""The limits of this machine for any transport: copying memory, and waking another process.
 
-`python -m benchmarks.limits [--steps | --ring] [--core N]` is a client process as
-`benchmarks.worker` has them.  A round trip is two eventfds between two processes that sleep in
-read(2); a stream is each byte copied twice, into a ring and out of it, by one processor.
+`python -m benchmarks.limits [--steps | --ring] [--core N]` is a client process like those of
+`benchmarks.worker`.  A round trip uses two eventfds between two processes that sleep in read(2); a
+stream copies each byte twice, into a ring and out of it, on one processor.
 
-With --steps a stream is what strict checkpoints leave of that: each write and each read of 64 KiB
-is a copy and a step of Trio's scheduler.  Both ends work at once, so the slower one counts.
+With --steps the stream has strict checkpoints as well: each write and each read of 64 KiB is a copy
+and a step of Trio's scheduler.  Both ends work at the same time, so the slower one counts.
 
 With --ring a stream goes from one processor to another: one process copies into a ring as large as
-trio_smc's, the other one out of it into new objects of 64 KiB, and each looks at the other's cursor
-until it moves.  Two copies by two processors cannot be quicker in Python.  Often that is slower
-than both copies by one processor, since bytes come from, and go to, the other one's cache.
+trio_smc's, the other one out of it into new objects of 64 KiB, and each polls the other's cursor
+until it moves.  Two copies on two processors cannot be faster in Python.  Often they are slower
+than both copies on one processor, since the bytes move between the caches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import trio
 from trio_smc import Config
 
 NAMES = {"limit": (), "limit-steps": ("--steps",), "limit-ring": ("--ring",)}
-"""The pretended transports, and the arguments that make them."""
+"""The limits, which look like transports, and the arguments that select them."""
 _RING = 1024 * 1024
 _READ = 64 * 1024
 _SIZES = {"stream-4k": 4 * 1024, "stream-64k": 64 * 1024, "stream-1m": 1024 * 1024}
@@ -37,14 +37,14 @@ _WARM_UP = 200
 
 _SHARED_RING = Config().receive_buffer_for("software")
 _CHUNK = _SHARED_RING // 4
-# Words behind the ring, in cache lines of their own.  x86-64 keeps stores in order.
+# Words behind the ring, each in a cache line of its own.  x86-64 keeps stores in order.
 _WRITTEN, _TAKEN, _END, _USED = 0, 8, 16, 24
-_LOOKS = 64
+_POLLS = 64
 
 
 @contextlib.contextmanager
 def _echo(core: int | None) -> Iterator[tuple[int, int]]:
-    """A child that answers each count on the first eventfd with one on the second; 2: end."""
+    """Fork a child that answers each count on the first eventfd with one on the second; 2: end."""
     there, back = os.eventfd(0, os.EFD_CLOEXEC), os.eventfd(0, os.EFD_CLOEXEC)
     child = os.fork()
     if child == 0:
@@ -114,7 +114,7 @@ def steps(size: int, seconds: float) -> list[float]:
 async def _step_by_step(
     copy: Callable[[int], None], size: int, seconds: float
 ) -> tuple[float, float]:
-    """Seconds and seconds of processor time that a byte takes."""
+    """Seconds, and seconds of processor time, for one byte."""
     place = done = 0
     start, used = time.perf_counter(), time.process_time()
     while not done or time.perf_counter() - start < seconds:
@@ -130,20 +130,20 @@ def across(size: int, seconds: float, core: int | None) -> list[float]:
     """MiB/s, and processor time of both processes in seconds per GiB; ``core``: the reader's."""
     memory = memoryview(mmap.mmap(-1, _SHARED_RING + mmap.PAGESIZE))
     ring, words = memory[:_SHARED_RING], memory[_SHARED_RING:].cast("Q")
-    ring[:] = os.urandom(_SHARED_RING)  # no page is new later
+    ring[:] = os.urandom(_SHARED_RING)  # all pages exist from now on
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         try:
             if core is not None:
                 os.sched_setaffinity(0, {core})
-            _take_all(ring, words, lambda: os.getppid() == parent)
+            _read_all(ring, words, lambda: os.getppid() == parent)
         finally:
             os._exit(0)
     gone = os.WEXITED | os.WNOHANG | os.WNOWAIT
     try:
         start, used = time.perf_counter(), time.process_time()
-        done = _put_for(seconds, size, ring, words, lambda: not os.waitid(os.P_PID, child, gone))
+        done = _write_for(seconds, size, ring, words, lambda: not os.waitid(os.P_PID, child, gone))
         elapsed, used = time.perf_counter() - start, time.process_time() - used
     finally:
         words[_END] = 1
@@ -151,11 +151,13 @@ def across(size: int, seconds: float, core: int | None) -> list[float]:
     return [done / elapsed / (1 << 20), (used + words[_USED] / 1e9) / done * (1 << 30)]
 
 
-def _look_until(ready: Callable[[], object], alive: Callable[[], bool]) -> None:
-    """Look until it is so; let others run now and then.  Raises RuntimeError when nobody lives
-    who could make it so."""
+def _poll_until(ready: Callable[[], object], alive: Callable[[], bool]) -> None:
+    """Poll until `ready()` is true, and yield the processor now and then.
+
+    Raises RuntimeError: the other process has ended.
+    """
     while True:
-        for _ in range(_LOOKS):
+        for _ in range(_POLLS):
             if ready():
                 return
         if not alive():
@@ -163,15 +165,15 @@ def _look_until(ready: Callable[[], object], alive: Callable[[], bool]) -> None:
         os.sched_yield()
 
 
-def _put_for(
+def _write_for(
     seconds: float, size: int, ring: memoryview, words: memoryview, alive: Callable[[], bool]
 ) -> int:
-    """Copy writes of ``size`` bytes into the ring for so long, until they are taken; how many."""
+    """Copy writes of ``size`` bytes into the ring for `seconds`; return the bytes read."""
     data = memoryview(os.urandom(size))
     done = 0
     end = time.perf_counter() + seconds
 
-    def room() -> bool:
+    def has_room() -> bool:
         return bool(done + step - words[_TAKEN] <= _SHARED_RING)
 
     while time.perf_counter() < end:
@@ -179,23 +181,23 @@ def _put_for(
         while at < size:
             place = done % _SHARED_RING
             step = min(_CHUNK, size - at, _SHARED_RING - place)
-            if not room():
-                _look_until(room, alive)
+            if not has_room():
+                _poll_until(has_room, alive)
             ring[place : place + step] = data[at : at + step]
             at += step
             done += step
             words[_WRITTEN] = done
     words[_END] = 1
-    _look_until(lambda: words[_USED], alive)
+    _poll_until(lambda: words[_USED], alive)
     return done
 
 
-def _take_all(ring: memoryview, words: memoryview, alive: Callable[[], bool]) -> None:
-    """Copy all that comes out of the ring, until the end; say how much processor time it took."""
+def _read_all(ring: memoryview, words: memoryview, alive: Callable[[], bool]) -> None:
+    """Copy everything out of the ring until the end; then store the processor time it took."""
     used = time.process_time_ns()
     taken = 0
 
-    def news() -> bool:
+    def has_data() -> bool:
         return bool(words[_WRITTEN] != taken or words[_END])
 
     while True:
@@ -210,11 +212,11 @@ def _take_all(ring: memoryview, words: memoryview, alive: Callable[[], bool]) ->
             words[_USED] = time.process_time_ns() - used
             return
         else:
-            _look_until(news, alive)
+            _poll_until(has_data, alive)
 
 
 def main() -> None:
-    """Answer what standard input asks for; `null` for a workload without a limit of its own."""
+    """Run the commands on standard input; answer `null` for a workload that has no limit."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--core", type=int, default=None)
     parser.add_argument("--steps", action="store_true")

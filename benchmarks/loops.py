@@ -1,4 +1,4 @@
-"""What a workload needs of the loop it runs in: Trio's, asyncio's or uvloop's."""
+"""The event loop of a workload: Trio's, asyncio's or uvloop's."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Job = Callable[[], Awaitable[object]]
 
 
 class Loop(Protocol):
-    """Runs one program, and does for it what each loop does in its own way."""
+    """Runs a program, with the few operations that differ between loops."""
 
     def run(self, main: Callable[..., Any], *args: object) -> None:
         """Run ``main(*args)`` to its end."""
 
-    async def together(self, jobs: list[Job], *, aside: Job | None = None) -> None:
+    async def run_all(self, jobs: list[Job], *, aside: Job | None = None) -> None:
         """Run the jobs at once until all have ended; ``aside`` is then cancelled."""
 
     async def sleep(self, seconds: float) -> None:
         """Sleep."""
 
     async def within(self, seconds: float, job: Job) -> None:
-        """Run the job.  Raises TimeoutError or trio.TooSlowError when it takes longer."""
+        """Run the job.  Raises TimeoutError or trio.TooSlowError if it takes longer."""
 
     def lines(self) -> AsyncIterator[bytes]:
-        """The lines of standard input, while the loop goes on with other things."""
+        """Yield the lines of standard input; the loop goes on with other tasks."""
 
 
 class TrioLoop:
@@ -37,7 +37,7 @@ class TrioLoop:
     def run(self, main: Callable[..., Any], *args: object) -> None:
         trio.run(main, *args)
 
-    async def together(self, jobs: list[Job], *, aside: Job | None = None) -> None:
+    async def run_all(self, jobs: list[Job], *, aside: Job | None = None) -> None:
         async with trio.open_nursery() as outer:
             if aside is not None:
                 outer.start_soon(aside)
@@ -77,7 +77,7 @@ class AsyncioLoop:
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(main(*args))
 
-    async def together(self, jobs: list[Job], *, aside: Job | None = None) -> None:
+    async def run_all(self, jobs: list[Job], *, aside: Job | None = None) -> None:
         extra = None if aside is None else asyncio.ensure_future(aside())
         try:
             await asyncio.gather(*(job() for job in jobs))

@@ -1,9 +1,9 @@
-"""What a connection with one request costs, by phase: `python -m benchmarks.phases`.
+"""The cost of a connection with one request, by phase: `python -m benchmarks.phases`.
 
 Both ends run in one process that never sleeps, as in `benchmarks.cpu`.  A timer of processor time
-looks every millisecond where the program is, and the innermost function that belongs to a phase
-says which; so nothing is made dearer, as it is under a profiler.  System calls count for the phase
-that makes them.
+interrupts the program every millisecond; the innermost function that belongs to a phase determines
+the phase.  Unlike a profiler this does not slow any function down.  System calls count for the
+phase that makes them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _INTERVAL = 0.001
 _WARM_UP = 200
 _AT_ONCE = 50
 
-# Rooms and modules by phase, the longest name counts; what several phases use counts for whoever
-# calls it.
+# Rooms and modules by phase; the longest matching name counts.  A module that several phases use
+# counts for the phase of its caller.
 _PLACES = {
     "open_stream, sockets, TCP connect": "_api _stack connecting.dial connecting.connect "
     "stack.policy stack.rnics host",
@@ -60,7 +60,7 @@ _PHASE_OF = _phases()
 
 
 def phase_of(frame: FrameType | None) -> str:
-    """The phase that the innermost frame which has one belongs to."""
+    """The phase of the innermost frame that has one."""
     while frame is not None:
         phase = _PHASE_OF.get(frame.f_code.co_filename)
         if phase is not None:
@@ -72,7 +72,7 @@ def phase_of(frame: FrameType | None) -> str:
 
 
 async def sample(transport_name: str, count: int) -> tuple[float, Counter[str]]:
-    """Microseconds of a connection, the least of many; how often the program was in each phase."""
+    """The minimum of microseconds for a connection, and the number of samples in each phase."""
     transport = TRANSPORTS[transport_name]
     found: Counter[str] = Counter()
 
@@ -98,7 +98,7 @@ async def sample(transport_name: str, count: int) -> tuple[float, Counter[str]]:
 
 
 def main() -> None:
-    """Print the table, the dearest phase first."""
+    """Print the table, the most expensive phase first."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.phases", description=__doc__)
     parser.add_argument("--transport", default="smc-r", choices=TRANSPORTS)
     parser.add_argument("--connections", type=int, default=10_000)

@@ -11,7 +11,7 @@ from benchmarks.report import Comparison
 
 __all__ = ["curves", "programs", "ratios"]
 
-# The same file for the same numbers.
+# The same numbers give the same file.
 _SETTINGS: Any = {"svg.hashsalt": "trio_smc", "svg.fonttype": "none", "font.size": 9}
 
 
@@ -78,7 +78,7 @@ def ratios(path: Path, comparisons: Sequence[Comparison]) -> None:
         axis.set_xticklabels(["0.1", "0.2", "0.5", "1", "2", "5", "10"])
         axis.set_yticks([place + 0.42 for place in range(len(metrics))])
         axis.set_yticklabels([metric.name for metric in metrics])
-        axis.set_ylim(len(metrics) + 1.9, -0.3)  # below them is the legend
+        axis.set_ylim(len(metrics) + 1.9, -0.3)  # room for the legend below
         pinned = "on a core each" if comparison.about["pinned"] else "where the scheduler puts them"
         axis.set_title(f"times better than {comparison.base}\nboth processes {pinned}")
         axis.legend(loc="lower right", fontsize=7)

@@ -1,4 +1,4 @@
-"""A process of a benchmark, as the one that asks it sees it."""
+"""A process of a benchmark, as seen by the process that started it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Failed", "Worker"]
 
 
 class Failed(Exception):
-    """A worker process failed; the text says at what."""
+    """A worker process failed; the text names the workload and the error."""
 
 
 class Worker:
-    """A process that reads commands and answers, ended by closing its input.
+    """A process that reads commands and answers them; it ends when its input is closed.
 
     Args:
-      under: the words of a command that runs the process.
+      under: a command that runs the process, in words.
       tree: the copy of this repository whose code it runs; None: this one.
     """
 
@@ -37,7 +37,7 @@ class Worker:
         command = [*under, sys.executable, "-m", module, *arguments]
         if core is not None:
             command += ["--core", str(core)]
-        # With -m the working directory is the first place in which Python looks.
+        # With -m Python looks first in the working directory.
         self.process = subprocess.Popen(
             command, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -53,7 +53,7 @@ class Worker:
     ) -> None:
         self.process.__exit__(kind, error, traceback)
 
-    def ask(self, **command: Any) -> Any:
+    def call(self, **command: Any) -> Any:
         """Send a command; return the answer."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -61,12 +61,12 @@ class Worker:
         return self.answer()
 
     def answer(self) -> Any:
-        """Return the next line that the process says."""
+        """Return the next line that the process prints, decoded."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise Failed("a worker process ended; its error is above")
-        said = json.loads(line)
-        if "error" in said:
-            raise Failed(said["error"])
-        return said
+        reply = json.loads(line)
+        if "error" in reply:
+            raise Failed(reply["error"])
+        return reply

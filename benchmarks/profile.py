@@ -1,12 +1,12 @@
-"""Where the processor time goes: `python -m benchmarks.profile`.
+"""Show where the processor time goes: `python -m benchmarks.profile`.
 
 One of the measures of `benchmarks.cpu`, or with ``--program`` a workload of the unmodified programs
-under `enable`, runs under Python's profiler, both ends in one process.  Printed is the share of
-each part: Trio, the modules of trio_smc, built-in functions (system calls and copies of memory are
-among them), the workload itself; and the share of all trio_smc with the built-in functions that it
-calls, which is what a program could gain if SMC-R cost nothing.  Use a machine that does nothing
-else.  The profiler makes each call dearer, so parts with many small functions look larger than they
-are: compare shares, not times.
+under `enable`, runs under Python's profiler, both ends in one process.  The table has the share of
+each part: Trio, the modules of trio_smc, built-in functions (with system calls and copies of
+memory), and the workload itself.  Below it is the share of all trio_smc with the built-in functions
+that it calls: what a program could gain if SMC-R cost nothing.  Use a machine without other work.
+The profiler makes each call slower, so parts with many small functions look larger than they are:
+compare shares, not times.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Functions = dict[tuple[str, int, str], tuple[int, int, float, float, dict[Any, A
 
 
 def part_of(filename: str) -> str:
-    """The part of the table that a function of this file belongs to."""
+    """The part of the table that a function in this file belongs to."""
     if filename == "~":
         return _BUILT_IN
     path = Path(filename)
@@ -50,7 +50,7 @@ def part_of(filename: str) -> str:
         return ".".join((_PACKAGE, *path.relative_to(_OURS).with_suffix("").parts))
     if path.is_relative_to(_BENCHMARKS):
         return "the workload"
-    # What Trio calls for each step of a task is Trio, too.
+    # Functions that Trio calls for each step of a task count for Trio, too.
     of_trio = path.is_relative_to(_TRIO) or "outcome" in path.parts or filename.startswith("<attrs")
     return "Trio" if of_trio else "other libraries"
 
@@ -58,8 +58,8 @@ def part_of(filename: str) -> str:
 async def profile(transport_name: str, measure: str) -> pstats.Stats:
     """Run one measure twice over a transport, the second time under the profiler."""
     transport = TRANSPORTS[transport_name]
-    # By the clock: asking for processor time is a system call, which makes each call so slow that
-    # amortised checkpoints, which also go by the clock, come with every call.
+    # Use wall time: reading processor time is a system call, which makes each call so slow that an
+    # amortised checkpoint, which also depends on the clock, becomes due with every call.
     profiler = cProfile.Profile()
     async with transport.scope(), trio.open_nursery() as nursery:
         port = await nursery.start(serve, transport)
@@ -78,7 +78,7 @@ async def profile_program(name: str, directory: Path, seconds: float) -> pstats.
     profiler = cProfile.Profile()
     async with trio.open_nursery() as nursery:
         ports = await nursery.start(module.serve, directory)
-        await trio.testing.wait_all_tasks_blocked()  # its listeners are published
+        await trio.testing.wait_all_tasks_blocked()  # until its listeners are published
         server = Server(ports=ports, pid=os.getpid(), directory=directory)
         workload = partial(module.WORKLOADS[name], server, seconds)
         await workload()
@@ -90,8 +90,7 @@ async def profile_program(name: str, directory: Path, seconds: float) -> pstats.
 
 
 def functions_of(stats: pstats.Stats) -> Functions:
-    """What was measured of each function: calls, calls not nested, its own time, with those it
-    called, and by caller."""
+    """The profile of each function: calls, calls not nested, own time, cumulative time, callers."""
     functions: Functions = stats.stats  # type: ignore[attr-defined]
     return functions
 

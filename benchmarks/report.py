@@ -18,7 +18,7 @@ Numbers = Mapping[str, Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What was measured in one or several runs.
+    """The numbers of one or several runs.
 
     base: the transport that ratios are relative to.
     about: how and where it was measured.
@@ -30,7 +30,7 @@ class Comparison:
     about: Mapping[str, Any]
 
     def transports(self, metric: Metric) -> list[str]:
-        """Those with numbers, but the base."""
+        """The transports with numbers, without the base."""
         return [name for name in self.runs[0][metric.name] if name != self.base]
 
     def values(self, metric: Metric, transport: str) -> list[float]:
@@ -62,7 +62,7 @@ def ratios(metric: Metric, base: Sequence[float], other: Sequence[float]) -> lis
 
 
 def _times(more: float, less: float) -> float:
-    """How many times ``less`` goes into ``more``; 0 is what was too little to be measured."""
+    """How many times ``less`` goes into ``more``; 0 if ``less`` was too small to be measured."""
     if less:
         return more / less
     return math.inf if more else 1.0
@@ -71,8 +71,8 @@ def _times(more: float, less: float) -> float:
 def rows(comparison: Comparison, earlier: Mapping[str, Earlier]) -> list[list[str]]:
     """Return the table: one row per metric and transport other than the base.
 
-    earlier: ratios of another run by "metric | transport", for the last column; a star follows
-      where all of these ones are worse than any of those.
+    earlier: ratios of another run by "metric | transport", for the last column.  A star marks a row
+      in which all new ratios are worse than all earlier ones.
     """
     below = worse(comparison, earlier)
     table = [["", "transport", comparison.base, "it", "ratio", "min - max", "before"]]
@@ -97,7 +97,7 @@ def rows(comparison: Comparison, earlier: Mapping[str, Earlier]) -> list[list[st
 
 
 def worse(comparison: Comparison, earlier: Mapping[str, Earlier]) -> list[str]:
-    """Where the best ratio is below the worst that there was earlier: "metric | transport"."""
+    """Return the rows whose best ratio is below the worst earlier one: "metric | transport"."""
     return [
         key
         for metric in comparison.metrics
@@ -151,20 +151,22 @@ def _content(comparison: Comparison) -> dict[str, Any]:
 
 
 def _brief(value: float) -> float:
-    """Five digits: no two rounds agree in more than two."""
+    """Round to five digits: two rounds never agree in more than two."""
     return float(f"{value:.5g}")
 
 
 def load_ratios(path: Path) -> dict[str, Earlier]:
-    """Return the ratios that `save` wrote; empty when there is no such file.
+    """Return the ratios that `save` wrote; empty if there is no such file.
 
     Raises:
-      OSError, ValueError: it cannot be read, or `save` did not write it.
+      OSError, ValueError: the file cannot be read, or `save` did not write it.
     """
     if not path.exists():
         return {}
-    said = json.loads(path.read_text())
-    found, spread = [said.get(n) if isinstance(said, dict) else None for n in ("ratios", "spread")]
+    saved = json.loads(path.read_text())
+    found, spread = [
+        saved.get(n) if isinstance(saved, dict) else None for n in ("ratios", "spread")
+    ]
     if not isinstance(found, dict) or not all(isinstance(v, int | float) for v in found.values()):
         raise ValueError("it has no ratios")
     if not isinstance(spread, dict) or set(spread) != set(found):
@@ -176,7 +178,7 @@ def load_ratios(path: Path) -> dict[str, Earlier]:
 
 
 def short(value: float) -> str:
-    """A number as it is easy to read."""
+    """Format a number for the table."""
     thousand, ten = 1000, 10
     if value >= thousand:
         return f"{value:,.0f}"

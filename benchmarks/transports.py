@@ -1,6 +1,6 @@
-"""What can be compared: for each transport its loop, a pair of `connect` and `serve`, a scope.
+"""The transports: for each its loop, a pair of `connect` and `serve`, and a scope.
 
-A workload sees nothing but this, so another transport is one more entry of TRANSPORTS.
+A workload uses nothing else, so another transport is one more entry of TRANSPORTS.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Started = Callable[[int | str], None]
 
 
 class Stream(Protocol):
-    """What workloads use of a stream, with the meaning that Trio gives it."""
+    """The part of Trio's stream interface that workloads use."""
 
     async def send_all(self, data: bytes) -> None: ...
     async def receive_some(self, max_bytes: int) -> bytes | bytearray: ...
@@ -46,11 +46,11 @@ _TRIO = TrioLoop()
 class Transport:
     """One way to move bytes between two processes.
 
-    connect: opens a stream to the address that `serve` said.
-    serve: serves a handler on a free address, which it passes to its second argument; until it
-      is cancelled.
-    scope: what has to be open around all connections of a process.
-    workloads: what it is good for; empty: everything.
+    connect: opens a stream to the address that `serve` reported.
+    serve: serves a handler on a free address until it is cancelled; passes the address to its
+      second argument.
+    scope: a context that must be open around all connections of a process.
+    workloads: the workloads that it supports; empty: all.
     """
 
     connect: Callable[[Any], Awaitable[Any]]
@@ -102,7 +102,7 @@ def _smc(**settings: Any) -> Transport:
 
 
 class _AsyncioStream:
-    """asyncio's pair of streams as one."""
+    """asyncio's reader and writer as one stream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -158,7 +158,7 @@ async def _serve_behind(
         for hop in hops:
             listen, target = hop.split(":")
             command = [*_PROXY, f"{listen}:{HOST}:0", f"{target}:{HOST}:{port}"]
-            # It says a line for each connection.
+            # The proxy prints a line for each connection.
             quiet = partial(trio.run_process, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             process = await nursery.start(quiet, command)
             _proxies.append(~process.pid << 3 | _SCHEDULED)
@@ -169,18 +169,18 @@ async def _serve_behind(
 _PROXY = (sys.executable, "-u", "-m", "trio_smc.tools", "proxy", "--require-smc")
 _SCHEDULED = 2  # CPUCLOCK_SCHED (linux/posix-timers_types.h): with a PID, the clock of its time
 _proxies: list[int] = []
-"""The clocks of those that this process has started."""
+"""The processor clocks of the proxies that this process has started."""
 
 
 def processor_time() -> int:
-    """Nanoseconds, of this process and of the proxies in front of it."""
+    """Nanoseconds used by this process and by the proxies in front of it."""
     return time.process_time_ns() + sum(map(time.clock_gettime_ns, _proxies))
 
 
 def _proxied(
     connect: Callable[[Any], Awaitable[Any]], serve: Callable[..., Awaitable[Any]], *hops: str
 ) -> Transport:
-    # The end that speaks TCP only has a stack of its own for nothing.
+    # The end that speaks only TCP has a stack of its own, which it does not use.
     scope = trio_smc.open_stack
     return Transport(connect=connect, serve=partial(_serve_behind, serve, hops), scope=scope)
 
@@ -202,10 +202,10 @@ TRANSPORTS = {
     ),
 }
 WAKES = {f"smc-r-wake-{by}": _smc(wake=by) for by in ("trio", "thread")}
-"""Who waits for completions while Trio sleeps; the software RNIC's default is the first."""
+"""The settings of `Config.wake`; the software RNIC's default is the first."""
 PROXIED = {
     "smc-r-proxy-tcp": _proxied(_connect_smc, trio.serve_tcp, "smc:tcp"),
     "tcp-proxy-smc-r": _proxied(_connect_tcp, trio_smc.serve, "tcp:smc"),
     "tcp-proxy-smc-r-proxy-tcp": _proxied(_connect_tcp, trio.serve_tcp, "smc:tcp", "tcp:smc"),
 }
-"""Connections through `trio-smc proxy`, by what is on the way."""
+"""Connections through `trio-smc proxy`, by the hops on the way."""

@@ -2,10 +2,10 @@
 
 The programs are in `benchmarks.programs`.  Each has a server's and a client's process for either
 transport; a round runs each workload over one right after the other, in alternating order.  Under
-`trio-smc run` all connections are SMC-R or fail (``--require-smc``), but for the workload whose
-peers are learned to be short: that is the command as it is by default, and its connections end up
-as TCP.  Copies of the repository may be measured beside this one, in the same rounds: a compiled
-build, or variants of the code (`benchmarks.ablation`).
+`trio-smc run` a connection is SMC-R or fails (``--require-smc``), except in the workload that
+measures learned short connections: there the command has its default options, and the connections
+end up as TCP.  Copies of the repository may be measured beside this one, in the same rounds: a
+compiled build, or variants of the code (`benchmarks.ablation`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Workload:
     """One line of the table.
 
     program: the module of `benchmarks.programs`.
-    metrics: what a user sees, and the processor time of both ends.
+    metrics: the time or rate that a user sees, and the processor time of both ends.
     under: the command that makes its connections SMC-R.
     """
 
@@ -88,7 +88,7 @@ WORKLOADS: Final = {
 
 @contextlib.contextmanager
 def certificates() -> Iterator[Path]:
-    """A directory with what `benchmarks.programs.common` says."""
+    """Yield a directory with the certificates that `benchmarks.programs.common` describes."""
     import trustme
 
     with tempfile.TemporaryDirectory(prefix="trio-smc-benchmark-") as name:
@@ -108,7 +108,7 @@ def _clients(
     cores: tuple[int | None, int | None],
     transports: Mapping[str, Path | None],
 ) -> Iterator[dict[str, Worker]]:
-    """A program's client for each transport, each with a server of its own."""
+    """Start a program's client for each transport, each with a server of its own."""
     module = f"benchmarks.programs.{program}"
     here, there = cores
     with contextlib.ExitStack() as stack:
@@ -116,12 +116,12 @@ def _clients(
         for transport, tree in transports.items():
             words = () if transport == BASE else under
             server = Worker(module, "serve", str(directory), core=there, under=words, tree=tree)
-            said = json.dumps(stack.enter_context(server).answer())
+            reply = json.dumps(stack.enter_context(server).answer())
             client = Worker(
-                module, "client", str(directory), said, core=here, under=words, tree=tree
+                module, "client", str(directory), reply, core=here, under=words, tree=tree
             )
             found[transport] = stack.enter_context(client)
-            client.answer()  # it is ready: one that starts takes the processor of who is measured
+            client.answer()  # wait until it is ready: its start would disturb the measurement
         yield found
 
 
@@ -136,8 +136,8 @@ def measure(
 
     Args:
       names: keys of `WORKLOADS`.
-      seconds: of each measurement but those of whole files.
-      cores: where client and server run; None: where the scheduler puts them.
+      seconds: length of each measurement, except for whole files.
+      cores: the cores of client and server; None: not pinned.
       transports: the columns of the table, and the copy of this repository whose code each runs;
         None: this one.  `BASE` runs over TCP, the others under `trio-smc run`.
 
@@ -160,10 +160,10 @@ def measure(
                 for number in range(rounds):
                     for name in ours:
                         for transport in list(transports)[:: -1 if number % 2 else 1]:
-                            said = clients[transport].ask(
+                            reply = clients[transport].call(
                                 workload=name.removesuffix("-learned"), seconds=seconds
                             )
-                            pairs = zip(WORKLOADS[name].metrics, said["values"], strict=True)
+                            pairs = zip(WORKLOADS[name].metrics, reply["values"], strict=True)
                             for metric, value in pairs:
                                 numbers[metric.name][transport].append(value)
     return numbers

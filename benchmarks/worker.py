@@ -1,8 +1,8 @@
 """A process of the benchmark: `python -m benchmarks.worker ROLE TRANSPORT [--core N]`.
 
-Both roles say one JSON object per line and end when their standard input does. A server says its
+Both roles print one JSON object per line and end with their standard input. A server prints its
 address. A client reads {"workload", "at", "seconds"} and answers {"error"} or {"values"}: null if
-the transport is not for that workload. Workload "mode" is answered by the mode of a new connection.
+the workload does not apply to the transport. Workload "mode" answers the mode of a new connection.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from benchmarks.workloads import WORKLOADS
 PATIENCE = 30.0
 
 
-def say(**event: Any) -> None:
+def write_event(**event: Any) -> None:
     """Print one JSON object."""
     print(json.dumps(event), flush=True)
 
 
 async def serve(transport: Transport) -> None:
     """Serve the workloads until standard input ends."""
-    started = partial(transport.serve, answer, lambda at: say(at=at))
+    started = partial(transport.serve, answer, lambda at: write_event(at=at))
     async with transport.scope():
-        await transport.loop.together([partial(_until_end, transport)], aside=started)
+        await transport.loop.run_all([partial(_until_end, transport)], aside=started)
 
 
 async def _until_end(transport: Transport) -> None:
@@ -41,36 +41,36 @@ async def _until_end(transport: Transport) -> None:
 
 
 async def client(transport: Transport) -> None:
-    """Do what standard input asks for, one thing at a time."""
+    """Run the commands on standard input, one after the other."""
     async with transport.scope():
         async for line in transport.loop.lines():
-            await obey(transport, **json.loads(line))
+            await run_commands(transport, **json.loads(line))
 
 
-async def obey(
+async def run_commands(
     transport: Transport, workload: str, at: int | str, seconds: float = 0.0, **_: object
 ) -> None:
-    """Run one workload once and say its numbers, or why there are none."""
+    """Run one workload once; print its numbers, or the error."""
 
     async def run() -> None:
         if workload == "mode":
-            await say_mode(transport, at)
+            await write_mode(transport, at)
         elif transport.workloads and workload not in transport.workloads:
-            say(values=None)
+            write_event(values=None)
         else:
-            say(values=await WORKLOADS[workload].run(transport, at, seconds))
+            write_event(values=await WORKLOADS[workload].run(transport, at, seconds))
 
     try:
         await transport.loop.within(seconds + PATIENCE, run)
     except (OSError, EOFError, RuntimeError, trio.BrokenResourceError, trio.TooSlowError) as error:
-        say(error=f"{workload}: {type(error).__name__}: {error}")
+        write_event(error=f"{workload}: {type(error).__name__}: {error}")
 
 
-async def say_mode(transport: Transport, at: int | str) -> None:
-    """Say how a connection's bytes travel; null for a transport that knows one way only."""
+async def write_mode(transport: Transport, at: int | str) -> None:
+    """Print the mode of a connection; null for a transport that has only one."""
     async with await transport.connect(at) as stream:
         fallback = getattr(stream, "fallback", None)
-        say(mode=getattr(stream, "mode", None), fallback=fallback and fallback.message)
+        write_event(mode=getattr(stream, "mode", None), fallback=fallback and fallback.message)
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
-"""The workloads, generic over a transport: what the client does, and what is measured.
+"""The workloads, generic over a transport: the client's actions, and the metrics.
 
-What it says to the server, and what that answers, is in `answers`.  Each client function returns
-plain numbers for one round; connecting and warming up are not timed, unless connecting is what is
-measured.
+The messages between client and server are in `answers`.  Each client function returns plain numbers
+for one round; connecting and warming up are not timed, unless connecting is the subject.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is run, and the metrics in the order of the numbers that `run` returns."""
+    """A client function, and the metrics in the order of the numbers that it returns."""
 
     metrics: tuple[Metric, ...]
     run: Callable[[Transport, Any, float], Awaitable[tuple[float, ...]]]
@@ -49,13 +48,13 @@ async def _open_echo(transport: Transport, at: Any) -> Stream:
 
 
 def _percentile(times: list[int], percent: int) -> float:
-    """In microseconds, of nanoseconds."""
+    """A percentile in microseconds; ``times`` are nanoseconds."""
     times.sort()
     return times[len(times) * percent // 100] / 1e3
 
 
-async def _ask_until(stream: Stream, end: int) -> list[int]:
-    """Ask until `perf_counter_ns` shows ``end``; the times of the round trips."""
+async def _request_until(stream: Stream, end: int) -> list[int]:
+    """Make requests until `perf_counter_ns` shows ``end``; return the times of the round trips."""
     message = bytes(MESSAGE)
     clock = time.perf_counter_ns
     times: list[int] = []
@@ -76,7 +75,7 @@ async def round_trips(transport: Transport, at: Any, seconds: float) -> tuple[fl
         for _ in range(WARM_UP):
             await stream.send_all(message)
             await exactly(stream, MESSAGE)
-        times = await _ask_until(stream, time.perf_counter_ns() + int(seconds * 1e9))
+        times = await _request_until(stream, time.perf_counter_ns() + int(seconds * 1e9))
     return _percentile(times, 50), _percentile(times, 99)
 
 
@@ -87,16 +86,16 @@ async def pausing(pause: float, transport: Transport, at: Any, seconds: float) -
         end = time.perf_counter_ns() + int(seconds * 1e9)
         while not times or time.perf_counter_ns() < end:
             await transport.loop.sleep(pause)
-            times += await _ask_until(stream, 0)
+            times += await _request_until(stream, 0)
     return (_percentile(times, 50),)
 
 
 async def streaming(size: int, transport: Transport, at: Any, seconds: float) -> tuple[float, ...]:
-    """Send `size`-byte writes for `seconds`, until the server has them all.
+    """Send `size`-byte writes for `seconds`, and wait until the server has read them all.
 
-    Returns MiB/s, and the seconds of processor time that both ends take for a GiB.
+    Returns MiB/s, and the seconds of processor time of both ends for a GiB.
     """
-    data = os.urandom(size)  # a page of zeros is one page for the processor
+    data = os.urandom(size)  # pages of zeros could all be the same physical page
     await _stream_for(transport, at, data, min(0.1, seconds))
     return await _stream_for(transport, at, data, seconds)
 
@@ -134,36 +133,36 @@ async def _opened(
 async def requests(
     connections: int, transport: Transport, at: Any, seconds: float
 ) -> tuple[float, ...]:
-    """Return 64-byte requests answered per second, over so many connections at once."""
+    """Return 64-byte requests answered per second, over `connections` connections at once."""
     async with contextlib.AsyncExitStack() as stack:
         streams = await _opened(stack, transport, at, connections)
-        await _ask_for(transport, streams, min(0.1, seconds))
-        return (await _ask_for(transport, streams, seconds),)
+        await _request_for(transport, streams, min(0.1, seconds))
+        return (await _request_for(transport, streams, seconds),)
 
 
-async def _ask_for(transport: Transport, streams: list[Stream], seconds: float) -> float:
+async def _request_for(transport: Transport, streams: list[Stream], seconds: float) -> float:
     message = bytes(MESSAGE)
     done = 0
     start = time.perf_counter()
 
-    async def ask(stream: Stream) -> None:
+    async def send_requests(stream: Stream) -> None:
         nonlocal done
         while not done or time.perf_counter() < start + seconds:
             await stream.send_all(message)
             await exactly(stream, MESSAGE)
             done += 1
 
-    await transport.loop.together([partial(ask, stream) for stream in streams])
+    await transport.loop.run_all([partial(send_requests, stream) for stream in streams])
     return done / (time.perf_counter() - start)
 
 
 async def fairness(
     connections: int, transport: Transport, at: Any, seconds: float
 ) -> tuple[float, ...]:
-    """Busy connections beside each other, and a task that wants to run each millisecond.
+    """Run busy connections beside each other, and a task that should run each millisecond.
 
-    Returns how many times the median of the connections' p99 the worst of them is, and the p99
-    of the other task's lateness in microseconds.
+    Returns the worst p99 of a connection divided by the median of all p99, and the p99 of the
+    other task's lateness in microseconds.
     """
     worst: list[float] = []
     late: list[int] = []
@@ -182,11 +181,13 @@ async def fairness(
         due = clock() + int(_TICK * 1e9)
         end = clock() + int(seconds * 1e9)
 
-        async def ask(stream: Stream) -> None:
-            worst.append(_percentile(await _ask_until(stream, end), 99))
+        async def send_requests(stream: Stream) -> None:
+            worst.append(_percentile(await _request_until(stream, end), 99))
 
-        await transport.loop.together([partial(ask, stream) for stream in streams], aside=tick)
-        late.append(max(clock() - due, 1))  # one that was never waited for to the end is late, too
+        await transport.loop.run_all(
+            [partial(send_requests, stream) for stream in streams], aside=tick
+        )
+        late.append(max(clock() - due, 1))  # also the last tick, which did not end
     return max(worst) / statistics.median(worst), _percentile(late, 99)
 
 
@@ -194,7 +195,7 @@ async def opening(transport: Transport, at: Any, seconds: float) -> tuple[float,
     """Return the median time in microseconds until both ends have a connection: the client has
     opened it, and the server has accepted it and called its handler.  Closing is not timed.
 
-    Another connection is open all the time, and with it over SMC-R the link group.
+    Another connection stays open all the time, which keeps the link group of SMC-R.
     """
     times: list[int] = []
     clock = time.monotonic_ns
@@ -213,11 +214,11 @@ async def opening(transport: Transport, at: Any, seconds: float) -> tuple[float,
 async def short_lived(
     workers: int, transport: Transport, at: Any, seconds: float
 ) -> tuple[float, ...]:
-    """Return connections per second that carry one 64-byte request, so many at a time."""
+    """Return connections per second that carry one 64-byte request, `workers` at a time."""
     done = 0
     request = REQUEST.pack(b"E", MESSAGE) + bytes(MESSAGE)
 
-    async def ask() -> None:
+    async def send_requests() -> None:
         nonlocal done
         while not done or time.perf_counter() < start + seconds:
             async with await transport.connect(at) as stream:
@@ -227,7 +228,7 @@ async def short_lived(
 
     async with await _open_echo(transport, at):
         start = time.perf_counter()
-        await transport.loop.together([ask] * workers)
+        await transport.loop.run_all([send_requests] * workers)
         return (done / (time.perf_counter() - start),)
 
 

@@ -20,7 +20,7 @@ from trio_smc.adapters import anyio as smc_anyio
 
 async def shout(stream: TLSStream) -> None:
     """Answer every line of one client in capital letters."""
-    print(both_ends.said("server", transport_of(stream)))
+    print(both_ends.describe("server", transport_of(stream)))
     lines = BufferedByteReceiveStream(stream)
     async with stream:
         with contextlib.suppress(anyio.EndOfStream, anyio.IncompleteRead):
@@ -41,7 +41,7 @@ async def serve(port: int, directory: Path) -> None:
     listener = await smc_anyio.open_listener(port, host=both_ends.HOST)
     first = listener.listeners[0]
     assert isinstance(first, smc_anyio.SmcByteListener)
-    both_ends.listening(first.listener, directory)
+    both_ends.print_address(first.listener, directory)
     await TLSListener(listener, context).serve(shout)
 
 
@@ -56,7 +56,7 @@ async def connect(port: int, ca: Path) -> None:
         await stream.send(b"hello over anyio\nand goodbye\n")
         for _ in range(2):
             print((await lines.receive_until(b"\n", 1024)).decode())
-        print(both_ends.said("client", transport.stream))
+        print(both_ends.describe("client", transport.stream))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What the examples with two ends share: their command line, and a certificate made on the spot.
+"""What the examples with two ends share: a command line, and a certificate made at start.
 
 `python -m examples.NAME` runs both ends, in two processes. `python -m examples.NAME serve [PORT]`
-runs a server until it is interrupted, `python -m examples.NAME connect PORT [CA]` a client; CA is
-the file that a server with TLS names.
+runs a server until it is interrupted. `python -m examples.NAME connect PORT [CA]` runs a client; CA
+is the file that a server with TLS prints.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Client = Callable[[int, Path], Awaitable[object]]
 
 
 def main(name: str, server: Server, client: Client) -> None:
-    """Do what the command line of the example `examples.NAME` says.
+    """Run the role that the command line of the example `examples.NAME` names.
 
-    A server is called with a port (0 for any) and a directory for its certificate; it calls
-    `listening` and serves for ever. A client is called with the port and the CA's file.
+    `server` gets a port (0 for any free one) and a directory for its certificate. It calls
+    `print_address`, and serves until it is cancelled. `client` gets the port and the CA's file.
     """
     match sys.argv[1:]:
         case []:
@@ -62,17 +62,17 @@ def server_process(name: str) -> Iterator[tuple[int, Path]]:
             yield int(words[2]), Path(words[4])
         finally:
             process.send_signal(signal.SIGINT)
-            # What it said while the client ran; then it ends.
+            # Read the server's output of the time when the client ran; then the server ends.
             print(process.stdout.read(), end="")
 
 
-def listening(listener: trio_smc.SmcListener, directory: Path) -> None:
-    """Say where a server listens."""
+def print_address(listener: trio_smc.SmcListener, directory: Path) -> None:
+    """Print the port of a server and the file of its CA."""
     port = listener.socket.getsockname()[1]
     print("listening on", port, "CA", directory / "ca.pem", flush=True)
 
 
-def said(end: str, stream: trio_smc.SmcStream) -> str:
+def describe(end: str, stream: trio_smc.SmcStream) -> str:
     """Return how the bytes of a stream travel, in words."""
     why = f" ({stream.fallback.message})" if stream.fallback else ""
     return f"{end}: {stream.mode}{why}"

@@ -1,19 +1,19 @@
-"""Connections survive what their RNICs do not: faults on purpose, under traffic that is checked.
+"""Inject RNIC faults under traffic, and check every byte.
 
     python -m examples.chaos [--seed N] [--seconds S | --faults N] [--rnics 1-4]
                              [--connections N] [--log DIRECTORY] [--json]
 
-Two processes with 2 software RNICs each keep 50 connections busy (chaos_load.py); whenever their
-link group is whole, this process lets something go wrong on one side (chaos_trouble.py): queue
-pairs fail, noticed by both or by one, ports go down and come back, messages, writes and completions
-are lost, messages come late, wakeups come twice, a process stands still for a moment.  Each is
-shown as it happens, and a table ends it.
+Two processes with 2 software RNICs each keep 50 connections busy (chaos_load.py). Whenever their
+link group has both of its links, this process injects one fault on one side (chaos_trouble.py): a
+queue pair fails, noticed by both sides or by one; a port goes down and comes back; a message, a
+write or a completion is lost; a message arrives late; a wakeup arrives twice; a process is stopped
+for a moment. Each fault is printed as it happens. A table at the end has the totals.
 
-One kind, "not-placed", is a message that counts as arrived and did not.  Nobody can repair that:
-the one connection it belonged to must be reset (RFC 7609, 4.6.1), and no other.
+A fault of kind "not-placed" is a message that is acknowledged but was not delivered. Failover
+cannot repair it: its connection, and no other, must be reset (RFC 7609, 4.6.1).
 
-The exit code is 1 when a byte was lost, doubled or out of order, or when a connection was reset
-that should not be, or not reset that should be.
+The exit code is 1 if a byte was lost, doubled or out of order, if a connection was reset without
+need, or if a connection was not reset that had to be.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["KINDS", "Chaos", "Policy", "Result"]
 
 
 class Chaos:
-    """Runs the two processes and makes their lives hard."""
+    """Runs the two processes and injects faults into them."""
 
     def __init__(self, policy: Policy, show: Show) -> None:
         self.policy = policy
@@ -43,7 +43,7 @@ class Chaos:
         self.sides = Sides(policy, self.result, show)
 
     async def run(self) -> Result:
-        """Do what the policy says."""
+        """Run until the limits of the policy are reached."""
         async with trio.open_nursery() as nursery:
             if await self.sides.open(nursery):
                 await Trouble(self.policy, self.result, self.sides).make()
@@ -56,10 +56,10 @@ class Chaos:
         return self.result
 
     def judge(self) -> None:
-        """Add to the problems which connections were reset in vain, or should have been."""
+        """Add a problem for each connection that was reset without need, or wrongly not reset."""
         result = self.result
         if self.policy.rnics == 1:
-            return  # with the link all of its connections are lost, as they should be
+            return  # without another link all connections are lost, as they should be
         for number in sorted(result.resets - set(result.due)):
             result.problems.append(f"connection {number} was reset, and nothing of it was lost")
         for number, must in sorted(result.due.items()):
@@ -96,11 +96,11 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=None, help="random by default, and printed")
     parser.add_argument("--seconds", type=float, default=None, help="default 20 without --faults")
-    parser.add_argument("--faults", type=int, default=None, help="stop after so many failures")
+    parser.add_argument("--faults", type=int, default=None, help="stop after this many failures")
     parser.add_argument("--rnics", type=int, default=2, choices=range(1, 5), help="of each side")
     parser.add_argument("--connections", type=int, default=50)
     parser.add_argument("--log", metavar="DIRECTORY", help="where both processes write logs")
-    parser.add_argument("--json", action="store_true", help="only the result, as JSON")
+    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
     arguments = parser.parse_args()
     seed = arguments.seed
     if seed is None:

@@ -1,13 +1,14 @@
-"""The traffic of `chaos.py`: conversations in which both sides know what every byte has to be.
+"""The traffic of `chaos.py`: conversations in which both sides know every byte in advance.
 
-Each connection carries one conversation.  Its first 16 bytes say which; both sides derive the rest
-of it from that.  Every direction is a text of its own in which each byte is known from its
-position, followed by the SHA-256 of all of it and the end of the stream.  So a byte that is lost,
-doubled, swapped or of somebody else's shows at once and at its place.
+Each connection carries one conversation. Its first 16 bytes are a seed, a number and a scale, from
+which both sides derive the rest. In each direction the value of a byte follows from its position.
+After the last byte come the SHA-256 of all bytes and the end of the stream. A byte that is lost,
+doubled, swapped or from another connection is therefore detected, with its position.
 
-kinds: "stream" both ways at the same time, in writes of 1 byte to 256 KiB; "request" requests and
-answers in turn; "urgent" requests whose last byte is urgent; "half-close" one side sends and ends,
-then the other does; "abort" as "stream", and the client aborts somewhere in the middle.
+Kinds: "stream" sends both ways at the same time, in writes of 1 byte to 256 KiB. "request" sends
+requests and answers in turn. "urgent" sends requests whose last byte is urgent. In "half-close" one
+side sends and ends its direction, then the other does. "abort" is like "stream", but the client
+aborts somewhere in the middle.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ __all__ = ["KINDS", "Conversation", "Wrong"]
 HEADER = struct.Struct("!QII")
 KINDS = ("stream", "request", "urgent", "half-close", "abort")
 _WEIGHTS = (5, 5, 2, 4, 1)
-_BLOCK = 1_000_003  # a prime: no power of two apart are two bytes alike
+_BLOCK = 1_000_003  # a prime, so that bytes at a distance of a power of two differ
 _NOISE = memoryview(random.Random(7609).randbytes(_BLOCK) * 2)
 _LARGEST = 256 * 1024
 _DIGEST = hashlib.sha256().digest_size
 
 
 class Wrong(Exception):
-    """A byte is not what it has to be."""
+    """A byte differs from the expected one."""
 
 
 def _log_uniform(rng: random.Random, least: int, most: int) -> int:
@@ -48,16 +49,16 @@ def _text(start: int, position: int, size: int) -> memoryview:
 
 @dataclass(kw_only=True)
 class Conversation:
-    """One side of a conversation, and how far it is.
+    """One side of a conversation, and its progress.
 
     Attributes:
       seed: determines everything.
-      number: which one; `scale` multiplies how much is said, in percent.
-      said_all: this side has sent its last byte; a message of its connection that gets lost from
-        now on may be one that nobody misses.
+      number: the number of the conversation; `scale`: its size, in percent of the usual one.
+      sent_all: this side has sent its last byte. The peer does not always notice the loss of a
+        later message.
       pause: longest time between two pieces of a "stream", seconds.
-      moved: bytes received.
-      moment: what it is doing, for who wonders why it does not end.
+      received: bytes received.
+      activity: the current step, for a report about a conversation that hangs.
     """
 
     stream: SmcStream
@@ -65,11 +66,11 @@ class Conversation:
     number: int
     scale: int = 100
     client: bool = True
-    said_all: bool = False
+    sent_all: bool = False
     aborted: bool = False
     pause: float = 0.0
-    moved: int = 0
-    moment: str = "begins"
+    received: int = 0
+    activity: str = "begins"
     kind: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class Conversation:
 
     @classmethod
     async def accept(cls, stream: SmcStream) -> Conversation:
-        """The server's side of whatever the client begins."""
+        """Read the header that the client sends, and return the server's side."""
         header = b""
         while len(header) < HEADER.size:
             data = await stream.receive_some(HEADER.size - len(header))
@@ -93,10 +94,10 @@ class Conversation:
         return cls(stream=stream, seed=seed, number=number, scale=scale, client=False)
 
     async def run(self) -> None:
-        """Have the conversation and close the stream.
+        """Run the conversation and close the stream.
 
         Raises, alone or in exception groups:
-          Wrong: a byte is not what it has to be.
+          Wrong: a byte differs from the expected one.
           trio.BrokenResourceError: the connection was reset.
         """
         if self.client:
@@ -108,7 +109,7 @@ class Conversation:
         else:
             await self._requests()
         if not self.aborted:
-            self.moment = "closes"
+            self.activity = "closes"
             await self.stream.aclose()
 
     # -- kinds ---------------------------------------------------------------------------
@@ -118,23 +119,23 @@ class Conversation:
         to_say, to_hear = totals if self.client else totals[::-1]
         aborts = self.kind == "abort"
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._say_everything, to_say)
+            nursery.start_soon(self._send_everything, to_say)
             if aborts and self.client:
-                await self._hear(to_hear // 2)
+                await self._receive_piece(to_hear // 2)
                 self.aborted = True
                 nursery.cancel_scope.cancel()
-            await self._hear_everything(to_hear)
+            await self._receive_everything(to_hear)
         if self.aborted:
             self.stream.abort()
 
     async def _in_turn(self) -> None:
         first, second = self._amount("a"), self._amount("b")
         if self.client:
-            await self._say_everything(first)
-            await self._hear_everything(second)
+            await self._send_everything(first)
+            await self._receive_everything(second)
         else:
-            await self._hear_everything(first)
-            await self._say_everything(second)
+            await self._receive_everything(first)
+            await self._send_everything(second)
 
     async def _requests(self) -> None:
         plan = self._rng("requests")
@@ -142,16 +143,16 @@ class Conversation:
         for _ in range(max(1, _log_uniform(plan, 1, 300) * self.scale // 100)):
             request, answer = (_log_uniform(plan, 1, 30_000) for _ in range(2))
             if self.client:
-                await self._say(request, urgent=urgent)
-                await self._hear(answer)
+                await self._send_piece(request, urgent=urgent)
+                await self._receive_piece(answer)
             else:
-                await (self._hear_urgent if urgent else self._hear)(request)
-                await self._say(answer)
+                await (self._receive_urgent if urgent else self._receive_piece)(request)
+                await self._send_piece(answer)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._say_everything, 0)
-            await self._hear_everything(0)
+            nursery.start_soon(self._send_everything, 0)
+            await self._receive_everything(0)
 
-    # -- speaking and listening ----------------------------------------------------------
+    # -- sending and receiving -----------------------------------------------------------
 
     def _rng(self, what: str) -> random.Random:
         return random.Random(f"{self.seed} {self.number} {what}")
@@ -166,28 +167,28 @@ class Conversation:
             yield size
             total -= size
 
-    async def _say(self, size: int, *, urgent: bool = False) -> None:
+    async def _send_piece(self, size: int, *, urgent: bool = False) -> None:
         data = _text(self._out_start, self._out, size)
         self._out += size
         self._out_hash.update(data)
-        self.moment = f"sends up to {self._out}"
+        self.activity = f"sends up to {self._out}"
         await (self.stream.send_urgent if urgent else self.stream.send_all)(data)
 
-    async def _say_everything(self, total: int) -> None:
+    async def _send_everything(self, total: int) -> None:
         for size in self._sizes(total):
-            await self._say(size)
+            await self._send_piece(size)
             if size % 4 == 0:
                 await trio.sleep(size % 64 / 5000)
-        self.said_all = True
+        self.sent_all = True
         await self.stream.send_all(self._out_hash.digest())
         await self.stream.send_eof()
 
     async def _receive(self, most: int) -> bytes:
-        self.moment = f"waits for byte {self._in}"
+        self.activity = f"waits for byte {self._in}"
         data = bytes(await self.stream.receive_some(most))
         if len(data) > most:
             raise Wrong(f"{len(data)} bytes where {most} were asked for")
-        self.moved += len(data)
+        self.received += len(data)
         return data
 
     def _check(self, data: bytes) -> None:
@@ -198,7 +199,7 @@ class Conversation:
         self._in += len(data)
         self._in_hash.update(data)
 
-    async def _hear(self, size: int) -> None:
+    async def _receive_piece(self, size: int) -> None:
         while size:
             start = trio.current_time()
             data = await self._receive(min(size, _LARGEST))
@@ -208,15 +209,15 @@ class Conversation:
             self._check(data)
             size -= len(data)
 
-    async def _hear_urgent(self, size: int) -> None:
-        self.moment = f"waits for the urgent byte {self._in + size - 1}"
+    async def _receive_urgent(self, size: int) -> None:
+        self.activity = f"waits for the urgent byte {self._in + size - 1}"
         last = await self.stream.receive_urgent()
-        await self._hear(size - 1)
+        await self._receive_piece(size - 1)
         self._check(last)
-        self.moved += 1
+        self.received += 1
 
-    async def _hear_everything(self, total: int) -> None:
-        await self._hear(total)
+    async def _receive_everything(self, total: int) -> None:
+        await self._receive_piece(total)
         digest = b""
         while len(digest) < _DIGEST and (data := await self._receive(_DIGEST - len(digest))):
             digest += data

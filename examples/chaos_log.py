@@ -1,5 +1,5 @@
-"""What happens in a stack: kept in memory for who wants to know why a connection ended as it did,
-or as lines of a log (`chaos.py --log`).
+"""Records of what happens in a stack: kept in memory to explain how a connection ended, or written
+to a log file (`chaos.py --log`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["Recollection", "log_everything"]
 
 LOGGER = logging.getLogger("chaos")
 RECORDS, MESSAGES, CONNECTIONS = 2000, 60, 500
-"""How much is kept: log records, and of each connection messages."""
-TOLD = 400
+"""Numbers of log records kept, and of messages kept for each connection."""
+LAST_RECORDS = 400
 
 
 class Recollection(logging.Handler):
     """The last log records, and the last CDC messages sent on each connection.
 
-    What is an error goes to standard error as well: nobody may have to ask for that.
+    Errors are also written to standard error.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class Recollection(logging.Handler):
         self._messages: dict[bytes, deque[tuple[float, str, int, int, bytes]]] = {}
 
     def install(self) -> None:
-        """Be the handler of all log records."""
-        aloud = logging.StreamHandler(sys.stderr)
-        aloud.setLevel(logging.ERROR)
-        logging.basicConfig(level=logging.INFO, handlers=[self, aloud])
+        """Handle all log records."""
+        to_stderr = logging.StreamHandler(sys.stderr)
+        to_stderr.setLevel(logging.ERROR)
+        logging.basicConfig(level=logging.INFO, handlers=[self, to_stderr])
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it as text: what it tells of changes."""
+        """Keep the record as text, formatted now: its arguments may change."""
         self._records.append((record.created, f"{record.name}: {record.getMessage()}"))
 
     def sent(self, device: str, qp_num: int, message: bytes, status: int) -> None:
-        """A message was posted, and completed (`FaultPlan.on_message`)."""
+        """Note a message that was posted and has completed (`FaultPlan.on_message`)."""
         if not message or message[0] != cdc.CDC_TYPE:
             return
         token = message[4:8]
@@ -55,13 +55,14 @@ class Recollection(logging.Handler):
         kept.append((time.time(), device, qp_num, status, message))
 
     def of(self, tokens: list[int]) -> list[tuple[float, str]]:
-        """What there is about a connection with these alert tokens, ours and the peer's, with its
-        time of day in seconds.  Of the moves of others nothing is told.
+        """Return the records about the connection with these alert tokens (local, peer).
+
+        Each has its time of day in seconds. Failovers of other connections are left out.
         """
         names = [f"{token:#010x}" for token in tokens]
-        told = [
+        records = [
             (when, text)
-            for when, text in islice(self._records, max(0, len(self._records) - TOLD), None)
+            for when, text in islice(self._records, max(0, len(self._records) - LAST_RECORDS), None)
             if "continues on link" not in text or any(name in text for name in names)
         ]
         for token in tokens:
@@ -70,11 +71,11 @@ class Recollection(logging.Handler):
             ):
                 found = cdc.decode_untrusted(message)
                 what = "validation of" if found.producer_flags & cdc.FAILOVER_VALIDATION else "sent"
-                told.append((when, (
+                records.append((when, (
                     f"{device}, queue pair {qp_num}: {what} message {found.sequence} to "
                     f"{token:#010x}, flags {found.connection_flags:#04x}, status {status}"
                 )))  # fmt: skip
-        return sorted(told)
+        return sorted(records)
 
 
 class LogObserver:
@@ -84,11 +85,11 @@ class LogObserver:
         """Not logged."""
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
-        """Each LLC message, decoded."""
+        """Log each LLC message, decoded."""
         LOGGER.info("%r %s %r", link, "->" if outgoing else "<-", llc.decode_untrusted(message))
 
     def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
-        """Those with flags of failover validation."""
+        """Log CDC messages with flags of failover validation."""
         if message[24] & 0x08:
             LOGGER.info(
                 "%r %s validation of %s, message %d",
@@ -100,11 +101,11 @@ class LogObserver:
         """Not logged."""
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
-        """Every transition."""
+        """Log every transition."""
         LOGGER.info("%r: %s to %s by %s", subject, old, new, event)
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
-        """Why a connection stays TCP."""
+        """Log why a connection stays on TCP."""
         if fallback is not None:
             LOGGER.info("TCP: %s", fallback.message)
 

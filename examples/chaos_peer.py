@@ -2,7 +2,7 @@
 
     python -m examples.chaos_peer '{"role": "server", "seed": 1, "rnics": 2, ...}'
 
-It reads commands and says what happens, one JSON object per line, to `chaos_sides.py`.
+It reads commands from `chaos_sides.py` and writes events to it, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ LOGGER = logging.getLogger("chaos")
 HOST = "127.0.0.1"
 PATIENCE = 60.0
 """Seconds after which a conversation counts as hung."""
-LOOK_EVERY = 0.004
+POLL_INTERVAL = 0.004
 USABLE = ("ACTIVE", "TESTING")
 _CDC = 0xFE
 _PRODUCER_FLAGS, _VALIDATION = 24, 0x08
 _CONNECTION_FLAGS = 25  # the byte of a CDC message with the flags of endings (RFC 7609, A.4)
 
 
-def say(**event: Any) -> None:
-    """One line to the controller."""
+def write_event(**event: Any) -> None:
+    """Write one line to the controller."""
     os.write(1, (json.dumps(event) + "\n").encode())
 
 
 async def outcome(conversation: Conversation) -> str:
-    """Have a conversation: "done", "reset", or what is wrong."""
+    """Run a conversation; return "done", "reset", or a description of the problem."""
     how = "done"
     try:
         await conversation.run()
     except* trio.BrokenResourceError as broken:
-        # A client that aborts is all right.
+        # A client may abort.
         if conversation.kind != "abort" or conversation.client:
             how = "reset"
-            conversation.moment = repr(_first(broken).__cause__)
+            conversation.activity = repr(_first(broken).__cause__)
     except* Wrong as wrong:
         how = f"wrong: {_first(wrong)}"
     return how
 
 
 def tokens_of(conversation: Conversation) -> list[int]:
-    """The alert tokens of its connection, ours and the peer's; nothing for one over TCP."""
-    # They are nobody's business but the protocol's, so nothing public has them.
+    """Return the alert tokens of its connection (local, peer); empty for a TCP connection."""
+    # Only the protocol needs alert tokens, so they are not public.
     core = getattr(conversation.stream, "_core", None)
     return [] if core is None else [core.alert_token, core.messenger.peer_token]
 
@@ -71,7 +71,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 @dataclass(kw_only=True)
 class Peer:
-    """What the process holds."""
+    """The state of this process."""
 
     role: str
     seed: int
@@ -80,61 +80,61 @@ class Peer:
     recollection: Recollection
     connections: int
     scale: int
-    talking: dict[int, Conversation] = field(default_factory=dict)
-    met: dict[bytes, tuple[int, bool]] = field(default_factory=dict)
+    conversations: dict[int, Conversation] = field(default_factory=dict)
+    targets: dict[bytes, tuple[int, bool]] = field(default_factory=dict)
     ended: trio.Event = field(default_factory=trio.Event)
     stopping: bool = False
 
     # -- traffic -------------------------------------------------------------------------
 
     async def serve(self, stream: SmcStream) -> None:
-        """One connection, on the server."""
+        """Serve one connection, on the server."""
         if stream.mode != "smc-r":
-            await stream.aclose()  # the client says so
+            await stream.aclose()  # the client reports it
             return
         try:
             with trio.fail_after(PATIENCE):
                 conversation = await Conversation.accept(stream)
         except trio.BrokenResourceError:
-            # Nobody knows which it was; the client says what that means.
+            # The number of the conversation is unknown; the client reports the failure.
             await trio.aclose_forcefully(stream)
             return
-        await self.talk(conversation)
+        await self.converse(conversation)
 
-    async def keep_talking(self, port: int, lane: int) -> None:
-        """One conversation after the other, on the client."""
+    async def keep_conversing(self, port: int, lane: int) -> None:
+        """Run one conversation after the other, on the client."""
         number = lane
         while not self.stopping:
             number += self.connections
             try:
                 stream = await self.stack.open_stream(HOST, port)
             except OSError as error:
-                say(event="refused", number=number, why=str(error))
+                write_event(event="refused", number=number, why=str(error))
                 await trio.sleep(0.05)
                 continue
             if stream.mode != "smc-r":
-                # With no link left for a moment, TCP it is.
-                say(event="fallback", why=str(stream.fallback and stream.fallback.reason))
+                # While no link is left, the connection is TCP.
+                write_event(event="fallback", why=str(stream.fallback and stream.fallback.reason))
                 await stream.aclose()
                 await trio.sleep(0.05)
                 continue
-            await self.talk(
+            await self.converse(
                 Conversation(stream=stream, seed=self.seed, number=number, scale=self.scale)
             )
 
-    async def talk(self, conversation: Conversation) -> None:
-        """Have one conversation and say how it ended."""
-        self.talking[conversation.number] = conversation
+    async def converse(self, conversation: Conversation) -> None:
+        """Run one conversation and report how it ended."""
+        self.conversations[conversation.number] = conversation
         tokens = tokens_of(conversation)
         how = "hung"
         with trio.move_on_after(PATIENCE):
             how = await outcome(conversation)
-        del self.talking[conversation.number]
+        del self.conversations[conversation.number]
         self.ended.set()
-        say(
+        write_event(
             event="ended", number=conversation.number, kind=conversation.kind, how=how,
-            bytes=conversation.moved, pause=round(conversation.pause, 4),
-            moment=conversation.moment, tokens=tokens,
+            bytes=conversation.received, pause=round(conversation.pause, 4),
+            activity=conversation.activity, tokens=tokens,
         )  # fmt: skip
         if how != "done":
             await trio.aclose_forcefully(conversation.stream)
@@ -142,93 +142,96 @@ class Peer:
     # -- faults --------------------------------------------------------------------------
 
     async def strike(self, kind: str, rnic: int, seconds: float) -> None:
-        """Let something go wrong, as the controller says."""
+        """Inject the fault that the controller chose."""
         device = self.rnics[rnic]
         assert isinstance(device.faults, FaultPlan)
         if kind == "port-flap":
-            say(event="struck", kind=kind, rnic=device.name, links=self.links(),
+            write_event(event="struck", kind=kind, rnic=device.name, links=self.links(),
                 hit=self.hit(device))  # fmt: skip
             device.fail()
-            say(event="done", what="strike")
+            write_event(event="done", what="strike")
             await trio.sleep(seconds)
             device.restore()
             return
         try:
             device.faults.inject(Fault(kind))
         except ValueError as error:
-            say(event="missed", kind=kind, why=str(error))
-        say(event="done", what="strike")
+            write_event(event="missed", kind=kind, why=str(error))
+        write_event(event="done", what="strike")
 
     async def replace(self, name: str) -> None:
-        """Take an RNIC out and put it back, as an operator would."""
+        """Remove an RNIC and add it again, as an operator would."""
         await self.stack.drain_rnic(name)
         self.stack.undrain_rnic(name)
-        say(event="done", what="replace")
+        write_event(event="done", what="replace")
 
-    def look(self, last: dict[str, Any]) -> dict[str, Any]:
-        """Say what has changed in the link group; returns what was said."""
+    def report_changes(self, last: dict[str, Any]) -> dict[str, Any]:
+        """Report the link group if it has changed; return its current state."""
         now = self.links()
         if now != last:
-            say(event="links", **now)
+            write_event(event="links", **now)
         return now
 
     def links(self) -> dict[str, Any]:
-        """The link group as it is now."""
+        """Return the current links of the link group."""
         groups = [group for group in self.stack.link_groups if group.state != "TERMINATING"]
         links = [link for group in groups for link in group.links]
         return {
             "groups": len(groups),
             "kind": groups[0].kind if groups else "none",
             "links": [link.number for link in links if link.state in USABLE],
-            # Numbers begin again in a new group, these do not.
+            # Link numbers start again in a new group; user IDs do not.
             "ids": [link.user_id for link in links],
             "coming": any(link.state not in USABLE for link in links),
         }
 
     def hit(self, device: SoftRnic, qp_num: int | None = None) -> list[int]:
-        """The links, coming ones too, that go with this queue pair, or with all of an RNIC."""
+        """Return the links, complete or not, that use this queue pair, or any of this RNIC."""
         return [
             link.user_id
             for group in self.stack.link_groups
             for link in group.links
-            # Which queue pair is whose is nobody's business but the protocol's, either.
+            # Only the protocol needs the queue pair of a link, so it is not public either.
             if link.rnic is device and qp_num in (None, link._core.qp.qp_num)
         ]
 
     def struck(self, device: SoftRnic, struck: Struck) -> None:
-        """A fault happens just now."""
-        number, must = self.met.get(struck.message or b"", (None, False))
+        """Report a fault at the moment when it happens."""
+        number, must = self.targets.get(struck.message or b"", (None, False))
         LOGGER.info("%s on %s, connection %s: %r", struck.kind, device.name, number, struck.message)
-        say(event="struck", kind=struck.kind, rnic=device.name, number=number, must=must,
+        write_event(event="struck", kind=struck.kind, rnic=device.name, number=number, must=must,
             links=self.links(), hit=self.hit(device, struck.qp_num or None))  # fmt: skip
 
-    def concerns(self, message: bytes) -> bool:
-        """Whether a fault may meet this message: it is a CDC message of a known conversation, and
-        not about its end.  Notes which, and whether the message will be missed."""
+    def is_target(self, message: bytes) -> bool:
+        """True if a fault may strike this message.
+
+        That is the case for a CDC message of a known conversation that does not end it. Stores
+        the conversation, and whether the loss of the message will be noticed.
+        """
         if message[0] != _CDC or message[_CONNECTION_FLAGS]:
             return False
         token = int.from_bytes(message[4:8], "big")
-        for number, conversation in self.talking.items():
+        for number, conversation in self.conversations.items():
             if token in tokens_of(conversation)[1:]:
-                # A failover validation message carries nothing that could be missed.
+                # A failover validation message carries no data: its loss is not noticed.
                 validation = message[_PRODUCER_FLAGS] & _VALIDATION
-                # What an application that gives up has not taken, it will not miss either.
-                must = not (conversation.said_all or conversation.kind == "abort")
-                self.met = {} if validation else {message: (number, must)}
+                # An application that aborts does not notice the loss of data that it has not read.
+                must = not (conversation.sent_all or conversation.kind == "abort")
+                self.targets = {} if validation else {message: (number, must)}
                 return True
         return False
 
     async def watch(self) -> None:
-        """Say what changes, until cancelled."""
+        """Report changes until cancelled."""
         last: dict[str, Any] = {}
         while True:
-            last = self.look(last)
-            await trio.sleep(LOOK_EVERY)
+            last = self.report_changes(last)
+            await trio.sleep(POLL_INTERVAL)
 
     # -- commands ------------------------------------------------------------------------
 
-    async def obey(self, nursery: trio.Nursery) -> None:
-        """Do what standard input says, until it says "stop" or ends."""
+    async def run_commands(self, nursery: trio.Nursery) -> None:
+        """Run commands from standard input until "stop" or its end."""
         buffered = b""
         async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
             async for data in stdin:
@@ -238,7 +241,7 @@ class Peer:
                     match command.pop("do"):
                         case "connect":
                             for lane in range(self.connections):
-                                nursery.start_soon(self.keep_talking, command["port"], lane)
+                                nursery.start_soon(self.keep_conversing, command["port"], lane)
                         case "strike":
                             nursery.start_soon(partial(self.strike, **command))
                         case "replace":
@@ -247,27 +250,27 @@ class Peer:
                             for rnic in self.rnics:
                                 assert isinstance(rnic.faults, FaultPlan)
                                 rnic.faults.disarm()
-                            say(event="done", what="disarm")
-                        case "moments":
-                            say(event="moments", moments=[
-                                f"{each.number} {each.kind}: {each.moment}"
-                                for each in self.talking.values()
+                            write_event(event="done", what="disarm")
+                        case "activities":
+                            write_event(event="activities", activities=[
+                                f"{each.number} {each.kind}: {each.activity}"
+                                for each in self.conversations.values()
                             ])  # fmt: skip
                         case "recall":
-                            say(event="recalled", number=command["number"],
-                                told=self.recollection.of(command["tokens"]))  # fmt: skip
+                            write_event(event="recalled", number=command["number"],
+                                records=self.recollection.of(command["tokens"]))  # fmt: skip
                         case "stop":
                             self.stopping = True
                             return
 
     async def finish(self) -> None:
-        """Wait until every conversation has ended, and say the totals."""
-        while self.talking:
+        """Wait until every conversation has ended, and report the totals."""
+        while self.conversations:
             self.ended = trio.Event()
             await self.ended.wait()
         statistics = self.stack.statistics()
-        say(event="statistics", bytes=statistics.bytes_received, failovers=statistics.failovers,
-            connections=statistics.connections)  # fmt: skip
+        write_event(event="statistics", bytes=statistics.bytes_received,
+            failovers=statistics.failovers, connections=statistics.connections)  # fmt: skip
 
 
 async def main(
@@ -292,7 +295,7 @@ async def main(
         )  # fmt: skip
         for device in devices:
             assert isinstance(device.faults, FaultPlan)
-            device.faults.concerns = peer.concerns
+            device.faults.concerns = peer.is_target
             device.faults.on_struck = partial(peer.struck, device)
             device.faults.on_message = partial(recollection.sent, device.name)
         port = None
@@ -300,10 +303,10 @@ async def main(
             serve = partial(stack.serve, peer.serve, 0, host=HOST)
             listeners = await nursery.start(serve)
             port = listeners[0].socket.getsockname()[1]
-        say(event="ready", port=port)
+        write_event(event="ready", port=port)
         nursery.start_soon(peer.watch)
         async with trio.open_nursery() as lanes:
-            await peer.obey(lanes)
+            await peer.run_commands(lanes)
         await peer.finish()
         nursery.cancel_scope.cancel()
 

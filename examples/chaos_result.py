@@ -1,4 +1,4 @@
-"""What `chaos.py` is told to do, and what it says happened."""
+"""Settings of `chaos.py`, and its result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["HARMLESS", "KINDS", "Policy", "Result"]
 
-# Kinds of faults, and how often they come in relation to each other.
+# Kinds of faults, and their relative frequencies.
 KINDS = {
     "link-down": 20,
     "link-down-here": 20,
@@ -26,11 +26,11 @@ HARMLESS = frozenset({"delay", "wakeup", "process-stop"})
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What is to be done.
+    """Settings.
 
-    seconds, faults: whichever comes first; None = no limit.
-    during: one failure in so many comes in the middle of a failover; 0 = none.
-    scale: how much a conversation says, in percent.
+    seconds, faults: the limits; the first that is reached counts; None: no limit.
+    during: one failure in this many is injected during a failover; 0: none.
+    scale: size of a conversation, in percent of the usual one.
     log: a directory for the logs of both processes.
     """
 
@@ -47,7 +47,7 @@ class Policy:
 
 @dataclass(kw_only=True)
 class Result:
-    """What happened.  `problems` is what must not happen, in words."""
+    """The result. `problems` describes each event that must not happen."""
 
     seed: int
     rnics: int
@@ -59,7 +59,7 @@ class Result:
     conversations: Counter[str] = field(default_factory=Counter)
     resets: set[int] = field(default_factory=set)
     due: dict[int, bool] = field(default_factory=dict)
-    """Conversations that met "not-placed": whether they must be reset, or only may be."""
+    """Conversations struck by "not-placed": True if they must be reset, False if they may be."""
     refused: int = 0
     fallbacks: int = 0
     failovers: int = 0
@@ -69,24 +69,24 @@ class Result:
     recoveries: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     recalled: dict[int, list[tuple[float, str]]] = field(default_factory=dict)
-    """What both sides remember of conversations that ended as they perhaps should not."""
+    """Records of both sides about conversations that may have ended wrongly."""
 
     @property
     def injected(self) -> int:
-        """Failures: faults that end a link at least."""
+        """Number of failures: faults that end at least one link."""
         return sum(count for kind, count in self.faults.items() if kind not in HARMLESS)
 
     def recollections(self) -> list[str]:
-        """What led to those problems that are about one conversation."""
+        """Return the records about conversations with a problem."""
         lines = []
-        for number, told in self.recalled.items():
+        for number, records in self.recalled.items():
             if any(f"connection {number} " in problem for problem in self.problems):
                 lines.append(f"connection {number}:")
-                lines += [f"{when % 3600:9.4f} {text}" for when, text in sorted(set(told))]
+                lines += [f"{when % 3600:9.4f} {text}" for when, text in sorted(set(records))]
         return lines
 
     def rows(self) -> list[tuple[str, str]]:
-        """The table at the end."""
+        """Return the table that is printed at the end."""
         rows = [(f"fault {kind}", str(count)) for kind, count in sorted(self.faults.items())]
         recoveries = sorted(self.recoveries) or [0.0]
         middle = recoveries[len(recoveries) // 2]

@@ -1,4 +1,4 @@
-"""The two processes of `chaos.py` as their controller sees them: commands, and what they say."""
+"""The two processes of `chaos.py` as seen by their controller: commands and events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from examples.chaos_result import HARMLESS, Policy, Result
 
 __all__ = ["SETTINGS", "Show", "Side", "Sides"]
 
-# Time-outs are those of a busy machine: who gets no processor for a moment has not failed.
+# The machine may be busy: a process that is not scheduled for a moment has not failed.
 SETTINGS: dict[str, Any] = {
     "receive_buffer": 128 * 1024,
     "test_link_interval": 0.5,
@@ -25,37 +25,37 @@ SETTINGS: dict[str, Any] = {
     "llc_timeout": 5.0,
     "close_timeout": 30.0,
 }
-# Seconds until a process counts as hung, and a command as not obeyed.
+# Seconds until a process counts as hung, and a command as lost.
 ENDS_WITHIN, OBEYS_WITHIN = 90.0, 60.0
 Show = Callable[[str], None]
 
 
 class Side:
-    """One of the two processes, from here."""
+    """One of the two processes, as seen by the controller."""
 
     def __init__(self, role: str, process: trio.Process) -> None:
         self.role = role
         self.process = process
         self.links: dict[str, Any] = {}
-        # The links that faults have struck here: they will go, however usable they look.
+        # Links that a fault has struck here: they will fail, even if they still look usable.
         self.hit: set[int] = set()
         self.port: int | None = None
         self.ready = False
         self.ended = False
-        # Commands that it has obeyed.
+        # Commands that this process has completed.
         self.done: Counter[str] = Counter()
-        self._telling = trio.Lock()
+        self._sending = trio.Lock()
 
-    async def tell(self, do: str, **arguments: Any) -> None:
+    async def send_command(self, do: str, **arguments: Any) -> None:
         """Send a command."""
         assert self.process.stdin is not None
         command = json.dumps({"do": do, **arguments}) + "\n"
         with contextlib.suppress(trio.BrokenResourceError):
-            async with self._telling:
+            async with self._sending:
                 await self.process.stdin.send_all(command.encode())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """What it says until it ends."""
+        """Yield the events of this process until it ends."""
         assert self.process.stdout is not None
         buffered = b""
         async for data in self.process.stdout:
@@ -65,12 +65,12 @@ class Side:
 
 
 class Sides:
-    """Starts both, listens to them, and writes down in the result what they say.
+    """Starts both processes, reads their events, and stores them in the result.
 
     Attributes:
       both: the server and the client, once they are started.
-      struck: faults that have met something.
-      disturbing: a fault that comes now is meant for the middle of a failover.
+      struck: number of faults that have struck.
+      disturbing: the next fault is meant for the middle of a failover.
     """
 
     def __init__(self, policy: Policy, result: Result, show: Show) -> None:
@@ -87,14 +87,14 @@ class Sides:
     # -- processes -----------------------------------------------------------------------
 
     async def open(self, nursery: trio.Nursery) -> bool:
-        """Start both and let them connect; False when one did not start."""
+        """Start both and let them connect; return False if one did not start."""
         self._start = trio.current_time()
         for role in ("server", "client"):
             await self._open(role, nursery)
         server, client = self.both
         if not await self.until(lambda: server.ready and client.ready, OBEYS_WITHIN):
             return False
-        await client.tell("connect", port=server.port)
+        await client.send_command("connect", port=server.port)
         return True
 
     async def _open(self, role: str, nursery: trio.Nursery) -> None:
@@ -118,7 +118,7 @@ class Sides:
             while self._doubtful:
                 number, tokens = self._doubtful.popitem()
                 for each in self.both:
-                    await each.tell("recall", number=number, tokens=tokens)
+                    await each.send_command("recall", number=number, tokens=tokens)
         code = await side.process.wait()
         side.ended = True
         if code:
@@ -126,25 +126,25 @@ class Sides:
         self._changed.set()
 
     async def finish(self) -> None:
-        """Let both end what they have begun, and then themselves."""
+        """Let both processes finish their conversations and end."""
         server, client = self.both
-        # The server does not know of a conversation before it has heard how it begins.
+        # The server knows a conversation only after its header has arrived.
         for side in (client, server):
-            await side.tell("stop")
+            await side.send_command("stop")
             if not await self.until(partial(getattr, side, "ended"), ENDS_WITHIN):
                 for each in self.both:
-                    await each.tell("moments")
+                    await each.send_command("activities")
                 self._result.problems.append(f"the {side.role}'s process did not end")
                 return
 
     def kill(self) -> None:
-        """End whoever did not end."""
+        """Kill the processes that did not end."""
         for side in self.both:
             if side.process.poll() is None:
                 side.process.kill()
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait for something that they say; False: it did not come true in time."""
+        """Wait until events make the condition true; return False after `seconds`."""
         with trio.move_on_after(seconds):
             while not condition():
                 self._changed = trio.Event()
@@ -152,12 +152,12 @@ class Sides:
         return condition()
 
     async def obeyed(self, side: Side, do: str, **arguments: Any) -> bool:
-        """Tell a side to do something, and wait until it is done."""
+        """Send a command, and wait until it is completed."""
         before = side.done[do]
-        await side.tell(do, **arguments)
+        await side.send_command(do, **arguments)
         return await self.until(lambda: side.done[do] > before or side.ended, OBEYS_WITHIN)
 
-    # -- what they say -------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------
 
     def on_ready(self, side: Side, port: int | None) -> None:
         side.port = port
@@ -179,8 +179,8 @@ class Sides:
     def on_done(self, side: Side, what: str) -> None:
         side.done[what] += 1
 
-    def on_moments(self, side: Side, moments: list[str]) -> None:
-        self.say(f"{side.role}: {'; '.join(moments)}")
+    def on_activities(self, side: Side, activities: list[str]) -> None:
+        self.show_line(f"{side.role}: {'; '.join(activities)}")
 
     def on_struck(
         self, side: Side, kind: str, rnic: str, links: dict[str, Any],
@@ -195,22 +195,22 @@ class Sides:
         if kind == "not-placed" and number is not None:
             self._result.due[number] = must
         about = "" if number is None else f", connection {number}"
-        self.say(f"fault {self.struck}: {kind} on {rnic}{about}")
+        self.show_line(f"fault {self.struck}: {kind} on {rnic}{about}")
 
-    def on_recalled(self, side: Side, number: int, told: list[tuple[float, str]]) -> None:
+    def on_recalled(self, side: Side, number: int, records: list[tuple[float, str]]) -> None:
         if number in self._result.resets and number in self._result.due:
-            return  # it is clear by now
+            return  # decided in the meantime
         lines = self._result.recalled.setdefault(number, [])
-        lines += [(when, f"{side.role}: {text}") for when, text in told]
+        lines += [(when, f"{side.role}: {text}") for when, text in records]
 
     def on_ended(
-        self, side: Side, number: int, kind: str, how: str, bytes: int, pause: float, moment: str,
+        self, side: Side, number: int, kind: str, how: str, bytes: int, pause: float, activity: str,
         tokens: list[int],
     ) -> None:  # fmt: skip
         result = self._result
         doubtful = result.due.get(number, False) if how == "done" else number not in result.due
         if doubtful and self._policy.rnics > 1:
-            self._doubtful[number] = tokens  # or the other side has not told of the fault yet
+            self._doubtful[number] = tokens  # or the other side has not reported the fault yet
         result.bytes += bytes
         if kind == "stream":
             result.longest_pause = max(result.longest_pause, pause)
@@ -218,11 +218,11 @@ class Sides:
             result.conversations[kind] += 1
         if how == "reset":
             result.resets.add(number)
-            self.say(f"connection {number} ({kind}) was reset at the {side.role}: {moment}")
+            self.show_line(f"connection {number} ({kind}) was reset at the {side.role}: {activity}")
         elif how != "done":
-            problem = f"connection {number} ({kind}) at the {side.role}: {how}; {moment}"
+            problem = f"connection {number} ({kind}) at the {side.role}: {how}; {activity}"
             result.problems.append(problem)
-            self.say(problem)
+            self.show_line(problem)
 
     def on_statistics(self, side: Side, bytes: int, failovers: int, connections: int) -> None:
         self._result.failovers += failovers
@@ -231,12 +231,12 @@ class Sides:
         """Seconds since both were started."""
         return trio.current_time() - self._start
 
-    def say(self, text: str) -> None:
-        """Show what happens now."""
+    def show_line(self, text: str) -> None:
+        """Print a line."""
         self._show(f"{self.elapsed():8.2f} s  {text}")
 
     def whole(self) -> bool:
-        """Whether both see the same usable links, as good as it gets, and no fault is unnoticed."""
+        """True if both see the same usable links, as many as possible, and no fault is pending."""
         a, b = (side.links for side in self.both)
         if not a or not b:
             return False
@@ -251,5 +251,5 @@ class Sides:
         )  # fmt: skip
 
     def state(self) -> str:
-        """The links of both, for a message."""
+        """Return the links of both sides as text."""
         return "; ".join(f"{side.role} {side.links}" for side in self.both)

@@ -1,7 +1,7 @@
-"""What `chaos.py` lets go wrong, and when: one fault at a time, whenever all is well again.
+"""The faults of `chaos.py`: one at a time, each when the link group is whole again.
 
-Now and then one more comes in the middle of a failover, on purpose.  A process that is slow strikes
-late; so each fault is waited for, and one that met nobody is taken back.
+Sometimes one more is injected during a failover, on purpose. On a slow machine a fault strikes
+late; so this module waits for each fault, and withdraws a fault that found no message to strike.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from examples.chaos_sides import SETTINGS, Side, Sides
 
 __all__ = ["Trouble"]
 
-# Would last longer than the failover it shall disturb.
+# These last longer than the failover that they should disturb.
 NOT_DURING = frozenset({"process-stop", "link-silent"})
-# Seconds until a group counts as not whole again, and an armed fault as having met nobody.
+# Seconds until a group counts as not recovered, and an armed fault as one that cannot strike.
 WHOLE_WITHIN, MEETS_WITHIN = 40.0, 1.0
-# Seconds after which an operator would do something.
+# Seconds after which an operator would act.
 PATIENCE = 1.0
 
 
 class Trouble:
-    """Faults for two processes, as a policy wants them and its seed chooses them."""
+    """Injects faults into two processes, as the policy and its seed choose them."""
 
     def __init__(self, policy: Policy, result: Result, sides: Sides) -> None:
         self._policy = policy
@@ -34,10 +34,10 @@ class Trouble:
         self._rng = random.Random(policy.seed)
 
     async def make(self) -> None:
-        """Go on until it is enough, or something happened that must not."""
+        """Inject faults until a limit is reached or a problem has occurred."""
         sides, kinds = self._sides, list(self._policy.kinds)
         while self._goes_on():
-            # Also after a fault that did no harm: one that came late may have done some.
+            # Checked even after a harmless fault: it may have struck late.
             if not await sides.until(sides.whole, WHOLE_WITHIN):
                 self._result.problems.append(f"the link group is not whole: {sides.state()}")
                 return
@@ -48,7 +48,7 @@ class Trouble:
             if not await self._strike(kind, target) or kind in HARMLESS:
                 continue
             if self._is_to_be_disturbed():
-                # With two links the other one must not fail too: only what comes in its place.
+                # With two links the other one must not fail too: only a new link may be struck.
                 await self._disturb(target if links < 3 else None)
             if await self._recovers(kind, target):
                 self._result.recoveries.append(trio.current_time() - begun)
@@ -70,7 +70,7 @@ class Trouble:
         """Wait until the group is whole again.
 
         A link that fails while it is being added is tried again only after a while (RFC 7609,
-        C.8), or when an RNIC appears: that is done here.
+        C.8), or when an RNIC appears; this method makes an RNIC appear.
         """
         sides = self._sides
         silent = 2 * SETTINGS["test_link_interval"] + SETTINGS["llc_timeout"]
@@ -78,7 +78,7 @@ class Trouble:
             return True
         side, rnic = target
         self._result.replaced += 1
-        sides.say(f"{side.role}-{rnic} is taken out and put back")
+        sides.show_line(f"{side.role}-{rnic} is taken out and put back")
         return await sides.obeyed(side, "replace", rnic=rnic) and await sides.until(
             sides.whole, WHOLE_WITHIN
         )
@@ -87,7 +87,7 @@ class Trouble:
         return self._rng.choice(self._sides.both), self._rng.randrange(self._policy.rnics)
 
     async def _strike(self, kind: str, target: tuple[Side, int]) -> bool:
-        """Let something go wrong; False when it met nothing."""
+        """Inject a fault; return False if it could not strike."""
         sides = self._sides
         side, rnic = target
         seconds = round(0.05 * self._rng.random(), 4)
@@ -95,18 +95,18 @@ class Trouble:
         if kind == "process-stop":
             await self._stop(side, 4 * seconds)
             return True
-        # A process that is slow strikes late: never two faults at once but on purpose.
+        # A slow process strikes late: without this wait two faults could coincide by accident.
         await sides.obeyed(side, "strike", kind=kind, rnic=rnic, seconds=seconds)
         if not await sides.until(
             lambda: sides.struck > struck or self._result.missed > missed, MEETS_WITHIN
         ):
-            # It may still strike until this is done.
+            # The fault may still strike until it is disarmed.
             await sides.obeyed(side, "disarm")
             self._result.missed += sides.struck == struck
         return sides.struck > struck
 
     async def _stop(self, side: Side, seconds: float) -> None:
-        """Stop a process for less than it takes its peer to give the links up."""
+        """Stop a process, for less time than its peer needs to give up the links."""
         self._sides.on_struck(side, "process-stop", f"the {side.role}", side.links)
         side.process.send_signal(signal.SIGSTOP)
         try:
@@ -115,18 +115,18 @@ class Trouble:
             side.process.send_signal(signal.SIGCONT)
 
     def _is_to_be_disturbed(self) -> bool:
-        """Whether fewer failures than one in `Policy.during` came during a failover so far."""
+        """True if the share of failures during a failover is still below one in `Policy.during`."""
         during, result = self._policy.during, self._result
         return bool(during) and (result.during_failover + 1) * during <= result.injected + 1
 
     async def _disturb(self, target: tuple[Side, int] | None) -> None:
-        """In the middle of the failover, which lasts some tens of milliseconds."""
+        """Strike in the middle of the failover, which lasts some tens of milliseconds."""
         sides = self._sides
         kinds = [kind for kind in self._policy.kinds if kind not in HARMLESS | NOT_DURING]
         before = self._result.during_failover
         sides.disturbing = True
         while self._result.during_failover == before and not sides.whole() and self._goes_on():
             await trio.sleep(0.01 * self._rng.random())
-            # It meets nothing while no link is there, or nothing comes over it.
+            # The fault cannot strike while there is no link, or no traffic on it.
             await self._strike(self._rng.choice(kinds), target or self._target())
         sides.disturbing = False

@@ -1,12 +1,12 @@
-"""What SMC-R is for, beside plain TCP: round trips, a file moved from memory to memory, and the
-processor time of each.
+"""Compare SMC-R with plain TCP: round trips, a file moved from memory to memory, and the processor
+time of each.
 
     make demo        or        python examples/demo.py [--mib N] [--rounds N]
 
-A server process and a client process (demo_peer.py) ask and move the file; this process only starts
-them, shows progress and adds up. Every round uses new processes, SMC-R and TCP in turn. The exit
-code is 0 only when the mode was smc-r every time and every copy had the file's SHA-256. When other
-programs kept the processors busy meanwhile, it says so: then the ratios mean little.
+A server process and a client process (demo_peer.py) do the work; this process only starts them,
+shows progress and prints the table. Each round uses new processes, with SMC-R and TCP in turn. The
+exit code is 0 only if the mode was smc-r every time and every copy had the file's SHA-256. If other
+programs kept the processors busy, the output says so: the ratios then mean little.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PEER = Path(__file__).with_name("demo_peer.py")
 MIB = 1024 * 1024
 NAMES = {"smc": "SMC-R", "tcp": "TCP"}
 WAYS = {"up": "client to server", "down": "server to client"}
-# The share of all processors from which on other programs disturb what is measured.
+# If other programs take more than this share of all processors, the measurement is disturbed.
 BUSY = 0.1
 Show = Callable[[str, int], None]
 
 
 class PeerFailed(Exception):
-    """A server or client process ended with an error; it has said which."""
+    """A server or client process ended with an error, which it has printed."""
 
 
 def make_file(path: Path, mib: int) -> str:
@@ -53,7 +53,7 @@ def make_file(path: Path, mib: int) -> str:
 
 
 def lines_of(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    """Yield what a peer says until it ends; PeerFailed when it ended with an error."""
+    """Yield the events of a peer until it ends; PeerFailed if it ended with an error."""
     assert process.stdout is not None
     for line in process.stdout:
         yield json.loads(line)
@@ -68,15 +68,15 @@ def server(transport: str) -> Iterator[int]:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        said = next(lines_of(process), None)
-        if said is None:
+        events = next(lines_of(process), None)
+        if events is None:
             raise PeerFailed("the server process did not start")
-        yield said["port"]
+        yield events["port"]
 
 
 def one_round(transport: str, path: Path, show: Show) -> list[dict[str, Any]]:
-    """Move the file both ways once; return the modes and results that the client said."""
-    said: list[dict[str, Any]] = []
+    """Move the file both ways once; return the events `mode`, `round trips` and `result`."""
+    events: list[dict[str, Any]] = []
     with server(transport) as port:
         command = [sys.executable, str(PEER), "send", transport, str(port), str(path)]
         with subprocess.Popen(
@@ -86,13 +86,13 @@ def one_round(transport: str, path: Path, show: Show) -> list[dict[str, Any]]:
                 if event["event"] == "progress":
                     show(f"{NAMES[transport]}, {WAYS[event['way']]}", event["bytes"])
                 else:
-                    said.append({**event, "transport": transport})
-    return said
+                    events.append({**event, "transport": transport})
+    return events
 
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Show]:
-    """Show bars when there is a terminal and rich is installed, else a line per transfer."""
+    """Show bars if there is a terminal and rich is installed, otherwise a line per transfer."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         with bars(total) as show:
             yield show
@@ -106,7 +106,7 @@ def bars(total: int) -> Iterator[Show]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description:<26}"), BarColumn(), DownloadColumn(True))
-    # Few refreshes: this process shares two cores with those that are timed.
+    # Few refreshes: this process shares the processors with the two that are timed.
     with Progress(*columns, refresh_per_second=4, transient=True) as display:
         tasks = {}
 
@@ -118,10 +118,10 @@ def bars(total: int) -> Iterator[Show]:
         yield show
 
 
-def report(said: list[dict[str, Any]], sha256: str, mib: int) -> bool:
-    """Print mode, verdict, and what both took; return whether all is as it should be."""
-    modes = [event for event in said if event["event"] == "mode"]
-    results = [event for event in said if event["event"] == "result"]
+def report(events: list[dict[str, Any]], sha256: str, mib: int) -> bool:
+    """Print mode, verdict and table; return True if mode and copies are as expected."""
+    modes = [event for event in events if event["event"] == "mode"]
+    results = [event for event in events if event["event"] == "result"]
     for event in {event["mode"]: event for event in modes}.values():
         print(
             f"mode        {event['mode']}" + (f": {event['fallback']}" if event["fallback"] else "")
@@ -129,7 +129,7 @@ def report(said: list[dict[str, Any]], sha256: str, mib: int) -> bool:
     same = sum(event["sha256"] == sha256 for event in results)
     print(f"SHA-256     {sha256}\n            {same} of {len(results)} copies have it\n")
     print(f"{'':30}{'SMC-R':>8}{'TCP':>8}         SMC-R is better")
-    trips = [event for event in said if event["event"] == "round trips"]
+    trips = [event for event in events if event["event"] == "round trips"]
     compare("round trip of 64 bytes", "µs", trips, "seconds", 1e6)
     compare("    processor time", "µs", trips, "processor", 1e6)
     for way, text in WAYS.items():
@@ -144,7 +144,7 @@ def report(said: list[dict[str, Any]], sha256: str, mib: int) -> bool:
 
 
 def compare(text: str, unit: str, events: list[dict[str, Any]], what: str, factor: float) -> None:
-    """Print a line of the table: what both took, and how many times less SMC-R took."""
+    """Print a line of the table: both values, and how many times less SMC-R took."""
     took = {
         transport: [event[what] * factor for event in events if event["transport"] == transport]
         for transport in NAMES
@@ -158,14 +158,14 @@ def compare(text: str, unit: str, events: list[dict[str, Any]], what: str, facto
 
 
 class Others:
-    """How much of the processors other programs take."""
+    """Measures the share of the processors that other programs take."""
 
     def __init__(self) -> None:
         self.start = self._now()
 
     @staticmethod
     def _now() -> tuple[float, float]:
-        """Seconds of processor time since the machine started: all there was, taken by others."""
+        """Seconds of processor time since the machine started: in total, and taken by others."""
         fields = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
         ticks, idle = os.sysconf("SC_CLK_TCK"), sum(fields[3:5])
         ours = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -173,7 +173,7 @@ class Others:
         return sum(fields) / ticks, (sum(fields) - idle) / ticks - used
 
     def share(self) -> float:
-        """Their share of all processors since this object was made."""
+        """The share of all processors taken by others since this object was made."""
         there_was, taken = (now - then for now, then in zip(self._now(), self.start, strict=True))
         return max(0.0, taken / there_was) if there_was else 0.0
 
@@ -188,14 +188,14 @@ def main() -> int:
         path = Path(directory) / "file"
         print(f"file        {arguments.mib} MiB, pseudo-random", flush=True)
         sha256 = make_file(path, arguments.mib)
-        said: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         others = Others()
         with progress(arguments.mib * MIB) as show:
             for number in range(arguments.rounds):
-                # In turn, so that neither always runs on a machine the other has warmed up.
+                # Alternate the order, so that neither always finds the machine warmed up.
                 for transport in sorted(NAMES, reverse=bool(number % 2)):
-                    said += one_round(transport, path, show)
-    right = report(said, sha256, arguments.mib)
+                    events += one_round(transport, path, show)
+    right = report(events, sha256, arguments.mib)
     if (share := others.share()) > BUSY:
         print(
             f"\nThis machine was too busy to tell: other programs took {share:.0%} of its "

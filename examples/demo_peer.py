@@ -1,17 +1,17 @@
 """The two processes of the demo: `demo_peer.py serve smc` and `demo_peer.py send smc PORT FILE`;
-with `tcp` for `smc` the same over plain Trio TCP. Each prints one JSON object per line.
+with `tcp` in place of `smc` the same over plain Trio TCP. Each prints one JSON object per line.
 
-On a connection the client asks with nine bytes, a letter and a size, as often as it likes:
+A client sends requests of nine bytes, a letter and a size, any number of them on one connection:
 M  memory: the server makes memory of `size` bytes ready and answers one byte
 U  upload: `size` bytes follow; the server answers one byte once all are in its memory
 H  hash: the server answers the SHA-256 of what it holds
 D  download: the server sends `size` bytes of what it holds
 E  echo: the server sends the next `size` messages back
-P  processor time: the server answers how much it has taken (8 bytes, ns)
+P  processor time: the server answers how much processor time it has used (8 bytes, ns)
 
-Timed are U and D, from the request to the last byte (or its acknowledgement) in memory that exists
-already, and each round trip of E.  Both transports do the same reads and writes; hashing is never
-inside what is timed.
+U and D are timed, from the request to the last byte (or its acknowledgement), into memory whose
+pages exist already, and so is each round trip of E. Both transports do the same reads and writes;
+hashing is never timed.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ async def send(
 async def receive(
     stream: trio.abc.ReceiveStream, into: memoryview, progress: Callable[[int], None]
 ) -> None:
-    """Fill `into`; EOFError when the peer ends before that."""
-    # Both put the bytes where they belong; Trio's own stream leaves that to its socket.
+    """Fill `into`; EOFError if the peer ends before that."""
+    # Both receive into place; a Trio stream offers that only on its socket.
     receive_into: Callable[[memoryview], Awaitable[int]]
     if isinstance(stream, trio_smc.SmcStream):
         receive_into = stream.receive_some_into
@@ -120,7 +120,7 @@ async def answer(stream: trio.abc.Stream, held: Held) -> None:
 
 
 async def serve(transport: str) -> None:
-    """Serve over "smc" or "tcp" until standard input ends; says the port first."""
+    """Serve over "smc" or "tcp" until standard input ends; print the port first."""
     held = Held()
     listen = trio_smc.serve if transport == "smc" else trio.serve_tcp
 
@@ -129,20 +129,20 @@ async def serve(transport: str) -> None:
 
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(lambda **kw: listen(handler, 0, host=HOST, **kw))
-        say(event="port", port=listeners[0].socket.getsockname()[1])
+        write_event(event="port", port=listeners[0].socket.getsockname()[1])
         async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
             while await stdin.receive_some():
                 pass
         nursery.cancel_scope.cancel()
 
 
-def say(**event: object) -> None:
-    """Tell the demo's main process something: one JSON object per line."""
+def write_event(**event: object) -> None:
+    """Print an event for the demo's main process: one JSON object per line."""
     print(json.dumps(event), flush=True)
 
 
 class Reporter:
-    """Says every few MiB how far a transfer has come."""
+    """Reports the progress of a transfer every few MiB."""
 
     def __init__(self, way: str, total: int) -> None:
         self.way = way
@@ -152,11 +152,11 @@ class Reporter:
     def __call__(self, have: int) -> None:
         if have >= self.next or have == self.total:
             self.next = have + REPORT_EVERY
-            say(event="progress", way=self.way, bytes=have)
+            write_event(event="progress", way=self.way, bytes=have)
 
 
 async def processor_time(stream: trio.abc.Stream) -> int:
-    """Nanoseconds of processor time that both ends have taken so far."""
+    """Nanoseconds of processor time that both ends have used so far."""
     await stream.send_all(REQUEST.pack(b"P", 0))
     there = bytearray(NANOSECONDS.size)
     await receive(stream, memoryview(there), silent)
@@ -164,7 +164,7 @@ async def processor_time(stream: trio.abc.Stream) -> int:
 
 
 async def timed(stream: trio.abc.Stream, move: Callable[[], Awaitable[None]]) -> dict[str, float]:
-    """Return how many seconds something took, and how much processor time at both ends."""
+    """Return the seconds that `move` took, and the processor time of both ends."""
     used = await processor_time(stream)
     start = time.perf_counter()
     await move()
@@ -173,11 +173,11 @@ async def timed(stream: trio.abc.Stream, move: Callable[[], Awaitable[None]]) ->
 
 
 async def round_trips(stream: trio.abc.Stream) -> None:
-    """Say the median time of a round trip, and the processor time of one."""
+    """Report the median time of a round trip, and the processor time of one."""
     message, answered = bytes(MESSAGE), memoryview(bytearray(MESSAGE))
     times: list[int] = []
 
-    async def ask() -> None:
+    async def make_round_trips() -> None:
         await stream.send_all(REQUEST.pack(b"E", ROUND_TRIPS))
         for _ in range(ROUND_TRIPS):
             start = time.perf_counter_ns()
@@ -185,8 +185,8 @@ async def round_trips(stream: trio.abc.Stream) -> None:
             await receive(stream, answered, silent)
             times.append(time.perf_counter_ns() - start)
 
-    taken = await timed(stream, ask)
-    say(
+    taken = await timed(stream, make_round_trips)
+    write_event(
         event="round trips",
         seconds=statistics.median(times) / 1e9,
         processor=taken["processor"] / ROUND_TRIPS,
@@ -194,7 +194,7 @@ async def round_trips(stream: trio.abc.Stream) -> None:
 
 
 async def exchange(stream: trio.abc.Stream, data: memoryview) -> None:
-    """Upload, download, and say times and the SHA-256 of each copy, taken after the timing."""
+    """Upload, download, and report times and the SHA-256 of each copy, which is not timed."""
     held = Held()
     room = held.room_for(len(data))
 
@@ -209,34 +209,34 @@ async def exchange(stream: trio.abc.Stream, data: memoryview) -> None:
 
     await round_trips(stream)
 
-    # The server makes its memory ready before anything is timed.
+    # The server prepares its memory before the timed part.
     await stream.send_all(REQUEST.pack(b"M", len(data)))
     await receive(stream, memoryview(bytearray(1)), silent)
     taken = await timed(stream, upload)
     await stream.send_all(REQUEST.pack(b"H", 0))
     there = bytearray(hashlib.sha256().digest_size)
     await receive(stream, memoryview(there), silent)
-    say(event="result", way="up", **taken, sha256=there.hex())
+    write_event(event="result", way="up", **taken, sha256=there.hex())
     taken = await timed(stream, download)
-    say(event="result", way="down", **taken, sha256=(await held.sha256()).hex())
+    write_event(event="result", way="down", **taken, sha256=(await held.sha256()).hex())
 
 
 async def client(transport: str, port: int, path: Path) -> None:
-    """Move the file to the server and back over one connection; TooSlowError when it hangs."""
+    """Move the file to the server and back over one connection; TooSlowError if it hangs."""
     data = memoryview(await trio.Path(path).read_bytes())
     with trio.fail_after(LIMIT):
         await connect_and_exchange(transport, port, data)
 
 
 async def connect_and_exchange(transport: str, port: int, data: memoryview) -> None:
-    """Open the connection, say its mode, and use it."""
+    """Open the connection, report its mode, and use it."""
     if transport == "tcp":
         async with await trio.open_tcp_stream(HOST, port) as tcp:
             await exchange(tcp, data)
         return
     async with await trio_smc.open_stream(HOST, port) as smc:
         why = f"{smc.fallback.message}; {smc.fallback.remedy}" if smc.fallback else None
-        say(event="mode", mode=smc.mode, fallback=why)
+        write_event(event="mode", mode=smc.mode, fallback=why)
         await exchange(smc, data)
 
 

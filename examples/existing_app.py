@@ -1,8 +1,8 @@
-"""A web app as there are many: no line of it knows of SMC-R.
+"""An ordinary web app: no line of it knows of SMC-R.
 
     hypercorn --worker-class trio --bind 127.0.0.1:8000 examples.existing_app:app
 
-With `trio-smc run --` in front its connections use SMC-R where the client does.
+With `trio-smc run --` in front, its connections use SMC-R if the client does.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/existing_client.py http://127.0.0.1:8000/
 
-Asks once a second, over one connection, until it is interrupted. With `trio-smc run --` in front
-that connection uses SMC-R.
+Sends a request every second, over one connection, until it is interrupted. With `trio-smc run --`
+in front, that connection uses SMC-R.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import trio
 
 
 async def main(url: str) -> None:
-    """Ask for the page, again and again."""
+    """Request the page, again and again."""
     async with httpx.AsyncClient() as client:
         while True:
             answer = await client.get(url)

@@ -14,7 +14,7 @@ SmcTls = trio.SSLStream[trio_smc.SmcStream]
 
 async def shout(stream: SmcTls) -> None:
     """Answer one client in capital letters."""
-    print(both_ends.said("server", stream.transport_stream))
+    print(both_ends.describe("server", stream.transport_stream))
     async for data in stream:
         await stream.send_all(data.upper())
 
@@ -23,26 +23,26 @@ async def serve(port: int, directory: Path) -> None:
     """Serve until interrupted."""
     context = both_ends.server_context(directory)
     listeners = await trio_smc.open_listeners(port, host=both_ends.HOST)
-    both_ends.listening(listeners[0], directory)
+    both_ends.print_address(listeners[0], directory)
     await trio.serve_listeners(
         shout, [trio.SSLListener(listener, context) for listener in listeners]
     )
 
 
 async def connect(port: int, ca: Path) -> None:
-    """Talk to the server."""
+    """Send a line to the server and print the answer."""
     transport = await trio_smc.open_stream(both_ends.HOST, port)
     context = both_ends.client_context(ca)
     async with trio.SSLStream(transport, context, server_hostname=both_ends.HOST) as stream:
         await stream.send_all(b"hello over tls")
         answer = await stream.receive_some()
         print(answer.decode(), "-", tls_version(stream))
-        print(both_ends.said("client", transport))
+        print(both_ends.describe("client", transport))
 
 
 def tls_version(stream: SmcTls) -> str:
     """Return the version of TLS that was agreed on."""
-    # Trio hands the methods of ssl.SSLObject through.
+    # Trio passes attributes of ssl.SSLObject through.
     version = getattr(stream, "version")  # noqa: B009
     return str(version())
 

@@ -1,7 +1,7 @@
 """A website over SMC-R: `python -m examples.web`.
 
-hypercorn serves a quart-trio application, by HTTP/1 and HTTP/2 over TLS; the client is httpx. What
-is ours is the listeners below hypercorn and the transport below httpx.
+hypercorn serves a quart-trio application, by HTTP/1 and HTTP/2 over TLS; the client is httpx. Only
+the listeners below hypercorn and the transport below httpx come from trio_smc.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def hello(name: str) -> str:
 
 @app.post("/length")
 async def length() -> dict[str, int]:
-    """Say how long a body was."""
+    """Return the length of the request's body."""
     return {"length": len(await quart.request.get_data())}
 
 
@@ -51,12 +51,11 @@ async def serve_app(
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve an ASGI application on any listeners; with `hypercorn.trio.serve` they could only be
-    TCP sockets.
+    """Serve an ASGI application on any listeners; `hypercorn.trio.serve` accepts only TCP sockets.
 
-    Starts the application up, serves until `shutdown_trigger` returns, gives requests under way
-    `config.graceful_timeout` seconds, and shuts the application down. `config` gives time-outs,
-    limits and logging; what it says about binding and TLS is not used.
+    Starts the application, serves until `shutdown_trigger` returns, gives requests in progress
+    `config.graceful_timeout` seconds, and shuts the application down. `config` sets time-outs,
+    limits and logging; its settings for binding and TLS are not used.
     """
     config = config or hypercorn.config.Config()
     wrapped = wrap_app(application, config.wsgi_max_body_size, "asgi")
@@ -103,7 +102,7 @@ async def serve(port: int, directory: Path) -> None:
     context = both_ends.server_context(directory)
     async with trio_smc.open_stack() as stack:
         listeners = await trio_smc.open_listeners(port, host=both_ends.HOST)
-        both_ends.listening(listeners[0], directory)
+        both_ends.print_address(listeners[0], directory)
         await serve_app(app, over_tls(listeners, context), interrupted)
         print("server: connections over smc-r:", stack.statistics().connections)
 
@@ -124,7 +123,7 @@ async def get(client: httpx.AsyncClient, url: str) -> None:
     """Make a request; print the answer and how it travelled."""
     answer = await client.get(url)
     stream = answer.extensions["network_stream"].get_extra_info("smc_stream")
-    print(answer.http_version, answer.text, "-", both_ends.said("client", stream))
+    print(answer.http_version, answer.text, "-", both_ends.describe("client", stream))
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ async def serve(port: int, directory: Path) -> None:
     """Serve until interrupted."""
     async with trio_smc.open_stack() as stack:
         listeners = await trio_smc.open_listeners(port, host=both_ends.HOST)
-        both_ends.listening(listeners[0], directory)
+        both_ends.print_address(listeners[0], directory)
         try:
-            # Its annotations know no listeners but Trio's.
+            # trio-websocket's annotations accept only Trio's listeners.
             await WebSocketServer(echo, listeners).run()  # type: ignore[arg-type]
         finally:
             print("server: connections over smc-r:", stack.statistics().connections)
@@ -44,12 +44,12 @@ async def connect(port: int, _: Path) -> None:
     stream = await trio_smc.open_stream(both_ends.HOST, port)
     async with trio.open_nursery() as nursery:
         host = f"{both_ends.HOST}:{port}"
-        # Its annotations know no streams but Trio's.
+        # trio-websocket's annotations accept only Trio's streams.
         connection = await wrap_client_stream(nursery, stream, host, "/example")  # type: ignore[arg-type]
         async with connection:
             await connection.send_message("hello over a websocket")
             print(await connection.get_message())
-            print(both_ends.said("client", stream))
+            print(both_ends.describe("client", stream))
 
 
 if __name__ == "__main__":

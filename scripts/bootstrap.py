@@ -1,10 +1,10 @@
-"""Make .venv ready for a make target; does nothing when it already is.
+"""Prepare .venv for a make target; do nothing if it is ready.
 
     python3 scripts/bootstrap.py EXTRA [COMMAND ...]
 
-EXTRA is a set of pyproject.toml ("cli" or "dev"); each COMMAND (dot, tshark) comes from a Debian
-package, which is installed when we are root or `sudo -n` works. Otherwise the exact apt-get line
-is printed and the exit code is 2. Standard library only: it runs before anything is installed.
+EXTRA is a set of pyproject.toml ("cli" or "dev"). Each COMMAND (dot, tshark) comes from a Debian
+package, which is installed if the user is root or `sudo -n` works. Otherwise the script prints the
+apt-get command, and exits with 2. Standard library only: it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ PACKAGE_OF = {
     "redis-server": "redis-server",
     "tshark": "tshark",
 }
-# What each set includes: a venv made for "dev" serves "cli" too.
+# The sets that each set includes: a venv made for "dev" serves "cli" too.
 INCLUDED_IN = {"bench": ("bench", "dev"), "cli": ("cli", "dev"), "dev": ("dev",)}
-# A machine that was just started may be installing something itself: seconds to wait for it.
+# A machine that was just started may be installing packages itself: seconds to wait for that.
 WAITING = ("-o", "DPkg::Lock::Timeout=300")
 FAILED = 2
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code: 0 when everything is there."""
+    """Return the exit code: 0 if everything is there."""
     if len(arguments) < 1 or arguments[0] not in INCLUDED_IN:
         print(__doc__, file=sys.stderr)
         return FAILED
@@ -52,13 +52,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _stamp(extra: str) -> Path:
-    """The file that says: installed for this pyproject.toml and this interpreter."""
+    """The file that marks .venv as ready for this pyproject.toml and this interpreter."""
     state = (ROOT / "pyproject.toml").read_bytes() + sys.version.encode() + bytes(VENV)
     return VENV / f".ready-{extra}-{hashlib.sha256(state).hexdigest()[:16]}"
 
 
 def _has_ensurepip() -> bool:
-    # In a process of its own: after an installation this one would still remember its absence.
+    # In a new process: after an installation this process would still remember the absence.
     code = "import ensurepip, venv"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     return done.returncode == 0
@@ -103,7 +103,7 @@ def _install_python(extra: str) -> int:
 
 
 def _quiet(command: list[str]) -> bool:
-    """Run; show the output only of what failed. Return whether it worked."""
+    """Run a command, and show its output only if it fails. Return True if it worked."""
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

@@ -1,8 +1,8 @@
-"""Pages in Debian's chromium, without a window: opened, asked and photographed.
+"""Debian's chromium without a window: opens pages, evaluates expressions, takes screenshots.
 
-The browser is driven by its own protocol (Chrome DevTools Protocol), JSON over a WebSocket.  It is
-started with a profile that is thrown away and without a way to the network; what a page asks for
-nevertheless is noted in `Page.requests`.
+The browser is driven by its own protocol (Chrome DevTools Protocol), JSON over a WebSocket.  It has
+a temporary profile and no access to the network; requests that a page makes nevertheless are
+recorded in `Page.requests`.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ _OPTIONS: Final = (
     "--disable-sync",
     "--no-first-run",
     "--no-default-browser-check",
-    # Nothing but this machine has a name or a way: a page that wants more fails, and is seen.
+    # Only this machine has a name and a route: any other request fails, and is recorded.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
 
 class Page:
-    """One tab: what it asked for, what it complained of, and questions to it."""
+    """One tab: its requests, its errors, and expressions evaluated in it."""
 
     def __init__(self, socket: WebSocketConnection) -> None:
         self._socket = socket
         self._numbers = itertools.count(1)
         self._session: str | None = None
         self.requests: list[str] = []
-        """Addresses that were asked for since the last `open`."""
+        """Addresses requested since the last `open`."""
         self.complaints: list[str] = []
-        """What the page's scripts and the browser complained of since then."""
+        """Errors of the page's scripts and of the browser since then."""
         self._loaded = False
 
     async def start(self) -> None:
-        """Make the tab."""
+        """Create the tab."""
         target = (await self._call("Target.createTarget", url="about:blank"))["targetId"]
         attached = await self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -70,7 +70,7 @@ class Page:
             await self._call(f"{domain}.enable")
 
     async def open(self, url: str) -> None:
-        """Go to an address, and wait until everything of it is there."""
+        """Open an address, and wait until the whole page is loaded."""
         self.requests, self.complaints, self._loaded = [], [], False
         answer = await self._call("Page.navigate", url=url)
         if "errorText" in answer:
@@ -80,8 +80,8 @@ class Page:
             while not self._loaded:
                 self._note(json.loads(await self._socket.get_message()))
 
-    async def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression, a promise's when it is one."""
+    async def evaluate(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression; a promise is awaited."""
         answer = await self._call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -91,7 +91,7 @@ class Page:
 
     async def photograph(self, path: Path) -> None:
         """Write a PNG of the whole page."""
-        height = await self.ask("document.documentElement.scrollHeight")
+        height = await self.evaluate("document.documentElement.scrollHeight")
         answer = await self._call(
             "Page.captureScreenshot",
             captureBeyondViewport=True,
@@ -108,17 +108,17 @@ class Page:
         with trio.fail_after(PATIENCE):
             await self._socket.send_message(json.dumps(message))
             while True:
-                said = json.loads(await self._socket.get_message())
-                if said.get("id") == number:
+                reply = json.loads(await self._socket.get_message())
+                if reply.get("id") == number:
                     break
-                self._note(said)
-        if "error" in said:
-            raise ValueError(f"{method}: {said['error']['message']}")
-        result: dict[str, Any] = said["result"]
+                self._note(reply)
+        if "error" in reply:
+            raise ValueError(f"{method}: {reply['error']['message']}")
+        result: dict[str, Any] = reply["result"]
         return result
 
     def _note(self, event: dict[str, Any]) -> None:
-        """An event of the tab."""
+        """Record an event of the tab."""
         values = event.get("params", {})
         match event.get("method"):
             case "Network.requestWillBeSent":
@@ -134,7 +134,7 @@ class Page:
 
 @asynccontextmanager
 async def open_page() -> AsyncIterator[Page]:
-    """A browser with one tab; raises FileNotFoundError where there is no chromium."""
+    """Start a browser with one tab.  Raises FileNotFoundError if there is no chromium."""
     program = shutil.which(COMMAND)
     if program is None:
         raise FileNotFoundError(f"{COMMAND} is not installed")
@@ -165,13 +165,13 @@ async def open_page() -> AsyncIterator[Page]:
                     await process.wait()
 
 
-async def _address(process: trio.Process, told: trio.Path) -> str:
-    """Where the browser listens: it writes that to a file of its profile."""
+async def _address(process: trio.Process, report: trio.Path) -> str:
+    """Return the address on which the browser listens; it writes that to a file of its profile."""
     with trio.fail_after(PATIENCE):
         while True:
             if process.poll() is not None:
                 raise OSError(f"{COMMAND} ended with {process.returncode}")
-            lines = (await told.read_text()).split("\n") if await told.exists() else []
+            lines = (await report.read_text()).split("\n") if await report.exists() else []
             if len(lines) > 1:
                 return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
             await trio.sleep(0.05)

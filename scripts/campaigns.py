@@ -3,7 +3,7 @@
     python -m scripts.campaigns [--cases N] [--seed S] [NAME ...]
 
 Each campaign is a process of its own, `python -m tests.campaigns.NAME --cases N --seed S`; its
-output is printed when it ends. The exit code is 1 when any of them failed.
+output is printed when it ends. The exit code is 1 if any of them failed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LIMIT = 1200.0
 
 
 def names() -> list[str]:
-    """The campaigns there are: each public module of tests/campaigns."""
+    """Return the names of all campaigns: the public modules of tests/campaigns."""
     return sorted(path.stem for path in DIRECTORY.glob("*.py") if not path.stem.startswith("_"))
 
 
 def run_one(name: str, cases: int, seed: int) -> bool:
-    """Run one campaign, print what it printed, and return whether it passed."""
+    """Run one campaign, print its output, and return True if it passed."""
     command = [sys.executable, "-W", "error", "-m", f"tests.campaigns.{name}"]
     command += ["--cases", str(cases), "--seed", str(seed)]
     start = time.monotonic()
@@ -48,7 +48,7 @@ def run_one(name: str, cases: int, seed: int) -> bool:
         passed = False
     seconds = time.monotonic() - start
     ending = "passed" if passed else f"FAILED ({ending})"
-    # One call, so that two campaigns that end together do not mix their lines.
+    # One call, so that the lines of two campaigns that end together do not mix.
     print(f"{text}\n{name}: {ending}, seed {seed}, {seconds:.1f} s", flush=True)
     return passed
 
@@ -56,7 +56,7 @@ def run_one(name: str, cases: int, seed: int) -> bool:
 def main() -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(description="seeded campaigns of bad input and schedules")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="all when none is given")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--cases", type=int, default=50_000, help="cases of each campaign")
     parser.add_argument("--seed", type=int, default=None, help="replay; random by default")
     arguments = parser.parse_args()

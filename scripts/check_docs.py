@@ -1,15 +1,15 @@
-"""Look at the built pages as a reader does: `python -m scripts.check_docs DIRECTORY`.
+"""Check the built pages: `python -m scripts.check_docs DIRECTORY`.
 
-First without a browser, on every page: links and their anchors lead somewhere, pictures are there,
-nothing is loaded from the network.  Then in Debian's chromium, page by page: it renders, no script
-fails, every picture shows, nothing is wider than the window, and no request goes anywhere but to
-the directory.  At last the search finds something.
+The first part needs no browser: on every page links and anchors have a target, pictures exist, and
+nothing is loaded from the network.  The second part opens each page in Debian's chromium: it
+renders, no script fails, every picture shows, nothing is wider than the window, and no request goes
+anywhere but to the directory.  Finally the search must find something.
 
-    --screenshots DIR   also write a PNG of each page there
+    --screenshots DIR   also write a PNG of each page to DIR
     --no-browser        the first part only
 
-One line for each thing that is wrong; exit code 1 when there is one, 2 when there are no pages or
-no browser.
+Prints one line for each problem.  The exit code is 1 if there is a problem, 2 if there are no pages
+or no browser.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import trio
 
 from scripts.browser import open_page
 
-# What a browser loads by itself; `a` it follows only when told to.
+# Elements that a browser loads by itself; it follows `a` only after a click.
 _LOADED: Final = {"img": "src", "script": "src", "link": "href", "iframe": "src", "object": "data"}
 _SHORTEST: Final = 150
-"""Characters of the shortest page that says anything."""
+"""Least number of characters of a page with content."""
 _MADE: Final = ("search", "genindex", "py-modindex")
-"""Pages that Sphinx makes of nothing of ours."""
-_LOOK: Final = """(() => {
+"""Pages that Sphinx generates without a source of this project."""
+_MEASURE_LAYOUT: Final = """(() => {
   const pictures = [...document.images, ...document.querySelectorAll("object")];
   const room = document.documentElement;
   return {
@@ -56,7 +56,7 @@ _FOUND: Final = """new Promise(resolve => {
 
 @dataclass
 class Html:
-    """What a page has in it."""
+    """The identifiers, links and loads of a page."""
 
     ids: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
@@ -78,14 +78,14 @@ class _Reader(HTMLParser):
 
 
 def read(path: Path) -> Html:
-    """The page in a file."""
+    """Parse the page in a file."""
     reader = _Reader()
     reader.feed(path.read_text(encoding="utf-8"))
     return reader.found
 
 
-def wrong_links(directory: Path) -> list[str]:
-    """What is wrong with links and loads of all pages, a line each."""
+def link_problems(directory: Path) -> list[str]:
+    """Return the problems with links and loads of all pages, a line each."""
     pages = {path: read(path) for path in sorted(directory.rglob("*.html"))}
     wrong = []
     for path, page in pages.items():
@@ -110,10 +110,10 @@ def wrong_links(directory: Path) -> list[str]:
     return wrong
 
 
-async def wrong_looks(
+async def layout_problems(
     directory: Path, pages: list[Path], screenshots: Path | None = None
 ) -> list[str]:
-    """What a browser sees that is wrong with the pages of a directory, a line each."""
+    """Return the problems that a browser finds in the pages of a directory, a line each."""
     wrong = []
     async with open_page() as page:
         for path in pages:
@@ -125,7 +125,7 @@ async def wrong_looks(
                 for address in page.requests
                 if urlsplit(address).scheme not in ("file", "data", "blob")
             ]
-            seen = await page.ask(_LOOK)
+            seen = await page.evaluate(_MEASURE_LAYOUT)
             wrong += [f"{name}: {address} does not show" for address in seen["broken"]]
             wrong += [f"{name}: {address} is too small to see" for address in seen["tiny"]]
             if not seen["title"] and name.stem not in _MADE:
@@ -141,7 +141,7 @@ async def wrong_looks(
         search = directory / "search.html"
         if search in pages:
             await page.open(f"{search.as_uri()}?q=fallback")
-            if not await page.ask(_FOUND):
+            if not await page.evaluate(_FOUND):
                 wrong.append("search.html: the search finds nothing")
     return wrong
 
@@ -158,10 +158,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not pages:
         print(f"{options.directory} has no pages: make docs", file=sys.stderr)
         return 2
-    wrong = wrong_links(directory)
+    wrong = link_problems(directory)
     if not options.no_browser:
         try:
-            wrong += trio.run(wrong_looks, directory, pages, options.screenshots)
+            wrong += trio.run(layout_problems, directory, pages, options.screenshots)
         except (OSError, trio.TooSlowError) as error:
             print(f"the browser cannot be used: {error}", file=sys.stderr)
             return 2

@@ -1,11 +1,11 @@
-"""Writes the examples of docs/cli.md: what `trio-smc` prints of two processes made for it.
+"""Write the examples of docs/cli.md: the output of `trio-smc` about two processes made for it.
 
     python -m scripts.cli_page            writes the page
-    python -m scripts.cli_page --check    exits with 1 when the page is not as it would be written
+    python -m scripts.cli_page --check    exits with 1 if the page is out of date
 
-Between the lines ``<!-- trio-smc ss -->`` and ``<!-- end -->`` stands the output of that command.
+The output of a command is between the lines ``<!-- trio-smc ss -->`` and ``<!-- end -->``.
 Numbers that differ each time (processes, ports, identities, times) are replaced by fixed ones
-before anything is printed, so that the page changes only when the command does.
+before anything is printed, so that the page changes only if the command does.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ _FIXED: dict[str, Any] = {
     "stack": "c80f02faed98512d", "gid": "fd534d43520000005deb0dcec98f3f61", "mac": "02faed98512d",
 }  # fmt: skip
 _NUMBERED = {"alert_token": 0x260CB830, "user_id": 0xAC62CCC7, "peer_user_id": 0xAC62CCC7}
-"""Different ones stay different: the first becomes this, the next one more."""
+"""Different numbers stay different: the first becomes this one, the next this one plus 1."""
 _ADDRESSES = ("local", "peer", "listeners")
 _OTHER_PORT = 40003
 
 
 @dataclasses.dataclass
 class Numbers:
-    """What a number becomes; each kind by itself, as a process can have the number of a port, or
-    that of the bytes of a connection.
+    """The replacements of numbers.  Each kind is separate: a PID can be the same number as a port.
 
     Attributes:
-      pid: of the process that is looked at.
-      ports: fixed ones by real ones.
-      told: of `_NUMBERED`, what each has become.
+      pid: of the process that the examples show.
+      ports: fixed numbers by real ones.
+      replaced: for `_NUMBERED`, fixed numbers by real ones.
     """
 
     pid: int
     ports: dict[int, int]
-    told: dict[int, int] = dataclasses.field(default_factory=dict)
+    replaced: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 def page(text: str) -> str:
-    """The page with all examples renewed."""
-    with _peer() as told:
+    """Return the page with all examples renewed."""
+    with _peer() as peer:
         numbers = Numbers(
-            told["pid"], {told["port"]: 7000, told["client"]: 40001, told["plain"]: 40002}
+            peer["pid"],
+            {peer["port"]: 7000, peer["client"]: 40001, peer["plain"]: 40002},
         )
 
         def renewed(match: re.Match[str]) -> str:
@@ -77,7 +77,7 @@ def page(text: str) -> str:
 
 @contextlib.contextmanager
 def _peer() -> Iterator[dict[str, int]]:
-    """A process to look at, in a private directory of its own."""
+    """Run a process for the examples, in a private directory of its own."""
     with (
         tempfile.TemporaryDirectory(prefix="smc-") as directory,
         mock.patch.dict(os.environ, XDG_RUNTIME_DIR=directory),
@@ -98,7 +98,7 @@ def _peer() -> Iterator[dict[str, int]]:
 
 
 def _run(command: str, numbers: Numbers) -> str:
-    """The output of one command."""
+    """Return the output of one command."""
     arguments = shlex.split(command)[1:]
     real = {str(fixed): str(number) for number, fixed in numbers.ports.items()}
     real[str(_PID)] = str(numbers.pid)
@@ -110,7 +110,7 @@ def _run(command: str, numbers: Numbers) -> str:
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()) as output:
         for name in _ASKING:
             module = import_module(f"trio_smc.tools.commands.{name}")
-            if name != "check":  # its own process has to find its own connection
+            if name != "check":  # the process of `check` must find its own connection
                 stack.enter_context(mock.patch.object(module, "take_snapshots", take_snapshots))
         with contextlib.suppress(SystemExit):
             trio_smc(arguments)
@@ -138,8 +138,8 @@ def with_fixed(value: Any, numbers: Numbers, name: str = "") -> Any:
         return _FIXED[name]
     if name in _NUMBERED:
         first = _NUMBERED[name]
-        taken = [fixed for fixed in numbers.told.values() if first <= fixed < first + 100]
-        return numbers.told.setdefault(value, first + len(taken))
+        taken = [fixed for fixed in numbers.replaced.values() if first <= fixed < first + 100]
+        return numbers.replaced.setdefault(value, first + len(taken))
     if name == "pid":
         return _PID
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Compiles the hot modules with mypyc while a wheel is built, when TRIO_SMC_COMPILED=1.
+"""Compile the hot modules with mypyc while a wheel is built, if TRIO_SMC_COMPILED=1.
 
 A hook of hatchling; `[tool.hatch.build.targets.wheel.hooks.custom]` of pyproject.toml lists the
-modules. Their sources are in the wheel as well: an import prefers what is compiled, and tracebacks
+modules. Their sources are in the wheel as well: an import prefers a compiled module, and tracebacks
 show the source. Without the variable, and in editable installations, nothing happens.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 VARIABLE = "TRIO_SMC_COMPILED"
-# Everything is in the arguments: the project's own settings are for people who check types.
+# All options are given here: the project's own settings of mypy are for development.
 MYPY = ["--config-file=", "--explicit-package-bases", "--ignore-missing-imports"]
 
 
@@ -23,7 +23,7 @@ class CompiledBuild(BuildHookInterface[Any]):
     """Adds the compiled modules to the wheel that is being built."""
 
     def dependencies(self) -> list[str]:
-        """What the build needs besides hatchling; mypyc reads the types of what is imported."""
+        """Packages for the build besides hatchling; mypyc reads the types of imported modules."""
         if not self._wanted:
             return []
         return ["mypy>=1.18", "setuptools>=77", *self.metadata.core.dependencies]
@@ -33,7 +33,7 @@ class CompiledBuild(BuildHookInterface[Any]):
         return self.target_name == "wheel" and os.environ.get(VARIABLE) == "1"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile; ``build_data`` gets the files, and that they are for this interpreter alone."""
+        """Compile; add the files to ``build_data``, and bind the wheel to this interpreter."""
         if version == "editable" or not self._wanted:
             return
         self._place = tempfile.TemporaryDirectory()
@@ -44,7 +44,7 @@ class CompiledBuild(BuildHookInterface[Any]):
         build_data["infer_tag"] = True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove what was only needed while the wheel was written."""
+        """Remove the files that were needed only for the wheel."""
         if hasattr(self, "_place"):
             self._place.cleanup()
 

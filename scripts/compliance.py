@@ -1,11 +1,11 @@
-"""Which tests cover what SMC-R demands: writes docs/compliance.md and docs/compliance-v2.md.
+"""List the tests for each requirement of SMC-R in docs/compliance.md and docs/compliance-v2.md.
 
     python -m scripts.compliance [--check]
 
-RFC 7609's demands are in `tests/requirements.toml`, and tests name those they cover by the marker
-``rfc``; those of version 2 are in `tests/requirements_v2.toml`, the marker is ``v2``.
-``--check`` writes nothing; the exit code is 1 when a marker names an unknown requirement, when a
-requirement has no test, or when a page is out of date.
+The requirements of RFC 7609 are in `tests/requirements.toml`; tests name them with the marker
+``rfc``.  Those of version 2 are in `tests/requirements_v2.toml`; the marker is ``v2``.
+``--check`` writes nothing; the exit code is 1 if a marker names an unknown requirement, if a
+requirement has no test, or if a page is out of date.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Page(NamedTuple):
       requirements: the data file.
       path: the page.
       marker: of the tests.
-      title, intro: what the page begins with.
-      differs: whom we differ from, where we do.
+      title, intro: the beginning of the page.
+      differs: the specification or implementation from which trio_smc differs.
     """
 
     requirements: Path
@@ -52,9 +52,9 @@ RFC = Page(
     "rfc",
     "Compliance with RFC 7609",
     (
-        "What the RFC demands, in our own words, and the tests that hold it.  What it leaves open",
-        "is not listed.  What each socket option does is in [Socket options](socket-options.md).",
-        "SMC-R version 2 has [a page of its own](compliance-v2.md).",
+        "The requirements of the RFC, in our own words, and the tests that verify them.  What the",
+        "RFC leaves open is not listed.  [Socket options](socket-options.md) has the socket",
+        "options.  SMC-R version 2 has [a page of its own](compliance-v2.md).",
     ),
     "the RFC",
 )
@@ -64,18 +64,18 @@ VERSION_2 = Page(
     "v2",
     "Compliance with SMC-R version 2",
     (
-        "What version 2 demands beyond [RFC 7609](compliance.md), and the tests that hold it.  No",
-        "RFC has it.  These are the rules of Linux 6.12, the implementation that is deployed; the",
-        "last column but one says how we know:",
+        "The requirements of version 2 beyond [RFC 7609](compliance.md), and the tests that verify",
+        "them.  No RFC has them.  They are the rules of Linux 6.12, the implementation that is",
+        "deployed; the column `source` says how each is known:",
         "",
         "- **seen**: between two stock kernels.  The messages are in `tests/golden`, as",
         "  `kernel_v2_messages.json` and `kernel-v2-two-links.pcapng`;",
-        "- **tried**: a stock kernel answered so to messages that were made for it;",
-        "  [interop.md](interop.md) has what runs against one again and again;",
+        "- **tried**: a stock kernel answered this way to messages that were made for it;",
+        "  [interop.md](interop.md) lists what is tested against a kernel regularly;",
         "- **read**: in Linux's sources, `net/smc/smc_clc.c`, `smc_llc.c` and `af_smc.c`;",
-        "- **ours**: no message shows it, or we are stricter.",
+        "- **ours**: no message shows it, or trio_smc is stricter.",
         "",
-        "What is not listed is as in version 1: CDC messages, failover, cursors, the TCP option.",
+        "Everything else is as in version 1: CDC messages, failover, cursors, the TCP option.",
     ),
     "Linux",
 )
@@ -83,14 +83,14 @@ PAGES = (RFC, VERSION_2)
 
 
 class Requirement(NamedTuple):
-    """One demand.
+    """One requirement.
 
     Fields:
       id: section and number: "2.2.1/3".
       level: "must" or "should".
       text: in our own words.
-      differs: why this software does otherwise, if it does; the tests hold what it does.
-      source: how it is known, one of `SOURCES`; "" is the RFC.
+      differs: why trio_smc differs, if it does; the tests verify what it does.
+      source: how it is known, one of `SOURCES`; "" for the RFC.
     """
 
     id: str
@@ -101,7 +101,7 @@ class Requirement(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One section with its demands."""
+    """One section with its requirements."""
 
     number: str
     title: str
@@ -109,7 +109,7 @@ class Section(NamedTuple):
 
 
 def read(text: str) -> list[Section]:
-    """Parse the data file.  Raises ValueError when it is not in order."""
+    """Parse the data file.  Raises ValueError: it is not well formed."""
     sections = []
     for number, table in tomllib.loads(text).items():
         title = table.pop("title", None)
@@ -146,7 +146,7 @@ class _Collector:
 
 
 def collect(paths: Iterable[str] = ("tests",)) -> dict[str, set[str]]:
-    """The tests that name each requirement.  Raises RuntimeError when pytest finds errors."""
+    """Collect the tests that name each requirement.  Raises RuntimeError: pytest finds errors."""
     collector = _Collector()
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -168,7 +168,7 @@ def collect(paths: Iterable[str] = ("tests",)) -> dict[str, set[str]]:
 
 
 def problems(sections: Iterable[Section], tests: Mapping[str, set[str]]) -> list[str]:
-    """What is wrong: one line each."""
+    """Return the problems: one line each."""
     demands = {each.id: each for section in sections for each in section.requirements}
     found = [
         f"{name} is no requirement: {', '.join(sorted(tests[name]))}"
@@ -196,8 +196,8 @@ def page(sections: Iterable[Section], tests: Mapping[str, set[str]], about: Page
         "markers.",
         "",
         f"{covered} of {len(kept)} requirements have a test.  In {len(demands) - len(kept)} more",
-        f"we differ from {about.differs}, each with its reason; their tests hold what we do",
-        "instead.",
+        f"trio_smc differs from {about.differs}; each has its reason, and its tests verify what",
+        "trio_smc does instead.",
     ]
     for section in sections:
         lines += ["", f"## {section.number} {section.title}", ""]
@@ -221,7 +221,7 @@ def _short(name: str) -> str:
 def main() -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(description="which tests cover what SMC-R demands")
-    parser.add_argument("--check", action="store_true", help="write nothing, report what is wrong")
+    parser.add_argument("--check", action="store_true", help="write nothing, report problems")
     arguments = parser.parse_args()
     pages = {about: read(about.requirements.read_text()) for about in PAGES}
     everything = [section for sections in pages.values() for section in sections]

@@ -1,20 +1,20 @@
-"""What takes long and is to be said in numbers: `python -m scripts.endurance PART`.
+"""Long runs that end with numbers: `python -m scripts.endurance PART`.
 
     python -m scripts.endurance hostile [--count 10000000] [--seed N] [--first-piece K]
     python -m scripts.endurance churn   [--count 100000] [--seed N]
     python -m scripts.endurance killed  [--count 10000]
 
-hostile: so many hostile inputs, 1 in 100 a live handshake of two stacks with damage on its way
-  (`tests.campaigns.handshakes`), the rest pieces of bytes for every decoder
-  (`tests.campaigns.decoders`).  They come in pieces, processes of their own, one for each core; a
-  piece has its own seed, from the first and its number, and ``--first-piece`` goes on where an
-  earlier run ended.
-churn: so many connections opened, used and closed one after the other between two processes, after
-  a tenth of that for warm-up; then nothing may be left (`tests.campaigns.leaks`).
-killed: so many connections open at once, each with a reader; then the process of the clients is
-  killed (`tests.e2e.sudden_end`).
+hostile: hostile inputs; 1 in 100 is a live handshake of two stacks with damage on its way
+  (`tests.campaigns.handshakes`), the rest are bytes for every decoder
+  (`tests.campaigns.decoders`).  They run in pieces, each a process of its own, one for each core.
+  The seed of a piece follows from the first seed and its number; ``--first-piece`` continues an
+  earlier run.
+churn: connections opened, used and closed one after the other between two processes, after a tenth
+  of that number for warm-up; then nothing may be left (`tests.campaigns.leaks`).
+killed: connections open at once, each with a reader; then the process of the clients is killed
+  (`tests.e2e.sudden_end`).
 
-Each prints what it saw; the exit code is 1 when there was a failure, or a limit was passed.
+Each prints its numbers; the exit code is 1 if there was a failure, or a limit was passed.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from tests.campaigns import leaks
 __all__ = ["hostile", "pieces"]
 
 HANDSHAKES_IN = 100
-"""One input in so many is a live handshake."""
+"""One input in this many is a live handshake."""
 _SIZES = {"handshakes": 5_000, "decoders": 100_000}
 _PIECE_TAKES, _KILLED_TAKES = 3600.0, 1800.0
-"""Seconds after which a part hangs."""
+"""Seconds after which a part counts as hung."""
 SPARE_DESCRIPTORS = 256
 MOST_MEMORY, MOST_PROCESSOR, MOST_PAUSE = 50 << 10, 0.5e-3, 0.02
-"""For each killed connection: bytes and seconds; and seconds of work in one turn of the loop."""
+"""Limits for each killed connection: bytes and seconds; and seconds of one turn of the loop."""
 
 
 def pieces(count: int, seed: int) -> list[tuple[str, int, int]]:
-    """Campaign, cases and seed of each piece."""
+    """Return campaign, cases and seed of each piece."""
     shares = {"handshakes": count // HANDSHAKES_IN}
     shares["decoders"] = count - shares["handshakes"]
     found = []
@@ -55,7 +55,7 @@ def pieces(count: int, seed: int) -> list[tuple[str, int, int]]:
         for first in range(0, share, _SIZES[name]):
             cases = min(_SIZES[name], share - first)
             found.append((name, cases, random.Random(f"{seed} {name} {first}").getrandbits(32)))
-    # Both kinds from the beginning, so that a run that is cut short has seen both.
+    # Mix both kinds from the beginning, so that a run that is cut short has done both.
     random.Random(seed).shuffle(found)
     return found
 
@@ -69,14 +69,14 @@ def _run_piece(number: int, piece: tuple[str, int, int]) -> bool:
         timeout=_PIECE_TAKES, check=False,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    # One call, so that two that end together do not mix their lines.
-    said = done.stdout if done.returncode else (lines or ["it said nothing"])[-1]
-    print(f"piece {number}: {said}", flush=True)
+    # One call, so that the lines of two pieces that end together do not mix.
+    line = done.stdout if done.returncode else (lines or ["it said nothing"])[-1]
+    print(f"piece {number}: {line}", flush=True)
     return done.returncode == 0
 
 
 def hostile(count: int, seed: int, first_piece: int) -> bool:
-    """Run the pieces from ``first_piece`` on; whether none found anything."""
+    """Run the pieces from ``first_piece`` on; return True if none found a failure."""
     todo = list(enumerate(pieces(count, seed)))[first_piece:]
     begun = time.monotonic()
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
@@ -91,7 +91,7 @@ def hostile(count: int, seed: int, first_piece: int) -> bool:
 
 
 def churn(count: int, seed: int) -> bool:
-    """Open and close; whether nothing was left."""
+    """Open and close connections; return True if nothing was left."""
     begun = time.monotonic()
     try:
         result = leaks.run(count * leaks.WHOLE // leaks.OF_WHOLE, seed)
@@ -114,7 +114,7 @@ def _kib(grown: tuple[int, int]) -> list[str]:
 
 
 def killed(count: int) -> bool:
-    """Let many be killed at once; whether it cost as little as it may."""
+    """Kill a process with many connections; return True if the cost was within the limits."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard < count + SPARE_DESCRIPTORS:
         needed = count + SPARE_DESCRIPTORS
@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("part", choices=("hostile", "churn", "killed"))
     parser.add_argument("--count", type=int, default=None)
     parser.add_argument("--seed", type=int, default=None, help="random by default, and printed")
-    parser.add_argument("--first-piece", type=int, default=0, help="of hostile: where to go on")
+    parser.add_argument("--first-piece", type=int, default=0, help="hostile: where to continue")
     arguments = parser.parse_args()
     seed = arguments.seed
     if seed is None:

@@ -2,8 +2,8 @@
 
     python -m scripts.ladders [DIRECTORY]
 
-Two stacks with two software RNICs each talk; then one RNIC of the client's fails.  Both stacks
-are captured by one `Capture`, so that the writes of both are drawn.  Peer IDs, QP numbers, RKeys
+Two stacks with two software RNICs each exchange data; then one RNIC of the client fails.  One
+`Capture` records both stacks, so that the writes of both are drawn.  Peer IDs, QP numbers, RKeys
 and times are new in every run.
 """
 
@@ -32,7 +32,7 @@ FENCE = "```"
 
 
 async def converse(directory: Path) -> tuple[bytes, int]:
-    """A capture of a first contact with a little data and a failover; when the RNIC failed.
+    """Record a first contact with a little data, and a failover; return it and the failure's time.
 
     Args:
       directory: the stacks' private directory.
@@ -62,7 +62,7 @@ async def converse(directory: Path) -> tuple[bytes, int]:
 
 
 async def record(directory: Path) -> tuple[Ladder, Ladder]:
-    """The ladders of `converse` until the RNIC fails, and from then on."""
+    """Return the ladders of `converse` until the RNIC fails, and from then on."""
     captured, failing = await converse(directory)
     [ladder] = read_ladders(dissect(pcapng.read(io.BytesIO(captured))))
     rows = ladder.rows
@@ -87,7 +87,7 @@ async def _exchange(stream: SmcStream, data: bytes) -> None:
 
 
 async def _until_links(stack: trio_smc.Stack, numbers: set[int]) -> None:
-    """Wait until the stack's one link group has these links, all of them in use."""
+    """Wait until the stack's only link group has these links, all of them usable."""
     while True:
         [group] = stack.link_groups
         if {link.number for link in group.links if link.state == "ACTIVE"} == numbers:

@@ -1,11 +1,11 @@
-"""Puts the numbers of the baselines in benchmarks/ into docs/performance.md, as tables and plots.
+"""Put the numbers of the baselines in benchmarks/ into docs/performance.md, as tables and plots.
 
     python -m scripts.performance_page            writes table and plot
-    python -m scripts.performance_page --check    exits with 1 when the table would be another
+    python -m scripts.performance_page --check    exits with 1 if the table is out of date
 
-What stands between the lines ``<!-- programs -->`` or ``<!-- numbers -->`` and ``<!-- end -->`` is
-replaced: by benchmarks/programs.json, and by benchmarks/baseline.json.  A baseline that was never
-measured leaves its place as it is.
+The text between ``<!-- programs -->`` or ``<!-- numbers -->`` and ``<!-- end -->`` is replaced:
+from benchmarks/programs.json, and from benchmarks/baseline.json.  If a baseline was never
+measured, its place stays as it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLACE = r"(<!-- {} -->\n).*?(<!-- end -->)"
 
 
 def comparisons(content: dict[str, Any], workloads: Mapping[str, Any]) -> list[Comparison]:
-    """What a file of `benchmarks.report.save` holds; the main one comes first."""
+    """Load a file of `benchmarks.report.save`; the main comparison comes first."""
     known = {metric.name: metric for each in workloads.values() for metric in each.metrics}
     found = []
     for part in (content, content.get("not pinned"), content.get("pinned")):
@@ -46,22 +46,20 @@ def comparisons(content: dict[str, Any], workloads: Mapping[str, Any]) -> list[C
 
 
 _LEGEND = """\
-Of an echo it is the median time of a request, one after the other; with several connections it is
-how many requests were answered in a second. With pauses there are at least a hundred requests in
-each measurement. The JSON is a list of twenty items. In the last two lines a connection is opened,
-carries one request of 64 bytes, and is closed; in the last one `trio-smc run` has found the peer's
-connections to be short, so they are TCP. All others are SMC-R or fail (`--require-smc`).
-"processor" compares the processor time of both ends, and "compiled" is a compiled build under the
-same command, measured in the same rounds, beside TCP again.
+For an echo the number is the median time of a request, one after the other; with several
+connections it is the number of requests answered per second. With pauses there are at least a
+hundred requests in each measurement. The JSON is a list of twenty items. In the last two lines each
+connection carries one request of 64 bytes; in the very last one `trio-smc run` has learned that the
+peer's connections are short, so they are TCP. All others are SMC-R or fail (`--require-smc`).
+"processor" compares the processor time of both ends. "compiled" is a compiled build under the same
+command, measured in the same rounds and compared with TCP as well.
 """
 
 
 def how(comparison: Comparison) -> str:
-    """How it was measured."""
+    """Return a sentence about how it was measured."""
     about = comparison.about
-    pinned = (
-        "a core for each process" if about["pinned"] else "processes where the system puts them"
-    )
+    pinned = "a core for each process" if about["pinned"] else "processes not pinned"
     runs = f"{len(comparison.runs)} runs" if len(comparison.runs) > 1 else "one run"
     return (
         f"Python {about['python']}, Trio {about['trio']}, {pinned}; {runs} of {about['rounds']} "
@@ -133,7 +131,7 @@ def _rows(comparison: Comparison) -> Iterator[str]:
 
 
 def page(text: str, place: str, picture: str, sections: list[str]) -> str:
-    """The page with the numbers at one of its places renewed."""
+    """Return the page with the numbers at one of its places renewed."""
     new = f"![times better than TCP](figures/{picture})\n\n" + "\n".join(sections)
     return re.sub(
         _PLACE.format(place), lambda found: f"{found[1]}\n{new}\n{found[2]}", text, flags=re.DOTALL

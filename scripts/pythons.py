@@ -4,11 +4,11 @@
 
 Interpreters are those on the path and those of pyenv, the newest of each minor version; each has an
 environment of its own in build/pythons. With --debian (as root, and with debootstrap) a root
-directory of that suite is made there as well, with what the Makefile wants beforehand and nothing
-else; `make demo` and `make test` run in it, on its Python and with its programs, in a copy of this
-tree. It sees what --share names of this machine (pip's settings, a mirror of packages).
---debian13 is --debian trixie. TESTS go to pytest; without any the whole suite runs. The exit code
-is 1 when anything failed. Standard library only.
+directory of that suite is made there as well, with only the packages that the Makefile needs;
+`make demo` and `make test` run in it, on its Python and with its programs, in a copy of this tree.
+--share names paths of this machine that are visible in it (pip's settings, a mirror of packages).
+--debian13 is --debian trixie. TESTS go to pytest; default: the whole suite. The exit code is 1 if
+anything failed. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ PLACE = ROOT / "build" / "pythons"
 OLDEST, NEWEST = (3, 11), (3, 14)
 DEBIAN_13 = "trixie"
 PACKAGES = "ca-certificates,git,make,mount,netbase,python3"
-TELL = "import sys, sysconfig; print(*sys.version_info[:3], sysconfig.get_config_var('ABIFLAGS'))"
-# What processes in a root directory need of the machine.
+VERSION_CODE = (
+    "import sys, sysconfig; print(*sys.version_info[:3], sysconfig.get_config_var('ABIFLAGS'))"
+)
+# Paths of the machine that processes in a root directory need.
 SHARED = [Path("/dev"), Path("/proc"), Path("/sys"), Path("/etc/resolv.conf")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 when the tests passed everywhere."""
+    """Return the exit code: 0 if the tests passed everywhere."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--debian",
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SUITE",
         action="append",
         default=[],
-        help="in a root of that suite of Debian, too",
+        help="also run in a root directory of that suite of Debian",
     )
     parser.add_argument(
         "--debian13",
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         type=Path,
         default=[],
-        help="what such a root sees of this machine",
+        help="a path of this machine that is visible in such a root directory",
     )
     parser.add_argument("tests", nargs="*", help="for pytest; default: all")
     options = parser.parse_args(arguments)
@@ -78,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def interpreters(path: str, pyenv: Path) -> Iterator[Path]:
-    """Everything that looks like an interpreter, in the directories of ``path`` and in pyenv's."""
+    """Yield possible interpreters in the directories of ``path`` and of pyenv."""
     for directory in map(Path, path.split(os.pathsep)):
         if directory.is_dir():
             names = sorted(directory.iterdir())
@@ -87,12 +89,14 @@ def interpreters(path: str, pyenv: Path) -> Iterator[Path]:
 
 
 def newest_of_each(candidates: Iterator[Path]) -> dict[str, Path]:
-    """The newest interpreter of each supported minor version and build ("3.13", "3.13t")."""
+    """Return the newest interpreter of each supported minor version and build ("3.13", "3.13t")."""
     best: dict[tuple[int, int, str], tuple[int, Path]] = {}
     for python in candidates:
-        told = subprocess.run([python, "-c", TELL], capture_output=True, text=True, check=False)
-        words = told.stdout.split()
-        if told.returncode or len(words) < 3:
+        probe = subprocess.run(
+            [python, "-c", VERSION_CODE], capture_output=True, text=True, check=False
+        )
+        words = probe.stdout.split()
+        if probe.returncode or len(words) < 3:
             continue  # a shim without its version, or Python 2
         major, minor, micro = map(int, words[:3])
         build = words[3] if len(words) > 3 else ""
@@ -104,7 +108,7 @@ def newest_of_each(candidates: Iterator[Path]) -> dict[str, Path]:
 
 
 def tested(python: Path, environment: Path, tests: Sequence[str]) -> bool:
-    """Whether the tests pass on an interpreter; its environment is made when it is missing."""
+    """Run the tests on an interpreter, in an environment made on first use; True if they pass."""
     inside = environment / "bin" / "python"
     steps: list[list[str | Path]] = [
         [python, "-m", "venv", environment],
@@ -117,7 +121,7 @@ def tested(python: Path, environment: Path, tests: Sequence[str]) -> bool:
 
 
 def tested_in_debian(suite: str, shared: Sequence[Path], tests: Sequence[str]) -> bool:
-    """Whether the tests pass in a root directory of a suite, which is made when it is missing."""
+    """Run the tests in a root directory of a suite, made on first use; True if they pass."""
     if os.geteuid() or not shutil.which("debootstrap"):
         print("needed: root, and Debian's package debootstrap")
         return False
@@ -126,7 +130,7 @@ def tested_in_debian(suite: str, shared: Sequence[Path], tests: Sequence[str]) -
         shutil.rmtree(root, ignore_errors=True)
         if not _run(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", suite, root]):
             return False
-        # Packages that are installed there start no services.
+        # Installed packages must not start services.
         policy = root / "usr" / "sbin" / "policy-rc.d"
         policy.write_text("#!/bin/sh\nexit 101\n")
         policy.chmod(0o755)
@@ -139,10 +143,10 @@ def tested_in_debian(suite: str, shared: Sequence[Path], tests: Sequence[str]) -
 
 
 def made_in(root: Path, shared: Sequence[Path], tests: Sequence[str]) -> bool:
-    """Whether ``make demo`` and ``make test`` work in /work of a root directory.
+    """Run ``make demo`` and ``make test`` in /work of a root directory; True if both succeed.
 
-    It becomes the root of a mount namespace of its own, with which the mounts end, however this
-    ends. In a mere chroot the kernel would refuse the user namespaces that some tests make.
+    The directory becomes the root of a new mount namespace; the mounts end with it in any case. In
+    a mere chroot the kernel would refuse the user namespaces that some tests make.
     """
     mounts = [(root, root)]
     for each in shared:
@@ -164,7 +168,7 @@ def made_in(root: Path, shared: Sequence[Path], tests: Sequence[str]) -> bool:
 
 
 def copy_tree(tree: Path) -> None:
-    """Copy what belongs to the project, for a repository of its own: some tests ask git."""
+    """Copy the project's files into a repository of their own: some tests call git."""
     shutil.rmtree(tree, ignore_errors=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -177,7 +181,7 @@ def copy_tree(tree: Path) -> None:
 
 
 def _run(command: Sequence[str | Path]) -> bool:
-    # Of free-threaded builds: without a GIL the software RNIC refuses to open.
+    # Free-threaded builds run with the GIL: without it the software RNIC refuses to open.
     environment = {**os.environ, "PYTHON_GIL": "1"}
     try:
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0

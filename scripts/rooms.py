@@ -2,9 +2,9 @@
 
     python -m scripts.rooms [--check]
 
-Floors are those of the import contracts in pyproject.toml, which `make lint` holds; what lives in a
-room is the first line of its docstring.  ``--check`` writes nothing; its exit code is 1 when the
-table or the drawing is out of date.
+The floors are those of the import contracts in pyproject.toml, which `make lint` checks; the
+description of a room is the first line of its docstring.  ``--check`` writes nothing; its exit code
+is 1 if the table or the drawing is out of date.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BEGIN, END = "<!-- made by `make rooms` -->\n", "<!-- end -->"
 
 
 class House(NamedTuple):
-    """What the contracts of kind ``layers`` say.
+    """The contracts of kind ``layers``.
 
     Fields:
       floors: the rooms, the highest floor first.
-      inside: for each room that has a contract of its own, the floors within it.
+      inside: for each room with a contract of its own, the floors within it.
     """
 
     floors: list[list[str]]
@@ -39,10 +39,10 @@ class House(NamedTuple):
 
 
 def read(text: str) -> House:
-    """The house as pyproject.toml has it.
+    """Read the floors from the text of pyproject.toml.
 
     Raises:
-      ValueError: no contract is about the package itself, or one leaves room for others.
+      ValueError: no contract is about the package itself, or one does not name all rooms.
     """
     found: dict[str, list[list[str]]] = {}
     for contract in tomllib.loads(text)["tool"]["importlinter"]["contracts"]:
@@ -54,13 +54,13 @@ def read(text: str) -> House:
         for container in contract["containers"]:
             found[container] = floors
     if PACKAGE not in found:
-        raise ValueError(f"no contract says how the rooms of {PACKAGE} lie")
+        raise ValueError(f"no contract gives the floors of the rooms of {PACKAGE}")
     floors = found.pop(PACKAGE)
     return House(floors, {name.removeprefix(f"{PACKAGE}."): inner for name, inner in found.items()})
 
 
 def subject(room: str) -> str:
-    """What lives in a room ("rendezvous.links"): its docstring's first sentence or line."""
+    """The description of a room ("rendezvous.links"): its docstring's first sentence or line."""
     path = ROOT.joinpath(PACKAGE, *room.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = ast.get_docstring(ast.parse(source.read_text())) or ""
@@ -89,7 +89,7 @@ def _link(room: str) -> str:
 
 
 def drawing(house: House) -> str:
-    """The figure's source: floors above each other, an arrow from each to the next below."""
+    """The source of the figure: floors above each other, an arrow from each to the next below."""
     lines = [
         "// Made by `make rooms` from the import contracts in pyproject.toml.",
         "digraph rooms {",
@@ -107,7 +107,7 @@ def drawing(house: House) -> str:
 
 
 def _label(house: House, room: str) -> str:
-    """A room and what is in it: floors where a contract says them, else files."""
+    """The label of a room, with its floors if a contract has them, otherwise its files."""
     path = ROOT / PACKAGE / room
     files = sorted(each.stem for each in path.glob("*.py") if not each.stem.startswith("__"))
     inner = sorted(f"{each.parent.name}/" for each in path.glob("*/__init__.py"))
@@ -117,7 +117,7 @@ def _label(house: House, room: str) -> str:
 
 
 def page(text: str, made: str) -> str:
-    """The page with this table.  Raises ValueError when it has no place for it."""
+    """Return the page with this table.  Raises ValueError: the page has no place for it."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -1,27 +1,27 @@
-"""Hours of what goes wrong, in real processes, with every byte known: `make soak TIME=3600`.
+"""Run real processes under faults for hours, and check every byte: `make soak TIME=3600`.
 
     python -m scripts.soak [--time SECONDS] [--seed N]
 
-Two things at once.  `examples.chaos`: two processes whose RNICs fail in every way.  And four
-processes (`soak_process`) with conversations in plain, over TLS and over websockets:
+Two things run at once.  `examples.chaos` runs two processes whose RNICs fail in every way.  And
+four processes (`soak_process`) have conversations in plain, over TLS and over websockets:
 
-server, client: live through all of it.  RNICs of the client fail; not one conversation between
-  these two may break.
+server, client: run to the end.  RNICs of the client fail; no conversation between these two may
+  break.
 killed: has conversations with both, as client and as server, and is killed (SIGKILL) in the middle
-  of them; another one takes its place.
-stopped: the same, and is stopped (SIGSTOP) in the middle, half of the times for longer than its
-  links' timers, and goes on (SIGCONT).
+  of them; another process takes its place.
+stopped: the same, but is stopped (SIGSTOP) in the middle, half of the times for longer than the
+  timers of its links, and continues (SIGCONT).
 
-A conversation is whole, by SHA-256 on both sides, or it ends in an error after a prefix of what was
-sent; in an error only if one of its processes was killed or stopped for long during it (or an RNIC
-failed while a link group was new).  A wrong byte, an end in order in the middle, a conversation
-that hangs, a line on standard error, and something left at the end are problems.
+A conversation is complete, by SHA-256 on both sides, or it ends in an error after a prefix of the
+data.  An error is allowed only if one of its processes was killed or stopped for long during it (or
+an RNIC failed while a link group was new).  Problems are: a wrong byte, a clean end in the middle,
+a conversation that hangs, a line on standard error, and anything left at the end.
 
-Memory (resident, rings included), descriptors, memfds, mappings of memfds and threads of the
-processes that live through it are looked at all the time.  After the first quarter, the straight
-line of least squares through each of them may rise by `LIMITS` until the end: the longer the run,
-the less per hour (a run of less than `_JUDGED_FROM` seconds says nothing of that).  The exit code
-is 1 when there was a problem.
+The memory (resident, with rings), descriptors, memfds, mappings of memfds and threads of the two
+processes that run to the end are sampled all the time.  After the first quarter, the least-squares
+line through each of them may rise by `LIMITS` until the end: the longer the run, the less per hour
+(a run of less than `_JUDGED_FROM` seconds is not judged by this).  The exit code is 1 if there was
+a problem.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ from examples.chaos_sides import Side
 __all__ = ["LIMITS", "Soak", "line_through"]
 
 LIMITS = {"memory": 24 << 20, "descriptors": 32, "memfds": 32, "mappings": 64, "threads": 3}
-"""By how much the line through each may rise in all, after the warm-up; memory in bytes."""
+"""How much the line through each may rise in all, after the warm-up; memory in bytes."""
 WARM_UP, _JUDGED_FROM = 0.25, 120.0
 _SAMPLES = 500
-# Only a link that has failed may be given up, however little processor time a process gets.
+# Only a failed link may be given up, however little processor time a process gets.
 SETTINGS = chaos_sides.SETTINGS | {"test_link_timeout": 10.0, "llc_timeout": 10.0}
 _LANES, _SCALE = 2, 25
 _CHAOS_CONNECTIONS, _CHAOS_SCALE = 6, 25
 _STARTS_WITHIN, _ENDS_WITHIN = 60.0, 120.0
 _NOTICED_WITHIN = 10.0
-"""Seconds after a process goes on until nobody may still find a connection of before broken."""
+"""Seconds after SIGCONT in which a peer may still find an older connection broken."""
 _STOPPED_LONG = SETTINGS["test_link_interval"] * 2 + SETTINGS["test_link_timeout"] + 2.0
 _STOPPED_SHORT = 0.4
 
@@ -72,7 +72,7 @@ Show = Callable[[str], None]
 
 
 def line_through(samples: list[tuple[float, float]]) -> float:
-    """By how much the line of least squares rises from the first sample to the last."""
+    """Return the rise of the least-squares line from the first sample to the last."""
     if len(samples) < 3:
         return 0.0
     times = [when for when, _ in samples]
@@ -81,7 +81,7 @@ def line_through(samples: list[tuple[float, float]]) -> float:
 
 
 def held_by(pid: int) -> dict[str, int]:
-    """What a process holds now.  Raises OSError when it is gone."""
+    """Return the resources of a process.  Raises OSError: the process has ended."""
     process = Path(f"/proc/{pid}")
     status = dict(re.findall(r"^(\w+):\s+(\d+)", (process / "status").read_text(), re.MULTILINE))
     targets = []
@@ -98,14 +98,14 @@ def held_by(pid: int) -> dict[str, int]:
 
 
 class Watched(Side):
-    """A `soak_process`, as the controller sees it.
+    """A `soak_process`, as seen by the controller.
 
     Attributes:
-      id: tells it from all others, past ones too.
-      errors: the file that has its standard error.
-      excused: until when an older connection of it may be found broken.
-      begun: conversations that it or another one has told of.
-      left: what it said about its end.
+      id: unique among all processes, past ones too.
+      errors: the file with its standard error.
+      excused: the time until which its older connections may be found broken.
+      begun: conversations reported by it or by another process.
+      left: its report about its end.
     """
 
     def __init__(self, role: str, id: int, process: trio.Process, errors: Path) -> None:
@@ -119,7 +119,7 @@ class Watched(Side):
 
 @dataclass(kw_only=True)
 class Seen:
-    """What happened."""
+    """The results."""
 
     whole: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
@@ -128,15 +128,15 @@ class Seen:
     prefix_bytes: int = 0
     samples: dict[str, list[tuple[float, dict[str, int]]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class Soak:
-    """Runs it.
+    """Runs the processes.
 
     Args:
-      seconds: how long; a slow machine's first kill and stop are waited for.
-      show: gets each problem at once.
+      seconds: length of the run; on a slow machine it waits for the first kill and the first stop.
+      show: called with each problem at once.
 
     Attributes:
       processes: by their number, past ones too.
@@ -159,7 +159,7 @@ class Soak:
         self._chaos = Chaos(policy, lambda _: None)
 
     async def run(self) -> Seen:
-        """Do it all."""
+        """Run everything and return the results."""
         with tempfile.TemporaryDirectory(prefix="smc-") as directory:
             self._directory = Path(directory)
             self._settings = SETTINGS | {"directory": directory}
@@ -184,7 +184,8 @@ class Soak:
             client = await self._open("client", nursery, faults=3.0)
             await self._connect(client, server)
             self._start = trio.current_time()
-            chaos.start_soon(self._chaos.run)  # not before: a slow machine would not look at it
+            # Later than the processes: on a slow machine it could delay their start.
+            chaos.start_soon(self._chaos.run)
             async with trio.open_nursery() as lives:
                 lives.start_soon(self._sample, lives.cancel_scope)
                 lives.start_soon(self._kill_again_and_again, nursery, [server, client])
@@ -192,8 +193,8 @@ class Soak:
             living = [each for each in self.processes.values() if not each.ended]
             for each in living:
                 each.process.send_signal(signal.SIGCONT)
-                await each.tell("stop")
-            # Nobody ends while another one may begin a conversation with it still.
+                await each.send_command("stop")
+            # Stop none while another process may still begin a conversation with it.
             await self._until(
                 lambda: all(each.left is not None or each.ended for each in living), _ENDS_WITHIN
             )
@@ -209,7 +210,7 @@ class Soak:
 
     async def _open(self, role: str, nursery: trio.Nursery, faults: float = 0.0) -> Watched:
         self._ids += 1
-        number = self._ids  # another one may start meanwhile
+        number = self._ids  # another process may start meanwhile
         arguments = {
             "name": role, "id": number, "seed": self._seed & 0xFFFF_FFFF, "scale": _SCALE,
             "lanes": _LANES, "directory": str(self._directory), "settings": self._settings,
@@ -229,7 +230,7 @@ class Soak:
         return each
 
     async def _connect(self, one: Watched, other: Watched) -> None:
-        await one.tell("connect", other=other.id, ports=other.ports)
+        await one.send_command("connect", other=other.id, ports=other.ports)
 
     async def _listen(self, each: Watched) -> None:
         async for event in each.events():
@@ -240,7 +241,7 @@ class Soak:
         self._wake_all()
 
     def _wake_all(self) -> None:
-        """Have everybody in `_until` look again; several may wait at once."""
+        """Let all tasks in `_until` check their conditions; several may wait at once."""
         changed, self._changed = self._changed, trio.Event()
         changed.set()
 
@@ -250,7 +251,7 @@ class Soak:
                 await self._changed.wait()
         return condition()
 
-    # -- trouble -------------------------------------------------------------------------
+    # -- kills and stops -----------------------------------------------------------------
 
     async def _kill_again_and_again(self, nursery: trio.Nursery, others: list[Watched]) -> None:
         rng = random.Random(f"{self._seed} kill")
@@ -262,7 +263,7 @@ class Soak:
             self.seen.counts["killed"] += 1
             await self._ended(killed)
             for each in others:
-                await each.tell("forget", other=killed.id)
+                await each.send_command("forget", other=killed.id)
             self.look_at_errors(killed)
             await trio.sleep(rng.random())
 
@@ -284,7 +285,7 @@ class Soak:
                 stopped.excused = self.elapsed() + _NOTICED_WITHIN
 
     async def _join(self, role: str, nursery: trio.Nursery, others: list[Watched]) -> Watched:
-        """Start a process that has conversations with all others, and wait until it has some."""
+        """Start a process that has conversations with all others, and wait for the first ones."""
         each = await self._open(role, nursery)
         for other in others:
             await self._connect(each, other)
@@ -309,16 +310,16 @@ class Soak:
         return late or ("killed" in kinds and any(kind.startswith("stopped") for kind in kinds))
 
     def _look_at(self, name: str, each: Side) -> None:
-        with contextlib.suppress(OSError, KeyError):  # it ends just now
+        with contextlib.suppress(OSError, KeyError):  # the process is just ending
             sample = self.elapsed(), held_by(each.process.pid)
             self.seen.samples.setdefault(name, []).append(sample)
 
     async def _end(self, each: Watched) -> None:
-        """Look at what is left of a process when it has stopped talking, and let it end."""
+        """Check what a process has left when its conversations have ended, and let it end."""
         problems = self.seen.problems
         if each.role == "killed":
-            return  # the last one: it may have been killed, or not
-        if each.left is None or each.left["talking"] or each.left["connections"]:
+            return  # the last one: it may have been killed
+        if each.left is None or each.left["open_conversations"] or each.left["connections"]:
             problems.append(f"{each.role}: at the end there were left: {each.left}")
         self._look_at(each.role, each)
         assert each.process.stdin is not None
@@ -331,21 +332,21 @@ class Soak:
     def look_at_errors(self, each: Watched) -> None:
         text = each.errors.read_text(errors="replace")
         if text:
-            self._problem(f"{each.role} {each.id} said on standard error: {text}")
+            self._problem(f"{each.role} {each.id} wrote to standard error: {text}")
         each.errors.unlink()
 
     def _problem(self, text: str) -> None:
         self.seen.problems.append(text)
         self._show(f"{self.elapsed():9.2f} s  PROBLEM {text}")
 
-    # -- what they say -------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------
 
     def on_ready(self, each: Watched, ports: dict[str, int]) -> None:
         each.ports = ports
         each.ready = True
 
     def on_ended(
-        self, each: Watched, other: int, transport: str, how: str, bytes: int, moment: str,
+        self, each: Watched, other: int, transport: str, how: str, bytes: int, activity: str,
         seconds: float, log: list[str],
     ) -> None:  # fmt: skip
         seen = self.seen
@@ -365,11 +366,11 @@ class Soak:
             ] += 1
             return
         fault = f"the last fault was {self.elapsed() - self._fault:.1f} s ago"
-        lines = "\n  ".join([f"{moment}: {how}; {fault}", *log])
+        lines = "\n  ".join([f"{activity}: {how}; {fault}", *log])
         self._problem(f"{each.role} with {there.role} {other}, {transport} {lines}")
 
     def _may_have_lost_links(self, roles: set[str], began: float) -> bool:
-        """Whether an RNIC of the client failed while a group with a new process had one link."""
+        """True if an RNIC of the client failed while a group with a new process had one link."""
         return "client" in roles and bool(roles & {"killed", "stopped"}) and self._fault > began
 
     def on_nameless(self, each: Watched, transport: str, why: str) -> None:
@@ -392,8 +393,10 @@ class Soak:
         self.seen.counts["faults of the client's RNICs"] += 1
         self._fault = self.elapsed()
 
-    def on_rests(self, each: Watched, talking: int, connections: int, received: int) -> None:
-        each.left = {"talking": talking, "connections": connections}
+    def on_rests(
+        self, each: Watched, open_conversations: int, connections: int, received: int
+    ) -> None:
+        each.left = {"open_conversations": open_conversations, "connections": connections}
 
     # -- the end -------------------------------------------------------------------------
 
@@ -401,7 +404,7 @@ class Soak:
         seen = self.seen
         chaos = self._chaos.result
         seen.problems += [f"chaos: {problem}" for problem in chaos.problems]
-        seen.told += [f"chaos: {line}" for line in chaos.recollections()]
+        seen.notes += [f"chaos: {line}" for line in chaos.recollections()]
         for name, rises in self.rises().items():
             for what, rise in rises.items():
                 if rise > LIMITS[what] and self._seconds >= _JUDGED_FROM:
@@ -412,7 +415,7 @@ class Soak:
             seen.problems.append("nothing was killed in the middle of a transfer")
 
     def _warm(self, name: str) -> list[tuple[float, dict[str, int]]]:
-        # The last one is taken at rest.
+        # The last sample is taken at rest.
         return [
             (when, held)
             for when, held in self.seen.samples[name]
@@ -420,7 +423,7 @@ class Soak:
         ]
 
     def rises(self) -> dict[str, dict[str, float]]:
-        """By how much the lines rise, for each process."""
+        """Return the rise of each line, for each process."""
         return {
             name: {
                 what: line_through([(when, held[what]) for when, held in self._warm(name)])
@@ -430,7 +433,7 @@ class Soak:
         }
 
     def tables(self) -> list[list[list[str]]]:
-        """What is printed at the end."""
+        """Return the tables that are printed at the end."""
         seen, chaos = self.seen, self._chaos.result
         counts = [
             *((name, f"{count:,}") for name, count in sorted(seen.counts.items())),
@@ -479,7 +482,7 @@ def main() -> int:
         seen = trio.run(soak.run)
     for table in soak.tables():
         print(report.text_of(table, left=1) + "\n")
-    for line in (*seen.problems, *seen.told):
+    for line in (*seen.problems, *seen.notes):
         print(line)
     print(f"soak: {time.monotonic() - began:.0f} s, seed {seed}, {len(seen.problems)} problems")
     return 1 if seen.problems else 0

@@ -1,11 +1,11 @@
-"""One of the processes of `soak.py`: it serves conversations, and has others with those it is told.
+"""One of the processes of `soak.py`: serves conversations, and begins some on command.
 
     python -m scripts.soak_process '{"name": "client", "id": 2, "seed": 1, "certificate": ...}'
 
-It reads commands and says what happens, one JSON object per line.  A conversation is that of
-`examples.chaos_load`, in which both sides know what every byte has to be; over TLS and over
-websockets it goes in frames, as neither of them can end one direction alone.  Its seed tells who
-began it, in the upper half: so the server knows the other process, too.
+It reads commands and writes events, one JSON object per line.  A conversation is one of
+`examples.chaos_load`, in which both sides know every byte in advance.  TLS and websockets cannot
+end one direction alone, so there the conversation is put into frames.  The upper half of the seed
+is the ID of the process that began the conversation: so the server knows the other process, too.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from trio_websocket import (
 
 import trio_smc
 from examples.chaos_load import KINDS, Conversation, Wrong
-from examples.chaos_peer import HOST, outcome, say
+from examples.chaos_peer import HOST, outcome, write_event
 from trio_smc import Config, SmcListener, SmcStream, SoftRnic, Stack
 from trio_smc.rnic.soft.faults import Fault, FaultPlan
 
 PATIENCE = 60.0
-"""Seconds after which a conversation counts as hung; in which its process ran, that is."""
+"""Seconds of the process's own running time after which a conversation counts as hung."""
 _TICK = 0.25
 BY_TRANSPORT = {
     "plain": KINDS,
@@ -55,7 +55,7 @@ _ABNORMAL = 1006
 
 
 class TlsFrames:
-    """What `Conversation` wants of a stream, over TLS: length and bytes, 0 for the end."""
+    """The stream of a `Conversation` over TLS: frames of length and bytes; length 0 is the end."""
 
     def __init__(self, stream: trio.SSLStream[SmcStream]) -> None:
         self._stream = stream
@@ -98,7 +98,7 @@ class TlsFrames:
 
 @contextlib.contextmanager
 def _tls_errors() -> Iterator[None]:
-    """A record that does not decrypt is a wrong byte, not a broken connection."""
+    """Report a record that does not decrypt as a wrong byte, not as a broken connection."""
     try:
         yield
     except trio.BrokenResourceError as error:
@@ -108,7 +108,7 @@ def _tls_errors() -> Iterator[None]:
 
 
 class WebSocketFrames:
-    """The same over a websocket: binary messages, and a text for the end."""
+    """The stream of a `Conversation` over a websocket: binary messages; a text is the end."""
 
     def __init__(self, connection: WebSocketConnection, stream: SmcStream) -> None:
         self._connection = connection
@@ -150,26 +150,26 @@ def _websocket_errors() -> Iterator[None]:
         raise Wrong(f"the websocket was closed with {closed.reason}") from closed
 
 
-class _Telling:
-    """A stream that tells when it is over, as a send or a receive has noticed."""
+class _EndNoticing:
+    """A stream that sets an event when a send or a receive finds that it has ended."""
 
     def __init__(self, stream: SmcStream) -> None:
         self._stream = stream
         self.over = trio.Event()
 
     async def send_all(self, data: bytes) -> None:
-        with self._telling():
+        with self._noticing():
             await self._stream.send_all(data)
 
     async def receive_some(self, most: int) -> bytes:
-        with self._telling():
+        with self._noticing():
             data = bytes(await self._stream.receive_some(most))
         if not data:
             self.over.set()
         return data
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _noticing(self) -> Iterator[None]:
         try:
             yield
         except trio.BrokenResourceError:
@@ -183,19 +183,19 @@ class _Telling:
 async def _websocket(
     nursery: trio.Nursery, stream: SmcStream, *, client: bool
 ) -> WebSocketConnection:
-    """Either side's handshake; trio-websocket waits for ever for one that was cut."""
-    telling: Any = _Telling(stream)
+    """Do the handshake of one side; trio-websocket waits for ever if the connection is cut."""
+    noticing: Any = _EndNoticing(stream)
 
     async def give_up() -> None:
-        await telling.over.wait()
+        await noticing.over.wait()
         raise trio.BrokenResourceError
 
     async with trio.open_nursery() as racing:
         racing.start_soon(give_up)
         if client:
-            connection = await wrap_client_stream(nursery, telling, HOST, "/soak")
+            connection = await wrap_client_stream(nursery, noticing, HOST, "/soak")
         else:
-            connection = await (await wrap_server_stream(nursery, telling)).accept()
+            connection = await (await wrap_server_stream(nursery, noticing)).accept()
         racing.cancel_scope.cancel()
     return connection
 
@@ -204,7 +204,7 @@ async def _websocket(
 async def framed(
     transport: str, stream: SmcStream, context: ssl.SSLContext, *, client: bool
 ) -> AsyncIterator[SmcStream]:
-    """What a conversation over that transport uses as its stream."""
+    """Yield the stream of a conversation over that transport."""
     if transport == "plain":
         yield stream
     elif transport == "tls":
@@ -220,7 +220,7 @@ async def framed(
 
 
 class Log(logging.Handler):
-    """What the stack has said last, for who wonders why a connection broke."""
+    """The last log records of the stack, to explain why a connection broke."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -229,14 +229,14 @@ class Log(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._records.append(record)
 
-    def told(self) -> list[str]:
+    def formatted(self) -> list[str]:
         """One line for each record, with its age."""
         now = time.time()
         return [f"{each.created - now:.1f} s: {each.getMessage()}" for each in self._records]
 
 
 class Patience:
-    """Deadlines by the time for which this process ran: one that was stopped has not waited."""
+    """Deadlines in running time of this process: the time in which it is stopped does not count."""
 
     def __init__(self) -> None:
         self._ran = 0.0
@@ -253,7 +253,7 @@ class Patience:
 
     @contextlib.contextmanager
     def move_on_after(self, seconds: float) -> Iterator[list[str]]:
-        """As Trio's, but yields a list that gets what was being waited for."""
+        """Like Trio's, but yields a list that gets a description of what the tasks waited for."""
         with trio.CancelScope() as scope:
             waiting = (self._ran + seconds, scope, trio.lowlevel.current_task(), list[str]())
             self._waiting.append(waiting)
@@ -264,7 +264,7 @@ class Patience:
 
 
 def where(task: trio.lowlevel.Task) -> list[str]:
-    """What a task and those below it wait for: one line each, the innermost frame last."""
+    """Describe what a task and its children wait for: one line each, the innermost frame last."""
     waits = " < ".join(
         f"{frame.f_code.co_name}:{line}" for frame, line in reversed([*task.iter_await_frames()])
     )
@@ -274,12 +274,12 @@ def where(task: trio.lowlevel.Task) -> list[str]:
 
 @dataclass(kw_only=True)
 class Process:
-    """What the process does.
+    """The state of this process.
 
     Attributes:
-      lanes: of each transport, conversations at once with each process it is told.
+      lanes: conversations at once with each other process, for each transport.
       gone: processes with which no further conversation begins.
-      patience: how long a conversation may take.
+      patience: the time that a conversation may take.
     """
 
     name: str
@@ -292,7 +292,7 @@ class Process:
     contexts: tuple[ssl.SSLContext, ssl.SSLContext]
     log: Log
     numbers: int = 0
-    talking: int = 0
+    open_conversations: int = 0
     gone: set[int] = field(default_factory=set)
     patience: Patience = field(default_factory=Patience)
     stopping: trio.Event = field(default_factory=trio.Event)
@@ -300,58 +300,58 @@ class Process:
     # -- conversations -------------------------------------------------------------------
 
     async def serve(self, transport: str, stream: SmcStream) -> None:
-        """One connection that another process has made."""
+        """Serve one connection that another process has opened."""
         if stream.mode != "smc-r":
-            await stream.aclose()  # the client says so
+            await stream.aclose()  # the client reports it
             return
-        self.talking += 1
+        self.open_conversations += 1
         try:
             async with framed(transport, stream, self.contexts[0], client=False) as channel:
                 with trio.fail_after(PATIENCE):
                     conversation = await Conversation.accept(channel)
-                await self.talk(transport, conversation, conversation.seed >> 32)
+                await self.converse(transport, conversation, conversation.seed >> 32)
         except* (trio.BrokenResourceError, HandshakeError, ConnectionClosed) as broken:
-            say(event="nameless", transport=transport, why=repr(broken))
+            write_event(event="nameless", transport=transport, why=repr(broken))
         except* (trio.TooSlowError, Wrong) as wrong:
-            say(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
+            write_event(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
         finally:
             await trio.aclose_forcefully(stream)
-            self.talking -= 1
+            self.open_conversations -= 1
 
-    async def keep_talking(self, other: int, transport: str, port: int, lane: int) -> None:
-        """One conversation after the other with one process."""
+    async def keep_conversing(self, other: int, transport: str, port: int, lane: int) -> None:
+        """Have one conversation after the other with one process."""
         rng = random.Random(f"{self.seed} {self.id} {other} {transport} {lane}")
         while not self.stopping.is_set() and other not in self.gone:
             await trio.sleep(rng.random() * 0.2)
             try:
                 stream = await self.stack.open_stream(HOST, port)
             except OSError as error:
-                say(event="refused", other=other, why=str(error))
+                write_event(event="refused", other=other, why=str(error))
                 await trio.sleep(0.1)
                 continue
             if stream.mode != "smc-r":
-                say(
+                write_event(
                     event="fallback",
                     other=other,
                     why=str(stream.fallback and stream.fallback.reason),
                 )
                 await stream.aclose()
                 continue
-            self.talking += 1
+            self.open_conversations += 1
             began = trio.current_time()
             try:
                 async with framed(transport, stream, self.contexts[1], client=True) as channel:
-                    await self.talk(transport, self.next(transport, channel), other)
+                    await self.converse(transport, self.next(transport, channel), other)
             except* (trio.BrokenResourceError, HandshakeError, ConnectionClosed) as broken:
-                self.tell(other, transport, "reset", 0, repr(broken), began)
+                self.report_end(other, transport, "reset", 0, repr(broken), began)
             except* (trio.TooSlowError, Wrong) as wrong:
-                say(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
+                write_event(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
             finally:
                 await trio.aclose_forcefully(stream)
-                self.talking -= 1
+                self.open_conversations -= 1
 
     def next(self, transport: str, channel: SmcStream) -> Conversation:
-        """The next conversation of a kind that this transport can have."""
+        """Return the next conversation, of a kind that this transport supports."""
         while True:
             self.numbers += 1
             conversation = Conversation(
@@ -361,29 +361,29 @@ class Process:
             if conversation.kind in BY_TRANSPORT[transport]:
                 return conversation
 
-    async def talk(self, transport: str, conversation: Conversation, other: int) -> None:
-        """Have one conversation and say how it ended."""
+    async def converse(self, transport: str, conversation: Conversation, other: int) -> None:
+        """Have one conversation and report how it ended."""
         began, how = trio.current_time(), "hung"
         with self.patience.move_on_after(PATIENCE) as waits:
             how = await outcome(conversation)
-        moment = f"{conversation.number} ({conversation.kind}): {conversation.moment}"
-        self.tell(other, transport, how, conversation.moved, moment, began, waits)
+        activity = f"{conversation.number} ({conversation.kind}): {conversation.activity}"
+        self.report_end(other, transport, how, conversation.received, activity, began, waits)
         if how != "done":
             await trio.aclose_forcefully(conversation.stream)
 
-    def tell(
-        self, other: int, transport: str, how: str, moved: int, moment: str, began: float,
+    def report_end(
+        self, other: int, transport: str, how: str, received: int, activity: str, began: float,
         waits: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Say how a conversation ended."""
-        log = [] if how == "done" else [*waits, *self.log.told()]
-        say(event="ended", other=other, transport=transport, how=how, bytes=moved, moment=moment,
-            seconds=trio.current_time() - began, log=log)  # fmt: skip
+        """Report how a conversation ended."""
+        log = [] if how == "done" else [*waits, *self.log.formatted()]
+        write_event(event="ended", other=other, transport=transport, how=how, bytes=received,
+            activity=activity, seconds=trio.current_time() - began, log=log)  # fmt: skip
 
     # -- faults --------------------------------------------------------------------------
 
     def whole(self) -> bool:
-        """Whether every link group has both of its links."""
+        """True if every link group has both of its links."""
         groups = [group for group in self.stack.link_groups if group.state != "TERMINATING"]
         return bool(groups) and all(
             group.kind == "symmetric" and [link.state for link in group.links] == ["ACTIVE"] * 2
@@ -391,7 +391,7 @@ class Process:
         )
 
     async def make_faults(self, every: float) -> None:
-        """Let RNICs of this process fail, one whenever both links of all groups are there."""
+        """Make RNICs of this process fail, one at a time, each when all groups have both links."""
         rng = random.Random(f"{self.seed} {self.id} faults")
         while True:
             await trio.sleep(rng.expovariate(1 / every))
@@ -401,20 +401,20 @@ class Process:
                 if not self.whole():
                     since = trio.current_time()
             kind, rnic = rng.choice(_FAULTS), rng.choice(self.rnics)
-            say(event="fault", kind=kind)
+            write_event(event="fault", kind=kind)
             if kind == "port-flap":
                 rnic.fail()
                 await trio.sleep(rng.random())
                 rnic.restore()
             else:
                 assert isinstance(rnic.faults, FaultPlan)
-                with contextlib.suppress(ValueError):  # no queue pair at this moment
+                with contextlib.suppress(ValueError):  # there is no queue pair at this moment
                     rnic.faults.inject(Fault(kind))
 
     # -- commands ------------------------------------------------------------------------
 
-    async def obey(self, nursery: trio.Nursery) -> None:
-        """Do what standard input says, until it says "stop" or ends."""
+    async def run_commands(self, nursery: trio.Nursery) -> None:
+        """Run commands from standard input until "stop" or its end."""
         buffered = b""
         async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
             async for data in stdin:
@@ -426,7 +426,11 @@ class Process:
                             for transport, port in command["ports"].items():
                                 for lane in range(self.lanes):
                                     nursery.start_soon(
-                                        self.keep_talking, command["other"], transport, port, lane
+                                        self.keep_conversing,
+                                        command["other"],
+                                        transport,
+                                        port,
+                                        lane,
                                     )
                         case "forget":
                             self.gone.add(command["other"])
@@ -436,12 +440,12 @@ class Process:
         self.stopping.set()
 
     async def rest(self) -> None:
-        """Wait until nothing is left of any conversation, and say so."""
+        """Wait until all conversations have ended and nothing is left, and report that."""
         with trio.move_on_after(PATIENCE):
-            while self.talking or self.stack.statistics().open_connections:  # noqa: ASYNC110
-                await trio.sleep(0.05)  # nothing tells
+            while self.open_conversations or self.stack.statistics().open_connections:  # noqa: ASYNC110
+                await trio.sleep(0.05)  # there is no event to wait for
         left = self.stack.statistics().open_connections
-        say(event="rests", talking=self.talking, connections=left,
+        write_event(event="rests", open_conversations=self.open_conversations, connections=left,
             received=self.stack.statistics().bytes_received)  # fmt: skip
 
 
@@ -482,11 +486,11 @@ async def main(
             nursery.start_soon(trio.serve_listeners, handler, listeners)
         if faults:
             nursery.start_soon(process.make_faults, faults)
-        say(event="ready", ports=ports)
+        write_event(event="ready", ports=ports)
         async with trio.open_nursery() as talks:
-            await process.obey(talks)
+            await process.run_commands(talks)
         await process.rest()
-        # The controller looks at what is left, and then lets it end.
+        # The controller checks what is left, and then lets this process end.
         await trio.lowlevel.wait_readable(0)
         nursery.cancel_scope.cancel()
 

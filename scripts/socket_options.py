@@ -1,8 +1,8 @@
-"""Write docs/socket-options.md from the table that drives the socket options.
+"""Write docs/socket-options.md from the table that implements the socket options.
 
     python -m scripts.socket_options [--check]
 
-With --check nothing is written; the exit code is 1 when the file is not what it would be.
+With --check nothing is written; the exit code is 1 if the file is out of date.
 """
 
 from __future__ import annotations

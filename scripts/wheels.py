@@ -1,13 +1,13 @@
-"""Make what is published, in dist: an sdist, a pure wheel and compiled wheels, all of them tried.
+"""Make the files to be published, in dist: an sdist, a pure wheel and compiled wheels; try each.
 
     python3 -m scripts.wheels             for every supported Python of this machine
     python3 -m scripts.wheels --version   prints the version and makes nothing
     python3 -m scripts.wheels --test ...  runs the tests on a compiled build; ... goes to pytest
 
-Wheels are built from the sdist, so what it lacks is noticed. auditwheel gives the compiled ones,
-one for each interpreter with a GIL, their manylinux tag; free-threaded builds take the pure wheel.
-Each is installed into an environment of its own, without extras, and has to say what it is.
-Standard library only; pip brings the rest into build/wheels.
+Wheels are built from the sdist, so a file that it lacks is noticed. auditwheel gives the compiled
+ones, one for each interpreter with a GIL, their manylinux tag; free-threaded builds use the pure
+wheel. Each is installed into an environment of its own, without extras, and must print its version
+and kind. Standard library only; pip brings the rest into build/wheels.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ _BESIDE = re.compile(r"trio_smc-[^/]*\.dist-info/.*|[^/]*__mypyc\.[^/]*\.so")
 
 
 class Failed(Exception):
-    """A command failed, or what it made is not what it has to be."""
+    """A command failed, or its result is not the expected one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 when everything was made and tried."""
+    """Return the exit code: 0 if everything was made and tried."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--version", action="store_true", help="print it and make nothing")
-    parser.add_argument("--test", nargs=argparse.REMAINDER, help="the tests on a compiled build")
+    parser.add_argument(
+        "--test", nargs=argparse.REMAINDER, help="run the tests on a compiled build"
+    )
     options = parser.parse_args(arguments)
     if options.version:
         print(version())
@@ -86,7 +88,7 @@ def wheels() -> list[Path]:
     _run([tools / "twine", "check", "--strict", *made])
     for each in made:
         if stray := strays(contents(each)):
-            raise Failed(f"{each.name} has what does not belong there: {', '.join(stray)}")
+            raise Failed(f"{each.name} has files that do not belong there: {', '.join(stray)}")
     [pure] = DIST.glob("*-none-any.whl")
     for name, python in found.items():
         _try(python, PLACE / f"pure-{name}", pure, "pure")
@@ -107,9 +109,9 @@ def contents(made: Path) -> list[str]:
 
 
 def strays(names: Iterable[str]) -> list[str]:
-    """Which of these neither git has, nor a wheel adds."""
+    """Return the names that are neither in git nor added by a wheel."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    ours = set(_said(listed, ROOT).split("\n"))
+    ours = set(_output_of(listed, ROOT).split("\n"))
     compiled = {f"{name.removesuffix('.py')}.so" for name in ours if name.startswith("trio_smc/")}
     bare = {name: re.sub(r"\.cpython-[^/]*\.so$", ".so", name) for name in names}
     known = ours | compiled
@@ -126,11 +128,11 @@ def tested(arguments: Sequence[str]) -> int:
     [made] = wheel.glob("*.whl")
     with zipfile.ZipFile(made) as archive:
         archive.extractall(tree, [each for each in archive.namelist() if each.endswith(".so")])
-    # The tree goes first also where .venv has another one installed.
+    # The tree comes first on the path, also if .venv has another trio_smc installed.
     environment = {**os.environ, "PYTHONPATH": str(tree)}
-    said = _said([sys.executable, "-m", "trio_smc.tools", "--version"], tree, environment)
-    if said != f"trio-smc {version()} (compiled)\n":
-        raise Failed(f"not a compiled build: {said}")
+    output = _output_of([sys.executable, "-m", "trio_smc.tools", "--version"], tree, environment)
+    if output != f"trio-smc {version()} (compiled)\n":
+        raise Failed(f"not a compiled build: {output}")
     command = [sys.executable, "-m", "pytest", *arguments]
     return subprocess.run(command, cwd=tree, env=environment, check=False).returncode
 
@@ -140,19 +142,19 @@ def _wheel(python: Path, source: Path, into: Path, variables: Mapping[str, str])
 
 
 def _try(python: Path, environment: Path, wheel: Path, kind: str) -> None:
-    """Install a wheel into a clean environment, and let it say what it is."""
+    """Install a wheel into a clean environment, and check its version and kind."""
     _run([python, "-m", "venv", environment])
     _run([environment / "bin" / "python", "-m", "pip", "install", "-q", wheel])
     command = environment / "bin" / "trio-smc"
-    if not _said([command, "--help"]).startswith("usage: trio-smc"):
+    if not _output_of([command, "--help"]).startswith("usage: trio-smc"):
         raise Failed(f"{wheel.name}: trio-smc --help fails")
-    said = _said([command, "--version"])
-    if said != f"trio-smc {version()} ({kind})\n":
-        raise Failed(f"{wheel.name} says {said!r}")
-    print(f"{wheel.name}: {said}", end="", flush=True)
+    output = _output_of([command, "--version"])
+    if output != f"trio-smc {version()} ({kind})\n":
+        raise Failed(f"{wheel.name} says {output!r}")
+    print(f"{wheel.name}: {output}", end="", flush=True)
 
 
-def _said(
+def _output_of(
     command: Sequence[str | Path],
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,

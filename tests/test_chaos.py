@@ -150,10 +150,10 @@ class TestWhole:
         sides = Sides(Policy(seed=1), Result(seed=1, rnics=2), lambda text: None)
         process: Any = None
         sides.both = [Side(role, process) for role in ("server", "client")]
-        self.tell(sides, 1, 2)
+        self.report_links(sides, 1, 2)
         return sides
 
-    def tell(self, sides: Sides, *ids: int, coming: bool = False) -> None:
+    def report_links(self, sides: Sides, *ids: int, coming: bool = False) -> None:
         for side in sides.both:
             sides.on_links(side, **self.links(*ids, coming=coming))
 
@@ -163,21 +163,21 @@ class TestWhole:
         server, _ = sides.both
         sides.on_struck(server, "link-down", "server-1", self.links(1, 2), hit=[2])
         assert not sides.whole()
-        self.tell(sides, 1)
+        self.report_links(sides, 1)
         assert not sides.whole()
-        self.tell(sides, 1, 3)
+        self.report_links(sides, 1, 3)
         assert sides.whole()
 
     async def test_so_must_one_that_was_coming(self) -> None:
         """It may count as usable for a moment before anybody has noticed."""
         sides = self.sides()
         server, _ = sides.both
-        self.tell(sides, 1, 3, coming=True)
+        self.report_links(sides, 1, 3, coming=True)
         struck = self.links(1, 3, coming=True)
         sides.on_struck(server, "port-flap", "server-1", struck, hit=[3])
-        self.tell(sides, 1, 3)
+        self.report_links(sides, 1, 3)
         assert not sides.whole()
-        self.tell(sides, 1, 4)
+        self.report_links(sides, 1, 4)
         assert sides.whole()
 
     async def test_all_that_were_met_one_after_the_other(self) -> None:
@@ -185,9 +185,9 @@ class TestWhole:
         server, _ = sides.both
         for hit in ([1], [2]):
             sides.on_struck(server, "link-down", "server-0", self.links(1, 2), hit=hit)
-        self.tell(sides, 1, 3)
+        self.report_links(sides, 1, 3)
         assert not sides.whole()
-        self.tell(sides, 3, 4)
+        self.report_links(sides, 3, 4)
         assert sides.whole()
 
     async def test_what_is_harmless_takes_no_link(self) -> None:
@@ -210,8 +210,8 @@ class TestRecollection:
         recollection.sent("a", 6, cdc.pack(3, 7, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION), 0)
         recollection.sent("a", 5, cdc.pack(4, 8, 0, 0, 0, 0), 0)
         recollection.sent("a", 5, bytes(44), 0)
-        told = [text for _, text in recollection.of([7, 9])]
-        assert told == [
+        records = [text for _, text in recollection.of([7, 9])]
+        assert records == [
             "trio_smc.failover: <Connection 0x00000007 ACTIVE> continues on link 2",
             "trio_smc.link: <Link 2 ACTIVE> failed",
             "a, queue pair 5: sent message 3 to 0x00000007, flags 0x00, status 0",
@@ -246,16 +246,16 @@ async def test_what_both_sides_remember_is_told_with_the_problem(
     with trio.fail_after(50):
         result = await Chaos(policy, lambda text: None).run()
     assert any("nothing of it was lost" in problem for problem in result.problems)
-    told = "\n".join(result.recollections())
+    records = "\n".join(result.recollections())
     for part in ("not-placed on", "validation of message", "data was lost with a link", "sent"):
-        assert part in told
-    assert "client: " in told
-    assert "server: " in told
+        assert part in records
+    assert "client: " in records
+    assert "server: " in records
 
 
 async def test_the_server_goes_on_until_the_client_has_ended() -> None:
     """A connection that it has accepted and heard nothing of would end with it."""
-    told: list[tuple[str, bool]] = []
+    records: list[tuple[str, bool]] = []
 
     class FakeSide:
         ended = False
@@ -263,9 +263,9 @@ async def test_the_server_goes_on_until_the_client_has_ended() -> None:
         def __init__(self, role: str) -> None:
             self.role = role
 
-        async def tell(self, do: str) -> None:
+        async def send_command(self, do: str) -> None:
             assert do == "stop"
-            told.append((self.role, client.ended))
+            records.append((self.role, client.ended))
             nursery.start_soon(self.end)
 
         async def end(self) -> None:
@@ -279,7 +279,7 @@ async def test_the_server_goes_on_until_the_client_has_ended() -> None:
     sides.both = [server, client]
     async with trio.open_nursery() as nursery:
         await sides.finish()
-    assert told == [("client", False), ("server", True)]
+    assert records == [("client", False), ("server", True)]
     assert server.ended
     assert result.problems == []
 
@@ -304,10 +304,10 @@ async def test_two_rnics(
     """
     struck, met = Sides.on_struck, Counter[int]()
 
-    def note(self: Sides, side: Any, kind: str, *told: Any, **event: Any) -> None:
+    def note(self: Sides, side: Any, kind: str, *records: Any, **event: Any) -> None:
         if kind not in ("process-stop", "port-flap"):
             met[len(event["hit"])] += 1
-        struck(self, side, kind, *told, **event)
+        struck(self, side, kind, *records, **event)
 
     monkeypatch.setattr(Sides, "on_struck", note)
     policy = Policy(seed=seed & 0xFFFF, faults=25, rnics=2, connections=8, scale=10, kinds=QUICK)

@@ -21,9 +21,9 @@ LEVEL = {"memory": 50 << 20, "descriptors": 100, "memfds": 40, "mappings": 30, "
 
 @pytest.mark.timeout(180)
 async def test_a_short_one(runtime_directory: object, seed: int) -> None:
-    said: list[str] = []
-    seen = await Soak(SECONDS, seed & 0xFFFF, said.append).run()
-    assert seen.problems == [], said
+    lines: list[str] = []
+    seen = await Soak(SECONDS, seed & 0xFFFF, lines.append).run()
+    assert seen.problems == [], lines
     assert set(seen.whole) == {"plain", "tls", "websocket"}
     assert seen.counts["killed"] >= 1
     assert seen.counts["cut by a kill or stop"] >= 1
@@ -53,7 +53,7 @@ async def test_whoever_waits_is_woken_beside_another_one() -> None:
     assert seen == {"first": True, "second": True}
 
 
-def told(**held: list[int]) -> list[str]:
+def problems_of(**held: list[int]) -> list[str]:
     """What an hour with such samples of the server comes to."""
     one = Soak(3600.0, 1, lambda _: None)
     for index in range(100):
@@ -77,13 +77,13 @@ def test_what_grows_is_a_problem(what: str) -> None:
     """By a tenth more than is allowed, after the warm-up."""
     rise = LIMITS[what] * 1.1 / 0.75
     growing = [LEVEL[what] + round(rise * index / 99) for index in range(100)]
-    [problem] = told(**{what: growing})
+    [problem] = problems_of(**{what: growing})
     assert problem.startswith(f"server: {what} rose by ")
-    assert told(**{what: growing[::-1]}) == []
+    assert problems_of(**{what: growing[::-1]}) == []
 
 
 def test_what_goes_up_and_down_is_none() -> None:
-    assert told(memory=[50 << 20, 90 << 20], descriptors=[100, 190]) == []
+    assert problems_of(memory=[50 << 20, 90 << 20], descriptors=[100, 190]) == []
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Soak:
 ENDED: dict[str, Any] = {
     "transport": "plain",
     "bytes": 10,
-    "moment": "7 (stream)",
+    "activity": "7 (stream)",
     "seconds": 5.0,
     "log": [],
 }
@@ -133,7 +133,7 @@ class TestJudgement:
         for number, text in ((1, ""), (2, "Traceback")):
             watched.processes[number].errors.write_text(text)
             watched.look_at_errors(watched.processes[number])
-        assert watched.seen.problems == ["client 2 said on standard error: Traceback"]
+        assert watched.seen.problems == ["client 2 wrote to standard error: Traceback"]
 
 
 async def test_tls_that_ends_in_order_in_the_middle_is_wrong() -> None:

@@ -1,9 +1,9 @@
-"""What these programs have in common: a server's and a client's process, and what is timed.
+"""The common parts of these programs: server process, client process, timing.
 
-`python -m benchmarks.programs.NAME serve DIRECTORY` says its ports and its process, and serves
-until its standard input ends.  `... client DIRECTORY SERVER` takes what that said, says its process
+`python -m benchmarks.programs.NAME serve DIRECTORY` prints its ports and its PID, and serves until
+its standard input ends.  `... client DIRECTORY SERVER` takes that line as SERVER, prints its PID
 when it is ready, reads a JSON object {"workload", "seconds"} per line and answers {"values"} or
-{"error"}: what a user sees (a time or a rate), and the processor time of both ends.  The directory
+{"error"}.  The values are a time or a rate, and the processor time of both ends.  The directory
 holds certificates for 127.0.0.1: ca.pem and server.pem.
 """
 
@@ -31,11 +31,11 @@ __all__ = [
     "WARM_UP",
     "Server",
     "Workload",
-    "ask_many",
-    "ask_one",
     "client_context",
     "main",
     "move",
+    "request_concurrently",
+    "request_in_turn",
     "server_context",
 ]
 
@@ -48,21 +48,21 @@ _LEAST, _LEAST_WITH_PAUSES = 20, 100
 _GIB = 1 << 30
 _MIB = 1 << 20
 
-Ask = Callable[[], Awaitable[object]]
+Request = Callable[[], Awaitable[object]]
 Move = Callable[[], Awaitable[int]]
 Ports = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What a client knows of its server."""
+    """A client's description of its server."""
 
     ports: Ports
     pid: int
     directory: Path
 
     def processor_time(self) -> int:
-        """Nanoseconds of processor time that this process and the server's have taken."""
+        """Nanoseconds of processor time that this process and the server's have used."""
         # The clock of another process: MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED) of Linux.
         return time.process_time_ns() + time.clock_gettime_ns(~self.pid << 3 | 2)
 
@@ -79,43 +79,45 @@ def server_context(directory: Path) -> ssl.SSLContext:
 
 
 def client_context(directory: Path) -> ssl.SSLContext:
-    """TLS for a client that trusts the server here alone."""
+    """TLS for a client that trusts only this server."""
     return ssl.create_default_context(cafile=directory / "ca.pem")
 
 
-# --- what is timed ---------------------------------------------------------------------------
+# --- timing ----------------------------------------------------------------------------------
 
 
-async def _ask_until(end: float, ask: Ask, least: int, pause: float) -> list[int]:
-    """Ask until `perf_counter` shows ``end``; the times of the requests in nanoseconds."""
+async def _request_until(end: float, request: Request, least: int, pause: float) -> list[int]:
+    """Make requests until `perf_counter` shows ``end``; return their times in nanoseconds."""
     clock = time.perf_counter_ns
     times: list[int] = []
     while len(times) < least or time.perf_counter() < end:
         if pause:
             await trio.sleep(pause)
         before = clock()
-        await ask()
+        await request()
         times.append(clock() - before)
     return times
 
 
-async def ask_one(
-    server: Server, seconds: float, ask: Ask, *, pause: float = 0.0, warm_up: int = _LEAST
+async def request_in_turn(
+    server: Server, seconds: float, request: Request, *, pause: float = 0.0, warm_up: int = _LEAST
 ) -> tuple[float, float]:
-    """Ask one request after the other, with a pause before each.
+    """Make one request after the other, with a pause before each.
 
     Returns the median time of a request, and the processor time of one, in microseconds.
     """
-    await _ask_until(time.perf_counter() + WARM_UP, ask, warm_up, 0.0)
+    await _request_until(time.perf_counter() + WARM_UP, request, warm_up, 0.0)
     used = server.processor_time()
     least = _LEAST_WITH_PAUSES if pause else _LEAST
-    times = await _ask_until(time.perf_counter() + seconds, ask, least, pause)
+    times = await _request_until(time.perf_counter() + seconds, request, least, pause)
     used = server.processor_time() - used
     return statistics.median(times) / 1e3, used / len(times) / 1e3
 
 
-async def ask_many(server: Server, seconds: float, asks: Sequence[Ask]) -> tuple[float, float]:
-    """Ask on many connections at once.
+async def request_concurrently(
+    server: Server, seconds: float, requests: Sequence[Request]
+) -> tuple[float, float]:
+    """Make requests on many connections at once.
 
     Returns requests per second, and the processor time of one in microseconds.
     """
@@ -124,14 +126,14 @@ async def ask_many(server: Server, seconds: float, asks: Sequence[Ask]) -> tuple
         done = 0
         start = time.perf_counter()
 
-        async def each(ask: Ask) -> None:
+        async def each(request: Request) -> None:
             nonlocal done
-            times = await _ask_until(start + seconds, ask, 1, 0.0)
+            times = await _request_until(start + seconds, request, 1, 0.0)
             done += len(times)
 
         async with trio.open_nursery() as nursery:
-            for ask in asks:
-                nursery.start_soon(each, ask)
+            for request in requests:
+                nursery.start_soon(each, request)
         return done, time.perf_counter() - start
 
     await together(WARM_UP)
@@ -141,11 +143,11 @@ async def ask_many(server: Server, seconds: float, asks: Sequence[Ask]) -> tuple
 
 
 async def move(server: Server, warm_up: Move, some: Move) -> tuple[float, float]:
-    """Move data, first some that is not timed.
+    """Move data; a first part is not timed.
 
-    Each returns when the other end has all of it, and how many bytes that were.
+    `warm_up` and `some` return when the other end has all of it; they return the number of bytes.
 
-    Returns MiB per second, and the seconds of processor time that a GiB takes.
+    Returns MiB per second, and the seconds of processor time for a GiB.
     """
     await warm_up()
     used = server.processor_time()
@@ -158,29 +160,29 @@ async def move(server: Server, warm_up: Move, some: Move) -> tuple[float, float]
 # --- processes -------------------------------------------------------------------------------
 
 
-def _say(**event: Any) -> None:
+def _write_event(**event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
 async def _serve(serve: Serve, directory: Path) -> None:
     async with trio.open_nursery() as nursery:
         ports = await nursery.start(serve, directory)
-        _say(ports=ports, pid=os.getpid())
+        _write_event(ports=ports, pid=os.getpid())
         async for _ in TrioLoop().lines():
             pass
         nursery.cancel_scope.cancel()
 
 
 async def _client(workloads: Mapping[str, Workload], server: Server) -> None:
-    _say(pid=os.getpid())
+    _write_event(pid=os.getpid())
     async for line in TrioLoop().lines():
         command = json.loads(line)
         name, seconds = command["workload"], command["seconds"]
         try:
             with trio.fail_after(seconds + _PATIENCE):
-                _say(values=await workloads[name](server, seconds))
+                _write_event(values=await workloads[name](server, seconds))
         except Exception as error:
-            _say(error=f"{name}: {type(error).__name__}: {error}")
+            _write_event(error=f"{name}: {type(error).__name__}: {error}")
 
 
 def main(
@@ -192,7 +194,7 @@ def main(
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("serve", "client"))
     parser.add_argument("directory", type=Path)
-    parser.add_argument("server", nargs="?", help="what the server said")
+    parser.add_argument("server", nargs="?", help="the line that the server printed")
     parser.add_argument("--core", type=int, default=None)
     arguments = parser.parse_args()
     if arguments.core is not None:

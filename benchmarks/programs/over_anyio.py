@@ -1,4 +1,4 @@
-"""A program of AnyIO's, on Trio: an echo."""
+"""A program written against AnyIO, on Trio: an echo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import anyio
 import anyio.abc
 import trio
 
-from benchmarks.programs.common import HOST, READ, Server, ask_one, main
+from benchmarks.programs.common import HOST, READ, Server, main, request_in_turn
 
 
 async def answer(stream: anyio.abc.SocketStream) -> None:
@@ -32,20 +32,20 @@ async def echo(size: int, server: Server, seconds: float) -> tuple[float, float]
     data = bytes(size)
     async with await anyio.connect_tcp(HOST, server.ports["tcp"]) as stream:
 
-        async def ask() -> None:
+        async def make_request() -> None:
             await stream.send(data)
             left = size
             while left:
                 left -= len(await stream.receive(READ))
 
-        return await ask_one(server, seconds, ask)
+        return await request_in_turn(server, seconds, make_request)
 
 
 WORKLOADS = {"anyio": partial(echo, 64), "anyio-64k": partial(echo, 64 * 1024)}
 
 
 def run(function: Any) -> None:
-    """Run it on Trio."""
+    """Run the function on Trio."""
     anyio.run(function, backend="trio")
 
 

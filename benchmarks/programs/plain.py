@@ -1,7 +1,7 @@
-"""A program of Trio's own streams, with TLS and without: echoes, streams, short connections.
+"""A program with Trio's own streams, with and without TLS: echoes, streams, short connections.
 
-A connection begins with a letter, e for echo or s for a stream.  A stream's end is a write whose
-last byte is END; the server answers how much there was.
+A connection begins with a letter: e for echo, s for a stream.  A stream ends with a write whose
+last byte is END; the server then answers the number of bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from benchmarks.programs.common import (
     READ,
     WARM_UP,
     Server,
-    ask_many,
-    ask_one,
     client_context,
     main,
     move,
+    request_concurrently,
+    request_in_turn,
     server_context,
 )
 
@@ -63,7 +63,7 @@ async def serve(directory: Path, *, task_status: trio.TaskStatus[dict[str, int]]
 
 
 async def exactly(stream: trio.abc.ReceiveStream, size: int) -> bytes:
-    """So many bytes."""
+    """Receive exactly `size` bytes."""
     whole = b""
     while len(whole) < size:
         data = await stream.receive_some(size - len(whole))
@@ -75,7 +75,7 @@ async def exactly(stream: trio.abc.ReceiveStream, size: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def connection(server: Server, port: str, letter: bytes) -> AsyncIterator[trio.abc.Stream]:
-    """An open connection, with TLS where the port is that."""
+    """Open a connection, with TLS on the TLS port."""
     stream: trio.abc.Stream
     if port == "tls":
         context: ssl.SSLContext = client_context(server.directory)
@@ -89,7 +89,7 @@ async def connection(server: Server, port: str, letter: bytes) -> AsyncIterator[
         yield stream
 
 
-async def ask(stream: trio.abc.Stream) -> None:
+async def make_request(stream: trio.abc.Stream) -> None:
     """Make one request."""
     await stream.send_all(bytes(MESSAGE))
     await exactly(stream, MESSAGE)
@@ -98,7 +98,7 @@ async def ask(stream: trio.abc.Stream) -> None:
 async def echo(port: str, pause: float, server: Server, seconds: float) -> tuple[float, float]:
     """Requests on one connection."""
     async with connection(server, port, b"e") as stream:
-        return await ask_one(server, seconds, partial(ask, stream), pause=pause)
+        return await request_in_turn(server, seconds, partial(make_request, stream), pause=pause)
 
 
 async def echoes(connections: int, server: Server, seconds: float) -> tuple[float, float]:
@@ -108,7 +108,9 @@ async def echoes(connections: int, server: Server, seconds: float) -> tuple[floa
             await stack.enter_async_context(connection(server, "tcp", b"e"))
             for _ in range(connections)
         ]
-        return await ask_many(server, seconds, [partial(ask, stream) for stream in streams])
+        return await request_concurrently(
+            server, seconds, [partial(make_request, stream) for stream in streams]
+        )
 
 
 async def stream(port: str, size: int, server: Server, seconds: float) -> tuple[float, float]:
@@ -137,9 +139,9 @@ async def short(warm_up: int, server: Server, seconds: float) -> tuple[float, fl
 
     async def once() -> None:
         async with connection(server, "tcp", b"e") as stream:
-            await ask(stream)
+            await make_request(stream)
 
-    return await ask_one(server, seconds, once, warm_up=warm_up)
+    return await request_in_turn(server, seconds, once, warm_up=warm_up)
 
 
 WORKLOADS = {

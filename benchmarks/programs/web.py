@@ -19,15 +19,15 @@ from benchmarks.programs.common import (
     READ,
     Server,
     Workload,
-    ask_many,
-    ask_one,
     client_context,
     main,
     move,
+    request_concurrently,
+    request_in_turn,
 )
 
 _FILE = 256 * 1024 * 1024
-_BEFORE = 8 * 1024 * 1024  # so much, untimed
+_BEFORE = 8 * 1024 * 1024  # bytes of warm-up, not timed
 _PIECE = bytes(READ)
 
 app = quart_trio.QuartTrio(__name__)
@@ -49,13 +49,13 @@ async def _pieces(size: int) -> AsyncIterator[bytes]:
 
 @app.get("/file/<int:size>")
 async def file(size: int) -> quart.Response:
-    """So many bytes."""
+    """Return `size` bytes."""
     return quart.Response(_pieces(size), headers={"content-length": str(size)})
 
 
 @app.post("/length")
 async def length() -> dict[str, int]:
-    """Say how long the body was."""
+    """Return the length of the body."""
     got = 0
     async for data in quart.request.body:
         got += len(data)
@@ -85,17 +85,17 @@ async def _get(client: httpx.AsyncClient) -> None:
 
 
 async def json(connections: int, server: Server, seconds: float) -> tuple[float, float]:
-    """Requests, so many at once."""
+    """Requests over `connections` connections at once."""
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     async with _client(server, limits=limits) as client:
-        return await ask_many(server, seconds, [partial(_get, client)] * connections)
+        return await request_concurrently(server, seconds, [partial(_get, client)] * connections)
 
 
 async def http2(server: Server, seconds: float) -> tuple[float, float]:
     """Requests by HTTP/2 with TLS."""
     context = client_context(server.directory)
     async with _client(server, "https", http1=False, http2=True, verify=context) as client:
-        return await ask_one(server, seconds, partial(_get, client))
+        return await request_in_turn(server, seconds, partial(_get, client))
 
 
 async def download(server: Server, _: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""A program of trio-websocket's: an echo."""
+"""A program with trio-websocket: an echo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trio_websocket import (
     serve_websocket,
 )
 
-from benchmarks.programs.common import HOST, Server, ask_one, main
+from benchmarks.programs.common import HOST, Server, main, request_in_turn
 
 
 async def answer(request: WebSocketRequest) -> None:
@@ -39,12 +39,12 @@ async def echo(size: int, server: Server, seconds: float) -> tuple[float, float]
     port = server.ports["tcp"]
     async with open_websocket(HOST, port, "/", use_ssl=False) as connection:
 
-        async def ask() -> None:
+        async def make_request() -> None:
             await connection.send_message(data)
             if len(await connection.get_message()) != size:
                 raise RuntimeError("the answer has another length")
 
-        return await ask_one(server, seconds, ask)
+        return await request_in_turn(server, seconds, make_request)
 
 
 WORKLOADS = {"websocket": partial(echo, 64), "websocket-64k": partial(echo, 64 * 1024)}

@@ -40,7 +40,7 @@ def site(directory: Path, **changes: str) -> Path:
 
 
 def test_good_links(tmp_path: Path) -> None:
-    assert check_docs.wrong_links(site(tmp_path)) == []
+    assert check_docs.link_problems(site(tmp_path)) == []
     assert check_docs.main([str(tmp_path), "--no-browser"]) == 0
 
 
@@ -60,7 +60,7 @@ def test_bad_links(
     tmp_path: Path, text: str, wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = site(tmp_path / "", **{"index.html": GOOD + text})
-    [line] = check_docs.wrong_links(directory)
+    [line] = check_docs.link_problems(directory)
     assert line.startswith("index.html: ")
     assert line.endswith(wrong)
     assert check_docs.main([str(directory), "--no-browser"]) == 1
@@ -170,6 +170,30 @@ def test_files_that_pages_name_are_there() -> None:
     }  # fmt: skip
     assert len(named) > 50
     assert sorted(path for path in named if not (ROOT / path).exists()) == []
+
+
+def test_functions_that_how_it_works_names_are_there() -> None:
+    """A function stands behind its file: "`trio_smc/x.py`: `Class.method`, `Class.other`"."""
+    text = (DOCS / "how-it-works.md").read_text()
+    found = re.findall(r"`(trio_smc/[\w/]+\.py)`: (`[\w.]+`(?:, `[\w.]+`)*)", text)
+    functions = [(path, name) for path, names in found for name in re.findall(r"[\w.]+", names)]
+    assert len(functions) > 15
+    missing = [
+        (path, name)
+        for path, name in functions
+        if not has_function(ast.parse((ROOT / path).read_text()), name.split("."))
+    ]
+    assert missing == []
+
+
+def has_function(node: ast.AST, names: list[str]) -> bool:
+    """True if a module or class defines the function, by the names of its classes and its own."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return not names or any(
+        has_function(each, names[1:])
+        for each in ast.iter_child_nodes(node)
+        if isinstance(each, kinds) and each.name == names[0]
+    )
 
 
 def test_the_tests_that_the_security_page_names_are_there() -> None:

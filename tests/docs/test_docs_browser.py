@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.check_docs import wrong_looks
+from scripts.check_docs import layout_problems
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 TEXT = f"<h1>A page</h1><p>{'some words ' * 30}</p>"
@@ -36,7 +36,7 @@ async def test_a_good_page_and_bad_ones(tmp_path: Path) -> None:
     for name, (text, _) in BAD.items():
         (tmp_path / name).write_text(STYLE + TEXT + text)
     pages = [tmp_path / name for name in ("good.html", "empty.html", "plain.html", *BAD)]
-    wrong = await wrong_looks(tmp_path, pages, tmp_path / "shots")
+    wrong = await layout_problems(tmp_path, pages, tmp_path / "shots")
     assert not [line for line in wrong if line.startswith("good.html")]
     assert "empty.html: no heading" in wrong
     assert "plain.html: no style sheet" in wrong
