@@ -10,6 +10,7 @@ import pytest
 
 from tests.campaigns import datapath as campaign
 from tests.datapath.datapath_pair import Cdc, Pair, Write
+from tests.peers import open_pair
 from trio_smc.datapath.connection import Connection
 from trio_smc.streams.socket_options import MIN_SEND_BUFFER
 
@@ -19,9 +20,8 @@ CHUNK = RING // 4
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair((RING, RING))
-    yield made
-    made.close()
+    with open_pair("core", (RING, RING)) as pair:
+        yield pair
 
 
 def send(pair: Pair, size: int) -> int:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.campaigns import datapath as campaign
 from tests.datapath.datapath_pair import SEND_QUEUE, Cdc, FakeChannel, Pair, Write, hear
+from tests.peers import open_pair
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.sender import Sender
 from trio_smc.failover.replay import hold, stay
@@ -30,9 +31,8 @@ SIZE = 1024
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    pair = Pair((SIZE, SIZE))
-    yield pair
-    pair.close()
+    with open_pair("core", (SIZE, SIZE)) as pair:
+        yield pair
 
 
 def view(data: bytes) -> memoryview:

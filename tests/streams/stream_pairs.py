@@ -130,7 +130,7 @@ def tcp_config() -> Config:
     return Config(rnics=())
 
 
-async def read(stream: SmcStream, count: int) -> bytes:
+async def read(stream: trio.abc.ReceiveStream, count: int) -> bytes:
     """Exactly ``count`` bytes."""
     data = b""
     while len(data) < count:

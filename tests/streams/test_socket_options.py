@@ -16,6 +16,7 @@ from trio.testing import wait_all_tasks_blocked
 import trio_smc
 from scripts import socket_options
 from tests.datapath.datapath_pair import Pair
+from tests.peers import open_pair
 from tests.streams.stream_pairs import SMALL_RING, Pairs, open_pairs, read, smc_config, tcp_config
 from trio_smc import SmcStream
 from trio_smc._base.observer import ObserverGroup
@@ -38,12 +39,10 @@ async def smc() -> AsyncIterator[Pairs]:
 
 @pytest.fixture
 async def pair(smc: Pairs) -> AsyncIterator[tuple[RdmaStream, RdmaStream]]:
-    client, server = await smc.make()
-    assert isinstance(client, RdmaStream)
-    assert isinstance(server, RdmaStream)
-    yield client, server
-    for stream in (client, server):
-        await stream.aclose()
+    async with open_pair("stack", smc) as (client, server):
+        assert isinstance(client, RdmaStream)
+        assert isinstance(server, RdmaStream)
+        yield client, server
 
 
 @pytest.fixture(params=["smc-r", "tcp"])
