@@ -22,13 +22,14 @@ from tests.datapath.datapath_pair import Pair
 from tests.e2e.processes import Peer, open_peer
 from tests.streams.stream_pairs import HOST, Pairs, read
 from tests.timing import PATIENCE
-from trio_smc import Mode, SmcStream
+from trio_smc import Mode, SmcStream, Stack
 from trio_smc.rnic.verbs import Rnic
+from trio_smc.stack.connection_host import Endpoint
 
 if TYPE_CHECKING:
     from tests.rnic.contract import End
 
-__all__ = ["check_echo", "connect_sockets", "echo", "echo_until_reset", "open_pair"]
+__all__ = ["check_echo", "connect_sockets", "echo", "echo_until_reset", "endpoint_of", "open_pair"]
 
 
 @overload
@@ -157,6 +158,16 @@ async def connect_sockets(
                     *listener.socket.getsockname()[:2], local_address=local_address
                 )
     return client, accepted[0]
+
+
+def endpoint_of(stack: Stack, stream: SmcStream) -> Endpoint:
+    """The endpoint of an open stream over SMC-R, among those of its stack."""
+    [endpoint] = [
+        each
+        for each in stack.runtime.groups.endpoints.values()
+        if each.sock is not None and each.sock.fileno() == stream.socket.fileno()
+    ]
+    return endpoint
 
 
 async def echo(stream: trio.abc.Stream) -> None:

@@ -82,11 +82,11 @@ def test_a_cork_does_not_hold_a_chunk(pair: Pair) -> None:
     assert told(pair)[-1] == RING, "the window is full and more waits"
 
 
-def test_a_cork_does_not_make_a_buffer_borrowed(pair: Pair) -> None:
-    pair.a.sender._copy_limit = 16
-    pair.a.sender.merge_messages(never, corked=True)
-    assert pair.a.send(memoryview(bytearray(b"x" * 100))) == 100
-    assert pair.a.sender.borrowed == 0
+def test_a_cork_does_not_make_a_buffer_borrowed() -> None:
+    with open_pair("core", (RING, RING), copy_limit=16) as pair:
+        pair.a.sender.merge_messages(never, corked=True)
+        assert pair.a.send(memoryview(bytearray(b"x" * 100))) == 100
+        assert pair.a.sender.borrowed == 0
 
 
 @pytest.mark.parametrize("end", ["shutdown_write", "close"])
@@ -193,7 +193,7 @@ def test_random_transfers_under_every_combination(rng: random.Random, full: bool
             if rng.random() < 0.5:
                 end.limit_unacknowledged(rng.randint(1, 5000))
         try:
-            campaign._run(pair, rng, sizes)
+            campaign.run_transfers(pair, rng, sizes)
         finally:
             pair.close()
 

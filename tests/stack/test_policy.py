@@ -222,8 +222,7 @@ async def test_after_a_rest_a_client_tries_again() -> None:
     async with trio_smc.open_stack(), listening() as listener:
         port = listener.socket.getsockname()[1]
         async with trio_smc.open_stack(Config(learn_short=True)) as stack:
-            short = stack.runtime.short_connections
-            short._clock = clock
+            short = stack.runtime.short_connections = ShortConnections(clock)
             for number in range(SHORT_AFTER):
                 short.opened(number, (HOST, port))
                 short.closed(number, 0)
