@@ -17,7 +17,7 @@ help:
 	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
 	@echo 'make quick      the tests of protocol and data path, without processes: under a minute'
 	@echo 'make test       all tests: about five minutes on an idle machine with two cores'
-	@echo 'make where      the tests of a module: FILE=trio_smc/rnic/pump.py'
+	@echo 'make where      names the tests of a module: make where trio_smc/rnic/pump.py'
 	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too; --debian SUITE'
 	@echo 'make programs   programs nobody here wrote, unmodified: FastAPI, MCP, purerpc, Postgres, Chromium'
 	@echo 'make test-compiled the tests on a build whose hot modules are compiled'
@@ -63,8 +63,13 @@ quick: ready-docs
 test: ready-docs
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
+# `make where FILE` as well: what follows `where` is a module and not a goal.
+MODULES := $(if $(filter where,$(firstword $(MAKECMDGOALS))),$(wordlist 2,99,$(MAKECMDGOALS)))
+.PHONY: $(MODULES)
+$(MODULES): ; @:
+
 where: ready-dev
-	@$(BIN)/python -m scripts.where $(FILE)
+	@$(BIN)/python -m scripts.where $(or $(FILE) $(MODULES),--help)
 
 test-compiled: ready-docs
 	@$(BIN)/python -m scripts.wheels --test -n $(JOBS) $(ARGS)

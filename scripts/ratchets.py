@@ -13,7 +13,7 @@ or a page. A place without an entry has the count 0. `make lint` runs the compar
 | openings | docstrings that begin with "Whether", "What" or "Who" |
 | pronouns | comments that begin with "It" or "Its" |
 | verbs | functions that are named by a verb of speech or of the body, such as "tell" or "rouse" |
-| private | uses of a private name of another object, in a test file |
+| private | uses of a private name of another class or module, in a test file |
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _EXEMPT = frozenset({"scripts/ratchets.py", "tests/test_ratchets.py"})
 _WORDS = re.compile(r"\b[Ww]ho(ever)?\b|\b(nobody|somebody|anybody)\b", re.IGNORECASE)
 _OPENINGS = re.compile(r"(Whether|What|Who)\b")
 _PRONOUNS = re.compile(r"^\s*#\s*[Ii]ts?\b")
+# Public names that begin with an underscore: of named tuples, and of `os`.
+_PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 _SPEECH = {"tell", "tells", "told", "say", "says", "said", "hear", "hears", "heard", "ask", "asks"}
 _BODY = {"stir", "stirs", "rouse", "rouses", "quieten", "doze", "dozes", "hang"}
 _VERBS = _SPEECH | _BODY | {"asked"}
@@ -83,12 +85,40 @@ def count(path: str, text: str) -> Iterator[Place]:
             yield Place("pronouns", where, path, number, line)
     if path.endswith(".py"):
         for node in ast.walk(ast.parse(text)):
-            for kind, number in _in_node(node, is_test=path.startswith("tests/")):
-                place = path if kind == "private" else where
-                yield Place(kind, place, path, number, lines[number - 1])
+            for kind, number in _in_node(node):
+                yield Place(kind, where, path, number, lines[number - 1])
+        if path.startswith("tests/"):
+            for number in _private(ast.parse(text), frozenset()):
+                yield Place("private", path, path, number, lines[number - 1])
 
 
-def _in_node(node: ast.AST, *, is_test: bool) -> Iterator[tuple[str, int]]:
+def _private(node: ast.AST, own: frozenset[str]) -> Iterator[int]:
+    """The lines that use a private name, but for ``own``, those of the classes around them."""
+    if isinstance(node, ast.ClassDef):
+        own |= set(_defined_in(node))
+    elif isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
+        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        if not is_own and node.attr not in own | _PUBLIC:
+            yield node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield from _private(child, own)
+
+
+def _defined_in(node: ast.ClassDef) -> Iterator[str]:
+    """The methods of a class, and the attributes that these set."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield each.name
+        elif (
+            isinstance(each, ast.Attribute)
+            and isinstance(each.ctx, ast.Store)
+            and isinstance(each.value, ast.Name)
+            and each.value.id == "self"
+        ):
+            yield each.attr
+
+
+def _in_node(node: ast.AST) -> Iterator[tuple[str, int]]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         words = set(node.name.split("_"))
         if words & _VERBS and "test" not in words:
@@ -97,10 +127,6 @@ def _in_node(node: ast.AST, *, is_test: bool) -> Iterator[tuple[str, int]]:
         docstring = ast.get_docstring(node)
         if docstring and _OPENINGS.match(docstring):
             yield "openings", node.body[0].lineno
-    if is_test and isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
-        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        if not is_own:
-            yield "private", node.lineno
 
 
 def counts() -> dict[str, dict[str, int]]:

@@ -3,11 +3,12 @@
     python -m scripts.where trio_smc/rnic/pump.py [FILE ...]     (make where FILE=...)
 
 The import statements decide. A test file is listed if it imports the module, or a name from it
-(`trio_smc.Config` counts as well), by itself or through helper modules of `tests`. If no test file
-does, the text decides: a test file is listed if it names the module or something that the module
-defines. If none does that either, the tests of the modules that import FILE are listed. The number
-behind a test file is how often its text names the module or something that the module defines; the
-file with the module's name comes first, then the one with the highest number.
+(`trio_smc.Config` counts as well), by itself or through helper modules of `tests`. If fewer than
+three test files do, the text decides as well: those that name the module, or something that the
+module defines, follow, the ones in the folder of the same room first. If these are few as well, the
+tests of the modules that import FILE follow. The number behind a test file is how often its
+text names the module or something that the module defines; the file with the module's name comes
+first, then the one with the highest number. `--all` lists more than the first fifteen.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ import ast
 import functools
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FAILED = 2
+_FEW = 3
+"""Test files that import a module: below this number the text of tests is searched as well."""
+_SHOWN = 15
 # Names that each command module defines.
 _EVERYWHERE = frozenset({"HELP", "NAME", "add_arguments", "main", "run"})
 
@@ -47,6 +52,7 @@ class Imports:
         self.files = {module_name(path): path for path in files}
         self._public = dict(self._re_exported())
         self._importers: dict[str, set[str]] = {}
+        self._words: dict[str, Counter[str]] = {}
         for name, path in self.files.items():
             for imported in self._imported_by(path):
                 self._importers.setdefault(imported, set()).add(name)
@@ -54,6 +60,12 @@ class Imports:
     def importers(self, name: str) -> set[str]:
         """The modules with an import statement for module `name`."""
         return self._importers.get(name, set())
+
+    def named(self, test: str, words: set[str]) -> int:
+        """How often the text of a test file has one of the words."""
+        if test not in self._words:
+            self._words[test] = Counter(re.findall(r"\w+", self.files[test].read_text()))
+        return sum(self._words[test][word] for word in words)
 
     def _re_exported(self) -> Iterator[tuple[str, str]]:
         """Each public name of the package, with the module that defines it."""
@@ -117,27 +129,39 @@ def ranked(name: str, imports: Imports) -> list[tuple[int, Path]]:
     """The test files of module `name`, each with how often it names what the module defines."""
     words = {word for word in defined_in(imports.files[name]) if word not in _EVERYWHERE}
     words.add(name.rpartition(".")[2])
-    pattern = re.compile(rf"\b({'|'.join(sorted(map(re.escape, words)))})\b")
-    tests = tests_of(name, imports)
-    if not tests:
-        every = {each for each in imports.files if _is_test(each)}
-        tests = {each for each in every if pattern.search(imports.files[each].read_text())}
-    if not tests:
+    importing = tests_of(name, imports)
+    tests = set(importing)
+    if len(importing) < _FEW:
+        tests |= {each for each in imports.files if _is_test(each) and imports.named(each, words)}
+    if len(tests) < _FEW:
         users = {each for each in imports.importers(name) if not each.startswith("tests.")}
-        tests = {test for user in users for test in tests_of(user, imports)}
-    paths = [imports.files[test] for test in tests]
-    counted = [(len(pattern.findall(path.read_text())), path) for path in paths]
-    namesake = f"test_{name.rpartition('.')[2]}"
-    return sorted(counted, key=lambda row: (row[1].stem != namesake, -row[0], row[1]))
+        tests |= {test for user in users for test in tests_of(user, imports)}
+    last = name.rpartition(".")[2]
+    room = name.split(".")[1] if "." in name else ""
+
+    def place(row: tuple[int, str]) -> tuple[bool, bool, bool, int, str]:
+        count, test = row
+        return (
+            test.rpartition(".")[2] != f"test_{last}",
+            test not in importing,
+            not importing.issuperset(tests) and not test.startswith(f"tests.{room}."),
+            -count,
+            test,
+        )
+
+    counted = [(imports.named(test, words), test) for test in tests]
+    return [(count, imports.files[test]) for count, test in sorted(counted, key=place)]
 
 
 def main(arguments: list[str]) -> int:
     """Return the exit code: 0 if each file has tests, 1 if one has none, 2 for a wrong path."""
     parser = argparse.ArgumentParser(description="Name the tests of a module.")
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    parser.add_argument("--all", action="store_true", help="list more than the first 15")
+    options = parser.parse_args(arguments)
     imports = imports_of_the_tree()
     outcome = 0
-    for path in parser.parse_args(arguments).files:
+    for path in options.files:
         name = module_name(path) if path.resolve().is_relative_to(ROOT) else ""
         if name not in imports.files or not name.startswith("trio_smc"):
             print(f"{path}: no module of trio_smc", file=sys.stderr)
@@ -146,8 +170,11 @@ def main(arguments: list[str]) -> int:
         if not rows:
             print(f"{path}: no test imports or names it", file=sys.stderr)
             outcome = 1
-        for count, test in rows:
+        shown = rows if options.all else rows[:_SHOWN]
+        for count, test in shown:
             print(f"{test.relative_to(ROOT)}  {count}")
+        if len(rows) > len(shown):
+            print(f"{path}: {len(rows) - len(shown)} more with --all", file=sys.stderr)
     return outcome
 
 

@@ -25,7 +25,7 @@ from trio_smc import SmcListener, Stack
 
 _SEED = pytest.StashKey[int]()
 _REPORTED = pytest.StashKey[set[str]]()
-_LONG = ("full", "lab", "others")
+_LONG = ("benchmark", "full", "lab", "others")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seed", type=int, default=None, help="replay a run: the seed that its header printed"
     )
     group.addoption(
-        "--full", action="store_true", help="also run the long versions (markers full and lab)"
+        "--full",
+        action="store_true",
+        help="also run what takes long (markers benchmark, full, lab, others)",
     )
 
 

@@ -90,7 +90,7 @@ def test_a_broken_link_group_is_noticed_and_its_schedule_replays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
-    finds_and_replays(link_groups.run, text, seed=seed, step=50, most=2000)
+    finds_and_replays(link_groups.run, text, seed=seed, step=10, most=2000)
 
 
 # Among 20,000 schedules some show these, but too few for a search that always ends well.

@@ -41,6 +41,23 @@ def test_plain_text_is_not_counted(text: str) -> None:
     assert kinds("tests/rnic/test_pump.py", text) == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "print(edge._replace(target=None))\n",
+        """class Tcp:
+    def send(self, data):
+        self.peer._arrive(data)
+
+    def _arrive(self, data): ...
+""",
+    ],
+    ids=["a named tuple", "another object of the same class"],
+)
+def test_names_that_only_look_private(text: str) -> None:
+    assert not list(ratchets.count("tests/rnic/test_pump.py", text))
+
+
 def test_private_names_count_for_their_file_and_words_for_their_room() -> None:
     private = next(iter(ratchets.count("tests/rnic/test_pump.py", COUNTED["private"])))
     word = next(iter(ratchets.count("trio_smc/rnic/soft/ring.py", COUNTED["words"])))

@@ -29,6 +29,33 @@ def test_the_file_that_is_about_the_module_comes_first(
     assert listed(capsys.readouterr().out)[0] == first
 
 
+@pytest.mark.parametrize(
+    ("module", "among"),
+    [
+        # Only a model of the connection imports it; the tests say `pair.b.receiver`.
+        ("datapath/receiver.py", "tests/datapath/test_connection_data.py"),
+        # No test imports or names it; `wire/llc.py` does.
+        ("wire/layout.py", "tests/wire/test_llc.py"),
+    ],
+)
+def test_tests_that_do_not_import_the_module(
+    module: str, among: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert where.main([f"trio_smc/{module}"]) == 0
+    assert among in listed(capsys.readouterr().out)
+
+
+def test_a_long_list_is_cut_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert where.main(["trio_smc/wire/cdc.py"]) == 0
+    shown, said = capsys.readouterr()
+    assert where.main(["trio_smc/wire/cdc.py", "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert listed(everything)[: len(listed(shown))] == listed(shown)
+    left = len(listed(everything)) - len(listed(shown))
+    assert left > 0
+    assert said == f"trio_smc/wire/cdc.py: {left} more with --all\n"
+
+
 def test_each_module_has_tests() -> None:
     imports = where.imports_of_the_tree()
     modules = [

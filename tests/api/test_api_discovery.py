@@ -37,6 +37,7 @@ from tests.api.api_peers import (
     read_exactly,
     read_to_end,
 )
+from tests.peers import check_echo, echo
 from tests.timing import PATIENCE
 from trio_smc import Config, Fallback, FallbackReason, Mode, SmcListener, SmcStream, Stack
 from trio_smc.rendezvous.discovery import tcp_option
@@ -143,18 +144,12 @@ async def test_two_stacks_on_one_port() -> None:
     async with listening(QUICK) as (stack, listener), trio_smc.open_stack(QUICK) as other:
         [second] = await other.open_listeners(address_of(listener)[1], host=HOST)
         async with trio.open_nursery() as nursery:
-
-            async def handler(stream: SmcStream) -> None:
-                async for data in stream:
-                    await stream.send_all(data)
-
-            nursery.start_soon(trio.serve_listeners, handler, [listener, second])
+            nursery.start_soon(trio.serve_listeners, echo, [listener, second])
             with trio.fail_after(PATIENCE):
                 while not (stack.statistics().connections and other.statistics().connections):
                     async with await trio_smc.open_stream(*address_of(listener)) as stream:
                         assert stream.mode is Mode.SMC_R
-                        await stream.send_all(b"ping")
-                        assert await read_exactly(stream, 4) == b"ping"
+                        await check_echo(stream)
             nursery.cancel_scope.cancel()
 
 

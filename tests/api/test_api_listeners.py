@@ -30,9 +30,9 @@ from tests.api.api_peers import (
     plain_client,
     proposal,
     read_clc,
-    read_exactly,
     read_to_end,
 )
+from tests.peers import check_echo, echo
 from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, Mode, SmcListener, SmcStream, Stack
 from trio_smc.wire import clc
@@ -87,20 +87,14 @@ async def test_wrong_arguments(stack: Stack) -> None:
 
 
 async def test_serve(stack: Stack) -> None:
-    async def echo(stream: SmcStream) -> None:
-        async for data in stream:
-            await stream.send_all(data)
-
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(partial(trio_smc.serve, echo, 0, host=HOST))
         assert [type(listener) for listener in listeners] == [SmcListener]
         async with await trio_smc.open_stream(*address_of(listeners[0])) as stream:
             assert stream.mode is Mode.SMC_R
-            await stream.send_all(b"echo")
-            assert await read_exactly(stream, 4) == b"echo"
+            await check_echo(stream)
         async with await plain_client(listeners[0]) as plain:
-            await plain.send_all(b"echo")
-            assert await read_exactly(plain, 4) == b"echo"
+            await check_echo(plain)
         nursery.cancel_scope.cancel()
     with pytest.raises(trio.ClosedResourceError):
         await listeners[0].accept()

@@ -31,10 +31,11 @@ from tests.api.api_peers import (
     read_exactly,
     read_to_end,
 )
+from tests.peers import check_echo, echo_until_reset
 from tests.ports import reserved_port
 from tests.streams.stream_pairs import cancel_when_blocked
 from tests.timing import PATIENCE
-from trio_smc import Config, FallbackReason, Mode, SmcListener, SmcStream, SmcUnavailable, Stack
+from trio_smc import Config, FallbackReason, Mode, SmcListener, SmcUnavailable, Stack
 from trio_smc.connecting import connect as _connect
 from trio_smc.connecting import dial as _dial
 from trio_smc.wire import clc
@@ -212,19 +213,11 @@ async def cancel_at(step: int, stack: Stack, listener: SmcListener) -> bool:
     return instrument.step <= 0
 
 
-async def echo(stream: SmcStream) -> None:
-    """Send everything back. Clients may leave at any time."""
-    with contextlib.suppress(trio.BrokenResourceError):
-        async for data in stream:
-            await stream.send_all(data)
-
-
-async def check_echo(stack: Stack, listener: SmcListener) -> None:
+async def check_serves_echo(stack: Stack, listener: SmcListener) -> None:
     """Check that the listener still accepts SMC-R connections."""
     async with await stack.open_stream(*address_of(listener)) as stream:
         assert stream.mode is Mode.SMC_R
-        await stream.send_all(b"ping")
-        assert await read_exactly(stream, 4) == b"ping"
+        await check_echo(stream)
 
 
 @pytest.mark.parametrize("contact", ["first", "subsequent"])
@@ -232,13 +225,13 @@ async def test_cancelled_at_every_step(contact: str, caplog: pytest.LogCaptureFi
     """Wherever the client waits, both sides free everything and continue."""
     step = 1
     async with trio_smc.open_stack(QUICK) as server, trio.open_nursery() as nursery:
-        [listener] = await nursery.start(partial(server.serve, echo, 0, host=HOST))
+        [listener] = await nursery.start(partial(server.serve, echo_until_reset, 0, host=HOST))
         while True:
             async with trio_smc.open_stack(QUICK) as client:
                 if contact == "subsequent":
-                    await check_echo(client, listener)
+                    await check_serves_echo(client, listener)
                 cancelled = await cancel_at(step, client, listener)
-                await check_echo(client, listener)
+                await check_serves_echo(client, listener)
                 counters = client.statistics()
                 failed = counters.handshakes - counters.connections
                 assert counters.handshakes_failed == failed, f"step {step}"

@@ -31,6 +31,7 @@ from tests.api.api_peers import (
     read_exactly,
     read_to_end,
 )
+from tests.peers import check_echo, echo
 from tests.timing import PATIENCE
 from trio_smc import (
     Config,
@@ -102,11 +103,6 @@ async def test_rnics() -> None:
         await check_serves(stack, listener)
 
 
-async def echo(stream: SmcStream) -> None:
-    async for data in stream:
-        await stream.send_all(data)
-
-
 def test_the_default_stack_of_each_run() -> None:
     seen: set[bytes] = set()
 
@@ -116,8 +112,7 @@ def test_the_default_stack_of_each_run() -> None:
             async with await trio_smc.open_stream(*address_of(listener)) as stream:
                 assert stream.link_group is not None
                 seen.add(stream.link_group.peer_id)
-                await stream.send_all(b"ping")
-                assert await read_exactly(stream, 4) == b"ping"
+                await check_echo(stream)
             nursery.cancel_scope.cancel()
 
     for _ in range(3):

@@ -15,6 +15,7 @@ import trio
 
 import trio_smc
 from tests.api.api_peers import HOST, QUICK, address_of, all_freed, check_serves
+from tests.peers import check_echo, echo_until_reset
 from tests.timing import PATIENCE
 from trio_smc import SmcListener, SmcStream, Stack
 
@@ -172,31 +173,25 @@ async def test_a_connection_with_few_descriptors(
     hurried = replace(QUICK, handshake_timeout=0.2)  # for a server that cannot accept
     outcomes: list[str] = []
 
-    async def echo(stream: SmcStream) -> None:
-        with contextlib.suppress(trio.BrokenResourceError):
-            await stream.send_all(await stream.receive_some())
-
     async with trio_smc.open_stack(QUICK) as server, trio.open_nursery() as nursery:
-        [listener] = await nursery.start(partial(server.serve, echo, 0, host=HOST))
+        [listener] = await nursery.start(partial(server.serve, echo_until_reset, 0, host=HOST))
 
-        async def check_echo(stream: SmcStream) -> None:
+        async def use(stream: SmcStream) -> None:
             async with stream:
-                await stream.send_all(b"ping")
-                with trio.fail_after(PATIENCE):
-                    assert await stream.receive_some() == b"ping"
+                await check_echo(stream)
 
         while outcomes[-8:] != ["smc-r"] * 8:
             async with trio_smc.open_stack(QUICK) as client:
                 if contact == "subsequent":
-                    await check_echo(await client.open_stream(*address_of(listener)))
+                    await use(await client.open_stream(*address_of(listener)))
                 stream = None
                 with few_descriptors(len(outcomes)), contextlib.suppress(OSError):
                     stream = await client.open_stream(*address_of(listener), config=hurried)
                 outcomes.append(stream.mode if stream else "error")
                 if stream is not None:
                     with contextlib.suppress(trio.BrokenResourceError):
-                        await check_echo(stream)
-                await check_echo(await client.open_stream(*address_of(listener)))
+                        await use(stream)
+                await use(await client.open_stream(*address_of(listener)))
             await all_freed(server)
             assert len(outcomes) < 100
         nursery.cancel_scope.cancel()

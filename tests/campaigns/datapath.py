@@ -174,7 +174,7 @@ def run_case(rng: random.Random) -> Counts:
         merge=rng.random() < 0.3,
     )
     try:
-        return (_run_wild if rng.randrange(3) == 0 else _run)(pair, rng, sizes)
+        return (_run_wild if rng.randrange(3) == 0 else run_transfers)(pair, rng, sizes)
     finally:
         pair.close()
 
@@ -194,7 +194,7 @@ def _look_at_unread(ends: tuple[End, End]) -> None:
             assert seen == end.incoming[end.received : end.received + len(seen)], "unread changed"
 
 
-def _run(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> Counts:
+def run_transfers(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> Counts:
     moves = _moves(pair, rng)
     texts = [
         text(rng, rng.choice([0, 1, rng.randrange(6 * size), rng.randrange(20 * size)]))

@@ -26,6 +26,7 @@ import trio
 
 import trio_smc
 from scripts import ladders
+from tests.peers import echo
 from tests.streams.stream_pairs import HOST, smc_config
 from tests.wire import tshark_reader as tshark
 from trio_smc import Stack
@@ -73,12 +74,6 @@ class Record:
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
         pass
-
-
-async def echo(stream: trio_smc.SmcStream) -> None:
-    async with stream:
-        async for data in stream:
-            await stream.send_all(data)
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ import pytest
 import trio
 
 import trio_smc
+from tests.peers import check_echo, echo
 from trio_smc import Config
 from trio_smc.connecting.pending import GRACE, PendingHandshakes
 from trio_smc.host.addresses import address_block
@@ -249,12 +250,6 @@ async def test_stalled_clients_do_not_keep_good_clients_out(
         monkeypatch.setattr("trio_smc.connecting.listener.MOST_WAITING", 32)
     count = 200 if kind == "proposal" else 1500
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
-
-        async def echo(stream: trio_smc.SmcStream) -> None:
-            async with stream:
-                while data := await stream.receive_some():
-                    await stream.send_all(data)
-
         listeners = await nursery.start(stack.serve, echo, 0)
         listener = next(each for each in listeners if each.socket.family == 2)
         port = listener.socket.getsockname()[1]
@@ -266,8 +261,7 @@ async def test_stalled_clients_do_not_keep_good_clients_out(
                     stream = await stack.open_stream("127.0.0.1", port, local_address="127.9.9.9")
                     async with stream:
                         assert stream.mode == "smc-r", stream.fallback
-                        await stream.send_all(b"x")
-                        assert await stream.receive_some() == b"x"
+                        await check_echo(stream, b"x")
                 took, spent = trio.current_time() - begun, time.thread_time() - spent
             assert kind == "proposal" or spent < 0.3 * took
         nursery.cancel_scope.cancel()

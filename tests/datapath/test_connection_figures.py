@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.datapath.datapath_pair import Cdc, Pair, Write
+from tests.peers import open_pair
 from trio_smc.wire.cdc import URGENT_PENDING, URGENT_PRESENT, WRITER_BLOCKED
 
 RECEIVE = 10_000  # "application has issued a recv for 10,000 bytes"
@@ -19,9 +20,8 @@ RECEIVE = 10_000  # "application has issued a recv for 10,000 bytes"
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair((10_000, 10_000), (True, True), chunks=False)
-    yield made
-    made.close()
+    with open_pair("core", (10_000, 10_000), (True, True), chunks=False) as pair:
+        yield pair
 
 
 def text(length: int) -> memoryview:

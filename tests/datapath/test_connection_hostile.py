@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.datapath.datapath_pair import Cdc, Pair, arrive, receive_cdc
+from tests.peers import open_pair
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.connection import Connection
 from trio_smc.wire import cdc
@@ -22,20 +23,19 @@ ABORTED = ("PEERABORTWAIT", "PROCESSABORT")
 @pytest.fixture(params=[False, True], ids=["linux", "rfc"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Two open connections; A has sent 1000 bytes and B 500, all taken and told."""
-    made = Pair((RING, RING), (request.param, request.param))
-    made.a.send(memoryview(bytes(1000)))
-    made.settle()
-    made.b.receiver.receive(1000)
-    made.b.send(memoryview(bytes(500)))
-    made.settle()
-    made.a.receiver.receive(500)
-    made.a.send(memoryview(b"x"))
-    made.settle()
-    made.b.receiver.receive(1)
-    made.ab.log.clear()
-    made.ba.log.clear()
-    yield made
-    made.close()
+    with open_pair("core", (RING, RING), (request.param, request.param)) as pair:
+        pair.a.send(memoryview(bytes(1000)))
+        pair.settle()
+        pair.b.receiver.receive(1000)
+        pair.b.send(memoryview(bytes(500)))
+        pair.settle()
+        pair.a.receiver.receive(500)
+        pair.a.send(memoryview(b"x"))
+        pair.settle()
+        pair.b.receiver.receive(1)
+        pair.ab.log.clear()
+        pair.ba.log.clear()
+        yield pair
 
 
 def message(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.datapath.datapath_pair import CLOSE_TIMEOUT, Cdc, FakeChannel, Pair, Write
+from tests.peers import open_pair
 from trio_smc.datapath.connection import Connection
 from trio_smc.wire.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED, SENDING_DONE
 
@@ -25,9 +26,8 @@ FIN, RST = ["close_tcp", "closed"], ["reset_tcp", "closed"]
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair((RING, RING))
-    yield made
-    made.close()
+    with open_pair("core", (RING, RING)) as pair:
+        yield pair
 
 
 def send(connection: Connection, data: bytes) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.datapath.datapath_pair import Cdc, FakeChannel, Pair, Write
+from tests.peers import open_pair
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.replay import move
 from trio_smc.wire.cdc import (
@@ -27,9 +28,8 @@ F = FAILOVER_VALIDATION
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair((RING, RING), chunks=False)
-    yield made
-    made.close()
+    with open_pair("core", (RING, RING), chunks=False) as pair:
+        yield pair
 
 
 def view(data: bytes) -> memoryview:

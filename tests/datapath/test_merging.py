@@ -10,6 +10,7 @@ import pytest
 
 from tests.campaigns import datapath as campaign
 from tests.datapath.datapath_pair import Cdc, Pair, Write
+from tests.peers import open_pair
 from trio_smc.datapath.connection import Connection
 from trio_smc.streams.socket_options import MIN_SEND_BUFFER
 
@@ -19,9 +20,8 @@ CHUNK = RING // 4
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair((RING, RING))
-    yield made
-    made.close()
+    with open_pair("core", (RING, RING)) as pair:
+        yield pair
 
 
 def send(pair: Pair, size: int) -> int:
@@ -82,11 +82,11 @@ def test_a_cork_does_not_hold_a_chunk(pair: Pair) -> None:
     assert announced_counts(pair)[-1] == RING, "the window is full and more waits"
 
 
-def test_a_cork_does_not_make_a_buffer_borrowed(pair: Pair) -> None:
-    pair.a.sender._copy_limit = 16
-    pair.a.sender.merge_messages(never, corked=True)
-    assert pair.a.send(memoryview(bytearray(b"x" * 100))) == 100
-    assert pair.a.sender.borrowed == 0
+def test_a_cork_does_not_make_a_buffer_borrowed() -> None:
+    with open_pair("core", (RING, RING), copy_limit=16) as pair:
+        pair.a.sender.merge_messages(never, corked=True)
+        assert pair.a.send(memoryview(bytearray(b"x" * 100))) == 100
+        assert pair.a.sender.borrowed == 0
 
 
 @pytest.mark.parametrize("end", ["shutdown_write", "close"])
@@ -193,7 +193,7 @@ def test_random_transfers_under_every_combination(rng: random.Random, full: bool
             if rng.random() < 0.5:
                 end.limit_unacknowledged(rng.randint(1, 5000))
         try:
-            campaign._run(pair, rng, sizes)
+            campaign.run_transfers(pair, rng, sizes)
         finally:
             pair.close()
 

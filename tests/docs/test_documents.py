@@ -124,6 +124,7 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
     assert "mode        tcp: no RNIC" in capsys.readouterr().out
 
 
+@pytest.mark.benchmark
 def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     picture = tmp_path / "ratios.svg"
@@ -147,6 +148,7 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     assert "opening and accepting" in picture.read_text()
 
 
+@pytest.mark.benchmark
 def test_the_benchmark_measures_unmodified_programs(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     picture = tmp_path / "programs.svg"
@@ -163,6 +165,7 @@ def test_the_benchmark_measures_unmodified_programs(tmp_path: Path) -> None:
     assert all(f">{metric.name}<" in picture.read_text() for metric in metrics[::2])
 
 
+@pytest.mark.benchmark
 def test_the_benchmark_measures_what_a_proxy_costs(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ("--rounds=1", "--seconds=0.01", "--workloads=rtt,stream-64k")
@@ -214,6 +217,7 @@ def test_a_baseline_that_is_none(
     assert f"--baseline {path}: " in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.benchmark
 def test_how_cost_grows(tmp_path: Path) -> None:
     numbers = tmp_path / "growth.json"
     options = ("--most=1", "--repetitions=1", "--parts=connections,links", "--plots", str(tmp_path))
@@ -224,6 +228,7 @@ def test_how_cost_grows(tmp_path: Path) -> None:
     assert "connections" in (tmp_path / "growth-connections.svg").read_text()
 
 
+@pytest.mark.benchmark
 def test_what_link_groups_cost_a_server(tmp_path: Path) -> None:
     """Three descriptors each, and one for the TCP connection."""
     numbers = tmp_path / "growth.json"
@@ -235,6 +240,7 @@ def test_what_link_groups_cost_a_server(tmp_path: Path) -> None:
     assert round(more / 9) == 4
 
 
+@pytest.mark.benchmark
 def test_several_runs_of_the_benchmark_show_their_spread(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ("--runs=2", "--rounds=1", "--seconds=0.02", "--workloads=rtt", "--both")
@@ -247,6 +253,7 @@ def test_several_runs_of_the_benchmark_show_their_spread(tmp_path: Path) -> None
         assert 0 < low <= part["ratios"]["64 B round trip, p50 | smc-r"] <= high
 
 
+@pytest.mark.benchmark
 def test_the_processor_time_of_every_measure() -> None:
     said = run("-m", "benchmarks.cpu", "--repetitions=1", "--transports=tcp,smc-r")
     lines = said.splitlines()[1:]

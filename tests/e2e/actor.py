@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 import trio
 from trio.testing import wait_all_tasks_blocked
@@ -22,6 +22,7 @@ from trio.testing import wait_all_tasks_blocked
 import trio_smc
 from tests.e2e.peer import HOST, lines
 from tests.e2e.processes import Peer, open_peer
+from tests.peers import endpoint_of
 from tests.timing import PATIENCE
 from trio_smc import Config, Stack
 from trio_smc.stack.connection_host import Endpoint
@@ -41,7 +42,8 @@ class Actor:
         self._nursery = nursery
         self._listener: trio_smc.SmcListener | None = None
         self._stream: RdmaStream
-        self._kept: dict[str, RdmaStream] = {}
+        self._endpoint: Endpoint
+        self._kept: dict[str, tuple[RdmaStream, Endpoint]] = {}
         self._under_way: dict[str, Any] | None = None
         self._finished = trio.Event()
 
@@ -64,6 +66,11 @@ class Actor:
         port: int = self._listener.socket.getsockname()[1]
         return port
 
+    async def stop_listening(self) -> None:
+        """Close what `listen` opened."""
+        if self._listener is not None:
+            await self._listener.aclose()
+
     async def accept(self) -> None:
         """Take the next connection."""
         assert self._listener is not None
@@ -76,14 +83,15 @@ class Actor:
     def _take(self, stream: trio_smc.SmcStream) -> None:
         assert isinstance(stream, RdmaStream), stream.fallback
         self._stream = stream
+        self._endpoint = endpoint_of(self._stack, stream)
 
     async def keep_as(self, name: str) -> None:
         """Give the connection in use a name."""
-        self._kept[name] = self._stream
+        self._kept[name] = self._stream, self._endpoint
 
     async def use(self, name: str) -> None:
         """Go on with the connection of that name."""
-        self._stream = self._kept.pop(name)
+        self._stream, self._endpoint = self._kept.pop(name)
 
     # --- the stream --------------------------------------------------------------------------
 
@@ -113,7 +121,7 @@ class Actor:
     async def aclose_into(self) -> str:
         """Close; returns the state then, before a short timer can end it."""
         await self._stream.aclose()
-        return self._stream._core.state
+        return self._endpoint.connection.state
 
     async def abort(self) -> None:
         """Abort."""
@@ -122,7 +130,7 @@ class Actor:
     async def abort_into(self) -> tuple[str, int]:
         """Abort; returns the state and how many RMB elements are in use then."""
         self._stream.abort()
-        return self._stream._core.state, await self.elements()
+        return self._endpoint.connection.state, await self.elements()
 
     async def start(self, what: str, **arguments: Any) -> None:
         """Begin another operation; `finish` returns what came of it."""
@@ -150,7 +158,7 @@ class Actor:
 
     async def clog(self) -> None:
         """Send to a peer that is stopped until its RNIC takes no more."""
-        core = self._stream._core
+        core = self._endpoint.connection
         for _ in range(4000):
             with trio.move_on_after(0.2):
                 await self._stream.send_all(b"x")
@@ -178,7 +186,7 @@ class Actor:
         os.write(self._stream.socket.fileno(), b"x")
 
     def _endpoint_socket(self) -> trio.socket.SocketType:
-        sock = cast(Endpoint, self._stream._endpoint).sock
+        sock = self._endpoint.sock
         assert sock is not None
         return sock
 
@@ -186,16 +194,16 @@ class Actor:
 
     async def state(self) -> str:
         """Of the connection (RFC 7609, 4.8)."""
-        return self._stream._core.state
+        return self._endpoint.connection.state
 
     async def reach(self, state: str) -> None:
         """Wait for a state."""
-        while self._stream._core.state != state:  # noqa: ASYNC110
+        while self._endpoint.connection.state != state:  # noqa: ASYNC110
             await trio.sleep(0.001)  # nothing tells
 
     async def arrived(self, size: int) -> None:
         """Wait until that many bytes are there to be read."""
-        while self._stream._core.receiver.readable < size:  # noqa: ASYNC110
+        while self._endpoint.connection.receiver.readable < size:  # noqa: ASYNC110
             await trio.sleep(0.001)  # nothing tells
 
     async def elements(self) -> int:
@@ -277,8 +285,7 @@ async def open_ends(**settings: Any) -> AsyncIterator[tuple[End, End]]:
 
         here, there = End(actor.act, None), End(ask, peer)
         yield here, there
-        if actor._listener is not None:
-            await actor._listener.aclose()
+        await actor.stop_listening()
 
 
 async def join(client: End, server: End, port: int) -> None:
@@ -300,8 +307,7 @@ async def main(settings: dict[str, Any]) -> None:
             assert command.pop("do") == "act"
             sys.stdout.write(json.dumps(await actor.act(**command)) + "\n")
             sys.stdout.flush()
-        if actor._listener is not None:
-            await actor._listener.aclose()
+        await actor.stop_listening()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.processes import open_peer
+from tests.peers import open_pair
 
 _Both = tuple[dict[str, Any], dict[str, Any]]
 
@@ -14,7 +14,7 @@ async def echo_at_once(connections: int) -> tuple[_Both, _Both]:
 
     Returns what (server, client) held before, and while all were open.
     """
-    async with open_peer({}) as server, open_peer({}) as client:
+    async with open_pair("process", {}) as (server, client):
         for peer in (server, client):
             await peer.ask("raise_limit")
         port = (await server.ask("listen", handler="echo"))["port"]
@@ -37,7 +37,7 @@ async def open_and_close(warm_up: int, count: int, seed: int) -> tuple[_Both, _B
 
     Returns what (server, client) held after the warm-up, and at the end.
     """
-    async with open_peer({}) as server, open_peer({}) as client:
+    async with open_pair("process", {}) as (server, client):
         for peer in (server, client):
             await peer.ask("trace")
         port = (await server.ask("listen", handler="echo"))["port"]

@@ -145,6 +145,10 @@ class Peer:
         self._stack.undrain_rnic(name)
         return {}
 
+    def describe(self) -> str:
+        """The links and the traffic, for an error."""
+        return f"links: {self._links()}; {self._traffic}"
+
     def _links(self) -> list[dict[str, Any]]:
         return [
             {"rnic": link.rnic.name, "state": link.state, "load": link.connections}
@@ -213,7 +217,7 @@ async def main() -> None:
                 with trio.fail_after(40):
                     answer = await method(**command)
             except Exception as problem:
-                answer = {"error": f"{problem!r}; links: {peer._links()}; {peer._traffic}"}
+                answer = {"error": f"{problem!r}; {peer.describe()}"}
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
         nursery.cancel_scope.cancel()

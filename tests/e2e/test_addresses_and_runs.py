@@ -10,16 +10,12 @@ import pytest
 import trio
 
 import trio_smc
+from tests.peers import echo
 from tests.ports import reserved_port
 from tests.streams.stream_pairs import SMALL_RING, open_pairs, smc_config
 from trio_smc import Config, SmcStream
 
 LOOPBACK_NAMES = ["127.0.0.1", "::1", "localhost", "127.1.2.3"]
-
-
-async def echo(stream: SmcStream) -> None:
-    while data := await stream.receive_some():
-        await stream.send_all(data)
 
 
 async def talk(host: str, port: int, text: bytes = b"hello") -> SmcStream:

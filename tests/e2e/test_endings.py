@@ -14,6 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 import trio_smc
 from tests import leaks
 from tests.e2e.processes import Peer, open_peer
+from tests.peers import endpoint_of
 from tests.ports import reserved_port
 from tests.streams.stream_pairs import HOST, SMALL_RING, Pairs, open_pairs, smc_config
 from trio_smc import SmcStream, Stack
@@ -206,8 +207,9 @@ async def test_a_reset_of_tcp_after_the_close_loses_nothing(pairs: Pairs, first:
     a, b = both_orders(await pairs.make(), first)
     assert isinstance(a, RdmaStream)
     await a.send_all(b"whole")
+    endpoint = endpoint_of(pairs.client if first == "client" else pairs.server, a)
     await a.aclose()
-    a._core.links_lost()
+    endpoint.connection.links_lost()
     await wait_all_tasks_blocked(0.05)
     assert await read_all(b) == b"whole"
     with pytest.raises(trio.BrokenResourceError):

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import trio
 
-from tests.e2e.processes import Peer, open_peer
+from tests.e2e.processes import Peer
+from tests.peers import open_pair
 
 STREAMS = 5
 
@@ -57,11 +58,8 @@ class Sides(NamedTuple):
 async def sides(
     server_rnics: tuple[str, ...] = ("a", "b"), client_rnics: tuple[str, ...] = ("c", "d")
 ) -> AsyncIterator[Sides]:
-    module = "tests.e2e.moving_peer"
-    async with (
-        open_peer({"rnics": server_rnics}, module=module) as server,
-        open_peer({"rnics": client_rnics}, module=module) as client,
-    ):
+    settings: list[dict[str, object]] = [{"rnics": server_rnics}, {"rnics": client_rnics}]
+    async with open_pair("process", *settings, module="tests.e2e.moving_peer") as (server, client):
         port = (await server.ask("listen"))["port"]
         yield Sides(server, client, port)
 

@@ -17,6 +17,7 @@ import trio
 import trio_smc
 from tests.api.api_peers import QUICK
 from tests.lingering import AT_ONCE, full_table, give_away, join_closers, lingering
+from tests.peers import check_echo, echo_until_reset
 from trio_smc import SmcStream, Stack
 from trio_smc.control import protocol as control
 from trio_smc.host import descriptors
@@ -48,18 +49,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return way
 
 
-async def echo(stream: SmcStream) -> None:
-    with contextlib.suppress(trio.BrokenResourceError):  # its client has aborted it
-        async for data in stream:
-            await stream.send_all(data)
-
-
-async def is_echoed(stream: SmcStream, data: bytes = b"x") -> bool:
-    with trio.fail_after(5):
-        await stream.send_all(data)
-        return await stream.receive_some() == data
-
-
 @contextlib.asynccontextmanager
 async def connected(path: Path) -> AsyncIterator[tuple[Stack, SmcStream, int]]:
     """A client's stack, its connection to an echo server of another stack, and the port."""
@@ -69,11 +58,11 @@ async def connected(path: Path) -> AsyncIterator[tuple[Stack, SmcStream, int]]:
         trio_smc.open_stack(config) as clients,
         trio.open_nursery() as nursery,
     ):
-        listeners: Any = await nursery.start(server.serve, echo, 0)
+        listeners: Any = await nursery.start(server.serve, echo_until_reset, 0)
         port = listeners[0].socket.getsockname()[1]
         stream = await clients.open_stream("127.0.0.1", port)
         assert stream.mode == "smc-r"
-        assert await is_echoed(stream)
+        await check_echo(stream)
         yield clients, stream, port
         await stream.aclose()
         nursery.cancel_scope.cancel()
@@ -119,7 +108,7 @@ async def test_all_sockets(runtime_directory: Path, way: str, when: str) -> None
                     sock.close()
                 assert await longest_pause() < AT_ONCE
                 reached.append(kind)
-            assert await is_echoed(stream)
+            await check_echo(stream)
     assert set(reached) == {"control", "discovery", "rnic"}
 
 
@@ -202,7 +191,7 @@ async def test_of_a_process_that_listens(runtime_directory: Path, way: str) -> N
             await results[0].aclose()
             sock.close()
             os.unlink(place / f"{os.getpid()}-{'0' * 16}")
-        assert await is_echoed(stream)
+        await check_echo(stream)
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16])
@@ -217,15 +206,15 @@ async def test_a_full_table_of_descriptors_costs_no_connection(
                 opened: list[SmcStream] = []
                 with trio.move_on_after(1), contextlib.suppress(OSError):
                     opened.append(await clients.open_stream("127.0.0.1", port, config=config))
-                assert await is_echoed(stream)
+                await check_echo(stream)
                 for each in opened:
                     each.abort()
-        assert await is_echoed(stream)
+        await check_echo(stream)
         with trio.fail_after(10):
             while True:
                 late = await clients.open_stream("127.0.0.1", port)
                 mode = late.mode
-                assert await is_echoed(late)
+                await check_echo(late)
                 await late.aclose()
                 if mode == "smc-r":
                     break
@@ -242,17 +231,17 @@ async def test_a_failover_needs_no_descriptors(runtime_directory: Path, room: in
         trio_smc.open_stack(theirs) as clients,
         trio.open_nursery() as nursery,
     ):
-        listeners: Any = await nursery.start(server.serve, echo, 0)
+        listeners: Any = await nursery.start(server.serve, echo_until_reset, 0)
         port = listeners[0].socket.getsockname()[1]
         stream = await clients.open_stream("127.0.0.1", port)
         await has_two_links(clients, stream)
         with full_table(room):
             rnics[0].fail()
             for _ in range(5):
-                assert await is_echoed(stream)
+                await check_echo(stream)
             rnics[0].restore()
             for _ in range(5):
-                assert await is_echoed(stream)
+                await check_echo(stream)
                 await trio.sleep(0.05)
         await has_two_links(clients, stream)
         await stream.aclose()
@@ -263,7 +252,7 @@ async def has_two_links(clients: Stack, stream: SmcStream) -> None:
     """Echo until the link group has two links."""
     with trio.fail_after(20):
         while True:
-            assert await is_echoed(stream)
+            await check_echo(stream)
             if len(clients.link_groups[0].links) == 2:
                 return
             await trio.sleep(0.02)
@@ -322,13 +311,13 @@ async def test_a_first_contact_without_memory_for_the_peers_is_tcp(
         trio_smc.open_stack(replace(config, rnics=rnics[1:])) as clients,
         trio.open_nursery() as nursery,
     ):
-        listeners: Any = await nursery.start(server.serve, echo, 0)
+        listeners: Any = await nursery.start(server.serve, echo_until_reset, 0)
         port = listeners[0].socket.getsockname()[1]
         for mode in ("tcp", "tcp", "smc-r"):
             lack.lasts = mode == "tcp"
             with trio.fail_after(5):
                 stream = await clients.open_stream("127.0.0.1", port)
-                assert await is_echoed(stream)
+                await check_echo(stream)
             assert stream.mode == mode
             if stream.fallback is not None:
                 assert stream.fallback.reason == "out-of-resources"
@@ -350,12 +339,12 @@ async def test_a_link_without_memory_for_the_peers_is_added_later(
         trio_smc.open_stack(replace(config, rnics=rnics[2:])) as clients,
         trio.open_nursery() as nursery,
     ):
-        listeners: Any = await nursery.start(server.serve, echo, 0)
+        listeners: Any = await nursery.start(server.serve, echo_until_reset, 0)
         port = listeners[0].socket.getsockname()[1]
         stream = await clients.open_stream("127.0.0.1", port)
         with trio.move_on_after(1):
             while True:
-                assert await is_echoed(stream)
+                await check_echo(stream)
                 await trio.sleep(0.01)
         assert len(clients.link_groups[0].links) == 1
         lack.lasts = False

@@ -6,7 +6,7 @@ from typing import Any
 
 import trio
 
-from tests.e2e.processes import open_peer
+from tests.peers import open_pair
 
 RINGS = [16 * 1024, 64 * 1024, 256 * 1024, 1024 * 1024]
 
@@ -15,7 +15,7 @@ async def transfer(ring: int, total: int, small: int, seed: int) -> dict[str, An
     """Move ``total`` bytes each way; AssertionError when a byte is wrong.  Returns what the client
     saw."""
     settings: dict[str, object] = {"receive_buffer": ring}
-    async with open_peer(settings) as server, open_peer(settings) as client:
+    async with open_pair("process", settings) as (server, client):
         there = {"send_seed": seed, "receive_seed": seed + 1}
         back = {"send_seed": seed + 1, "receive_seed": seed}
         sizes = {"total": total, "small": small}

@@ -8,6 +8,7 @@ import sys
 import trio
 
 import trio_smc
+from tests.peers import open_pair
 
 
 def passes_for(thing: object, kind: type) -> bool:
@@ -15,18 +16,9 @@ def passes_for(thing: object, kind: type) -> bool:
     return isinstance(thing, kind)
 
 
-async def _pair() -> tuple[trio_smc.SmcStream, trio_smc.SmcStream]:
-    (listener,) = await trio_smc.open_listeners(0, host="127.0.0.1")
-    async with listener:
-        client = await trio_smc.open_stream(*listener.socket.getsockname())
-        return client, await listener.accept()
-
-
 async def test_streams_and_listeners_pass_for_those_of_sockets() -> None:
     """trio-websocket and httpcore look for `.socket` only where isinstance says so."""
-    client, server = await _pair()
-    async with client, server:
-        assert client.mode is server.mode is trio_smc.Mode.SMC_R
+    async with open_pair("stack") as (client, server):
         assert passes_for(client, trio.SocketStream)
         assert client.socket.getpeername() == server.socket.getsockname()
     (listener,) = await trio_smc.open_listeners(0, host="127.0.0.1")
@@ -46,8 +38,7 @@ async def _until_readable(stream: trio_smc.SmcStream) -> None:
 
 
 async def test_is_readable_over_smc_r() -> None:
-    client, server = await _pair()
-    async with client, server:
+    async with open_pair("stack") as (client, server):
         assert not client.is_readable()
         await server.send_all(b"data")
         await _until_readable(client)
@@ -61,8 +52,7 @@ async def test_is_readable_over_smc_r() -> None:
 
 
 async def test_is_readable_tells_of_a_reset() -> None:
-    client, server = await _pair()
-    async with client, server:
+    async with open_pair("stack") as (client, server):
         server.abort()
         await _until_readable(client)
 

@@ -211,6 +211,7 @@ class Side:
     """One stack.
 
     Attributes:
+      directory: its private directory.
       rnics: its RNICs, memory0 first; `rnic` is that one, which first contacts use.
     """
 
@@ -218,11 +219,11 @@ class Side:
         self.stack = stack = Runtime(config, world.clock)
         stack.timers.work_clock = world.work_clock
         self._fabric = world.fabric
-        self._directory = config.private_directory()
+        self.directory = config.private_directory()
         self._options = rnic
         self.rnics: list[MemoryRnic] = []
         for _ in range(rnics):
-            self._open_rnic()
+            self.open_rnic()
         stack.groups.tcp_watch = cast(Any, _Watch())
         stack.groups.peer_id = world.fabric.number().to_bytes(2, "big") + self.rnic.mac
         self.recorder = Recorder()
@@ -238,14 +239,15 @@ class Side:
 
     def add_rnic(self) -> MemoryRnic:
         """A further RNIC appears while the stack runs."""
-        rnic = self._open_rnic()
+        rnic = self.open_rnic()
         self.stack.rnic_set.on_change(rnic, RnicChange.AVAILABLE)
         return rnic
 
-    def _open_rnic(self) -> MemoryRnic:
+    def open_rnic(self, **options: Any) -> MemoryRnic:
+        """A further RNIC is there before the stack serves a connection."""
         name = f"memory{len(self.rnics)}"
-        rnic = MemoryRnic(self._fabric, **{"name": name, **self._options})
-        rnic.open(self._directory)
+        rnic = MemoryRnic(self._fabric, **{"name": name, **self._options, **options})
+        rnic.open(self.directory)
         self.stack.rnic_set.adopt(rnic)
         self.rnics.append(rnic)
         return rnic
@@ -572,7 +574,7 @@ class World:
         for side in self.sides:
             assert not side.groups
             assert not side.connections
-            assert not side.stack.timers._heap or side.stack.timers.next_deadline() == float("inf")
+            assert side.stack.timers.next_deadline() == float("inf")
         assert not any(self.fabric.held.values()), self.fabric.held
         self.calls.clear()
 

@@ -143,8 +143,8 @@ def test_both_queue_pairs_of_the_first_link_agree(world: World, place: int) -> N
         (qp,), (peer,) = side.rnic.qps.values(), other.rnic.qps.values()
         assert message.qp_mtu == side.rnic.mtu
         assert qp.mtu == 3
-        sends, _ = qp._psns
-        _, expects = peer._psns
+        sends, _ = qp.psns
+        _, expects = peer.psns
         assert message.initial_psn == sends == expects
     assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 

@@ -39,7 +39,7 @@ class RfcPeer:
         self._world = world
         self._tcp = tcp
         self._rnic = MemoryRnic(world.fabric, name="hand0")
-        self._rnic.open(world.sides[0].stack.groups._config.private_directory())
+        self._rnic.open(world.sides[0].directory)
         self._pd = self._rnic.alloc_pd()
         self._qp = self._rnic.create_qp(self._pd)
         self.memory = self._rnic.alloc_memory(LENGTH)

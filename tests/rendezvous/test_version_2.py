@@ -314,8 +314,7 @@ def test_only_rnics_of_version_2_take_part() -> None:
     with World() as world:
         client, server = pair(world)
         for side in (client, server):
-            side._options["routable"] = False
-            side._open_rnic()
+            side.open_rnic(routable=False)
         world.connect(client, server)
         assert client.group.kind is LinkGroupKind.SINGLE
 

@@ -202,7 +202,7 @@ class PlainQueuePair(QueuePair):
         self.remote: tuple[bytes, int] | None = None
         self.receives = 0
         self.mtu = 0
-        self._psns: tuple[int, int] = (-1, -1)
+        self.psns: tuple[int, int] = (-1, -1)
         self.work: deque[Work] = deque()
         self.places = True
         self._closed = False
@@ -227,12 +227,12 @@ class PlainQueuePair(QueuePair):
             raise RnicError(errno.EHOSTUNREACH, "nobody has answered for the address")
         self._to(QpState.INIT, QpState.RTR)
         self.remote = (gid, qp_num)
-        self._psns = (-1, psn)
+        self.psns = (-1, psn)
         self.mtu = mtu
 
     def to_rts(self, *, psn: int) -> None:
         self._to(QpState.RTR, QpState.RTS)
-        self._psns = (psn, self._psns[1])
+        self.psns = (psn, self.psns[1])
 
     def to_err(self) -> None:
         self.fail(notices=self.rnic.fabric.tells_death)
@@ -372,7 +372,7 @@ class PlainQueuePair(QueuePair):
         ports = self.rnic.port_active and peer.rnic.port_active
         path = frozenset((self.rnic.gid, peer.rnic.gid)) not in self.rnic.fabric.cut
         ready = peer.state in (QpState.RTR, QpState.RTS)
-        return ports and path and ready and peer._psns[1] == self._psns[0]
+        return ports and path and ready and peer.psns[1] == self.psns[0]
 
     def _send(self, peer: PlainQueuePair, work: Work) -> WcStatus:
         assert work.message is not None

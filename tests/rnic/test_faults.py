@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import select
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 import trio
 
 import trio_smc
+from tests.peers import open_pair
 from tests.rnic.contract import End, connect, got, make_end, nothing_comes, state_of, until
 from trio_smc.rnic.soft import ring as _ring
 from trio_smc.rnic.soft.device import SoftRnic
@@ -33,17 +35,13 @@ class Faulty:
         self.other = SoftRnic("sound")
         self.rnic.open(directory)
         self.other.open(directory)
-        self._ends: list[End] = []
+        self._pairs = contextlib.ExitStack()
 
     def pair(self) -> tuple[End, End]:
-        a, b = make_end(self.rnic), make_end(self.other)
-        connect(a, b)
-        self._ends += [a, b]
-        return a, b
+        return self._pairs.enter_context(open_pair("link", self.rnic, self.other))
 
     def close(self) -> None:
-        for end in self._ends:
-            end.close()
+        self._pairs.close()
         self.rnic.close()
         self.other.close()
 

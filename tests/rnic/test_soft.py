@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.peers import open_pair
 from tests.rnic.contract import MEMORY, End, connect, got, make_end, nothing_comes, until
 from tests.rnic.soft_peer import BURST, Peer, pause
 from tests.timing import PATIENCE
@@ -48,11 +49,8 @@ def other(directory: Path) -> Iterator[SoftRnic]:
 
 @pytest.fixture
 def pair(rnic: SoftRnic, other: SoftRnic) -> Iterator[tuple[End, End]]:
-    a, b = make_end(rnic), make_end(other)
-    connect(a, b)
-    yield a, b
-    a.close()
-    b.close()
+    with open_pair("link", rnic, other) as ends:
+        yield ends
 
 
 def state(qp: QueuePair) -> QpState:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 
 from tests.lingering import AT_ONCE, Stopwatch, full_table, give_away, lingering
+from tests.peers import open_pair
 from tests.rnic.contract import End, connect, got, make_end, until
 from tests.rnic.packets import receive
 from tests.rnic.test_soft_hostile import Attacker, ended, state
@@ -52,14 +53,11 @@ def victim(rnic: SoftRnic) -> Iterator[End]:
 @pytest.fixture
 def pair(rnic: SoftRnic) -> Iterator[tuple[End, End]]:
     """Two connected ends, which must work to the end."""
-    ends = make_end(rnic), make_end(rnic)
-    connect(*ends)
-    yield ends
-    before = len(ends[1].received)
-    ends[0].qp.post_send(99, b"unharmed")
-    until(got(ends[1], before + 1), *ends)
-    for end in ends:
-        end.close()
+    with open_pair("link", rnic) as ends:
+        yield ends
+        before = len(ends[1].received)
+        ends[0].qp.post_send(99, b"unharmed")
+        until(got(ends[1], before + 1), *ends)
 
 
 def register(rkey: int, length: int = 4096) -> bytes:

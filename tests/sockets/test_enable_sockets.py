@@ -24,6 +24,7 @@ from outcome import Outcome
 from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 
 import trio_smc
+from tests.peers import connect_sockets
 from tests.streams.stream_pairs import cancel_when_blocked
 from trio_smc.sockets.drop_in import DropInSocket
 from trio_smc.streams.rdma_stream import RdmaStream
@@ -77,20 +78,9 @@ def over_smc(sock: DropInSocket) -> bool:
 async def make_pair(
     local_address: str | None = None,
 ) -> tuple[trio.SocketStream, trio.SocketStream]:
-    (listener,) = await trio.open_tcp_listeners(0, host=LOOPBACK)
-    async with listener:
-        ends: list[trio.SocketStream] = []
-
-        async def accept() -> None:
-            ends.append(await listener.accept())
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(accept)
-            client = await trio.open_tcp_stream(
-                *listener.socket.getsockname(), local_address=local_address
-            )
+    client, server = await connect_sockets(local_address)
     assert over_smc(cast(DropInSocket, client.socket))
-    return client, ends[0]
+    return client, server
 
 
 async def make_blocked() -> tuple[trio.SocketStream, trio.SocketStream]:

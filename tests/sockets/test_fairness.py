@@ -8,6 +8,7 @@ import pytest
 import trio
 
 import trio_smc
+from tests.peers import echo
 
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 100
@@ -42,11 +43,6 @@ async def request(stream: trio.SocketStream) -> None:
     while True:
         await stream.send_all(b"x" * 64)
         await stream.receive_some(64)
-
-
-async def echo(stream: trio.SocketStream) -> None:
-    while data := await stream.receive_some(64):
-        await stream.send_all(data)
 
 
 async def lateness(size: int) -> list[float]:

@@ -14,6 +14,7 @@ import trio
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 import trio_smc
+from tests.peers import echo
 from trio_smc.sockets.drop_in import DropInSocket
 
 LOOPBACK = "127.0.0.1"
@@ -36,11 +37,6 @@ def run() -> Iterator[Callable[[str, Callable[[], Any]], Any]]:
         yield run
     finally:
         trio_smc.disable()
-
-
-async def echo(stream: trio.SocketStream) -> None:
-    async for data in stream:
-        await stream.send_all(data)
 
 
 async def request(port: int, data: bytes = b"hello") -> bytes:

@@ -222,8 +222,7 @@ async def test_a_client_tries_again_later(monkeypatch: pytest.MonkeyPatch) -> No
     async with trio_smc.open_stack(), listening() as listener:
         port = listener.socket.getsockname()[1]
         async with trio_smc.open_stack(Config(learn_short=True)) as stack:
-            short = ShortConnections(clock)
-            monkeypatch.setattr(stack.runtime, "short_connections", short)
+            short = stack.runtime.short_connections = ShortConnections(clock)
             for number in range(SHORT_AFTER):
                 short.opened(number, (HOST, port))
                 short.closed(number, 0)

@@ -11,6 +11,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.peers import connect_sockets
 from tests.reused_numbers import reusing
 from trio_smc.stack.tcp_watch import TcpWatch
 
@@ -39,17 +40,10 @@ async def _watch() -> AsyncIterator[TcpWatch]:
     watch.close()
 
 
-async def _tcp_pair() -> tuple[trio.SocketStream, trio.SocketStream]:
-    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    async with listener:
-        client = await trio.open_tcp_stream(*listener.socket.getsockname()[:2])
-        return client, await listener.accept()
-
-
 async def test_a_notified_and_removed_watcher_is_not_kept_alive() -> None:
     """A stream refers to its link group, with the memory of a dead peer."""
     async with _watch() as watch:
-        client, server = await _tcp_pair()
+        client, server = await connect_sockets()
         watcher = Watcher()
         watch.add(server.socket, watcher)
         await client.send_all(b"x")
@@ -68,7 +62,7 @@ async def test_a_notified_and_removed_watcher_is_not_kept_alive() -> None:
 
 async def test_a_reset_notifies_the_watcher() -> None:
     async with _watch() as watch:
-        client, server = await _tcp_pair()
+        client, server = await connect_sockets()
         watcher = Watcher()
         watch.add(server.socket, watcher)
         client.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -84,7 +78,7 @@ async def test_data_on_a_registered_connection_notifies_the_watcher(
     autojump_clock: trio.abc.Clock,
 ) -> None:
     async with _watch() as watch:
-        client, server = await _tcp_pair()
+        client, server = await connect_sockets()
         watcher = Watcher()
         watch.add(server.socket, watcher)
         await trio.sleep(1)  # the clock jumps, so new connections are registered
@@ -101,7 +95,7 @@ async def test_one_of_two_ends_before_they_are_registered(
     autojump_clock: trio.abc.Clock,
 ) -> None:
     async with _watch() as watch:
-        gone, stays = await _tcp_pair()
+        gone, stays = await connect_sockets()
         early, watcher = Watcher(), Watcher()
         watch.add(gone.socket, early)
         watch.add(stays.socket, watcher)
@@ -121,7 +115,7 @@ async def test_the_number_of_a_socket_that_the_program_closed_may_be_reused(
 ) -> None:
     """The program closes the TCP connection of a stream, and another file gets the number."""
     async with _watch() as watch:
-        client, server = await _tcp_pair()
+        client, server = await connect_sockets()
         watcher = Watcher()
         watch.add(server.socket, watcher)
         if registered:
@@ -149,7 +143,7 @@ async def test_the_number_of_a_socket_that_the_program_closed_may_be_reused(
 
 async def test_a_socket_that_the_program_closed_is_removed() -> None:
     async with _watch() as watch:
-        client, server = await _tcp_pair()
+        client, server = await connect_sockets()
         watcher = Watcher()
         watch.add(server.socket, watcher)
         server.socket.close()

@@ -26,6 +26,7 @@ class Pairs:
 
     Attributes:
       client, server: the stacks of the two ends; may be one.
+      listener: the server's.
       ring: capacity of each end's ring, or None over TCP.
     """
 
@@ -35,7 +36,7 @@ class Pairs:
         self.client = client
         self.server = server
         self.ring = ring
-        self._listener = listener
+        self.listener = listener
         self._address = listener.socket.getsockname()
         if ring is None:
             # Accepted sockets inherit the sizes, and are full after little data.
@@ -52,7 +53,7 @@ class Pairs:
         accepted: list[SmcStream] = []
 
         async def accept() -> None:
-            accepted.append(await self._listener.accept())
+            accepted.append(await self.listener.accept())
 
         with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
@@ -130,7 +131,7 @@ def tcp_config() -> Config:
     return Config(rnics=())
 
 
-async def read(stream: SmcStream, count: int) -> bytes:
+async def read(stream: trio.abc.ReceiveStream, count: int) -> bytes:
     """Exactly ``count`` bytes."""
     data = b""
     while len(data) < count:

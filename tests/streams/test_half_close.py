@@ -18,6 +18,7 @@ import trio.testing
 import trustme
 
 import trio_smc
+from tests.peers import connect_sockets
 from tests.streams.stream_pairs import HOST, SMALL_RING, smc_config
 from tests.timing import PATIENCE
 from trio_smc import Config, Mode
@@ -250,10 +251,7 @@ def enabled() -> Iterator[None]:
 
 
 async def _enabled_pair() -> tuple[trio.SocketStream, trio.SocketStream]:
-    (listener,) = await trio.open_tcp_listeners(0, host=HOST)
-    async with listener:
-        client = await trio.open_tcp_stream(*listener.socket.getsockname()[:2])
-        server = await listener.accept()
+    client, server = await connect_sockets()
     smc: Any = server.socket
     assert smc.stream.mode is Mode.SMC_R
     return client, server

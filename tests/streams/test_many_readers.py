@@ -13,6 +13,7 @@ import trio.testing
 
 import trio_smc
 from tests.api.api_peers import HOST, close_all, connect
+from tests.peers import echo
 from tests.timing import PATIENCE
 from trio_smc import Config, SmcStream
 from trio_smc.rnic.dispatch import Dispatcher
@@ -24,11 +25,6 @@ ROUNDS = 20
 CheckpointMode = Literal["strict", "amortised"]
 LONG = 0.001
 """Seconds; longer than a turn with amortised checkpoints may last."""
-
-
-async def echo(stream: SmcStream) -> None:
-    while data := await stream.receive_some():
-        await stream.send_all(data)
 
 
 async def request(stream: SmcStream) -> None:

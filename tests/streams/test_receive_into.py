@@ -12,6 +12,7 @@ import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
+from tests.peers import open_pair
 from tests.streams.stream_pairs import SMALL_RING, Pairs, open_pairs, smc_config, tcp_config
 from trio_smc import SmcStream
 
@@ -31,10 +32,8 @@ async def pairs(request: pytest.FixtureRequest) -> AsyncIterator[Pairs]:
 
 @pytest.fixture
 async def pair(pairs: Pairs) -> AsyncIterator[tuple[SmcStream, SmcStream]]:
-    a, b = await pairs.make()
-    yield a, b
-    await a.aclose()
-    await b.aclose()
+    async with open_pair("stack", pairs) as ends:
+        yield ends
 
 
 async def test_the_same_bytes_as_receive_some(

@@ -7,7 +7,6 @@ import inspect
 import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
-from typing import cast
 
 import pytest
 import trio
@@ -16,11 +15,11 @@ from trio.testing import wait_all_tasks_blocked
 import trio_smc
 from scripts import socket_options
 from tests.datapath.datapath_pair import Pair
+from tests.peers import endpoint_of, open_pair
 from tests.streams.stream_pairs import SMALL_RING, Pairs, open_pairs, read, smc_config, tcp_config
 from trio_smc import SmcStream
 from trio_smc._base.observer import ObserverGroup
 from trio_smc._base.timers import Timers
-from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.streams import socket_options as options_module
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import OPTIONS, Owner, StreamOptions
@@ -38,12 +37,10 @@ async def smc() -> AsyncIterator[Pairs]:
 
 @pytest.fixture
 async def pair(smc: Pairs) -> AsyncIterator[tuple[RdmaStream, RdmaStream]]:
-    client, server = await smc.make()
-    assert isinstance(client, RdmaStream)
-    assert isinstance(server, RdmaStream)
-    yield client, server
-    for stream in (client, server):
-        await stream.aclose()
+    async with open_pair("stack", smc) as (client, server):
+        assert isinstance(client, RdmaStream)
+        assert isinstance(server, RdmaStream)
+        yield client, server
 
 
 @pytest.fixture(params=["smc-r", "tcp"])
@@ -207,7 +204,7 @@ async def test_so_rcvbuf_of_a_listener_sizes_what_it_accepts_later() -> None:
 @pytest.mark.parametrize("eye_catcher", [False, True])
 async def test_the_usable_ring_is_at_least_what_so_rcvbuf_asked(eye_catcher: bool) -> None:
     """All bytes are sent before the server reads, with and without an eye catcher."""
-    async with trio_smc.open_stack(smc_config(rmbe_eye_catcher=eye_catcher)):
+    async with trio_smc.open_stack(smc_config(rmbe_eye_catcher=eye_catcher)) as stack:
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
         for asked in (32768 - 4, 32768 - 3, 32768, 65536):
             listener.socket.setsockopt(SOL, socket.SO_RCVBUF, asked)
@@ -215,7 +212,7 @@ async def test_the_usable_ring_is_at_least_what_so_rcvbuf_asked(eye_catcher: boo
             server = await listener.accept()
             assert isinstance(client, RdmaStream)
             assert isinstance(server, RdmaStream)
-            assert server._core.rmbe.first == (4 if eye_catcher else 0)
+            assert endpoint_of(stack, server).rmbe.first == (4 if eye_catcher else 0)
             with trio.fail_after(5):
                 await client.send_all(bytes(asked))
             for stream in (client, server):
@@ -232,9 +229,10 @@ async def test_so_rcvbuf_of_a_stream_is_its_rmbe(pair: tuple[RdmaStream, RdmaStr
 
 
 async def test_so_sndbuf_bounds_what_is_posted_at_a_time(
-    pair: tuple[RdmaStream, RdmaStream],
+    smc: Pairs, pair: tuple[RdmaStream, RdmaStream]
 ) -> None:
     client, server = pair
+    sender = endpoint_of(smc.client, client).connection.sender
     assert client.getsockopt(SOL, socket.SO_SNDBUF) == SMALL_RING, "size of the peer's element"
     client.setsockopt(SOL, socket.SO_SNDBUF, 1)
     assert client.getsockopt(SOL, socket.SO_SNDBUF) == options_module.MIN_SEND_BUFFER
@@ -248,7 +246,7 @@ async def test_so_sndbuf_bounds_what_is_posted_at_a_time(
         got = b""
         while len(got) < len(data):
             got += await server.receive_some()
-            most = max(most, client._core.sender.unacknowledged)
+            most = max(most, sender.unacknowledged)
     assert got == data
     assert most <= 5000
     client.setsockopt(SOL, socket.SO_SNDBUF, -1)
@@ -356,7 +354,7 @@ async def test_without_nodelay_small_writes_still_need_no_timer(checkpoints: str
 async def test_the_shortest_keepalive_decides_how_soon_an_idle_link_is_tested(smc: Pairs) -> None:
     first, second = await smc.make(), await smc.make()
     assert isinstance(first[0], RdmaStream)
-    group = cast(LinkGroup, first[0]._endpoint.group)
+    group = endpoint_of(smc.client, first[0]).group
     usual = group.config.test_link_interval
     assert group.test_interval == usual
     first[0].setsockopt(TCP, socket.TCP_KEEPIDLE, 5)
@@ -462,7 +460,7 @@ async def test_an_idle_link_is_tested_once_for_all_its_connections() -> None:
 
 
 async def test_accepted_streams_inherit_what_the_listening_socket_has(smc: Pairs) -> None:
-    listening = smc._listener.socket
+    listening = smc.listener.socket
     for level, option, value in (
         (SOL, socket.SO_KEEPALIVE, 1), (TCP, socket.TCP_KEEPIDLE, 4),
         (TCP, socket.TCP_USER_TIMEOUT, 60_000), (SOL, socket.SO_SNDBUF, 8000),
@@ -472,7 +470,7 @@ async def test_accepted_streams_inherit_what_the_listening_socket_has(smc: Pairs
     assert isinstance(server, RdmaStream)
     assert server.getsockopt(SOL, socket.SO_KEEPALIVE) == 1
     assert server.getsockopt(TCP, socket.TCP_KEEPIDLE) == 4
-    assert cast(LinkGroup, server._endpoint.group).test_interval == 4
+    assert endpoint_of(smc.server, server).group.test_interval == 4
     assert server.getsockopt(TCP, socket.TCP_USER_TIMEOUT) == 60_000
     assert server.getsockopt(SOL, socket.SO_SNDBUF) == 8000
     assert client.getsockopt(SOL, socket.SO_KEEPALIVE) == 0
@@ -487,7 +485,7 @@ async def test_accepted_streams_inherit_what_the_listening_socket_has(smc: Pairs
 async def test_closing_with_linger_0_is_an_abort(smc: Pairs, by: str) -> None:
     value = struct.pack("ii", 1, 0)
     if by == "listener":
-        smc._listener.socket.setsockopt(SOL, socket.SO_LINGER, value)
+        smc.listener.socket.setsockopt(SOL, socket.SO_LINGER, value)
     client, server = await smc.make()
     if by == "stream":
         server.setsockopt(SOL, socket.SO_LINGER, value)
@@ -501,16 +499,21 @@ async def test_closing_with_linger_0_is_an_abort(smc: Pairs, by: str) -> None:
     await client.aclose()
 
 
-async def test_closing_with_linger_on_is_no_reset(pair: tuple[RdmaStream, RdmaStream]) -> None:
+async def test_closing_with_linger_on_is_no_reset(
+    smc: Pairs, pair: tuple[RdmaStream, RdmaStream]
+) -> None:
     client, server = pair
+    connections = [
+        endpoint_of(stack, end).connection
+        for stack, end in ((smc.client, client), (smc.server, server))
+    ]
     server.setsockopt(SOL, socket.SO_LINGER, struct.pack("ii", 1, 5))
     await server.send_all(b"last words")
     await server.aclose()
     assert await read(client, 10) == b"last words"
     assert await client.receive_some() == b""
     await client.aclose()
-    assert server._core.state == client._core.state == "CLOSED"
-    assert server._core.error is client._core.error is None
+    assert [(each.state, each.error) for each in connections] == [("CLOSED", None)] * 2
 
 
 # --- user timeout ------------------------------------------------------------------------------

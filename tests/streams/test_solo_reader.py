@@ -13,6 +13,7 @@ import trio
 import trio.testing
 
 import trio_smc
+from tests.peers import echo
 from tests.rnic.pumps import Passes, is_hooked
 from tests.streams.stream_pairs import SMALL_RING, Pairs, close_both, open_pairs, read, smc_config
 from tests.timing import PATIENCE
@@ -60,11 +61,6 @@ class Echoing:
                 await self.request()
             await trio.testing.wait_all_tasks_blocked()
         assert not await is_hooked(self.pump)
-
-
-async def echo(stream: SmcStream) -> None:
-    while data := await stream.receive_some():
-        await stream.send_all(data)
 
 
 @pytest.fixture

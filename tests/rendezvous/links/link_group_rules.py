@@ -107,8 +107,8 @@ def _check_links(group: LinkGroup) -> None:
 def registered(group: LinkGroup) -> set[frozenset[tuple[int, int, int]]]:
     """The RTokens (link number, RKey, address) of each own RMB."""
     return {
-        frozenset((number, region.rkey, region.address) for number, region in regions.items())
-        for regions in group.own_rmbs._regions.values()
+        frozenset((number, *token) for number, token in group.own_rmbs.tokens(rmb).items())
+        for rmb in group.own_rmbs
     }
 
 
@@ -116,7 +116,7 @@ def known(group: LinkGroup) -> set[frozenset[tuple[int, int, int]]]:
     """The RTokens of each RMB of the peer."""
     return {
         frozenset((number, token.rkey, token.address) for number, token in rmb.tokens.items())
-        for rmb in set(group.peer_rmbs._by_token.values())
+        for rmb in group.peer_rmbs
     }
 
 
@@ -134,7 +134,7 @@ def _check_stream(stream: Stream, pairs: Sequence[tuple[LinkGroup, LinkGroup]]) 
         assert isinstance(link, Link), f"{mine!r} sends on {link!r}"
         assert link.state in ("ACTIVE", "TESTING"), f"{mine!r} sends on {link!r}"
         pair = next(pair for pair in pairs if pair[place] is link.group)
-        region = pair[1 - place].own_rmbs._regions[other.rmbe.rmb][link.number]
+        region = pair[1 - place].own_rmbs.tokens(other.rmbe.rmb)[link.number]
         writes_to = (mine.sender.address - mine.messenger.peer_first, mine.messenger.rkey)
         right = (region.address + other.rmbe.offset, region.rkey)
         assert writes_to == right, f"{mine!r} writes to {writes_to}, not {right}"
@@ -144,7 +144,7 @@ def _check_held(world: GroupWorld) -> None:
     """Nothing is open but what groups and connections have."""
     groups = [group for side in world.sides for group in side.groups]
     links = sum(len(group.links) for group in groups)
-    rmbs = [regions for group in groups for regions in group.own_rmbs._regions.values()]
+    rmbs = [group.own_rmbs.tokens(rmb) for group in groups for rmb in group.own_rmbs]
     expected = {
         "memory": len(rmbs), "pd": links, "region": sum(map(len, rmbs)), "qp": links,
     }  # fmt: skip

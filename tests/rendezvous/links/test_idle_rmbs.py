@@ -157,7 +157,7 @@ def test_an_rmb_is_freed_after_the_reply_and_not_used_meanwhile() -> None:
         close(world, [world.connect(client, server, size=BIG) for _ in range(3)])
         keeper = Keeper(world, server, llc.MessageType.DELETE_RKEY)
         world.until_time(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
-        leaving = client.group.own_rmbs._idle.leaving
+        leaving = client.group.own_rmbs.leaving
         before = len(client.group.own_rmbs)
         assert len(leaving) == before - 2
         assert all(rmb.memory.size for rmb in leaving)
@@ -230,9 +230,9 @@ def test_a_deletion_whose_reply_was_lost_is_asked_for_again() -> None:
         close(world, [world.connect(client, server, size=BIG) for _ in range(3)])
         keeper = Keeper(world, server, llc.MessageType.DELETE_RKEY)
         world.until_time(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
-        leaving = client.group.own_rmbs._idle.leaving
+        leaving = client.group.own_rmbs.leaving
         world.fabric.tamper = None
-        carrier = client.group.rkey_exchanges._rkeys_link
+        carrier = client.group.rkey_exchanges.carrier
         assert carrier is not None
         client.record()
         carrier.machine.send("failed")
@@ -252,7 +252,7 @@ def test_a_new_rmb_that_the_peer_may_know_after_all_is_taken_back() -> None:
         world.until(lambda: bool(keeper.kept))
         assert len(server.group.peer_rmbs) == 2
         world.fabric.tamper = None
-        carrier = client.group.rkey_exchanges._rkeys_link
+        carrier = client.group.rkey_exchanges.carrier
         assert carrier is not None
         other = 3 - carrier.number
         carrier.machine.send("failed")

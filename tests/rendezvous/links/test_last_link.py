@@ -139,11 +139,11 @@ def test_an_element_used_again_before_its_last_words_were_heard(world: World, pl
     assert here.state != "CLOSED"
 
     connections = stage.end(place).group.connections
-    element = connections._peer_elements[here]
-    number, token = next(iter(element.rmb.tokens.items()))
+    tokens = stage.end(1 - place).group.own_rmbs.tokens(there.rmbe.rmb)
+    number, token = next(iter(tokens.items()))
     again: Any = SimpleNamespace(
-        rkey=token.rkey, rmb_address=token.address, rmbe_index=element.number,
-        buffer_size=element.size,
+        rkey=token.rkey, rmb_address=token.address, rmbe_index=there.rmbe.index,
+        buffer_size=there.rmbe.size,
     )  # fmt: skip
     connections.attach_untrusted(here, again, stage.end(place).group.links[number])
     assert here.state == "CLOSED"

@@ -383,7 +383,7 @@ def test_the_link_of_a_confirm_rkey_fails_while_another_is_deleted() -> None:
         world.connect(client, server)
         done: list[object] = []
         client.group.request_element(BIG, done.append)
-        carrier = client.group.rkey_exchanges._rkeys_link
+        carrier = client.group.rkey_exchanges.carrier
         assert carrier is not None
         others = [number for number in client.group.links if number != carrier.number]
         server.group.delete_link(others[0])

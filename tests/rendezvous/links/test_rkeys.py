@@ -233,11 +233,11 @@ def test_a_continuation_that_runs_into_a_change_is_tried_again() -> None:
         client, server, _ = with_links(world, 4)
         done = elements(client, 1)
         client.record()
-        world.until(lambda: server.group.rkeys._parts)
+        world.until(lambda: server.group.rkeys.awaits_continuation)
         server.group.exchanges.begin("add_link", server.group.links[1])
         world.settle()
         assert [each.negative for each in all_messages(client) if each.reply] == [False, True]
-        assert not server.group.rkeys._parts
+        assert not server.group.rkeys.awaits_continuation
         assert len(server.group.peer_rmbs) == 1
         server.group.exchanges.machine.send("refused")
         world.pass_time(1.0)
@@ -301,7 +301,7 @@ def test_a_confirm_rkey_without_reply_costs_its_link_and_begins_anew(end: int) -
         side, peer = (client, server) if end == 0 else (server, client)
         assert len(side.group.links) == 2
         done = elements(side, 1)
-        link = side.group.rkey_exchanges._rkeys_link
+        link = side.group.rkey_exchanges.carrier
         assert link is not None
         world.fabric.tamper = lambda qp, m: (
             [] if qp is link.qp and m[0] == llc.MessageType.CONFIRM_RKEY else [m]
@@ -376,7 +376,7 @@ def test_parts_that_do_not_fit_together_cost_the_link(end: int, received: list[A
         side.group.on_llc_untrusted(link, received[-1].encode())
         assert link.state == "DOWN"
         side.group.rkeys.forget_link(1)
-        assert not side.group.rkeys._parts
+        assert not side.group.rkeys.awaits_continuation
 
 
 def test_a_continuation_on_another_link_is_out_of_order() -> None:
@@ -437,9 +437,9 @@ def test_an_echo_that_comes_over_another_link_costs_that_link() -> None:
     with World() as world:
         client, _, _ = with_links(world, 2)
         elements(client, 1)
-        request = client.group.rkey_exchanges._current
+        request = client.group.rkey_exchanges.request
         assert request is not None
-        carrier = client.group.rkey_exchanges._rkeys_link
+        carrier = client.group.rkey_exchanges.carrier
         [other] = [link for link in client.group.links.values() if link is not carrier]
         echo = llc.ConfirmRkey(reply=True, other_tokens=0, rkey=1, address=1)
         with pytest.raises(ProtocolError, match="without a request"):

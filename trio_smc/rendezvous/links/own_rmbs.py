@@ -28,7 +28,7 @@ import enum
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -151,6 +151,14 @@ class OwnRmbs:
         """How many there are, those that come and go included."""
         return len(self._regions)
 
+    def __iter__(self) -> Iterator[Rmb]:
+        return iter(self._regions)
+
+    @property
+    def leaving(self) -> tuple[Rmb, ...]:
+        """The RMBs that the peer has been asked to forget, and has not replied about."""
+        return self._idle.leaving
+
     @property
     def busy(self) -> bool:
         """Whether somebody waits for a new RMB."""
@@ -188,7 +196,7 @@ class OwnRmbs:
 
     def known_to_peer(self) -> tuple[Rmb, ...]:
         """The RMBs that the peer knows, those that it is asked to forget included."""
-        return self.pool.rmbs + self._idle.leaving
+        return self.pool.rmbs + self.leaving
 
     def release(self, rmbe: Rmbe, used: int | None) -> None:
         """Give an element back; ``used`` bytes of its ring were written, None: unknown."""

@@ -7,6 +7,7 @@ whichever link a new message names it on (RFC 7609, 3.5.2.2).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
@@ -58,6 +59,9 @@ class PeerRmbs:
 
     def __len__(self) -> int:
         return len(self._rmbs)
+
+    def __iter__(self) -> Iterator[PeerRmb]:
+        return iter(self._rmbs)
 
     def find(self, link_number: int, rkey: int) -> PeerRmb | None:
         """The RMB that has this RKey on this link."""

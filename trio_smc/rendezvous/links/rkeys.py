@@ -148,6 +148,11 @@ class Rkeys:
         # By link number; at most one on each link.
         self._parts: dict[int, _Parts] = {}
 
+    @property
+    def awaits_continuation(self) -> bool:
+        """True if RTokens of an RMB of the peer are still to come, in a continuation (A.3.6)."""
+        return bool(self._parts)
+
     # --- links come and go --------------------------------------------------------------------
 
     def register_on(self, link: Link) -> None:
@@ -391,6 +396,16 @@ class RkeyExchanges:
         self._peer_requests: deque[PeerRequest] = deque()
         self._put_off: deque[PeerRequest] = deque()
         self._retries: dict[RkeyRequest, Timer] = {}
+
+    @property
+    def request(self) -> RkeyRequest | None:
+        """This side's request that awaits its reply."""
+        return self._current
+
+    @property
+    def carrier(self) -> Link | None:
+        """The link of `request` and of its reply; None between requests."""
+        return self._rkeys_link
 
     # --- requests of this side ------------------------------------------------------------
 
