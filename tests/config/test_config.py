@@ -57,14 +57,13 @@ CALL_FIELDS: dict[str, Any] = {
     "allow": (80,),
     "deny": ("192.0.2.0/24",),
     "learn_short": True,
-    "urgent_inline": True,
 }
 
 
 def test_defaults() -> None:
     config = Config()
     assert (config.rnics, config.discovery, config.assume) == ("auto", "auto", ())
-    assert (config.require_smc, config.rmbe_eye_catcher, config.urgent_inline) == (False,) * 3
+    assert (config.require_smc, config.rmbe_eye_catcher) == (False, False)
     assert (config.spin, config.wake, config.checkpoints) == (50e-6, "auto", None)
     assert (config.handshake_timeout, config.first_contact_timeout, config.llc_timeout) == (6, 5, 2)
     assert (config.test_link_interval, config.test_link_timeout) == (30, 2)
@@ -135,7 +134,6 @@ def test_immutable_and_keyword_only() -> None:
         ("ueids", ("T" * 33,)),
         ("ueids", ("TRIO",) * 9),
         ("learn_short", 100),
-        ("urgent_inline", "no"),
         ("control", 0),
         ("log_events", "yes"),
         ("directory", 5),
@@ -435,6 +433,7 @@ async def test_each_call_refuses_other_objects_than_configs() -> None:
         ("[rnics]\nx = 1", "rnics: "),
         ('"\\u001b[2J" = 1', "there is no setting '\\x1b[2J'"),
         ('"' + "k" * 100_000 + '" = 1', "there is no setting 'kkk"),
+        ("urgent_inline = true", "'urgent_inline': set the socket option SO_OOBINLINE"),
     ],
 )
 def test_hostile_files(tmp_path: Path, text: str, said: str) -> None:

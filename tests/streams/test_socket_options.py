@@ -464,6 +464,7 @@ async def test_accepted_streams_inherit_what_the_listening_socket_has(smc: Pairs
     for level, option, value in (
         (SOL, socket.SO_KEEPALIVE, 1), (TCP, socket.TCP_KEEPIDLE, 4),
         (TCP, socket.TCP_USER_TIMEOUT, 60_000), (SOL, socket.SO_SNDBUF, 8000),
+        (SOL, socket.SO_OOBINLINE, 1),
     ):  # fmt: skip
         listening.setsockopt(level, option, value)
     client, server = await smc.make()
@@ -473,7 +474,9 @@ async def test_accepted_streams_inherit_what_the_listening_socket_has(smc: Pairs
     assert endpoint_of(smc.server, server).group.test_interval == 4
     assert server.getsockopt(TCP, socket.TCP_USER_TIMEOUT) == 60_000
     assert server.getsockopt(SOL, socket.SO_SNDBUF) == 8000
+    assert server.getsockopt(SOL, socket.SO_OOBINLINE) == 1
     assert client.getsockopt(SOL, socket.SO_KEEPALIVE) == 0
+    assert client.getsockopt(SOL, socket.SO_OOBINLINE) == 0
     for stream in (client, server):
         await stream.aclose()
 

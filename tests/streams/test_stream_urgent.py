@@ -20,7 +20,7 @@ from tests.streams.stream_pairs import (
     smc_config,
     tcp_config,
 )
-from trio_smc import Config, SmcStream
+from trio_smc import SmcStream
 
 KINDS = {
     "one-stack": (smc_config(), 1),
@@ -29,7 +29,7 @@ KINDS = {
     "amortised": (smc_config(checkpoints="amortised"), 1),
     "tcp": (tcp_config(), 1),
 }
-INLINE = {"smc": smc_config(urgent_inline=True), "tcp": Config(rnics=(), urgent_inline=True)}
+INLINE = (stdlib_socket.SOL_SOCKET, stdlib_socket.SO_OOBINLINE)
 
 
 @pytest.fixture(params=KINDS)
@@ -42,12 +42,6 @@ async def pairs(request: pytest.FixtureRequest) -> AsyncIterator[Pairs]:
 @pytest.fixture
 async def smc() -> AsyncIterator[Pairs]:
     async with open_pairs(smc_config()) as made:
-        yield made
-
-
-@pytest.fixture(params=INLINE)
-async def inline(request: pytest.FixtureRequest) -> AsyncIterator[Pairs]:
-    async with open_pairs(INLINE[request.param]) as made:
         yield made
 
 
@@ -101,8 +95,9 @@ async def test_an_urgent_byte_ends_a_wait(pairs: Pairs) -> None:
     await close_both(pair)
 
 
-async def test_inline_it_is_read_in_its_place(inline: Pairs) -> None:
-    a, b = pair = await inline.make()
+async def test_inline_it_is_read_in_its_place(pairs: Pairs) -> None:
+    a, b = pair = await pairs.make()
+    b.setsockopt(*INLINE, 1)
     await a.send_urgent(b"abc!")
     with trio.fail_after(20):
         assert await b.wait_urgent() == "present"
@@ -120,13 +115,13 @@ async def test_inline_it_is_read_in_its_place(inline: Pairs) -> None:
 
 async def test_inline_by_socket_option(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
-    assert b.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_OOBINLINE) == 0
-    b.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_OOBINLINE, 1)
-    assert b.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_OOBINLINE) == 1
+    assert b.getsockopt(*INLINE) == 0
+    b.setsockopt(*INLINE, 1)
+    assert b.getsockopt(*INLINE) == 1
     await a.send_urgent(b"abc!")
     assert await b.wait_urgent() == "present"
     assert await read(b, 4) == b"abc!"
-    b.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_OOBINLINE, 0)
+    b.setsockopt(*INLINE, 0)
     await a.send_urgent(b"def!")
     assert await b.receive_urgent() == b"!"
     assert await read(b, 3) == b"def"

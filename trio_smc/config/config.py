@@ -227,7 +227,6 @@ class Config:
       deny: connections that may not use SMC-R, even if `allow` has them. For example those that
         IPsec protects, because RDMA writes would bypass it (RFC 7609, 5).
       learn_short: use TCP for peers whose connections have been short several times in a row.
-      urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
       control: answer the same user's ``trio-smc`` commands, on a socket in `directory`.
       log_events: write decisions about modes, changes of links, and aborts to the log
         "trio_smc.events", with fields for log collectors (docs/monitoring.md).
@@ -263,7 +262,6 @@ class Config:
     allow: tuple[Listed, ...] = ()
     deny: tuple[Listed, ...] = ()
     learn_short: bool = False
-    urgent_inline: bool = False
     control: bool = True
     log_events: bool = False
     capture: Path | str | None = None
@@ -469,7 +467,6 @@ _CHECKS: Final[Mapping[str, _Check]] = {
     "allow": partial(check_list, ports=True),
     "deny": partial(check_list, ports=True),
     "learn_short": _boolean,
-    "urgent_inline": _boolean,
     "control": _boolean,
     "log_events": _boolean,
     "capture": _path(),

@@ -22,6 +22,7 @@ _LONGEST_RNIC: Final = 128  # characters
 # Settings of earlier releases, with their replacements.
 _REMOVED: Final = {
     "max_handshakes": "set handshake_limit",
+    "urgent_inline": "set the socket option SO_OOBINLINE",
 }
 
 

@@ -214,7 +214,6 @@ class Arrival:
             groups.tcp_ended,
             accepted=self._accepted_from,
             spoke=self._clc_begun,
-            urgent_inline=self._config.urgent_inline,
         )
         groups.count_tcp(stream, fallback)
         return stream

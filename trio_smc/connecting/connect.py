@@ -126,7 +126,6 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
         outcome,
         stack.groups.tcp_ended,
         spoke=attempt.spoke,
-        urgent_inline=config.urgent_inline,
     )
     stack.groups.count_tcp(stream, outcome)
     return stream

@@ -73,7 +73,6 @@ def established_stream(
         close_timeout=config.close_timeout,
         flush_later=stack.pump.flush_later if amortised else None,
     )
-    endpoint.connection.receiver.urgent_inline = config.urgent_inline
     endpoint.adopt(sock)
     view = LinkGroupView(endpoint.group, stack.check_not_forked)
     stream = RdmaStream(stack, endpoint, view, sock, config, accepted)

@@ -242,7 +242,6 @@ class GroupTable:
             host=endpoint,
             close_timeout=self._config.close_timeout,
         )
-        connection.receiver.urgent_inline = self._config.urgent_inline
         connection.in_turn = self.timers.in_turn
         group.add_connection(connection.alert_token, connection)
         self.endpoints[connection] = endpoint

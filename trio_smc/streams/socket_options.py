@@ -262,6 +262,8 @@ class StreamOptions:
         """Apply the options that an accepted TCP connection has from its listening socket."""
         if found.keepalive:
             self.set_keepalive(1)
+        if found.urgent_inline:
+            self.set_urgent_inline(1)
         if found.user_timeout:
             self.set_user_timeout(found.user_timeout)
         if found.locks & SNDBUF_LOCKED:
@@ -507,7 +509,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option(
         level="SOL_SOCKET", name="SO_OOBINLINE", owner=Owner.DATA_PATH,
         meaning="On: urgent bytes that arrive from now on stay in the stream, and "
-        "receive_urgent() raises EINVAL. The default is Config.urgent_inline.",
+        "receive_urgent() raises EINVAL.",
         write=StreamOptions.set_urgent_inline, read=StreamOptions.urgent_inline,
     ),
     Option(
@@ -590,8 +592,8 @@ fallback, they set and read options of the TCP socket. Over SMC-R:
 _TAIL: Final = """
 "kept": the value is accepted, stored and returned, without an effect. Every option that is not
 listed belongs to the TCP connection (`SmcStream.socket`). Accepted connections inherit SO_RCVBUF,
-SO_SNDBUF, SO_KEEPALIVE and its times, SO_LINGER and TCP_USER_TIMEOUT from the listening socket (the
-buffer sizes since Linux 5.16).
+SO_SNDBUF, SO_KEEPALIVE and its times, SO_LINGER, SO_OOBINLINE and TCP_USER_TIMEOUT from the
+listening socket (the buffer sizes since Linux 5.16).
 """
 
 
@@ -618,12 +620,14 @@ class Inherited(NamedTuple):
 
     Fields:
       keepalive: SO_KEEPALIVE.
+      urgent_inline: SO_OOBINLINE.
       user_timeout: TCP_USER_TIMEOUT, milliseconds.
       locks: bits for the buffer sizes that were set; 0 before Linux 5.16, which does not report
         them.
     """
 
     keepalive: int
+    urgent_inline: int
     user_timeout: int
     locks: int
 
@@ -631,9 +635,10 @@ class Inherited(NamedTuple):
 def inherited(sock: trio.socket.SocketType | socket.socket) -> Inherited:
     """The options that were set on ``sock``, or on the listening socket that accepted it."""
     if sys.platform != "linux":
-        return Inherited(0, 0, 0)  # every connection is TCP
+        return Inherited(0, 0, 0, 0)  # every connection is TCP
     return Inherited(
         _option_or_zero(sock, socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+        _option_or_zero(sock, socket.SOL_SOCKET, socket.SO_OOBINLINE),
         _option_or_zero(sock, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
         _option_or_zero(sock, socket.SOL_SOCKET, _SO_BUF_LOCK),
     )

@@ -205,8 +205,8 @@ class SmcStream(HalfCloseableStream):
     async def receive_urgent(self) -> bytes:
         """Wait for the urgent byte and receive it; a newer urgent byte replaces an older one.
 
-        The byte is not in the stream, unless ``Config(urgent_inline=True)`` or SO_OOBINLINE is set:
-        then `receive_some` returns the byte, and this method raises OSError (EINVAL).
+        The byte is not in the stream, unless the socket option SO_OOBINLINE is set: then
+        `receive_some` returns the byte, and this method raises OSError (EINVAL).
 
         Raises:
           trio.EndOfChannel, trio.ClosedResourceError, trio.BrokenResourceError,

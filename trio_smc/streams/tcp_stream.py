@@ -47,7 +47,6 @@ class TcpStream(SmcStream):
       on_release: called once, before the socket is closed or detached.
       accepted: on a server, the peer's address from ``accept``.
       spoke: CLC messages were sent or received on the connection.
-      urgent_inline: as `Config.urgent_inline`.
     """
 
     mode = Mode.TCP
@@ -62,13 +61,12 @@ class TcpStream(SmcStream):
         *,
         accepted: Any = None,
         spoke: bool = False,
-        urgent_inline: bool = False,
     ) -> None:
         self.socket = sock
         self.accepted: Any = accepted
         self.fallback: Fallback | None = fallback
         self._on_release: Callable[[TcpStream], None] | None = on_release
-        self._urgent = TcpUrgent(sock, urgent_inline)
+        self._urgent = TcpUrgent(sock)
         # CLC messages are no data of the application.
         self._handshake_bytes = _bytes_so_far(sock) if spoke else (0, 0)
         self._carried = self._handshake_bytes
@@ -189,16 +187,12 @@ class TcpUrgent:
 
     Args:
       sock: the connected socket; its owner closes it.
-      inline: leave the urgent byte in the stream (SO_OOBINLINE).
     """
 
-    def __init__(self, sock: trio.socket.SocketType, inline: bool) -> None:
+    def __init__(self, sock: trio.socket.SocketType) -> None:
         self._sock = sock
         self._epoll: select.epoll | None = None
         self._sending = False
-        if inline:
-            with contextlib.suppress(OSError):  # the connection was reset: the next read raises
-                sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_OOBINLINE, 1)
 
     @property
     def sending(self) -> bool:
