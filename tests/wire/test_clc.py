@@ -181,7 +181,9 @@ def test_malformed(data: bytes) -> None:
 def test_nine_prefixes() -> None:
     prefix = bytes(16) + b"\x40"
     body = patch(PROPOSAL[:48], 47, b"\x09") + 9 * prefix + clc.EYE_CATCHER
-    with pytest.raises(ProtocolError, match="9 IPv6 prefixes"):
+    with pytest.raises(
+        ProtocolError, match="CLC PROPOSAL: 9 ipv6_prefixes in a message that holds 8"
+    ):
         clc.decode_untrusted(patch(body, 5, len(body).to_bytes(2, "big")))
 
 
@@ -377,8 +379,8 @@ def test_version_0_is_refused_by_the_header_alone() -> None:
         (lambda: _proposal(version=2, flags=8, v2=OFFER), "version and flags offer none"),
         (lambda: _proposal(v2=OFFER), "version and flags offer none"),
         (lambda: _proposal(version=2, flags=2, ipv4_mask_length=8), "without a version-1 offer"),
-        (lambda: _proposal(ipv6_prefixes=(PREFIX,) * 9), "9 IPv6 prefixes"),
-        (lambda: clc.Ipv6Prefix(prefix=bytes(15), length=1), "16 bytes, not 15"),
+        (lambda: _proposal(ipv6_prefixes=(PREFIX,) * 9), "9 ipv6_prefixes where 8"),
+        (lambda: clc.Ipv6Prefix(prefix=bytes(15), length=1), "prefix has 15 bytes instead of 16"),
         (lambda: clc.Ipv6Prefix(prefix=bytes(16), length=129), "prefix of 129 bits"),
         (lambda: _accept(qp_number=0), "QP number 0"),
         (lambda: _accept(rmbe_index=256), "rmbe_index is 256"),

@@ -278,7 +278,7 @@ def _confirm(**changes: Any) -> object:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: clc.V2Offer(eids=(bytes(32),) * 9, gid=bytes(16), release=1), "9 EIDs"),
+        (lambda: clc.V2Offer(eids=(bytes(32),) * 9, gid=bytes(16), release=1), "9 eids where 8"),
         (lambda: clc.V2Offer(eids=(b"SHORT",), gid=bytes(16), release=1), "32 bytes"),
         (lambda: clc.V2Offer(eids=(), gid=bytes(15), release=1), "gid has 15 bytes"),
         (lambda: clc.V2Offer(eids=(), gid=bytes(16), release=16), "release is 16"),
@@ -296,7 +296,7 @@ def _confirm(**changes: Any) -> object:
         ),
         (lambda: _confirm(gids=(bytes(15),)), "16 bytes"),
         (lambda: _confirm(gids=(vectors.GID,) * 54), "54 GIDs"),
-        (lambda: clc.Decline(peer_id=bytes(8), diagnosis=0, system=2), "do not tell the system"),
+        (lambda: clc.Decline(peer_id=bytes(8), diagnosis=0, system=2), "no field for the system"),
     ],
 )
 def test_what_cannot_be_sent_cannot_be_built(build: Callable[[], object], text: str) -> None:

@@ -509,22 +509,22 @@ class Negotiation(ABC):
                 gids[:_GIDS] if end.group.client and self.first_contact else (),
                 first=self.first_contact, host=self._host.offer.host,
             )  # fmt: skip
-        return kind.of(
-            self._host.peer_id,
-            self._terms.version,
+        return kind(
+            peer_id=self._host.peer_id,
+            version=self._terms.version,
             # A.2.4 reserves the bit in Confirm; version 2 has it there, too.
-            self.first_contact and (kind is clc.Accept or self._terms.version > 1),
-            rnic.gid,
-            rnic.mac,
-            link.qp.qp_num,
-            region.rkey,
-            rmbe.index,
-            end.connection.alert_token,
-            rmbe_size_code(rmbe.size),
-            rnic.mtu,
-            region.address,
-            link.psn,
-            v2,
+            first_contact=self.first_contact and (kind is clc.Accept or self._terms.version > 1),
+            gid=rnic.gid,
+            mac=rnic.mac,
+            qp_number=link.qp.qp_num,
+            rkey=region.rkey,
+            rmbe_index=rmbe.index,
+            alert_token=end.connection.alert_token,
+            buffer_size_code=rmbe_size_code(rmbe.size),
+            qp_mtu=rnic.mtu,
+            rmb_address=region.address,
+            initial_psn=link.psn,
+            v2=v2,
         )
 
     def _send(self, message: clc.Message) -> None:

@@ -1,8 +1,9 @@
 """Connection Layer Control messages (RFC 7609, A.2): the handshake on the TCP connection.
 
 Each message is a value with ``encode() -> bytes``; :func:`decode_untrusted` makes a value from the
-bytes of a peer.  A constructor raises ValueError for a value that may not be sent.  Reserved bits
-are sent as zero and ignored when received (A.2).
+bytes of a peer.  A field's annotation gives its position, in bytes from the start of the message or
+of its part (``trio_smc.wire.layout``).  A constructor raises ValueError for a value that may not be
+sent.  Reserved bits are sent as zero and ignored when received (A.2).
 
 After a Decline the application's bytes follow at once, so no byte beyond a message may be read
 from the TCP connection.  :class:`ClcReader` reads :data:`HEADER_SIZE` bytes, decodes the length and
@@ -48,14 +49,14 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.wire.fields import EID_SIZE, MAX_EIDS, RMBE_SIZE_UNIT, Value, eid_name
+from trio_smc.wire.layout import Bits, Layout, Slots, Span, laid_out
 
 __all__ = [
     "EYE_CATCHER",
@@ -97,38 +98,21 @@ MAX_PREFIXES = 8
 LINUX = 2
 """The operating system that we say we are (version 2)."""
 
-_HEADER = struct.Struct(">4sBHB")  # eye catcher, type, length, version and flags
-_PROPOSAL = struct.Struct(">4sBHB8s16s6sH")  # the last is the offset to the prefix area, figure 26
-_AREA = struct.Struct(">4sB2xB")  # IPv4 subnet, its length, number of IPv6 prefixes, figure 27
-_PREFIX = struct.Struct(">16sB")
-_ACCEPT = struct.Struct(">4sBHB8s16s6s3sIBIBxQx3s")  # and Confirm, figures 28 and 29
-_DECLINE = struct.Struct(">4sBHB8sIB3x")  # figure 30; version 2 has the operating system
+_HEADER = struct.Struct(">4sBH")  # eye catcher, type, length; then version and flags
 _DIAGNOSIS = struct.Struct(">4I")
-# Version 2.  In a Proposal, before the prefix area: the offset of the extension from there on.
-_V2_AREA = struct.Struct(">10xH28x")
-_V2_OFFSETS_FROM = _PROPOSAL.size + 12
-# The extension: numbers of EIDs and of SMC-D's GIDs, release, offset of what SMC-D adds, GID,
-# limits (connections, links), features.  EIDs follow.
-_V2_OFFER = struct.Struct(">BBxBxxH16sBBH12x")
-_V2_ANSWER = struct.Struct(">32s8x")  # EID
-# Direct, system and release, host, limits, features.
-_V2_FIRST = struct.Struct(">BB2x32sBBH12x")
-_V2_GIDS = struct.Struct(">B3x")  # how many
 
 _MIN_PROPOSAL_SIZE = 52
-_ACCEPT_SIZE = _ACCEPT.size + len(EYE_CATCHER)
-_V2_ACCEPT_SIZE = _ACCEPT_SIZE + _V2_ANSWER.size
-_V2_FIRST_ACCEPT_SIZE = _V2_ACCEPT_SIZE + _V2_FIRST.size
-_V2_FIRST_CONFIRM_SIZE = _V2_FIRST_ACCEPT_SIZE + _V2_GIDS.size
+_ACCEPT_SIZE = 68
+_V2_ACCEPT_SIZE = 108
+_V2_FIRST_ACCEPT_SIZE = 160
+_V2_FIRST_CONFIRM_SIZE = 164  # and 16 for each GID
 _DECLINE_SIZES = (28, 44)
 
 _CACHED_PROPOSALS = 64  # how many encoded and decoded Proposals are cached
-_FIRST_CONTACT = _OUT_OF_SYNC = 0x08  # in byte 7; in Confirm from version 2 on
 # Version 2 and newer: the two low bits of a Proposal's flags are the offer of version 1, the two
 # above them that of version 2.  (1 is SMC-D.)
 _OFFER_MASK, _SMC_R, _NOTHING, _BOTH = 0x03, 0, 2, 3
 _NO_GID = bytes(16)
-_DIRECT = 0x80
 _END_OF_MEMORY = 1 << 64
 _MAX_GIDS = (MAX_MESSAGE_SIZE - _V2_FIRST_CONFIRM_SIZE) // len(_NO_GID)
 
@@ -170,37 +154,43 @@ _LENGTH_STARTS: dict[int, frozenset[int]] = {
 }
 
 
-@contextmanager
-def _decoding_untrusted(kind: MessageType) -> Iterator[None]:
-    """Turn ValueError of a constructor into ProtocolError, because the values were received."""
-    try:
-        yield
-    except ValueError as error:
-        raise ProtocolError(f"CLC {kind.name}: {error}") from None
-
-
-_Sizes: TypeAlias = tuple[tuple[str, int], ...]
-
-
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class _Part(Value):
-    """A message, or a part of one, whose fields have sizes."""
+    """A message, or a part of one, whose fields have positions."""
 
-    # Names of fields, with their sizes in bytes or in bits.
-    SIZES: ClassVar[_Sizes] = ()
-    BITS: ClassVar[_Sizes] = ()
+    LAYOUT: ClassVar[Layout]
 
     def __post_init__(self) -> None:
-        for name, size in self.SIZES:
-            if len(getattr(self, name)) != size:
-                raise ValueError(f"{name} has {len(getattr(self, name))} bytes instead of {size}")
-        for name, bits in self.BITS:
-            if not 0 <= getattr(self, name) < 1 << bits:
-                raise ValueError(f"{name} is {getattr(self, name)}, beyond {bits} bits")
+        self.LAYOUT.check(self)
         self._check()
 
     def _check(self) -> None:
-        """Raise ValueError for values that this class forbids."""
+        """Raise ValueError for values that fit their fields, but may not be sent."""
+
+    def encode(self) -> bytes:
+        """The bytes on the wire."""
+        return bytes(self.LAYOUT.pack(self))
+
+    @classmethod
+    def read_untrusted(cls, data: bytes, version: int = 1, **more: Any) -> Self:
+        """Decode bytes, at least as many as the layout has.
+
+        Parameters:
+          version: whose fields are read, 1 or 2.
+          more: the fields that have no position.
+
+        Raises:
+          ProtocolError: a value is forbidden.
+        """
+        # Without the constructor, whose `Layout.check` is superfluous here and takes a while.
+        part = object.__new__(cls)
+        try:
+            for name, value in (cls.LAYOUT.unpack_untrusted(data, version) | more).items():
+                setattr(part, name, value)
+            part._check()
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        return part
 
 
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
@@ -213,11 +203,9 @@ class ClcMessage(_Part):
     """
 
     TYPE: ClassVar[MessageType]
-    SIZES: ClassVar[_Sizes] = (("peer_id", 8),)
-    BITS: ClassVar[_Sizes] = (("version", 4),)
 
-    peer_id: bytes
-    version: int = VERSION
+    peer_id: Annotated[bytes, Span(8, 8)]
+    version: Annotated[int, Bits(7, 0xF0)] = VERSION
 
     def _check(self) -> None:
         if self.version == 0:
@@ -228,21 +216,58 @@ class ClcMessage(_Part):
         """The version of our answer: the lowest common one (A.2)."""
         return min(VERSION, self.version)
 
+    def _framed(self, rest: bytes = b"") -> bytes:
+        """The message: header, fields with a position, ``rest``, trailer."""
+        body = self.LAYOUT.pack(self, min(self.version, 2))
+        body += rest + EYE_CATCHER
+        _HEADER.pack_into(body, 0, EYE_CATCHER, self.TYPE, len(body))
+        return bytes(body)
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
-class Ipv6Prefix(Value):
+    @classmethod
+    def decode_untrusted(cls, raw: bytes) -> Self:
+        """Decode a message whose header and trailer were checked.
+
+        Raises:
+          ProtocolError: the parts do not add up to the length, or have forbidden values.
+        """
+        return cls.read_untrusted(raw, min(raw[7] >> 4, 2))
+
+
+@laid_out(17)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
+class Ipv6Prefix(_Part):
     """One IPv6 prefix of a Proposal (figure 27): 16 bytes, and how many bits of them count."""
 
-    prefix: bytes
-    length: int
+    prefix: Annotated[bytes, Span(0, 16)]
+    length: Annotated[int, Span(16, 1)]
 
-    def __post_init__(self) -> None:
-        if len(self.prefix) != 16:
-            raise ValueError(f"an IPv6 prefix has 16 bytes, not {len(self.prefix)}")
-        if not 0 <= self.length <= 128:
+    def _check(self) -> None:
+        if self.length > 128:
             raise ValueError(f"IPv6 prefix of {self.length} bits")
 
 
+@laid_out(8)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
+class _PrefixArea(_Part):
+    """The prefix area of a Proposal, figure 27; the fields are those of `Proposal`."""
+
+    ipv4_subnet: Annotated[bytes, Span(0, 4)] = bytes(4)
+    ipv4_mask_length: Annotated[int, Span(4, 1)] = 0
+    ipv6_prefixes: Annotated[
+        tuple[Ipv6Prefix, ...], Slots(8, 17, slots=MAX_PREFIXES, count_in=7)
+    ] = ()
+
+    def _check(self) -> None:
+        if self.ipv4_mask_length > 32:
+            raise ValueError(f"IPv4 mask of {self.ipv4_mask_length} bits")
+
+    @property
+    def size(self) -> int:
+        """Bytes on the wire."""
+        return self.LAYOUT.size + Ipv6Prefix.LAYOUT.size * len(self.ipv6_prefixes)
+
+
+@laid_out(40)
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class V2Offer(_Part):
     """The offer of version 2 in a Proposal.
@@ -255,55 +280,27 @@ class V2Offer(_Part):
       features: from release 1 on, a mask of 16 bits.
     """
 
-    SIZES: ClassVar[_Sizes] = (("gid", 16),)
-    BITS: ClassVar[_Sizes] = (
-        ("release", 4),
-        ("max_connections", 8),
-        ("max_links", 8),
-        ("features", 16),
-    )
-
-    eids: tuple[bytes, ...]
-    gid: bytes
-    release: int
-    max_connections: int = 0
-    max_links: int = 0
-    features: int = 0
-
-    def _check(self) -> None:
-        if len(self.eids) > MAX_EIDS:
-            raise ValueError(f"{len(self.eids)} EIDs")
-        if any(len(eid) != EID_SIZE for eid in self.eids):
-            raise ValueError(f"an EID has {EID_SIZE} bytes")
-
-    def encode(self) -> bytes:
-        """The extension at a Proposal's end."""
-        limits = self.max_connections, self.max_links, self.features
-        head = _V2_OFFER.pack(len(self.eids), 0, self.release << 4, 0, self.gid, *limits)
-        return head + b"".join(self.eids)
+    eids: Annotated[tuple[bytes, ...], Slots(40, EID_SIZE, slots=MAX_EIDS, count_in=0)]
+    gid: Annotated[bytes, Span(8, 16)]
+    release: Annotated[int, Bits(3, 0xF0)]
+    max_connections: Annotated[int, Span(24, 1)] = 0
+    max_links: Annotated[int, Span(25, 1)] = 0
+    features: Annotated[int, Span(26, 2)] = 0
 
     @classmethod
-    def read_untrusted(cls, data: bytes) -> V2Offer:
+    def decode_untrusted(cls, data: bytes) -> Self:
         """Decode the rest of a Proposal, trailer excluded, from the extension on.
 
         Raises:
           ProtocolError: the parts do not add up to the length, or there are too many EIDs.
         """
-        if len(data) < _V2_OFFER.size:
-            raise ProtocolError("CLC PROPOSAL: no room for what version 2 adds")
-        count, _, release, smc_d, gid, connections, links, features = _V2_OFFER.unpack_from(data)
-        end = _V2_OFFER.size + EID_SIZE * count
-        if end > len(data) or (end < len(data) and not smc_d):
-            raise ProtocolError(f"CLC PROPOSAL: {count} EIDs in {len(data)} bytes")
-        with _decoding_untrusted(MessageType.PROPOSAL):
-            return cls(
-                eids=tuple(data[at : at + EID_SIZE] for at in range(_V2_OFFER.size, end, EID_SIZE)),
-                gid=gid,
-                release=release >> 4,
-                max_connections=connections,
-                max_links=links,
-                features=features,
-            )
+        if len(data) < cls.LAYOUT.size:
+            raise ProtocolError("no room for what version 2 adds")
+        offer = cls.read_untrusted(data)
+        smc_d = any(data[6:8])  # the offset of what SMC-D adds behind the EIDs
+        if not smc_d and len(data) > cls.LAYOUT.size + EID_SIZE * len(offer.eids):
+            raise ProtocolError(f"{len(offer.eids)} EIDs in {len(data)} bytes")
+        return offer
 
 
 def proposal_flags(*, v1: bool, v2: bool) -> int:
@@ -311,6 +308,7 @@ def proposal_flags(*, v1: bool, v2: bool) -> int:
     return (_SMC_R if v2 else _NOTHING) << 2 | (_SMC_R if v1 else _NOTHING)
 
 
+@laid_out(40)
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Proposal(ClcMessage):
     """SMC Proposal, figure 26: 52 bytes for IPv4, 17 more for every IPv6 prefix.
@@ -330,12 +328,10 @@ class Proposal(ClcMessage):
     """
 
     TYPE: ClassVar[MessageType] = MessageType.PROPOSAL
-    SIZES: ClassVar[_Sizes] = (("peer_id", 8), ("gid", 16), ("mac", 6), ("ipv4_subnet", 4))
-    BITS: ClassVar[_Sizes] = (("version", 4), ("flags", 4))
 
-    gid: bytes
-    mac: bytes
-    flags: int = 0
+    gid: Annotated[bytes, Span(16, 16)]
+    mac: Annotated[bytes, Span(32, 6)]
+    flags: Annotated[int, Bits(7, 0x0F, 2)] = 0
     ipv4_subnet: bytes = bytes(4)
     ipv4_mask_length: int = 0
     ipv6_prefixes: tuple[Ipv6Prefix, ...] = ()
@@ -348,30 +344,38 @@ class Proposal(ClcMessage):
 
     def _check(self) -> None:
         ClcMessage._check(self)
-        if not 0 <= self.ipv4_mask_length <= 32:
-            raise ValueError(f"IPv4 mask of {self.ipv4_mask_length} bits")
-        if len(self.ipv6_prefixes) > MAX_PREFIXES:
-            raise ValueError(f"{len(self.ipv6_prefixes)} IPv6 prefixes")
         if self.version == 1 and self.flags:
             raise ValueError(f"flags {self.flags} where version 1 has none")
-        area = self.ipv4_subnet, self.ipv4_mask_length, self.ipv6_prefixes
-        if not _has_prefixes(self.version, self.flags) and area != (bytes(4), 0, ()):
+        if self.prefix_area() != _PrefixArea() and not _has_prefixes(self.version, self.flags):
             raise ValueError("prefixes without a version-1 offer")
         if self.v2 is not None and not _offers_v2(self.version, self.flags):
             raise ValueError("v2 where version and flags offer none")
+
+    def prefix_area(self) -> _PrefixArea:
+        """The fields with the prefixes, as they are on the wire.  Raises ValueError."""
+        return _PrefixArea(
+            ipv4_subnet=self.ipv4_subnet,
+            ipv4_mask_length=self.ipv4_mask_length,
+            ipv6_prefixes=self.ipv6_prefixes,
+        )
 
     def encode(self) -> bytes:
         """The message on the wire."""
         return _encoded(self)
 
     @classmethod
-    def read_untrusted(cls, raw: bytes) -> Proposal:
-        """Decode a Proposal whose header and trailer were checked.
-
-        Raises:
-          ProtocolError: the parts do not add up to the length, or have forbidden values.
-        """
+    def decode_untrusted(cls, raw: bytes) -> Proposal:
+        """As `ClcMessage.decode_untrusted`."""
         return _decoded_untrusted(raw)
+
+
+# Where a Proposal has the offset of its prefix area, counted from the end of it (figure 26).
+_AREA_OFFSET = slice(38, 40)
+# From version 2 on 40 bytes come before the prefix area, and have the offset of the extension,
+# which is counted from its own end, too.
+_V2_OFFSET = slice(50, 52)
+_V2_AREA_SIZE = 40
+_V2_AREA_END = _AREA_OFFSET.stop + _V2_AREA_SIZE
 
 
 def _has_prefixes(version: int, flags: int) -> bool:
@@ -385,76 +389,48 @@ def _offers_v2(version: int, flags: int) -> bool:
 @functools.lru_cache(_CACHED_PROPOSALS)
 def _encoded(m: Proposal) -> bytes:
     """Cached, because a client sends the same Proposal for all its connections."""
-    prefixes = b""
-    if _has_prefixes(m.version, m.flags):
-        prefixes = _AREA.pack(m.ipv4_subnet, m.ipv4_mask_length, len(m.ipv6_prefixes))
-        prefixes += b"".join(_PREFIX.pack(each.prefix, each.length) for each in m.ipv6_prefixes)
-    area, offer = b"", b"" if m.v2 is None else m.v2.encode()
-    if m.version > 1:
-        at = _PROPOSAL.size + _V2_AREA.size + len(prefixes)
-        area = _V2_AREA.pack(at - _V2_OFFSETS_FROM if offer else 0)
-    body = area + prefixes + offer + EYE_CATCHER
-    return (
-        _PROPOSAL.pack(
-            EYE_CATCHER,
-            m.TYPE,
-            _PROPOSAL.size + len(body),
-            m.version << 4 | m.flags,
-            m.peer_id,
-            m.gid,
-            m.mac,
-            len(area) if prefixes else 0,
-        )
-        + body
-    )
+    prefixes = m.prefix_area().encode() if _has_prefixes(m.version, m.flags) else b""
+    offer = b"" if m.v2 is None else m.v2.encode()
+    area = bytes(_V2_AREA_SIZE if m.version > 1 else 0)
+    message = bytearray(m._framed(area + prefixes + offer))
+    if prefixes:
+        message[_AREA_OFFSET] = len(area).to_bytes(2, "big")
+    if offer:
+        at = _V2_AREA_END + len(prefixes)
+        message[_V2_OFFSET] = (at - _V2_OFFSET.stop).to_bytes(2, "big")
+    return bytes(message)
 
 
 @functools.lru_cache(_CACHED_PROPOSALS)
 def _decoded_untrusted(raw: bytes) -> Proposal:
     """Cached, because a peer sends the same Proposal for all its connections."""
-    *_, last, peer_id, gid, mac, skip = _PROPOSAL.unpack_from(raw)
-    version = last >> 4
-    flags = last & 0x0F if version > 1 else 0
-    data, end = raw[:-4], _PROPOSAL.size
+    version, flags = raw[7] >> 4, raw[7] & 0x0F
+    data, end = raw[: -len(EYE_CATCHER)], _AREA_OFFSET.stop
+    skip = int.from_bytes(raw[_AREA_OFFSET], "big")
     parts: dict[str, Any] = {}
     if _has_prefixes(version, flags):
         # A reader that trusts this offset, or the number of prefixes, reads beyond the message
         # (CVE-2024-49571).
-        parts, end = _prefixes_untrusted(data, _PROPOSAL.size + skip)
+        start = end + skip
+        if start + _PrefixArea.LAYOUT.size > len(data):
+            raise ProtocolError(f"no room for a prefix area at byte {start}")
+        area = _PrefixArea.read_untrusted(data[start:])
+        parts["ipv4_subnet"] = area.ipv4_subnet
+        parts["ipv4_mask_length"] = area.ipv4_mask_length
+        parts["ipv6_prefixes"] = area.ipv6_prefixes
+        end = start + area.size
     if version == 1 and end < len(data):
-        raise ProtocolError(f"CLC PROPOSAL: {len(data) - end} bytes behind the prefixes")
-    if _offers_v2(version, flags) and (not parts or skip >= _V2_AREA.size):
-        if len(data) < _PROPOSAL.size + _V2_AREA.size:
-            raise ProtocolError("CLC PROPOSAL: no room for version 2")
-        [offset] = _V2_AREA.unpack_from(data, _PROPOSAL.size)
-        if offset:
-            at, end = _V2_OFFSETS_FROM + offset, max(end, _PROPOSAL.size + _V2_AREA.size)
+        raise ProtocolError(f"{len(data) - end} bytes behind the prefixes")
+    if _offers_v2(version, flags) and (not parts or skip >= _V2_AREA_SIZE):
+        if len(data) < _V2_AREA_END:
+            raise ProtocolError("no room for version 2")
+        distance = int.from_bytes(data[_V2_OFFSET], "big")
+        if distance:
+            at, end = _V2_OFFSET.stop + distance, max(end, _V2_AREA_END)
             if at < end:
-                raise ProtocolError(f"CLC PROPOSAL: version 2 at byte {at}, before {end}")
-            parts["v2"] = V2Offer.read_untrusted(data[at:])
-    with _decoding_untrusted(MessageType.PROPOSAL):
-        return Proposal(peer_id=peer_id, version=version, gid=gid, mac=mac, flags=flags, **parts)
-
-
-def _prefixes_untrusted(data: bytes, at: int) -> tuple[dict[str, Any], int]:
-    """The fields of the prefix area at byte ``at``, and the offset of its end."""
-    if at + _AREA.size > len(data):
-        raise ProtocolError(f"CLC PROPOSAL: no room for a prefix area at byte {at}")
-    subnet, mask_length, count = _AREA.unpack_from(data, at)
-    start = at + _AREA.size
-    end = start + _PREFIX.size * count
-    if end > len(data):
-        raise ProtocolError(f"CLC PROPOSAL: {count} IPv6 prefixes in {len(data) - start} bytes")
-    with _decoding_untrusted(MessageType.PROPOSAL):
-        prefixes = tuple(
-            Ipv6Prefix(prefix=prefix, length=length)
-            for prefix, length in _PREFIX.iter_unpack(data[start:end])
-        )
-    return {
-        "ipv4_subnet": subnet,
-        "ipv4_mask_length": mask_length,
-        "ipv6_prefixes": prefixes,
-    }, end
+                raise ProtocolError(f"version 2 at byte {at}, before {end}")
+            parts["v2"] = V2Offer.decode_untrusted(data[at:])
+    return Proposal.read_untrusted(raw, min(version, 2), **parts)
 
 
 class QpMtu(IntEnum):
@@ -472,6 +448,7 @@ class QpMtu(IntEnum):
         return 128 << self.value
 
 
+@laid_out(52)
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class FirstContact(_Part):
     """The additional part of Accept and Confirm of version 2 on first contact.
@@ -486,46 +463,21 @@ class FirstContact(_Part):
       host: its name in ASCII, padded with blanks, 32 bytes; see ``host_name``.
     """
 
-    SIZES: ClassVar[_Sizes] = (("host", 32),)
-    BITS: ClassVar[_Sizes] = (
-        *(("release", 4), ("max_connections", 8), ("max_links", 8), ("features", 16)),
-        ("system", 4),
-    )
-
-    direct: bool
-    release: int
-    max_connections: int = 0
-    max_links: int = 0
-    features: int = 0
-    system: int = LINUX
-    host: bytes = b" " * 32
+    direct: Annotated[bool, Bits(0, 0x80)]
+    release: Annotated[int, Bits(1, 0x0F)]
+    max_connections: Annotated[int, Span(36, 1)] = 0
+    max_links: Annotated[int, Span(37, 1)] = 0
+    features: Annotated[int, Span(38, 2)] = 0
+    system: Annotated[int, Bits(1, 0xF0)] = LINUX
+    host: Annotated[bytes, Span(4, 32)] = b" " * 32
 
     @property
     def host_name(self) -> str:
         """The peer's name as printable ASCII; all other bytes are escaped."""
         return eid_name(self.host)
 
-    def encode(self) -> bytes:
-        """The 52 bytes after the EID."""
-        limits = self.max_connections, self.max_links, self.features
-        direct = _DIRECT if self.direct else 0
-        return _V2_FIRST.pack(direct, self.system << 4 | self.release, self.host, *limits)
 
-    @classmethod
-    def read_untrusted(cls, data: bytes) -> FirstContact:
-        """Decode the 52 bytes."""
-        direct, kinds, host, connections, links, features = _V2_FIRST.unpack(data)
-        return cls(
-            direct=direct & _DIRECT != 0,
-            release=kinds & 0x0F,
-            max_connections=connections,
-            max_links=links,
-            features=features,
-            system=kinds >> 4,
-            host=host,
-        )
-
-
+@laid_out(40)
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class V2Answer(_Part):
     """The additional part of Accept and Confirm in version 2.
@@ -537,9 +489,7 @@ class V2Answer(_Part):
         own first.
     """
 
-    SIZES: ClassVar[_Sizes] = (("eid", EID_SIZE),)
-
-    eid: bytes
+    eid: Annotated[bytes, Span(0, EID_SIZE)]
     first: FirstContact | None = None
     gids: tuple[bytes, ...] = ()
 
@@ -547,36 +497,33 @@ class V2Answer(_Part):
         if any(len(gid) != len(_NO_GID) or gid == _NO_GID for gid in self.gids):
             raise ValueError("a GID has 16 bytes, which are not all zero")
 
-    def encode(self, kind: MessageType) -> bytes:
+    def encode_for(self, kind: MessageType) -> bytes:
         """The bytes after the credentials in an Accept or a Confirm."""
-        parts = [_V2_ANSWER.pack(self.eid)]
+        parts = [self.encode()]
         if self.first is not None:
             parts.append(self.first.encode())
             if kind is MessageType.CONFIRM:
-                parts += _V2_GIDS.pack(len(self.gids)), *self.gids
+                parts += bytes((len(self.gids), 0, 0, 0)), *self.gids
         return b"".join(parts)
 
     @classmethod
-    def read_untrusted(cls, data: bytes, kind: int) -> V2Answer:
+    def decode_untrusted(cls, data: bytes, kind: MessageType) -> Self:
         """Decode the bytes after the credentials.
 
         Raises:
           ProtocolError: the parts do not add up to the length, or a GID has only zeros.
         """
-        [eid] = _V2_ANSWER.unpack_from(data)
-        data = data[_V2_ANSWER.size :]
-        if not data:
-            return cls(eid=eid)
-        first, data = FirstContact.read_untrusted(data[: _V2_FIRST.size]), data[_V2_FIRST.size :]
-        if kind == MessageType.ACCEPT:
-            return cls(eid=eid, first=first)
-        [count] = _V2_GIDS.unpack_from(data)
-        starts = range(_V2_GIDS.size, len(data), len(_NO_GID))
-        if count != len(starts):
-            raise ProtocolError(f"CLC CONFIRM: {count} GIDs in {len(data)} bytes")
-        gids = tuple(data[at : at + len(_NO_GID)] for at in starts)
-        with _decoding_untrusted(MessageType.CONFIRM):
-            return cls(eid=eid, first=first, gids=gids)
+        rest = data[cls.LAYOUT.size :]
+        if not rest:
+            return cls.read_untrusted(data)
+        first = FirstContact.read_untrusted(rest)
+        if kind is MessageType.ACCEPT:
+            return cls.read_untrusted(data, first=first)
+        listed = rest[FirstContact.LAYOUT.size :]
+        gids = tuple(listed[at : at + len(_NO_GID)] for at in range(4, len(listed), len(_NO_GID)))
+        if listed[0] != len(gids):
+            raise ProtocolError(f"{listed[0]} GIDs in {len(listed)} bytes")
+        return cls.read_untrusted(data, first=first, gids=gids)
 
 
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
@@ -596,23 +543,17 @@ class Credentials(ClcMessage):
       v2: the additional part of version 2.
     """
 
-    SIZES: ClassVar[_Sizes] = (("peer_id", 8), ("gid", 16), ("mac", 6))
-    BITS: ClassVar[_Sizes] = (
-        *(("version", 4), ("qp_number", 24), ("rkey", 32), ("rmbe_index", 8), ("alert_token", 32)),
-        *(("buffer_size_code", 4), ("qp_mtu", 4), ("rmb_address", 64), ("initial_psn", 24)),
-    )
-
-    first_contact: bool = False
-    gid: bytes
-    mac: bytes
-    qp_number: int
-    rkey: int
-    rmbe_index: int
-    alert_token: int
-    buffer_size_code: int
-    qp_mtu: int
-    rmb_address: int
-    initial_psn: int
+    first_contact: Annotated[bool, Bits(7, 0x08)] = False
+    gid: Annotated[bytes, Span(16, 16)]
+    mac: Annotated[bytes, Span(32, 6)]
+    qp_number: Annotated[int, Span(38, 3)]
+    rkey: Annotated[int, Span(41, 4)]
+    rmbe_index: Annotated[int, Span(45, 1)]
+    alert_token: Annotated[int, Span(46, 4)]
+    buffer_size_code: Annotated[int, Bits(50, 0xF0)]
+    qp_mtu: Annotated[int, Bits(50, 0x0F)]
+    rmb_address: Annotated[int, Span(52, 8)]
+    initial_psn: Annotated[int, Span(61, 3)]
     v2: V2Answer | None = None
 
     @property
@@ -638,15 +579,8 @@ class Credentials(ClcMessage):
             raise ValueError("RMBE index 0")
         if self.rmb_address + self.rmbe_index * self.buffer_size > _END_OF_MEMORY:
             raise ValueError("an RMBE beyond the end of memory")
-        if self.first_contact and not self._has_first_contact(self.version):
-            raise ValueError("a first-contact flag in a Confirm of version 1")
         if self.v2 is not None:
             self._check_v2(self.v2)
-
-    @classmethod
-    def _has_first_contact(cls, version: int) -> bool:
-        """True if a message of this version has the F bit."""
-        return version > 1 or cls.TYPE is not MessageType.CONFIRM
 
     def _check_v2(self, v2: V2Answer) -> None:
         if self.version == 1:
@@ -660,102 +594,17 @@ class Credentials(ClcMessage):
 
     def encode(self) -> bytes:
         """The message on the wire: 68 bytes, and the additional part of version 2."""
-        more = EYE_CATCHER if self.v2 is None else self.v2.encode(self.TYPE) + EYE_CATCHER
-        return (
-            _ACCEPT.pack(
-                EYE_CATCHER,
-                self.TYPE,
-                _ACCEPT.size + len(more),
-                self.version << 4 | (_FIRST_CONTACT if self.first_contact else 0),
-                self.peer_id,
-                self.gid,
-                self.mac,
-                self.qp_number.to_bytes(3, "big"),
-                self.rkey,
-                self.rmbe_index,
-                self.alert_token,
-                self.buffer_size_code << 4 | self.qp_mtu,
-                self.rmb_address,
-                self.initial_psn.to_bytes(3, "big"),
-            )
-            + more
-        )
+        return self._framed(b"" if self.v2 is None else self.v2.encode_for(self.TYPE))
 
     @classmethod
-    def read_untrusted(cls, raw: bytes) -> Self:
-        """Decode a message whose header and trailer were checked.
-
-        Raises:
-          ProtocolError: the values are not a possible target of a write, or the additional part of
-            version 2 has a wrong length.
-        """
-        *_, last, peer_id, gid, mac, qp, rkey, index, token, codes, address, psn = (
-            _ACCEPT.unpack_from(raw)
-        )
-        more = raw[_ACCEPT.size : -len(EYE_CATCHER)]
-        try:
-            return cls.of(
-                peer_id,
-                last >> 4,
-                last & _FIRST_CONTACT != 0 and cls._has_first_contact(last >> 4),
-                gid,
-                mac,
-                int.from_bytes(qp, "big"),
-                rkey,
-                index,
-                token,
-                codes >> 4,
-                codes & 0x0F,
-                address,
-                int.from_bytes(psn, "big"),
-                V2Answer.read_untrusted(more, cls.TYPE) if more else None,
-            )
-        except ValueError as error:
-            raise ProtocolError(f"CLC {cls.TYPE.name}: {error}") from None
-
-    @classmethod
-    def of(
-        cls,
-        peer_id: bytes,
-        version: int,
-        first_contact: bool,
-        gid: bytes,
-        mac: bytes,
-        qp_number: int,
-        rkey: int,
-        rmbe_index: int,
-        alert_token: int,
-        buffer_size_code: int,
-        qp_mtu: int,
-        rmb_address: int,
-        initial_psn: int,
-        v2: V2Answer | None,
-    ) -> Self:
-        """Create a message from values that fit their fields: our own, or read by a struct.
-
-        Each connection needs two messages, so this skips the size checks of ``__init__``.
-
-        Raises ValueError: the values are not a possible target of a write.
-        """
-        made = object.__new__(cls)
-        made.peer_id = peer_id
-        made.version = version
-        made.first_contact = first_contact
-        made.gid = gid
-        made.mac = mac
-        made.qp_number = qp_number
-        made.rkey = rkey
-        made.rmbe_index = rmbe_index
-        made.alert_token = alert_token
-        made.buffer_size_code = buffer_size_code
-        made.qp_mtu = qp_mtu
-        made.rmb_address = rmb_address
-        made.initial_psn = initial_psn
-        made.v2 = v2
-        made._check()
-        return made
+    def decode_untrusted(cls, raw: bytes) -> Self:
+        """As `ClcMessage.decode_untrusted`."""
+        more = raw[cls.LAYOUT.size : -len(EYE_CATCHER)]
+        v2 = V2Answer.decode_untrusted(more, cls.TYPE) if more else None
+        return cls.read_untrusted(raw, min(raw[7] >> 4, 2), v2=v2)
 
 
+@laid_out(64)
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Accept(Credentials):
     """SMC Accept, figure 28: 68 bytes; 108 or 160 in version 2."""
@@ -763,13 +612,22 @@ class Accept(Credentials):
     TYPE: ClassVar[MessageType] = MessageType.ACCEPT
 
 
+@laid_out(64)
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Confirm(Credentials):
     """SMC Confirm, figure 29: 68 bytes; 108, or from 164 on, in version 2."""
 
     TYPE: ClassVar[MessageType] = MessageType.CONFIRM
 
+    first_contact: Annotated[bool, Bits(7, 0x08, 2)] = False
 
+    def _check(self) -> None:
+        Credentials._check(self)
+        if self.first_contact and self.version == 1:
+            raise ValueError("a first-contact flag in a Confirm of version 1")
+
+
+@laid_out(24)
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Decline(ClcMessage):
     """SMC Decline, figure 30: 28 bytes; 44 in version 2.
@@ -782,12 +640,11 @@ class Decline(ClcMessage):
     """
 
     TYPE: ClassVar[MessageType] = MessageType.DECLINE
-    BITS: ClassVar[_Sizes] = (("version", 4), ("diagnosis", 32), ("system", 4))
 
-    out_of_sync: bool = False
-    diagnosis: int
+    out_of_sync: Annotated[bool, Bits(7, 0x08)] = False
+    diagnosis: Annotated[int, Span(16, 4)]
     more_diagnosis: tuple[int, int, int, int] | None = None
-    system: int = 0
+    system: Annotated[int, Bits(20, 0xF0)] = 0
 
     def _check(self) -> None:
         ClcMessage._check(self)
@@ -795,29 +652,20 @@ class Decline(ClcMessage):
         if more is not None and any(not 0 <= word < 1 << 32 for word in more):
             raise ValueError("more_diagnosis is four words of 32 bits")
         if more is None and self.system:
-            raise ValueError("28 bytes do not tell the system")
+            raise ValueError("the 28-byte form has no field for the system")
 
     def encode(self) -> bytes:
         """The 28 or 44 bytes on the wire."""
-        more = b"" if self.more_diagnosis is None else _DIAGNOSIS.pack(*self.more_diagnosis)
-        length = _DECLINE_SIZES[bool(more)]
-        last = self.version << 4 | (_OUT_OF_SYNC if self.out_of_sync else 0)
-        told = self.peer_id, self.diagnosis, self.system << 4
-        return _DECLINE.pack(EYE_CATCHER, self.TYPE, length, last, *told) + more + EYE_CATCHER
+        more = self.more_diagnosis
+        return self._framed(b"" if more is None else _DIAGNOSIS.pack(*more))
 
     @classmethod
-    def read_untrusted(cls, raw: bytes) -> Decline:
-        """Decode a Decline whose header and trailer were checked."""
-        *_, length, last, peer_id, diagnosis, system = _DECLINE.unpack_from(raw)
-        newer = length > _DECLINE_SIZES[0]
-        return cls(
-            peer_id=peer_id,
-            version=last >> 4,
-            out_of_sync=last & _OUT_OF_SYNC != 0,
-            diagnosis=diagnosis,
-            more_diagnosis=_DIAGNOSIS.unpack_from(raw, _DECLINE.size) if newer else None,
-            system=system >> 4 if newer else 0,
-        )
+    def decode_untrusted(cls, raw: bytes) -> Self:
+        """As `ClcMessage.decode_untrusted`."""
+        if len(raw) == _DECLINE_SIZES[0]:
+            return cls.read_untrusted(raw[:20] + bytes(4))  # this form has no system
+        more = _DIAGNOSIS.unpack_from(raw, cls.LAYOUT.size)
+        return cls.read_untrusted(raw, more_diagnosis=more)
 
 
 Message: TypeAlias = Proposal | Accept | Confirm | Decline
@@ -838,15 +686,16 @@ def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
     """
     if len(header) < HEADER_SIZE:
         raise ProtocolError(f"CLC header of {len(header)} bytes")
-    eye_catcher, kind, length, last = _HEADER.unpack_from(header)
+    eye_catcher, kind, length = _HEADER.unpack_from(header)
+    version = header[7] >> 4
     if eye_catcher != EYE_CATCHER:
         raise ProtocolError("no CLC message: it does not start with the eye catcher")
-    if last >> 4 == 0:
+    if version == 0:
         raise ProtocolError("CLC message of version 0")
     fits = _SIZES.get(kind)
     if fits is None:
         raise ProtocolError(f"CLC message of unknown type {kind}")
-    if length not in fits and (last >> 4 == 1 or length not in _V2_SIZES[kind]):
+    if length not in fits and (version == 1 or length not in _V2_SIZES[kind]):
         raise ProtocolError(f"CLC {MessageType(kind).name} of {length} bytes")
     return int(length)
 
@@ -866,7 +715,11 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
         raise ProtocolError(f"CLC message of {len(raw)} bytes with length {length}")
     if raw[-4:] != EYE_CATCHER:
         raise ProtocolError("CLC message without the eye catcher at its end")
-    return _CLASSES[raw[4]].read_untrusted(raw)
+    cls = _CLASSES[raw[4]]
+    try:
+        return cls.decode_untrusted(raw)
+    except ProtocolError as error:
+        raise ProtocolError(f"CLC {cls.TYPE.name}: {error}") from None
 
 
 def _check_start_untrusted(data: bytearray) -> None:

@@ -1,7 +1,7 @@
-"""The positions of the fields of an LLC message, read from the annotations of its class.
+"""The positions of the fields of a CLC or LLC message, read from the annotations of its class.
 
-A message class is a frozen dataclass.  The annotation of each field gives its position, in the
-terms of the figures of RFC 7609, A.3::
+A message, or a part of one, is a dataclass.  The annotation of each field gives its position, in
+the terms of the figures of RFC 7609, A.2 and A.3::
 
     qp_number: Annotated[int, Span(26, 3)]            # bytes 26-28
     reply: Annotated[bool, Bits(3, 0x80)]             # one bit of byte 3
@@ -10,14 +10,16 @@ terms of the figures of RFC 7609, A.3::
 :func:`laid_out` adds a :class:`Layout`, which reads the annotations at the first use and then
 packs, unpacks and checks values.  Encoder, decoder and range checks cannot disagree, because they
 share the annotations.  Bits without a field in the version are reserved: sent as zero, and ignored
-when received (A.3).  Numbers are big-endian.
+when received (A.2, A.3).  Numbers are big-endian.  Fields without a position are not packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
 from functools import cached_property
+from operator import attrgetter
+from struct import Struct
 from typing import (
     Annotated,
     Any,
@@ -84,22 +86,6 @@ class _Field(NamedTuple):
     low: int  # the number of the field's lowest bit
     largest: int  # the largest number that fits
 
-    def read_untrusted(self, data: bytes, _: dict[str, Any]) -> int | bytes:
-        piece = data[self.start : self.start + self.size]
-        if self.kind is bytes:
-            return piece
-        number = int.from_bytes(piece, "big") >> self.low & self.largest
-        return number != 0 if self.kind is bool else number
-
-    def write(self, value: Any, body: bytearray) -> None:
-        if self.kind is bool:
-            value = self.largest if value else 0
-        if self.size == 1:
-            body[self.start] |= value << self.low
-        else:
-            piece = value if self.kind is bytes else value.to_bytes(self.size, "big")
-            body[self.start : self.start + self.size] = piece
-
     def check(self, message: Any) -> None:
         value = getattr(message, self.name)
         if self.kind is bytes:
@@ -153,6 +139,79 @@ class _List(NamedTuple):
             raise ValueError(f"{self.name} of other than {size} bytes")
 
 
+_CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+class _Bits(NamedTuple):
+    """A field that is a part of a cell."""
+
+    cell: int
+    name: str
+    kind: type
+    low: int
+    mask: int
+    unit: int  # the number that stands in the cell for the value 1, or True
+
+
+class _Fixed:
+    """The fields of one version that are no lists, as one struct.
+
+    A *cell* is an item of the struct: a field, or a byte whose bits are fields.
+    """
+
+    def __init__(self, placed: Iterable[_Field]) -> None:
+        form, names, end = ">", list[str](), 0
+        self._bits: list[_Bits] = []
+        self._long: list[tuple[int, str, int]] = []  # integers without a code: cell, name, size
+        for field in sorted(placed, key=lambda each: each.start):
+            name, kind, start, size, low, largest = field
+            if start >= end:
+                code = f"{size}s" if kind is bytes else _CODES.get(size)
+                if code is None:
+                    self._long.append((len(names), name, size))
+                form += f"{start - end}x{code or f'{size}s'}"
+                end = start + size
+                names.append(name)
+            if largest < (1 << 8 * size) - 1:
+                mask = largest << low
+                unit = mask if kind is bool else 1 << low
+                self._bits.append(_Bits(len(names) - 1, name, kind, low, mask, unit))
+        self._shared = {each.cell for each in self._bits}
+        self._struct = Struct(form)
+        self._names = names
+        # With a single name the result would not be a tuple.
+        self._cells: Callable[[Any], tuple[Any, ...]] = attrgetter(*names, names[0])
+
+    def unpack_untrusted(self, data: bytes) -> dict[str, Any]:
+        """The fields by name, of at least as many bytes as the struct has."""
+        cells = self._struct.unpack_from(data)
+        values = dict(zip(self._names, cells, strict=True))
+        for cell, name, kind, low, mask, _ in self._bits:
+            values[name] = kind((cells[cell] & mask) >> low)
+        for cell, name, _ in self._long:
+            values[name] = int.from_bytes(cells[cell], "big")
+        return values
+
+    def pack_into(self, body: bytearray, value: Any) -> None:
+        """Write the fields of ``value``, which fit, to the start of ``body``."""
+        *cells, _ = self._cells(value)
+        for cell in self._shared:
+            cells[cell] = 0
+        for cell, name, _, _, _, unit in self._bits:
+            cells[cell] |= getattr(value, name) * unit
+        for cell, _, size in self._long:
+            cells[cell] = cells[cell].to_bytes(size, "big")
+        self._struct.pack_into(body, 0, *cells)
+
+
+class _Form(NamedTuple):
+    """The fields of one version, and the defaults of those that it does not have."""
+
+    fixed: _Fixed
+    lists: list[_List]
+    absent: dict[str, Any]
+
+
 class Layout:
     """The positions of the fields of one message class in ``size`` bytes, in versions 1 and 2."""
 
@@ -177,20 +236,34 @@ class Layout:
         return list({field.name: field for _, field in self._placed}.values())
 
     @cached_property
-    def _of_version(self) -> dict[int, list[_Field | _List]]:
-        return {each: [f for version, f in self._placed if version in (0, each)] for each in (1, 2)}
+    def _forms(self) -> dict[int, _Form]:
+        forms = {}
+        for version in (1, 2):
+            chosen = [field for number, field in self._placed if number in (0, version)]
+            absent = {field.name: field.default for field in fields(self._cls)}
+            for each in chosen:
+                del absent[each.name]
+            forms[version] = _Form(
+                _Fixed(each for each in chosen if isinstance(each, _Field)),
+                [each for each in chosen if isinstance(each, _List)],
+                {name: default for name, default in absent.items() if default is not MISSING},
+            )
+        return forms
 
     def unpack_untrusted(self, data: bytes, version: int = 1) -> dict[str, Any]:
         """The fields of a message of at least ``size`` bytes, by name.
 
-        Each bit pattern fits its field.  The constructor of the class refuses forbidden values.
+        Each bit pattern fits its field, so `check` would find nothing.  A field that this version
+        does not have gets its default.
 
         Raises:
           ProtocolError: a list is longer than its slots, or than the message.
         """
-        values: dict[str, Any] = {}
-        for field in self._of_version[version]:
-            values[field.name] = field.read_untrusted(data, values)
+        fixed, lists, absent = self._forms[version]
+        values = fixed.unpack_untrusted(data)
+        values.update(absent)
+        for each in lists:
+            values[each.name] = each.read_untrusted(data, values)
         return values
 
     def pack(self, value: Any, version: int = 1) -> bytearray:
@@ -199,9 +272,11 @@ class Layout:
         Raises:
           ValueError: a list is longer than this version allows.
         """
+        fixed, lists, _ = self._forms[version]
         body = bytearray(self.size)
-        for field in self._of_version[version]:
-            field.write(getattr(value, field.name), body)
+        fixed.pack_into(body, value)
+        for each in lists:
+            each.write(getattr(value, each.name), body)
         return body
 
     def check(self, value: Any) -> None:
