@@ -26,7 +26,7 @@ from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 import trio_smc
 from tests.peers import connect_sockets
 from tests.streams.stream_pairs import cancel_when_blocked
-from trio_smc.sockets.drop_in import DropInSocket
+from trio_smc.sockets.drop_in import DropInSocket, OverSmc, Side
 from trio_smc.streams.rdma_stream import RdmaStream
 
 LOOPBACK = "127.0.0.1"
@@ -204,6 +204,37 @@ def test_peeking_and_other_ways_to_receive(enabled: None) -> None:
             assert await server.recvfrom(10) == (b"ef", None)
 
     trio.run(main)
+
+
+def test_no_call_over_smc_r_is_left_to_the_plain_socket() -> None:
+    """Except those that have no meaning for a connected socket: the kernel has their errors."""
+    plain = {"bind", "listen", "accept", "hand_out", "connect", "connect_to"}
+    calls = {name for name in vars(Side) if not name.startswith("_")} - {"stream"}
+    assert calls - set(vars(OverSmc)) == plain
+
+
+@pytest.mark.parametrize("deny", [(), (LOOPBACK,)], ids=["SMC-R", "TCP"])
+def test_a_call_can_be_replaced_for_all_sockets(
+    monkeypatch: pytest.MonkeyPatch, deny: tuple[str, ...]
+) -> None:
+    """As on Trio's class; a method of each socket's own would hide the replacement."""
+
+    async def counted(sock: DropInSocket, data: bytes) -> int:
+        return 2 * await send(sock, data)
+
+    async def main() -> None:
+        async with drop_ins() as (client, server):
+            assert over_smc(client) is not bool(deny)
+            assert await client.send(b"abc") == 6
+            assert await server.recv(10) == b"abc"
+
+    send = DropInSocket.send
+    monkeypatch.setattr(DropInSocket, "send", counted)
+    trio_smc.enable(trio_smc.Config(deny=deny))
+    try:
+        trio.run(main)
+    finally:
+        trio_smc.disable()
 
 
 def test_shut_for_reading(enabled: None) -> None:

@@ -312,7 +312,7 @@ def test_a_server_stays_awake_for_the_next_connection_over_smc_r(run: Any, kind:
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             [listener] = await nursery.start(partial(trio.serve_tcp, echo, 0, host=LOOPBACK))
-            listener.socket._listener._accept_spin = spin
+            listener.socket._side.listener._accept_spin = spin
             port = listener.socket.getsockname()[1]
             assert await request(port) == b"hello"
             await wait_all_tasks_blocked()
@@ -335,7 +335,7 @@ def test_descriptors_that_have_run_out_are_waited_for(
             [listener] = await nursery.start(partial(trio.serve_tcp, echo, 0, host=LOOPBACK))
             port = listener.socket.getsockname()[1]
             assert await request(port) == b"hello"
-            smc_listener = listener.socket._listener
+            smc_listener = listener.socket._side.listener
             smc_listener._error = OSError(errno.EMFILE, "too many open files")
             smc_listener._arrived.set()
             await wait_all_tasks_blocked()

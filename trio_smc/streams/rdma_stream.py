@@ -224,14 +224,18 @@ class RdmaStream(SmcStream):
             core = self._core
             parked = False
             while True:
-                self._check_open_for_sending()
+                if self._closed or core.write_closed:
+                    self._check_open_for_sending()
                 sent = self._translating(core.send, view) if view else 0
                 if sent or not view:
                     break
                 parked = await self._parking.writer() or parked
             if core.sender.borrowed:
                 core.sender.keep_copies()  # the caller may change its buffer from now on
-            await self._parking.turn_over(parked)
+            if not parked:  # inlined `Parking.turn_over`
+                parking = self._parking
+                if parking.strict or parking.budget.is_exceeded():
+                    await _yield()
             return sent
 
     async def _send_view(self, view: memoryview, sent: int = -1, *, urgent: bool = False) -> bool:
