@@ -1,13 +1,15 @@
 """Mutations of the protocol cores and of the trust boundaries that no test notices.
 
     python -m scripts.mutations [ROOM | MODULE ...] [--count N] [--seed N] [--minutes M]
+    python -m scripts.mutations --check     only compare mutations.toml with the tree
 
 cosmic-ray (the extra "mutations") changes one thing in one place, `ROOMS` says which tests must
 notice, and what they let pass is printed.  It works in a copy of the tree.  Of all mutations of a
 room, or of one of its modules ("wire/llc.py"), ``--count`` are drawn with the seed; a run ends
 after ``--minutes``.  Types, log messages and the texts of errors are nobody's behaviour, and
 ``is`` for a comparison shows only which integers CPython shares: these mutations are left out.
-The exit code is 1 when one survived that `CONTRIBUTING.md` does not explain.
+The exit code is 1 when one survived that `mutations.toml` does not list, or when an entry of that
+file does not fit the tree: its line has changed or gone, so the reason needs a new review.
 """
 
 from __future__ import annotations
@@ -21,22 +23,27 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cosmic_ray.commands.init import _all_work_items
-from cosmic_ray.mutating import mutate_and_test
-from cosmic_ray.work_item import MutationSpec, TestOutcome
+if TYPE_CHECKING:
+    from cosmic_ray.work_item import MutationSpec
 
 __all__ = ["ROOMS", "behaviour"]
 
 TREE = Path(__file__).resolve().parents[1]
+LIST = Path(__file__).with_suffix(".toml")
 _TAKES = 120.0
 """Seconds after which the tests hang: that is noticed, too."""
 
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # Protocol cores.
-    "wire": (("wire/cdc.py", "wire/clc.py", "wire/llc.py", "wire/fields.py"), ("tests/wire",)),
+    "wire": (
+        ("wire/cdc.py", "wire/clc.py", "wire/llc.py", "wire/fields.py", "wire/layout.py"),
+        ("tests/wire",),
+    ),
     "datapath": (
         ("datapath/connection.py", "datapath/cursor.py", "datapath/receiver.py",
          "datapath/sender.py", "datapath/rmb.py"),
@@ -114,6 +121,8 @@ def asked(name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
 
 def mutations(modules: Iterable[str], copy: Path) -> list[MutationSpec]:
     """All of these modules."""
+    from cosmic_ray.commands.init import _all_work_items
+
     found = []
     for name in modules:
         path = copy / "trio_smc" / name
@@ -125,10 +134,57 @@ def mutations(modules: Iterable[str], copy: Path) -> list[MutationSpec]:
     return found
 
 
-def explained() -> set[tuple[str, str]]:
-    """Lines, and those (or nothing) that CONTRIBUTING.md says are as good in their place."""
-    text = (TREE / "CONTRIBUTING.md").read_text().replace(r"\|", "|")
-    return set(re.findall(r"^\| `([^`]+)` → (?:`([^`]+)`|nothing) \|", text, re.MULTILINE))
+class Equivalent(NamedTuple):
+    """A mutation that changes no behaviour: an entry of `mutations.toml`, which has the fields."""
+
+    modules: tuple[str, ...]
+    old: str
+    new: str
+    why: str
+
+
+def equivalents(text: str) -> list[Equivalent]:
+    """The entries of the list.
+
+    Raises:
+      ValueError, TypeError: it is no TOML, or an entry has other fields.
+    """
+    entries: list[dict[str, Any]] = tomllib.loads(text)["equivalent"]
+    return [Equivalent(**{**each, "modules": tuple(each["modules"])}) for each in entries]
+
+
+def misfits(listed: Iterable[Equivalent], package: Path) -> Iterator[str]:
+    """The entries that do not fit the modules of ``package``, each with the reason."""
+    mutated = {module for modules, _ in ROOMS.values() for module in modules}
+    seen = set[tuple[str, str, str]]()
+    for entry in listed:
+        if not entry.modules or not entry.why:
+            yield f"{entry.old}: needs a module and a reason"
+        if entry.old == entry.new:
+            yield f"{entry.old}: is no mutation"
+        for module in entry.modules:
+            if module not in mutated:
+                yield f"{module}: is in no room of the tool"
+            elif not (package / module).exists():
+                yield f"{module}: does not exist"
+            elif not _has_lines((package / module).read_text(), entry.old):
+                yield f"{module}: has no line {entry.old!r}"
+            key = module, entry.old, entry.new
+            if key in seen:
+                yield f"{module}: {entry.old!r} is listed twice"
+            seen.add(key)
+
+
+def _has_lines(text: str, wanted: str) -> bool:
+    """True if ``wanted`` is a line of ``text``, or some lines in a row joined by blanks."""
+    lines = [line.strip() for line in text.splitlines()]
+    for start in range(len(lines)):
+        joined, rest = lines[start], iter(lines[start + 1 :])
+        while len(joined) < len(wanted) and (line := next(rest, None)):
+            joined += f" {line}"
+        if joined == wanted:
+            return True
+    return False
 
 
 def _changed(diff: str) -> tuple[str, str]:
@@ -140,13 +196,21 @@ def _changed(diff: str) -> tuple[str, str]:
 
 def run(name: str, copy: Path, count: int, rng: random.Random, until: float) -> int:
     """Try some mutations of a room or module; returns how many survived without a reason."""
+    from cosmic_ray.mutating import mutate_and_test
+    from cosmic_ray.work_item import TestOutcome
+
     found = asked(name)
     assert found is not None
     modules, tests = found
     every = mutations(modules, copy)
     chosen = rng.sample(every, min(count, len(every)))
     command = f"{sys.executable} -m pytest -x -q -n0 -p no:cacheprovider {' '.join(tests)}"
-    reasons, tried, survivors, unexplained = explained(), 0, 0, 0
+    listed = {
+        (module, each.old, each.new)
+        for each in equivalents(LIST.read_text())
+        for module in each.modules
+    }
+    tried, survivors, unexplained = 0, 0, 0
     for mutation in chosen:
         if time.monotonic() > until:
             break
@@ -155,15 +219,16 @@ def run(name: str, copy: Path, count: int, rng: random.Random, until: float) -> 
         if result.test_outcome is TestOutcome.SURVIVED:
             survivors += 1
             old, new = _changed(result.diff or "")
-            known = (old, new) in reasons
+            module = mutation.module_path.relative_to(copy / "trio_smc").as_posix()
+            known = (module, old, new) in listed
             unexplained += not known
-            place = f"{mutation.module_path.relative_to(copy)}:{mutation.start_pos[0]}"
-            print(f"{place}{' (explained)' if known else ''}\n  - {old}\n  + {new}", flush=True)
+            place = f"trio_smc/{module}:{mutation.start_pos[0]}"
+            print(f"{place}{' (equivalent)' if known else ''}\n  - {old}\n  + {new}", flush=True)
     print(f"{name}: {tried} of {len(every)} mutations tried, {survivors} survived", flush=True)
     return unexplained
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.mutations", description=(__doc__ or "").splitlines()[0]
@@ -174,7 +239,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=50, help="of each; default %(default)s")
     parser.add_argument("--minutes", type=float, default=60.0, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=None, help="random by default, and printed")
-    arguments = parser.parse_args()
+    parser.add_argument("--check", action="store_true", help="only check the list")
+    arguments = parser.parse_args(argv)
+    wrong = list(misfits(equivalents(LIST.read_text()), TREE / "trio_smc"))
+    for text in wrong:
+        print(f"{LIST.name}: {text}")
+    if wrong or arguments.check:
+        return 1 if wrong else 0
     unknown = [name for name in arguments.names if asked(name) is None]
     if unknown:
         parser.error(f"no such room or module: {', '.join(unknown)}")
