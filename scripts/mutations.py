@@ -112,7 +112,7 @@ def behaviour(source: str) -> set[int]:
 _IDENTITY = re.compile(r"/ReplaceComparisonOperator_(Eq|NotEq|Lt|LtE|Gt|GtE)_(Is|IsNot)$")
 
 
-def asked(name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def find_room(name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Modules and their tests, of a room or of one module; None: there is no such thing."""
     if name in ROOMS:
         return ROOMS[name]
@@ -199,7 +199,7 @@ def run(name: str, copy: Path, count: int, rng: random.Random, until: float) -> 
     from cosmic_ray.mutating import mutate_and_test
     from cosmic_ray.work_item import TestOutcome
 
-    found = asked(name)
+    found = find_room(name)
     assert found is not None
     modules, tests = found
     every = mutations(modules, copy)
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{LIST.name}: {text}")
     if wrong or arguments.check:
         return 1 if wrong else 0
-    unknown = [name for name in arguments.names if asked(name) is None]
+    unknown = [name for name in arguments.names if find_room(name) is None]
     if unknown:
         parser.error(f"no such room or module: {', '.join(unknown)}")
     seed = arguments.seed
