@@ -3,13 +3,15 @@
     python -m scripts.mutations [ROOM | MODULE ...] [--count N] [--seed N] [--minutes M]
     python -m scripts.mutations --check     only compare mutations.toml with the tree
 
-cosmic-ray (the extra "mutations") changes one thing in one place, `ROOMS` says which tests must
-notice, and what they let pass is printed.  It works in a copy of the tree.  Of all mutations of a
-room, or of one of its modules ("wire/llc.py"), ``--count`` are drawn with the seed; a run ends
-after ``--minutes``.  Types, log messages and the texts of errors are nobody's behaviour, and
-``is`` for a comparison shows only which integers CPython shares: these mutations are left out.
-The exit code is 1 when one survived that `mutations.toml` does not list, or when an entry of that
-file does not fit the tree: its line has changed or gone, so the reason needs a new review.
+cosmic-ray (the extra "mutations") changes one thing in one place of a copy of the tree.  `ROOMS`
+names the tests that must fail then; if they pass, the mutation has survived and is printed.
+``--count`` mutations of each room, or of one of its modules ("wire/llc.py"), are drawn with the
+seed; a run ends after ``--minutes``.  Left out are mutations of types, log messages and the texts
+of errors, which change no behaviour, and ``is`` in place of a comparison, which shows only the
+integers that CPython shares.
+
+The exit code is 1 if a mutation survived that `mutations.toml` does not list, or if an entry of
+that file does not fit the tree: its line has changed or gone, so the reason needs a new review.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ __all__ = ["ROOMS", "behaviour"]
 
 TREE = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
-_TAKES = 120.0
-"""Seconds after which the tests hang: that is noticed, too."""
+_TIMEOUT = 120.0
+"""Seconds after which the tests count as hung: a hung test has noticed the mutation, too."""
 
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # Protocol cores.
@@ -68,7 +70,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("failover/mover.py", "failover/replay.py", "failover/validation.py"),
         ("tests/failover", "tests/test_campaign_losses.py", "tests/test_campaign_link_groups.py"),
     ),
-    # Trust boundaries: what comes from another process.
+    # Trust boundaries: bytes of another process.
     "rnic": (
         ("rnic/soft/messages.py", "rnic/soft/regions.py", "rnic/soft/ring.py",
          "rnic/soft/contact.py"),
@@ -86,7 +88,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def behaviour(source: str) -> set[int]:
-    """The lines in which a mutation may change what the program does."""
+    """The lines in which a mutation may change the behaviour."""
     lines = set(range(1, source.count("\n") + 2))
     for node in ast.walk(ast.parse(source)):
         leaves: Iterable[ast.AST] = ()
@@ -113,14 +115,14 @@ _IDENTITY = re.compile(r"/ReplaceComparisonOperator_(Eq|NotEq|Lt|LtE|Gt|GtE)_(Is
 
 
 def find_room(name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Modules and their tests, of a room or of one module; None: there is no such thing."""
+    """Modules and their tests, of a room or of one module; None if there is no such name."""
     if name in ROOMS:
         return ROOMS[name]
     return next((((name,), tests) for modules, tests in ROOMS.values() if name in modules), None)
 
 
 def mutations(modules: Iterable[str], copy: Path) -> list[MutationSpec]:
-    """All of these modules."""
+    """All mutations of these modules."""
     from cosmic_ray.commands.init import _all_work_items
 
     found = []
@@ -188,7 +190,7 @@ def _has_lines(text: str, wanted: str) -> bool:
 
 
 def _changed(diff: str) -> tuple[str, str]:
-    """The line that was there, and the one in its place."""
+    """The changed line before and after; several lines are joined by blanks."""
     old = [line[1:].strip() for line in diff.splitlines() if re.match(r"-(?!-- )", line)]
     new = [line[1:].strip() for line in diff.splitlines() if re.match(r"\+(?!\+\+ )", line)]
     return " ".join(filter(None, old)), " ".join(filter(None, new))
@@ -214,7 +216,7 @@ def run(name: str, copy: Path, count: int, rng: random.Random, until: float) -> 
     for mutation in chosen:
         if time.monotonic() > until:
             break
-        result = mutate_and_test([mutation], command, _TAKES)
+        result = mutate_and_test([mutation], command, _TIMEOUT)
         tried += 1
         if result.test_outcome is TestOutcome.SURVIVED:
             survivors += 1
