@@ -127,10 +127,11 @@ def test_kernels_do_not_name_themselves_in_a_proposal_of_version_2_only() -> Non
 
 
 @pytest.mark.v2("v2.2/7")
-def test_a_proposal_may_offer_smc_d_as_well() -> None:
+@pytest.mark.parametrize("offset", [40 + 32 - 8, 0x0100], ids=hex)
+def test_a_proposal_may_offer_smc_d_as_well(offset: int) -> None:
     """The part of SMC-D after the EIDs is skipped."""
-    at = 80 + 6
-    data = patched(resized(patched(PROPOSAL, 7, b"\x2e"), 48), at, (40 + 32 - 8).to_bytes(2, "big"))
+    longer = resized(patched(PROPOSAL, 7, b"\x2e"), 48)
+    data = patched(longer, 80 + 6, offset.to_bytes(2, "big"))
     message = clc.decode_untrusted(data)
     assert isinstance(message, clc.Proposal)
     only_r = clc.decode_untrusted(PROPOSAL)

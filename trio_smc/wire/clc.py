@@ -340,7 +340,7 @@ class Proposal(ClcMessage):
     @property
     def offers_smc_r(self) -> bool:
         """True if SMC-R version 1 is offered; a newer client may offer SMC-D or nothing instead."""
-        return self.version == 1 or self.flags & _OFFER_MASK in (_SMC_R, _BOTH)
+        return self.flags & _OFFER_MASK in (_SMC_R, _BOTH)  # 0 in version 1: SMC-R
 
     def _check(self) -> None:
         ClcMessage._check(self)
