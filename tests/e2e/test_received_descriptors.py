@@ -23,8 +23,8 @@ from trio_smc.control import protocol as control
 from trio_smc.host import descriptors
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.links import link_demand
-from trio_smc.rnic.soft.contact import Peer
 from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.soft.peer_sockets import Peer
 from trio_smc.rnic.soft.regions import PeerRegions
 from trio_smc.tools import client
 from trio_smc.tools.output import ToolError

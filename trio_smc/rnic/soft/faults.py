@@ -194,7 +194,7 @@ class FaultPlan:
         self.note(kind, 0, None)
         self._rnic.fail()
         if kind is Fault.PORT_FLAP:
-            Moment(self._rnic, self.flap, self._rnic.restore)
+            DelayedAction(self._rnic, self.flap, self._rnic.restore)
 
     def _strike_link(self, kind: Fault, qp: FaultyQueuePair) -> None:
         self.note(kind, qp.qp_num, None)
@@ -203,11 +203,11 @@ class FaultPlan:
         elif kind is Fault.LINK_DOWN_HERE:
             qp.to_err_quietly()
         elif kind is Fault.LINK_SILENT:
-            qp.fall_silent()
+            qp.stop_silently()
         elif kind is Fault.DELAY:
-            qp.hold(self.delay * self.rng.random())
+            qp.delay(self.delay * self.rng.random())
         else:
-            qp.wake_for_nothing()
+            qp.wake_spuriously()
 
     def note(self, kind: Fault, qp_num: int, message: bytes | None) -> None:
         """Add to `log`."""
@@ -242,7 +242,7 @@ class FaultPlan:
         return kind in _OF_MESSAGES and (self.concerns is None or self.concerns(message))
 
 
-class Moment:
+class DelayedAction:
     """Something to be done at a later poll; the RNIC does not sleep before."""
 
     __slots__ = ("_action", "_due", "_rnic")
@@ -252,13 +252,13 @@ class Moment:
         self._due = time.monotonic() + seconds
         self._action = action
         rnic.stalled[self] = None
-        rnic.restless += 1
+        rnic.timed_waits += 1
 
     def push(self) -> None:
         """For `SoftRnic.poll`."""
         if time.monotonic() >= self._due:
             self._rnic.stalled.pop(self, None)
-            self._rnic.restless -= 1
+            self._rnic.timed_waits -= 1
             self._action()
 
 
@@ -269,51 +269,51 @@ class FaultyQueuePair(SoftQueuePair):
         super().__init__(rnic, pd, qp_num)
         self._plan = plan
         self._silent = False
-        self._held = 0
+        self._delays = 0
 
     # -- what the plan calls -------------------------------------------------------------
 
     def to_err_quietly(self) -> None:
         """As `to_err`, but the peer is not told."""
-        self._rnic.look()  # who has dialled us already must not find the door closed
+        self._rnic.poll_sockets()  # who has dialled us already must not find the door closed
         self._enter_err(quietly=True)
 
-    def fall_silent(self) -> None:
+    def stop_silently(self) -> None:
         """Do nothing more that is posted, take nothing more from the peer."""
         self._silent = True
         # What was published is taken by `poll`; beyond that no receive is posted any more.
         self.ring.take_untrusted(self._complete)
-        self.ring.tell(self.ring.tail)
+        self.ring.set_posted(self.ring.tail)
 
-    def hold(self, seconds: float) -> None:
+    def delay(self, seconds: float) -> None:
         """Let what is posted wait."""
-        self._held += 1
-        Moment(self._rnic, seconds, self._let_go)
+        self._delays += 1
+        DelayedAction(self._rnic, seconds, self._end_delay)
 
-    def wake_for_nothing(self) -> None:
+    def wake_spuriously(self) -> None:
         """Wake the peer and ourselves, twice, as if something had come."""
         for _ in range(2):
-            self._rnic.look_soon()
-            self._ring_peer()
+            self._rnic.request_service()
+            self._ring_doorbell()
 
-    def _let_go(self) -> None:
-        self._held -= 1
+    def _end_delay(self) -> None:
+        self._delays -= 1
 
     # -- SoftQueuePair -------------------------------------------------------------------
 
-    def refresh(self) -> None:
-        self._ready = None
+    def update_ready(self) -> None:
+        self._ready_peer = None
 
     def deliver(
         self, message: bytes, data: bytes | memoryview | None, address: int, rkey: int
     ) -> bool:
-        if self._waits():
+        if self._must_wait():
             return False
-        super().refresh()
+        super().update_ready()
         # Refused by the plan, both are posted, and meet it then.
-        ready = self._ready is not None and self._plan.lets_pass(1 if data is None else 2)
+        ready = self._ready_peer is not None and self._plan.lets_pass(1 if data is None else 2)
         done = ready and super().deliver(message, data, address, rkey)
-        self.refresh()
+        self.update_ready()
         if done:
             self._report(message, _OK)
         return done
@@ -324,9 +324,9 @@ class FaultyQueuePair(SoftQueuePair):
         else:
             super().post_receive(count)
 
-    def port_changed(self) -> None:
+    def on_port_change(self) -> None:
         if not self._silent:
-            super().port_changed()
+            super().on_port_change()
 
     def _execute(self, request: Request) -> int:
         status = self._attempt(request)
@@ -339,24 +339,24 @@ class FaultyQueuePair(SoftQueuePair):
             self._plan.on_message(self.qp_num, message, status)
 
     def _attempt(self, request: Request) -> int:
-        if self._waits():
+        if self._must_wait():
             return STALLED
-        contact = self._contact
-        if contact.peer is None:
-            self._rnic.look()
-        peer = contact.peer
-        if not self._rnic.port_active or peer is None or peer.ring.gone() or contact.unsaid:
+        sockets = self._sockets
+        if sockets.peer is None:
+            self._rnic.poll_sockets()
+        peer = sockets.peer
+        if not self._rnic.port_active or peer is None or peer.ring.is_closed() or sockets.unsent:
             return super()._execute(request)
         kind = self._plan.meet(self, request.message)
         # A fault of the link or port that came by itself has ended all this, or holds it up.
-        if self._waits():
+        if self._must_wait():
             return STALLED
         if kind is None:
             return super()._execute(request)
         return self._execute_faultily(kind, request)
 
-    def _waits(self) -> bool:
-        return self._silent or self._held > 0 or self.state is not QpState.RTS
+    def _must_wait(self) -> bool:
+        return self._silent or self._delays > 0 or self.state is not QpState.RTS
 
     def _execute_faultily(self, kind: Fault, request: Request) -> int:
         status = _UNREACHABLE
@@ -365,16 +365,16 @@ class FaultyQueuePair(SoftQueuePair):
                 self._plan.inject(kind, self.qp_num)  # not yet
                 return STALLED
         elif kind is Fault.WRITE_LOST:
-            super()._execute(self._torn(request))
+            super()._execute(self._partial(request))
         elif kind is Fault.NOT_PLACED:
             self._silent = True
             # Failing now would be seen before this completion.
-            self._rnic.gone.append(self)
+            self._rnic.disconnected.append(self)
             status = _OK
         self._plan.note(kind, self.qp_num, request.message)
         return status
 
-    def _torn(self, request: Request) -> Request:
+    def _partial(self, request: Request) -> Request:
         """The beginning of a write."""
         assert request.data is not None
         return request._replace(

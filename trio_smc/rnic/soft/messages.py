@@ -5,14 +5,14 @@ directory.  When a queue pair goes to RTR it dials the peer RNIC and says `Hello
 ring attached: everything that the peer needs to write to it.  The peer's queue pair says Hello on
 the same socket.  If it has dialled meanwhile, too, the pair has two sockets, each with one speaker;
 nobody waits for an answer, and it does not matter who is first.  Later a speaker
-announces memory regions (`Register`, `Revoke`), and `BELL` wakes its peer: a socket's end has flags
-of its own, so that no peer can have a ring wait, and nobody else can take what was rung.  The end
-of a socket tells of the end of its speaker, be it in order or by SIGKILL.
+announces memory regions (`Register`, `Revoke`), and `DOORBELL` wakes its peer: a socket's end
+has flags of its own, so that no peer can have a ring wait, and nobody else can take what was
+rung.  The end of a socket tells of the end of its speaker, be it in order or by SIGKILL.
 
 A pipe wakes in less time than a socket.  So a Hello to a process of the same user may bring a
-`Bell`, too, which is rung instead.  Either side opens it anew, for flags of its own, and for both
-directions: a pipe without readers would end the process that writes to it, and one without writers
-would always be readable.  What remains is that a pipe has one lock for both ends, which a peer with
+`Doorbell`, too, which is rung instead.  Either side opens it anew, for flags of its own, and for
+both directions: a pipe without readers would end the process that writes to it, and one without
+writers would always be readable.  What remains is that a pipe has one lock for both ends, which a peer with
 tricks could hold: hence the same user, who can stop this process anyhow.
 """
 
@@ -45,10 +45,10 @@ if sys.platform == "linux":  # elsewhere nobody comes here
     import termios
 
 __all__ = [
-    "BELL",
-    "RUNG_AT_MOST",
-    "Bell",
+    "DOORBELL",
+    "DOORBELL_READ_SIZE",
     "Directory",
+    "Doorbell",
     "Hello",
     "Intake",
     "Message",
@@ -56,14 +56,14 @@ __all__ = [
     "Revoke",
     "close_all",
     "decode_untrusted",
-    "open_rope_untrusted",
-    "take_bell",
+    "open_doorbell_untrusted",
+    "take_doorbell",
 ]
 
 
 _MAGIC: Final = b"SMCN"
 _VERSION: Final = 4
-BELL: Final = b"\0"
+DOORBELL: Final = b"\0"
 """A packet that says nothing: look at the ring."""
 _HELLO: Final = 1
 _REGISTER: Final = 2
@@ -73,12 +73,12 @@ _HEADER: Final = struct.Struct("<4sBBxx")
 _HELLO_BODY: Final = struct.Struct("<16sIII")
 _REGISTER_BODY: Final = struct.Struct("<IIQQ")
 _REVOKE_BODY: Final = struct.Struct("<I")
-_LONGEST: Final = _HEADER.size + max(_HELLO_BODY.size, _REGISTER_BODY.size, _REVOKE_BODY.size)
-_MOST_FDS: Final = 2
-_LOOK: Final = socket.MSG_PEEK | socket.MSG_DONTWAIT
+_MAX_SIZE: Final = _HEADER.size + max(_HELLO_BODY.size, _REGISTER_BODY.size, _REVOKE_BODY.size)
+_MAX_FDS: Final = 2
+_PEEK: Final = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
 _BACKLOG: Final = 1024
-RUNG_AT_MOST: Final = 64
+DOORBELL_READ_SIZE: Final = 64
 """Bytes read from a bell at a time."""
 
 
@@ -86,7 +86,7 @@ RUNG_AT_MOST: Final = 64
 class Hello:
     """The first message of a socket: who speaks to whom.
 
-    The speaker's receive ring goes with it, and the rope of its `Bell` if it has one.
+    The speaker's receive ring goes with it, and the rope of its `Doorbell` if it has one.
 
     Attributes:
       gid: the speaker's RNIC.
@@ -203,7 +203,7 @@ class Intake:
         self._refill()
         while True:
             try:
-                data, _, flags, _ = sock.recvmsg(_LONGEST + 1, 0, _LOOK)
+                data, _, flags, _ = sock.recvmsg(_MAX_SIZE + 1, 0, _PEEK)
                 break
             except BlockingIOError:
                 return None
@@ -216,12 +216,12 @@ class Intake:
                 return b"", []
         fds: list[int] = []
         if flags & socket.MSG_CTRUNC:
-            most = _most_descriptors(data)
+            most = _max_descriptors(data)
             if not most or not self._copy_descriptors(sock, most, fds):
                 return b"", []
         if data:
             # The copies are held, so what the queue held of the descriptors is not the last.
-            sock.recv(_LONGEST + 1, socket.MSG_DONTWAIT)
+            sock.recv(_MAX_SIZE + 1, socket.MSG_DONTWAIT)
         return data, fds
 
     def _copy_descriptors(self, sock: socket.socket, most: int, fds: list[int]) -> bool:
@@ -231,20 +231,20 @@ class Intake:
         """
         while True:
             _, ancillary, flags, _ = sock.recvmsg(
-                _LONGEST + 1, socket.CMSG_LEN(most * 4), _LOOK | socket.MSG_CMSG_CLOEXEC
+                _MAX_SIZE + 1, socket.CMSG_LEN(most * 4), _PEEK | socket.MSG_CMSG_CLOEXEC
             )
             fds += attached(ancillary)
             if not flags & socket.MSG_CTRUNC:
                 return True
             many = len(fds) == most
-            self.close(fds)
+            self.close_fds(fds)
             if many:
                 return False
             if not self.spare:
                 raise OSError(errno.EMFILE, "no room for a peer's descriptor")
             close_all(self.spare)
 
-    def close(
+    def close_fds(
         self, fds: list[int], sender: socket.socket | None = None, *, mapped: bool = False
     ) -> None:
         """Close descriptors that came with a message, and empty the list.
@@ -284,14 +284,14 @@ class Intake:
         close_all(self.spare)
 
     def _refill(self) -> None:
-        while len(self.spare) < _MOST_FDS:
+        while len(self.spare) < _MAX_FDS:
             try:
                 self.spare.append(os.eventfd(0, os.EFD_CLOEXEC))
             except OSError:
                 return  # the next packet that needs room waits
 
 
-def _most_descriptors(data: bytes) -> int:
+def _max_descriptors(data: bytes) -> int:
     """How many descriptors the message that begins so has at most."""
     if len(data) < _HEADER.size:
         return 0
@@ -301,22 +301,22 @@ def _most_descriptors(data: bytes) -> int:
 _unread = array("i", [0])
 
 
-def take_bell(sock: socket.socket) -> bool:
+def take_doorbell(sock: socket.socket) -> bool:
     """Take a doorbell, where that is all there is; False: nothing was taken, `receive` has to look.
 
     All messages are longer, so a byte is one; reading it needs no room for descriptors.
     """
     fcntl.ioctl(sock.fileno(), termios.FIONREAD, _unread)
-    if _unread[0] != len(BELL):
+    if _unread[0] != len(DOORBELL):
         return False
     # A descriptor that comes with it must not be dropped here.
-    data, _, flags, _ = sock.recvmsg(len(BELL), 0, _LOOK)
-    if len(data) != len(BELL) or flags & socket.MSG_CTRUNC:
+    data, _, flags, _ = sock.recvmsg(len(DOORBELL), 0, _PEEK)
+    if len(data) != len(DOORBELL) or flags & socket.MSG_CTRUNC:
         return False
-    return len(sock.recv(len(BELL), socket.MSG_DONTWAIT)) == len(BELL)
+    return len(sock.recv(len(DOORBELL), socket.MSG_DONTWAIT)) == len(DOORBELL)
 
 
-class Bell:
+class Doorbell:
     """A pipe that one peer rings.  Raises OSError when there is none to be had.
 
     Attributes:
@@ -324,34 +324,34 @@ class Bell:
       rope: what the peer is given to ring it; -1 after `let_go`.
     """
 
-    __slots__ = ("fd", "rope")
+    __slots__ = ("fd", "write_fd")
 
     def __init__(self) -> None:
         self.fd: int
-        self.rope: int
-        fd, self.rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.write_fd: int
+        fd, self.write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            self.fd = _opened_anew(fd)
+            self.fd = _reopened(fd)
         except OSError:
-            self.let_go()
+            self.close_write_end()
             raise
         finally:
             os.close(fd)
 
-    def let_go(self) -> None:
+    def close_write_end(self) -> None:
         """The peer has the rope, or will not get it.  Idempotent."""
-        if self.rope >= 0:
-            os.close(self.rope)
-            self.rope = -1
+        if self.write_fd >= 0:
+            os.close(self.write_fd)
+            self.write_fd = -1
 
     def close(self) -> None:
         """Close both ends."""
-        self.let_go()
+        self.close_write_end()
         os.close(self.fd)
 
 
-def open_rope_untrusted(fd: int) -> int:
-    """Open the rope of a peer's bell for this process alone; writing `BELL` to it never waits.
+def open_doorbell_untrusted(fd: int) -> int:
+    """Open the rope of a peer's bell for this process alone; writing `DOORBELL` to it never waits.
 
     Raises:
       ProtocolError: it is none.
@@ -359,10 +359,10 @@ def open_rope_untrusted(fd: int) -> int:
     """
     if not is_anonymous_pipe(fd):  # fstat(2) of others may wait
         raise ProtocolError("a bell that is no pipe")
-    return _opened_anew(fd)
+    return _reopened(fd)
 
 
-def _opened_anew(fd: int) -> int:
+def _reopened(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -381,10 +381,10 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._directory = self._opened()
+        self._directory = self._open()
         self.group = self._directory.group
 
-    def _opened(self) -> PrivateDirectory:
+    def _open(self) -> PrivateDirectory:
         try:
             return PrivateDirectory.open(self._path, create=True)
         except DirectoryUnusable as problem:
@@ -402,9 +402,9 @@ class Directory:
         finally:
             found.close()
 
-    def renew(self) -> None:
+    def reopen(self) -> None:
         """Open it anew: somebody may have removed it.  Raises RnicError."""
-        older, self._directory = self._directory, self._opened()
+        older, self._directory = self._directory, self._open()
         self.group = self._directory.group
         older.close()
 

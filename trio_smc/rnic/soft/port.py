@@ -6,31 +6,31 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from trio_smc.rnic.soft.messages import Bell, Intake
+from trio_smc.rnic.soft.messages import Doorbell, Intake
 from trio_smc.rnic.soft.ring import ReceiveRing
 from trio_smc.rnic.verbs import PlainCompletion
 
 __all__ = [
     "Port",
     "PortUser",
-    "Pushed",
+    "Stalled",
 ]
 
 
-class Pushed(Protocol):
+class Stalled(Protocol):
     """What a poll has to look after."""
 
     def push(self) -> None:
         """Go on if that is possible now."""
 
 
-class PortUser(Pushed, Protocol):
+class PortUser(Stalled, Protocol):
     """A queue pair, as its port sees it."""
 
     qp_num: int
     ring: ReceiveRing
 
-    def peer_gone(self) -> None:
+    def on_peer_end(self) -> None:
         """The peer's end is no more."""
 
 
@@ -42,8 +42,8 @@ class Port(Protocol):
       done: completions for the next poll.
       stalled: what the next poll looks after.
       gone: whose peers have ended.
-      restless: how many of ``stalled`` wait for a moment: nobody sleeps meanwhile.
-      crowded: so many have dialled that some still wait to be let in.
+      timed_waits: how many of ``stalled`` wait for a moment: nobody sleeps meanwhile.
+      accepting_later: so many have dialled that some still wait to be let in.
     """
 
     intake: Intake
@@ -51,21 +51,21 @@ class Port(Protocol):
     port_active: bool
     send_depth: int
     done: list[PlainCompletion]
-    stalled: dict[Pushed, None]
-    gone: list[PortUser]
-    restless: int
-    crowded: bool
+    stalled: dict[Stalled, None]
+    disconnected: list[PortUser]
+    timed_waits: int
+    accepting_later: bool
 
-    def look(self) -> None:
+    def poll_sockets(self) -> None:
         """Handle what the sockets have, without waiting."""
 
-    def look_again(self, action: Callable[[], None]) -> None:
+    def call_at_service(self, action: Callable[[], None]) -> None:
         """Call ``action`` at the next look, which comes soon: it has had its turn for now."""
 
     def dial(self, gid: bytes) -> socket.socket:
         """A socket to the RNIC of that GID.  Raises RnicError."""
 
-    def look_soon(self) -> None:
+    def request_service(self) -> None:
         """Have somebody look, as if something had come."""
 
     def retry_later(self, action: Callable[[], None]) -> None:
@@ -80,25 +80,25 @@ class Port(Protocol):
         Raises OSError: there are too many epoll watches.
         """
 
-    def hang_bell(self, rung: Callable[[], bool]) -> Bell | None:
+    def add_doorbell(self, rung: Callable[[], bool]) -> Doorbell | None:
         """A bell for a queue pair's peer, reported as its socket is; None: it has to do with that.
 
         ``rung`` takes what was rung, and tells whether that was anything.
         """
 
-    def take_down(self, bell: Bell) -> None:
-        """Undo `hang_bell`."""
+    def remove_doorbell(self, doorbell: Doorbell) -> None:
+        """Undo `add_doorbell`."""
 
-    def watch_room(self, sock: socket.socket, *, wanted: bool) -> None:
+    def watch_writable(self, sock: socket.socket, *, wanted: bool) -> None:
         """Whether to report also that such a socket takes something again."""
 
-    def watch_reader(self, sock: socket.socket, *, wanted: bool) -> None:
+    def watch_readable(self, sock: socket.socket, *, wanted: bool) -> None:
         """Report from now on that such a socket can be read, or do not."""
 
-    def rouse(self, ring: ReceiveRing) -> None:
-        """Look again at this ring, which dozes: its doorbell was rung."""
+    def resume_polling(self, ring: ReceiveRing) -> None:
+        """Look again at this ring, which interrupt_mode: its doorbell was rung."""
 
-    def hang_up(self, sock: socket.socket | None, *, quietly: bool) -> None:
+    def close_peer_socket(self, sock: socket.socket | None, *, quietly: bool) -> None:
         """Close a watched socket, or keep it where the other side may not notice yet."""
 
     def new_rkey(self) -> int:
@@ -107,8 +107,8 @@ class Port(Protocol):
     def free_rkey(self, rkey: int) -> None:
         """Undo `new_rkey`."""
 
-    def retire(self, user: PortUser) -> None:
+    def stop_polling(self, user: PortUser) -> None:
         """A queue pair went to ERR: it needs no polling any more."""
 
-    def forget(self, user: PortUser) -> None:
+    def remove_queue_pair(self, user: PortUser) -> None:
         """A queue pair was destroyed."""

@@ -21,25 +21,25 @@ from trio_smc.rnic.soft.ring import KEYS, ReceiveRing
 from trio_smc.rnic.verbs import MemoryRegion, ProtectionDomain, RnicError, WcStatus
 
 __all__ = [
-    "MOST_MAPPED",
-    "MOST_REGIONS",
+    "MAX_MAPPED",
+    "MAX_REGIONS",
     "PeerRegions",
     "SoftMemoryRegion",
     "SoftProtectionDomain",
 ]
 
 
-MOST_REGIONS: Final = 256
+MAX_REGIONS: Final = 256
 """Of one protection domain, and with it of one peer: an RMB is one, and a link group has 255 at
 most."""
-MOST_MAPPED: Final = 1 << 40
+MAX_MAPPED: Final = 1 << 40
 """Bytes of all of them: address space that they cost the peer, of 128 TiB."""
 
 _OK: Final = int(WcStatus.SUCCESS)
 _ACCESS: Final = int(WcStatus.REM_ACCESS_ERR)
 
 
-class Announces(Protocol):
+class Announcer(Protocol):
     """A queue pair, for the domain it is of."""
 
     ring: ReceiveRing
@@ -61,7 +61,7 @@ class SoftMemoryRegion(MemoryRegion):
         self.slot = slot
 
     def announcement(self) -> tuple[Register, int]:
-        """What peers are told, and the descriptor that goes with it."""
+        """What peers are announced, and the descriptor that goes with it."""
         message = Register(rkey=self.rkey, slot=self.slot, address=self.address, length=self.length)
         return message, self._memory.fd
 
@@ -72,10 +72,10 @@ class SoftMemoryRegion(MemoryRegion):
 class SoftProtectionDomain(ProtectionDomain):
     """Regions, and the queue pairs whose peers may use them."""
 
-    def __init__(self, rnic: Port, forget: Callable[[SoftProtectionDomain], None]) -> None:
+    def __init__(self, rnic: Port, on_close: Callable[[SoftProtectionDomain], None]) -> None:
         self._rnic = rnic
-        self._forget = forget
-        self.queue_pairs: set[Announces] = set()
+        self._on_close = on_close
+        self.queue_pairs: set[Announcer] = set()
         self._regions: dict[int, SoftMemoryRegion] = {}
         self._free: list[int] = []  # slots that were used before; the next new one is behind all
         self._closed = False
@@ -85,7 +85,7 @@ class SoftProtectionDomain(ProtectionDomain):
         """What is registered now, in the order of registration."""
         return list(self._regions.values())
 
-    def admit(self, qp: Announces) -> None:
+    def add_queue_pair(self, qp: Announcer) -> None:
         """A new queue pair."""
         self.queue_pairs.add(qp)
         for region in self._regions.values():
@@ -96,39 +96,39 @@ class SoftProtectionDomain(ProtectionDomain):
             raise RnicError(errno.EBADF, "the protection domain is closed")
         if memory.fd < 0:
             raise RnicError(errno.EFAULT, "the memory is closed")
-        if len(self._regions) >= MOST_REGIONS:
-            raise RnicError(errno.ENOMEM, f"a protection domain holds {MOST_REGIONS} regions")
-        if memory.size + sum(region.length for region in self._regions.values()) > MOST_MAPPED:
-            raise RnicError(errno.ENOMEM, f"a protection domain holds {MOST_MAPPED} bytes")
+        if len(self._regions) >= MAX_REGIONS:
+            raise RnicError(errno.ENOMEM, f"a protection domain holds {MAX_REGIONS} regions")
+        if memory.size + sum(region.length for region in self._regions.values()) > MAX_MAPPED:
+            raise RnicError(errno.ENOMEM, f"a protection domain holds {MAX_MAPPED} bytes")
         slot = self._free.pop() if self._free else len(self._regions)
         region = SoftMemoryRegion(self, memory, self._rnic.new_rkey(), slot)
         self._regions[region.rkey] = region
         message, fd = region.announcement()
-        told: list[Announces] = []
+        announced: list[Announcer] = []
         try:
             for qp in tuple(self.queue_pairs):
                 qp.ring.keys[slot] = region.rkey
                 qp.announce(message, (fd,))
-                told.append(qp)
+                announced.append(qp)
         except OSError as problem:
             # This registration fails, and nothing else does.
-            self._forget_region(region, told)
+            self._remove_region(region, announced)
             text = f"a memory region cannot be announced: {problem}"
             raise RnicError(problem.errno, text) from problem
         return region
 
     def deregister(self, region: SoftMemoryRegion) -> None:
         """Forget a region and tell the peers; what is gone already is left alone."""
-        self._forget_region(region, tuple(self.queue_pairs))
+        self._remove_region(region, tuple(self.queue_pairs))
 
-    def _forget_region(self, region: SoftMemoryRegion, told: Sequence[Announces]) -> None:
+    def _remove_region(self, region: SoftMemoryRegion, announced: Sequence[Announcer]) -> None:
         if self._regions.pop(region.rkey, None) is None:
             return
         self._free.append(region.slot)
         self._rnic.free_rkey(region.rkey)
         for qp in tuple(self.queue_pairs):
             qp.ring.keys[region.slot] = 0
-        for qp in told:
+        for qp in announced:
             qp.announce(Revoke(rkey=region.rkey), ())
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class SoftProtectionDomain(ProtectionDomain):
         if self._regions or self.queue_pairs:
             raise RnicError(errno.EBUSY, "the protection domain is in use")
         self._closed = True
-        self._forget(self)
+        self._on_close(self)
 
 
 class PeerRegions:
@@ -145,18 +145,18 @@ class PeerRegions:
 
     Args:
       keys: the peer's key page.
-      later: calls what it is given in another thread.
+      run_later: calls what it is given in another thread.
     """
 
-    __slots__ = ("_keys", "_later", "_mapped", "_regions")
+    __slots__ = ("_keys", "_run_later", "_mapped", "_regions")
 
     def __init__(
         self,
         keys: memoryview,
-        later: Callable[[Callable[[], object]], object] | None = None,
+        run_later: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
         self._keys = keys
-        self._later = later
+        self._run_later = run_later
         self._mapped = 0
         # rkey -> view, address, length, slot, memory
         self._regions: dict[int, tuple[memoryview, int, int, int, PeerMemory]] = {}
@@ -173,7 +173,7 @@ class PeerRegions:
         """
         if message.slot >= KEYS or message.rkey == 0 or message.rkey in self._regions:
             raise ProtocolError("a memory region that cannot be")
-        if len(self._regions) >= MOST_REGIONS or self._mapped + message.length > MOST_MAPPED:
+        if len(self._regions) >= MAX_REGIONS or self._mapped + message.length > MAX_MAPPED:
             raise ProtocolError("more memory regions than a peer may have")
         memory = PeerMemory.map_untrusted(fd, message.length)
         self._mapped += message.length
@@ -183,19 +183,19 @@ class PeerRegions:
 
     def discard(self, rkey: int) -> None:
         """Unmap a region; an unknown one is fine."""
-        known = self._regions.pop(rkey, None)
-        if known is not None:
-            self._mapped -= known[2]
-            known[4].close(self._later)
+        region = self._regions.pop(rkey, None)
+        if region is not None:
+            self._mapped -= region[2]
+            region[4].close(self._run_later)
 
     def write(
         self, data: bytes | memoryview, more: memoryview | None, address: int, rkey: int
     ) -> int:
         """Copy into the peer's memory, or nothing at all; returns a `WcStatus`."""
-        known = self._regions.get(rkey)
-        if known is None:
+        region = self._regions.get(rkey)
+        if region is None:
             return _ACCESS
-        view, base, length, slot, _ = known
+        view, base, length, slot, _ = region
         start = address - base
         end = start + len(data)
         whole = end if more is None else end + len(more)

@@ -49,13 +49,13 @@ __all__ = [
     "SendRing",
     "Sent",
     "fence",
-    "silent",
+    "no_doorbell",
 ]
 
 
 SLOTS: Final = 1024
 """Receives that can be posted; a power of two."""
-_LAST: Final = SLOTS - 1
+_SLOT_MASK: Final = SLOTS - 1
 _SLOT_SIZE: Final = 64
 _SLOTS_AT: Final = 4096
 _KEYS_AT: Final = _SLOTS_AT + SLOTS * _SLOT_SIZE
@@ -91,7 +91,7 @@ def fence() -> None:
     _release()
 
 
-def silent() -> None:
+def no_doorbell() -> None:
     """The doorbell of who has none: the port was down when the peer should have been dialled, or
     the peer is given up."""
 
@@ -104,7 +104,7 @@ class Sent:
     """No receive is posted (RNR); the peer rings when there is one."""
     GONE: Final = 2
     """The peer's queue pair is in ERR or its port is down."""
-    NONSENSE: Final = 3
+    INVALID: Final = 3
     """The peer's words make no sense."""
     UNKNOWN: Final = 4
     """Published while the peer's queue pair ended: it may have been taken, or not."""
@@ -120,12 +120,13 @@ class ReceiveRing:
       keys: the key page, as integers.
       tail: messages taken.
       posted: receives posted.
-      dozes: it stays armed, and nobody looks before its doorbell rings; kept by the RNIC.
-      looked: ``tail`` when the RNIC last asked how busy it is.
+      interrupt_mode: it stays armed, and nobody looks before its doorbell rings; kept by the RNIC.
+      polled_tail: ``tail`` when the RNIC last asked how busy it is.
     """
 
     __slots__ = (
-        "_words", "armed", "dozes", "head", "keys", "looked", "memory", "posted", "qp_num", "tail"
+        "_words", "armed", "head", "interrupt_mode", "keys", "memory", "polled_tail", "posted",
+        "qp_num", "tail",
     )  # fmt: skip
 
     def __init__(self, qp_num: int) -> None:
@@ -141,11 +142,11 @@ class ReceiveRing:
         self.armed: memoryview[int] = self._words[_ARMED : _ARMED + 1]
         self.keys: memoryview[int] = self.memory.view[_KEYS_AT:].cast("I")
         self.tail: int = 0
-        self.looked: int = 0
+        self.polled_tail: int = 0
         self.posted: int = 0
-        self.dozes: bool = False
+        self.interrupt_mode: bool = False
 
-    def tell(self, word: int) -> bool:
+    def set_posted(self, word: int) -> bool:
         """Set POSTED to `posted`, `PORT_DOWN` or `CLOSED`; True: ring, the sender waits for it."""
         words = self._words
         words[_POSTED] = word
@@ -155,7 +156,7 @@ class ReceiveRing:
             return True
         return False
 
-    def shut(self, word: int) -> bool:
+    def set_posted_finally(self, word: int) -> bool:
         """As `tell`, for the last time: what a `take_untrusted` after this does not find, the
         sender has not been told was sent."""
         words = self._words
@@ -163,7 +164,7 @@ class ReceiveRing:
         # word when it looks at POSTED for its next message.
         words[_POSTED] = word
         words[_ARMED] = 1
-        return self.tell(word)
+        return self.set_posted(word)
 
     def take_untrusted(self, append: Callable[[PlainCompletion], None]) -> bool:
         """Append a completion for each message that is there; False: the ring makes no sense."""
@@ -173,7 +174,7 @@ class ReceiveRing:
             return False
         view, qp_num = self.memory.view, self.qp_num
         while tail < head:
-            size, data = _unpack_slot(view, _SLOTS_AT + (tail & _LAST) * _SLOT_SIZE)
+            size, data = _unpack_slot(view, _SLOTS_AT + (tail & _SLOT_MASK) * _SLOT_SIZE)
             if size > RECEIVE_SIZE:
                 return False
             self.tail = tail = tail + 1
@@ -194,20 +195,22 @@ class SendRing:
 
     Args:
       doorbell: wakes the peer; if it raises BlockingIOError, the peer is awake or will be.
-      missed: told of this ring and of what kept the doorbell from being rung.
+      on_failed_ring: told of this ring and of what kept the doorbell from being rung.
 
     Attributes:
       keys: the peer's key page.
       posted: the word POSTED as a view of one integer; `PORT_DOWN` and more: nothing is received.
     """
 
-    __slots__ = ("_doorbell", "_head", "_memory", "_missed", "_view", "_words", "keys", "posted")
+    __slots__ = (
+        "_doorbell", "_head", "_memory", "_on_failed_ring", "_view", "_words", "keys", "posted",
+    )  # fmt: skip
 
     def __init__(
         self,
         memory: PeerMemory,
         doorbell: Callable[[], object],
-        missed: Callable[[SendRing, OSError], object] | None = None,
+        on_failed_ring: Callable[[SendRing, OSError], object] | None = None,
     ) -> None:
         self._memory = memory
         self._view = memory.view
@@ -215,20 +218,20 @@ class SendRing:
         self.posted: memoryview[int] = memory.cast(_POSTED * 8, 8, "Q")
         self._head = 0
         self._doorbell = doorbell
-        self._missed = missed
+        self._on_failed_ring = on_failed_ring
         self.keys: memoryview[int] = memory.cast(_KEYS_AT, KEYS * 4, "I")
 
-    def ring(self) -> None:
+    def ring_doorbell(self) -> None:
         """Wake whoever sleeps on the peer's ring; where that is full of rings, it is awake."""
         try:
             self._doorbell()
         except OSError as problem:
-            if self._missed is not None:
-                self._missed(self, problem)
+            if self._on_failed_ring is not None:
+                self._on_failed_ring(self, problem)
 
-    def silence(self) -> None:
+    def remove_doorbell(self) -> None:
         """Ring no more."""
-        self._doorbell = silent
+        self._doorbell = no_doorbell
 
     def put(self, data: bytes) -> int:
         """Publish one message of at most `RECEIVE_SIZE` bytes; returns one of `Sent`."""
@@ -238,7 +241,7 @@ class SendRing:
             refused = self._refusal()
             if refused:
                 return refused
-        _pack_slot(self._view, _SLOTS_AT + (head & _LAST) * _SLOT_SIZE, len(data), data)
+        _pack_slot(self._view, _SLOTS_AT + (head & _SLOT_MASK) * _SLOT_SIZE, len(data), data)
         self._head = head = head + 1
         words[_HEAD] = head
         _acquire(False)  # `fence`
@@ -249,8 +252,8 @@ class SendRing:
             try:
                 ring()
             except OSError as problem:
-                if self._missed is not None:
-                    self._missed(self, problem)
+                if self._on_failed_ring is not None:
+                    self._on_failed_ring(self, problem)
             if words[_POSTED] >= PORT_DOWN:
                 return Sent.UNKNOWN
         return 0
@@ -266,9 +269,9 @@ class SendRing:
         self._words[_WAITING] = 0
         if 0 < posted - self._head <= SLOTS:
             return Sent.DONE
-        return Sent.GONE if posted >= PORT_DOWN else Sent.NONSENSE
+        return Sent.GONE if posted >= PORT_DOWN else Sent.INVALID
 
-    def gone(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the peer says that it will receive nothing."""
         return self.posted[0] >= PORT_DOWN
 
