@@ -1,21 +1,22 @@
 """The software RNIC: RDMA between processes of one host, without privileges or hardware.
 
-Memory regions are sealed memfds that peers map; an RDMA write is a copy into the mapping, checked
-for RKey, bounds and validity by the writer.  A send is a slot in a ring of the receiver's queue
-pair; a doorbell (a packet on the queue pair's socket, or for the first few peers a byte in a pipe,
-which is quicker and takes two descriptors more) is rung only when the receiver is asleep.  So data
-needs no system call at all while both sides are busy.
+Memory regions are sealed memfds that peers map.  An RDMA write is a copy into the mapping; the
+writer checks RKey, bounds and validity.  A send fills a slot in a ring of the receiver's queue
+pair.  The sender rings a doorbell only if the receiver sleeps, so two busy sides need no system
+call.  A doorbell is a packet on the queue pair's socket.  The first few peers have a pipe instead,
+which is faster and takes two more descriptors.
 
-Idle peers cost those that are busy nothing.  Of many rings only those are looked at in which
-something came lately; the others *doze*: they stay armed, so that the next message rings, and are
-looked at again from then on.  No word is shared by several peers: who rings for nothing, or does
-not ring, has its own ring looked at in vain, or late.
+Idle peers do not slow down busy ones.  If there are many rings, the RNIC polls only those that had
+messages recently.  The others are in *interrupt mode*: they stay armed, so that the next message
+rings the doorbell, and from then on the RNIC polls them again.  No word of memory is shared by
+several peers: a peer that rings without need, or does not ring, affects only its own ring.
 
-Here is the device, and its `Acceptor`, where peers come in.  Its parts are `ring` (sends),
-`regions` (memory), `queue_pair`, and `messages` and `contact` (how RNICs find and tell each
-other); `port` is the device as they see it, and `faults` lets things go wrong on purpose.
+This module has the device, and its `Acceptor`, which accepts peers.  The other parts are `ring`
+(sends), `regions` (memory), `queue_pair`, and `messages` and `peer_sockets` (how RNICs find and
+notify each other).  `port` is the device as these parts see it, and `faults` makes it fail on
+purpose.
 
-Several can be open in one process, also under one name, and a process may connect to itself.
+Several RNICs can be open in one process, even with one name, and a process can connect to itself.
 """
 
 from __future__ import annotations
@@ -73,34 +74,35 @@ _SEND_DEPTH: Final = 1024
 _EVENTS_AT_ONCE: Final = 64
 _MAX_ROUNDS: Final = 16
 _MAX_ACCEPTED: Final = 32
-"""Strangers that are let in at a time: less than a millisecond."""
+"""Connections accepted at a time, which takes less than a millisecond."""
 _MAX_BEFORE_HELLO: Final = 64
+"""Accepted connections that have not sent a Hello yet."""
 _EDGES: Final = select.EPOLLIN | select.EPOLLET
 _ALWAYS_POLLED: Final = 8
-"""Rings that are always looked at."""
+"""If there are at most so many rings, all are polled always."""
 _MAX_DOORBELLS: Final = 4
 _RETRY_INTERVAL: Final = 0.05
-"""Seconds after which what lacked resources is tried again."""
+"""Seconds after which an action that failed for lack of resources is retried."""
 _IDLE_POLLS: Final = 256
-"""Looks of which none found anything: then a ring may doze, where there are more than a few."""
+"""Polls without a message after which a ring enters interrupt mode, if there are many rings."""
 
 
 class Faults(Protocol):
-    """What goes wrong (`faults.FaultPlan`)."""
+    """A plan of faults (`faults.FaultPlan`)."""
 
     def attach(self, rnic: SoftRnic) -> None:
-        """Whose plan this is."""
+        """Bind the plan to this RNIC."""
 
     def queue_pair(self, rnic: SoftRnic, pd: SoftProtectionDomain, qp_num: int) -> SoftQueuePair:
-        """A new queue pair that is subject to it."""
+        """Make a queue pair that is subject to the plan."""
 
 
 class SoftRnic(Rnic):
     """A software RNIC port.
 
     Args:
-      name: what it is called in statistics and logs.
-      faults: what goes wrong on it, for tests; it costs time only where it is given.
+      name: the name in statistics and logs.
+      faults: a plan of faults, for tests.  An RNIC without one is not slower because of it.
     """
 
     __slots__ = (
@@ -127,25 +129,25 @@ class SoftRnic(Rnic):
         self.done: list[PlainCompletion] = []
         self.stalled: dict[Stalled, None] = {}
         self.disconnected: list[PortUser] = []
-        # How many of `stalled` wait for a moment and not for the peer: nobody sleeps meanwhile.
         self.timed_waits: int = 0
         self.accepting_later: bool = False
         self._next_actions: dict[Callable[[], None], None] = {}
         self._retries: dict[Callable[[], None], None] = {}
-        self._rings: tuple[ReceiveRing, ...] = ()  # those that do not doze
-        self._has_many_rings = False  # of them
-        self._polls = 0  # while they were many, since they were last asked how busy they are
+        self._rings: tuple[ReceiveRing, ...] = ()  # all that are not in interrupt mode
+        self._has_many_rings = False
+        self._polls = 0  # polls of many rings since the last check for idle ones
         self._qps: dict[int, SoftQueuePair] = {}
         self._pds: set[SoftProtectionDomain] = set()
         self._rkeys: set[int] = set()
         self._handlers: dict[int, Callable[[int], object]] = {}
-        # By descriptors: the sockets and doorbells of queue pairs' peers.
+        # The sockets and doorbells of peers: the epoll events that are watched on each descriptor.
         self._peer_events: dict[int, int] = {}
-        self._doorbells: dict[int, Callable[[], bool]] = {}
+        self._doorbells: dict[int, Callable[[], bool]] = {}  # by descriptor
         self._only_doorbell: Callable[[], bool] | None = None
-        self._completion_epoll: select.epoll | None = None  # tells of them where `wait_fd` does not
-        # Sockets of queue pairs that ended while the port was down, or quietly: nobody may notice
-        # yet.
+        # Watches `_peer_events` in place of `_epoll` as soon as `completion_fd` was called.
+        self._completion_epoll: select.epoll | None = None
+        # Sockets of queue pairs that ended while the port was down, or quietly: they stay open, so
+        # that the peers do not notice yet.
         self._half_closed: list[socket.socket] = []
         self._events: list[RnicEvent] = []
         self._open = False
@@ -169,7 +171,7 @@ class SoftRnic(Rnic):
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             raise RnicError(
                 errno.ENOTSUP,
-                "the software RNIC needs the GIL, which a free-threaded Python runs without",
+                "the software RNIC needs the GIL, and this Python runs without one",
             )
         self.gid = _GID_PREFIX + secrets.token_bytes(8)
         # Locally administered, unicast.
@@ -225,7 +227,7 @@ class SoftRnic(Rnic):
         self._open = False
 
     def abandon(self) -> None:
-        # Only descriptors are closed: a changed epoll set or a removed name would be the parent's.
+        # Close only descriptors: the epoll set and the name belong to the parent process.
         if self._open:
             self._open = False
             self._acceptor.abandon()
@@ -248,11 +250,11 @@ class SoftRnic(Rnic):
     def create_qp(self, pd: ProtectionDomain, receive_size: int = RECEIVE_SIZE) -> SoftQueuePair:
         self._check_open()
         if receive_size != RECEIVE_SIZE:
-            raise RnicError(errno.EINVAL, f"receives have {RECEIVE_SIZE} bytes")
+            raise RnicError(errno.EINVAL, f"a receive buffer has {RECEIVE_SIZE} bytes")
         if not isinstance(pd, SoftProtectionDomain) or pd not in self._pds:
-            raise RnicError(errno.EINVAL, "a protection domain of another RNIC")
+            raise RnicError(errno.EINVAL, "the protection domain belongs to another RNIC")
         with refusals():
-            self._acceptor.ensure_name()  # before anybody is told to come here
+            self._acceptor.ensure_name()  # the peer will dial this name
         qp_num = 0
         while qp_num < 2 or qp_num in self._qps:
             qp_num = secrets.randbits(24)
@@ -266,23 +268,23 @@ class SoftRnic(Rnic):
     # -- faults --------------------------------------------------------------------------
 
     def fail(self) -> None:
-        """The port goes down without warning.
+        """Take the port down without warning.
 
-        Our own posts are flushed from now on, peers' posts to us end with RETRY_EXC_ERR, queue
-        pairs that nobody uses stay in RTS, and `service` reports PORT_DOWN.  Idempotent.
+        From now on our own posts are flushed, and posts of peers to this port end with
+        RETRY_EXC_ERR.  Unused queue pairs stay in RTS.  `service` reports PORT_DOWN.  Idempotent.
         """
         self._check_open()
         self._set_port(False)
 
     def restore(self) -> None:
-        """The port comes up again; queue pairs that are still in RTS go on.  Idempotent."""
+        """Bring the port up again; queue pairs that are still in RTS go on.  Idempotent."""
         self._check_open()
         self._set_port(True)
 
     def _set_port(self, active: bool) -> None:
         if self.port_active == active:
             return
-        # Who had reached us before is connected, and must not notice.
+        # A peer that dialled before the change is connected, and does not notice the change.
         self.poll_sockets()
         self.port_active = active
         self._events.append(RnicEvent.PORT_UP if active else RnicEvent.PORT_DOWN)
@@ -362,7 +364,7 @@ class SoftRnic(Rnic):
             return False
         doorbell = self._only_doorbell
         if doorbell is not None and doorbell():
-            return True  # where there is but one, mostly it was that
+            return True  # the usual case: the only doorbell has rung
         self._dispatch(self._completion_epoll.poll(0, _EVENTS_AT_ONCE))
         return True
 
@@ -383,7 +385,7 @@ class SoftRnic(Rnic):
             self.disconnected.pop().on_peer_end()
 
     def _stop_polling_idle(self) -> None:
-        """Look no more at the rings in which nothing has come lately."""
+        """Put the rings that had no message recently into interrupt mode."""
         self._polls = 0
         idle = [ring for ring in self._rings if ring.tail == ring.polled_tail]
         for ring in idle:
@@ -407,7 +409,7 @@ class SoftRnic(Rnic):
     # -- what queue pairs and protection domains call -------------------------------------
 
     def poll_sockets(self) -> None:
-        """Handle what the sockets have, without waiting; each has its turn once at most."""
+        """Handle the events of all sockets, without waiting; each action runs at most once."""
         again, self._next_actions = self._next_actions, {}
         for action in again:
             action()
@@ -421,19 +423,20 @@ class SoftRnic(Rnic):
         else:
             self._next_actions[_no_action] = None
         if self._next_actions:
-            os.eventfd_write(self._self_wake, 1)  # after the last poll, which would have taken it
+            os.eventfd_write(self._self_wake, 1)  # here, because a poll above would consume it
 
     def call_at_service(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at the next look, which comes soon: it has had its turn for now."""
+        """Call ``action`` at the next `poll_sockets`, and request that: others have their turn
+        first."""
         self._next_actions[action] = None
         self.request_service()
 
     def request_service(self) -> None:
-        """Have `wait_fd` tell that there is something to look at."""
+        """Make `wait_fd` readable, so that `service` is called soon."""
         os.eventfd_write(self._self_wake, 1)
 
     def retry_later(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at a look `_RETRY_INTERVAL` from now: something lacked resources."""
+        """Call ``action`` after `_RETRY_INTERVAL`, because it failed for lack of resources."""
         if not self._retries:
             self._alarm.set(_RETRY_INTERVAL)
         self._retries[action] = None
@@ -451,12 +454,12 @@ class SoftRnic(Rnic):
                 handler(mask)
 
     def dial(self, gid: bytes) -> socket.socket:
-        """A socket to the RNIC of that GID.  Raises RnicError."""
+        """Connect a socket to the RNIC with this GID.  Raises RnicError."""
         with refusals():
             return self._directory.dial(socket_name(gid))
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None] | None) -> None:
-        """Let `wait_fd` report ``fd``; `service` calls ``handler`` with the epoll events."""
+        """Make `wait_fd` readable with ``fd``; `service` passes the epoll events to ``handler``."""
         self._epoll.register(fd, events)
         if handler is not None:
             self._handlers[fd] = handler
@@ -467,20 +470,24 @@ class SoftRnic(Rnic):
         self._handlers.pop(fd, None)
 
     def watch_peer(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
-        """Let `completion_fd` report what a queue pair's peer says, and its rings, where that is
-        wanted, else `wait_fd`."""
+        """Make `completion_fd` readable with a peer's socket; `wait_fd` if that is not in use."""
         self._watch_peer(sock.fileno(), handler)
 
     def watch_readable(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Report from now on that such a socket can be read, or do not."""
+        """Watch for readability of a peer's socket, or stop that."""
         fd = sock.fileno()
         if fd in self._peer_events:
             self._watch_events(fd, select.EPOLLIN if wanted else 0)
 
     def add_doorbell(self, rung: Callable[[], bool]) -> Doorbell | None:
-        """A bell for a queue pair's peer, reported as its socket is; None: it has to do with that.
+        """Make a doorbell for a queue pair's peer, watched like its socket.
 
-        Of many peers, which take descriptors, only the first have one.
+        Args:
+          rung: called when the descriptor is readable; True: the doorbell has been rung.
+
+        Returns:
+          None: the peer uses its socket.  Only the first few peers have a doorbell, because
+          doorbells take descriptors.
         """
         if len(self._doorbells) >= _MAX_DOORBELLS:
             return None
@@ -518,9 +525,10 @@ class SoftRnic(Rnic):
         self._handlers[fd] = handler
 
     def watch_writable(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Whether to report also that such a socket takes something again.
+        """Watch for room in a peer's socket, or stop that.
 
-        Else nobody may be woken for that: there is room again for each ring that the peer took.
+        It is watched only while messages wait.  Otherwise each doorbell that the peer reads would
+        wake this process, because it makes room.
         """
         fd = sock.fileno()
         reading = self._peer_events[fd] & select.EPOLLIN
@@ -534,27 +542,30 @@ class SoftRnic(Rnic):
             self._epoll.modify(fd, events | select.EPOLLET)
 
     def resume_polling(self, ring: ReceiveRing) -> None:
-        """Look again at this ring, which interrupt_mode: its doorbell was rung."""
+        """End the interrupt mode of a ring, because its doorbell was rung."""
         ring.armed[0] = 0
         self._poll_ring(ring)
 
     def queue_pairs(self) -> list[SoftQueuePair]:
-        """Those there are, in the order of their making."""
+        """All queue pairs, in the order of creation."""
         return list(self._qps.values())
 
     def queue_pair(self, qp_num: int) -> SoftQueuePair | None:
-        """The queue pair of that number."""
+        """The queue pair with this number."""
         return self._qps.get(qp_num)
 
     def stop_polling(self, user: PortUser) -> None:
-        """A queue pair went to ERR: it needs no polling any more."""
+        """Stop polling a queue pair that went to ERR."""
         user.ring.interrupt_mode = False
         self._set_rings(ring for ring in self._rings if ring is not user.ring)
         self.stalled.pop(user, None)
 
     def close_peer_socket(self, sock: socket.socket | None, *, quietly: bool) -> None:
-        """Close a watched socket, or keep it where the other side may not notice yet: the port is
-        down, or it goes ``quietly``."""
+        """Close a watched socket; if the port is down, keep it open until the port is up again.
+
+        Args:
+          quietly: keep the socket open too, so that the peer does not notice.
+        """
         if sock is None:
             return
         self._unwatch_peer(sock.fileno())
@@ -569,12 +580,12 @@ class SoftRnic(Rnic):
 
     def _unwatch_peer(self, fd: int) -> None:
         if self._peer_events.pop(fd, None) is None:
-            return  # there were too many watches for it
+            return  # the socket was never watched: there were too many epoll watches
         del self._handlers[fd]
         (self._completion_epoll or self._epoll).unregister(fd)
 
     def new_rkey(self) -> int:
-        """An RKey that no region of this RNIC has."""
+        """Draw an RKey that no region of this RNIC has."""
         rkey = 0
         while rkey == 0 or rkey in self._rkeys:
             rkey = secrets.randbits(32)
@@ -586,7 +597,7 @@ class SoftRnic(Rnic):
         self._rkeys.discard(rkey)
 
     def remove_queue_pair(self, user: PortUser) -> None:
-        """A queue pair was destroyed."""
+        """Remove a destroyed queue pair."""
         del self._qps[user.qp_num]
         self.disconnected = [other for other in self.disconnected if other is not user]
 
@@ -602,19 +613,19 @@ def _peer_has_ended(sock: socket.socket) -> bool:
 
 
 def _no_action() -> None:
-    """All that has to be done is to look."""
+    """No-op: the poll of the sockets itself is what was requested."""
 
 
 def socket_name(gid: bytes) -> str:
-    """The name under which the RNIC of this GID listens."""
+    """The name of the socket on which the RNIC with this GID listens."""
     return f"rnic-{gid.hex()}"
 
 
 class Acceptor:
-    """Accepts, reads one Hello of each and hands it to the queue pair it is for.
+    """Accepts connections, reads one Hello from each and passes it to its queue pair.
 
-    Who says nothing is kept until `_MAX_BEFORE_HELLO` others have come; who says anything else, or
-    belongs to another user, is shown the door.
+    A connection that sends nothing is kept until `_MAX_BEFORE_HELLO` others have come.  A peer that
+    sends anything else, or belongs to another user, is disconnected.
     """
 
     def __init__(self, rnic: SoftRnic, directory: Directory) -> None:
@@ -626,7 +637,7 @@ class Acceptor:
         rnic.watch(self._listener.fileno(), _EDGES, lambda _: self._accept())
 
     def close(self) -> None:
-        """Remove the name, close everything."""
+        """Remove the name and close all sockets."""
         for fd in tuple(self._before_hello):
             self._disconnect(fd)
         self._rnic.unwatch(self._listener.fileno())
@@ -634,7 +645,7 @@ class Acceptor:
         self._rnic.intake.closer.discard_listener(self._listener)
 
     def ensure_name(self) -> None:
-        """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
+        """Listen again if the socket's name was removed, for example by a cleaner of /tmp."""
         if self._listener.fileno() < 0 or self._directory.has(self._name):
             return
         self._directory.reopen()
@@ -668,7 +679,7 @@ class Acceptor:
                 if not isinstance(problem, BlockingIOError) and is_lack(problem):
                     self._accept_later()
                 return
-            # A port that is down hears nobody.
+            # A port that is down accepts no peer.
             group = self._directory.group
             if not self._rnic.port_active or not is_admitted(sock, group):
                 intake.discard(sock)
@@ -679,7 +690,7 @@ class Acceptor:
             fd = sock.fileno()
             try:
                 self._rnic.watch(fd, _EDGES, partial(self._read_hello, fd))
-            except OSError:  # there are too many epoll watches: this one is refused
+            except OSError:  # too many epoll watches: disconnect this peer
                 intake.discard(sock)
                 continue
             self._before_hello[fd] = sock
@@ -688,7 +699,7 @@ class Acceptor:
         self._rnic.call_at_service(self._accept)
 
     def _accept_later(self) -> None:
-        """They wait in the backlog for resources to be had."""
+        """Leave connections in the backlog until there are resources."""
         self._rnic.accepting_later = True
         self._rnic.retry_later(self._accept)
 
@@ -703,7 +714,7 @@ class Acceptor:
         intake = self._rnic.intake
         try:
             packet = intake.receive(sock)
-        except OSError:  # no descriptors: its Hello waits in the socket
+        except OSError:  # no descriptors left: the Hello waits in the socket
             self._rnic.retry_later(self._read_all_hellos)
             return
         if packet is None:
@@ -712,7 +723,7 @@ class Acceptor:
         try:
             hello = decode_untrusted(data, len(fds))
             if not isinstance(hello, Hello):
-                raise ProtocolError("a software RNIC that does not say Hello")
+                raise ProtocolError("the first message of a software RNIC is not Hello")
             qp = self._rnic.queue_pair(hello.peer_qp_num)
             if qp is None or qp.state is QpState.ERR:
                 raise ProtocolError("no such queue pair")

@@ -1,10 +1,11 @@
-"""What a software queue pair says to its peer and hears of it: the slow path beside the rings.
+"""The sockets between a software queue pair and its peer: the slow path beside the rings.
 
-A `PeerSockets` holds the two sockets of `messages`: this side sends on one
-and receives on the other.  Mostly that is one, which the first of the two has dialled.  Where
-both belong to one user each may have a doorbell beside it, which the other one rings.  Nothing here
-changes the state of the queue pair or runs its queue, because all of it can happen in the middle of
-a post; what is found is noted with the RNIC (`Port.disconnected`, `Port.stalled`)
+`PeerSockets` holds the socket on which this side sends the messages of `messages`, and the one on
+which it receives.  Mostly both are one socket, opened by the side that connected first.  If both
+sides belong to one user, each may also have a doorbell pipe, which the other side rings.
+
+This module never changes the state of the queue pair and never runs its queue, because it may be
+called in the middle of a post.  Instead it notes events in `Port.disconnected` and `Port.stalled`
 for the next poll.
 """
 
@@ -53,7 +54,7 @@ _MAX_RECEIVED: Final = 64
 
 
 class Peer:
-    """What the peer's queue pair gave us to reach it with."""
+    """The peer's queue pair, with the memory and the doorbell that its Hello brought."""
 
     __slots__ = ("_doorbell_fd", "hello", "regions", "ring")
 
@@ -61,7 +62,7 @@ class Peer:
         self.hello: Hello = hello
         self.ring: SendRing = ring
         self.regions: PeerRegions = regions
-        self._doorbell_fd = rope  # what `ring` rings with; -1: it has a socket for that, or nothing
+        self._doorbell_fd = rope  # the pipe that rings; -1: a socket rings, or nothing
 
     @classmethod
     def map_untrusted(
@@ -72,10 +73,12 @@ class Peer:
         doorbell_fd: int | None,
         speaker: socket.socket | None,
     ) -> Peer:
-        """Map what came with a Hello.  The descriptors stay the caller's.
+        """Map the ring that came with a Hello, and open its doorbell.
+
+        The caller still closes the descriptors.
 
         Raises:
-          ProtocolError: it is not what it should be.
+          ProtocolError: a descriptor is not a ring or a doorbell.
           OSError: this process lacks memory or address space.
         """
         memory = PeerMemory.map_untrusted(ring_fd, RING_SIZE)
@@ -89,7 +92,7 @@ class Peer:
             memory.close()
             raise
         except OSError:
-            pass  # the socket does
+            pass  # the socket rings instead
         if rope < 0 and speaker is not None:
             doorbell = partial(speaker.send, DOORBELL, _NO_WAIT)
         ring = SendRing(memory, doorbell, partial(_retry_doorbell, rnic))
@@ -102,7 +105,7 @@ class Peer:
         self.close_doorbell()
 
     def close_doorbell(self) -> None:
-        """Ring no more.  Idempotent."""
+        """Stop ringing the peer.  Idempotent."""
         rope, self._doorbell_fd = self._doorbell_fd, -1
         if rope >= 0:
             self.ring.remove_doorbell()
@@ -110,29 +113,29 @@ class Peer:
 
 
 def _retry_doorbell(rnic: Port, ring: SendRing, problem: OSError) -> None:
-    """Ring again soon if only a lack of memory kept a doorbell from being rung."""
+    """Ring again soon, if the doorbell could not be rung for lack of memory."""
     if is_lack(problem) and not isinstance(problem, BlockingIOError):
         rnic.retry_later(ring.ring_doorbell)
 
 
 class SocketsOwner(PortUser, Protocol):
-    """The queue pair, for its sockets."""
+    """The queue pair, as its sockets see it."""
 
     def on_hello(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
-        """A peer said Hello."""
+        """Handle the Hello of a peer."""
 
 
 class PeerSockets:
     """The sockets of one queue pair.
 
     Attributes:
-      peer: what the peer's Hello brought; None before it came and after the end.
-      unsent: announcements that the socket had no room for, with descriptors of their own: what
-        they are about may be closed before they are out.  Sends wait until then, so that no
-        message overtakes the memory region it is about.
-      behind: the peer has said more than was taken in yet.
-      lacking: the next of that needs descriptors, memory or address space that this process lacks.
-        It is tried again soon; until then nothing is read.
+      peer: the peer's queue pair; None before its Hello came, and after the end.
+      unsent: messages that the socket had no room for, with copies of their descriptors, because a
+        region may be closed before its message is sent.  Posted sends wait until this is empty, so
+        that no send overtakes the announcement of its memory region.
+      has_unread: messages of the peer may be unread.
+      lacks_resources: the next message needs descriptors, memory or address space that this process
+        lacks.  Nothing is read until a retry, which comes soon.
     """
 
     __slots__ = (
@@ -145,19 +148,25 @@ class PeerSockets:
         self.unsent: deque[tuple[Message, list[int]]] = deque()
         self.has_unread: bool = False
         self.lacks_resources: bool = False
-        # A message that was taken, but could not be taken in for that reason.
+        # A message that was read and could not be handled for lack of resources.
         self._postponed: tuple[Message, list[int]] | None = None
         self._rnic = rnic
         self._owner = owner
         self._send_socket: socket.socket | None = None
         self._receive_socket: socket.socket | None = None
         self._doorbell: Doorbell | None = None
-        # Who said Hello before this side went to RTR.
+        # Peers whose Hello came before this side went to RTR.
         self._pending: list[tuple[Hello, socket.socket, list[int]]] = []
 
     def dial(self, name: tuple[bytes, int]) -> None:
-        """Dial the RNIC of the peer of that GID and queue pair number, to speak to it, if the peer
-        has not dialled already.  Raises RnicError."""
+        """Connect to the RNIC of the peer, unless the peer has connected already.
+
+        Args:
+          name: the peer's GID and queue pair number.
+
+        Raises:
+          RnicError: the RNIC cannot be reached.
+        """
         for hello, sock, _ in self._pending:
             if (hello.gid, hello.qp_num) == name:
                 self._send_socket = sock
@@ -167,7 +176,7 @@ class PeerSockets:
         self._rnic.watch_peer(self._send_socket, self._on_events)
 
     def send_hello(self, hello: Hello, ring: int) -> None:
-        """Say Hello to the peer; ``ring``: a descriptor of the receive ring."""
+        """Send Hello to the peer; ``ring``: a descriptor of the receive ring."""
         doorbell = None
         if self._send_socket is not None and is_same_user(self._send_socket):
             doorbell = self._doorbell = self._rnic.add_doorbell(self._on_doorbell)
@@ -180,10 +189,11 @@ class PeerSockets:
             doorbell.close_write_end()
 
     def send(self, message: Message, fds: tuple[int, ...]) -> None:
-        """Tell the peer, as soon as the socket takes it; without a socket nothing happens.
+        """Send a message as soon as the socket has room; no-op without a socket.
 
-        Raises OSError: a message with descriptors cannot be sent for lack of resources, such as
-        too many descriptors in flight (ETOOMANYREFS); the peer will never get it.
+        Raises:
+          OSError: a message with descriptors cannot be sent for lack of resources, such as too
+            many descriptors in flight (ETOOMANYREFS); the peer will never receive it.
         """
         sock = self._send_socket
         if sock is None:
@@ -206,7 +216,7 @@ class PeerSockets:
         self._rnic.watch_writable(sock, wanted=True)
 
     def flush(self) -> None:
-        """Send what is unsent, as far as the socket takes it."""
+        """Send the messages in `unsent` that the socket has room for."""
         unsent = self.unsent
         while unsent:
             message, kept = unsent[0]
@@ -220,8 +230,8 @@ class PeerSockets:
                 if isinstance(message, Hello):
                     self._rnic.disconnected.append(self._owner)  # there will be no connection
                     return
-                # Waiting would hold up everything else.  The peer refuses a region that it was not
-                # told of (`QueuePair.can_reach`).
+                # Skip this message: a retry would delay all messages behind it.  The peer refuses
+                # a region that was not announced (`QueuePair.can_reach`).
             unsent.popleft()
             close_all(kept)
         if self._send_socket is not None:
@@ -230,12 +240,13 @@ class PeerSockets:
     def _send_again(self) -> None:
         if self.unsent and self._send_socket is not None:
             self.flush()
-            self._rnic.stalled[self._owner] = None  # its requests may wait for that
+            self._rnic.stalled[self._owner] = None  # requests may have waited for this
 
     def _send(self, message: Message, fds: Sequence[int]) -> bool:
-        """True if the socket took it; if the peer is gone, that is noted.
+        """True if the message was sent.  If the peer has gone, note that and return False.
 
-        Raises OSError: it cannot be sent for another reason, such as a lack of resources.
+        Raises:
+          OSError: the message cannot be sent for another reason, such as a lack of resources.
         """
         assert self._send_socket is not None
         try:
@@ -250,8 +261,7 @@ class PeerSockets:
         return True
 
     def receive(self) -> None:
-        """Take in the peer's announcements; of very many only some, and the rest at a later
-        look."""
+        """Read and handle the peer's messages, `_MAX_RECEIVED` at a time."""
         if self.lacks_resources:
             return
         self.has_unread = False
@@ -273,7 +283,7 @@ class PeerSockets:
                     if data == DOORBELL:
                         continue
                     if not data:
-                        raise ProtocolError("the peer's queue pair ended")
+                        raise ProtocolError("the peer's queue pair has ended")
                     message = decode_untrusted(data, len(fds))
                 self._on_message_untrusted(message, fds)
             except ProtocolError:
@@ -292,7 +302,7 @@ class PeerSockets:
         self._rnic.call_at_service(self._receive_more)
 
     def _wait_for_resources(self) -> None:
-        """Read nothing more until what is there can be taken in; try again soon."""
+        """Stop reading, and retry soon."""
         self.lacks_resources = self.has_unread = True
         self._watch_readable(wanted=False)
         self._rnic.retry_later(self._retry_receive)
@@ -303,7 +313,9 @@ class PeerSockets:
         self.lacks_resources = False
         self._watch_readable(wanted=True)
         if self._owner.ring.interrupt_mode:
-            self._rnic.resume_polling(self._owner.ring)  # a doorbell may be among what was not read
+            self._rnic.resume_polling(
+                self._owner.ring
+            )  # a doorbell may be among the unread packets
         if self._pending:
             self.offer_pending()
         self._receive_more()
@@ -315,10 +327,10 @@ class PeerSockets:
 
     def _receive_more(self) -> None:
         self.receive()
-        self._rnic.stalled[self._owner] = None  # its requests may wait for what came
+        self._rnic.stalled[self._owner] = None  # requests may have waited for these messages
 
     def keep_early(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
-        """Somebody said Hello too early: keep it for `offer_pending`, or refuse it."""
+        """Keep a Hello that came too early for `offer_pending`, or refuse it."""
         if len(self._pending) < _MAX_PENDING:
             self._pending.append((hello, sock, fds))
         else:
@@ -326,21 +338,21 @@ class PeerSockets:
             self._rnic.intake.close_fds(fds)
 
     def offer_pending(self) -> None:
-        """Look again at those who were too early."""
+        """Pass the Hellos that came too early to the queue pair again."""
         pending, self._pending = self._pending, []
         for hello, sock, fds in pending:
             self._owner.on_hello(hello, sock, fds)
 
     def accept(self, sock: socket.socket, hello: Hello, fds: list[int]) -> None:
-        """The peer itself said Hello: get everything needed to reach it, or refuse it.
+        """Map the memory of the peer that this queue pair is connected to, or refuse the peer.
 
-        For lack of resources it is kept, to be tried again.
+        If resources lack, the Hello is kept for a retry.
         """
         intake = self._rnic.intake
         try:
             if self._receive_socket is not None:
                 raise ProtocolError("a second Hello of the same queue pair")
-            # Whoever has no doorbell for this peer has no descriptor to spare for its rope either.
+            # Without a doorbell of its own, this side saves the descriptor of the peer's, too.
             rope = fds[1] if len(fds) > 1 and self._doorbell is not None else None
             peer = Peer.map_untrusted(self._rnic, hello, fds[0], rope, self._send_socket)
         except ProtocolError:
@@ -367,7 +379,7 @@ class PeerSockets:
 
     def _keep_for_retry(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
         kept = fds.copy()
-        fds.clear()  # else the caller closes them
+        fds.clear()  # so that the caller does not close them
         if sock is self._send_socket:
             self._pending.append((hello, sock, kept))
         else:
@@ -375,9 +387,10 @@ class PeerSockets:
         self._wait_for_resources()
 
     def close(self, *, quietly: bool) -> None:
-        """Close the sockets, which tells the peer unless ``quietly``, and unmap what it gave.
+        """Close the sockets and unmap the peer's memory.  Idempotent.
 
-        Idempotent.
+        Args:
+          quietly: leave the sockets open for now, so that the peer does not notice.
         """
         intake = self._rnic.intake
         dialled = self._send_socket
@@ -420,7 +433,7 @@ class PeerSockets:
                 sock.close()
 
     def _on_doorbell(self) -> bool:
-        """Whether the doorbell was rung."""
+        """Read the doorbell; True if it was rung."""
         doorbell = self._doorbell
         if doorbell is None:
             return False
@@ -445,7 +458,7 @@ class PeerSockets:
             self._rnic.stalled[self._owner] = None
 
     def _took_doorbell(self) -> bool:
-        """The usual case: take a doorbell behind which there is nothing; False: look closer."""
+        """Read a doorbell that no message follows, the usual case; False: call `receive`."""
         sock = self._receive_socket or self._send_socket
         try:
             is_alone = not self.has_unread and not self.unsent
@@ -457,21 +470,21 @@ class PeerSockets:
         if isinstance(message, Hello):
             self._on_hello_untrusted(message, fds)
         elif self.peer is None:
-            raise ProtocolError("a queue pair that does not say Hello")
+            raise ProtocolError("the first message of a queue pair is not Hello")
         elif isinstance(message, Register):
             self.peer.regions.add_untrusted(message, fds[0])
         else:
             self.peer.regions.discard(message.rkey)
 
     def _on_hello_untrusted(self, hello: Hello, fds: list[int]) -> None:
-        """The answer of a peer that was dialled."""
+        """Handle the Hello of a peer that was dialled."""
         if self._receive_socket is not None or self._send_socket is None:
             raise ProtocolError("a second Hello")
         self._owner.on_hello(hello, self._send_socket, fds)
         if not self._is_connected() and not self._is_short_of_resources():
-            raise ProtocolError("somebody else says Hello")
+            raise ProtocolError("a Hello of another queue pair")
 
-    # A type checker goes on believing what it saw before `offer` called `accept`.
+    # As properties of their own, because mypy would assume that `on_hello` changes nothing.
 
     def _is_connected(self) -> bool:
         return self._receive_socket is not None

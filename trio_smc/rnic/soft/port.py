@@ -1,4 +1,4 @@
-"""What the parts of a software RNIC share: its port, as queue pairs, domains and sockets see it."""
+"""The port of a software RNIC, as its queue pairs, protection domains and sockets see it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = [
 
 
 class Stalled(Protocol):
-    """What a poll has to look after."""
+    """Work that each poll tries to continue."""
 
     def push(self) -> None:
-        """Go on if that is possible now."""
+        """Continue, if that is possible now."""
 
 
 class PortUser(Stalled, Protocol):
@@ -31,19 +31,20 @@ class PortUser(Stalled, Protocol):
     ring: ReceiveRing
 
     def on_peer_end(self) -> None:
-        """The peer's end is no more."""
+        """The peer's queue pair has ended."""
 
 
 class Port(Protocol):
     """The port of a software RNIC.
 
     Attributes:
-      intake: takes what peers send, and closes it.
+      intake: receives the packets of peers, and closes their descriptors.
       done: completions for the next poll.
-      stalled: what the next poll looks after.
-      gone: whose peers have ended.
-      timed_waits: how many of ``stalled`` wait for a moment: nobody sleeps meanwhile.
-      accepting_later: so many have dialled that some still wait to be let in.
+      stalled: the work that the next poll tries to continue.
+      disconnected: queue pairs whose peers have ended; the next poll handles them.
+      timed_waits: how many of ``stalled`` wait for a time and not for the peer.  If there are any,
+        `Rnic.arm` returns False, so that Trio does not sleep.
+      accepting_later: more connections of peers wait in the backlog.
     """
 
     intake: Intake
@@ -57,58 +58,58 @@ class Port(Protocol):
     accepting_later: bool
 
     def poll_sockets(self) -> None:
-        """Handle what the sockets have, without waiting."""
+        """Handle the events of all sockets, without waiting."""
 
     def call_at_service(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at the next look, which comes soon: it has had its turn for now."""
+        """Call ``action`` at the next `poll_sockets`, which comes soon."""
 
     def dial(self, gid: bytes) -> socket.socket:
-        """A socket to the RNIC of that GID.  Raises RnicError."""
+        """Connect a socket to the RNIC with this GID.  Raises RnicError."""
 
     def request_service(self) -> None:
-        """Have somebody look, as if something had come."""
+        """Make the caller of `Rnic.service` call it soon."""
 
     def retry_later(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at a look a moment from now: something lacked resources.
+        """Call ``action`` a moment from now, because it failed for lack of resources.
 
-        ``action``: given several times before that, it is called once.
+        An action that is given several times before that is called once.
         """
 
     def watch_peer(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
-        """Report a socket to a queue pair's peer; ``handler`` gets the epoll events.
+        """Watch the socket of a queue pair's peer; ``handler`` receives the epoll events.
 
         Raises OSError: there are too many epoll watches.
         """
 
     def add_doorbell(self, rung: Callable[[], bool]) -> Doorbell | None:
-        """A bell for a queue pair's peer, reported as its socket is; None: it has to do with that.
+        """Make a doorbell for a queue pair's peer; None: the peer has to use its socket.
 
-        ``rung`` takes what was rung, and tells whether that was anything.
+        ``rung`` reads the doorbell, and returns True if it has been rung.
         """
 
     def remove_doorbell(self, doorbell: Doorbell) -> None:
         """Undo `add_doorbell`."""
 
     def watch_writable(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Whether to report also that such a socket takes something again."""
+        """Watch for room in a peer's socket, or stop that."""
 
     def watch_readable(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Report from now on that such a socket can be read, or do not."""
+        """Watch for readability of a peer's socket, or stop that."""
 
     def resume_polling(self, ring: ReceiveRing) -> None:
-        """Look again at this ring, which interrupt_mode: its doorbell was rung."""
+        """End the interrupt mode of a ring, because its doorbell was rung."""
 
     def close_peer_socket(self, sock: socket.socket | None, *, quietly: bool) -> None:
-        """Close a watched socket, or keep it where the other side may not notice yet."""
+        """Close a watched socket; ``quietly``: so that the peer does not notice yet."""
 
     def new_rkey(self) -> int:
-        """An RKey that no region has."""
+        """Draw an RKey that no region has."""
 
     def free_rkey(self, rkey: int) -> None:
         """Undo `new_rkey`."""
 
     def stop_polling(self, user: PortUser) -> None:
-        """A queue pair went to ERR: it needs no polling any more."""
+        """Stop polling a queue pair that went to ERR."""
 
     def remove_queue_pair(self, user: PortUser) -> None:
-        """A queue pair was destroyed."""
+        """Remove a destroyed queue pair."""

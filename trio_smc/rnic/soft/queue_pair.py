@@ -1,17 +1,17 @@
 """Queue pairs of the software RNIC.
 
-`SoftQueuePair` is the states of a queue pair and its send queue; the bytes are moved by `ring`
-(SEND) and `regions` (RDMA WRITE), and `contact` speaks to the peer's queue pair.
+`SoftQueuePair` has the states of a queue pair and its send queue.  `ring` (SEND) and `regions`
+(RDMA WRITE) move the bytes, and `peer_sockets` exchanges messages with the peer's queue pair.
 
-Work is done while it is posted: a write is a copy into the peer's memory, a send fills a slot of
-the peer's ring.  Only a send for which the peer has no receive posted waits (RNR), and what is
-posted after it waits behind it.  So the send queue is normally empty, and `_ready_peer` says in one
-look that nothing stands in the way (RTS, port up, peer known, queue empty): it is the peer then.
-`deliver` goes only that way, and so needs no completion.
+A request is executed while it is posted: a write is a copy into the peer's memory, a send fills a
+slot of the peer's ring.  If the peer has no receive posted, a send waits (RNR), and all later
+requests wait behind it.  So the send queue is normally empty.  `_ready_peer` is the peer if a
+request can be executed at once (RTS, port up, peer known, queue empty), else None.  `deliver` works
+only then, and so needs no completion.
 
-An error ends the queue pair as verbs do: the request that met it completes with its status, all
-later ones with WR_FLUSH_ERR, posted receives with *one* WR_FLUSH_ERR completion for them all.
-What the peer had sent before is delivered first.
+An error ends the queue pair as with verbs: the request that failed completes with its status, and
+all later ones with WR_FLUSH_ERR.  All posted receives together have *one* completion with
+WR_FLUSH_ERR.  Messages that the peer has sent before are delivered first.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _OK: Final = int(WcStatus.SUCCESS)
 _FLUSHED: Final = int(WcStatus.WR_FLUSH_ERR)
 _UNREACHABLE: Final = int(WcStatus.RETRY_EXC_ERR)
 STALLED: Final = -1
-"""Instead of a `WcStatus`: a request cannot be done yet."""
+"""In place of a `WcStatus`: the request cannot be executed yet."""
 
-# Looking a member up in its class costs more than the comparison.
+# To look up a member of an enumeration costs more than the comparison.
 _RESET: Final = QpState.RESET
 _ERR: Final = QpState.ERR
 
@@ -75,7 +75,7 @@ _STATUS_OF: Final = {
 
 
 class Request(NamedTuple):
-    """A work request that could not be done while it was posted."""
+    """A work request that could not be executed while it was posted."""
 
     wr_id: int
     signaled: bool
@@ -86,7 +86,7 @@ class Request(NamedTuple):
     rkey: int = 0
 
     def copied(self) -> Request:
-        """As it is, but of memory that nobody changes."""
+        """The same request with a copy of its data, which the sender cannot change."""
         return self._replace(data=_copied(self.data), more=_copied(self.more))
 
 
@@ -97,7 +97,7 @@ def _copied(data: memoryview | None) -> memoryview | None:
 
 
 class SoftQueuePair(QueuePair):
-    """A queue pair; made by `SoftRnic.create_qp`."""
+    """A queue pair, created by `SoftRnic.create_qp`."""
 
     def __init__(self, rnic: Port, pd: SoftProtectionDomain, qp_num: int) -> None:
         self.qp_num = qp_num
@@ -121,10 +121,10 @@ class SoftQueuePair(QueuePair):
         self.state = QpState.INIT
 
     def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
-        """INIT to RTR.  Raises RnicError also when no such RNIC can be reached."""
+        """INIT to RTR.  Raises RnicError also if the peer's RNIC cannot be reached."""
         self._check_state(QpState.INIT)
         if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 1 <= mtu <= 5:
-            raise RnicError(errno.EINVAL, "no such address of a queue pair")
+            raise RnicError(errno.EINVAL, "not a valid GID, queue pair number or MTU")
         self._peer_name = (bytes(gid), qp_num)
         sockets = self._sockets
         with refusals():
@@ -166,7 +166,7 @@ class SoftQueuePair(QueuePair):
     def post_receive(self, count: int) -> None:
         state = self.state
         if state is _RESET or self._closed:
-            raise RnicError(errno.EINVAL, f"a queue pair in {self._name()} takes no receives")
+            raise RnicError(errno.EINVAL, f"a queue pair in {self._name()} accepts no receives")
         ring = self.ring
         posted = ring.posted + count
         if posted - ring.tail > SLOTS:
@@ -214,7 +214,7 @@ class SoftQueuePair(QueuePair):
         peer = self._ready_peer
         if peer is None:
             return False
-        # What is written before the ring refuses the message is written again, to the same place.
+        # If the ring refuses the message, the caller writes the data again, to the same place.
         if data is not None and (
             peer.ring.posted[0] >= PORT_DOWN or peer.regions.write(data, None, address, rkey)
         ):
@@ -239,10 +239,10 @@ class SoftQueuePair(QueuePair):
     def can_reach(self, rkey: int) -> bool:
         sockets = self._sockets
         if sockets.peer is None and self.state is not QpState.ERR:
-            self._rnic.poll_sockets()  # the ring may be quicker than the sockets
+            self._rnic.poll_sockets()  # a ring may be faster than the sockets
         peer = sockets.peer
         if peer is None:
-            return not sockets.lacks_resources  # nothing is known yet, or it cannot be mapped
+            return not sockets.lacks_resources  # no Hello yet, or its memory cannot be mapped
         if rkey in peer.regions:
             return True
         sockets.receive()
@@ -251,7 +251,7 @@ class SoftQueuePair(QueuePair):
     # -- what the RNIC calls -------------------------------------------------------------
 
     def update_ready(self) -> None:
-        """Decide anew whether work can be done while it is posted."""
+        """Set `_ready_peer` after a change of any of its conditions."""
         ready = (
             self.state is QpState.RTS
             and self._rnic.port_active
@@ -262,7 +262,7 @@ class SoftQueuePair(QueuePair):
         self._ready_peer = self._sockets.peer if ready else None
 
     def push(self) -> None:
-        """Do what is queued, as far as the peer has receives posted."""
+        """Execute queued requests, until the peer has no receive posted."""
         queue = self._queue
         while queue:
             request = queue[0]
@@ -280,7 +280,7 @@ class SoftQueuePair(QueuePair):
         self.update_ready()
 
     def on_port_change(self) -> None:
-        """The RNIC's port went down or up: peers see it when they post."""
+        """Publish in the ring that the port went down or up; a peer sees that when it posts."""
         if self.state is QpState.ERR:
             return
         if self.ring.set_posted(self.ring.posted if self._rnic.port_active else PORT_DOWN):
@@ -290,11 +290,11 @@ class SoftQueuePair(QueuePair):
             self.push()
 
     def on_peer_end(self) -> None:
-        """The peer's end is no more: take what it sent before, then go to ERR."""
+        """Go to ERR, after its last messages were taken, because the peer has ended."""
         self.to_err()
 
     def on_invalid_ring(self) -> None:
-        """The receive ring makes no sense."""
+        """Go to ERR, because the receive ring holds invalid values."""
         self._complete((self.qp_num, _RECV, int(WcStatus.GENERAL_ERR), 0, None))
         self._enter_err()
 
@@ -303,9 +303,10 @@ class SoftQueuePair(QueuePair):
         self._sockets.abandon()
 
     def announce(self, message: Message, fds: tuple[int, ...]) -> None:
-        """Tell the peer of a memory region, before anything that is sent later.
+        """Send a message about a memory region to the peer, before all later sends.
 
-        Raises OSError: a region cannot be announced for lack of resources.
+        Raises:
+          OSError: a region cannot be announced for lack of resources.
         """
         try:
             self._sockets.send(message, fds)
@@ -313,9 +314,9 @@ class SoftQueuePair(QueuePair):
             self.update_ready()
 
     def on_hello(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
-        """A peer said Hello to this queue pair: take it, keep it for later, or refuse it.
+        """Handle the Hello of a peer: accept it, keep it for later, or refuse it.
 
-        The socket and the descriptors become this queue pair's.
+        From now on this queue pair owns the socket and the descriptors.
         """
         if self.state in (QpState.RESET, QpState.INIT):
             self._sockets.keep_early(hello, sock, fds)
@@ -336,12 +337,12 @@ class SoftQueuePair(QueuePair):
         return "closed" if self._closed else self.state.value
 
     def _is_reachable(self) -> bool:
-        # A packet with an unexpected sequence number is not acknowledged.
+        # As with hardware: a packet with an unexpected sequence number is not acknowledged.
         peer = self._sockets.peer
         return peer is not None and peer.hello.peer_psn == self._psn
 
     def _post(self, request: Request) -> None:
-        """Post what could not be done at once, or not at all."""
+        """Queue a request that could not be executed at once, or flush it."""
         if self.state is QpState.ERR and not self._closed:
             self._finish(request, _FLUSHED)
             return
@@ -353,11 +354,11 @@ class SoftQueuePair(QueuePair):
             self._ready_peer = None
             self.push()
         if self._queue and self._queue[-1] is request:
-            # It may wait for long; a sender that is cancelled meanwhile takes its buffer back.
+            # The request may wait for long, and a sender that is cancelled may reuse its buffer.
             self._queue[-1] = request.copied()
 
     def _execute(self, request: Request) -> int:
-        """Do one request; returns a `WcStatus` or `STALLED`."""
+        """Execute one request; returns a `WcStatus` or `STALLED`."""
         if not self._rnic.port_active:
             return _FLUSHED
         sockets = self._sockets
@@ -366,7 +367,7 @@ class SoftQueuePair(QueuePair):
         sockets.flush()
         peer = sockets.peer
         if peer is None and (self._rnic.accepting_later or sockets.lacks_resources):
-            return STALLED  # it may be among those who wait to be let in
+            return STALLED  # the peer's connection may wait in the backlog
         if peer is None or not self._is_reachable():
             return _UNREACHABLE
         if sockets.unsent:
@@ -383,7 +384,7 @@ class SoftQueuePair(QueuePair):
         try:
             return peer.regions.write(request.data, request.more, request.address, request.rkey)
         except ValueError:
-            return int(WcStatus.LOC_PROT_ERR)  # the memory was released meanwhile
+            return int(WcStatus.LOC_PROT_ERR)  # the sender has released the memory
 
     def _finish(self, request: Request, status: int) -> None:
         opcode = _WRITE if request.message is None else _SEND
@@ -392,18 +393,19 @@ class SoftQueuePair(QueuePair):
     def _enter_err(
         self, failed: Request | None = None, status: int = _FLUSHED, *, quietly: bool = False
     ) -> None:
-        """Go to ERR, if not there yet, because of a request that failed or for no such reason.
+        """Go to ERR; no-op in ERR.
 
         Args:
-          failed: taken off the queue; completes with ``status``.
-          quietly: the peer is not told, and notices when it posts.
+          failed: a request that failed and is no longer queued.  It completes with ``status``.
+          status: a `WcStatus`.
+          quietly: do not notify the peer, which notices when it posts.
         """
         if self.state is _ERR:
             return
         self.state = _ERR
         self._ready_peer = None
         ring = self.ring
-        # A port that is down tells nobody.
+        # A port that is down notifies no peer.
         told = self._rnic.port_active and not quietly
         if ring.set_posted_finally(CLOSED if told else PORT_DOWN) and told:
             self._ring_doorbell()

@@ -1,9 +1,10 @@
 """Protection domains and memory regions of the software RNIC.
 
-Each queue pair of a protection domain has a *key page*, shared with its peer: slot i holds the RKey
-of the region registered there, or 0.  A writer looks into it before every write, so a revoked
-RKey fails at once, without a message.  A writer that looked just before may still be copying when
-`SoftMemoryRegion.close` returns; SMC-R asks its peer first (DELETE RKEY, RFC 7609, 3.5.5.2).
+Each queue pair of a protection domain shares a *key page* with its peer: slot i holds the RKey of
+the region registered there, or 0.  A writer checks the key page before every write, so writes with
+a revoked RKey fail at once, without a message.  A writer that checked just before may still be
+copying when `SoftMemoryRegion.close` returns.  For that reason SMC-R asks its peer first (DELETE
+RKEY, RFC 7609, 3.5.5.2).
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ __all__ = [
 
 
 MAX_REGIONS: Final = 256
-"""Of one protection domain, and with it of one peer: an RMB is one, and a link group has 255 at
-most."""
+"""Regions of one protection domain, and so of one peer.  Each RMB is one region, and a link group
+has at most 255 RMBs."""
 MAX_MAPPED: Final = 1 << 40
-"""Bytes of all of them: address space that they cost the peer, of 128 TiB."""
+"""Bytes of these regions together.  The peer maps them into its address space of 128 TiB."""
 
 _OK: Final = int(WcStatus.SUCCESS)
 _ACCESS: Final = int(WcStatus.REM_ACCESS_ERR)
 
 
 class Announcer(Protocol):
-    """A queue pair, for the domain it is of."""
+    """A queue pair, as its protection domain sees it."""
 
     ring: ReceiveRing
 
     def announce(self, message: Message, fds: tuple[int, ...]) -> None:
-        """Tell its peer.  Raises OSError: that cannot be sent for lack of resources."""
+        """Send a message to the peer.  Raises OSError if resources lack."""
 
 
 class SoftMemoryRegion(MemoryRegion):
@@ -53,7 +54,7 @@ class SoftMemoryRegion(MemoryRegion):
 
     def __init__(self, pd: SoftProtectionDomain, memory: Memory, rkey: int, slot: int) -> None:
         self.rkey = rkey
-        # Any number would do: it only has to look like one, page aligned and not from 0.
+        # Any number works: writes use it only to compute offsets.
         self.address: int = (1 + secrets.randbits(34)) << 12
         self.length: int = memory.size
         self._memory = memory
@@ -61,7 +62,7 @@ class SoftMemoryRegion(MemoryRegion):
         self.slot = slot
 
     def announcement(self) -> tuple[Register, int]:
-        """What peers are announced, and the descriptor that goes with it."""
+        """The message that announces the region to peers, and its descriptor."""
         message = Register(rkey=self.rkey, slot=self.slot, address=self.address, length=self.length)
         return message, self._memory.fd
 
@@ -77,16 +78,16 @@ class SoftProtectionDomain(ProtectionDomain):
         self._on_close = on_close
         self.queue_pairs: set[Announcer] = set()
         self._regions: dict[int, SoftMemoryRegion] = {}
-        self._free: list[int] = []  # slots that were used before; the next new one is behind all
+        self._free: list[int] = []  # slots that were used before
         self._closed = False
 
     @property
     def regions(self) -> list[SoftMemoryRegion]:
-        """What is registered now, in the order of registration."""
+        """The registered regions, in the order of registration."""
         return list(self._regions.values())
 
     def add_queue_pair(self, qp: Announcer) -> None:
-        """A new queue pair."""
+        """Add a new queue pair."""
         self.queue_pairs.add(qp)
         for region in self._regions.values():
             qp.ring.keys[region.slot] = region.rkey
@@ -111,14 +112,14 @@ class SoftProtectionDomain(ProtectionDomain):
                 qp.announce(message, (fd,))
                 announced.append(qp)
         except OSError as problem:
-            # This registration fails, and nothing else does.
+            # Only this registration fails; the queue pairs go on.
             self._remove_region(region, announced)
             text = f"a memory region cannot be announced: {problem}"
             raise RnicError(problem.errno, text) from problem
         return region
 
     def deregister(self, region: SoftMemoryRegion) -> None:
-        """Forget a region and tell the peers; what is gone already is left alone."""
+        """Remove a region and notify the peers; no-op if it was removed already."""
         self._remove_region(region, tuple(self.queue_pairs))
 
     def _remove_region(self, region: SoftMemoryRegion, announced: Sequence[Announcer]) -> None:
@@ -141,11 +142,11 @@ class SoftProtectionDomain(ProtectionDomain):
 
 
 class PeerRegions:
-    """The regions that one peer opened to us: looked up, checked and written into.
+    """The regions of one peer that this side may write into.
 
     Args:
       keys: the peer's key page.
-      run_later: calls what it is given in another thread.
+      run_later: calls a function in another thread.
     """
 
     __slots__ = ("_keys", "_run_later", "_mapped", "_regions")
@@ -168,13 +169,13 @@ class PeerRegions:
         """Map a region that the peer announced.
 
         Raises:
-          ProtocolError: there can be no such region.
+          ProtocolError: the region is not valid.
           OSError: this process lacks memory or address space.
         """
         if message.slot >= KEYS or message.rkey == 0 or message.rkey in self._regions:
-            raise ProtocolError("a memory region that cannot be")
+            raise ProtocolError("a memory region has an invalid slot or RKey")
         if len(self._regions) >= MAX_REGIONS or self._mapped + message.length > MAX_MAPPED:
-            raise ProtocolError("more memory regions than a peer may have")
+            raise ProtocolError("the peer announces more memory regions than allowed")
         memory = PeerMemory.map_untrusted(fd, message.length)
         self._mapped += message.length
         self._regions[message.rkey] = (
@@ -182,7 +183,7 @@ class PeerRegions:
         )  # fmt: skip
 
     def discard(self, rkey: int) -> None:
-        """Unmap a region; an unknown one is fine."""
+        """Unmap a region; no-op if it is unknown."""
         region = self._regions.pop(rkey, None)
         if region is not None:
             self._mapped -= region[2]
@@ -191,7 +192,7 @@ class PeerRegions:
     def write(
         self, data: bytes | memoryview, more: memoryview | None, address: int, rkey: int
     ) -> int:
-        """Copy into the peer's memory, or nothing at all; returns a `WcStatus`."""
+        """Copy ``data`` and ``more`` into the peer's memory, or nothing; returns a `WcStatus`."""
         region = self._regions.get(rkey)
         if region is None:
             return _ACCESS
