@@ -56,13 +56,13 @@ _MAX_RECEIVED: Final = 64
 class Peer:
     """The peer's queue pair, with the memory and the doorbell that its Hello brought."""
 
-    __slots__ = ("_doorbell_fd", "hello", "regions", "ring")
+    __slots__ = ("_pipe", "hello", "regions", "ring")
 
-    def __init__(self, hello: Hello, ring: SendRing, regions: PeerRegions, rope: int) -> None:
+    def __init__(self, hello: Hello, ring: SendRing, regions: PeerRegions, pipe: int) -> None:
         self.hello: Hello = hello
         self.ring: SendRing = ring
         self.regions: PeerRegions = regions
-        self._doorbell_fd = rope  # the pipe that rings; -1: a socket rings, or nothing
+        self._pipe = pipe  # the pipe that rings; -1: a socket rings, or nothing
 
     @classmethod
     def map_untrusted(
@@ -71,7 +71,7 @@ class Peer:
         hello: Hello,
         ring_fd: int,
         doorbell_fd: int | None,
-        speaker: socket.socket | None,
+        send_socket: socket.socket | None,
     ) -> Peer:
         """Map the ring that came with a Hello, and open its doorbell.
 
@@ -82,21 +82,21 @@ class Peer:
           OSError: this process lacks memory or address space.
         """
         memory = PeerMemory.map_untrusted(ring_fd, RING_SIZE)
-        rope = -1
+        pipe = -1
         doorbell: Callable[[], object] = no_doorbell
         try:
             if doorbell_fd is not None:
-                rope = open_doorbell_untrusted(doorbell_fd)
-                doorbell = partial(os.write, rope, DOORBELL)
+                pipe = open_doorbell_untrusted(doorbell_fd)
+                doorbell = partial(os.write, pipe, DOORBELL)
         except ProtocolError:
             memory.close()
             raise
         except OSError:
             pass  # the socket rings instead
-        if rope < 0 and speaker is not None:
-            doorbell = partial(speaker.send, DOORBELL, _NO_WAIT)
+        if pipe < 0 and send_socket is not None:
+            doorbell = partial(send_socket.send, DOORBELL, _NO_WAIT)
         ring = SendRing(memory, doorbell, partial(_retry_doorbell, rnic))
-        return cls(hello, ring, PeerRegions(ring.keys, rnic.intake.unmapper.run), rope)
+        return cls(hello, ring, PeerRegions(ring.keys, rnic.intake.unmapper.run), pipe)
 
     def close(self) -> None:
         """Unmap and close everything.  Idempotent."""
@@ -106,10 +106,10 @@ class Peer:
 
     def close_doorbell(self) -> None:
         """Stop ringing the peer.  Idempotent."""
-        rope, self._doorbell_fd = self._doorbell_fd, -1
-        if rope >= 0:
+        pipe, self._pipe = self._pipe, -1
+        if pipe >= 0:
             self.ring.remove_doorbell()
-            os.close(rope)
+            os.close(pipe)
 
 
 def _retry_doorbell(rnic: Port, ring: SendRing, problem: OSError) -> None:
@@ -353,8 +353,8 @@ class PeerSockets:
             if self._receive_socket is not None:
                 raise ProtocolError("a second Hello of the same queue pair")
             # Without a doorbell of its own, this side saves the descriptor of the peer's, too.
-            rope = fds[1] if len(fds) > 1 and self._doorbell is not None else None
-            peer = Peer.map_untrusted(self._rnic, hello, fds[0], rope, self._send_socket)
+            doorbell_fd = fds[1] if len(fds) > 1 and self._doorbell is not None else None
+            peer = Peer.map_untrusted(self._rnic, hello, fds[0], doorbell_fd, self._send_socket)
         except ProtocolError:
             intake.close_fds(fds, sock)
             if sock is self._send_socket:
