@@ -39,7 +39,7 @@ ANNOUNCE = messages.announce(messages.four_tuple(("127.0.0.1", 9), ("127.0.0.1",
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel refuses descriptors, as from Linux 6.16 on, or takes them."""
     way: str = request.param
-    monkeypatch.setattr(descriptors, "_refused", None)
+    monkeypatch.setattr(descriptors, "_kernel_refuses", None)
     if way == "dropped":
         monkeypatch.setattr(descriptors, "_SO_PASSRIGHTS", 0x7FFF)
     else:

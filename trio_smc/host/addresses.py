@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trio_smc.host.netlink import ask
+from trio_smc.host.netlink import query
 
 __all__ = [
     "Prefix",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-_REMEMBERED = 1024  # addresses parsed last: parsing one costs more than a system call
+_CACHE_SIZE = 1024  # addresses parsed last: parsing one costs more than a system call
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -76,7 +76,7 @@ _LOOPBACK_ADDRESSES = frozenset({"127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Owned:
+class _OwnAddress:
     """One address of this host: which interface has it, and the network it is in there."""
 
     interface: int
@@ -84,7 +84,7 @@ class _Owned:
     prefix: Prefix
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHE_SIZE)
 def plain_address(address: str) -> str:
     """`address` in its one canonical form: no scope, IPv4-mapped IPv6 as IPv4.
 
@@ -94,7 +94,7 @@ def plain_address(address: str) -> str:
     return str(_parse(address))
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHE_SIZE)
 def address_block(address: str) -> str:
     """The addresses that one host may choose among: an IPv4 address alone, or an IPv6 /64.
 
@@ -146,7 +146,7 @@ def interface_prefixes(address: str, *, link_local: bool = False) -> tuple[Prefi
     return tuple(item for item in unique if link_local or not item.is_link_local)
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHE_SIZE)
 def _loopback_prefixes(address: str) -> tuple[Prefix, ...]:
     parsed = _parse(address)
     return tuple(prefix for network, prefix in _LOOPBACKS if parsed in network)
@@ -184,7 +184,7 @@ def is_same_host(local: str, remote: str) -> bool:
 
     True when `remote` is the same address, any loopback address, or another of this host's own.
     """
-    if _is_obvious(local, remote):
+    if _is_plainly_same_host(local, remote):
         return True
     plain = str(_parse(remote))
     known = _probe_own(plain)
@@ -193,8 +193,8 @@ def is_same_host(local: str, remote: str) -> bool:
     return any(item.address == plain for item in _addresses())
 
 
-@functools.lru_cache(_REMEMBERED)
-def _is_obvious(local: str, remote: str) -> bool:
+@functools.lru_cache(_CACHE_SIZE)
+def _is_plainly_same_host(local: str, remote: str) -> bool:
     """Whether `is_same_host` needs no look at the host; several calls for each connection ask."""
     peer = _parse(remote)
     return peer.is_loopback or peer == _parse(local)
@@ -241,7 +241,7 @@ def _probe_own(address: str) -> bool | None:
     return None
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHE_SIZE)
 def _parse(address: str) -> _Address:
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
@@ -249,19 +249,19 @@ def _parse(address: str) -> _Address:
     return parsed
 
 
-def _addresses() -> list[_Owned]:
+def _addresses() -> list[_OwnAddress]:
     """Every address of this host, as the kernel tells now."""
-    return ask(lambda route: route.get_addr(), _owned, "addresses")
+    return query(lambda route: route.get_addr(), _own_address, "addresses")
 
 
-def _owned(message: Any) -> _Owned:
+def _own_address(message: Any) -> _OwnAddress:
     attribute = message.get_attr
     # On a point-to-point interface LOCAL is ours, and ADDRESS, the peer's, says the network;
     # elsewhere they are the same, and IPv6 gives ADDRESS alone.
     network = attribute("IFA_ADDRESS")
     length = message["prefixlen"]
     whole = ipaddress.ip_network(f"{network or attribute('IFA_LOCAL')}/{length}", strict=False)
-    return _Owned(
+    return _OwnAddress(
         interface=message["index"],
         address=str(_parse(attribute("IFA_LOCAL") or network)),
         prefix=Prefix(network=whole.network_address.packed, length=whole.prefixlen),

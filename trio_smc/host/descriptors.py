@@ -42,7 +42,7 @@ if sys.platform == "linux":  # elsewhere nothing here is used
 
 __all__ = [
     "Closer",
-    "attached",
+    "descriptors_in",
     "is_anonymous_pipe",
     "is_memfd",
     "receive_bytes",
@@ -52,13 +52,13 @@ __all__ = [
 _log = logging.getLogger("trio_smc.host")
 
 _SO_PASSRIGHTS = 83  # linux/include/uapi/asm-generic/socket.h; Linux 6.16
-_refused: bool | None = None  # True if each call of `refuse_descriptors` was successful
-_LOOK: Final = socket.MSG_PEEK | getattr(socket, "MSG_DONTWAIT", 0)
+_kernel_refuses: bool | None = None  # True if each call of `refuse_descriptors` was successful
+_PEEK: Final = socket.MSG_PEEK | getattr(socket, "MSG_DONTWAIT", 0)
 _TRUNCATED: Final = getattr(socket, "MSG_CTRUNC", 0)
 _NO_LINGER: Final = struct.pack("ii", 0, 0)
-_RESETS: Final = 4
-_MOST_PENDING: Final = 64
-_JOIN_PATIENCE: Final = 0.05
+_MAX_RESETS: Final = 4
+_MAX_PENDING: Final = 64
+_JOIN_TIMEOUT: Final = 0.05
 """Seconds that the end of a stack may wait for a close that hangs."""
 
 
@@ -67,14 +67,14 @@ def refuse_descriptors(sock: socket.socket) -> bool:
 
     To be called before the socket listens or connects, so that none can be on its way.
     """
-    global _refused
+    global _kernel_refuses
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
     except OSError:
-        _refused = False  # before Linux 6.16
+        _kernel_refuses = False  # before Linux 6.16
         return False
-    if _refused is None:
-        _refused = True
+    if _kernel_refuses is None:
+        _kernel_refuses = True
     return True
 
 
@@ -88,7 +88,7 @@ def receive_bytes(sock: socket.socket, size: int) -> bytes:
         `Closer.discard`.
       OSError: as `socket.socket.recv`.
     """
-    if _refused:
+    if _kernel_refuses:
         return sock.recv(size)
     data, _, flags, _ = sock.recvmsg(size, 0, socket.MSG_PEEK)
     if flags & _TRUNCATED:
@@ -97,7 +97,7 @@ def receive_bytes(sock: socket.socket, size: int) -> bytes:
     return sock.recv(len(data)) if data else data
 
 
-def attached(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+def descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     """The descriptors that recvmsg(2) has installed."""
     fds: list[int] = []
     for level, kind, payload in ancillary:
@@ -143,7 +143,7 @@ class Closer:
     @property
     def is_full(self) -> bool:
         """True if so many closes wait that nothing more should be received or accepted."""
-        return len(self._waiting) >= _MOST_PENDING
+        return len(self._waiting) >= _MAX_PENDING
 
     def run(self, action: Callable[[], object]) -> None:
         """Call ``action``, which closes something, in the thread; its OSError is ignored."""
@@ -196,11 +196,11 @@ class Closer:
     def join(self) -> None:
         """Wait for the thread, but not for a close that hangs.  Idempotent."""
         if self._waiting and self._worker is None:
-            self.run(_nothing)  # perhaps there is a thread to be had now
+            self.run(_no_action)  # perhaps there is a thread to be had now
         worker = self._worker
         if worker is None:
             return
-        worker.join(_JOIN_PATIENCE)
+        worker.join(_JOIN_TIMEOUT)
         if worker.is_alive():
             # The thread ends after its last close, or with this process.
             _log.warning("%s: closing what another process sent takes long", worker.name)
@@ -242,17 +242,17 @@ class _Close:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
-def _nothing() -> None:
+def _no_action() -> None:
     """Nothing is to be closed but what waited for a thread."""
 
 
 def _is_drained(sock: socket.socket) -> bool:
     """Shut a socket down; True if its queue is empty then, and so stays empty."""
-    for _ in range(_RESETS):
+    for _ in range(_MAX_RESETS):
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             sock.shutdown(socket.SHUT_RDWR)
-            data, _, flags, _ = sock.recvmsg(1, 0, _LOOK)
+            data, _, flags, _ = sock.recvmsg(1, 0, _PEEK)
         except ConnectionResetError:
             continue  # reported once; packets may wait all the same
         except OSError:

@@ -17,8 +17,8 @@ from typing import Final
 __all__ = ["can_start_thread", "commit_is_limited"]
 
 _MODE: Final = "/proc/sys/vm/overcommit_memory"
-_NEVER: Final = b"2"
-_FOR_A_THREAD: Final = 16 << 20
+_STRICT: Final = b"2"
+_THREAD_MEMORY: Final = 16 << 20
 """Bytes that a thread may need to begin with: a stack of 8 MiB, and objects of Python."""
 
 
@@ -34,7 +34,7 @@ def commit_is_limited() -> bool:
     except OSError:
         return True
     try:
-        return os.read(descriptor, 16).strip() == _NEVER
+        return os.read(descriptor, 16).strip() == _STRICT
     except OSError:
         return True
     finally:
@@ -50,7 +50,7 @@ def can_start_thread() -> bool:
     if sys.platform != "linux" or not commit_is_limited():
         return True
     try:
-        mmap.mmap(-1, _FOR_A_THREAD, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        mmap.mmap(-1, _THREAD_MEMORY, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):
         return False
     return True

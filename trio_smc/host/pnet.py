@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from trio_smc._base.regular_file import read_regular_file
 from trio_smc.host.addresses import Prefix, address_interface, plain_address
-from trio_smc.host.netlink import ask
+from trio_smc.host.netlink import query
 
 __all__ = [
     "Interface",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 _ROCE_V2: Final = 2
-_LARGEST: Final = 1 << 20  # bytes of a PNET table
+_MAX_SIZE: Final = 1 << 20  # bytes of a PNET table
 _MAPPED: Final = bytes(10) + b"\xff\xff"
 
 
@@ -112,7 +112,7 @@ def read_table(path: Path) -> PnetTable:
       ValueError: it cannot be read, or a line is wrong.
     """
     try:
-        text = read_regular_file(path, _LARGEST).decode()
+        text = read_regular_file(path, _MAX_SIZE).decode()
     except OSError as error:
         raise ValueError(f"the PNET table {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -141,7 +141,7 @@ def choose_gids(
       address: the connection's local IP address.
       network: the subnet or prefix of that address.
     """
-    ports = _ports_named(route, interfaces, table)
+    ports = _ports_in_table(route, interfaces, table)
     if ports is not None:
         fitting = [
             gid
@@ -152,7 +152,7 @@ def choose_gids(
         ]
         order = {port: place for place, port in reversed(list(enumerate(ports)))}
     else:
-        fitting = _owning(route, gids, interfaces)
+        fitting = _gids_of(route, gids, interfaces)
         order = {gid.port: place for place, gid in reversed(list(enumerate(gids)))}
     best: dict[str, PortGid] = {}
     for gid in sorted(fitting, key=lambda gid: (_rank(gid, address, network), gid.number)):
@@ -190,7 +190,7 @@ def same_network(
     return first is not None and first == second and not first.is_link_local
 
 
-def _ports_named(
+def _ports_in_table(
     route: Interface, interfaces: Mapping[int, Interface], table: PnetTable
 ) -> list[str] | None:
     """The table's ports for an interface, or for the one that its VLAN is on; None: no entry."""
@@ -203,7 +203,7 @@ def _ports_named(
     return None
 
 
-def _owning(
+def _gids_of(
     route: Interface, gids: Sequence[PortGid], interfaces: Mapping[int, Interface]
 ) -> list[PortGid]:
     own = [gid for gid in gids if gid.interface == route.index]
@@ -219,7 +219,7 @@ def _rank(gid: PortGid, address: str, network: Prefix | None) -> tuple[bool, int
     value = gid.value[12:] if gid.value[:12] == _MAPPED else gid.value
     if value == own:
         place = 0
-    elif network is not None and _within(value, network):
+    elif network is not None and _is_in_network(value, network):
         place = 1
     elif value[:2] == b"\xfe\x80":
         place = 2
@@ -228,7 +228,7 @@ def _rank(gid: PortGid, address: str, network: Prefix | None) -> tuple[bool, int
     return gid.kind != _ROCE_V2, place
 
 
-def _within(value: bytes, network: Prefix) -> bool:
+def _is_in_network(value: bytes, network: Prefix) -> bool:
     if len(value) != len(network.network) or network.is_link_local:
         return False
     shift = 8 * len(value) - network.length
@@ -240,7 +240,7 @@ def _within(value: bytes, network: Prefix) -> bool:
 
 def interfaces() -> dict[int, Interface]:
     """The network interfaces of this host by index; empty where there is no netlink."""
-    found = ask(lambda route: route.get_links(), _interface, "interfaces")
+    found = query(lambda route: route.get_links(), _interface, "interfaces")
     return {interface.index: interface for interface in found}
 
 
@@ -250,7 +250,7 @@ def route_interface(local: str, remote: str) -> int | None:
     if ipaddress.ip_address(destination).is_link_local:
         # Ambiguous without the interface, which is the one that has our own address.
         return address_interface(source)
-    found = ask(
+    found = query(
         lambda route: route.route("get", dst=destination, src=source),
         lambda message: message.get_attr("RTA_OIF"),
         ("route", source, destination),

@@ -32,7 +32,7 @@ from typing import Final
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.resources import is_lack
-from trio_smc.host.descriptors import Closer, attached, is_anonymous_pipe, is_memfd
+from trio_smc.host.descriptors import Closer, descriptors_in, is_anonymous_pipe, is_memfd
 from trio_smc.host.private_directory import (
     DirectoryUnusable,
     PrivateDirectory,
@@ -239,7 +239,7 @@ class Intake:
             _, ancillary, flags, _ = sock.recvmsg(
                 _MAX_SIZE + 1, socket.CMSG_LEN(most * 4), _PEEK | socket.MSG_CMSG_CLOEXEC
             )
-            fds += attached(ancillary)
+            fds += descriptors_in(ancillary)
             if not flags & socket.MSG_CTRUNC:
                 return True
             many = len(fds) == most
