@@ -232,7 +232,7 @@ async def test_random_requests(rng: random.Random) -> None:
 async def test_silent_clients_hold_up_nobody_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trio_smc.control.server._PATIENCE", 0.5)
+    monkeypatch.setattr("trio_smc.control.server._CLIENT_TIMEOUT", 0.5)
     async with a_stack() as (_, path), contextlib.AsyncExitStack() as clients:
         for _ in range(12):
             await clients.enter_async_context(await trio.open_unix_socket(str(path)))

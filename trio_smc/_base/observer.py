@@ -63,27 +63,27 @@ class ObserverGroup:
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
         for observer in self.observers:
-            _tell(observer.clc, connection, outgoing, message)
+            _notify(observer.clc, connection, outgoing, message)
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
         for observer in self.observers:
-            _tell(observer.llc, link, outgoing, message)
+            _notify(observer.llc, link, outgoing, message)
 
     def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
         for observer in self.observers:
-            _tell(observer.cdc, link, outgoing, message)
+            _notify(observer.cdc, link, outgoing, message)
 
     def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
         for observer in self.observers:
-            _tell(observer.rdma_write, link, address, rkey, data)
+            _notify(observer.rdma_write, link, address, rkey, data)
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
         for observer in self.observers:
-            _tell(observer.state, subject, old, new, event)
+            _notify(observer.state, subject, old, new, event)
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
         for observer in self.observers:
-            _tell(observer.mode, connection, fallback)
+            _notify(observer.mode, connection, fallback)
 
 
 class LinkEnd(NamedTuple):
@@ -132,7 +132,7 @@ def tcp_names(connection: Any) -> tuple[tuple[str, int], tuple[str, int]] | None
     return (local[0], local[1]), (remote[0], remote[1])
 
 
-def _tell(method: Callable[..., None], *news: Any) -> None:
+def _notify(method: Callable[..., None], *news: Any) -> None:
     try:
         method(*news)
     except Exception:

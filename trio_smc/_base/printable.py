@@ -16,7 +16,7 @@ __all__ = ["MAX_FOREIGN", "clean", "printable"]
 
 MAX_FOREIGN: Final = 1000
 """Characters of one foreign string that are kept."""
-_CUT: Final = "..."
+_ELLIPSIS: Final = "..."
 _PLAIN: Final = re.compile(r"[ -~]*")
 _MARKS: Final = frozenset({"Mn", "Me"})
 # Letters and symbols without any ink.  Python calls them printable (UAX 44,
@@ -35,7 +35,7 @@ def printable(text: object, limit: int | None = MAX_FOREIGN) -> str:
       limit: characters of ``text`` that are kept; "..." stands for the rest.  None: all.
     """
     whole = str(text)
-    kept = whole if limit is None or len(whole) <= limit else whole[:limit] + _CUT
+    kept = whole if limit is None or len(whole) <= limit else whole[:limit] + _ELLIPSIS
     if _PLAIN.fullmatch(kept):
         return kept
     return "".join(each if _is_harmless(each) else _escape(each) for each in kept)

@@ -27,7 +27,7 @@ __all__ = [
     "Timers",
 ]
 
-_TURN: Final = 0.001
+_TURN_LENGTH: Final = 0.001
 """Seconds after which `Timers.run_due` leaves the rest to its next call.  The same as in other
 places where many things end together: a loop that serves others meanwhile notices no less."""
 _RECOVERY: Final = 0.25
@@ -72,16 +72,16 @@ class Timers:
         self._turn_end = 0.0  # when `run_due` leaves the rest to its next call
         # For `in_turn`: what was put off, and its charge; seconds of processor time that calls took
         # lately, and when that was last reckoned; True within such a call, and within `run_due`.
-        self._put_off: deque[tuple[Callable[[], object], float]] = deque()
+        self._deferred: deque[tuple[Callable[[], object], float]] = deque()
         self._spent = 0.0
-        self._reckoned = 0.0
+        self._measured_at = 0.0
         self._in_turn = False
 
     def abandon(self) -> None:
         """Call nothing any more: this process is a forked child, the timers are its parent's."""
         self._abandoned = True
         self._heap.clear()
-        self._put_off.clear()
+        self._deferred.clear()
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Call ``callback`` once, ``seconds`` from now."""
@@ -116,7 +116,7 @@ class Timers:
           True: something was called.
         """
         now, called = self.now(), False
-        self._turn_end = self.work_clock() + _TURN
+        self._turn_end = self.work_clock() + _TURN_LENGTH
         inside, self._in_turn = self._in_turn, True
         try:
             while self.next_deadline() <= now:
@@ -149,9 +149,9 @@ class Timers:
         if self._in_turn:
             callback()  # part of an end that has its turn
             return
-        if self._put_off or self._is_spent():
-            self._put_off.append((callback, charge))
-            if len(self._put_off) == 1:
+        if self._deferred or self._is_over_budget():
+            self._deferred.append((callback, charge))
+            if len(self._deferred) == 1:
                 self.call_later(0.0, self._next_in_turn)
             return
         began = self.work_clock()
@@ -162,23 +162,23 @@ class Timers:
             self._in_turn = False
             self._spent += self.work_clock() - began + charge
 
-    def _is_spent(self) -> bool:
+    def _is_over_budget(self) -> bool:
         now = self.now()
-        self._spent = max(0.0, self._spent - _RECOVERY * (now - self._reckoned))
-        self._reckoned = now
-        return self._spent >= _TURN
+        self._spent = max(0.0, self._spent - _RECOVERY * (now - self._measured_at))
+        self._measured_at = now
+        return self._spent >= _TURN_LENGTH
 
     def _next_in_turn(self) -> None:
         """Make calls that were put off, until the turn of `run_due` is over."""
         try:
-            while self._put_off:
-                callback, charge = self._put_off.popleft()
+            while self._deferred:
+                callback, charge = self._deferred.popleft()
                 self.charge(charge)
                 callback()
                 if self.work_clock() >= self._turn_end:
                     break
         finally:
-            if self._put_off:
+            if self._deferred:
                 self.call_later(0.0, self._next_in_turn)
 
     def run_all(self) -> None:

@@ -78,7 +78,7 @@ REPORT_EVERY: Final = "TRIO_SMC_REPORT_EVERY"
 
 _HEADER: Final = struct.Struct("!I")
 HEADER_SIZE: Final = _HEADER.size
-_SHORTEST: Final = 0.1
+_MIN_INTERVAL: Final = 0.1
 """Seconds between two reports of a stack, at least."""
 
 
@@ -133,4 +133,4 @@ def report_interval(text: str) -> float:
         seconds = float(text)
     except ValueError:
         return math.inf
-    return max(seconds, _SHORTEST) if seconds > 0 else math.inf
+    return max(seconds, _MIN_INTERVAL) if seconds > 0 else math.inf

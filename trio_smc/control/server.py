@@ -40,11 +40,11 @@ __all__ = ["ControlSocket", "RunReport"]
 
 LOGGER = logging.getLogger("trio_smc.control")
 
-_CLIENTS: Final = 8
+_MAX_CLIENTS: Final = 8
 """Clients answered at a time; further ones wait in the backlog."""
-_CAPTURES: Final = 4
+_MAX_CAPTURES: Final = 4
 """Of these, captures, which last for as long as their clients want."""
-_PATIENCE: Final = 5.0
+_CLIENT_TIMEOUT: Final = 5.0
 """Seconds a client may take for its request and for taking the answer."""
 _CAPACITY_PAUSE: Final = 0.5
 _NAME_INTERVAL: Final = 10.0
@@ -59,7 +59,7 @@ class ControlSocket:
         self._path = directory
         self._snapshots = Snapshots(stack)
         self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
-        self._slots = trio.CapacityLimiter(_CLIENTS)
+        self._slots = trio.CapacityLimiter(_MAX_CLIENTS)
         self._captures = 0
         self._closed = False
         self._clients: set[socket.socket] = set()
@@ -75,12 +75,12 @@ class ControlSocket:
         finally:
             root.close()
         try:
-            return below, below.listen(self._name, _CLIENTS, socket.SOCK_STREAM)
+            return below, below.listen(self._name, _MAX_CLIENTS, socket.SOCK_STREAM)
         except BaseException:
             below.close()
             raise
 
-    def _keep_name(self) -> None:
+    def _ensure_name(self) -> None:
         """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
         if self._has_name():
             return
@@ -136,7 +136,7 @@ class ControlSocket:
                     if self._closed:
                         await trio.sleep_forever()  # in a forked child
                     if client is None:
-                        self._keep_name()
+                        self._ensure_name()
                         self._slots.release_on_behalf_of(token)
                     else:
                         nursery.start_soon(self._serve, client, token)
@@ -172,12 +172,12 @@ class ControlSocket:
     async def _serve(self, client: socket.socket, token: object) -> None:
         self._clients.add(client)
         try:
-            with trio.move_on_after(_PATIENCE) as patience:
+            with trio.move_on_after(_CLIENT_TIMEOUT) as scope:
                 stream = _Client(client)
                 uid = control.peer_user(client)
                 if uid != os.geteuid():
                     raise ProtocolError(f"user {uid} is not the one who runs this process")
-                await self._answer(stream, patience)
+                await self._answer(stream, scope)
         except (OSError, ProtocolError, trio.BrokenResourceError) as error:
             LOGGER.info("a client of the control socket was turned away: %s", error)
         except Exception:
@@ -188,12 +188,12 @@ class ControlSocket:
             trio.lowlevel.notify_closing(client)
             self._closer.discard(client)
 
-    async def _answer(self, stream: _Client, patience: trio.CancelScope) -> None:
+    async def _answer(self, stream: _Client, scope: trio.CancelScope) -> None:
         try:
             request = await _request(stream)
             wanted = request["want"]
             if wanted == [control.CAPTURE]:
-                await self._send_capture(stream, request.get("payload", 0), patience)
+                await self._send_capture(stream, request.get("payload", 0), scope)
                 return
             for part, data in self._snapshots.parts(wanted):
                 await stream.send_all(control.encode({"part": part, "data": data}))
@@ -207,20 +207,20 @@ class ControlSocket:
         await stream.send_all(control.encode(last))
 
     async def _send_capture(
-        self, stream: _Client, payload: object, patience: trio.CancelScope
+        self, stream: _Client, payload: object, scope: trio.CancelScope
     ) -> None:
         """Until the client leaves, or the stack."""
         try:
             kept = Config(capture_payload=payload).capture_payload  # type: ignore[arg-type]
         except ValueError as error:
             raise ProtocolError(str(error)) from None
-        if self._captures >= _CAPTURES:
-            raise ProtocolError(f"{_CAPTURES} captures of this process are under way already")
+        if self._captures >= _MAX_CAPTURES:
+            raise ProtocolError(f"{_MAX_CAPTURES} captures of this process are under way already")
         self._captures += 1
         try:
-            begun = {"part": control.CAPTURE, "data": self._stack.peer_id.hex()}
-            await stream.send_all(control.encode(begun))
-            patience.deadline = math.inf
+            started = {"part": control.CAPTURE, "data": self._stack.peer_id.hex()}
+            await stream.send_all(control.encode(started))
+            scope.deadline = math.inf
             from trio_smc.capture.sinks import send_capture
 
             await send_capture(self._stack, stream, kept, lambda: unsent_bytes(stream.socket) > 0)
@@ -265,16 +265,16 @@ class _Client(trio.abc.Stream):
 
 async def _request(stream: trio.abc.ReceiveStream) -> dict[str, Any]:
     """What a client wants.  Raises ProtocolError."""
-    header = await _exactly(stream, control.HEADER_SIZE)
+    header = await _receive_exactly(stream, control.HEADER_SIZE)
     length = control.length_untrusted(header, control.REQUEST_LIMIT)
-    request = control.decode_untrusted(await _exactly(stream, length))
+    request = control.decode_untrusted(await _receive_exactly(stream, length))
     wanted = request.get("want")
     if not isinstance(wanted, list) or not all(isinstance(part, str) for part in wanted):
         raise ProtocolError("a request without a list of what is wanted")
     return request
 
 
-async def _exactly(stream: trio.abc.ReceiveStream, count: int) -> bytes:
+async def _receive_exactly(stream: trio.abc.ReceiveStream, count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
         piece = await stream.receive_some(count - len(data))
@@ -301,23 +301,23 @@ class RunReport:
 
     async def run(self) -> None:
         """Until cancelled, which is when all connections have ended."""
-        self._tell("stack-open")
-        told = None
+        self._send("stack-open")
+        last_sent = None
         try:
             while True:
                 await trio.sleep(self._every)
-                counted = plain_statistics(self._stack.statistics())
-                if counted != told:
-                    self._tell("stack-counts", statistics=counted)
-                    told = counted
+                counts = plain_statistics(self._stack.statistics())
+                if counts != last_sent:
+                    self._send("stack-counts", statistics=counts)
+                    last_sent = counts
         finally:
-            self._tell("stack-end", statistics=plain_statistics(self._stack.statistics()))
+            self._send("stack-end", statistics=plain_statistics(self._stack.statistics()))
 
     def abandon(self) -> None:
         """A forked child: what was counted is the parent's."""
         self._path = ""
 
-    def _tell(self, kind: str, **more: Any) -> None:
+    def _send(self, kind: str, **more: Any) -> None:
         if not self._path:
             return
         message = {"kind": kind, "stack": self._stack.peer_id.hex(), **more}

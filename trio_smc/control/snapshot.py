@@ -40,7 +40,7 @@ class Snapshots:
 
     def parts(self, wanted: list[str]) -> Iterator[tuple[str, Any]]:
         """The name and data of one message after the other; take them one at a time."""
-        self._count_groups()
+        self._number_groups()
         yield "process", self._process()
         for part in PARTS:
             if part not in wanted:
@@ -66,7 +66,7 @@ class Snapshots:
             "ueids": list(self._stack.ueids or ()),
         }
 
-    def _count_groups(self) -> None:
+    def _number_groups(self) -> None:
         present = self._stack.link_groups
         for group in present:
             if group not in self._numbers:
