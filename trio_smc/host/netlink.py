@@ -1,12 +1,12 @@
-"""Questions to the kernel's network configuration, by netlink.
+"""Queries of the kernel's network configuration, by netlink.
 
-A question is one synchronous exchange, whose answer costs milliseconds to read: interfaces,
-addresses and a route are asked for by every connection over RoCE.  So answers are kept, but never
-beyond a change: whoever asks often holds a socket open (`remembering`) to which the kernel reports
-every change of interfaces, addresses, routes and rules before the change is finished.  As long as
-nothing can be read there, what was answered is still so.
+A query is one synchronous exchange, and its answer takes milliseconds to read.  Each connection
+over RoCE needs interfaces, addresses and a route.  So answers are cached, but only until the next
+change: while an `AnswerCache` is open, a socket receives the kernel's report of every change of
+interfaces, addresses, routes and rules before the change is finished.  While that socket is not
+readable, the cached answers are valid.
 
-Where there is no netlink there is no answer: the caller has to live with an empty list.
+Without netlink the result of a query is an empty list.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 _log = logging.getLogger("trio_smc.netlink")
 
-# A dump that the kernel flags as interrupted by a change is simply asked for again.
+# A dump that the kernel marks as interrupted by a change is repeated.
 _ATTEMPTS: Final = 3
 _MAX_ANSWERS: Final = 1000
 # RTNLGRP_LINK, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE, NEXTHOP.
@@ -40,7 +40,7 @@ _warned = False
 
 
 class AnswerCache:
-    """While one is open, `ask` keeps what the kernel has answered; there may be several."""
+    """While at least one is open, `query` caches the kernel's answers."""
 
     _lock = threading.Lock()
     _open: Final[set[AnswerCache]] = set()
@@ -49,7 +49,7 @@ class AnswerCache:
     _generation = 0
 
     def open(self) -> None:
-        """Start; where the kernel reports no changes, nothing is kept."""
+        """Start.  If the kernel cannot report changes, nothing is cached."""
         with self._lock:
             self._open.add(self)
             if AnswerCache._change_socket is None and sys.platform == "linux":
@@ -72,7 +72,7 @@ class AnswerCache:
 
     @classmethod
     def get(cls, key: Hashable) -> tuple[list[Any] | None, int]:
-        """What was answered, if it is still so, and how many times there were changes."""
+        """The cached answer if it is still valid, and the number of changes so far."""
         with cls._lock:
             if cls._change_socket is not None and _read_changes(cls._change_socket):
                 cls._answers.clear()
@@ -81,9 +81,10 @@ class AnswerCache:
 
     @classmethod
     def put(cls, key: Hashable, answer: list[Any], generation: int) -> None:
-        """Note an answer that was asked for after so many changes."""
+        """Cache an answer, unless there was a change since `get` returned this ``generation``."""
         with cls._lock:
-            # A later change is to be read yet, or another thread has read it.
+            # Another thread may have read a change.  A change that was not read yet clears the
+            # cache later.
             if cls._change_socket is not None and cls._generation == generation:
                 if len(cls._answers) >= _MAX_ANSWERS:
                     cls._answers.clear()
@@ -91,7 +92,7 @@ class AnswerCache:
 
     @classmethod
     def on_fork(cls) -> None:
-        """This process is a forked child: the parent reads the socket."""
+        """Close the cache in a forked child, because the parent reads the socket."""
         cls._lock = threading.Lock()
         cls._open.clear()
         cls._end()
@@ -100,10 +101,12 @@ class AnswerCache:
 def query(
     question: Callable[[Any], Iterable[Any]], read: Callable[[Any], Any], key: Hashable
 ) -> list[Any]:
-    """The messages that ``question`` gets from a `pyroute2.IPRoute`, as ``read`` reads each.
+    """The answers to a query, from the cache if possible.
 
     Args:
-      key: names the question; the same one may be answered from memory.
+      question: makes the query with a `pyroute2.IPRoute`, and returns messages.
+      read: converts one message.
+      key: the name of the query in the cache.
     """
     known, generation = AnswerCache.get(key)
     if known is not None:
@@ -125,13 +128,14 @@ def _query(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
 
 
 def query_now(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
-    """What ``question`` gets from a `pyroute2.IPRoute` now; None where there is no netlink.
+    """The messages that ``question`` returns for a `pyroute2.IPRoute`; None without netlink.
 
-    Raises OSError, which is the kernel's answer then.
+    Raises:
+      OSError: the kernel's answer is an error.
     """
     if sys.platform != "linux":
         return None
-    # 100 ms to import: only who needs it pays, once.
+    # The import takes 100 ms, so it is delayed until the first query.
     try:
         from pyroute2 import IPRoute
         from pyroute2.netlink.exceptions import NetlinkDumpInterrupted, NetlinkError
@@ -146,8 +150,7 @@ def query_now(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
             continue
         except NetlinkError as error:
             raise OSError(error.code, os.strerror(error.code)) from error
-        # RuntimeError: pyroute2 runs asyncio, which this thread may be running already when it
-        # hosts Trio as a guest.
+        # RuntimeError: pyroute2 runs asyncio, and so may this thread if Trio is a guest in it.
         except (OSError, RuntimeError) as error:
             _warn_once("netlink does not answer: %s", error)
             return None
@@ -159,7 +162,7 @@ _DUMP_UEID: Final = 9  # SMC_NETLINK_DUMP_UEID
 
 
 def kernel_ueids() -> tuple[bytes, ...] | None:
-    """What ``smcr ueid show`` shows, 32 bytes each; None where the kernel has no SMC."""
+    """The kernel's UEIDs, as ``smcr ueid show`` lists them, 32 bytes each; None: it has no SMC."""
     if sys.platform != "linux":
         return None
     try:
@@ -202,20 +205,20 @@ def _subscribe() -> socket.socket:
 
 
 def _read_changes(changes: socket.socket) -> bool:
-    """Take all that was reported; whether there was anything."""
+    """Read all reports; True if there were any."""
     found = False
     while True:
         try:
-            changes.recv(1)  # a report that is cut off is a report
+            changes.recv(1)  # the contents do not matter
         except BlockingIOError:
             return found
-        except OSError:  # ENOBUFS: there were too many
+        except OSError:  # ENOBUFS: there were too many reports
             pass
         found = True
 
 
 def _warn_once(text: str, error: Exception) -> None:
-    """A warning the first time only: it is the same for every connection."""
+    """Log a warning the first time, and debug messages later: each connection has the same one."""
     global _warned
     _log.log(logging.DEBUG if _warned else logging.WARNING, text, error)
     _warned = True
