@@ -147,9 +147,9 @@ def framed(body: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("request_bytes", "said"),
     [
-        (struct.pack("!I", 0), "of 0 bytes"),
-        (struct.pack("!I", control.REQUEST_LIMIT + 1), "of 4097 bytes"),
-        (b"\xff" * 4, "of 4294967295 bytes"),
+        (struct.pack("!I", 0), "has 0 bytes"),
+        (struct.pack("!I", control.REQUEST_LIMIT + 1), "has 4097 bytes"),
+        (b"\xff" * 4, "has 4294967295 bytes"),
         (framed(b"{"), "not JSON"),
         (framed(b"\xff\xfe"), "not JSON"),
         (framed(b"[" * 4000), "not JSON"),
@@ -158,9 +158,9 @@ def framed(body: bytes) -> bytes:
         (framed(b"{}"), "version None"),
         (framed(b'{"version": 2}'), "version 2"),
         (framed(b'{"version": true}'), "version True"),
-        (framed(b'{"version": 1}'), "without a list"),
-        (framed(b'{"version": 1, "want": [1]}'), "without a list"),
-        (framed(b'{"version": 1, "want": "rnics"}'), "without a list"),
+        (framed(b'{"version": 1}'), "no list of parts"),
+        (framed(b'{"version": 1, "want": [1]}'), "no list of parts"),
+        (framed(b'{"version": 1, "want": "rnics"}'), "no list of parts"),
     ],
 )
 async def test_bad_requests_are_told_so(request_bytes: bytes, said: str) -> None:
@@ -188,7 +188,7 @@ async def test_captures_leave_room_for_others() -> None:
         for _ in range(8):
             [refusal] = await answer(path, CAPTURE)
             assert refusal["part"] == "error"
-            assert "captures of this process are under way" in refusal["data"]
+            assert "captures of this process are already running" in refusal["data"]
         assert len(await answer(path, GOOD)) == 3
         await idle.aclose()
         with trio.fail_after(LIMIT):
@@ -380,7 +380,7 @@ END = control.encode({"part": "end", "data": None})
         (b"\xff\xff\xff\xff", "4294967295 bytes"),
         (framed(b"nonsense"), "not JSON"),
         (END, "it ended before it began"),
-        (process_part() + framed(b'{"version": 9}'), "version 9 where 1 is spoken"),
+        (process_part() + framed(b'{"version": 9}'), "version 9; 1 is supported"),
         (process_part(uptime="long") + END, "process.uptime is of the wrong kind"),
         (process_part() + control.encode({"part": "statistics", "data": []}), "is no object"),
         (process_part() + control.encode({"part": "connections", "data": {}}), "is no list"),
