@@ -390,7 +390,7 @@ async def test_a_stack_without_control_socket(runtime_directory: Path) -> None:
 async def test_a_process_whose_loop_stands_still(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trio_smc.tools.client.PATIENCE", 0.5)
+    monkeypatch.setattr("trio_smc.tools.client.TIMEOUT", 0.5)
     async with running("blocked") as blocked:
         said = one_line(command_here(capsys, "ss", "--pid", str(blocked.pid)))
         assert "does not answer" in said

@@ -23,7 +23,7 @@ from tests.ports import reserved_port
 from tests.timing import PATIENCE
 from trio_smc import Config
 from trio_smc.tools.proc import Process
-from trio_smc.tools.processes import Obstacle, explain_container, explain_listener, family
+from trio_smc.tools.processes import Obstacle, explain_container, explain_listener, process_tree
 from trio_smc.tools.sock_diag import Listener, candidates
 from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
 
@@ -292,7 +292,7 @@ def test_site_packages_that_are_no_directory(venv: Path, make: Callable[[Path], 
 
 
 def test_directories_without_end(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trio_smc.tools.interpreters._NAMES", 50)
+    monkeypatch.setattr("trio_smc.tools.interpreters._MAX_NAMES", 50)
     for number in range(51):
         (site_of(venv) / f"package{number}").mkdir()
     assert "has more than 50 names" in run_in(venv).text
@@ -764,7 +764,7 @@ def test_a_long_line_of_descendants() -> None:
         depth = len(_stack())
         sys.setrecursionlimit(depth + deep // 2)
         try:
-            found = list(family(started.pid))
+            found = list(process_tree(started.pid))
         finally:
             sys.setrecursionlimit(limit)
             os.killpg(started.pid, signal.SIGKILL)

@@ -109,7 +109,7 @@ def test_writes_between_two_kernels_of_version_2() -> None:
     [ladder] = read_ladders(dissect(packets_of(GOLDEN_V2)))
     writes = [row for row in ladder.rows if isinstance(row.event, Write)]
     said = [
-        (row.connection and row.connection.number, row.link_number, row.place) for row in writes
+        (row.connection and row.connection.number, row.link_number, row.offset) for row in writes
     ]
     before = [(1, 1), (2, 2), (3, 1)]
     assert said == [
@@ -140,7 +140,7 @@ def test_add_link_of_version_2_tells_the_rtokens(number: int) -> None:
         ]
         [ladder] = read_ladders([*seen[: agreed + 1], *writes])
         rows = ladder.rows[agreed + 1 :]
-        assert {(row.link_number, row.place, row.to_server) for row in rows} == {
+        assert {(row.link_number, row.offset, row.to_server) for row in rows} == {
             (number, 5, not message.reply)
         }
         connections = {row.connection.number for row in rows if row.connection}
@@ -176,7 +176,7 @@ def test_everything_of_two_kernels_has_its_place() -> None:
             assert row.connection is not None
             used.setdefault(row.connection.number, set()).add(row.link_number)
         if kind(row.event) == "write":
-            assert row.place is not None
+            assert row.offset is not None
     assert used == {1: {1}, 2: {2}, 3: {1}, 4: {2}, 5: {1}}
     assert Counter(kind(row.event) for row in ladder.rows) == {
         "CLC": 15, "LLC": 93, "CDC": 32, "write": 20,

@@ -37,7 +37,7 @@ ASKING = {
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PATIENCE", TIMEOUT)
+    monkeypatch.setattr(client, "TIMEOUT", TIMEOUT)
 
 
 @contextlib.contextmanager

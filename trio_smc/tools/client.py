@@ -33,8 +33,8 @@ from trio_smc.tools.output import ToolError, print_error
 from trio_smc.tools.proc import Process
 
 __all__ = [
-    "PATIENCE",
     "SHAPES",
+    "TIMEOUT",
     "Silent",
     "Snapshot",
     "check_untrusted",
@@ -42,22 +42,22 @@ __all__ = [
     "take_snapshots",
 ]
 
-PATIENCE: Final = 3.0
+TIMEOUT: Final = 3.0
 """Seconds for the answers of all stacks together."""
-_AGAIN: Final = 0.2
+_LATER_TIMEOUT: Final = 0.2
 """Seconds for a process that did not answer the last time."""
-_RETRY: Final = 0.05
+_RETRY_INTERVAL: Final = 0.05
 """Seconds between two attempts to connect to a socket whose backlog is full."""
 _INCOMPLETE: Final = 1
 """Exit code."""
-_ANSWER: Final = 1 << 28
+_MAX_ANSWER: Final = 1 << 28
 """Bytes of one stack's whole answer."""
-_ITEMS: Final = 1_000_000
+_MAX_ITEMS: Final = 1_000_000
 """Items of one list that are taken from an answer."""
 _PIECE: Final = 65536
-_PROGRAM: Final = 60
+_MAX_PROGRAM: Final = 60
 """Characters of a command line that are shown."""
-_SENTENCE: Final = 200
+_MAX_SENTENCE: Final = 200
 """Characters of a sentence by which a process refuses."""
 _PEER_ID: Final = 32
 _MAX_NUMBER: Final = 1 << 64
@@ -117,15 +117,15 @@ class Silent:
         self.last = problems
         self._named |= new
         if not self._quiet:
-            _name_on_stderr(new)
+            _print_problems(new)
 
     def report(self) -> None:
         """Name all of them, if that was not done at once."""
         if self._quiet:
-            _name_on_stderr(self._named)
+            _print_problems(self._named)
 
 
-def _name_on_stderr(problems: dict[int, str]) -> None:
+def _print_problems(problems: dict[int, str]) -> None:
     for text in problems.values():
         print_error(f"trio-smc: {text}")
 
@@ -140,7 +140,7 @@ def take_snapshots(
 ) -> list[Snapshot]:
     """Ask all stacks at once, or those of one process, in the order of their process numbers.
 
-    All answers together may take `PATIENCE` seconds.  Names of processes that are gone are
+    All answers together may take `TIMEOUT` seconds.  Names of processes that are gone are
     skipped, and removed.
 
     Args:
@@ -161,11 +161,11 @@ def take_snapshots(
     with _opened(directory) as root:
         names = [each for each in _named_sockets(root) if pid is None or each[0] == pid]
         discouraged = set() if silent is None else set(silent.last)
-        for inquiry in _query_all(root, names, control.encode({"want": list(want)}), discouraged):
+        for query in _query_all(root, names, control.encode({"want": list(want)}), discouraged):
             try:
-                snapshot = _snapshot_untrusted(inquiry, want)
+                snapshot = _snapshot_untrusted(query, want)
             except (OSError, ProtocolError) as error:
-                problems[inquiry.pid] = f"process {inquiry.pid} {_said(error)}"
+                problems[query.pid] = f"process {query.pid} {_problem(error)}"
                 late = late or isinstance(error, TimeoutError)
             else:
                 if snapshot is not None:
@@ -176,13 +176,13 @@ def take_snapshots(
             silent.replace({each: problems[each] for each in others})
         raise ToolError(problems[first])
     if not found and not problems and some:
-        raise ToolError(_nobody(directory, pid))
+        raise ToolError(_no_stack(directory, pid))
     if silent is not None:
         silent.replace(problems)
     return found
 
 
-def _nobody(directory: Path, pid: int | None) -> str:
+def _no_stack(directory: Path, pid: int | None) -> str:
     if pid is None:
         return f"no running process has a stack in {directory}"
     try:
@@ -197,7 +197,7 @@ def _nobody(directory: Path, pid: int | None) -> str:
     )
 
 
-def _said(error: Exception) -> str:
+def _problem(error: Exception) -> str:
     if isinstance(error, ProtocolError):
         return f"gave a damaged answer: {error}"
     if isinstance(error, TimeoutError):
@@ -237,7 +237,7 @@ def _named_sockets(root: PrivateDirectory | None) -> list[tuple[int, str]]:
 # --- all stacks at once -----------------------------------------------------------------------
 
 
-class _Inquiry:
+class _Query:
     """One stack that is asked: what it has answered by now, undecoded.
 
     Attributes:
@@ -291,8 +291,8 @@ class _Inquiry:
             piece = control.receive_bytes(self.sock, _PIECE)
             self.data += piece
             self.done = not piece
-            if len(self.data) > _ANSWER:
-                raise ProtocolError(f"more than {_ANSWER} bytes")
+            if len(self.data) > _MAX_ANSWER:
+                raise ProtocolError(f"more than {_MAX_ANSWER} bytes")
         except BlockingIOError:
             pass
         except (OSError, ProtocolError) as error:
@@ -304,8 +304,8 @@ def _query_all(
     names: Sequence[tuple[int, str]],
     request: bytes,
     discouraged: AbstractSet[int],
-) -> list[_Inquiry]:
-    """Send ``request`` to all of these sockets and collect the answers, at most `PATIENCE` seconds.
+) -> list[_Query]:
+    """Send ``request`` to all of these sockets and collect the answers, at most `TIMEOUT` seconds.
 
     discouraged: processes that are only waited for a moment.
     """
@@ -315,9 +315,9 @@ def _query_all(
     with contextlib.ExitStack() as exits:
         asked = []
         for pid, name in names:
-            inquiry = _Inquiry(root, name, pid, request)
-            exits.callback(inquiry.close)
-            asked.append(inquiry)
+            query = _Query(root, name, pid, request)
+            exits.callback(query.close)
+            asked.append(query)
         selector = exits.enter_context(selectors.DefaultSelector())
         waiting = asked
         while True:
@@ -325,31 +325,31 @@ def _query_all(
                 each.proceed()
                 _register(selector, each)
             waiting = [each for each in asked if not each.done]
-            hopeful = any(each.pid not in discouraged for each in waiting)
-            patience = PATIENCE if hopeful else min(PATIENCE, _AGAIN)
-            left = start + patience - time.monotonic()
+            is_anyone_new = any(each.pid not in discouraged for each in waiting)
+            timeout = TIMEOUT if is_anyone_new else min(TIMEOUT, _LATER_TIMEOUT)
+            left = start + timeout - time.monotonic()
             if not waiting or left <= 0:
                 return asked
             backlog_full = [each for each in waiting if not each.interest]
-            ready = selector.select(min(left, _RETRY) if backlog_full else left)
+            ready = selector.select(min(left, _RETRY_INTERVAL) if backlog_full else left)
             waiting = [key.data for key, _ in ready] + backlog_full
 
 
-def _register(selector: selectors.BaseSelector, inquiry: _Inquiry) -> None:
-    """Wait for what an inquiry is waiting for now."""
-    if inquiry.sock is None:
+def _register(selector: selectors.BaseSelector, query: _Query) -> None:
+    """Wait for what a query is waiting for now."""
+    if query.sock is None:
         return  # there are too many open files
-    known = inquiry.sock in selector.get_map()
-    if inquiry.done or not inquiry.interest:
+    known = query.sock in selector.get_map()
+    if query.done or not query.interest:
         if known:
-            selector.unregister(inquiry.sock)
+            selector.unregister(query.sock)
     elif known:
-        selector.modify(inquiry.sock, inquiry.interest, inquiry)
+        selector.modify(query.sock, query.interest, query)
     else:
-        selector.register(inquiry.sock, inquiry.interest, inquiry)
+        selector.register(query.sock, query.interest, query)
 
 
-def _snapshot_untrusted(inquiry: _Inquiry, want: Sequence[str]) -> Snapshot | None:
+def _snapshot_untrusted(query: _Query, want: Sequence[str]) -> Snapshot | None:
     """Return the snapshot in an answer; None if its process is gone.
 
     A list that was wanted may be missing, as a stack leaves out parts that it does not know.
@@ -357,19 +357,19 @@ def _snapshot_untrusted(inquiry: _Inquiry, want: Sequence[str]) -> Snapshot | No
     Raises:
       OSError, ProtocolError: it did not answer, or not as it should.
     """
-    if inquiry.gone:
+    if query.gone:
         return None
-    if inquiry.error is not None:
-        raise inquiry.error
-    snapshot = Snapshot(inquiry.pid)
-    answer = _Answer(inquiry.data, whole=inquiry.done)
+    if query.error is not None:
+        raise query.error
+    snapshot = Snapshot(query.pid)
+    answer = _Answer(query.data, whole=query.done)
     while True:
         length = control.length_untrusted(answer.take(control.HEADER_SIZE), control.REPLY_LIMIT)
         if not _take_untrusted(snapshot, control.decode_untrusted(answer.take(length))):
             break
     if "statistics" in want and not snapshot.statistics:
         raise ProtocolError("it has no statistics")
-    snapshot.program = _program(inquiry.pid)
+    snapshot.program = _program(query.pid)
     return snapshot
 
 
@@ -426,7 +426,7 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     part: Any = message.get("part")
     data: Any = message.get("data")
     if part == "error":
-        raise ProtocolError(printable(data, _SENTENCE))
+        raise ProtocolError(printable(data, _MAX_SENTENCE))
     if part == "end":
         if not snapshot.stack:
             raise ProtocolError("it ended before it began")
@@ -442,8 +442,8 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
         snapshot.statistics = data
     else:
         present = getattr(snapshot, part)
-        if len(present) + len(data) > _ITEMS:
-            raise ProtocolError(f"more than {_ITEMS} {part}")
+        if len(present) + len(data) > _MAX_ITEMS:
+            raise ProtocolError(f"more than {_MAX_ITEMS} {part}")
         present += data
     return True
 
@@ -454,7 +454,7 @@ def _program(pid: int) -> str:
     with contextlib.suppress(OSError), Process(pid) as process:
         words = process.command()
     words = [os.path.basename(words[0]), *words[1:]] if words else words
-    return printable(" ".join(words).strip(), _PROGRAM)
+    return printable(" ".join(words).strip(), _MAX_PROGRAM)
 
 
 # --- captures ---------------------------------------------------------------------------------
@@ -489,14 +489,14 @@ def stream_capture(
             except (TimeoutError, ConnectionError):
                 return
             except ProtocolError as error:
-                raise ToolError(f"process {pid} {_said(error)}") from None
+                raise ToolError(f"process {pid} {_problem(error)}") from None
             if not piece:
                 return
             waiting += piece
             try:
                 count = whole_blocks_untrusted(waiting)
             except ProtocolError as error:
-                raise ToolError(f"process {pid} {_said(error)}") from None
+                raise ToolError(f"process {pid} {_problem(error)}") from None
             if count:
                 yield bytes(waiting[:count])
                 del waiting[:count]
@@ -507,7 +507,7 @@ def _chosen(
 ) -> socket.socket:
     """The connection to the stack that is meant, its answer begun."""
     found: dict[str, socket.socket] = {}
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     with _opened(directory) as root:
         for number, name in _named_sockets(root):
             if root is None or number != pid:
@@ -515,15 +515,15 @@ def _chosen(
             sock = exits.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             control.refuse_descriptors(sock)
             try:
-                sock.settimeout(_left(deadline))
+                sock.settimeout(_time_left(deadline))
                 if _connect(sock, root, name):
                     sock.sendall(control.encode({"want": [control.CAPTURE], "payload": payload}))
                     begun = _read_message(sock, deadline)
                     found[_stack_untrusted(begun)] = sock
             except (OSError, ProtocolError) as error:
-                raise ToolError(f"process {number} {_said(error)}") from None
+                raise ToolError(f"process {number} {_problem(error)}") from None
     if not found:
-        raise ToolError(_nobody(directory, pid))
+        raise ToolError(_no_stack(directory, pid))
     if stack is None and len(found) > 1:
         raise ToolError(f"process {pid} has several stacks (--stack): {', '.join(sorted(found))}")
     chosen = found.pop(next(iter(found)) if stack is None else stack.lower(), None)
@@ -535,15 +535,15 @@ def _chosen(
 
 
 def _read_message(sock: socket.socket, deadline: float) -> dict[str, Any]:
-    header = _exactly(sock, control.HEADER_SIZE, deadline)
+    header = _receive_exactly(sock, control.HEADER_SIZE, deadline)
     length = control.length_untrusted(header, control.REPLY_LIMIT)
-    return control.decode_untrusted(_exactly(sock, length, deadline))
+    return control.decode_untrusted(_receive_exactly(sock, length, deadline))
 
 
-def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+def _receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < count:
-        sock.settimeout(_left(deadline))
+        sock.settimeout(_time_left(deadline))
         piece = control.receive_bytes(sock, min(count - len(data), _PIECE))
         if not piece:
             raise ProtocolError(f"it ends after {len(data)} of {count} bytes")
@@ -551,7 +551,7 @@ def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     return bytes(data)
 
 
-def _left(deadline: float) -> float:
+def _time_left(deadline: float) -> float:
     """Seconds until then.  Raises TimeoutError if that is past."""
     left = deadline - time.monotonic()
     if left <= 0:
@@ -567,7 +567,7 @@ def _stack_untrusted(message: dict[str, Any]) -> str:
     """
     data = message.get("data")
     if message.get("part") == "error":
-        raise ProtocolError(printable(data, _SENTENCE))
+        raise ProtocolError(printable(data, _MAX_SENTENCE))
     if message.get("part") != control.CAPTURE or not isinstance(data, str):
         raise ProtocolError("it does not know captures")
     return printable(data, _PEER_ID)

@@ -22,10 +22,10 @@ from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
 __all__ = ["Finding", "find_trio_smc", "is_python"]
 
 _PACKAGE: Final = "trio_smc"
-_SECONDS: Final = 2.0
-_FILE: Final = 1 << 16
-_NAMES: Final = 20_000
-_PATHS: Final = 64
+_TIME_LIMIT: Final = 2.0
+_MAX_FILE: Final = 1 << 16
+_MAX_NAMES: Final = 20_000
+_MAX_PATHS: Final = 64
 """Directories, and files of one kind, that are looked at."""
 _VERSION: Final = re.compile(r"(?:python|pypy)(\d+\.\d+t?)")
 _LIBRARIES: Final = ("lib", "lib64", "local/lib")
@@ -72,19 +72,19 @@ class _Search:
         self._process = process
         self._executable = executable
         self._finding = finding
-        self._files = TrustedFiles(_SECONDS)
+        self._files = TrustedFiles(_TIME_LIMIT)
         self._command = process.command()
         self._environment = process.environment()
         self._directory = process.link("cwd")
 
     def run(self) -> None:
         """Look at one directory after the other until trio_smc is found."""
-        called = self._called()
+        called = self._called_as()
         if called is not None:
             self._finding.python = called
         else:
             self._finding.reasons.append("its command line does not name its Python")
-        found = any(self._attempt(self._has_package, each) for each in self._first())
+        found = any(self._attempt(self._has_package, each) for each in self._first_paths())
         sites = dict.fromkeys(self._sites(called))
         found = found or any(self._attempt(self._is_in_site, each) for each in sites)
         if found:
@@ -105,7 +105,7 @@ class _Search:
 
     # --- where Python looks ------------------------------------------------------------------
 
-    def _called(self) -> str | None:
+    def _called_as(self) -> str | None:
         """The path by which the Python was called, which decides its environment (PEP 405)."""
         word = self._command[0] if self._command else ""
         if not is_python(word):
@@ -114,13 +114,13 @@ class _Search:
             choices = [os.path.join(self._directory, word)]
         else:
             search = self._environment.get("PATH", os.defpath).split(os.pathsep)
-            choices = [os.path.join(each, word) for each in search[:_PATHS] if each[:1] == "/"]
+            choices = [os.path.join(each, word) for each in search[:_MAX_PATHS] if each[:1] == "/"]
         return next((each for each in choices if self._attempt(self._files.exists, each)), None)
 
-    def _first(self) -> Iterator[str]:
+    def _first_paths(self) -> Iterator[str]:
         """The directories before the standard library on `sys.path`."""
         paths = self._environment.get("PYTHONPATH", "").split(os.pathsep)
-        yield from (os.path.join(self._directory, each) for each in paths[:_PATHS] if each)
+        yield from (os.path.join(self._directory, each) for each in paths[:_MAX_PATHS] if each)
         words = iter(self._command[1:])
         for word in words:
             if word in _WITH_VALUE:
@@ -140,7 +140,7 @@ class _Search:
         if prefix is not None:
             yield from self._sites_below(prefix)
         # Extension modules in use show an environment that the command line does not name.
-        yield from islice(self._mapped_sites(), _PATHS)
+        yield from islice(self._mapped_sites(), _MAX_PATHS)
         if with_system:
             base = os.path.dirname(os.path.dirname(self._executable))
             yield from self._sites_below(self._environment.get("PYTHONHOME") or base)
@@ -153,7 +153,7 @@ class _Search:
         below = os.path.dirname(called)
         for prefix in (below, os.path.dirname(below)):
             try:
-                text = self._files.read(os.path.join(prefix, "pyvenv.cfg"), _FILE)
+                text = self._files.read(os.path.join(prefix, "pyvenv.cfg"), _MAX_FILE)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except UntrustedPathError as error:
@@ -169,7 +169,7 @@ class _Search:
         for library in _LIBRARIES:
             above = os.path.join(prefix, library)
             try:
-                names = self._files.names(above, _NAMES)
+                names = self._files.names(above, _MAX_NAMES)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except UntrustedPathError as error:
@@ -197,22 +197,22 @@ class _Search:
 
     def _is_in_site(self, site: str) -> bool:
         """True if a directory of packages has trio_smc, or a link to it (``.pth``)."""
-        names = self._files.names(site, _NAMES)
+        names = self._files.names(site, _MAX_NAMES)
         if _PACKAGE in names and self._has_package(site):
             return True
         if any(each.startswith(f"{_PACKAGE}-") and each.endswith(".dist-info") for each in names):
             return True
         links = [each for each in names if each.endswith(".pth")]
-        if len(links) > _PATHS:
-            raise UntrustedPathError(f"{site} has more than {_PATHS} .pth files")
+        if len(links) > _MAX_PATHS:
+            raise UntrustedPathError(f"{site} has more than {_MAX_PATHS} .pth files")
         return any(self._attempt(self._is_linked, os.path.join(site, each)) for each in links)
 
     def _is_linked(self, path: str) -> bool:
         site = os.path.dirname(path)
-        lines = self._files.read(path, _FILE).decode("utf-8", "replace").split("\n")
+        lines = self._files.read(path, _MAX_FILE).decode("utf-8", "replace").split("\n")
         added = [
             os.path.join(site, line.strip())
             for line in lines
             if line.strip() and not line.startswith(("#", "import ", "import\t"))
         ]
-        return any(self._attempt(self._has_package, each) for each in added[:_PATHS])
+        return any(self._attempt(self._has_package, each) for each in added[:_MAX_PATHS])

@@ -48,7 +48,7 @@ class Peer:
     peer_id: bytes | None = None
     addresses: list[bytes] = field(default_factory=list)
 
-    def meet(self, address: bytes) -> None:
+    def add_address(self, address: bytes) -> None:
         """Note an address of its."""
         if address not in self.addresses:
             self.addresses.append(address)
@@ -132,7 +132,7 @@ class Row:
       to_server: its direction.
       link: its link; None for CLC messages.
       connection: whose it is, where that is known.
-      place: for a write, where in the RMB element it begins, where that is known.
+      offset: for a write, where in the RMB element it begins, where that is known.
     """
 
     time: int
@@ -140,7 +140,7 @@ class Row:
     event: Event
     link: Link | None = None
     connection: Connection | None = None
-    place: int | None = None
+    offset: int | None = None
 
     @property
     def link_number(self) -> int | None:
@@ -207,7 +207,7 @@ class _Reader:
         self.connections: list[Connection] = []
         self._calls: dict[frozenset[End], Connection] = {}
         self._peers: dict[bytes, Peer] = {}
-        self._strangers: dict[End, Peer] = {}
+        self._unnamed_peers: dict[End, Peer] = {}
         # By address and number of a queue pair: its link, and whether it is the server's.
         self._ends: dict[End, tuple[Link, bool]] = {}
         # By address of one end not seen yet and of the other: the same.
@@ -229,27 +229,27 @@ class _Reader:
         # Linux has no peer ID in a Proposal of version 2 alone.
         if isinstance(event, messages) and any(event.peer_id):
             peer = self._peers.setdefault(event.peer_id, Peer(event.peer_id))
-            peer.meet(seen.source.address)
+            peer.add_address(seen.source.address)
             if to_server:
                 call.client_peer = peer
             else:
                 call.server_peer = peer
         if isinstance(event, clc.Accept):
-            self._accepted(call, event)
+            self._on_accept(call, event)
         elif isinstance(event, clc.Confirm):
-            self._confirmed(call, event)
+            self._on_confirm(call, event)
         return Row(seen.time, to_server, event, connection=call)
 
     def _new_call(self, seen: Seen) -> Connection:
         # A capture that begins within a rendezvous: only servers accept.
         turned = isinstance(seen.event, clc.Accept)
         client, server = (seen.target, seen.source) if turned else (seen.source, seen.target)
-        peers = self._stranger(End(client.address, None)), self._stranger(server)
+        peers = self._unnamed_peer(End(client.address, None)), self._unnamed_peer(server)
         call = Connection(len(self.connections) + 1, client, server, *peers)
         self.connections.append(call)
         return call
 
-    def _accepted(self, call: Connection, accept: clc.Accept) -> None:
+    def _on_accept(self, call: Connection, accept: clc.Accept) -> None:
         known = self._ends.get(End(gid_address(accept.gid), accept.qp_number))
         if known is not None and not accept.first_contact:
             call.group = known[0].group
@@ -257,7 +257,7 @@ class _Reader:
             call.group = Group(call.client_peer, call.server_peer)
         call.accept = accept
 
-    def _confirmed(self, call: Connection, confirm: clc.Confirm) -> None:
+    def _on_confirm(self, call: Connection, confirm: clc.Confirm) -> None:
         group, accept = call.group, call.accept
         if group is None or accept is None:
             return
@@ -268,15 +268,15 @@ class _Reader:
             self._new_link(
                 group, End(gid_address(confirm.gid), confirm.qp_number), server_end, None
             )
-        for of_server, says in ((True, accept), (False, confirm)):
+        for of_server, credentials in ((True, accept), (False, confirm)):
             # Either names any active link by its own end.
             link, _ = self._ends.get(
-                End(gid_address(says.gid), says.qp_number), self._ends[server_end]
+                End(gid_address(credentials.gid), credentials.qp_number), self._ends[server_end]
             )
-            group.tokens[of_server, says.alert_token] = call
-            rmb = group.rmb(link, of_server, says.rkey, says.rmb_address)
-            begin = (says.rmbe_index - 1) * says.buffer_size
-            rmb.elements[begin] = begin + says.buffer_size, call
+            group.tokens[of_server, credentials.alert_token] = call
+            rmb = group.rmb(link, of_server, credentials.rkey, credentials.rmb_address)
+            begin = (credentials.rmbe_index - 1) * credentials.buffer_size
+            rmb.elements[begin] = begin + credentials.buffer_size, call
 
     # --- LLC, CDC and writes -------------------------------------------------------------------
 
@@ -287,20 +287,20 @@ class _Reader:
         if isinstance(event, cdc.CdcMessage):
             row.connection = group.tokens.get((to_server, event.alert_token))
         elif isinstance(event, Write):
-            self._place(row, group, link, event)
+            self._find_element(row, group, link, event)
         else:
             self._learn_links(group, link, event, to_server)
             _learn_rtokens(group, link, event, of_server=not to_server)
         return row
 
-    def _place(self, row: Row, group: Group, link: Link, write: Write) -> None:
+    def _find_element(self, row: Row, group: Group, link: Link, write: Write) -> None:
         rmb = group.rmbs.get((link, row.to_server, write.rkey))
         if rmb is None:
             return
         offset = write.address - rmb.addresses[link]
         for begin, (end, connection) in rmb.elements.items():
             if begin <= offset < end:
-                row.connection, row.place = connection, offset - begin
+                row.connection, row.offset = connection, offset - begin
 
     def _learn_links(self, group: Group, link: Link, event: Event, to_server: bool) -> None:
         match event:
@@ -309,14 +309,14 @@ class _Reader:
             case llc.AddLink(reply=False) if not to_server:
                 group.added[event.link_number] = event
             case llc.AddLink(reply=True, rejected=False) if to_server:
-                asked = group.added.pop(event.link_number, None)
-                if asked is not None:
+                request = group.added.pop(event.link_number, None)
+                if request is not None:
                     client = End(gid_address(event.gid), event.qp_number)
-                    server = End(gid_address(asked.gid), asked.qp_number)
+                    server = End(gid_address(request.gid), request.qp_number)
                     self._new_link(group, client, server, event.link_number)
-                    for told in (asked, event):
-                        if told.extension is not None:
-                            pairs, own = told.extension.pairs, not told.reply
+                    for message in (request, event):
+                        if message.extension is not None:
+                            pairs, own = message.extension.pairs, not message.reply
                             _learn_pairs(group, link, event.link_number, pairs, of_server=own)
 
     def _new_link(self, group: Group, client: End, server: End, number: int | None) -> None:
@@ -324,8 +324,8 @@ class _Reader:
         group.links.append(link)
         self._ends[client] = link, False
         self._ends[server] = link, True
-        group.client.meet(client.address)
-        group.server.meet(server.address)
+        group.client.add_address(client.address)
+        group.server.add_address(server.address)
 
     def _unknown_link(self, seen: Seen) -> tuple[Link, bool]:
         """Of a capture that does not have its beginning."""
@@ -333,22 +333,22 @@ class _Reader:
         half = self._half_known.pop((target, source), None)
         if half is None:
             # Servers confirm and add links; who says something else may be either.
-            said_by_server = isinstance(seen.event, llc.ConfirmLink | llc.AddLink) and (
+            from_server = isinstance(seen.event, llc.ConfirmLink | llc.AddLink) and (
                 not seen.event.reply
             )
-            one, other = self._stranger(End(source, None)), self._stranger(seen.target)
-            peers = (other, one) if said_by_server else (one, other)
+            one, other = self._unnamed_peer(End(source, None)), self._unnamed_peer(seen.target)
+            peers = (other, one) if from_server else (one, other)
             group = Group(*peers)
             link = Link(group)
             group.links.append(link)
-            half = link, not said_by_server
-            self._half_known[source, target] = link, said_by_server
+            half = link, not from_server
+            self._half_known[source, target] = link, from_server
         self._ends[seen.target] = half
         return half
 
-    def _stranger(self, end: End) -> Peer:
-        peer = self._strangers.setdefault(end, Peer())
-        peer.meet(end.address)
+    def _unnamed_peer(self, end: End) -> Peer:
+        peer = self._unnamed_peers.setdefault(end, Peer())
+        peer.add_address(end.address)
         return peer
 
 

@@ -22,7 +22,7 @@ _COLOURS: Final = {
     "CLC": "#1f5aa6", "LLC": "#7a3d91", "CDC": "#2b7a3d", "write": "#946200",
     "unreadable": "#b3261e",
 }  # fmt: skip
-_EXPLAINED: Final = {
+_LEGEND_TEXT: Final = {
     "CLC": "CLC, on the TCP connection", "LLC": "LLC, on a link", "CDC": "CDC, on a link",
     "write": "RDMA write", "unreadable": "not understood",
 }  # fmt: skip
@@ -148,8 +148,8 @@ def _legend(seen: set[str], y: float) -> Iterator[str]:
             f'<line x1="{x:g}" y1="{y:g}" x2="{x + 34:g}" y2="{y:g}" stroke="{_COLOURS[each]}" '
             f'stroke-width="1.6"{dashes} marker-end="url(#{each})"/>'
         )
-        yield _text(x + 42, y + 4, _EXPLAINED[each], anchor="start", fill="#444444", size=12)
-        x += 60 + 7.2 * len(_EXPLAINED[each])
+        yield _text(x + 42, y + 4, _LEGEND_TEXT[each], anchor="start", fill="#444444", size=12)
+        x += 60 + 7.2 * len(_LEGEND_TEXT[each])
 
 
 def _text(

@@ -57,7 +57,7 @@ def title(row: Row) -> str:
         case Unreadable():
             return "not understood"
         case Write():
-            where = "" if row.place is None else f" at {row.place}"
+            where = "" if row.offset is None else f" at {row.offset}"
             return f"RDMA write, {event.length} bytes{where}"
         case cdc.CdcMessage():
             return _cdc_title(event)
@@ -78,7 +78,9 @@ def _cdc_title(m: cdc.CdcMessage) -> str:
         return f"{text}, failover validation [F]"
     text += f", prod {_cursor(m.producer_wrap, m.producer_cursor)}"
     text += f", cons {_cursor(m.consumer_wrap, m.consumer_cursor)}"
-    letters = _set(_PRODUCER_FLAGS, m.producer_flags) + _set(_CONNECTION_FLAGS, m.connection_flags)
+    letters = _flags_set(_PRODUCER_FLAGS, m.producer_flags) + _flags_set(
+        _CONNECTION_FLAGS, m.connection_flags
+    )
     return f"{text} [{' '.join(letter for letter, _ in letters)}]" if letters else text
 
 
@@ -112,7 +114,7 @@ def details(row: Row) -> list[str]:
         case cdc.CdcMessage():
             return _cdc(event)
         case Write():
-            return [] if row.place is not None else [f"to {_rtoken(event.rkey, event.address)}"]
+            return [] if row.offset is not None else [f"to {_rtoken(event.rkey, event.address)}"]
         case llc.OptionalMessage():
             return []
         case _:
@@ -159,7 +161,9 @@ def _limits(v2: clc.V2Offer | clc.FirstContact) -> str:
 def _cdc(m: cdc.CdcMessage) -> list[str]:
     if m.producer_flags & cdc.FAILOVER_VALIDATION:
         return []
-    flags = _set(_PRODUCER_FLAGS, m.producer_flags) + _set(_CONNECTION_FLAGS, m.connection_flags)
+    flags = _flags_set(_PRODUCER_FLAGS, m.producer_flags) + _flags_set(
+        _CONNECTION_FLAGS, m.connection_flags
+    )
     return [", ".join(words for _, words in flags)] if flags else []
 
 
@@ -219,7 +223,7 @@ def _cursor(wrap: int, offset: int) -> str:
     return f"{wrap}:{offset}"
 
 
-def _set(table: tuple[tuple[int, str, str], ...], flags: int) -> list[tuple[str, str]]:
+def _flags_set(table: tuple[tuple[int, str, str], ...], flags: int) -> list[tuple[str, str]]:
     return [(letter, words) for bit, letter, words in table if flags & bit]
 
 
@@ -234,7 +238,7 @@ def _name(names: type[llc.AddLinkReason | llc.DeleteLinkReason], value: int) -> 
 
 _MARGIN = 20
 """Columns of time, connection and link."""
-_LEAST = 60
+_MIN_INSIDE = 60
 """Columns between the two sides, however narrow the page."""
 
 
@@ -246,7 +250,7 @@ def draw(ladder: Ladder, *, start: int, limit: int, width: int = 100) -> Iterato
       limit: how many messages to draw.
       width: columns.
     """
-    inside = max(_LEAST, width - _MARGIN - 4)
+    inside = max(_MIN_INSIDE, width - _MARGIN - 4)
     yield from _heading(ladder, inside)
     for row in ladder.rows[:limit]:
         yield from _row(row, start, inside)

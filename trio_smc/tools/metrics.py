@@ -131,7 +131,7 @@ class SmcCollector(Collector):
 
     def _request(self, stack: Stack) -> _Answers | Exception:
         try:
-            return _on_the_thread_of(stack, partial(_taken, stack))
+            return _call_in_trio(stack, partial(_sums_of, stack))
         except Exception as error:
             return error
 
@@ -154,7 +154,7 @@ class SmcCollector(Collector):
                 getattr(sums, each.name).update(getattr(taken, each.name))
 
 
-def _taken(stack: Stack) -> _Sums:
+def _sums_of(stack: Stack) -> _Sums:
     sums = _Sums()
     sums.add(stack)
     return sums
@@ -164,7 +164,7 @@ _Answers: TypeAlias = "queue.SimpleQueue[tuple[_Sums | None, Exception | None]]"
 """What a stack counted, or why that cannot be read; one item."""
 
 
-def _on_the_thread_of(stack: Stack, function: Callable[[], _Sums]) -> _Answers:
+def _call_in_trio(stack: Stack, function: Callable[[], _Sums]) -> _Answers:
     """Call ``function`` on the thread of the stack's Trio run, and return where its result comes.
 
     Raises:

@@ -25,6 +25,7 @@ __all__ = [
     "address",
     "console",
     "diagnosis",
+    "error_text",
     "fallback_codes",
     "fields",
     "gid",
@@ -35,14 +36,13 @@ __all__ = [
     "show",
     "size",
     "table",
-    "words",
 ]
 
 BAD_INPUT: Final = 2
 """Exit code."""
 
 
-def words(error: OSError) -> str:
+def error_text(error: OSError) -> str:
     """What the system says, without its number."""
     return error.strerror or str(error)
 

@@ -44,25 +44,25 @@ __all__ = [
     "executable",
     "explain_container",
     "explain_listener",
-    "family",
     "has_tcp",
     "is_python",
+    "process_tree",
 ]
 
 _LISTEN: Final = "0A"
-_SEARCH: Final = 3.0
+_SEARCH_TIME: Final = 3.0
 """Seconds for a search through the descriptors of all processes."""
 _SHOWN: Final = 8
 """Processes that one text names."""
-_MOST_HOLDERS: Final = 256
-_MOST_RELATIVES: Final = 100_000
+_MAX_HOLDERS: Final = 256
+_MAX_TREE: Final = 100_000
 _SHARE: Final = "run both processes as one user, or let a group of both share a directory"
 
 
-def family(root: int) -> Iterator[int]:
+def process_tree(root: int) -> Iterator[int]:
     """A process and those below it."""
     left, seen = [root], {root}
-    while left and len(seen) < _MOST_RELATIVES:
+    while left and len(seen) < _MAX_TREE:
         pid = left.pop()
         yield pid
         with contextlib.suppress(OSError), Process(pid) as process:
@@ -134,15 +134,17 @@ def explain_listener(
             holders = serving or holders
         proxy = f"put 'trio-smc proxy smc:HOST:PORT tcp:{_endpoint(address, port)}' in front of it"
         if not holders:
-            return _without_holder(found, proxy)
+            return _explain_without_holder(found, proxy)
         foreign = next((each for each in holders if _is_foreign(each)), None)
         if foreign is not None:
-            return _foreign(holders, _foreign_user(foreign))
-        judged = _judge(holders[0], directory, proxy)
+            return _explain_foreign(holders, _foreign_user(foreign))
+        obstacle = _explain_process(holders[0], directory, proxy)
         if len(holders) > 1:
             also = _numbers_of(holders[1:])
-            judged = replace(judged, text=f"{judged.text}; it shares the listener with {also}")
-        return judged
+            obstacle = replace(
+                obstacle, text=f"{obstacle.text}; it shares the listener with {also}"
+            )
+        return obstacle
 
 
 def _listeners() -> list[Listener]:
@@ -169,12 +171,12 @@ def _holders(inodes: set[str], maker: int, exits: contextlib.ExitStack) -> list[
     maker: the user that made the socket, whose processes are looked at first: the descriptors of
       all processes may be more than there is time for.
     """
-    end = time.monotonic() + _SEARCH
+    end = time.monotonic() + _SEARCH_TIME
     numbers = process_numbers()
     owners = {pid: _owner(pid) for pid in numbers}
     found: list[Process] = []
     for pid in sorted(numbers, key=lambda pid: (owners[pid] != maker, pid)):
-        if time.monotonic() > end or len(found) >= _MOST_HOLDERS:
+        if time.monotonic() > end or len(found) >= _MAX_HOLDERS:
             break
         with contextlib.suppress(OSError), contextlib.ExitStack() as own:
             process = own.enter_context(Process(pid))
@@ -201,7 +203,7 @@ def _owner(pid: int) -> int | None:
         return None
 
 
-def _without_holder(found: Sequence[Listener], proxy: str) -> Obstacle:
+def _explain_without_holder(found: Sequence[Listener], proxy: str) -> Obstacle:
     """No process that can be looked into has the socket: its maker is all that is known."""
     own = os.geteuid()
     uid = next((each.uid for each in found if each.uid != own), own)
@@ -224,7 +226,7 @@ def _foreign_user(process: Process) -> int:
     return next((each for each in (effective, real, *rest) if each != own), own)
 
 
-def _foreign(holders: Sequence[Process], uid: int) -> Obstacle:
+def _explain_foreign(holders: Sequence[Process], uid: int) -> Obstacle:
     own = os.geteuid()
     if all(_foreign_user(each) == uid for each in holders):
         text = f"the listener belongs to user {uid}, this process to {own}"
@@ -246,12 +248,12 @@ def _numbers_of(holders: Sequence[Process]) -> str:
     return f"process{'es' * (len(holders) > 1)} {text}"
 
 
-def _judge(process: Process, directory: Path, proxy: str) -> Obstacle:
+def _explain_process(process: Process, directory: Path, proxy: str) -> Obstacle:
     """Return the obstacle of a process of this user."""
     pid, uid, program = process.pid, os.geteuid(), process.link("exe")
     stacks = _stacks(process)
     if stacks:
-        return _with_stack(process, stacks, directory)
+        return _explain_stack(process, stacks, directory)
     if process.link("ns/user") != os.readlink("/proc/self/ns/user"):
         text = f"process {pid} is in another user namespace, and what it runs is not looked at"
         return Obstacle(text, "start it by 'trio-smc run' in its container", pid, uid)
@@ -292,7 +294,7 @@ def explain_container(address: str | None, port: int, directory: Path) -> Obstac
       address, port: where it listens, an address of that namespace; None: at any one.
       directory: this side's private directory.
     """
-    end = time.monotonic() + _SEARCH
+    end = time.monotonic() + _SEARCH_TIME
     here = os.readlink("/proc/self/ns/net")
     own = os.geteuid()
     serving: dict[str, set[str]] = {here: set()}
@@ -307,7 +309,7 @@ def explain_container(address: str | None, port: int, directory: Path) -> Obstac
             if namespace not in serving:
                 serving[namespace] = _serving(process, address, port)
             if serving[namespace] and _has_one(process, serving[namespace], end):
-                return _in_container(process, directory)
+                return _explain_in_container(process, directory)
     return None
 
 
@@ -321,7 +323,7 @@ def _serving(process: Process, address: str | None, port: int) -> set[str]:
     return {each.inode for each in candidates(found, address, port)}
 
 
-def _in_container(process: Process, ours: Path) -> Obstacle:
+def _explain_in_container(process: Process, ours: Path) -> Obstacle:
     pid = process.pid
     text = f"process {pid} listens in a network namespace of its own"
     if _is_foreign(process):
@@ -344,7 +346,7 @@ def _in_container(process: Process, ours: Path) -> Obstacle:
 # --- stacks of another process ------------------------------------------------------------------
 
 
-def _with_stack(process: Process, stacks: set[str], ours: Path) -> Obstacle:
+def _explain_stack(process: Process, stacks: set[str], ours: Path) -> Obstacle:
     pid, uid = process.pid, os.geteuid()
     if not _are_in(stacks, ours):
         theirs = plain(_private_directory(process))

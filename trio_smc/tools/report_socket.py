@@ -56,14 +56,14 @@ _BACKLOG: Final = 4096
 _BURST: Final = 32
 """Connections that are accepted between two pauses."""
 _PAUSE: Final = 0.01
-_MAX_SILENT: Final = 64
+_MAX_WAITING: Final = 64
 """Connections whose packet has not come yet, as their sender was stopped in between."""
-_SILENCE: Final = 5.0
+_PACKET_TIMEOUT: Final = 5.0
 _MAX_UNCLOSED: Final = 256
-_LAST: Final = 2.0
+_END_TIMEOUT: Final = 2.0
 """Seconds for what was sent before PROGRAM ended."""
 _MAX_KNOWN: Final = 1 << 16
-_PLACES: Final = ("/tmp", "/var/tmp", "/dev/shm")
+_DIRECTORIES: Final = ("/tmp", "/var/tmp", "/dev/shm")
 """For the socket's directory.  The /tmp of a container may be a volume without the sticky bit."""
 _MAX_ADDRESS: Final = 107
 """Bytes of the name of a Unix socket (unix(7))."""
@@ -112,7 +112,7 @@ class ReportSocket:
     """Receives messages in a thread, from `start` to `finish`; leave it as a context manager.
 
     Args:
-      take: called in the thread with each packet, the number of its sender, and True if the
+      on_packet: called in the thread with each packet, the number of its sender, and True if the
         sender is known to descend from PROGRAM.
 
     Attributes:
@@ -121,13 +121,13 @@ class ReportSocket:
       refused: connections of processes that are not PROGRAM's.
     """
 
-    def __init__(self, take: Callable[[bytes, int, bool], None]) -> None:
-        self._take = take
-        self._known: dict[int, int] = {}
+    def __init__(self, on_packet: Callable[[bytes, int, bool], None]) -> None:
+        self._on_packet = on_packet
+        self._members: dict[int, int] = {}
         self._root = 0
         self.overflowed = False
         self.refused = 0
-        self._silent: dict[socket.socket, tuple[_Sender, float]] = {}
+        self._waiting: dict[socket.socket, tuple[_Sender, float]] = {}
         self._unclosed: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._finish = threading.Event()
@@ -162,7 +162,7 @@ class ReportSocket:
         self._finish.set()
         os.eventfd_write(self._wake, 1)
         for thread in self._threads:
-            thread.join(_LAST + 1)
+            thread.join(_END_TIMEOUT + 1)
             self._unclosed.put(None)
         self._threads.clear()
 
@@ -174,11 +174,11 @@ class ReportSocket:
             selector.register(self._wake, selectors.EVENT_READ)
             in_a_row = 0
             while not self._finish.is_set():
-                wait = None if not self._silent else _SILENCE
+                wait = None if not self._waiting else _PACKET_TIMEOUT
                 for key, _ in selector.select(wait):
-                    if isinstance(key.fileobj, socket.socket) and key.fileobj in self._silent:
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj in self._waiting:
                         selector.unregister(key.fileobj)
-                        self._read(key.fileobj, self._silent.pop(key.fileobj)[0])
+                        self._read(key.fileobj, self._waiting.pop(key.fileobj)[0])
                 accepted = self._accept(selector)
                 self._expire(selector)
                 in_a_row += accepted
@@ -190,7 +190,7 @@ class ReportSocket:
 
     def _drain(self, selector: selectors.BaseSelector) -> None:
         """Take what lies in the backlog; what has not come by now does not count any more."""
-        end = time.monotonic() + _LAST
+        end = time.monotonic() + _END_TIMEOUT
         while time.monotonic() < end:
             if self._unclosed.qsize() > _MAX_UNCLOSED:
                 time.sleep(_PAUSE)
@@ -198,10 +198,10 @@ class ReportSocket:
                 break
         else:
             self.overflowed = True
-        for connection, (sender, _) in self._silent.items():
+        for connection, (sender, _) in self._waiting.items():
             if not self._read(connection, sender):
                 self._unclosed.put(connection)
-        self._silent.clear()
+        self._waiting.clear()
 
     def _accept(self, selector: selectors.BaseSelector) -> int:
         """Take up to `_BURST` connections; return how many there were."""
@@ -223,7 +223,7 @@ class ReportSocket:
                 self.refused += 1
                 self._unclosed.put(connection)
             elif not self._read(connection, sender):
-                self._silent[connection] = sender, time.monotonic() + _SILENCE
+                self._waiting[connection] = sender, time.monotonic() + _PACKET_TIMEOUT
                 selector.register(connection, selectors.EVENT_READ)
         return _BURST
 
@@ -236,16 +236,16 @@ class ReportSocket:
         except OSError:
             data = b""
         if data:
-            self._take(data, sender.pid, sender.proven)
+            self._on_packet(data, sender.pid, sender.proven)
         self._unclosed.put(connection)
         return True
 
     def _expire(self, selector: selectors.BaseSelector) -> None:
         now = time.monotonic()
-        for connection, (_, deadline) in list(self._silent.items()):
-            if deadline > now and len(self._silent) <= _MAX_SILENT:
+        for connection, (_, deadline) in list(self._waiting.items()):
+            if deadline > now and len(self._waiting) <= _MAX_WAITING:
                 return
-            del self._silent[connection]
+            del self._waiting[connection]
             selector.unregister(connection)
             self._unclosed.put(connection)
 
@@ -259,17 +259,17 @@ class ReportSocket:
         if pid == 0:
             return None  # of a namespace of processes that cannot be below PROGRAM's
         found = process(pid)
-        known = found is not None and self._known.get(pid) == found.start
+        known = found is not None and self._members.get(pid) == found.start
         descends = found is not None and (known or self._descends(pid, found))
         # Only now: until here, the number may have been given to another process.
         if found is None or not _still_exists(connection):
-            proven = pid in self._known or pid == self._root
+            proven = pid in self._members or pid == self._root
             return _Sender(pid, proven) if proven or uid == os.geteuid() else None
         if not descends:
             return None
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self._known[pid] = found.start
+        if len(self._members) >= _MAX_KNOWN:
+            self._members.clear()
+        self._members[pid] = found.start
         return _Sender(pid, True)
 
     def _descends(self, pid: int, found: Process) -> bool:
@@ -324,7 +324,7 @@ def _new_directory() -> tuple[str, str]:
       OSError: there is no place where other users could not replace it.
     """
     problem: OSError | None = None
-    for place in dict.fromkeys((tempfile.gettempdir(), *_PLACES)):
+    for place in dict.fromkeys((tempfile.gettempdir(), *_DIRECTORIES)):
         try:
             trust_directory(place)
             directory = tempfile.mkdtemp(prefix="trio-smc-run-", dir=place)

@@ -41,14 +41,14 @@ from typing import Final
 from trio_smc import ProtocolError
 from trio_smc._base.printable import printable
 from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO
-from trio_smc.tools.output import ToolError, print_error, size, words
-from trio_smc.tools.processes import executable, family, has_tcp, is_python
+from trio_smc.tools.output import ToolError, error_text, print_error, size
+from trio_smc.tools.processes import executable, has_tcp, is_python, process_tree
 from trio_smc.tools.report_messages import BYTES, Counts, Message, decode_untrusted
 from trio_smc.tools.report_socket import ReportSocket, process
 
 __all__ = ["Tree", "supervise"]
 
-_PASSED_ON: Final = (
+_FORWARDED: Final = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
     signal.SIGWINCH,
 )  # fmt: skip
@@ -56,10 +56,10 @@ _OWN: Final = (signal.SIGCHLD, signal.SIGALRM)
 _SI_KERNEL: Final = 128
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_FIRST_LOOK: Final = 0.5
-_LAST_LOOK: Final = 10.0
+_FIRST_SEARCH: Final = 0.5
+_MAX_SEARCH_PAUSE: Final = 10.0
 """Seconds between two looks at the tree, which grow."""
-_REPORTS: Final = 1.0
+_REPORT_INTERVAL: Final = 1.0
 """Seconds between what a stack tells for ``--report``."""
 _FAILED: Final = 1
 _MAX_STACKS: Final = 2048
@@ -77,7 +77,7 @@ class Tree:
       require: whether a process that cannot use SMC-R is an error.
 
     Attributes:
-      complaint: the first thing that was found wrong; "" if nothing was.
+      problem: the first thing that was found wrong; "" if nothing was.
       hooked: Pythons that have the hook.
       used_trio: True if any of them has run Trio.
       ended: True if PROGRAM was told to end, because something of it cannot be SMC-R.
@@ -85,23 +85,23 @@ class Tree:
     """
 
     def __init__(self, *, require: bool) -> None:
-        self.complaint: str = ""
+        self.problem: str = ""
         self.ended = False
         self.hooked: set[int] = set()
         self.used_trio: bool = False
         self.incomplete = False
         self._require = require
-        self._announced = False
+        self._printed = False
         self._suspects: set[int] = set()
         self._open: dict[tuple[int, str], Counts | None] = {}
         self._processes: set[int] = set()  # that have or had a stack
         self._stacks = 0  # that were opened
         self._next_search = 0.0
         self._killed = 0  # without a word about their end
-        self._numbers: Counter[str] = Counter()  # of stacks that are not open any more
+        self._totals: Counter[str] = Counter()  # of stacks that are not open any more
         self._fallbacks: Counter[tuple[str, str]] = Counter()
 
-    def take(self, data: bytes, pid: int, proven: bool = True) -> None:
+    def on_packet(self, data: bytes, pid: int, proven: bool = True) -> None:
         """Take a packet of one of the processes; anything that is no message is ignored.
 
         If the sender's descent is not proven, the packet counts only if it says that Python or
@@ -127,12 +127,12 @@ class Tree:
             case "trio":
                 self.used_trio = True
             case "asyncio":
-                self.complain(
+                self.set_problem(
                     f"process {pid} opens TCP connections by asyncio, which cannot be SMC-R; "
                     "run it on Trio"
                 )
             case "missing":
-                self.complain(
+                self.set_problem(
                     f"process {pid} uses Trio, but its Python, {message.executable!r}, cannot "
                     f"use trio_smc: {message.error!r}"
                 )
@@ -141,7 +141,7 @@ class Tree:
         key = pid, message.stack
         if key not in self._open:
             if len(self._open) >= _MAX_STACKS and time.monotonic() >= self._next_search:
-                self._forget_killed()
+                self._remove_killed()
                 self._next_search = time.monotonic() + _SEARCH_INTERVAL
             if len(self._open) >= _MAX_STACKS:
                 self.incomplete = True
@@ -153,7 +153,7 @@ class Tree:
         if message.kind == "stack-end":
             self._add(self._open.pop(key))
 
-    def _forget_killed(self) -> None:
+    def _remove_killed(self) -> None:
         """Add up what stacks have counted whose processes have gone without a word."""
         for key in [key for key in self._open if _has_ended(key[0])]:
             self._add(self._open.pop(key))
@@ -162,27 +162,27 @@ class Tree:
     def _add(self, counts: Counts | None) -> None:
         if counts is None:
             return
-        self._numbers["connections"] += counts.connections
-        self._numbers["refused"] += counts.refused
-        self._numbers.update(dict(zip(BYTES, counts.sizes, strict=True)))
+        self._totals["connections"] += counts.connections
+        self._totals["refused"] += counts.refused
+        self._totals.update(dict(zip(BYTES, counts.sizes, strict=True)))
         for key, count in counts.fallbacks.items():
             known = key in self._fallbacks or len(self._fallbacks) < _MAX_REASONS
             self._fallbacks[key if known else ("?", "others")] += count
 
-    def complain(self, text: str) -> None:
+    def set_problem(self, text: str) -> None:
         """Keep the first thing that is wrong; once for the whole tree."""
-        if not self.complaint:
-            self.complaint = text
+        if not self.problem:
+            self.problem = text
             os.kill(os.getpid(), signal.SIGCHLD)  # `_wait` looks again
 
-    def announce(self) -> None:
+    def print_problem(self) -> None:
         """Print what is wrong, once."""
-        if self.complaint and not self._announced:
-            self._announced = True
+        if self.problem and not self._printed:
+            self._printed = True
             level = "error" if self._require else "warning"
-            print_error(f"trio-smc run: {level}: {self.complaint}")
+            print_error(f"trio-smc run: {level}: {self.problem}")
 
-    def look(self, root: int) -> None:
+    def search(self, root: int) -> None:
         """Look for Pythons without the hook that have TCP sockets.
 
         One that has just started is given until the next look.
@@ -190,36 +190,36 @@ class Tree:
         if self.incomplete:
             return
         found = {
-            pid for pid in family(root)
+            pid for pid in process_tree(root)
             if pid not in self.hooked and is_python(executable(pid)) and has_tcp(pid)
             and not _is_stopped(pid)
         }  # fmt: skip
         silent = found & self._suspects
         self._suspects = found
         for pid in silent - self.hooked:
-            self.complain(_without_hook(pid, executable(pid)))
+            self.set_problem(_without_hook(pid, executable(pid)))
 
     def conclude(self, pid: int, path: str) -> None:
         """The program has ended: was there anything that could have been SMC-R?"""
         if self.used_trio or self._stacks or self.incomplete:
             return
         if is_python(path) and pid not in self.hooked:
-            self.complain(_without_hook(pid, path))
+            self.set_problem(_without_hook(pid, path))
         else:
-            self.complain("the program ended without using Trio: nothing of it could be SMC-R")
+            self.set_problem("the program ended without using Trio: nothing of it could be SMC-R")
 
     def report(self) -> Iterator[str]:
         """The lines of ``--report``, at the end."""
-        self._forget_killed()
+        self._remove_killed()
         running = len(self._open)
         for counts in self._open.values():
             self._add(counts)
         self._open.clear()
-        smc, tcp = self._numbers["connections"], self._fallbacks.total()
-        refused = self._numbers["refused"]
+        smc, tcp = self._totals["connections"], self._fallbacks.total()
+        refused = self._totals["refused"]
         yield f"{smc + tcp} connections of {len(self._processes)} processes"
         for count, mode, prefix in ((smc, "SMC-R", ""), (tcp, "TCP", "tcp_")):
-            sent, received = (self._numbers[f"{prefix}bytes_{way}"] for way in ("sent", "received"))
+            sent, received = (self._totals[f"{prefix}bytes_{way}"] for way in ("sent", "received"))
             yield f"  {count:>7} {mode}, sent {size(sent)}, received {size(received)}"
         for (origin, reason), count in self._fallbacks.most_common():
             yield f"    {count:>7} {origin}: {reason}"
@@ -228,7 +228,7 @@ class Tree:
         if self._killed:
             yield (
                 f"  {self._killed} of {self._stacks} stacks were killed: "
-                f"what they counted in their last {_REPORTS:g} seconds may be missing"
+                f"what they counted in their last {_REPORT_INTERVAL:g} seconds may be missing"
             )
         if running:
             yield f"  {running} of {self._stacks} stacks still run: what they count now is missing"
@@ -251,17 +251,19 @@ def supervise(
     """
     tree = Tree(require=require)
     try:
-        reports = ReportSocket(tree.take)
+        reports = ReportSocket(tree.on_packet)
     except OSError as error:
-        raise ToolError(f"run: the socket for reports cannot be made: {words(error)}") from error
+        raise ToolError(
+            f"run: the socket for reports cannot be made: {error_text(error)}"
+        ) from error
     with reports:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, *_OWN})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, *_OWN})
         try:
             environment = {**environment, REPORT_TO: reports.path}
             environment.pop(REPORT_EVERY, None)
             if report:
-                environment[REPORT_EVERY] = str(_REPORTS)
-            child = _started(program, environment, mask)
+                environment[REPORT_EVERY] = str(_REPORT_INTERVAL)
+            child = _start(program, environment, mask)
             started = executable(child.pid)
             reports.start(child.pid)
             _wait(child, tree, reports, require)
@@ -270,18 +272,18 @@ def supervise(
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     tree.incomplete |= reports.overflowed
     tree.conclude(child.pid, started)
-    tree.announce()
+    tree.print_problem()
     if report:
         for line in tree.report():
             print_error(f"trio-smc run: {line}")
     if tree.ended:
         return child.returncode if child.returncode > 0 else _FAILED
     if child.returncode < 0:
-        _die_by(signal.Signals(-child.returncode))
-    return child.returncode or (_FAILED if require and tree.complaint else 0)
+        _end_by_signal(signal.Signals(-child.returncode))
+    return child.returncode or (_FAILED if require and tree.problem else 0)
 
 
-def _started(
+def _start(
     program: Sequence[str], environment: dict[str, str], mask: set[signal.Signals | int]
 ) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)
@@ -309,22 +311,22 @@ def _wait(child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket, req
     """Until the child has ended; signals are passed on, and the tree is searched."""
     # A timer, and no `sigtimedwait`: CPython returns whatever was in memory if that was interrupted
     # (SIGSTOP and SIGCONT) and its time has passed.
-    pause = _FIRST_LOOK
+    pause = _FIRST_SEARCH
     signal.setitimer(signal.ITIMER_REAL, pause)
     try:
         while child.poll() is None:
-            info = signal.sigwaitinfo({*_PASSED_ON, *_OWN})
+            info = signal.sigwaitinfo({*_FORWARDED, *_OWN})
             _wait_for_orphans(child.pid)
             if info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
                 child.send_signal(info.si_signo)
-            tree.announce()
-            if tree.complaint and require and not tree.ended:
+            tree.print_problem()
+            if tree.problem and require and not tree.ended:
                 tree.ended = True
                 child.terminate()
             if info.si_signo == signal.SIGALRM:
                 tree.incomplete |= reports.overflowed
-                tree.look(child.pid)
-                pause = min(2 * pause, _LAST_LOOK)
+                tree.search(child.pid)
+                pause = min(2 * pause, _MAX_SEARCH_PAUSE)
                 signal.setitimer(signal.ITIMER_REAL, pause)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -339,7 +341,7 @@ def _wait_for_orphans(program: int) -> None:
         os.waitpid(found.si_pid, 0)
 
 
-def _die_by(number: signal.Signals) -> None:
+def _end_by_signal(number: signal.Signals) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError):
         signal.signal(number, signal.SIG_DFL)

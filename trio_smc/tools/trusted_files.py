@@ -33,14 +33,14 @@ _LOCAL: Final = frozenset({
     "reiserfs", "rootfs", "squashfs", "tmpfs", "xfs", "zfs",
 })  # fmt: skip
 """File systems that answer without a server in user space or on the network."""
-_LINKS: Final = 40
+_MAX_LINKS: Final = 40
 """Symbolic links in one path; the kernel's own limit."""
-_DEPTH: Final = 128
+_MAX_DEPTH: Final = 128
 """Directories below each other, each of which is held open."""
-_STEPS: Final = 4096
+_MAX_STEPS: Final = 4096
 """Components of a path and of the symbolic links in it."""
 _SHOWN: Final = 100
-_PATH: Final = 4096
+_MAX_PATH: Final = 4096
 _MOUNTINFO: Final = 1 << 22
 _OPEN: Final = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _PIECE: Final = 65536
@@ -125,13 +125,13 @@ class TrustedFiles:
     @contextlib.contextmanager
     def _opened(self, path: str, *, follow: bool = True) -> Iterator[_Entry]:
         """The checked O_PATH descriptor of a path."""
-        if not path.startswith("/") or len(path) > _PATH or "\0" in path:
+        if not path.startswith("/") or len(path) > _MAX_PATH or "\0" in path:
             raise UntrustedPathError(f"{path[:_SHOWN]!r} is not an absolute path")
         above = [self._entry("/", None, path)]
         left = deque(path.split("/"))
         links = 0
         try:
-            for _ in range(_STEPS):
+            for _ in range(_MAX_STEPS):
                 if not left:
                     break
                 if time.monotonic() > self._deadline:
@@ -142,14 +142,14 @@ class TrustedFiles:
                 if name == "..":
                     _close(above, max(1, len(above) - 1))
                     continue
-                if len(above) > _DEPTH:
+                if len(above) > _MAX_DEPTH:
                     left.append(name)
                     break
                 self._check_directory(above[-1], path)
                 above.append(self._entry(name, above[-1], path))
                 if stat.S_ISLNK(above[-1].found.st_mode) and (follow or any(left)):
                     links += 1
-                    if links > _LINKS:
+                    if links > _MAX_LINKS:
                         raise UntrustedPathError(f"{path} has too many symbolic links")
                     target = os.readlink("", dir_fd=above[-1].descriptor)
                     _close(above, 1 if target.startswith("/") else len(above) - 1)

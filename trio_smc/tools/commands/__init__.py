@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _DAY: Final = 86400
-_MOST_DIGITS: Final = 20
+_MAX_DIGITS: Final = 20
 _SHOWN: Final = 60  # characters of a wrong argument
 
 MODULES = (
@@ -143,7 +143,7 @@ def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
 
     def convert(text: str) -> int:
         # Python converts no more than some thousand digits, and says so in its own words.
-        digits = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+        digits = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
         if not digits or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(
                 f"{text[:_SHOWN]!r} is not a {what} from {least} to {most}"

@@ -26,10 +26,10 @@ from trio_smc.tools.output import (
     address,
     agreed,
     diagnosis,
+    error_text,
     print_json,
     show,
     table,
-    words,
 )
 from trio_smc.tools.processes import explain_container, explain_listener
 from trio_smc.wire import clc, llc
@@ -74,10 +74,10 @@ Exit codes:
 """
 
 _NO_SMC_R: Final = 1
-_LOOK_AGAIN: Final = 0.1
-_LOOKS: Final = 30
+_RETRY_INTERVAL: Final = 0.1
+_MAX_TRIES: Final = 30
 _CLOSING: Final = 0.5
-_NOBODY: Final = (
+_UNEXPLAINED: Final = (
     FallbackReason.PEER_NOT_CAPABLE,
     FallbackReason.OTHER_USER,
     FallbackReason.PATH_NOT_PROVEN,
@@ -172,18 +172,18 @@ async def _check(report: Report, config: Config, options: argparse.Namespace) ->
                 names = [f"{each.name} ({each.kind})" for each in stack.rnics]
                 verdict = "ok" if names else "no"
                 report.add("RNICs", verdict, ", ".join(names) or "none can be opened")
-                _look_at_ueids(report, stack, asked=bool(options.ueid))
+                _check_ueids(report, stack, requested=bool(options.ueid))
                 await _connect(report, stack, private_directory(options))
         except OSError as error:
-            raise ToolError(f"no stack can be opened: {words(error)}") from None
+            raise ToolError(f"no stack can be opened: {error_text(error)}") from None
     if scope.cancelled_caught:
         report.add("time", "no", f"not finished after {options.timeout:g} seconds")
 
 
-def _look_at_ueids(report: Report, stack: trio_smc.Stack, *, asked: bool) -> None:
+def _check_ueids(report: Report, stack: trio_smc.Stack, *, requested: bool) -> None:
     """What version 2 is offered by, or why it is not; nothing where nobody could want it."""
     served = any(rnic.routable for rnic in stack.rnics)
-    if not asked and not served:
+    if not requested and not served:
         return
     report.ueids = list(stack.ueids or ())
     if stack.ueids:
@@ -194,7 +194,7 @@ def _look_at_ueids(report: Report, stack: trio_smc.Stack, *, asked: bool) -> Non
             report.add("UEIDs", "no", f"{names}; but none of these RNICs serves version 2")
     else:
         why = "has no SMC (modprobe smc)" if stack.ueids is None else "has none (smcr ueid add)"
-        verdict = "no" if asked else "info"
+        verdict = "no" if requested else "info"
         report.add("UEIDs", verdict, f"the kernel {why}: version 2 is not offered (--ueid)")
 
 
@@ -204,7 +204,7 @@ async def _resolve(report: Report) -> None:
             report.host, report.port, type=trio.socket.SOCK_STREAM
         )
     except OSError as error:
-        raise ToolError(f"{report.host!r} has no address: {words(error)}") from None
+        raise ToolError(f"{report.host!r} has no address: {error_text(error)}") from None
     except UnicodeError:
         raise ToolError(f"{report.host!r} has no address: it is no name of a host") from None
     names = dict.fromkeys(str(entry[4][0]) for entry in found)
@@ -218,7 +218,7 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
         stream = await stack.open_stream(report.host, report.port)
     except OSError as error:
         place = "handshake" if messages.seen else "connect"
-        report.add(place, "no", words(error))
+        report.add(place, "no", error_text(error))
         return
     async with stream:
         ours, theirs = _names(stream)
@@ -234,9 +234,9 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
             report.steps.insert(messages.first + 1, Step("discovery", "ok", text))
         _conclude(report, stream)
         report.server = await _server_view(ours, theirs, directory)
-        named, there = _plain(ours), _plain(theirs)
+        named, there = _normalized(ours), _normalized(theirs)
         why = stream.fallback
-        unknown = why is not None and why.origin is Origin.LOCAL and why.reason in _NOBODY
+        unknown = why is not None and why.origin is Origin.LOCAL and why.reason in _UNEXPLAINED
         if unknown and report.server is None and named and there:
             # The thread is left behind if the time is over: another process can hold up /proc.
             explain = (
@@ -294,7 +294,7 @@ class _Messages:
             text = f"Decline, diagnosis {diagnosis(decoded.diagnosis)}"
             self._add("CLC", "no", outgoing, text)
         else:
-            self._add("CLC", "ok", outgoing, type(decoded).__name__ + _of_version_2(decoded))
+            self._add("CLC", "ok", outgoing, type(decoded).__name__ + _version_2_text(decoded))
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
         if self._over:
@@ -322,7 +322,7 @@ class _Messages:
         self._report.add(name, verdict, f"{'sent' if outgoing else 'received'} {text}")
 
 
-def _of_version_2(message: clc.Proposal | clc.Accept | clc.Confirm) -> str:
+def _version_2_text(message: clc.Proposal | clc.Accept | clc.Confirm) -> str:
     """What a message says of version 2."""
     if isinstance(message, clc.Proposal):
         if message.v2 is None:
@@ -344,32 +344,32 @@ def _of_version_2(message: clc.Proposal | clc.Accept | clc.Confirm) -> str:
 
 async def _server_view(our_name: Any, their_name: Any, directory: Path) -> dict[str, Any] | None:
     """The connection as the server's stack sees it; None unless it is this user's on this host."""
-    ours, theirs = _plain(our_name), _plain(their_name)
+    ours, theirs = _normalized(our_name), _normalized(their_name)
     silent = Silent(quiet=True)  # it may be any process of this user's
-    for _ in range(_LOOKS):
-        ask = partial(_ask, directory, silent)
+    for _ in range(_MAX_TRIES):
+        ask = partial(_query, directory, silent)
         try:
             snapshots = await trio.to_thread.run_sync(ask, abandon_on_cancel=True)
         except ToolError:
             return None
         for snapshot in snapshots:
             for each in snapshot.connections:
-                if _plain(each["local"]) == theirs and _plain(each["peer"]) == ours:
+                if _normalized(each["local"]) == theirs and _normalized(each["peer"]) == ours:
                     return {"pid": snapshot.pid, "ueids": snapshot.ueids, **each}
         ports = [listener[1] for snapshot in snapshots for listener in snapshot.listeners]
         if theirs is None or theirs[1] not in ports:
             silent.report()  # one of them may be the server
             return None
         # The handshake of the server may take a moment longer than ours.
-        await trio.sleep(_LOOK_AGAIN)
+        await trio.sleep(_RETRY_INTERVAL)
     return None
 
 
-def _ask(directory: Path, silent: Silent) -> list[Any]:
+def _query(directory: Path, silent: Silent) -> list[Any]:
     return take_snapshots(directory, ("connections", "listeners"), some=False, silent=silent)
 
 
-def _plain(name: Any) -> tuple[str, int] | None:
+def _normalized(name: Any) -> tuple[str, int] | None:
     """An address without the ways it can be written."""
     if not name:
         return None
@@ -393,10 +393,10 @@ def _print(report: Report) -> None:
     elif report.mode is None:
         parts.append("No connection came about.")
     if fallback is not None:
-        who = "this side" if fallback["origin"] == "local" else "the server"
+        side = "this side" if fallback["origin"] == "local" else "the server"
         parts += [
             f"SMC-R is not used: {fallback['message']}.",
-            f"  reason     {fallback['reason']}, decided by {who}",
+            f"  reason     {fallback['reason']}, decided by {side}",
             f"  this side  {diagnosis(fallback['code'])}",
             f"  server     {diagnosis(fallback['peer_code'])}",
         ]
@@ -410,9 +410,9 @@ def _print(report: Report) -> None:
         parts += ["", f"The server, process {server['pid']}, says: {server['mode']}."]
         why = server["fallback"]
         if why is not None:
-            who = "the server" if why["origin"] == "local" else "this side"
+            side = "the server" if why["origin"] == "local" else "this side"
             parts += [
-                f"  {why['message']} ({why['reason']}, decided by {who})",
+                f"  {why['message']} ({why['reason']}, decided by {side})",
                 f"  remedy     {why['remedy']}",
             ]
     show(*parts)

@@ -48,7 +48,7 @@ stderr says after what could be read was drawn.
 """
 
 _LIMIT: Final = 1000
-_MOST: Final = 1_000_000
+_MAX_MESSAGES: Final = 1_000_000
 """Messages that are read of a capture, so that memory stays bounded."""
 
 
@@ -166,8 +166,8 @@ def _read(path: Path) -> tuple[list[Seen], str]:
         with _opened(path) as file:
             for each in dissect(read(file)):
                 seen.append(each)
-                if len(seen) >= _MOST:
-                    return seen, f"only the first {_MOST} messages are read"
+                if len(seen) >= _MAX_MESSAGES:
+                    return seen, f"only the first {_MAX_MESSAGES} messages are read"
     except DamagedCapture as error:
         return seen, str(error)
     except OSError as error:

@@ -14,7 +14,7 @@ import trio
 
 import trio_smc
 from trio_smc.tools.commands import whole_number
-from trio_smc.tools.output import ToolError, print_line, size, words
+from trio_smc.tools.output import ToolError, error_text, print_line, size
 
 NAME = "proxy"
 SUMMARY = "pass connections on, from TCP to SMC-R or from SMC-R to TCP"
@@ -40,7 +40,7 @@ Exit codes: 0 after SIGTERM; 2 for bad input, as an address that cannot be liste
 
 LOGGER: Final = logging.getLogger("trio_smc.proxy")
 _PIECE: Final = 1 << 18
-_LONGEST_HOST: Final = 255  # characters
+_MAX_HOST: Final = 255  # characters
 _port = whole_number("TCP port", 0, 65535)
 
 
@@ -51,7 +51,7 @@ class _Address(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Passed:
+class _Totals:
     """What was passed on, in both directions together."""
 
     connections: int = 0
@@ -82,15 +82,15 @@ def _address(text: str) -> _Address:
     kind, _, rest = text.partition(":")
     host, _, port = rest.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if kind not in ("smc", "tcp") or not bare or len(bare) > _LONGEST_HOST:
+    if kind not in ("smc", "tcp") or not bare or len(bare) > _MAX_HOST:
         raise argparse.ArgumentTypeError(
-            f"{text[:_LONGEST_HOST]!r} is neither smc:HOST:PORT nor tcp:HOST:PORT"
+            f"{text[:_MAX_HOST]!r} is neither smc:HOST:PORT nor tcp:HOST:PORT"
         )
     return _Address(kind == "smc", bare, _port(port))
 
 
 async def _serve(listen: _Address, target: _Address, require: bool) -> None:
-    passed, begun = _Passed(), time.process_time()
+    totals, begun = _Totals(), time.process_time()
     # Around it all: a second signal must not keep the stack from removing its names.
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
         async with trio_smc.open_stack(trio_smc.Config(require_smc=require)) as stack:
@@ -98,7 +98,7 @@ async def _serve(listen: _Address, target: _Address, require: bool) -> None:
             for each in listeners:
                 name = each.socket.getsockname()
                 print_line(f"listening on {name[0]} port {name[1]}", flush=True)
-            handler = partial(_pass_on, stack, target, passed)
+            handler = partial(_forward, stack, target, totals)
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(trio.serve_listeners, handler, listeners)
@@ -107,7 +107,7 @@ async def _serve(listen: _Address, target: _Address, require: bool) -> None:
             finally:
                 LOGGER.info(
                     "connections: %d; bytes: %s; processor time, beside that of both ends: %.2f s",
-                    passed.connections, size(passed.count), time.process_time() - begun,
+                    totals.connections, size(totals.count), time.process_time() - begun,
                 )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ async def _listeners(stack: trio_smc.Stack, listen: _Address) -> list[Any]:
             return await stack.open_listeners(listen.port, host=listen.host)
         return await trio.open_tcp_listeners(listen.port, host=listen.host)
     except OSError as error:
-        raise ToolError(f"proxy: {listen.host} port {listen.port}: {words(error)}") from error
+        raise ToolError(f"proxy: {listen.host} port {listen.port}: {error_text(error)}") from error
 
 
 async def _connect(stack: trio_smc.Stack, target: _Address) -> trio.abc.HalfCloseableStream:
@@ -126,10 +126,10 @@ async def _connect(stack: trio_smc.Stack, target: _Address) -> trio.abc.HalfClos
     return await trio.open_tcp_stream(target.host, target.port)
 
 
-async def _pass_on(
+async def _forward(
     stack: trio_smc.Stack,
     target: _Address,
-    passed: _Passed,
+    totals: _Totals,
     client: trio.abc.HalfCloseableStream,
 ) -> None:
     """One connection; what goes wrong with it ends it at both sides."""
@@ -140,14 +140,14 @@ async def _pass_on(
             LOGGER.info("%s port %d: %s", target.host, target.port, _why(error))
             _reset(client)
             return
-        passed.connections += 1
+        totals.connections += 1
         smc = client if isinstance(client, trio_smc.SmcStream) else server
         LOGGER.info("passing on, %s", getattr(smc, "mode", "tcp"))
         async with server:
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(_copy, client, server, passed)
-                    nursery.start_soon(_copy, server, client, passed)
+                    nursery.start_soon(_copy, client, server, totals)
+                    nursery.start_soon(_copy, server, client, totals)
             except* trio.BrokenResourceError:
                 # Half a connection is none: the other end must not take this for its end.
                 _reset(client)
@@ -159,15 +159,15 @@ def _why(error: OSError) -> str:
     cause = error.__cause__
     if isinstance(cause, ExceptionGroup):
         cause = cause.exceptions[-1]
-    return words(cause if isinstance(cause, OSError) else error)
+    return error_text(cause if isinstance(cause, OSError) else error)
 
 
 async def _copy(
-    source: trio.abc.HalfCloseableStream, target: trio.abc.HalfCloseableStream, passed: _Passed
+    source: trio.abc.HalfCloseableStream, target: trio.abc.HalfCloseableStream, totals: _Totals
 ) -> None:
     while data := await source.receive_some(_PIECE):
         await target.send_all(data)
-        passed.count += len(data)
+        totals.count += len(data)
     await target.send_eof()
 
 

@@ -20,7 +20,7 @@ import trio
 import trio_smc
 from trio_smc.tools.client import Silent, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
-from trio_smc.tools.output import ToolError, gid, print_json, show, table, words
+from trio_smc.tools.output import ToolError, error_text, gid, print_json, show, table
 
 NAME = "rnic"
 SUMMARY = 'list RNICs: of running stacks, those "auto" would find, and the machine\'s devices'
@@ -103,7 +103,7 @@ async def _automatic(directory: Path) -> tuple[list[dict[str, Any]], str | None]
         async with trio_smc.open_stack(by_name):
             return found, None
     except OSError as error:
-        return found, words(error)
+        return found, error_text(error)
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ Exit codes: 0, 1 if a process did not answer, or 2 if there is none.
 """
 
 _GAUGES = ("open_connections",)
-_BY = {
+_BREAKDOWNS = {
     "connections": ("agreed", Agreed._fields),
     "fallbacks": ("fallbacks", ("origin", "reason")),
 }
@@ -65,14 +65,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Ask, and print, once or in intervals."""
     silent = Silent()
-    counted = _ask(options, silent)
+    counted = _query(options, silent)
     if options.interval is None:
         _print(counted, options.json, "")
         return silent.exit_code
     rounds = 0
     while rounds != options.count:
         time.sleep(options.interval)
-        before, counted = counted, _ask(options, silent)
+        before, counted = counted, _query(options, silent)
         if rounds and not options.json:
             print_line()
         added = {
@@ -89,7 +89,7 @@ _Flat = dict[tuple[Any, ...], int]
 _Counted = dict[tuple[int, str], tuple[Snapshot, _Flat]]
 
 
-def _ask(options: argparse.Namespace, silent: Silent) -> _Counted:
+def _query(options: argparse.Namespace, silent: Silent) -> _Counted:
     snapshots = take_snapshots(
         private_directory(options), ("statistics",), options.pid, silent=silent
     )
@@ -99,7 +99,7 @@ def _ask(options: argparse.Namespace, silent: Silent) -> _Counted:
 def _flat(statistics: dict[str, Any]) -> _Flat:
     flat: _Flat = {(name,): n for name, n in statistics.items() if isinstance(n, int)}
     flat["fallbacks",] = sum(each["count"] for each in statistics["fallbacks"])
-    for name, (part, by) in _BY.items():
+    for name, (part, by) in _BREAKDOWNS.items():
         for each in statistics[part]:
             flat[name, *(each[what] for what in by)] = each["count"]
     return flat
@@ -121,7 +121,7 @@ def _print(counted: _Counted, as_json: bool, title: str) -> None:
                     "stack": snapshot.stack,
                     "uptime": snapshot.uptime,
                     "counters": {key[0]: n for key, n in flat.items() if len(key) == 1},
-                    **{part: _apart(flat, name) for name, (part, _) in _BY.items()},
+                    **{part: _breakdown(flat, name) for name, (part, _) in _BREAKDOWNS.items()},
                 }
                 for snapshot, flat in counted.values()
             ]
@@ -139,9 +139,9 @@ def _print(counted: _Counted, as_json: bool, title: str) -> None:
     show(table(columns, rows, title))
 
 
-def _apart(flat: _Flat, name: str) -> list[dict[str, Any]]:
+def _breakdown(flat: _Flat, name: str) -> list[dict[str, Any]]:
     """One counter by what it counts, as the control socket tells it."""
-    by = _BY[name][1]
+    by = _BREAKDOWNS[name][1]
     found = [(key, n) for key, n in flat.items() if key[0] == name and len(key) > 1]
     return [{**dict(zip(by, key[1:], strict=True)), "count": n} for key, n in found]
 

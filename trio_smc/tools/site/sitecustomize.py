@@ -3,7 +3,7 @@
 Python imports `sitecustomize` at its start, from the first directory of its path that has one;
 `trio-smc run` puts this one there.  A `sitecustomize` that this one hides is run afterwards.
 
-What the command must know it is told by a message each (`_tell`): that this interpreter has the
+What the command must know it is told by a message each (`_report`): that this interpreter has the
 hook, that Trio runs, that trio_smc is missing, and that asyncio opens TCP connections, which can
 never be SMC-R.  None of them waits; one that cannot be sent is counted, and the next one says how
 many were lost.  Connections of asyncio are seen by an audit hook, since a loop makes a Python
@@ -26,7 +26,7 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _REQUIRED = bool(os.environ.get("TRIO_SMC_REQUIRE"))
-_told: set[str] = set()
+_reported: set[str] = set()
 _dropped = 0
 
 
@@ -73,10 +73,10 @@ def _enable() -> None:
 
         import trio_smc
     except ImportError as error:
-        heard = _tell("missing", executable=sys.executable, error=str(error))
+        received = _report("missing", executable=sys.executable, error=str(error))
         if _REQUIRED:
             # The program would run over TCP.  Who was told prints a line, and one is enough.
-            sys.exit(1 if heard else f"trio-smc run: {error}")
+            sys.exit(1 if received else f"trio-smc run: {error}")
         return
     try:
         path = os.environ.get("TRIO_SMC_CONFIG")
@@ -91,15 +91,15 @@ def _enable() -> None:
     import trio
 
     for module, name in ((trio, "run"), (trio.lowlevel, "start_guest_run")):
-        setattr(module, name, _noting(getattr(module, name)))
+        setattr(module, name, _reporting(getattr(module, name)))
 
 
-def _noting(start: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting(start: Callable[..., Any]) -> Callable[..., Any]:
     from functools import wraps
 
     @wraps(start)
     def noted(*args: Any, **options: Any) -> Any:
-        _tell_once("trio")
+        _report_once("trio")
         return start(*args, **options)
 
     return noted
@@ -119,7 +119,7 @@ def _watch_asyncio() -> None:
         if event != "socket.__new__" or args[1] not in families:
             return
         if args[2] & 0xF == socket.SOCK_STREAM and running() is not None and not _in_trio():
-            _asyncio_connects()
+            _on_asyncio_connection()
 
     sys.addaudithook(audit)
 
@@ -129,7 +129,7 @@ def _watch_uvloop() -> None:
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         async def connect_or_listen(*args: Any, **options: Any) -> Any:
-            _asyncio_connects()
+            _on_asyncio_connection()
             return await call(*args, **options)
 
         return connect_or_listen
@@ -144,8 +144,8 @@ def _in_trio() -> bool:
     return trio is not None and bool(trio.lowlevel.in_trio_run())
 
 
-def _asyncio_connects() -> None:
-    _tell_once("asyncio")
+def _on_asyncio_connection() -> None:
+    _report_once("asyncio")
     if _REQUIRED:
         raise OSError(errno.EPROTONOSUPPORT, "asyncio's connections cannot be SMC-R")
 
@@ -153,13 +153,13 @@ def _asyncio_connects() -> None:
 # --- what the command is told ------------------------------------------------------------------
 
 
-def _tell_once(kind: str) -> None:
-    if kind not in _told:
-        _told.add(kind)
-        _tell(kind)
+def _report_once(kind: str) -> None:
+    if kind not in _reported:
+        _reported.add(kind)
+        _report(kind)
 
 
-def _tell(kind: str, **more: str) -> bool:
+def _report(kind: str, **more: str) -> bool:
     """Whether there was somebody to tell."""
     path = os.environ.get("TRIO_SMC_RUN")
     if not path:
@@ -206,6 +206,6 @@ sys.meta_path.insert(
         }
     ),
 )
-_tell("python")
-os.register_at_fork(after_in_child=lambda: _tell("python"))
+_report("python")
+os.register_at_fork(after_in_child=lambda: _report("python"))
 _run_hidden()
