@@ -381,9 +381,9 @@ END = control.encode({"part": "end", "data": None})
         (framed(b"nonsense"), "not JSON"),
         (END, "it ended before it began"),
         (process_part() + framed(b'{"version": 9}'), "version 9; 1 is supported"),
-        (process_part(uptime="long") + END, "process.uptime is of the wrong kind"),
-        (process_part() + control.encode({"part": "statistics", "data": []}), "is no object"),
-        (process_part() + control.encode({"part": "connections", "data": {}}), "is no list"),
+        (process_part(uptime="long") + END, "process.uptime has the wrong type"),
+        (process_part() + control.encode({"part": "statistics", "data": []}), "is not an object"),
+        (process_part() + control.encode({"part": "connections", "data": {}}), "is not a list"),
         (process_part() + control.encode({"part": "connections", "data": [{}]}), "has no mode"),
         (process_part() + control.encode({"part": "error", "data": "no, thanks"}), "no, thanks"),
     ],
@@ -393,7 +393,7 @@ def test_damaged_answers_are_one_line_and_code_2(
 ) -> None:
     with liar(runtime_directory / "trio-smc", lambda client: client.sendall(reply)):
         line = one_line(command_here(capsys, "ss"))
-    assert line.startswith(f"trio-smc: process {os.getpid()} gave a damaged answer: ")
+    assert line.startswith(f"trio-smc: process {os.getpid()} sent a damaged answer: ")
     assert said in line
 
 
@@ -503,7 +503,7 @@ def test_a_process_of_somebody_else(
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     pid = [str(os.getpid())] if arguments[0] == "capture" else ["--pid", str(os.getpid())]
     said = one_line(command_here(capsys, *arguments, *pid))
-    assert f"process {os.getpid()} is user {owner}'s, and answers nobody else" in said
+    assert f"process {os.getpid()} belongs to user {owner}, and only that user may query it" in said
 
 
 def test_an_answer_of_somebody_else(
@@ -513,6 +513,6 @@ def test_an_answer_of_somebody_else(
     monkeypatch.setattr(control, "peer_user", lambda sock: os.geteuid() + 1)
     with (
         liar(directory, lambda client: None),
-        pytest.raises(ToolError, match="gave a damaged answer: it is user"),
+        pytest.raises(ToolError, match="sent a damaged answer: it belongs to user"),
     ):
         take_snapshots(directory, ())

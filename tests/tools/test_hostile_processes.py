@@ -274,7 +274,7 @@ def test_a_file_that_must_not_be_read(venv: Path, name: str, make: Callable[[Pat
 
     text = run_in(venv, change).text
     path.unlink()
-    assert "; it cannot be told if its Python has trio_smc: " in text
+    assert "; it is unknown if its Python has trio_smc: " in text
     assert path.name in text
 
 
@@ -698,7 +698,9 @@ def test_control_characters_in_a_name(tmp_path: Path) -> None:
     ):
         found = explain("127.0.0.1", port)
     assert found.text.isprintable()
-    assert found.text.endswith("server\\x1b[2J\\nremedy     run it as root, is no Python program")
+    assert found.text.endswith(
+        "server\\x1b[2J\\nremedy     run it as root, is not a Python program"
+    )
 
 
 RENAMED = """

@@ -303,7 +303,7 @@ def test_the_page_shows_what_is_there() -> None:
             ["reason no alternate path"],
         ),
         (llc.OptionalMessage(data=b"\x81" + bytes(43)), "optional message 0x81", []),
-        (Unreadable("too short"), "not understood", ["too short"]),
+        (Unreadable("too short"), "unreadable", ["too short"]),
     ],
 )  # fmt: skip
 def test_words(
@@ -357,7 +357,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (cut, 2, "cut off at byte"),
         (other, 2, "neither pcapng nor pcap"),
         (tmp_path / "missing", 2, "No such file"),
-        (empty, 1, "nothing of SMC-R"),
+        (empty, 1, "contains no SMC-R"),
     ):
         assert main(["ladder", str(path)]) == code
         out, err = capsys.readouterr()

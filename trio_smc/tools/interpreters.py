@@ -1,10 +1,10 @@
 """Find out from files alone if the Python of another process has trio_smc.
 
-Nothing that the process names is executed or imported.  Its command line, environment and memory
-map name directories; `TrustedFiles` looks at those, and only for a package `trio_smc`, for its
-metadata (``trio_smc-*.dist-info``), for ``pyvenv.cfg`` and for ``.pth`` files.  The rules are those
-of Python's `site` module and of PEP 405; what they leave open, such as a directory that a program
-adds to `sys.path` itself, is not followed.
+This module never executes or imports a file that the process names.  The process's command line,
+environment and memory map name directories.  In these, `TrustedFiles` looks only for a package
+`trio_smc`, its metadata (``trio_smc-*.dist-info``), ``pyvenv.cfg`` and ``.pth`` files.  The rules
+are those of Python's `site` module and of PEP 405.  Directories that a program adds to `sys.path`
+itself are not found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TIME_LIMIT: Final = 2.0
 _MAX_FILE: Final = 1 << 16
 _MAX_NAMES: Final = 20_000
 _MAX_PATHS: Final = 64
-"""Directories, and files of one kind, that are looked at."""
+"""The largest number of directories, and of files of one kind, that are read."""
 _VERSION: Final = re.compile(r"(?:python|pypy)(\d+\.\d+t?)")
 _LIBRARIES: Final = ("lib", "lib64", "local/lib")
 _SITES: Final = ("site-packages", "dist-packages")
@@ -35,12 +35,12 @@ _WITH_VALUE: Final = ("-W", "-X", "--check-hash-based-pycs")
 
 @dataclass(slots=True)
 class Finding:
-    """The answer in the files of a process's Python.
+    """The evidence in the files of a process's Python show.
 
     Attributes:
-      python: the path that it was called by, or its executable.
-      has_package: True if trio_smc is there, False if it is not, None if that cannot be told.
-      reasons: why it cannot be told.
+      python: the path by which it was called, or its executable.
+      has_package: True if trio_smc is there, False if not, None if that is unknown.
+      reasons: the reasons why it is unknown.
     """
 
     python: str
@@ -49,12 +49,12 @@ class Finding:
 
 
 def is_python(path: str) -> bool:
-    """True if an executable is a Python, by its name."""
+    """True if an executable is a Python, judged by its name."""
     return os.path.basename(path).startswith(("python", "pypy"))
 
 
 def find_trio_smc(process: Process) -> Finding:
-    """Look for trio_smc where the Python of a process of this user would find it."""
+    """Look for trio_smc where the Python of a process of this user would find the package."""
     executable = process.link("exe")
     finding = Finding(executable)
     here = os.readlink("/proc/self/ns/mnt")
@@ -78,7 +78,7 @@ class _Search:
         self._directory = process.link("cwd")
 
     def run(self) -> None:
-        """Look at one directory after the other until trio_smc is found."""
+        """Search one directory after the other until trio_smc is found."""
         called = self._called_as()
         if called is not None:
             self._finding.python = called
@@ -94,7 +94,7 @@ class _Search:
             self._finding.has_package = False
 
     def _attempt(self, look: Callable[[str], bool], path: str) -> bool:
-        """Call ``look``; a path that must not be looked at leaves the answer open."""
+        """Call ``look``.  If the path is not trusted, note the reason and return False."""
         try:
             return look(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -106,7 +106,7 @@ class _Search:
     # --- where Python looks ------------------------------------------------------------------
 
     def _called_as(self) -> str | None:
-        """The path by which the Python was called, which decides its environment (PEP 405)."""
+        """The path by which the Python was called, which determines its environment (PEP 405)."""
         word = self._command[0] if self._command else ""
         if not is_python(word):
             return None  # a program may write anything there, its title for example
@@ -133,13 +133,13 @@ class _Search:
         yield self._directory
 
     def _sites(self, called: str | None) -> Iterator[str]:
-        """Its directories of installed packages."""
+        """The directories of installed packages."""
         prefix, with_system = None, True
         if called is not None:
             prefix, with_system = self._environment_of(called)
         if prefix is not None:
             yield from self._sites_below(prefix)
-        # Extension modules in use show an environment that the command line does not name.
+        # Loaded extension modules show environments that the command line does not name.
         yield from islice(self._mapped_sites(), _MAX_PATHS)
         if with_system:
             base = os.path.dirname(os.path.dirname(self._executable))
@@ -149,7 +149,7 @@ class _Search:
             yield from self._sites_below(user)
 
     def _environment_of(self, called: str) -> tuple[str | None, bool]:
-        """The prefix of the virtual environment, and if that includes the system's packages."""
+        """The prefix of the virtual environment, and True if it includes the system's packages."""
         below = os.path.dirname(called)
         for prefix in (below, os.path.dirname(below)):
             try:
@@ -177,7 +177,7 @@ class _Search:
                 continue
             for name in names:
                 found = _VERSION.fullmatch(name)
-                # Debian's dist-packages are in lib/python3, for all versions.
+                # Debian has dist-packages in lib/python3, for all versions.
                 if name == "python3" or (found and (not version or found[1] == version[1])):
                     yield from (os.path.join(above, name, each) for each in _SITES)
 
@@ -190,7 +190,7 @@ class _Search:
                     seen.add(above)
                     yield f"{above}/{name}"
 
-    # --- what is there -----------------------------------------------------------------------
+    # --- files -------------------------------------------------------------------------------
 
     def _has_package(self, directory: str) -> bool:
         return self._files.is_file(os.path.join(directory, _PACKAGE, "__init__.py"))

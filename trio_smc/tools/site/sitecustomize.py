@@ -1,15 +1,17 @@
 """Loaded by every Python that `trio-smc run` starts: enables SMC-R as soon as Trio is imported.
 
-Python imports `sitecustomize` at its start, from the first directory of its path that has one;
-`trio-smc run` puts this one there.  A `sitecustomize` that this one hides is run afterwards.
+Python imports `sitecustomize` at its start, from the first directory of its path that has one.
+`trio-smc run` makes this directory the first.  If there is another `sitecustomize` behind it, this
+module runs that, too.
 
-What the command must know it is told by a message each (`_report`): that this interpreter has the
-hook, that Trio runs, that trio_smc is missing, and that asyncio opens TCP connections, which can
-never be SMC-R.  None of them waits; one that cannot be sent is counted, and the next one says how
-many were lost.  Connections of asyncio are seen by an audit hook, since a loop makes a Python
-socket for each connection, made or accepted; uvloop, which does not, by its methods.  Under
-``--require-smc`` such a socket is refused.  This file is all of it that an interpreter without
-trio_smc has.
+`_report` sends messages to the command: this interpreter has the hook, Trio runs, trio_smc is
+missing, or asyncio opens TCP connections, which can never be SMC-R.  Sending never waits.  A
+message that cannot be sent is counted, and the next one includes that count.  An audit hook sees
+the connections of asyncio, because its loop creates a Python socket for each connection.  uvloop
+does not, so its methods are wrapped.  Under ``--require-smc`` these connections fail.
+
+An interpreter without trio_smc has only this file, so the file imports no other module of trio_smc
+at its top.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ _dropped = 0
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Calls the functions of ``after`` when the module of that name has been imported whole."""
+    """Calls a function after the import of a module.
+
+    Args:
+      after: functions by the name of the module.
+    """
 
     def __init__(self, after: dict[str, Callable[[], None]]) -> None:
         self._after = after
@@ -51,10 +57,11 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     def _afterwards(
         self, name: str, execute: Callable[[ModuleType], None]
     ) -> Callable[[ModuleType], None]:
-        # Who only asks whether there is such a module (`importlib.util.find_spec`) comes by, too.
+        # Act in `exec_module`, because `importlib.util.find_spec` calls `find_spec` without an
+        # import.
         def exec_module(module: ModuleType) -> None:
             before, action = self._after, self._after.get(name)
-            # Trio, or trio_smc on top of it: whichever is first.
+            # `_enable` is registered for both trio and trio_smc; it runs after the first of them.
             self._after = {k: v for k, v in before.items() if v is not action}
             try:
                 execute(module)
@@ -75,7 +82,7 @@ def _enable() -> None:
     except ImportError as error:
         received = _report("missing", executable=sys.executable, error=str(error))
         if _REQUIRED:
-            # The program would run over TCP.  Who was told prints a line, and one is enough.
+            # The program would run over TCP.  If the message was received, the command prints it.
             sys.exit(1 if received else f"trio-smc run: {error}")
         return
     try:
@@ -139,7 +146,7 @@ def _watch_uvloop() -> None:
 
 
 def _in_trio() -> bool:
-    """A guest run has a loop around it; its sockets are Trio's all the same."""
+    """True in a Trio run, even if asyncio hosts it; then the sockets belong to Trio."""
     trio = sys.modules.get("trio")
     return trio is not None and bool(trio.lowlevel.in_trio_run())
 
@@ -150,7 +157,7 @@ def _on_asyncio_connection() -> None:
         raise OSError(errno.EPROTONOSUPPORT, "asyncio's connections cannot be SMC-R")
 
 
-# --- what the command is told ------------------------------------------------------------------
+# --- messages to the command -------------------------------------------------------------------
 
 
 def _report_once(kind: str) -> None:
@@ -160,11 +167,11 @@ def _report_once(kind: str) -> None:
 
 
 def _report(kind: str, **more: str) -> bool:
-    """Whether there was somebody to tell."""
+    """Send a message to `trio-smc run`; True if it was sent."""
     path = os.environ.get("TRIO_SMC_RUN")
     if not path:
         return False
-    # Neither `socket` nor `json`: this is part of the start of every Python program.
+    # Not `socket` and `json`: every Python program runs this at its start, and they are slow.
     import _socket
 
     global _dropped
