@@ -73,7 +73,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # Trust boundaries: bytes of another process.
     "rnic": (
         ("rnic/soft/messages.py", "rnic/soft/regions.py", "rnic/soft/ring.py",
-         "rnic/soft/contact.py"),
+         "rnic/soft/peer_sockets.py"),
         ("tests/rnic/test_soft_hostile.py", "tests/rnic/test_soft.py", "tests/rnic/test_ring.py"),
     ),
     "discovery": (

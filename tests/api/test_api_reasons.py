@@ -64,7 +64,9 @@ def test_messages_of_a_peers_decline() -> None:
     fallback = Fallback.from_peer(0x12345678)
     assert fallback.reason is Reason.DECLINED
     assert (fallback.origin, fallback.code, fallback.peer_code) == (PEER, 0x05000000, 0x12345678)
-    assert fallback.message == "the peer declined SMC-R (said by the peer, diagnosis 0x12345678)"
+    assert (
+        fallback.message == "the peer declined SMC-R (reported by the peer, diagnosis 0x12345678)"
+    )
 
 
 # --- Declines of a peer --------------------------------------------------------------------------

@@ -147,9 +147,9 @@ def framed(body: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("request_bytes", "said"),
     [
-        (struct.pack("!I", 0), "of 0 bytes"),
-        (struct.pack("!I", control.REQUEST_LIMIT + 1), "of 4097 bytes"),
-        (b"\xff" * 4, "of 4294967295 bytes"),
+        (struct.pack("!I", 0), "has 0 bytes"),
+        (struct.pack("!I", control.REQUEST_LIMIT + 1), "has 4097 bytes"),
+        (b"\xff" * 4, "has 4294967295 bytes"),
         (framed(b"{"), "not JSON"),
         (framed(b"\xff\xfe"), "not JSON"),
         (framed(b"[" * 4000), "not JSON"),
@@ -158,9 +158,9 @@ def framed(body: bytes) -> bytes:
         (framed(b"{}"), "version None"),
         (framed(b'{"version": 2}'), "version 2"),
         (framed(b'{"version": true}'), "version True"),
-        (framed(b'{"version": 1}'), "without a list"),
-        (framed(b'{"version": 1, "want": [1]}'), "without a list"),
-        (framed(b'{"version": 1, "want": "rnics"}'), "without a list"),
+        (framed(b'{"version": 1}'), "no list of parts"),
+        (framed(b'{"version": 1, "want": [1]}'), "no list of parts"),
+        (framed(b'{"version": 1, "want": "rnics"}'), "no list of parts"),
     ],
 )
 async def test_bad_requests_are_told_so(request_bytes: bytes, said: str) -> None:
@@ -188,7 +188,7 @@ async def test_captures_leave_room_for_others() -> None:
         for _ in range(8):
             [refusal] = await answer(path, CAPTURE)
             assert refusal["part"] == "error"
-            assert "captures of this process are under way" in refusal["data"]
+            assert "captures of this process are already running" in refusal["data"]
         assert len(await answer(path, GOOD)) == 3
         await idle.aclose()
         with trio.fail_after(LIMIT):
@@ -232,7 +232,7 @@ async def test_random_requests(rng: random.Random) -> None:
 async def test_silent_clients_hold_up_nobody_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trio_smc.control.server._PATIENCE", 0.5)
+    monkeypatch.setattr("trio_smc.control.server._CLIENT_TIMEOUT", 0.5)
     async with a_stack() as (_, path), contextlib.AsyncExitStack() as clients:
         for _ in range(12):
             await clients.enter_async_context(await trio.open_unix_socket(str(path)))
@@ -380,10 +380,10 @@ END = control.encode({"part": "end", "data": None})
         (b"\xff\xff\xff\xff", "4294967295 bytes"),
         (framed(b"nonsense"), "not JSON"),
         (END, "it ended before it began"),
-        (process_part() + framed(b'{"version": 9}'), "version 9 where 1 is spoken"),
-        (process_part(uptime="long") + END, "process.uptime is of the wrong kind"),
-        (process_part() + control.encode({"part": "statistics", "data": []}), "is no object"),
-        (process_part() + control.encode({"part": "connections", "data": {}}), "is no list"),
+        (process_part() + framed(b'{"version": 9}'), "version 9; 1 is supported"),
+        (process_part(uptime="long") + END, "process.uptime has the wrong type"),
+        (process_part() + control.encode({"part": "statistics", "data": []}), "is not an object"),
+        (process_part() + control.encode({"part": "connections", "data": {}}), "is not a list"),
         (process_part() + control.encode({"part": "connections", "data": [{}]}), "has no mode"),
         (process_part() + control.encode({"part": "error", "data": "no, thanks"}), "no, thanks"),
     ],
@@ -393,7 +393,7 @@ def test_damaged_answers_are_one_line_and_code_2(
 ) -> None:
     with liar(runtime_directory / "trio-smc", lambda client: client.sendall(reply)):
         line = one_line(command_here(capsys, "ss"))
-    assert line.startswith(f"trio-smc: process {os.getpid()} gave a damaged answer: ")
+    assert line.startswith(f"trio-smc: process {os.getpid()} sent a damaged answer: ")
     assert said in line
 
 
@@ -503,7 +503,7 @@ def test_a_process_of_somebody_else(
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     pid = [str(os.getpid())] if arguments[0] == "capture" else ["--pid", str(os.getpid())]
     said = one_line(command_here(capsys, *arguments, *pid))
-    assert f"process {os.getpid()} is user {owner}'s, and answers nobody else" in said
+    assert f"process {os.getpid()} belongs to user {owner}, and only that user may query it" in said
 
 
 def test_an_answer_of_somebody_else(
@@ -513,6 +513,6 @@ def test_an_answer_of_somebody_else(
     monkeypatch.setattr(control, "peer_user", lambda sock: os.geteuid() + 1)
     with (
         liar(directory, lambda client: None),
-        pytest.raises(ToolError, match="gave a damaged answer: it is user"),
+        pytest.raises(ToolError, match="sent a damaged answer: it belongs to user"),
     ):
         take_snapshots(directory, ())

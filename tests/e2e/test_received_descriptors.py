@@ -23,8 +23,8 @@ from trio_smc.control import protocol as control
 from trio_smc.host import descriptors
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.links import link_demand
-from trio_smc.rnic.soft.contact import Peer
 from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.soft.peer_sockets import Peer
 from trio_smc.rnic.soft.regions import PeerRegions
 from trio_smc.tools import client
 from trio_smc.tools.output import ToolError
@@ -39,7 +39,7 @@ ANNOUNCE = messages.announce(messages.four_tuple(("127.0.0.1", 9), ("127.0.0.1",
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel refuses descriptors, as from Linux 6.16 on, or takes them."""
     way: str = request.param
-    monkeypatch.setattr(descriptors, "_refused", None)
+    monkeypatch.setattr(descriptors, "_kernel_refuses", None)
     if way == "dropped":
         monkeypatch.setattr(descriptors, "_SO_PASSRIGHTS", 0x7FFF)
     else:

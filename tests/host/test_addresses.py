@@ -17,9 +17,9 @@ LOOPBACK = Prefix(network=bytes((127, 0, 0, 0)), length=8)
 LOOPBACK6 = Prefix(network=bytes(15) + b"\x01", length=128)
 
 
-def owned(interface: int, address: str, network: str) -> prefixes._Owned:
+def owned(interface: int, address: str, network: str) -> prefixes._OwnAddress:
     whole = ipaddress.ip_network(network)
-    return prefixes._Owned(
+    return prefixes._OwnAddress(
         interface=interface,
         address=address,
         prefix=Prefix(network=whole.network_address.packed, length=whole.prefixlen),
@@ -207,7 +207,7 @@ class Message(dict[str, Any]):
 
 
 def test_a_point_to_point_interface_is_in_its_peer_s_network() -> None:
-    found = prefixes._owned(Message(prefixlen=32, index=4))
+    found = prefixes._own_address(Message(prefixlen=32, index=4))
     assert found.address == "192.0.2.7"
     assert found.prefix == Prefix(network=bytes((198, 51, 100, 9)), length=32)
 

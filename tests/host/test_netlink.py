@@ -15,7 +15,7 @@ import pytest
 from pyroute2.netlink.exceptions import NetlinkError
 
 from trio_smc.host import netlink, pnet
-from trio_smc.host.netlink import Remembering, ask
+from trio_smc.host.netlink import AnswerCache, query
 
 
 class Kernel:
@@ -26,10 +26,10 @@ class Kernel:
         self.answer: list[int] | None = [1, 2]
         self.subscribers = 0
         self.ours: socket.socket | None = None
-        monkeypatch.setattr(netlink, "_ask", self._ask)
+        monkeypatch.setattr(netlink, "_query", self._query)
         monkeypatch.setattr(netlink, "_subscribe", self._subscribe)
 
-    def _ask(self, question: object) -> list[int] | None:
+    def _query(self, question: object) -> list[int] | None:
         self.asked += 1
         return self.answer
 
@@ -58,13 +58,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
 
 def is_kept(answer: int) -> bool:
     """True if the answer is remembered; a change of the machine's network may prevent it."""
-    _, times = Remembering.recall("is_kept")
-    Remembering.keep("is_kept", [answer], times)
-    return Remembering.recall("is_kept")[0] == [answer]
+    _, generation = AnswerCache.get("is_kept")
+    AnswerCache.put("is_kept", [answer], generation)
+    return AnswerCache.get("is_kept")[0] == [answer]
 
 
 def double(key: str = "numbers") -> list[int]:
-    return ask(lambda route: (), lambda number: 2 * number, key)
+    return query(lambda route: (), lambda number: 2 * number, key)
 
 
 def test_without_anybody_who_remembers(kernel: Kernel) -> None:
@@ -74,7 +74,7 @@ def test_without_anybody_who_remembers(kernel: Kernel) -> None:
 
 
 def test_kept_until_something_changes(kernel: Kernel) -> None:
-    with closing(Remembering()) as memory:
+    with closing(AnswerCache()) as memory:
         memory.open()
         assert double() == double() == [2, 4]
         assert kernel.asked == 1
@@ -92,7 +92,7 @@ def test_kept_until_something_changes(kernel: Kernel) -> None:
 
 
 def test_two_that_remember_share(kernel: Kernel) -> None:
-    one, other = Remembering(), Remembering()
+    one, other = AnswerCache(), AnswerCache()
     one.open()
     other.open()
     double()
@@ -106,7 +106,7 @@ def test_two_that_remember_share(kernel: Kernel) -> None:
 
 
 def test_no_answer_is_not_kept(kernel: Kernel) -> None:
-    with closing(Remembering()) as memory:
+    with closing(AnswerCache()) as memory:
         memory.open()
         kernel.answer = None
         assert double() == []
@@ -116,26 +116,26 @@ def test_no_answer_is_not_kept(kernel: Kernel) -> None:
 
 def test_a_change_while_it_is_asked(kernel: Kernel) -> None:
     """Be it read by this thread afterwards, or by another one in between."""
-    with closing(Remembering()) as memory:
+    with closing(AnswerCache()) as memory:
         memory.open()
-        _, times = Remembering.recall("numbers")
+        _, generation = AnswerCache.get("numbers")
         kernel.change()
-        Remembering.keep("numbers", [1], times)
-        assert Remembering.recall("numbers")[0] is None
-        _, times = Remembering.recall("numbers")
+        AnswerCache.put("numbers", [1], generation)
+        assert AnswerCache.get("numbers")[0] is None
+        _, generation = AnswerCache.get("numbers")
         kernel.change()
-        Remembering.recall("others")
-        Remembering.keep("numbers", [1], times)
-        assert Remembering.recall("numbers")[0] is None
+        AnswerCache.get("others")
+        AnswerCache.put("numbers", [1], generation)
+        assert AnswerCache.get("numbers")[0] is None
 
 
 def test_not_more_than_so_many(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(netlink, "_MOST_KEPT", 3)
-    with closing(Remembering()) as memory:
+    monkeypatch.setattr(netlink, "_MAX_ANSWERS", 3)
+    with closing(AnswerCache()) as memory:
         memory.open()
         for number in range(10):
             double(str(number))
-            assert sum(Remembering.recall(str(each))[0] is not None for each in range(10)) <= 3
+            assert sum(AnswerCache.get(str(each))[0] is not None for each in range(10)) <= 3
 
 
 def test_a_kernel_that_reports_nothing(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_kernel_that_reports_nothing(kernel: Kernel, monkeypatch: pytest.Monke
         raise PermissionError
 
     monkeypatch.setattr(netlink, "_subscribe", refuse)
-    with closing(Remembering()) as memory:
+    with closing(AnswerCache()) as memory:
         memory.open()
         double()
         double()
@@ -151,7 +151,7 @@ def test_a_kernel_that_reports_nothing(kernel: Kernel, monkeypatch: pytest.Monke
 
 
 def test_a_forked_child_leaves_the_reports_to_its_parent(kernel: Kernel) -> None:
-    with closing(Remembering()) as memory:
+    with closing(AnswerCache()) as memory:
         memory.open()
         double()
         child = os.fork()
@@ -167,7 +167,7 @@ def test_a_forked_child_leaves_the_reports_to_its_parent(kernel: Kernel) -> None
 def test_the_real_kernel() -> None:
     """It takes the subscription, and reports nothing while nothing changes."""
     before = pnet.interfaces()
-    with closing(Remembering()) as memory:
+    with closing(AnswerCache()) as memory:
         memory.open()
         assert any(is_kept(number) for number in range(100)), "no subscription"
         assert pnet.interfaces() == pnet.interfaces() == before

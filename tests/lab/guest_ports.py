@@ -16,7 +16,7 @@ from trio_smc import Config, FallbackReason, VerbsRnic
 from trio_smc._stack import Stack
 from trio_smc.host import pnet
 from trio_smc.host.addresses import local_prefix
-from trio_smc.host.netlink import Remembering
+from trio_smc.host.netlink import AnswerCache
 
 
 def sh(command: str) -> None:
@@ -170,7 +170,7 @@ def test_kept_answers_of_the_kernel_are_never_old(host: Callable[[str, str], Non
     for name in ("low0", "low1"):
         host(f"ip link add {name} type dummy", f"ip link delete {name}")
         sh(f"ip link set {name} up")
-    with closing(Remembering()) as memory:
+    with closing(AnswerCache()) as memory:
         memory.open()
         for change, question, answer in (
             ("ip route add 10.99.0.0/24 dev low0", out, "low0"),

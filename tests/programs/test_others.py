@@ -267,7 +267,7 @@ def proxies(theirs: Path, cwd: Path, port: int) -> Iterator[int]:
         middle = wait_for(near, "listening on").split()[-1]
         with started([*proxy, "tcp:127.0.0.1:0", f"smc:127.0.0.1:{middle}"], cwd) as far:
             yield int(wait_for(far, "listening on").split()[-1])
-            wait_for(near, "passing on, smc-r")
+            wait_for(near, "forwarding a connection, mode smc-r")
 
 
 def test_fastapi_on_hypercorn(theirs: Path, tmp_path: Path) -> None:

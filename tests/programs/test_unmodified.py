@@ -179,7 +179,7 @@ def test_a_database_client_and_the_stock_server(tmp_path: Path) -> None:
         wait_for(database, "eady to accept connections")
         front_port = wait_for(front, "listening on").split()[-1]
         said = run_client(tmp_path, DATABASE_CLIENT, front_port)
-        wait_for(front, "passing on, smc-r")
+        wait_for(front, "forwarding a connection, mode smc-r")
         front.send_signal(signal.SIGTERM)
         passed = wait_for(front, "connections: ")
     assert said == "100000\n"
@@ -223,7 +223,7 @@ def test_from_tcp_to_smc_and_back_to_tcp(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "which program?"),
+        ([], "no program is given"),
         (["--config", "missing.toml", "--", "true"], "missing.toml"),
         (["--config", "bad.toml", "--", "true"], "there is no setting 'colour'"),
         (["--config", "worse.toml", "--", "true"], "worse.toml: not UTF-8 (at byte 0)"),
@@ -256,7 +256,7 @@ def test_no_such_program(tmp_path: Path) -> None:
         [*RUN, "--", "no-such-program"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 127
-    assert done.stderr == "trio-smc: run: no-such-program was not found\n"
+    assert done.stderr == "trio-smc: run: cannot start no-such-program: no such program\n"
     assert not done.stdout
 
 

@@ -220,7 +220,7 @@ class PlainQueuePair(QueuePair):
 
     def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
         if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 1 <= mtu <= 5:
-            raise RnicError(errno.EINVAL, "no such address of a queue pair")
+            raise RnicError(errno.EINVAL, "not a valid GID, queue pair number or MTU")
         if gid not in self.rnic.fabric.rnics:
             raise RnicError(errno.EHOSTUNREACH, "no such RNIC")
         if self.rnic.fabric.looks.get(gid):

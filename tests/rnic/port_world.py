@@ -162,7 +162,7 @@ class World:
             (3, "203.0.113.1", "203.0.113.0/24"),
         ]  # fmt: skip
         addresses = [
-            prefixes._Owned(interface=index, address=address, prefix=prefix(network))
+            prefixes._OwnAddress(interface=index, address=address, prefix=prefix(network))
             for index, address, network in owned
         ]
         monkeypatch.setattr(_rnic_life, "present_devices", lambda: made.devices)

@@ -267,7 +267,7 @@ class TestLinks:
             until(lambda: bool(b.sent), a, b)  # noqa: B023
             a.qp.close()
             b.qp.close()
-        assert len(faulty.rnic._limbo) <= 4
+        assert len(faulty.rnic._half_closed) <= 4
 
     def test_silent(self, faulty: Faulty) -> None:
         """Nobody is told anything, and nothing is called sent that does not arrive."""

@@ -466,7 +466,7 @@ class TestLoop:
                 await nursery.start(pump.run)
                 monkeypatch.setattr(rnics[1], "service", service)
                 await trio.testing.wait_all_tasks_blocked()
-                rnics[1].look_soon()
+                rnics[1].request_service()
                 with trio.fail_after(PATIENCE):
                     await trio.sleep_forever()
         assert caught.group_contains(RuntimeError, match="no good")
@@ -813,10 +813,10 @@ class TestSolo:
         async with running(rnics[1]) as pump:
             await trio.testing.wait_all_tasks_blocked()
             assert pump.try_solo()
-            rnics[1].restless += 1
+            rnics[1].timed_waits += 1
             assert not await pump.solo.wait()
             assert await is_hooked(pump)
-            rnics[1].restless -= 1
+            rnics[1].timed_waits -= 1
 
     async def test_a_defect_of_the_rnic_stops_the_stack_and_not_the_reader(
         self, rnics: tuple[SoftRnic, SoftRnic]

@@ -93,7 +93,7 @@ def test_what_counts_as_sent_is_taken(
     for number in range(SCHEDULES):
         receiver, sender = ends()
         receiver.posted = 10
-        receiver.tell(10)
+        receiver.set_posted(10)
         if armed:
             receiver.armed[0] = 1
         turns = Turns(rng)
@@ -105,7 +105,7 @@ def test_what_counts_as_sent_is_taken(
         sender._words = Words(sender_words, turns, 1)  # type: ignore[assignment]
 
         def end(receiver: ReceiveRing = receiver, taken: list[PlainCompletion] = taken) -> None:
-            receiver.shut(word)
+            receiver.set_posted_finally(word)
             assert receiver.take_untrusted(taken.append)
 
         def send(sender: SendRing = sender, done: list[int] = done) -> None:
@@ -131,7 +131,7 @@ def test_each_receive_that_was_posted_can_be_used(
     taken: list[PlainCompletion] = []
     for rounds in (1, 2):
         receiver.posted = 3 * rounds
-        receiver.tell(receiver.posted)
+        receiver.set_posted(receiver.posted)
         assert [sender.put(b"message") for _ in range(4)] == [Sent.DONE] * 3 + [Sent.NOT_READY]
         assert receiver.take_untrusted(taken.append)
         assert len(taken) == receiver.tail == 3 * rounds

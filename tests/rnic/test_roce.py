@@ -233,7 +233,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
     monkeypatch.setattr(pyverbs, "load", lambda: made)
-    monkeypatch.setattr(neighbours, "ask_anew", lambda question: None)  # no netlink
+    monkeypatch.setattr(neighbours, "query_now", lambda question: None)  # no netlink
     yield made
     for fd in made.fds:
         os.close(fd)
@@ -420,7 +420,7 @@ class Kernel:
             raise self._state
         return [{"state": self._state}]
 
-    def ask(self, question: Callable[[Kernel], list[object]]) -> list[object] | None:
+    def query(self, question: Callable[[Kernel], list[object]]) -> list[object] | None:
         return question(self) if self._route is not None else None
 
 
@@ -468,7 +468,7 @@ def test_whether_an_address_is_known(
     """Only a queue pair whose peer's address is known is given to the verbs."""
     kernel = Kernel(route, neighbour)
     looked_for: list[tuple[str, int]] = []
-    monkeypatch.setattr(neighbours, "ask_anew", kernel.ask)
+    monkeypatch.setattr(neighbours, "query_now", kernel.query)
     monkeypatch.setattr(neighbours, "_resolve", lambda *whom: looked_for.append(whom))
     monkeypatch.setattr(roce_device, "_RESOLVED_FOR", 60.0)  # however slow this machine is
     peer = gid("192.0.2.9")
@@ -503,13 +503,13 @@ def test_whether_a_gateway_is_between(
 ) -> None:
     kernel = Kernel(route, NO_ENTRY)
 
-    def ask(question: Any, read: Callable[[object], object], key: object) -> list[object]:
+    def query(question: Any, read: Callable[[object], object], key: object) -> list[object]:
         try:
-            return [read(message) for message in kernel.ask(question) or ()]
+            return [read(message) for message in kernel.query(question) or ()]
         except OSError:
             return []  # as `netlink.ask` does
 
-    monkeypatch.setattr(neighbours, "ask", ask)
+    monkeypatch.setattr(neighbours, "query", query)
     assert rnic.is_direct(gid("192.0.2.9")) is direct
     assert kernel.asked == [], "nobody's MAC address is asked for"
     assert rnic.is_direct(gid("2001:db8::9")) is None, "another family than our GID's"
@@ -563,7 +563,7 @@ def test_memory_that_is_closed_is_not_registered(rnic: VerbsRnic) -> None:
 def test_nobody_need_be_asked_for_an_address(
     monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic
 ) -> None:
-    monkeypatch.setattr(neighbours, "ask_anew", lambda question: pytest.fail("was asked"))
+    monkeypatch.setattr(neighbours, "query_now", lambda question: pytest.fail("was asked"))
     assert rnic.address_known(OTHER), "with RoCE v1 the GID tells the MAC address"
     assert rnic.address_known(gid("2001:db8::9")), "refused at once from an IPv4 address"
     rnic.close()

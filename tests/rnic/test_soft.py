@@ -22,7 +22,7 @@ from tests.timing import PATIENCE
 from trio_smc.rnic.soft import device
 from trio_smc.rnic.soft import messages as _fabric
 from trio_smc.rnic.soft.device import SoftRnic
-from trio_smc.rnic.soft.regions import MOST_REGIONS
+from trio_smc.rnic.soft.regions import MAX_REGIONS
 from trio_smc.rnic.verbs import QpState, QueuePair, RnicError, RnicEvent, WcStatus
 
 
@@ -67,15 +67,15 @@ def sweep(directory: Path) -> None:
 class TestRegions:
     def test_slots_of_the_key_page_are_used_again(self, rnic: SoftRnic) -> None:
         pd, memory = rnic.alloc_pd(), rnic.alloc_memory(MEMORY)
-        regions = [pd.register(memory) for _ in range(MOST_REGIONS)]
+        regions = [pd.register(memory) for _ in range(MAX_REGIONS)]
         with pytest.raises(RnicError):
             pd.register(memory)
-        assert sorted(region.slot for region in regions) == list(range(MOST_REGIONS))
+        assert sorted(region.slot for region in regions) == list(range(MAX_REGIONS))
         gone = [regions.pop(place) for place in (200, 100, 0)]
         for region in gone:
             region.close()
         regions += [pd.register(memory) for _ in gone]
-        assert sorted(region.slot for region in regions) == list(range(MOST_REGIONS))
+        assert sorted(region.slot for region in regions) == list(range(MAX_REGIONS))
         for region in regions:
             region.close()
         pd.close()

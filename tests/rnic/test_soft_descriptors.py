@@ -23,7 +23,7 @@ from tests.rnic.packets import receive
 from tests.rnic.test_soft_hostile import Attacker, ended, state
 from trio_smc.rnic.memory import QUICK_TO_FREE, Memory, PeerMemory
 from trio_smc.rnic.soft.device import SoftRnic
-from trio_smc.rnic.soft.messages import BELL, Register, Revoke
+from trio_smc.rnic.soft.messages import DOORBELL, Register, Revoke
 from trio_smc.rnic.verbs import QpState, RnicError, WcStatus
 
 FALLOC_FL_KEEP_SIZE = 1  # linux/include/uapi/linux/falloc.h
@@ -75,7 +75,7 @@ class TestLingering:
         packets = {
             "hello": attacker.hello(victim),
             "garbage": b"garbage",
-            "bell": BELL,
+            "bell": DOORBELL,
             "empty": b"",
             "revoke": Revoke(rkey=1).encode(),
             "register": register(1),
@@ -98,12 +98,12 @@ class TestLingering:
         count: int,
     ) -> None:  # fmt: skip
         attacker.connect(victim)
-        packets = {"bell": BELL, "register": register(1), "revoke": Revoke(rkey=1).encode()}
+        packets = {"bell": DOORBELL, "register": register(1), "revoke": Revoke(rkey=1).encode()}
         watch = Stopwatch()
         sock = attacker.open[-2:][which]
         with lingering() as fd:
             with contextlib.suppress(OSError):
-                sock.send(BELL)
+                sock.send(DOORBELL)
             assert give_away(sock, packets.get(data, b""), fd, count)
             with watch:
                 victim.rnic.service()
@@ -295,7 +295,7 @@ class TestLack:
         with monkeypatch.context() as patch:
             patch.setattr(socket, "send_fds", failing)
             region.close()
-            peer = attrgetter("_contact.peer")(pair[1].qp)
+            peer = attrgetter("_sockets.peer")(pair[1].qp)
             until(lambda: region.rkey not in peer.regions, *pair)
         assert not failures
         memory.close()
@@ -421,7 +421,7 @@ class TestLack:
         socket.send_fds(sock, [attacker.hello(victim)], attacker.fds())
         with full_table():
             victim.rnic.service()
-            assert cast(SoftRnic, victim.rnic).crowded
+            assert cast(SoftRnic, victim.rnic).accepting_later
             victim.qp.post_send(1, b"x")
         until(lambda: victim.sent == [(1, 0)], victim)
 
@@ -430,7 +430,7 @@ class TestLack:
         self, attacker: Attacker, victim: End, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         attacker.connect(victim)
-        ring = attrgetter("_contact.peer.ring")(victim.qp)
+        ring = attrgetter("_sockets.peer.ring")(victim.qp)
         rings: list[int] = []
 
         def doorbell() -> None:

@@ -16,15 +16,15 @@ import pytest
 from tests.rnic.contract import End, connect, got, make_end, serve, sleep_on, tell_apart, until
 from tests.rnic.packets import receive
 from tests.rnic.test_soft_hostile import ARMED, HEAD, Attacker, state
-from trio_smc.rnic.soft import contact
+from trio_smc.rnic.soft import peer_sockets
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.soft.messages import (
-    BELL,
-    RUNG_AT_MOST,
-    Bell,
+    DOORBELL,
+    DOORBELL_READ_SIZE,
+    Doorbell,
     Revoke,
-    open_rope_untrusted,
-    take_bell,
+    open_doorbell_untrusted,
+    take_doorbell,
 )
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
 from trio_smc.rnic.verbs import QpState
@@ -65,7 +65,7 @@ def look(rnic: SoftRnic) -> None:
 
 
 def looked_at(rnic: SoftRnic) -> int:
-    return sum(not qp.ring.dozes for qp in rnic.queue_pairs())
+    return sum(not qp.ring.interrupt_mode for qp in rnic.queue_pairs())
 
 
 def test_idle_ones_are_not_looked_at(rnics: list[SoftRnic], pairs: list[tuple[End, End]]) -> None:
@@ -77,7 +77,7 @@ def test_idle_ones_are_not_looked_at(rnics: list[SoftRnic], pairs: list[tuple[En
         client.qp.post_send(1, b"x")
         until(got(server, 1), server, client)
         assert isinstance(server.qp, SoftQueuePair)
-        assert not server.qp.ring.dozes
+        assert not server.qp.ring.interrupt_mode
     look(rnics[0])
     assert looked_at(rnics[0]) <= FEW
 
@@ -133,9 +133,9 @@ def test_a_hostile_one_delays_only_itself(
                 for value in (0, 1, (1 << 64) - 1):
                     attacker.word(ARMED, value)
                 try:
-                    sock.send(BELL)
+                    sock.send(DOORBELL)
                     for rope in attacker.ropes:
-                        os.write(rope, BELL)
+                        os.write(rope, DOORBELL)
                 except BlockingIOError:
                     time.sleep(0)
 
@@ -155,7 +155,7 @@ def test_a_hostile_one_delays_only_itself(
             serve(rnics[0])
         look(rnics[0])
         assert isinstance(victim.qp, SoftQueuePair)
-        assert victim.qp.ring.dozes
+        assert victim.qp.ring.interrupt_mode
         # Its own message waits until it rings, and nobody else's does.
         attacker.word(ARMED, 0)
         attacker.word(HEAD, 1)
@@ -164,7 +164,7 @@ def test_a_hostile_one_delays_only_itself(
         client.qp.post_send(1, b"x")
         until(got(server, 1), server, client, seconds=10)
         assert victim.received == []
-        sock.send(BELL)
+        sock.send(DOORBELL)
         until(got(victim, 1), victim)
     victim.close()
 
@@ -196,7 +196,7 @@ def test_both_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatc
     a, b = make_end(rnics[0]), make_end(rnics[1])
     with monkeypatch.context() as patch:
         for rnic in rnics:
-            patch.setattr(rnic, "look", lambda: None)  # neither has heard of the other
+            patch.setattr(rnic, "poll_sockets", lambda: None)  # neither has heard of the other
         a.qp.post_receive(5)
         b.qp.post_receive(5)
         a.qp.to_rtr(gid=b.rnic.gid, qp_num=b.qp.qp_num, psn=9, mtu=5)
@@ -222,9 +222,9 @@ def test_without_bells(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, w
         raise OSError(errno.EMFILE, "there is none")
 
     if why == "another user":
-        monkeypatch.setattr(contact, "is_same_user", lambda _: False)
+        monkeypatch.setattr(peer_sockets, "is_same_user", lambda _: False)
     elif why == "no /proc":
-        monkeypatch.setattr(contact, "open_rope_untrusted", fail)
+        monkeypatch.setattr(peer_sockets, "open_doorbell_untrusted", fail)
     else:
         monkeypatch.setattr(os, "pipe2", fail)
     server, client = make_end(rnics[0]), make_end(rnics[1])
@@ -244,16 +244,16 @@ def test_without_bells(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, w
 
 def test_a_rope_outlives_its_bell() -> None:
     """Who has one may have no handler of SIGPIPE."""
-    bell = Bell()
-    rope = open_rope_untrusted(bell.rope)
-    bell.let_go()
+    bell = Doorbell()
+    rope = open_doorbell_untrusted(bell.write_fd)
+    bell.close_write_end()
     with pytest.raises(BlockingIOError):
-        os.read(bell.fd, RUNG_AT_MOST)
-    os.write(rope, BELL)
-    os.write(rope, BELL)
-    assert os.read(bell.fd, RUNG_AT_MOST) == 2 * BELL
+        os.read(bell.fd, DOORBELL_READ_SIZE)
+    os.write(rope, DOORBELL)
+    os.write(rope, DOORBELL)
+    assert os.read(bell.fd, DOORBELL_READ_SIZE) == 2 * DOORBELL
     bell.close()
-    assert os.write(rope, BELL) == 1
+    assert os.write(rope, DOORBELL) == 1
     os.close(rope)
 
 
@@ -262,15 +262,15 @@ def test_a_doorbell_is_taken_where_it_is_all_there_is() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         ours.setblocking(False)
-        assert not take_bell(ours)
-        theirs.send(BELL)
-        assert take_bell(ours)
+        assert not take_doorbell(ours)
+        theirs.send(DOORBELL)
+        assert take_doorbell(ours)
         assert receive(ours) is None
-        theirs.send(BELL)
+        theirs.send(DOORBELL)
         theirs.send(Revoke(rkey=7).encode())
-        assert not take_bell(ours)
-        assert receive(ours) == (BELL, [])
-        assert not take_bell(ours)
+        assert not take_doorbell(ours)
+        assert receive(ours) == (DOORBELL, [])
+        assert not take_doorbell(ours)
         assert receive(ours) == (Revoke(rkey=7).encode(), [])
         theirs.close()
-        assert not take_bell(ours)
+        assert not take_doorbell(ours)

@@ -27,16 +27,16 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.soft.messages import (
-    BELL,
-    Bell,
+    DOORBELL,
     Directory,
+    Doorbell,
     Hello,
     Register,
     Revoke,
     close_all,
     decode_untrusted,
 )
-from trio_smc.rnic.soft.regions import MOST_MAPPED, MOST_REGIONS
+from trio_smc.rnic.soft.regions import MAX_MAPPED, MAX_REGIONS
 from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, RING_SIZE, SLOTS
 from trio_smc.rnic.verbs import RECEIVE_SIZE, QpState, QueuePair, WcStatus
 
@@ -211,8 +211,11 @@ class TestHello:
     @pytest.mark.parametrize("bad", ["bell", "ring"])
     def test_a_bell_that_is_none(self, attacker: Attacker, victim: End, bad: str) -> None:
         """Neither a memfd for a bell nor a bell for a ring; all that came is closed again."""
-        bell = Bell()
-        mixed = {"bell": [attacker.ring.fd, attacker.ring.fd], "ring": [bell.rope, bell.rope]}
+        bell = Doorbell()
+        mixed = {
+            "bell": [attacker.ring.fd, attacker.ring.fd],
+            "ring": [bell.write_fd, bell.write_fd],
+        }
         before = len(os.listdir("/proc/self/fd"))
         attacker.fds = lambda: mixed[bad]  # type: ignore[method-assign]
         sock = attacker.connect(victim)
@@ -284,7 +287,7 @@ class TestHello:
     def test_many_that_say_nothing(self, attacker: Attacker, victim: End, rnic: SoftRnic) -> None:
         socks = [attacker.dial(victim) for _ in range(200)]
         rnic.service()
-        while rnic.crowded:
+        while rnic.accepting_later:
             rnic.service()
         assert sum(ended(sock) for sock in socks) == 200 - 64
         attacker.connect(victim)
@@ -334,7 +337,7 @@ class TestHello:
         socks = [attacker.dial(victim) for _ in range(500)]
         attacker.connect(victim)
         looks = 0
-        while rnic.crowded or not looks:
+        while rnic.accepting_later or not looks:
             assert sleeper.poll(5), "nobody would look again"
             rnic.service()
             looks += 1
@@ -350,7 +353,7 @@ class TestHello:
         flood = [attacker.dial(victim) for _ in range(500)]
         attacker.connect(victim)
         victim.qp.post_send(1, b"x")
-        assert rnic.crowded
+        assert rnic.accepting_later
         until(lambda: victim.sent == [(1, 0)], victim)
         assert len(flood) == 500
 
@@ -394,7 +397,7 @@ class TestAnnouncements:
         assert state(victim.qp) is QpState.ERR
         assert ended(sock)
 
-    @pytest.mark.parametrize(("count", "length"), [(MOST_REGIONS, 4096), (4, MOST_MAPPED // 4)])
+    @pytest.mark.parametrize(("count", "length"), [(MAX_REGIONS, 4096), (4, MAX_MAPPED // 4)])
     def test_more_regions_than_a_peer_may_have(
         self, attacker: Attacker, victim: End, count: int, length: int
     ) -> None:
@@ -410,7 +413,7 @@ class TestAnnouncements:
         socket.send_fds(sock, [gone], [])
         data = Register(rkey=5, slot=0, address=4096, length=length).encode()
         socket.send_fds(sock, [data], [memory.fd])
-        until(lambda: 5 in cast(Any, victim.qp)._contact.peer.regions, victim)
+        until(lambda: 5 in cast(Any, victim.qp)._sockets.peer.regions, victim)
         assert state(victim.qp) is QpState.RTS
         assert len(os.listdir("/proc/self/fd")) == before
         data = Register(rkey=6, slot=0, address=4096, length=4096).encode()
@@ -617,21 +620,21 @@ class TestRing:
         hearer.setblocking(False)
         rung = 0
         while (packet := receive(hearer)) is not None:
-            rung += packet[0] == BELL
+            rung += packet[0] == DOORBELL
             close_all(packet[1])
         assert 100 < rung < 1000, "it was never full"
 
     @pytest.mark.parametrize("how", ["full", "waits", "gone"])
     def test_a_bell_that_is_bad(self, attacker: Attacker, victim: End, how: str) -> None:
         """It has each message ring, and its bell takes no ring, or has no listener."""
-        bell = Bell()
-        attacker.connect(victim, bell.rope)
+        bell = Doorbell()
+        attacker.connect(victim, bell.write_fd)
         if how == "full":
             with contextlib.suppress(BlockingIOError):
                 while True:
-                    os.write(bell.rope, bytes(4096))
+                    os.write(bell.write_fd, bytes(4096))
         if how == "waits":
-            os.set_blocking(bell.rope, True)  # not that of the victim, who has opened its own
+            os.set_blocking(bell.write_fd, True)  # not that of the victim, who has opened its own
             os.set_blocking(bell.fd, True)
         if how == "gone":
             bell.close()

@@ -18,7 +18,7 @@ from trio_smc._stack import Stack
 from trio_smc.capture import sinks
 from trio_smc.control.server import ControlSocket, RunReport
 from trio_smc.host import pnet
-from trio_smc.host.netlink import Remembering
+from trio_smc.host.netlink import AnswerCache
 from trio_smc.rendezvous.discovery.same_host import Discovery
 from trio_smc.rnic.poller import Poller
 from trio_smc.rnic.pump import Pump
@@ -37,7 +37,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "ports": (rnics.StackRnics, "_unused_ports"),
     "RNIC": (SoftRnic, "open"),
     "pump": (Pump, "add"),
-    "netlink": (Remembering, "open"),
+    "netlink": (AnswerCache, "open"),
     "peer ID": (rnics.StackRnics, "new_peer_id"),
     "groups": (GroupTable, "__init__"),
     "TCP watch": (runtime, "TcpWatch"),

@@ -87,7 +87,7 @@ def test_an_asyncio_server() -> None:
     with server(ASYNCIO) as (port, pid):
         said = check(port)
     assert f"listener   process {pid} has asyncio loaded and no stack of trio_smc\n" in said
-    assert "remedy     run it on Trio by 'trio-smc run'; if it knows asyncio alone, put" in said
+    assert "remedy     run it on Trio with 'trio-smc run'; if it needs asyncio, put" in said
     assert f"tcp:127.0.0.1:{port}' in front of it\n" in said
 
 
@@ -95,7 +95,7 @@ def test_a_python_program_without_a_stack() -> None:
     with server(PLAIN) as (port, pid):
         said = check(port)
     assert f"process {pid} is a Python program without a stack of trio_smc\n" in said
-    assert "remedy     start it by 'trio-smc run', or use trio_smc in it\n" in said
+    assert "remedy     start it with 'trio-smc run', or use trio_smc in it\n" in said
 
 
 def test_a_python_without_trio_smc(tmp_path: Path) -> None:
@@ -112,14 +112,16 @@ def test_a_private_directory_elsewhere(tmp_path: Path) -> None:
     with server(program, XDG_RUNTIME_DIR=str(tmp_path)) as (port, pid):
         said = check(port)
     theirs, ours = tmp_path / "trio-smc", HERE()
-    assert f"private directory of process {pid} is {theirs}, this one's is {ours}\n" in said
+    assert (
+        f"private directory of process {pid} is {theirs}, that of this process is {ours}\n" in said
+    )
     assert f"here --directory {theirs}\n" in said
 
 
 def test_a_stack_that_does_not_listen_there() -> None:
     with server(WITH_STACK.format(module="trio", kind="tcp_")) as (port, pid):
         said = check(port)
-    assert f"process {pid} has a stack of trio_smc, and listens by another socket\n" in said
+    assert f"process {pid} has a stack of trio_smc, but does not use it for this listener\n" in said
 
 
 def test_what_is_no_python(tmp_path: Path) -> None:
@@ -138,7 +140,7 @@ def test_what_is_no_python(tmp_path: Path) -> None:
             finally:
                 process.kill()
     assert found.pid == process.pid
-    assert found.text.endswith(" is no Python program")
+    assert found.text.endswith(" is not a Python program")
     assert found.remedy.startswith("put 'trio-smc proxy smc:HOST:PORT tcp:127.0.0.1:")
 
 
@@ -161,7 +163,7 @@ def test_a_network_namespace_of_its_own(tmp_path: Path) -> None:
     with server(PLAIN, sys.executable, "unshare", "-rn") as (port, pid):
         found = explain_listener("127.0.0.1", port, HERE())
     assert found.text == f"process {pid} {begin}, without a stack of trio_smc"
-    assert found.remedy == "start it by 'trio-smc run', with one Config(directory=...)"
+    assert found.remedy == "start it with 'trio-smc run' and a shared Config(directory=...)"
     program = WITH_STACK.format(module="stack", kind="").replace(
         "open_stack()", "open_stack() as stack"
     )
@@ -178,4 +180,4 @@ def test_nobody_listens() -> None:
     with reserved_port() as port:
         found = explain_listener("127.0.0.1", port, HERE())
     assert found.pid is None
-    assert found.text.startswith("nothing in this network namespace listens there")
+    assert found.text.startswith("no process in this network namespace listens there")

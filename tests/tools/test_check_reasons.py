@@ -309,7 +309,7 @@ async def test_check_explains(case: Case, monkeypatch: Patch) -> None:
     said = done.out.partition("\nThe server, process ")[0]
     who = "this side" if case.origin is LOCAL else "the server"
     assert f"SMC-R is not used: {local.message}" in said
-    assert ("(said by the peer" in said) is (case.origin is PEER)
+    assert ("(reported by the peer" in said) is (case.origin is PEER)
     assert f"  reason     {case.reason}, decided by {who}\n" in said
     if case.reason is Reason.PEER_NOT_CAPABLE and case.origin is LOCAL:
         # The command looks at the listener itself; see test_check_listener.py.

@@ -77,7 +77,7 @@ async def test_the_table_of_ss() -> None:
         only = (await command("ss", "--tcp")).rows()[1:]
         assert [row[1:3] for row in only] == [["ESTABLISHED", "tcp"]]
         verbose = (await command("ss", "-v", "--pid", peer.pid)).out
-        assert "1500 arrived, 500 taken; ring 16.0 KiB" in verbose
+        assert "1500 arrived, 500 consumed; ring 16.0 KiB" in verbose
         assert "local 0x03010000 peer-not-capable, peer none" in verbose
         assert Fallback.local(FallbackReason.PEER_NOT_CAPABLE).remedy in verbose
 
@@ -311,7 +311,7 @@ async def test_check_without_a_server() -> None:
     assert done.code == 1
     assert "Connection refused" in done.out
     assert "Errno" not in done.out
-    assert "No connection came about.\n" in done.out
+    assert "No connection was established.\n" in done.out
 
 
 # --- reasons -------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ async def test_reasons_explains_all_of_them() -> None:
         (["top", "--count", "-1"], "'-1'"),
         (["check", "127.0.0.1", "70000"], "'70000' is not a TCP port"),
         (["check", "host.invalid", "1"], "'host.invalid' has no address: Name or service not"),
-        (["check", "a..b", "1"], "'a..b' has no address: it is no name of a host"),
+        (["check", "a..b", "1"], "'a..b' has no address: it is not a host name"),
         (["check", "::1", "1", "--directory", "/nowhere"], "/nowhere: no such directory"),
         (["lg", "--colour"], "trio-smc lg: unrecognized arguments: --colour"),
         (["capture", "1", "-o", "x", "--payload", "4097"], "not a number of bytes from 0 to 4096"),
@@ -363,9 +363,9 @@ async def test_reasons_explains_all_of_them() -> None:
         (["proxy", "tcp:[::1]:0", "tcp:[::1]:7"], "one of LISTEN and TARGET must be smc:"),
         (["proxy", "tcp:[::1]:0", "smc:[::1]:0"], "TARGET needs a port"),
         (["check"], "the following arguments are required: HOST, PORT"),
-        (["reasons", "because"], "'because' is no reason"),
+        (["reasons", "because"], "unknown reason: because"),
         (["reasons", "0x1_0000_0000"], "is not a diagnosis word of 32 bits"),
-        (["reasons", "0x12345678"], "is a diagnosis word of the peer's own"),
+        (["reasons", "0x12345678"], "unknown diagnosis word: 0x12345678"),
         (["ss", "--directory", "/tmp"], "/tmp "),
         (["frobnicate"], "'frobnicate'"),
         ([], "COMMAND"),
@@ -390,7 +390,7 @@ async def test_a_stack_without_control_socket(runtime_directory: Path) -> None:
 async def test_a_process_whose_loop_stands_still(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trio_smc.tools.client.PATIENCE", 0.5)
+    monkeypatch.setattr("trio_smc.tools.client.TIMEOUT", 0.5)
     async with running("blocked") as blocked:
         said = one_line(command_here(capsys, "ss", "--pid", str(blocked.pid)))
         assert "does not answer" in said

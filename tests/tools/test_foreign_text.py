@@ -173,7 +173,7 @@ def test_answers_without_the_wanted_parts(
     done = command_here(capsys, *words, "--directory", str(private))
     if words[0] in ("stats", "top"):
         assert (done.code, done.out) == (2, "")
-        assert "gave a damaged answer: it has no statistics" in done.err
+        assert "sent a damaged answer: it has no statistics" in done.err
     else:
         assert (done.code, done.err) == (0, "")
 
@@ -184,7 +184,7 @@ def test_a_capture_does_not_go_to_a_terminal(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     done = command_here(capsys, "capture", str(os.getpid()), "-o", "-", "--directory", str(private))
     assert (done.code, done.out) == (2, "")
-    assert "is no text for a terminal" in done.err
+    assert "cannot write binary data to a terminal" in done.err
 
 
 @pytest.mark.parametrize("words", [*ASKING, ("capture", "PID", "-o", "-")], ids=" ".join)

@@ -23,7 +23,7 @@ from tests.ports import reserved_port
 from tests.timing import PATIENCE
 from trio_smc import Config
 from trio_smc.tools.proc import Process
-from trio_smc.tools.processes import Obstacle, explain_container, explain_listener, family
+from trio_smc.tools.processes import Obstacle, explain_container, explain_listener, process_tree
 from trio_smc.tools.sock_diag import Listener, candidates
 from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
 
@@ -274,7 +274,7 @@ def test_a_file_that_must_not_be_read(venv: Path, name: str, make: Callable[[Pat
 
     text = run_in(venv, change).text
     path.unlink()
-    assert "; it cannot be told if its Python has trio_smc: " in text
+    assert "; it is unknown if its Python has trio_smc: " in text
     assert path.name in text
 
 
@@ -292,7 +292,7 @@ def test_site_packages_that_are_no_directory(venv: Path, make: Callable[[Path], 
 
 
 def test_directories_without_end(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trio_smc.tools.interpreters._NAMES", 50)
+    monkeypatch.setattr("trio_smc.tools.interpreters._MAX_NAMES", 50)
     for number in range(51):
         (site_of(venv) / f"package{number}").mkdir()
     assert "has more than 50 names" in run_in(venv).text
@@ -698,7 +698,9 @@ def test_control_characters_in_a_name(tmp_path: Path) -> None:
     ):
         found = explain("127.0.0.1", port)
     assert found.text.isprintable()
-    assert found.text.endswith("server\\x1b[2J\\nremedy     run it as root, is no Python program")
+    assert found.text.endswith(
+        "server\\x1b[2J\\nremedy     run it as root, is not a Python program"
+    )
 
 
 RENAMED = """
@@ -764,7 +766,7 @@ def test_a_long_line_of_descendants() -> None:
         depth = len(_stack())
         sys.setrecursionlimit(depth + deep // 2)
         try:
-            found = list(family(started.pid))
+            found = list(process_tree(started.pid))
         finally:
             sys.setrecursionlimit(limit)
             os.killpg(started.pid, signal.SIGKILL)

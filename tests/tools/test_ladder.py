@@ -109,7 +109,7 @@ def test_writes_between_two_kernels_of_version_2() -> None:
     [ladder] = read_ladders(dissect(packets_of(GOLDEN_V2)))
     writes = [row for row in ladder.rows if isinstance(row.event, Write)]
     said = [
-        (row.connection and row.connection.number, row.link_number, row.place) for row in writes
+        (row.connection and row.connection.number, row.link_number, row.offset) for row in writes
     ]
     before = [(1, 1), (2, 2), (3, 1)]
     assert said == [
@@ -140,7 +140,7 @@ def test_add_link_of_version_2_tells_the_rtokens(number: int) -> None:
         ]
         [ladder] = read_ladders([*seen[: agreed + 1], *writes])
         rows = ladder.rows[agreed + 1 :]
-        assert {(row.link_number, row.place, row.to_server) for row in rows} == {
+        assert {(row.link_number, row.offset, row.to_server) for row in rows} == {
             (number, 5, not message.reply)
         }
         connections = {row.connection.number for row in rows if row.connection}
@@ -176,7 +176,7 @@ def test_everything_of_two_kernels_has_its_place() -> None:
             assert row.connection is not None
             used.setdefault(row.connection.number, set()).add(row.link_number)
         if kind(row.event) == "write":
-            assert row.place is not None
+            assert row.offset is not None
     assert used == {1: {1}, 2: {2}, 3: {1}, 4: {2}, 5: {1}}
     assert Counter(kind(row.event) for row in ladder.rows) == {
         "CLC": 15, "LLC": 93, "CDC": 32, "write": 20,
@@ -303,7 +303,7 @@ def test_the_page_shows_what_is_there() -> None:
             ["reason no alternate path"],
         ),
         (llc.OptionalMessage(data=b"\x81" + bytes(43)), "optional message 0x81", []),
-        (Unreadable("too short"), "not understood", ["too short"]),
+        (Unreadable("too short"), "unreadable", ["too short"]),
     ],
 )  # fmt: skip
 def test_words(
@@ -357,7 +357,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (cut, 2, "cut off at byte"),
         (other, 2, "neither pcapng nor pcap"),
         (tmp_path / "missing", 2, "No such file"),
-        (empty, 1, "nothing of SMC-R"),
+        (empty, 1, "contains no SMC-R"),
     ):
         assert main(["ladder", str(path)]) == code
         out, err = capsys.readouterr()

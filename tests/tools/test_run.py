@@ -317,7 +317,7 @@ else:
 
 @pytest.mark.parametrize("program", ["print('no network')", "import trio; print(trio.run)"])
 def test_a_program_that_never_uses_trio(tmp_path: Path, program: str) -> None:
-    ended = "the program ended without using Trio: nothing of it could be SMC-R\n"
+    ended = "the program ended without using Trio, so it could not use SMC-R\n"
     assert run(tmp_path, program) == (0, f"trio-smc run: warning: {ended}")
     assert run(tmp_path, program, "--require-smc") == (1, f"trio-smc run: error: {ended}")
     code, said = run(tmp_path, f"{program}; raise SystemExit(5)", "--require-smc")

@@ -28,7 +28,7 @@ import pytest
 from tests.timing import PATIENCE
 from trio_smc import ProtocolError
 from trio_smc.tools import report_messages, report_socket, site
-from trio_smc.tools.processes import family
+from trio_smc.tools.processes import process_tree
 from trio_smc.tools.report_messages import BYTES, MAX_SIZE, decode_untrusted
 from trio_smc.tools.report_socket import ReportSocket
 from trio_smc.tools.supervisor import Tree
@@ -117,8 +117,8 @@ def test_what_is_no_message(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_untrusted(data)
     tree = Tree(require=True)
-    tree.take(data, 1)
-    assert not tree.complaint
+    tree.on_packet(data, 1)
+    assert not tree.problem
     assert not tree.hooked
 
 
@@ -171,21 +171,21 @@ def test_tables_are_bounded() -> None:
         fallbacks = [{"origin": "x", "reason": f"{number}", "count": 1}]
         statistics = {**COUNTS, "fallbacks": fallbacks}
         message = {"kind": "stack-end", "stack": f"{number}", "statistics": statistics}
-        tree.take(json.dumps(message).encode(), os.getpid())
+        tree.on_packet(json.dumps(message).encode(), os.getpid())
         message = {"kind": "stack-open", "stack": f"{number}"}
-        tree.take(json.dumps(message).encode(), os.getpid())
+        tree.on_packet(json.dumps(message).encode(), os.getpid())
     assert tree.incomplete
     lines = list(tree.report())
     assert len(lines) < 300
-    assert "something is missing here" in lines[-1]
+    assert "these counts may be incomplete" in lines[-1]
 
 
 def test_no_conclusion_from_messages_that_may_be_missing() -> None:
     for kind in ({"kind": "python", "dropped": 1}, {"kind": "python"}):
         tree = Tree(require=True)
-        tree.take(json.dumps(kind).encode(), 2)
+        tree.on_packet(json.dumps(kind).encode(), 2)
         tree.conclude(1, sys.executable)
-        assert bool(tree.complaint) == ("dropped" not in kind)
+        assert bool(tree.problem) == ("dropped" not in kind)
 
 
 # --- the socket --------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_a_full_backlog_is_counted_at_both_ends(monkeypatch: pytest.MonkeyPatch)
             pass
         program = (
             "import sitecustomize as hook, sys; print(hook._dropped, flush=True); "
-            "sys.stdin.readline(); print(hook._tell('trio'), hook._dropped)"
+            "sys.stdin.readline(); print(hook._report('trio'), hook._dropped)"
         )
         environment = {
             **os.environ,
@@ -731,7 +731,7 @@ def test_the_longest_chain_of_processes() -> None:
             assert process.stdout.readline() == b"ready\n"
             sys.setrecursionlimit(_depth() + 40)
             try:
-                found = list(family(process.pid))
+                found = list(process_tree(process.pid))
             finally:
                 sys.setrecursionlimit(limit)
         finally:

@@ -37,7 +37,7 @@ ASKING = {
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PATIENCE", TIMEOUT)
+    monkeypatch.setattr(client, "TIMEOUT", TIMEOUT)
 
 
 @contextlib.contextmanager
@@ -197,7 +197,7 @@ def test_more_processes_than_descriptors(
             setrlimit(RLIMIT_NOFILE, limits)
     assert done.code == 1
     assert len(done.err.splitlines()) == len(numbers)
-    assert "cannot be asked: Too many open files" in done.err
+    assert "cannot be queried: Too many open files" in done.err
 
 
 @pytest.mark.parametrize("silent", [0, 3])

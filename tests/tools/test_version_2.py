@@ -124,7 +124,7 @@ async def test_a_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "release 1, at most 255 connections, 1 links", "CONFIRM LINK, reply", "DELETE LINK",
     ):  # fmt: skip
         assert words in drawn
-    assert "not understood" not in drawn
+    assert "unreadable" not in drawn
 
 
 # --- check ---------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ async def test_check_of_a_server_without_ueids(monkeypatch: Patch) -> None:
     checking(monkeypatch)
     done = await checked("PLANT-7", as_json=True)
     assert done.code == 0
-    assert "version 1 (the server takes none of the UEIDs), single link group" in done.out
+    assert "version 1 (the server accepts none of the UEIDs), single link group" in done.out
     far_away(monkeypatch)
     checking(monkeypatch)
     done = await checked("PLANT-7")
@@ -226,7 +226,7 @@ async def test_check_without_ueids(monkeypatch: Patch) -> None:
 async def test_check_with_rnics_that_do_not_serve_version_2(monkeypatch: Patch) -> None:
     checking(monkeypatch, routable=False)
     done = await checked("PLANT-7", server=("PLANT-7",))
-    assert "PLANT-7; but none of these RNICs serves version 2" in done.out
+    assert "PLANT-7; but none of these RNICs supports version 2" in done.out
     assert done.code == 0
 
 

@@ -19,9 +19,9 @@ import pytest
 from tests.timing import PATIENCE
 from tests.tools.test_run import TRIO
 
-WHY = "the software RNIC needs the GIL, which a free-threaded Python runs without"
-MESSAGE = "this operating system or this Python offers nothing that SMC-R could use"
-REMEDY = "run both ends on Linux on x86-64, by a Python that has its GIL"
+WHY = "the software RNIC needs the GIL, and this Python runs without one"
+MESSAGE = "SMC-R does not work on this operating system, or with this Python"
+REMEDY = "run both ends on Linux on x86-64, with a Python that has the GIL"
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 BY_NAME = """
 import sys, trio, trio_smc, trio_smc.tools.cli

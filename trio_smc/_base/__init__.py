@@ -1,4 +1,4 @@
-"""What every room may use: errors, fallback reasons, statistics, observers, timers.
+"""Shared by all rooms: errors, fallback reasons, statistics, observers, timers.
 
-Imports nothing of trio_smc and may be imported by every other room.
+Imports no other room of trio_smc.
 """

@@ -14,17 +14,17 @@ __all__ = ["ProtocolError", "SmcUnavailable"]
 class ProtocolError(Exception):
     """The peer broke RFC 7609.
 
-    The only exception that a function named ``*_untrusted`` raises.  During the handshake it
-    ends the TCP connection (RFC 7609, C.6); on an open stream its user sees
-    :exc:`trio.BrokenResourceError`, whose cause is an OSError, whose cause is this.
+    The only exception that functions named ``*_untrusted`` raise.  During the handshake it ends
+    the TCP connection (RFC 7609, C.6).  A method of an open stream raises
+    :exc:`trio.BrokenResourceError`, whose cause is an OSError, whose cause is this exception.
     """
 
 
 class SmcUnavailable(OSError):
-    """A connection would have fallen back to TCP although ``require_smc`` is set.
+    """The connection cannot use SMC-R, and ``require_smc`` is set.
 
     Attributes:
-      fallback: why SMC-R could not be used.
+      fallback: the reason.
     """
 
     def __init__(self, fallback: Fallback) -> None:

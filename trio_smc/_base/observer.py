@@ -1,4 +1,7 @@
-"""What a capture, metrics or a log can listen to.  Costs one comparison when nobody listens."""
+"""The events of a stack, for captures, metrics and logs.
+
+Without an observer each event costs one comparison.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ LOGGER = logging.getLogger("trio_smc")
 class Observer(Protocol):
     """Receives the events of one stack, on the Trio thread; must not block.
 
-    What an observer raises is logged and stops nothing.  Objects are for telling connections,
-    links and groups apart; they must not be kept longer than needed nor called.
+    An exception of an observer is logged and has no other effect.  The objects identify
+    connections, links and groups.  An observer must not call them, or keep them longer than needed.
     """
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
@@ -30,64 +33,64 @@ class Observer(Protocol):
         """A CDC message was sent or received (A.4)."""
 
     def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
-        """An RDMA write of ``data`` was posted; the bytes must not be looked at later."""
+        """An RDMA write of ``data`` was posted; the bytes are valid only during the call."""
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
-        """A state machine changed its state.  ``event`` is "move" when a connection went from the
+        """A state machine changed its state.  If ``event`` is "move", a connection moved from the
         link ``old`` to the link ``new`` ("link 1", "link 2"; RFC 7609, 4.6)."""
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
-        """A connection became SMC-R (None) or stays TCP; ``connection`` is None when it was
-        refused for that."""
+        """A connection uses SMC-R (``fallback`` is None) or TCP.  ``connection`` is None if it was
+        refused because it cannot use SMC-R."""
 
 
 class Observed(Protocol):
-    """A stack, for who listens to it."""
+    """A stack, as its observers see it."""
 
     @property
     def peer_id(self) -> bytes:
-        """8 bytes."""
+        """The peer ID of the stack, 8 bytes."""
 
     def add_observer(self, observer: Observer) -> None:
-        """Tell it, too."""
+        """Notify this observer, too."""
 
     def remove_observer(self, observer: Observer) -> None:
-        """No longer."""
+        """Stop notifying this observer."""
 
 
 class ObserverGroup:
-    """Several observers as one; an exception of one is logged and costs nobody anything."""
+    """Several observers as one.  An exception of one is logged, and the others are notified."""
 
     def __init__(self, observers: tuple[Observer, ...]) -> None:
         self.observers = observers
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
         for observer in self.observers:
-            _tell(observer.clc, connection, outgoing, message)
+            _notify(observer.clc, connection, outgoing, message)
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
         for observer in self.observers:
-            _tell(observer.llc, link, outgoing, message)
+            _notify(observer.llc, link, outgoing, message)
 
     def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
         for observer in self.observers:
-            _tell(observer.cdc, link, outgoing, message)
+            _notify(observer.cdc, link, outgoing, message)
 
     def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
         for observer in self.observers:
-            _tell(observer.rdma_write, link, address, rkey, data)
+            _notify(observer.rdma_write, link, address, rkey, data)
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
         for observer in self.observers:
-            _tell(observer.state, subject, old, new, event)
+            _notify(observer.state, subject, old, new, event)
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
         for observer in self.observers:
-            _tell(observer.mode, connection, fallback)
+            _notify(observer.mode, connection, fallback)
 
 
 class LinkEnd(NamedTuple):
-    """One queue pair of a link: 16 bytes GID, 6 bytes MAC, 24 bits number and first PSN."""
+    """One queue pair of a link: GID (16 bytes), MAC (6 bytes), number and initial PSN (24 bits)."""
 
     gid: bytes
     mac: bytes
@@ -104,9 +107,9 @@ class LinkEnds(NamedTuple):
 
 
 def link_ends(link: Any) -> LinkEnds | None:
-    """What a frame needs to know of a link that an observer was told of.
+    """The ends of a link that was passed to an observer, as needed for frames.
 
-    None while its peer's end is not known (RFC 7609, 3.5.1.3).
+    None: the peer's end is not known yet (RFC 7609, 3.5.1.3).
     """
     peer = link.peer
     if peer is None:
@@ -120,9 +123,9 @@ def link_ends(link: Any) -> LinkEnds | None:
 
 
 def tcp_names(connection: Any) -> tuple[tuple[str, int], tuple[str, int]] | None:
-    """The local and the remote (host, port) of a rendezvous that an observer was told of.
+    """The local and the remote (host, port) of a connection that was passed to `Observer.clc`.
 
-    None when the TCP connection has ended, or there is none.
+    None: the TCP connection has ended, or there is none.
     """
     sock = connection.sock
     try:
@@ -132,7 +135,7 @@ def tcp_names(connection: Any) -> tuple[tuple[str, int], tuple[str, int]] | None
     return (local[0], local[1]), (remote[0], remote[1])
 
 
-def _tell(method: Callable[..., None], *news: Any) -> None:
+def _notify(method: Callable[..., None], *news: Any) -> None:
     try:
         method(*news)
     except Exception:

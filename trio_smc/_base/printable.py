@@ -1,9 +1,9 @@
-"""Text of other processes and peers, made safe for terminals, logs and error messages.
+"""Make text of other processes and peers safe for terminals, logs and error messages.
 
-Names, sentences and command lines that another process wrote may hold anything: escape sequences
-that steer a terminal, line ends that forge a line of a log, directional overrides and invisible
-characters that make text look like other text, surrogates that no output encoding has.  `printable`
-writes each such character as an escape of Python, so that the reader sees what was there.
+Names, messages and command lines of another process may contain escape sequences that control a
+terminal, line ends that forge a line of a log, directional overrides and invisible characters that
+make text look like other text, and surrogates that cannot be encoded.  `printable` replaces each
+such character by a Python escape, so that the reader can see it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Final
 __all__ = ["MAX_FOREIGN", "clean", "printable"]
 
 MAX_FOREIGN: Final = 1000
-"""Characters of one foreign string that are kept."""
-_CUT: Final = "..."
+"""Characters of one string from another process that are kept."""
+_ELLIPSIS: Final = "..."
 _PLAIN: Final = re.compile(r"[ -~]*")
 _MARKS: Final = frozenset({"Mn", "Me"})
-# Letters and symbols without any ink.  Python calls them printable (UAX 44,
+# Letters and symbols that show nothing, although Python calls them printable (UAX 44,
 # Default_Ignorable_Code_Point, and the empty Braille cell).
 _INVISIBLE: Final = frozenset("\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
 
@@ -32,17 +32,18 @@ def printable(text: object, limit: int | None = MAX_FOREIGN) -> str:
     escapes such as ``\\x1b``.  Blanks other than the space become escapes, too.
 
     Args:
-      limit: characters of ``text`` that are kept; "..." stands for the rest.  None: all.
+      text: the text.
+      limit: characters of ``text`` that are kept; "..." replaces the rest.  None: all.
     """
     whole = str(text)
-    kept = whole if limit is None or len(whole) <= limit else whole[:limit] + _CUT
+    kept = whole if limit is None or len(whole) <= limit else whole[:limit] + _ELLIPSIS
     if _PLAIN.fullmatch(kept):
         return kept
     return "".join(each if _is_harmless(each) else _escape(each) for each in kept)
 
 
 def clean(value: Any) -> Any:
-    """Return decoded JSON with every string in it, names of fields too, made `printable`."""
+    """Return decoded JSON in which every string, including names of fields, is `printable`."""
     match value:
         case str():
             return printable(value)

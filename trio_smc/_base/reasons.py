@@ -1,7 +1,7 @@
-"""Why a connection is plain TCP: typed reasons, the diagnosis words of the wire, remedies.
+"""The reasons why a connection uses TCP, with their diagnosis words on the wire and remedies.
 
-RFC 7609 leaves the 4-byte diagnosis of an SMC Decline to the implementation (A.2.4); the words
-used here are those of the one deployed implementation, so that its tools can explain ours.
+RFC 7609 leaves the 4-byte diagnosis of an SMC Decline to the implementation (A.2.4).  The words
+used here are those of Linux, so that its tools can explain ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Mode(StrEnum):
 
 
 class Origin(StrEnum):
-    """Which side decided that a connection stays on TCP."""
+    """The side that decided to stay on TCP."""
 
     LOCAL = "local"
     PEER = "peer"
@@ -58,44 +58,44 @@ class FallbackReason(StrEnum):
     """Why a connection stays on TCP."""
 
     PEER_NOT_CAPABLE = "peer-not-capable"
-    """Nothing told this side that the peer speaks SMC-R."""
+    """The peer has not announced SMC-R."""
     NO_RNIC = "no-rnic"
     """No RNIC of this stack serves the route of the connection."""
     RNIC_DOWN = "rnic-down"
-    """The RNIC that serves the route has its port down."""
+    """The port of the RNIC that serves the route is down."""
     PREFIX_MISMATCH = "prefix-mismatch"
     """The two sides are not on one IP subnet (RFC 7609, 3.5.1.2)."""
     OUT_OF_RESOURCES = "out-of-resources"
-    """No memory, queue pair, RMB element or local port could be had."""
+    """Memory, queue pairs, RMB elements or local ports are exhausted."""
     OUT_OF_SYNC = "out-of-sync"
     """The server named a link group that the client does not know (RFC 7609, 3.5.2.2)."""
     RESERVED_VALUE = "reserved-value"
-    """A message held an enumerated value that RFC 7609 reserves (C.1)."""
+    """A message contained an enumerated value that RFC 7609 reserves (C.1)."""
     VERSION_MISMATCH = "version-mismatch"
     """No protocol version is common to both sides."""
     MODE_MISMATCH = "mode-mismatch"
-    """The peer offers another kind of SMC only: SMC-D, or version 2 to a side without UEIDs."""
+    """The peer offers only another kind of SMC: SMC-D, or version 2 to a side without UEIDs."""
     NO_COMMON_UEID = "no-common-ueid"
-    """The two sides have no UEID in common, by which SMC-R version 2 knows who may talk.  Linux
-    has the same word for a missing RNIC."""
+    """The two sides have no common UEID, which SMC-R version 2 requires.  Linux uses the same word
+    for a missing RNIC."""
     NO_ROUTE = "no-route"
     """No route leads from the RNIC to the GID that the peer names (version 2)."""
     ROUTE_MISMATCH = "route-mismatch"
-    """The server says that a gateway is between the RNICs, and there is none (version 2)."""
+    """The server reports a gateway between the RNICs, and there is none (version 2)."""
     RELEASE_MISMATCH = "release-mismatch"
     """The peer names a release of version 2 that was not agreed on."""
     CONNECTION_LIMIT = "connection-limit"
-    """The two sides' limits of connections in a link group do not fit (version 2)."""
+    """The two sides cannot agree on the number of connections in a link group (version 2)."""
     LINK_LIMIT = "link-limit"
-    """The two sides' limits of links in a link group do not fit (version 2)."""
+    """The two sides cannot agree on the number of links in a link group (version 2)."""
     EYE_CATCHER = "eye-catcher"
-    """The peer does not take RMB elements with eye catchers (RFC 7609, 4.2)."""
+    """The peer does not accept RMB elements with eye catchers (RFC 7609, 4.2)."""
     LINK_FAILED = "link-failed"
     """The RoCE path could not be confirmed before data flowed (RFC 7609, C.2)."""
     HANDSHAKE_LIMIT = "handshake-limit"
-    """The listener has `Config.handshake_limit` or more handshakes under way."""
+    """The listener has `Config.handshake_limit` or more handshakes in progress."""
     TCP_OPTION_UNAVAILABLE = "tcp-option-unavailable"
-    """This system cannot send the TCP option, or no program that sends it serves this process."""
+    """This system cannot send the TCP option, or no program sends it for this process."""
     TCP_OPTION_NOT_PERMITTED = "tcp-option-not-permitted"
     """This process may not use the TCP option, and an administrator has not set it up for it."""
     DIRECTORY_UNUSABLE = "directory-unusable"
@@ -103,18 +103,18 @@ class FallbackReason(StrEnum):
     OTHER_USER = "other-user"
     """The process at the other end, or the private directory, belongs to another user."""
     PATH_NOT_PROVEN = "path-not-proven"
-    """Listeners of other network namespaces share the directory, and the address leads to none of
-    them untranslated."""
+    """Listeners of other network namespaces share the directory, and the address does not lead
+    directly to any of them."""
     LOCAL_VERSION_MISMATCH = "local-version-mismatch"
-    """The two processes' same-host discovery speak no common version."""
+    """The two processes have no common version of same-host discovery."""
     UNSUPPORTED_PLATFORM = "unsupported-platform"
-    """This operating system has nothing that trio_smc could use, or Python runs without its GIL."""
+    """trio_smc does not support this operating system, or Python without the GIL."""
     NOT_PERMITTED = "not-permitted"
     """`Config.allow` or `Config.deny` keeps this connection on TCP."""
     SHORT_CONNECTIONS = "short-connections"
-    """Connections with this peer have been too short to be worth it (`Config.learn_short`)."""
+    """Connections with this peer have carried too little to gain (`Config.learn_short`)."""
     DECLINED = "declined"
-    """The peer declined for a reason that it did not name in words we know."""
+    """The peer declined with a diagnosis word that this side does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class _Explanation:
     remedy: str
     code: Diagnosis
     at_decider: bool = False
-    """The remedy is for the side that decided, whichever that was."""
+    """True: the side that decided, local or peer, must apply the remedy."""
 
 
 _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
@@ -140,14 +140,14 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         at_decider=True,
     ),
     FallbackReason.RNIC_DOWN: _Explanation(
-        "the RNIC that serves the route has its port down",
+        "the port of the RNIC that serves the route is down",
         "bring the RNIC's port up again",
         Diagnosis.NO_DEVICE,
         at_decider=True,
     ),
     FallbackReason.PREFIX_MISMATCH: _Explanation(
         "client and server are not on one IP subnet",
-        "connect within one subnet or IPv6 prefix; SMC-R version 1 cannot do more",
+        "connect within one subnet or IPv6 prefix; SMC-R version 1 cannot leave it",
         Diagnosis.PREFIX_MISMATCH,
     ),
     FallbackReason.OUT_OF_RESOURCES: _Explanation(
@@ -158,7 +158,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.OUT_OF_SYNC: _Explanation(
         "the server named a link group that the client does not know",
-        "nothing to do: the next connection makes a new link group",
+        "nothing to do: the next connection will create a new link group",
         Diagnosis.OUT_OF_SYNC,
     ),
     FallbackReason.RESERVED_VALUE: _Explanation(
@@ -188,7 +188,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.ROUTE_MISMATCH: _Explanation(
         "the server reaches the client's RNIC through a gateway, and the client needs none",
-        "make the routes between the two RNICs' addresses alike in both directions",
+        "make the routes between the two RNICs' addresses the same in both directions",
         Diagnosis.ROUTE_MISMATCH,
     ),
     FallbackReason.RELEASE_MISMATCH: _Explanation(
@@ -197,17 +197,17 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         Diagnosis.RELEASE_MISMATCH,
     ),
     FallbackReason.CONNECTION_LIMIT: _Explanation(
-        "the two sides' limits of connections in a link group do not fit",
+        "the two sides cannot agree on the number of connections in a link group",
         "allow 16 or more connections: net.smc.smcr_max_conns_per_lgr at a Linux kernel",
         Diagnosis.MAX_CONNECTIONS,
     ),
     FallbackReason.LINK_LIMIT: _Explanation(
-        "the two sides' limits of links in a link group do not fit",
+        "the two sides cannot agree on the number of links in a link group",
         "allow one or two links: net.smc.smcr_max_links_per_lgr at a Linux kernel",
         Diagnosis.MAX_LINKS,
     ),
     FallbackReason.EYE_CATCHER: _Explanation(
-        "the peer does not take RMB elements with eye catchers",
+        "the peer does not accept RMB elements with eye catchers",
         "leave Config(rmbe_eye_catcher=...) off for this peer",
         Diagnosis.EYE_CATCHER,
     ),
@@ -217,7 +217,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         Diagnosis.CONFIRM_LINK_TIMEOUT,
     ),
     FallbackReason.HANDSHAKE_LIMIT: _Explanation(
-        "the listener has too many handshakes under way",
+        "the listener has too many handshakes in progress",
         "raise Config(handshake_limit=...), or connect more slowly",
         Diagnosis.OUT_OF_MEMORY,
         at_decider=True,
@@ -230,56 +230,56 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.TCP_OPTION_NOT_PERMITTED: _Explanation(
         "the process may not use the TCP option that announces SMC-R",
-        "run 'trio-smc setup --group GROUP' as root, with a group this user is in",
+        "run 'trio-smc setup --group GROUP' as root, with a group of this user",
         Diagnosis.CONFIGURATION,
         at_decider=True,
     ),
     FallbackReason.DIRECTORY_UNUSABLE: _Explanation(
         "the private directory cannot be used",
-        "make Config(directory=...) writable for this user alone, mode 0700; the log has details",
+        "make Config(directory=...) writable only for this user, mode 0700; see the log",
         Diagnosis.CONFIGURATION,
         at_decider=True,
     ),
     FallbackReason.OTHER_USER: _Explanation(
         "the process at the other end, or the private directory, belongs to another user",
-        "run both processes as one user, with one Config(directory=...), or let a group share it",
+        "run both processes as one user with one Config(directory=...), or share it in a group",
         Diagnosis.PEER_NOT_CAPABLE,
     ),
     FallbackReason.PATH_NOT_PROVEN: _Explanation(
-        "the address does not lead straight to a process that shares the directory: NAT, a proxy, "
+        "the address does not lead directly to a process that shares the directory: NAT, a proxy, "
         "or another host",
-        "connect to the listener's own address, with no NAT, proxy or closed ports between",
+        "connect to the listener's own address, without NAT, proxy or closed ports in between",
         Diagnosis.PEER_NOT_CAPABLE,
     ),
     FallbackReason.LOCAL_VERSION_MISMATCH: _Explanation(
-        "the two processes speak no common version of same-host discovery",
+        "the two processes have no common version of same-host discovery",
         "use the same trio_smc release in both processes",
         Diagnosis.VERSION_MISMATCH,
     ),
     FallbackReason.UNSUPPORTED_PLATFORM: _Explanation(
-        "this operating system or this Python offers nothing that SMC-R could use",
-        "run both ends on Linux on x86-64, by a Python that has its GIL",
+        "SMC-R does not work on this operating system, or with this Python",
+        "run both ends on Linux on x86-64, with a Python that has the GIL",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.NOT_PERMITTED: _Explanation(
-        "the lists of who may use SMC-R exclude this connection",
-        "change Config(allow=...) or Config(deny=...), if that is not what was meant",
+        "the allow and deny lists exclude this connection from SMC-R",
+        "change Config(allow=...) or Config(deny=...) if that was not intended",
         Diagnosis.CONFIGURATION,
         at_decider=True,
     ),
     FallbackReason.SHORT_CONNECTIONS: _Explanation(
-        "connections with this peer have carried too little to be worth their set-up",
-        "nothing to do: one is tried again every few minutes; or set Config(learn_short=False)",
+        "earlier connections with this peer carried too little data to gain from SMC-R",
+        "nothing to do: every few minutes SMC-R is tried again; or set Config(learn_short=False)",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.DECLINED: _Explanation(
         "the peer declined SMC-R",
-        "look at the peer's own diagnosis for the code given",
+        "look up the diagnosis code in the peer's documentation",
         Diagnosis.PEER_DECLINED,
     ),
 }
 
-# What a word received in a Decline means; words not listed are kept as a number only.
+# The reasons for words received in a Decline.  Other words are kept only as a number.
 _MEANING: dict[int, FallbackReason] = {
     Diagnosis.OUT_OF_MEMORY: FallbackReason.OUT_OF_RESOURCES,
     Diagnosis.CONFIRM_LINK_TIMEOUT: FallbackReason.LINK_FAILED,
@@ -304,13 +304,13 @@ _MEANING: dict[int, FallbackReason] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fallback:
-    """Why one connection is plain TCP.
+    """The reason why one connection uses TCP.
 
     Attributes:
-      reason: the typed reason.
-      origin: which side decided it.
-      code: the diagnosis word that this side decided or sent, or None.
-      peer_code: the diagnosis word received in the peer's SMC Decline, or None.
+      reason: the reason.
+      origin: the side that decided.
+      code: the diagnosis word that this side found or sent, or None.
+      peer_code: the diagnosis word of the peer's SMC Decline, or None.
     """
 
     reason: FallbackReason
@@ -325,10 +325,12 @@ class Fallback:
 
     @classmethod
     def from_peer(cls, diagnosis: int, *, ueids: bool = False) -> Fallback:
-        """A fallback that the peer asked for by a Decline with this diagnosis word.
+        """A fallback that the peer requested by a Decline with this diagnosis word.
 
-        ``ueids``: we offered version 2, and Linux says that it has no device when it has none of
-        our UEIDs.
+        Args:
+          diagnosis: the word.
+          ueids: this side offered version 2.  A Linux that has none of its UEIDs answers that it
+            has no device.
         """
         reason = _MEANING.get(diagnosis, FallbackReason.DECLINED)
         if ueids and diagnosis == Diagnosis.NO_DEVICE:
@@ -341,7 +343,7 @@ class Fallback:
         )
 
     def as_dict(self) -> dict[str, str | int | None]:
-        """All that is known of it as plain values, for JSON."""
+        """All fields, the message and the remedy as plain values, for JSON."""
         return {
             "reason": self.reason.value,
             "origin": self.origin.value,
@@ -356,12 +358,12 @@ class Fallback:
         """One sentence, without a full stop."""
         text = _EXPLANATIONS[self.reason].message
         if self.peer_code is not None:
-            return f"{text} (said by the peer, diagnosis 0x{self.peer_code:08x})"
-        return f"{text} (said by the peer)" if self.origin is Origin.PEER else text
+            return f"{text} (reported by the peer, diagnosis 0x{self.peer_code:08x})"
+        return f"{text} (reported by the peer)" if self.origin is Origin.PEER else text
 
     @property
     def remedy(self) -> str:
-        """What an operator can do about it, without a full stop."""
+        """A remedy for the operator, without a full stop."""
         explanation = _EXPLANATIONS[self.reason]
         elsewhere = explanation.at_decider and self.origin is Origin.PEER
         return f"at the peer: {explanation.remedy}" if elsewhere else explanation.remedy

@@ -1,9 +1,9 @@
-"""Errors of the system: the peer is gone, or this machine lacks resources.
+"""Kinds of system errors: the peer is gone, or this machine lacks resources.
 
-Every place that decides by an error number what an operation costs asks here.  A lack of resources
-(descriptors, memory, descriptors in flight, epoll watches) may be caused by an innocent process and
-may pass: it fails or delays the one operation that met it.  Only an error that says that the peer
-is gone ends what is shared with that peer.
+All code that handles errors by their number uses these functions.  A lack of resources
+(descriptors, memory, descriptors in flight, epoll watches) may be the fault of another process, and
+may be temporary.  So it fails or delays only one operation.  Only an error that shows that the peer
+is gone ends the connections and links with that peer.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _GONE_ERRORS: Final = frozenset(
 
 
 def is_lack(error: OSError) -> bool:
-    """True if a lack of resources failed the operation, which may succeed later.
+    """True if the operation failed for lack of resources; it may succeed later.
 
-    On a socket that does not block, EAGAIN means that the queue is full or empty: handle
-    BlockingIOError first there.
+    On a socket that does not block, EAGAIN means that the queue is full or empty.  For such a
+    socket handle BlockingIOError first.
     """
     return error.errno in LACK_ERRORS
 

@@ -1,4 +1,4 @@
-"""Frozen counters, as `Stack.statistics()` and `SmcStream.statistics()` return them."""
+"""The counters that `Stack.statistics()` and `SmcStream.statistics()` return."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["STREAM_COUNTERS", "Agreed", "StackStatistics", "StreamStatistics"]
 
 
 class Agreed(NamedTuple):
-    """What the two sides of a link group have agreed on, as tools and metrics tell it.
+    """The terms of a link group that both sides have agreed on, for tools and metrics.
 
     Fields:
-      version: of SMC-R, 1 or 2.
-      release: of version 2: 0 or 1; else 0.
-      ueid: by which they speak version 2; None in version 1.
-      direct: whether their first RNICs reach each other without a gateway, as version 1 has it.
+      version: the version of SMC-R, 1 or 2.
+      release: the release of version 2, 0 or 1; 0 in version 1.
+      ueid: the common UEID of version 2; None in version 1.
+      direct: True if no gateway is between the first RNICs of both sides; always so in version 1.
     """
 
     version: int
@@ -38,17 +38,17 @@ class StreamStatistics:
     cdcs_sent: int = 0
     cdcs_received: int = 0
     coalesced: int = 0
-    """CDC messages spared because a later one carried the same news."""
+    """CDC messages that were not sent because a later one included their contents."""
     window_stalls: int = 0
     """How often a sender found the peer's window closed."""
     stale_cdcs: int = 0
-    """CDC messages discarded for their sequence number (RFC 7609, A.4)."""
+    """CDC messages discarded because of an old sequence number (RFC 7609, A.4)."""
     failovers: int = 0
     """How often this side moved its sending to another link (RFC 7609, 4.6)."""
 
 
 STREAM_COUNTERS = tuple(field.name for field in fields(StreamStatistics))
-"""Their names, in order."""
+"""The names of the counters, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +58,12 @@ class StackStatistics:
     connections: int = 0
     """SMC-R connections opened, open ones included."""
     agreed: Mapping[Agreed, int]
-    """The same by what their link groups have agreed on."""
+    """SMC-R connections opened, by the terms of their link groups."""
     open_connections: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     tcp_bytes_sent: int = 0
-    """By connections that stay on TCP."""
+    """Sent by connections that stay on TCP."""
     tcp_bytes_received: int = 0
     writes: int = 0
     cdcs_sent: int = 0
@@ -74,17 +74,17 @@ class StackStatistics:
     unknown_tokens: int = 0
     """CDC messages dropped because their alert token names no connection."""
     buffers_allocated: int = 0
-    """RMB elements given out."""
+    """RMB elements assigned to connections."""
     buffers_reused: int = 0
-    """RMB elements given out that had served a connection before."""
+    """RMB elements assigned that an earlier connection had used."""
     link_groups: int = 0
     """Link groups opened."""
     failovers: int = 0
-    """Moves of a connection's sending to another link, of all connections."""
+    """How often any connection moved its sending to another link."""
     handshakes: int = 0
-    """Exchanges of CLC messages begun, or waited for because the peer is assumed to speak SMC-R."""
+    """CLC handshakes started, including waits for a Proposal of a peer assumed to use SMC-R."""
     handshakes_failed: int = 0
-    """Those that ended the TCP connection; calls cancelled in the middle included."""
+    """Handshakes that ended the TCP connection, including cancelled ones."""
     refused: int = 0
     """Connections closed by a listener because `require_smc` is set."""
     fallbacks: Mapping[tuple[Origin, FallbackReason], int]

@@ -1,15 +1,15 @@
-"""Timers without a clock of their own: deadlines in, callbacks out.
+"""Timers of the protocol, whose clock is an argument.
 
-Everything in the protocol that waits for time hangs here, so that one task of a stack (or a
-test with a clock of its own) runs all of it.
+All deadlines of the protocol are timers of one `Timers`, so that one task of a stack, or a test
+with its own clock, runs them all.
 
-Theory of operation: many things that end together
---------------------------------------------------
-The end of a link group takes a fraction of a millisecond, and hundreds may end together: their
-first contacts time out, their process is killed, the port fails.  The loop must serve others
-meanwhile, so all of these ends are called by `Timers`, about a millisecond of them at a time.  An
-end that a timer brings is due in `Timers.run_due`; any other one goes through `Timers.in_turn`,
-which calls at once what is rare.
+Theory of operation: many ends at the same time
+-----------------------------------------------
+To end a link group takes a fraction of a millisecond, and hundreds may end at the same time:
+because their first contacts time out, their process is killed, or the port fails.  Trio must run
+other tasks meanwhile.  So `Timers` calls all of these ends, in turns of about a millisecond.  If
+the end comes from a timer, `Timers.run_due` calls it.  All other ends use `Timers.in_turn`, which
+calls them at once as long as they are rare.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = [
     "Timers",
 ]
 
-_TURN: Final = 0.001
-"""Seconds after which `Timers.run_due` leaves the rest to its next call.  The same as in other
-places where many things end together: a loop that serves others meanwhile notices no less."""
+_TURN_LENGTH: Final = 0.001
+"""Seconds of processor time after which `Timers.run_due` leaves the rest to its next call.  The
+same as in other places that end many connections: other tasks do not notice so short a delay."""
 _RECOVERY: Final = 0.25
-"""Of the time that passes: so much of it the ends outside of `Timers.run_due` may take."""
+"""The share of the time that ends outside of `Timers.run_due` may take."""
 
 
 class Timer:
-    """One armed timer; `cancel` makes it never fire."""
+    """One armed timer."""
 
     __slots__ = ("callback", "when")
 
@@ -44,7 +44,7 @@ class Timer:
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """Never fire.  Idempotent; harmless after it fired."""
+        """Do not call the callback.  Idempotent, and a no-op after the callback was called."""
         self.callback = None
 
 
@@ -52,13 +52,14 @@ class Timers:
     """A heap of timers.
 
     Args:
-      clock: returns the present in seconds.
-      earlier: called when a new timer is due before all others, so that a sleeper can be woken.
+      clock: returns the current time in seconds.
+      earlier: called if a new timer is due before all others, to wake the task that sleeps until
+        the next deadline.
 
     Attributes:
       now: ``clock``.
       work_clock: returns the seconds of processor time that this thread has used.  Tests replace it
-        by a clock of their own, so that the same seed always takes the same turns.
+        by their own clock, so that the same seed always gives the same turns.
     """
 
     def __init__(self, clock: Callable[[], float], earlier: Callable[[], None]) -> None:
@@ -70,18 +71,18 @@ class Timers:
         self._cancelled_bound = 64
         self._abandoned = False
         self._turn_end = 0.0  # when `run_due` leaves the rest to its next call
-        # For `in_turn`: what was put off, and its charge; seconds of processor time that calls took
-        # lately, and when that was last reckoned; True within such a call, and within `run_due`.
-        self._put_off: deque[tuple[Callable[[], object], float]] = deque()
+        # For `in_turn`: deferred callbacks and their charges; the processor time in seconds that
+        # recent calls took, and the time of that value; True during such a call and `run_due`.
+        self._deferred: deque[tuple[Callable[[], object], float]] = deque()
         self._spent = 0.0
-        self._reckoned = 0.0
+        self._measured_at = 0.0
         self._in_turn = False
 
     def abandon(self) -> None:
-        """Call nothing any more: this process is a forked child, the timers are its parent's."""
+        """Drop all timers in a forked child: they belong to the parent process."""
         self._abandoned = True
         self._heap.clear()
-        self._put_off.clear()
+        self._deferred.clear()
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Call ``callback`` once, ``seconds`` from now."""
@@ -100,23 +101,23 @@ class Timers:
         return timer
 
     def next_deadline(self) -> float:
-        """When `run_due` has something to do: seconds on the clock, infinity for never."""
+        """The time of the next timer in seconds of the clock; infinity if there is none."""
         heap = self._heap
         while heap and heap[0][2].callback is None:
             heapq.heappop(heap)
         return heap[0][0] if heap else math.inf
 
     def run_due(self) -> bool:
-        """Call what is due, in the order of its deadlines, for about a millisecond.
+        """Call the due callbacks for about a millisecond, in the order of their deadlines.
 
-        The rest stays due: `next_deadline` is in the past then, and the next call goes on with it.
-        The caller lets others run before that.
+        The rest stays due: `next_deadline` is then in the past, and the next call goes on.  Before
+        that call the caller lets other tasks run.
 
         Returns:
-          True: something was called.
+          True: a callback was called.
         """
         now, called = self.now(), False
-        self._turn_end = self.work_clock() + _TURN
+        self._turn_end = self.work_clock() + _TURN_LENGTH
         inside, self._in_turn = self._in_turn, True
         try:
             while self.next_deadline() <= now:
@@ -132,26 +133,29 @@ class Timers:
         return called
 
     def charge(self, seconds: float) -> None:
-        """For a callback that wakes a task: the task will take so many seconds in the same pass of
-        the scheduler, which count as part of the turn of `run_due`."""
+        """Add time to the turn of `run_due`, for a callback that wakes tasks.
+
+        Args:
+          seconds: the processor time that the tasks will take in the same pass of the scheduler.
+        """
         self._turn_end -= seconds
 
     def in_turn(self, callback: Callable[[], object], charge: float = 0.0) -> None:
-        """Call ``callback`` once: at once, or by a timer if such calls took long just now.
+        """Call ``callback`` once: now, or from a timer if recent calls have taken too long.
 
-        The calls are made in the order in which they were asked for, and one that was put off is
-        made even if what it is about has ended meanwhile.
+        The order of the calls is kept.  A deferred callback is called even if its object has ended
+        meanwhile.
 
         Args:
-          callback: what to call.
-          charge: seconds of processor time that tasks will take which the callback wakes.
+          callback: the function.
+          charge: the processor time in seconds that the tasks woken by the callback will take.
         """
         if self._in_turn:
-            callback()  # part of an end that has its turn
+            callback()  # it belongs to the end that is running
             return
-        if self._put_off or self._is_spent():
-            self._put_off.append((callback, charge))
-            if len(self._put_off) == 1:
+        if self._deferred or self._is_over_budget():
+            self._deferred.append((callback, charge))
+            if len(self._deferred) == 1:
                 self.call_later(0.0, self._next_in_turn)
             return
         began = self.work_clock()
@@ -162,27 +166,27 @@ class Timers:
             self._in_turn = False
             self._spent += self.work_clock() - began + charge
 
-    def _is_spent(self) -> bool:
+    def _is_over_budget(self) -> bool:
         now = self.now()
-        self._spent = max(0.0, self._spent - _RECOVERY * (now - self._reckoned))
-        self._reckoned = now
-        return self._spent >= _TURN
+        self._spent = max(0.0, self._spent - _RECOVERY * (now - self._measured_at))
+        self._measured_at = now
+        return self._spent >= _TURN_LENGTH
 
     def _next_in_turn(self) -> None:
-        """Make calls that were put off, until the turn of `run_due` is over."""
+        """Call deferred callbacks until the turn of `run_due` is over."""
         try:
-            while self._put_off:
-                callback, charge = self._put_off.popleft()
+            while self._deferred:
+                callback, charge = self._deferred.popleft()
                 self.charge(charge)
                 callback()
                 if self.work_clock() >= self._turn_end:
                     break
         finally:
-            if self._put_off:
+            if self._deferred:
                 self.call_later(0.0, self._next_in_turn)
 
     def run_all(self) -> None:
-        """Call everything now: nobody will, later."""
+        """Call all callbacks now, because the stack ends and no later call will come."""
         while self._heap:
             timer = heapq.heappop(self._heap)[2]
             callback, timer.callback = timer.callback, None
@@ -190,7 +194,7 @@ class Timers:
                 callback()
 
     def _sweep(self) -> None:
-        # Most timers are cancelled before they fire; without this they would pile up.
+        # Most timers are cancelled before they are due; without this they would accumulate.
         self._heap = [entry for entry in self._heap if entry[2].callback is not None]
         heapq.heapify(self._heap)
         self._cancelled_bound = max(64, 2 * len(self._heap))

@@ -1,23 +1,24 @@
-"""The control protocol: what a stack and the command `trio-smc` say to each other.
+"""The control protocol between a stack and the command `trio-smc`.
 
 Theory of operation
 -------------------
-Each running stack listens on a Unix stream socket ``control/<pid>-<random>`` in the user's
-private directory, or ``control-<random>/<pid>-<random>`` in one that a group shares.  A message is
-four bytes of length, most significant first, and a JSON object in UTF-8 of that length.  Every
-object has "version".
+Each running stack listens on a Unix stream socket ``control/<pid>-<random>`` in the user's private
+directory, or ``control-<random>/<pid>-<random>`` in one that a group shares.  A message consists of
+its length in four bytes, most significant first, and a JSON object in UTF-8.  Every object has the
+field "version".
 
-The client sends one request, ``{"version": 1, "want": [parts]}``, and the stack answers with
-messages ``{"version": 1, "part": name, "data": ...}``: first "process", then the wanted parts,
-those that are lists in pieces of at most `PIECE` items, and then "end" (or "error", whose data is
-a sentence).  Then it closes.  Both sides check by SO_PEERCRED that the other is the same user's.
+The client sends one request, ``{"version": 1, "want": [parts]}``.  The stack answers with messages
+``{"version": 1, "part": name, "data": ...}``: first "process", then the requested parts, then "end"
+or "error", whose data is a sentence.  A part that is a list is sent in pieces of at most `PIECE`
+items.  Then the stack closes the connection.  Each side checks by SO_PEERCRED that the other one
+belongs to the same user.
 
-``{"version": 1, "want": ["capture"], "payload": 16}`` is answered by one message of the part
-"capture", whose data is the stack's peer ID, and then, until either side closes, by the bytes of
-a pcapng file of what happens from then on, with so many bytes of each RDMA write.
+A stack answers ``{"version": 1, "want": ["capture"], "payload": 16}`` with one message of the part
+"capture", whose data is the stack's peer ID.  After that it sends a pcapng file of all later
+events, with at most ``payload`` bytes of each RDMA write, until either side closes.
 
-A new part or a new field needs no new version: a stack leaves out parts it does not know, and
-clients ignore fields that they do not know.
+A new part or a new field needs no new version: stacks ignore unknown parts, and clients ignore
+unknown fields.
 """
 
 from __future__ import annotations
@@ -60,67 +61,68 @@ __all__ = [
 
 VERSION: Final = 1
 DIRECTORY: Final = "control"
-"""Below the private directory."""
+"""The directory of control sockets, in the private directory."""
 PARTS: Final = ("statistics", "connections", "link_groups", "rnics", "listeners")
-"""What a client may want."""
+"""The parts that a client may request."""
 CAPTURE: Final = "capture"
-"""What it may want alone, and gets until it leaves."""
+"""A part that a client may request only alone, and receives until it closes."""
 PIECE: Final = 25
-"""Items of a list that go into one message; between two the stack does its own work."""
+"""Items of a list in one message; between two messages the stack does its own work."""
 REQUEST_LIMIT: Final = 4096
 """Bytes of a request, without the length."""
 REPLY_LIMIT: Final = 1 << 20
 """Bytes of each message of a reply, without the length."""
 REPORT_TO: Final = "TRIO_SMC_RUN"
-"""The variable of the environment that names the socket of `trio-smc run`."""
+"""The environment variable with the path of the socket of `trio-smc run`."""
 REPORT_EVERY: Final = "TRIO_SMC_REPORT_EVERY"
-"""The variable that says how often a stack tells what it counted, in seconds; else at its end."""
+"""The environment variable with the seconds between two reports of a stack's counters.  Without
+it, a stack reports only at its end."""
 
 _HEADER: Final = struct.Struct("!I")
 HEADER_SIZE: Final = _HEADER.size
-_SHORTEST: Final = 0.1
-"""Seconds between two reports of a stack, at least."""
+_MIN_INTERVAL: Final = 0.1
+"""The shortest time in seconds between two reports of a stack."""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """A message as bytes, "version" added."""
+    """Encode a message, with the field "version" added."""
     body = json.dumps({"version": VERSION, **message}, separators=(",", ":")).encode()
     return _HEADER.pack(len(body)) + body
 
 
 def length_untrusted(header: bytes, limit: int) -> int:
-    """How many bytes follow the ``HEADER_SIZE`` bytes of a header.
+    """The length of the message behind a header of `HEADER_SIZE` bytes.
 
     Raises:
-      ProtocolError: more than ``limit``, or none.
+      ProtocolError: the length is 0 or more than ``limit``.
     """
     (length,) = _HEADER.unpack(header)
     if not 0 < length <= limit:
-        raise ProtocolError(f"a control message of {length} bytes where 1 to {limit} are allowed")
+        raise ProtocolError(f"a control message has {length} bytes; 1 to {limit} are allowed")
     return int(length)
 
 
 def decode_untrusted(body: bytes) -> dict[str, Any]:
-    """The object in a message.
+    """Decode the object of a message.
 
     Raises:
-      ProtocolError: it is no JSON object, or of another version.
+      ProtocolError: the message is not a JSON object, or has another version.
     """
     try:
         message = json.loads(body)
     except (ValueError, RecursionError):
-        raise ProtocolError("a control message that is not JSON") from None
+        raise ProtocolError("a control message is not JSON") from None
     if not isinstance(message, dict):
-        raise ProtocolError("a control message that is not a JSON object")
+        raise ProtocolError("a control message is not a JSON object")
     version = message.get("version")
     if version != VERSION or isinstance(version, bool):
-        text = f"a control message of version {printable(version, 20)} where {VERSION} is spoken"
-        raise ProtocolError(text)
+        shown = printable(version, 20)
+        raise ProtocolError(f"a control message has version {shown}; {VERSION} is supported")
     return message
 
 
 def pid_of_name(name: str) -> int | None:
-    """The process that made the control socket of this name; None: it is none."""
+    """The process ID in the name of a control socket; None: this is not such a name."""
     pid, dash, random = name.partition("-")
     if dash and random and pid.isascii() and pid.isdigit() and len(pid) < len("4294967296"):
         return int(pid)
@@ -128,9 +130,9 @@ def pid_of_name(name: str) -> int | None:
 
 
 def report_interval(text: str) -> float:
-    """The value of `REPORT_EVERY` in seconds; infinite where it is none."""
+    """The value of `REPORT_EVERY` in seconds; infinity if it is not a positive number."""
     try:
         seconds = float(text)
     except ValueError:
         return math.inf
-    return max(seconds, _SHORTEST) if seconds > 0 else math.inf
+    return max(seconds, _MIN_INTERVAL) if seconds > 0 else math.inf

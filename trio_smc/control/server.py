@@ -1,13 +1,13 @@
-"""The control socket of a stack: answers the command `trio-smc`, and nobody but the same user.
+"""The control socket of a stack, which answers the command `trio-smc` of the same user.
 
-`RunReport` is what a stack tells of its own accord, to the `trio-smc run` that started its program.
+`RunReport` sends a stack's counters to the `trio-smc run` that started the program.
 
 Theory of operation
 -------------------
-The protocol is told in `control.protocol`.  One task of the stack waits in accept and costs nothing
-until somebody asks; each client gets a task, a deadline, and what it asked for, piece by piece,
-so that a stack with many connections goes on with its own work in between.  Whatever a client
-does wrong costs that client only, and a stack that cannot have a socket goes without.
+`control.protocol` describes the protocol.  One task of the stack waits for clients.  Each client
+has a task and a deadline, and receives its answer piece by piece, so that a stack with many
+connections does its own work in between.  An error of a client affects only that client.  If the
+socket cannot be created, the stack runs without it.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ __all__ = ["ControlSocket", "RunReport"]
 
 LOGGER = logging.getLogger("trio_smc.control")
 
-_CLIENTS: Final = 8
-"""Clients answered at a time; further ones wait in the backlog."""
-_CAPTURES: Final = 4
-"""Of these, captures, which last for as long as their clients want."""
-_PATIENCE: Final = 5.0
-"""Seconds a client may take for its request and for taking the answer."""
+_MAX_CLIENTS: Final = 8
+"""Clients served at the same time; more wait in the backlog."""
+_MAX_CAPTURES: Final = 4
+"""Captures at the same time.  Each lasts until its client closes."""
+_CLIENT_TIMEOUT: Final = 5.0
+"""Seconds in which a client must send its request and receive the answer."""
 _CAPACITY_PAUSE: Final = 0.5
 _NAME_INTERVAL: Final = 10.0
-"""Seconds between looks whether the socket still has its name."""
+"""Seconds between checks that the socket still has its name."""
 
 
 class ControlSocket:
-    """One stack's control socket, from `open` to the end of `run`."""
+    """The control socket of one stack, from `open` to the end of `run`."""
 
     def __init__(self, stack: Stack, directory: Path) -> None:
         self._stack = stack
         self._path = directory
         self._snapshots = Snapshots(stack)
         self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
-        self._slots = trio.CapacityLimiter(_CLIENTS)
+        self._slots = trio.CapacityLimiter(_MAX_CLIENTS)
         self._captures = 0
         self._closed = False
         self._clients: set[socket.socket] = set()
@@ -75,13 +75,13 @@ class ControlSocket:
         finally:
             root.close()
         try:
-            return below, below.listen(self._name, _CLIENTS, socket.SOCK_STREAM)
+            return below, below.listen(self._name, _MAX_CLIENTS, socket.SOCK_STREAM)
         except BaseException:
             below.close()
             raise
 
-    def _keep_name(self) -> None:
-        """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
+    def _ensure_name(self) -> None:
+        """Listen again if the socket's name was removed, for example by a cleaner of /tmp."""
         if self._has_name():
             return
         try:
@@ -94,7 +94,7 @@ class ControlSocket:
         self._directory, self._socket = directory, sock
 
     def _has_name(self) -> bool:
-        """True if the socket's name still leads to it, by the way that clients take."""
+        """True if a client would find the socket by its name."""
         with contextlib.suppress(OSError, DirectoryUnusable), contextlib.ExitStack() as opened:
             root = PrivateDirectory.open(self._path, create=False)
             opened.callback(root.close)
@@ -106,7 +106,7 @@ class ControlSocket:
 
     @classmethod
     def open(cls, stack: Stack, directory: Path) -> ControlSocket | None:
-        """Make one; None, and a line in the log, where that cannot be."""
+        """Create the socket; if that is not possible, log the reason and return None."""
         try:
             return cls(stack, directory)
         except (OSError, DirectoryUnusable) as error:
@@ -114,7 +114,7 @@ class ControlSocket:
             return None
 
     def abandon(self) -> None:
-        """This process is a forked child: the name and its socket are the parent's."""
+        """Close the descriptors in a forked child: name and socket belong to the parent."""
         if self._closed:
             return
         self._closed = True
@@ -125,7 +125,7 @@ class ControlSocket:
         self._directory.close()
 
     async def run(self) -> None:
-        """Answer until cancelled; then the name is gone."""
+        """Serve clients until cancelled; then close."""
         try:
             async with trio.open_nursery() as nursery:
                 while True:
@@ -136,7 +136,7 @@ class ControlSocket:
                     if self._closed:
                         await trio.sleep_forever()  # in a forked child
                     if client is None:
-                        self._keep_name()
+                        self._ensure_name()
                         self._slots.release_on_behalf_of(token)
                     else:
                         nursery.start_soon(self._serve, client, token)
@@ -144,7 +144,7 @@ class ControlSocket:
             self.close()
 
     def close(self) -> None:
-        """Nobody runs it any more.  Idempotent."""
+        """Remove the name and close the sockets.  Idempotent."""
         if not self._closed:
             self._closed = True
             self._closer.discard_listener(self._socket)
@@ -172,28 +172,28 @@ class ControlSocket:
     async def _serve(self, client: socket.socket, token: object) -> None:
         self._clients.add(client)
         try:
-            with trio.move_on_after(_PATIENCE) as patience:
+            with trio.move_on_after(_CLIENT_TIMEOUT) as scope:
                 stream = _Client(client)
                 uid = control.peer_user(client)
                 if uid != os.geteuid():
-                    raise ProtocolError(f"user {uid} is not the one who runs this process")
-                await self._answer(stream, patience)
+                    raise ProtocolError(f"this process does not belong to user {uid}")
+                await self._answer(stream, scope)
         except (OSError, ProtocolError, trio.BrokenResourceError) as error:
-            LOGGER.info("a client of the control socket was turned away: %s", error)
+            LOGGER.info("a client of the control socket was rejected: %s", error)
         except Exception:
-            LOGGER.exception("a client of the control socket got no answer")
+            LOGGER.exception("a client of the control socket received no answer")
         finally:
             self._slots.release_on_behalf_of(token)
             self._clients.discard(client)
             trio.lowlevel.notify_closing(client)
             self._closer.discard(client)
 
-    async def _answer(self, stream: _Client, patience: trio.CancelScope) -> None:
+    async def _answer(self, stream: _Client, scope: trio.CancelScope) -> None:
         try:
             request = await _request(stream)
             wanted = request["want"]
             if wanted == [control.CAPTURE]:
-                await self._send_capture(stream, request.get("payload", 0), patience)
+                await self._send_capture(stream, request.get("payload", 0), scope)
                 return
             for part, data in self._snapshots.parts(wanted):
                 await stream.send_all(control.encode({"part": part, "data": data}))
@@ -207,20 +207,20 @@ class ControlSocket:
         await stream.send_all(control.encode(last))
 
     async def _send_capture(
-        self, stream: _Client, payload: object, patience: trio.CancelScope
+        self, stream: _Client, payload: object, scope: trio.CancelScope
     ) -> None:
-        """Until the client leaves, or the stack."""
+        """Send a capture until the client closes or the stack ends."""
         try:
             kept = Config(capture_payload=payload).capture_payload  # type: ignore[arg-type]
         except ValueError as error:
             raise ProtocolError(str(error)) from None
-        if self._captures >= _CAPTURES:
-            raise ProtocolError(f"{_CAPTURES} captures of this process are under way already")
+        if self._captures >= _MAX_CAPTURES:
+            raise ProtocolError(f"{_MAX_CAPTURES} captures of this process are already running")
         self._captures += 1
         try:
-            begun = {"part": control.CAPTURE, "data": self._stack.peer_id.hex()}
-            await stream.send_all(control.encode(begun))
-            patience.deadline = math.inf
+            started = {"part": control.CAPTURE, "data": self._stack.peer_id.hex()}
+            await stream.send_all(control.encode(started))
+            scope.deadline = math.inf
             from trio_smc.capture.sinks import send_capture
 
             await send_capture(self._stack, stream, kept, lambda: unsent_bytes(stream.socket) > 0)
@@ -232,7 +232,7 @@ class _Client(trio.abc.Stream):
     """A client's socket as a stream, on which no descriptor is received.
 
     Attributes:
-      socket: it, without Trio.
+      socket: the socket, for use without Trio.
     """
 
     def __init__(self, client: socket.socket) -> None:
@@ -249,7 +249,7 @@ class _Client(trio.abc.Stream):
         await self._stream.wait_send_all_might_not_block()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """As `trio.SocketStream.receive_some`; BrokenResourceError also for a descriptor."""
+        """As `trio.SocketStream.receive_some`.  A descriptor raises BrokenResourceError, too."""
         while True:
             await trio.lowlevel.wait_readable(self.socket)
             try:
@@ -260,37 +260,41 @@ class _Client(trio.abc.Stream):
                 raise trio.BrokenResourceError(str(error)) from error
 
     async def aclose(self) -> None:
-        """Nothing: `ControlSocket` closes the socket, whatever is in it."""
+        """No-op: `ControlSocket` closes the socket."""
 
 
 async def _request(stream: trio.abc.ReceiveStream) -> dict[str, Any]:
-    """What a client wants.  Raises ProtocolError."""
-    header = await _exactly(stream, control.HEADER_SIZE)
+    """Receive the request of a client.  Raises ProtocolError."""
+    header = await _receive_exactly(stream, control.HEADER_SIZE)
     length = control.length_untrusted(header, control.REQUEST_LIMIT)
-    request = control.decode_untrusted(await _exactly(stream, length))
+    request = control.decode_untrusted(await _receive_exactly(stream, length))
     wanted = request.get("want")
     if not isinstance(wanted, list) or not all(isinstance(part, str) for part in wanted):
-        raise ProtocolError("a request without a list of what is wanted")
+        raise ProtocolError("a request has no list of parts in 'want'")
     return request
 
 
-async def _exactly(stream: trio.abc.ReceiveStream, count: int) -> bytes:
+async def _receive_exactly(stream: trio.abc.ReceiveStream, count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
         piece = await stream.receive_some(count - len(data))
         if not piece:
-            raise ProtocolError(f"a request that ends after {len(data)} of {count} bytes")
+            raise ProtocolError(f"a request ended after {len(data)} of {count} bytes")
         data += piece
     return bytes(data)
 
 
 class RunReport:
-    """Runs beside one stack: says that it is open, and at its end what it counted.
+    """Reports the start of one stack, and its counters at its end, to `trio-smc run`.
 
-    With an interval, in seconds, it also sends what the stack has counted so far, as the process
-    may be killed.  Each message is one JSON object on a connection of its own, and never waits: if
-    the reader has gone, or does not keep up, the message is lost, and the next one says how many
-    were.
+    Each message is one JSON object on its own connection.  To send a message never waits: if the
+    reader has gone or is too slow, the message is lost, and the next one includes the number of
+    lost messages.
+
+    Args:
+      stack: the stack.
+      path: the socket of `trio-smc run`.
+      every: seconds between additional reports of the counters, because the process may be killed.
     """
 
     def __init__(self, stack: Stack, path: str, every: float = math.inf) -> None:
@@ -300,24 +304,24 @@ class RunReport:
         self._dropped = 0
 
     async def run(self) -> None:
-        """Until cancelled, which is when all connections have ended."""
-        self._tell("stack-open")
-        told = None
+        """Report until cancelled, which happens after all connections have ended."""
+        self._send("stack-open")
+        last_sent = None
         try:
             while True:
                 await trio.sleep(self._every)
-                counted = plain_statistics(self._stack.statistics())
-                if counted != told:
-                    self._tell("stack-counts", statistics=counted)
-                    told = counted
+                counts = plain_statistics(self._stack.statistics())
+                if counts != last_sent:
+                    self._send("stack-counts", statistics=counts)
+                    last_sent = counts
         finally:
-            self._tell("stack-end", statistics=plain_statistics(self._stack.statistics()))
+            self._send("stack-end", statistics=plain_statistics(self._stack.statistics()))
 
     def abandon(self) -> None:
-        """A forked child: what was counted is the parent's."""
+        """Stop reporting in a forked child: the counters belong to the parent."""
         self._path = ""
 
-    def _tell(self, kind: str, **more: Any) -> None:
+    def _send(self, kind: str, **more: Any) -> None:
         if not self._path:
             return
         message = {"kind": kind, "stack": self._stack.peer_id.hex(), **more}

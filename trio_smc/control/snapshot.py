@@ -1,7 +1,7 @@
-"""What the control socket tells of a stack: plain values for JSON, from the public views.
+"""The data that the control socket sends about a stack: the public views as values for JSON.
 
-Names and units are those of the views; bytes are hexadecimal.  The fields that commands and
-scripts read are described in docs/cli.md.
+Names and units are those of the views; bytes are hexadecimal.  docs/cli.md describes the fields
+that commands and scripts read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Thing = TypeVar("_Thing")
 
 
 class Snapshots:
-    """Takes snapshots of one stack; numbers its link groups in the order they were first seen."""
+    """Takes snapshots of one stack, and numbers its link groups in order of first appearance."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -39,8 +39,8 @@ class Snapshots:
         self._last_number = 0
 
     def parts(self, wanted: list[str]) -> Iterator[tuple[str, Any]]:
-        """The name and data of one message after the other; take them one at a time."""
-        self._count_groups()
+        """Yield the name and data of each message.  Data is collected when it is yielded."""
+        self._number_groups()
         yield "process", self._process()
         for part in PARTS:
             if part not in wanted:
@@ -66,7 +66,7 @@ class Snapshots:
             "ueids": list(self._stack.ueids or ()),
         }
 
-    def _count_groups(self) -> None:
+    def _number_groups(self) -> None:
         present = self._stack.link_groups
         for group in present:
             if group not in self._numbers:
@@ -144,13 +144,13 @@ class Snapshots:
 def _pieces(
     part: str, things: Sequence[_Thing], describe: Callable[[_Thing], Any]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Each piece is described when it is taken: between two the stack goes on."""
+    """Yield the descriptions in pieces; between two pieces the stack does its own work."""
     for start in range(0, len(things), PIECE):
         yield part, [describe(thing) for thing in things[start : start + PIECE]]
 
 
 def plain_statistics(statistics: StackStatistics) -> dict[str, Any]:
-    """Counters as JSON has them."""
+    """Counters as values for JSON."""
     plain = {
         field.name: getattr(statistics, field.name)
         for field in dataclasses.fields(statistics)
@@ -167,5 +167,5 @@ def plain_statistics(statistics: StackStatistics) -> dict[str, Any]:
 
 
 def _values(frozen: ConnectionCursors | StreamStatistics) -> dict[str, int]:
-    """As `dataclasses.asdict`, which takes ten times as long, and there may be many."""
+    """As `dataclasses.asdict`, but ten times as fast, because there may be many connections."""
     return {name: getattr(frozen, name) for name in type(frozen).__slots__}

@@ -1,15 +1,14 @@
-"""This host's own addresses, and the networks its interfaces are in (RFC 7609, 3.5.1.2).
+"""The addresses of this host, and the networks of its interfaces (RFC 7609, 3.5.1.2).
 
-A client proposes the subnet or prefixes of the interface its connection leaves by; a server
-accepts a first contact only from a network that it is attached to itself.  Addresses are text as
-`socket.getsockname` gives it: scopes ("%eth0") are ignored, IPv4-mapped IPv6 counts as IPv4.
+A client proposes the subnet or the prefixes of the interface that its connection uses.  A server
+accepts a first contact only from a network that the server is attached to.  Addresses are text as
+`socket.getsockname` returns it.  Scopes ("%eth0") are ignored, and IPv4-mapped IPv6 counts as IPv4.
 
-Theory of operation: networks are read from a dump of the kernel's addresses; they may change at any
-moment, and `host.netlink` knows for how long a dump is good.  Loopback, where most same-host
-connections are, is answered without asking: its networks are the same everywhere.  Whether an
-address is this host's own is asked for every connection, and two sockets can nearly always tell (20
-microseconds).  Where there is no netlink the host has no networks: every answer is None, False or
-empty.
+Theory of operation.  Networks are read from a dump of the kernel's addresses.  They may change at
+any moment, and `host.netlink` knows how long a dump is valid.  Loopback networks, which most
+same-host connections use, are the same on every host and need no dump.  Each connection needs to
+know if an address belongs to this host; two sockets can nearly always find out, in 20 microseconds.
+Without netlink the host seems to have no networks, and every answer is None, False or empty.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trio_smc.host.netlink import ask
+from trio_smc.host.netlink import query
 
 __all__ = [
     "Prefix",
@@ -39,7 +38,7 @@ __all__ = [
 ]
 
 
-_REMEMBERED = 1024  # addresses parsed last: parsing one costs more than a system call
+_CACHE_SIZE = 1024  # parsed addresses that are kept: to parse one costs more than a system call
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -47,8 +46,8 @@ class Prefix(NamedTuple):
     """A network that an interface may be in.
 
     Fields:
-      network: its number, 4 bytes for IPv4 and 16 for IPv6, the bits beyond `length` zero.
-      length: bits that count, 0..32 or 0..128.
+      network: the network address, 4 bytes for IPv4 and 16 for IPv6; bits beyond `length` are 0.
+      length: the length of the prefix in bits, 0..32 or 0..128.
     """
 
     network: bytes
@@ -56,12 +55,12 @@ class Prefix(NamedTuple):
 
     @property
     def is_ipv4(self) -> bool:
-        """Whether it is an IPv4 subnet and not an IPv6 prefix."""
+        """True if this is an IPv4 subnet and not an IPv6 prefix."""
         return len(self.network) == 4
 
     @property
     def is_link_local(self) -> bool:
-        """Whether it is IPv6 link-local, which tells nothing about who is on the same LAN."""
+        """True for the IPv6 link-local prefix, which is the same on every LAN."""
         return not self.is_ipv4 and ipaddress.IPv6Address(self.network).is_link_local
 
 
@@ -71,38 +70,38 @@ _LOOPBACKS = (
 )
 _LOOPBACK_PREFIXES = frozenset(prefix for _, prefix in _LOOPBACKS)
 
-# Whoever connects to these connects from them.
+# A connection to one of these has the same address at both ends.
 _LOOPBACK_ADDRESSES = frozenset({"127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Owned:
-    """One address of this host: which interface has it, and the network it is in there."""
+class _OwnAddress:
+    """One address of this host, with its interface and its network."""
 
     interface: int
     address: str
     prefix: Prefix
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHE_SIZE)
 def plain_address(address: str) -> str:
-    """`address` in its one canonical form: no scope, IPv4-mapped IPv6 as IPv4.
+    """The canonical form of an address: without scope, and IPv4-mapped IPv6 as IPv4.
 
     Raises:
-      ValueError: it is no address.
+      ValueError: `address` is not an IP address.
     """
     return str(_parse(address))
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHE_SIZE)
 def address_block(address: str) -> str:
-    """The addresses that one host may choose among: an IPv4 address alone, or an IPv6 /64.
+    """The block of addresses from which one host may choose: an IPv4 address alone, or an IPv6 /64.
 
-    IPv4-mapped IPv6 counts as IPv4.  A link-local address keeps its scope: each host of a link may
-    choose any of its link-local addresses, and hosts of another link choose among others.
+    IPv4-mapped IPv6 counts as IPv4.  A link-local address keeps its scope, because the hosts of
+    each link choose from a block of their own.
 
     Raises:
-      ValueError: it is no address.
+      ValueError: `address` is not an IP address.
     """
     plain = plain_address(address)
     if ":" not in plain:
@@ -115,19 +114,23 @@ def address_block(address: str) -> str:
 
 
 def local_prefix(address: str) -> Prefix | None:
-    """The network of the interface that owns the local `address`; None when none does.
+    """The network of the interface that has the local `address`; None if no interface has it.
 
-    All of 127.0.0.0/8 and ::1 are owned by the loopback interface.
+    The loopback interface has all of 127.0.0.0/8, and ::1.
     """
     found = interface_prefixes(address, link_local=True)
     return found[0] if found else None
 
 
 def interface_prefixes(address: str, *, link_local: bool = False) -> tuple[Prefix, ...]:
-    """All networks, of its own family, of the interface that owns the local `address`.
+    """All networks of the interface that has the local `address`, of the same IP version.
 
-    The network of the address itself comes first: for IPv4 the subnet, for IPv6 the prefix list
-    of a Proposal (RFC 7609, A.2.2).  IPv6 link-local prefixes are left out unless `link_local`.
+    These are the subnet (IPv4) or the prefix list (IPv6) of a Proposal (RFC 7609, A.2.2).  The
+    network of the address itself comes first.
+
+    Args:
+      address: an address of this host.
+      link_local: include IPv6 link-local prefixes.
     """
     loopback = _loopback_prefixes(address)
     if loopback:
@@ -146,33 +149,31 @@ def interface_prefixes(address: str, *, link_local: bool = False) -> tuple[Prefi
     return tuple(item for item in unique if link_local or not item.is_link_local)
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHE_SIZE)
 def _loopback_prefixes(address: str) -> tuple[Prefix, ...]:
     parsed = _parse(address)
     return tuple(prefix for network, prefix in _LOOPBACKS if parsed in network)
 
 
 def address_interface(address: str) -> int | None:
-    """Index of the interface that owns the local `address`; None when none does."""
+    """The index of the interface that has the local `address`; None if no interface has it."""
     plain = plain_address(address)
     return next((item.interface for item in _addresses() if item.address == plain), None)
 
 
 def all_prefixes() -> tuple[Prefix, ...]:
-    """All networks that this host's interfaces are in, loopback and link-local ones included."""
+    """All networks of this host's interfaces, including loopback and link-local ones."""
     return tuple(dict.fromkeys(item.prefix for item in _addresses()))
 
 
 def is_on_network(address: str, networks: Iterable[Prefix]) -> bool:
-    """Whether the interface that owns the local `address` is in one of these networks."""
+    """True if the interface that has the local `address` is in one of these networks."""
     return not set(interface_prefixes(address)).isdisjoint(networks)
 
 
 def is_attached(networks: Iterable[Prefix]) -> bool:
-    """Whether an interface of this host is in one of these networks.
-
-    Link-local prefixes do not count, whoever lists them.
-    """
+    """True if an interface of this host is in one of these networks.  Link-local prefixes are
+    ignored on both sides."""
     wanted = {prefix for prefix in networks if not prefix.is_link_local}
     if not wanted.isdisjoint(_LOOPBACK_PREFIXES):
         return True
@@ -180,11 +181,11 @@ def is_attached(networks: Iterable[Prefix]) -> bool:
 
 
 def is_same_host(local: str, remote: str) -> bool:
-    """Whether the peer of a connection from `local` to `remote` is on this host.
+    """True if the peer of a connection from `local` to `remote` is on this host.
 
-    True when `remote` is the same address, any loopback address, or another of this host's own.
+    That is so if `remote` is the same address, a loopback address, or another address of this host.
     """
-    if _is_obvious(local, remote):
+    if _is_plainly_same_host(local, remote):
         return True
     plain = str(_parse(remote))
     known = _probe_own(plain)
@@ -193,21 +194,22 @@ def is_same_host(local: str, remote: str) -> bool:
     return any(item.address == plain for item in _addresses())
 
 
-@functools.lru_cache(_REMEMBERED)
-def _is_obvious(local: str, remote: str) -> bool:
-    """Whether `is_same_host` needs no look at the host; several calls for each connection ask."""
+@functools.lru_cache(_CACHE_SIZE)
+def _is_plainly_same_host(local: str, remote: str) -> bool:
+    """True if the two addresses alone show that the peer is on this host.  Cached, because each
+    connection calls this several times."""
     peer = _parse(remote)
     return peer.is_loopback or peer == _parse(local)
 
 
 def source_address(address: str, port: int) -> str | None:
-    """The local address that the kernel would connect to `address` and `port` from.
+    """The local address that the kernel would use to connect to `address` and `port`.
 
-    No packet is sent.  A link-local result carries its scope, so that it can be bound to.  None
-    when there is no route.
+    No packet is sent.  A link-local result includes its scope, so that a socket can bind to it.
+    None: there is no route.
 
     Raises:
-      ValueError: `address` is no address.
+      ValueError: `address` is not an IP address.
     """
     if address in _LOOPBACK_ADDRESSES:
         return address
@@ -226,9 +228,9 @@ def source_address(address: str, port: int) -> str | None:
 
 
 def _probe_own(address: str) -> bool | None:
-    """Whether the address is this host's own, where two system calls can tell; else None."""
-    # The kernel reaches its own addresses from themselves, and no other one that way; secondary
-    # addresses it may reach from the primary one.
+    """True or False if two system calls can show whether this host has the address; else None."""
+    # The kernel connects to its own address from the same address, and to no other address in that
+    # way.  To a secondary address it may connect from the primary one.
     if source_address(address, 1) == address:
         return True
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -237,11 +239,11 @@ def _probe_own(address: str) -> bool | None:
             probe.bind((address, 0))
     except OSError as error:
         return False if error.errno == errno.EADDRNOTAVAIL else None
-    # Own, or the administrator allows binding to addresses that are not (ip_nonlocal_bind).
+    # This host has the address, or allows to bind to any address (ip_nonlocal_bind).
     return None
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHE_SIZE)
 def _parse(address: str) -> _Address:
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
@@ -249,19 +251,19 @@ def _parse(address: str) -> _Address:
     return parsed
 
 
-def _addresses() -> list[_Owned]:
-    """Every address of this host, as the kernel tells now."""
-    return ask(lambda route: route.get_addr(), _owned, "addresses")
+def _addresses() -> list[_OwnAddress]:
+    """All addresses of this host now."""
+    return query(lambda route: route.get_addr(), _own_address, "addresses")
 
 
-def _owned(message: Any) -> _Owned:
+def _own_address(message: Any) -> _OwnAddress:
     attribute = message.get_attr
-    # On a point-to-point interface LOCAL is ours, and ADDRESS, the peer's, says the network;
-    # elsewhere they are the same, and IPv6 gives ADDRESS alone.
+    # On a point-to-point interface LOCAL is the own address, and ADDRESS is the peer's, which
+    # defines the network.  Elsewhere both are the same, and IPv6 has only ADDRESS.
     network = attribute("IFA_ADDRESS")
     length = message["prefixlen"]
     whole = ipaddress.ip_network(f"{network or attribute('IFA_LOCAL')}/{length}", strict=False)
-    return _Owned(
+    return _OwnAddress(
         interface=message["index"],
         address=str(_parse(attribute("IFA_LOCAL") or network)),
         prefix=Prefix(network=whole.network_address.packed, length=whole.prefixlen),

@@ -1,4 +1,4 @@
-"""What the processors of this host keep for themselves, as Linux tells it."""
+"""The size of a processor's private cache, as reported by Linux."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _UNITS: Final = {"K": 1 << 10, "M": 1 << 20}
 
 @cache
 def private_cache() -> int:
-    """Bytes of a processor's own cache, level 2; 0: the system does not tell."""
+    """Bytes of a processor's level 2 cache; 0: unknown."""
     return size_of_private_cache(_CACHES)
 
 
 def size_of_private_cache(directory: Path) -> int:
-    """The same, of the processor whose caches ``directory`` describes."""
+    """As `private_cache`, for the processor whose caches ``directory`` describes."""
     try:
         for each in directory.glob("index*"):
             if (each / "level").read_text().strip() == "2":

@@ -1,23 +1,23 @@
-"""Descriptors that arrive on Unix sockets: refusing them, and closing them without waiting.
+"""Refuse descriptors that arrive on Unix sockets, or close them without waiting.
 
-Theory of operation.  Any process that may connect to a Unix socket may attach descriptors to what
-it sends (SCM_RIGHTS, unix(7)).  The last close of some kinds waits for as long as the sender wants:
-a TCP socket with SO_LINGER and unsent data, a terminal that drains.  Each close of a file on a file
-system in user space (FUSE) or on NFS waits for its server, and so may fstat(2) and mmap(2).  The
-kernel closes in the thread that receives: a descriptor that recv(2) or recvmsg(2) has no room for,
-and all those that still wait in a socket when that is closed, in the backlog of a listening
-socket, too.  Therefore:
+Theory of operation.  A process that may connect to a Unix socket may attach descriptors to its
+packets (SCM_RIGHTS, unix(7)).  To close some descriptors may take as long as the sender wants, for
+example a TCP socket with SO_LINGER and unsent data, or a terminal with unsent output.  To close a
+file of a file system in user space (FUSE) or of NFS waits for its server, and so may fstat(2) and
+mmap(2).  The kernel closes two kinds of descriptors in the receiving thread: those for which
+recv(2) or recvmsg(2) has no room, and those that are still in a socket, or in the backlog of a
+listening socket, when that is closed.  Therefore:
 
-* Where no descriptor is expected the kernel refuses them (`refuse_descriptors`, Linux 6.16: the
-  sender gets EPERM).  An accepted socket inherits this from the listening one.  On older kernels
-  `receive_bytes` looks before it takes anything: MSG_PEEK shows by MSG_CTRUNC that descriptors are
-  attached, and what it drops are copies while the packet stays in the queue.
-* A socket with such a packet is not read again.  `Closer.discard` shuts it down, so that its peer
-  notices at once and can send nothing more, and closes it in a thread unless its queue is empty.
-* What else may wait is closed by that thread, too.  Its owner joins it.
+* Where no descriptor is expected, the kernel refuses them (`refuse_descriptors`, Linux 6.16): the
+  sender gets EPERM.  An accepted socket inherits this from the listening socket.  On older kernels
+  `receive_bytes` peeks first.  With MSG_PEEK the flag MSG_CTRUNC shows that descriptors are
+  attached, and the kernel drops only copies, because the packet stays in the queue.
+* A socket with such a packet is not read again.  `Closer.discard` shuts it down, so that the peer
+  notices at once and can send nothing more.  Unless its queue is empty, a thread closes it.
+* The same thread closes all other descriptors whose close may wait.  Its owner joins it.
 
-The queue of a socket that is shut down is empty if a look finds no packet.  An empty packet would
-look like the end; with SO_PASSCRED each packet brings credentials, for which MSG_CTRUNC is set.
+After a shutdown, the queue of a socket is empty if a peek finds no packet.  An empty packet would
+look the same; so SO_PASSCRED is set, and then each packet has credentials, which set MSG_CTRUNC.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from typing import Final
 from trio_smc._base.errors import ProtocolError
 from trio_smc.host.overcommit import can_start_thread
 
-if sys.platform == "linux":  # elsewhere nothing here is used
+if sys.platform == "linux":  # on other systems nothing here is used
     import fcntl
 
 __all__ = [
     "Closer",
-    "attached",
+    "descriptors_in",
     "is_anonymous_pipe",
     "is_memfd",
     "receive_bytes",
@@ -52,52 +52,54 @@ __all__ = [
 _log = logging.getLogger("trio_smc.host")
 
 _SO_PASSRIGHTS = 83  # linux/include/uapi/asm-generic/socket.h; Linux 6.16
-_refused: bool | None = None  # True if each call of `refuse_descriptors` was successful
-_LOOK: Final = socket.MSG_PEEK | getattr(socket, "MSG_DONTWAIT", 0)
+_kernel_refuses: bool | None = None  # True if each call of `refuse_descriptors` was successful
+_PEEK: Final = socket.MSG_PEEK | getattr(socket, "MSG_DONTWAIT", 0)
 _TRUNCATED: Final = getattr(socket, "MSG_CTRUNC", 0)
 _NO_LINGER: Final = struct.pack("ii", 0, 0)
-_RESETS: Final = 4
-_MOST_PENDING: Final = 64
-_JOIN_PATIENCE: Final = 0.05
-"""Seconds that the end of a stack may wait for a close that hangs."""
+_MAX_RESETS: Final = 4
+_MAX_PENDING: Final = 64
+_JOIN_TIMEOUT: Final = 0.05
+"""Seconds for which the end of a stack waits for a close that hangs."""
 
 
 def refuse_descriptors(sock: socket.socket) -> bool:
-    """Have the kernel refuse descriptors sent to a Unix socket; True if it does.
+    """Make the kernel refuse descriptors that are sent to a Unix socket; True if it does.
 
-    To be called before the socket listens or connects, so that none can be on its way.
+    Call this before the socket listens or connects, so that no descriptor can have arrived.
     """
-    global _refused
+    global _kernel_refuses
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
     except OSError:
-        _refused = False  # before Linux 6.16
+        _kernel_refuses = False  # before Linux 6.16
         return False
-    if _refused is None:
-        _refused = True
+    if _kernel_refuses is None:
+        _kernel_refuses = True
     return True
 
 
 def receive_bytes(sock: socket.socket, size: int) -> bytes:
     """Receive at most ``size`` bytes from a Unix socket on which no descriptor is expected.
 
-    ``sock``: `refuse_descriptors` was called for it, or for the listening one it comes from.
+    Args:
+      sock: a socket for which `refuse_descriptors` was called, or for its listening socket.
+      size: bytes.
 
     Raises:
-      ProtocolError: descriptors are attached.  Nothing was taken; give the socket to
+      ProtocolError: descriptors are attached.  Nothing was received; give the socket to
         `Closer.discard`.
       OSError: as `socket.socket.recv`.
     """
-    if _refused:
+    if _kernel_refuses:
         return sock.recv(size)
     data, _, flags, _ = sock.recvmsg(size, 0, socket.MSG_PEEK)
     if flags & _TRUNCATED:
-        raise ProtocolError("a descriptor where none is expected")
-    # No more than was looked at: behind it there may be a packet with descriptors by now.
+        raise ProtocolError("a descriptor arrived where none is expected")
+    # Not more than the peek returned: a packet with descriptors may have arrived behind that.
     return sock.recv(len(data)) if data else data
 
 
-def attached(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+def descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     """The descriptors that recvmsg(2) has installed."""
     fds: list[int] = []
     for level, kind, payload in ancillary:
@@ -108,9 +110,9 @@ def attached(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def is_memfd(fd: int) -> bool:
-    """True if the descriptor is a memfd or a file of a tmpfs: fstat(2) and mmap(2) do not wait.
+    """True for a memfd or a file of a tmpfs, for which fstat(2) and mmap(2) do not wait.
 
-    F_GET_SEALS asks no file system; all other kinds have no seals (fcntl(2)).
+    Only these have seals, and F_GET_SEALS does not call the file system (fcntl(2)).
     """
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -120,18 +122,19 @@ def is_memfd(fd: int) -> bool:
 
 
 def is_anonymous_pipe(fd: int) -> bool:
-    """True if the descriptor is a pipe(2) and no FIFO of a file system, whose server may wait.
+    """True for a pipe made by pipe(2).  A FIFO of a file system may wait for its server.
 
-    Raises OSError where /proc is missing.
+    Raises:
+      OSError: /proc is missing.
     """
     return os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:[")
 
 
 class Closer:
-    """Closes what may wait, in a thread that is there while something is to be closed.
+    """Closes descriptors whose close may wait, in a thread that runs only while there are any.
 
     Args:
-      name: of the owner, for the thread's name.
+      name: the owner, for the thread's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -143,10 +146,10 @@ class Closer:
     @property
     def is_full(self) -> bool:
         """True if so many closes wait that nothing more should be received or accepted."""
-        return len(self._waiting) >= _MOST_PENDING
+        return len(self._waiting) >= _MAX_PENDING
 
     def run(self, action: Callable[[], object]) -> None:
-        """Call ``action``, which closes something, in the thread; its OSError is ignored."""
+        """Call ``action``, which closes something, in the thread.  An OSError of it is ignored."""
         with self._lock:
             self._waiting.append(action)
             if self._worker is not None:
@@ -158,7 +161,7 @@ class Closer:
                 if not can_start_thread():
                     raise RuntimeError("there is no memory for a thread")
                 self._worker.start()
-            except RuntimeError as error:  # no more threads: with the next close
+            except RuntimeError as error:  # no more threads: try again at the next close
                 self._worker = None
                 _log.info("descriptors stay open for now: %s", error)
 
@@ -169,7 +172,7 @@ class Closer:
         fds.clear()
 
     def discard(self, sock: socket.socket) -> None:
-        """Close a connected Unix socket, whatever its peer has sent.  Idempotent."""
+        """Close a connected Unix socket, with all unread packets.  Idempotent."""
         if sock.fileno() < 0:
             return
         if _is_drained(sock):
@@ -178,11 +181,11 @@ class Closer:
             self.run(sock.close)
 
     def discard_listener(self, listener: socket.socket) -> None:
-        """Close a listening Unix socket that does not block, and what waits in its backlog."""
+        """Close a listening Unix socket that does not block, and the sockets in its backlog."""
         if listener.fileno() < 0:
             return
         try:
-            listener.shutdown(socket.SHUT_RDWR)  # from now on connecting is refused
+            listener.shutdown(socket.SHUT_RDWR)  # refuse new connections
             first, _ = listener.accept()
         except OSError as error:
             if error.errno == errno.EINVAL:  # shut down, and its backlog is empty
@@ -196,14 +199,14 @@ class Closer:
     def join(self) -> None:
         """Wait for the thread, but not for a close that hangs.  Idempotent."""
         if self._waiting and self._worker is None:
-            self.run(_nothing)  # perhaps there is a thread to be had now
+            self.run(_no_action)  # perhaps a thread can be started now
         worker = self._worker
         if worker is None:
             return
-        worker.join(_JOIN_PATIENCE)
+        worker.join(_JOIN_TIMEOUT)
         if worker.is_alive():
             # The thread ends after its last close, or with this process.
-            _log.warning("%s: closing what another process sent takes long", worker.name)
+            _log.warning("%s: a descriptor from another process takes long to close", worker.name)
 
     def _work(self) -> None:
         while True:
@@ -217,7 +220,7 @@ class Closer:
             except OSError:
                 pass
             except Exception:
-                # The thread must go on: no other is started while it is there.
+                # The thread must go on, because no other one is started while it exists.
                 _log.exception("%s: cannot close", self._name)
             del action  # the last reference may be to a socket
             self._waiting.popleft()
@@ -238,23 +241,23 @@ class _Close:
             os.close(self._fd)
             return
         with sock, contextlib.suppress(OSError):
-            # Mostly it need not wait then; the sender may set it again, so the thread is needed.
+            # Then the close rarely waits.  The sender may set SO_LINGER again, hence the thread.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
-def _nothing() -> None:
-    """Nothing is to be closed but what waited for a thread."""
+def _no_action() -> None:
+    """No-op: makes `Closer.run` start the thread for earlier actions."""
 
 
 def _is_drained(sock: socket.socket) -> bool:
-    """Shut a socket down; True if its queue is empty then, and so stays empty."""
-    for _ in range(_RESETS):
+    """Shut a socket down.  True if its queue is empty, which then cannot change."""
+    for _ in range(_MAX_RESETS):
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             sock.shutdown(socket.SHUT_RDWR)
-            data, _, flags, _ = sock.recvmsg(1, 0, _LOOK)
+            data, _, flags, _ = sock.recvmsg(1, 0, _PEEK)
         except ConnectionResetError:
-            continue  # reported once; packets may wait all the same
+            continue  # reported once, and there may still be packets
         except OSError:
             return False
         return not data and not flags & _TRUNCATED

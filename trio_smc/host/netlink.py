@@ -1,12 +1,12 @@
-"""Questions to the kernel's network configuration, by netlink.
+"""Queries of the kernel's network configuration, by netlink.
 
-A question is one synchronous exchange, whose answer costs milliseconds to read: interfaces,
-addresses and a route are asked for by every connection over RoCE.  So answers are kept, but never
-beyond a change: whoever asks often holds a socket open (`remembering`) to which the kernel reports
-every change of interfaces, addresses, routes and rules before the change is finished.  As long as
-nothing can be read there, what was answered is still so.
+A query is one synchronous exchange, and its answer takes milliseconds to read.  Each connection
+over RoCE needs interfaces, addresses and a route.  So answers are cached, but only until the next
+change: while an `AnswerCache` is open, a socket receives the kernel's report of every change of
+interfaces, addresses, routes and rules before the change is finished.  While that socket is not
+readable, the cached answers are valid.
 
-Where there is no netlink there is no answer: the caller has to live with an empty list.
+Without netlink the result of a query is an empty list.
 """
 
 from __future__ import annotations
@@ -21,122 +21,126 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Final
 
 __all__ = [
-    "Remembering",
-    "ask",
-    "ask_anew",
+    "AnswerCache",
     "kernel_ueids",
+    "query",
+    "query_now",
 ]
 
 
 _log = logging.getLogger("trio_smc.netlink")
 
-# A dump that the kernel flags as interrupted by a change is simply asked for again.
+# A dump that the kernel marks as interrupted by a change is repeated.
 _ATTEMPTS: Final = 3
-_MOST_KEPT: Final = 1000
+_MAX_ANSWERS: Final = 1000
 # RTNLGRP_LINK, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE, NEXTHOP.
 _GROUPS: Final = sum(1 << group - 1 for group in (1, 5, 7, 8, 9, 11, 19, 32))
 
-_complained = False
+_warned = False
 
 
-class Remembering:
-    """While one is open, `ask` keeps what the kernel has answered; there may be several."""
+class AnswerCache:
+    """While at least one is open, `query` caches the kernel's answers."""
 
     _lock = threading.Lock()
-    _open: Final[set[Remembering]] = set()
-    _changes: socket.socket | None = None
-    _kept: Final[dict[Hashable, list[Any]]] = {}
-    _times = 0
+    _open: Final[set[AnswerCache]] = set()
+    _change_socket: socket.socket | None = None
+    _answers: Final[dict[Hashable, list[Any]]] = {}
+    _generation = 0
 
     def open(self) -> None:
-        """Start; where the kernel reports no changes, nothing is kept."""
+        """Start.  If the kernel cannot report changes, nothing is cached."""
         with self._lock:
             self._open.add(self)
-            if Remembering._changes is None and sys.platform == "linux":
+            if AnswerCache._change_socket is None and sys.platform == "linux":
                 with contextlib.suppress(OSError):
-                    Remembering._changes = _subscribe()
+                    AnswerCache._change_socket = _subscribe()
 
     def close(self) -> None:
         """End.  Idempotent."""
         with self._lock:
             self._open.discard(self)
             if not self._open:
-                Remembering._end()
+                AnswerCache._end()
 
     @classmethod
     def _end(cls) -> None:
-        cls._kept.clear()
-        if cls._changes is not None:
-            cls._changes.close()
-            cls._changes = None
+        cls._answers.clear()
+        if cls._change_socket is not None:
+            cls._change_socket.close()
+            cls._change_socket = None
 
     @classmethod
-    def recall(cls, key: Hashable) -> tuple[list[Any] | None, int]:
-        """What was answered, if it is still so, and how many times there were changes."""
+    def get(cls, key: Hashable) -> tuple[list[Any] | None, int]:
+        """The cached answer if it is still valid, and the number of changes so far."""
         with cls._lock:
-            if cls._changes is not None and _drained(cls._changes):
-                cls._kept.clear()
-                cls._times += 1
-            return cls._kept.get(key), cls._times
+            if cls._change_socket is not None and _read_changes(cls._change_socket):
+                cls._answers.clear()
+                cls._generation += 1
+            return cls._answers.get(key), cls._generation
 
     @classmethod
-    def keep(cls, key: Hashable, answer: list[Any], times: int) -> None:
-        """Note an answer that was asked for after so many changes."""
+    def put(cls, key: Hashable, answer: list[Any], generation: int) -> None:
+        """Cache an answer, unless there was a change since `get` returned this ``generation``."""
         with cls._lock:
-            # A later change is to be read yet, or another thread has read it.
-            if cls._changes is not None and cls._times == times:
-                if len(cls._kept) >= _MOST_KEPT:
-                    cls._kept.clear()
-                cls._kept[key] = answer
+            # Another thread may have read a change.  A change that was not read yet clears the
+            # cache later.
+            if cls._change_socket is not None and cls._generation == generation:
+                if len(cls._answers) >= _MAX_ANSWERS:
+                    cls._answers.clear()
+                cls._answers[key] = answer
 
     @classmethod
-    def forked(cls) -> None:
-        """This process is a forked child: the parent reads the socket."""
+    def on_fork(cls) -> None:
+        """Close the cache in a forked child, because the parent reads the socket."""
         cls._lock = threading.Lock()
         cls._open.clear()
         cls._end()
 
 
-def ask(
+def query(
     question: Callable[[Any], Iterable[Any]], read: Callable[[Any], Any], key: Hashable
 ) -> list[Any]:
-    """The messages that ``question`` gets from a `pyroute2.IPRoute`, as ``read`` reads each.
+    """The answers to a query, from the cache if possible.
 
     Args:
-      key: names the question; the same one may be answered from memory.
+      question: makes the query with a `pyroute2.IPRoute`, and returns messages.
+      read: converts one message.
+      key: the name of the query in the cache.
     """
-    known, times = Remembering.recall(key)
+    known, generation = AnswerCache.get(key)
     if known is not None:
         return known
-    answer = _ask(question)
+    answer = _query(question)
     if answer is None:
         return []
     found = [read(message) for message in answer]
-    Remembering.keep(key, found, times)
+    AnswerCache.put(key, found, generation)
     return found
 
 
-def _ask(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
+def _query(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
     try:
-        return ask_anew(question)
+        return query_now(question)
     except OSError as error:
-        _complain("netlink does not answer: %s", error)
+        _warn_once("netlink does not answer: %s", error)
         return None
 
 
-def ask_anew(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
-    """What ``question`` gets from a `pyroute2.IPRoute` now; None where there is no netlink.
+def query_now(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
+    """The messages that ``question`` returns for a `pyroute2.IPRoute`; None without netlink.
 
-    Raises OSError, which is the kernel's answer then.
+    Raises:
+      OSError: the kernel's answer is an error.
     """
     if sys.platform != "linux":
         return None
-    # 100 ms to import: only who needs it pays, once.
+    # The import takes 100 ms, so it is delayed until the first query.
     try:
         from pyroute2 import IPRoute
         from pyroute2.netlink.exceptions import NetlinkDumpInterrupted, NetlinkError
     except (ImportError, OSError) as error:
-        _complain("no netlink: %s", error)
+        _warn_once("no netlink: %s", error)
         return None
     for _ in range(_ATTEMPTS):
         try:
@@ -146,20 +150,19 @@ def ask_anew(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
             continue
         except NetlinkError as error:
             raise OSError(error.code, os.strerror(error.code)) from error
-        # RuntimeError: pyroute2 runs asyncio, which this thread may be running already when it
-        # hosts Trio as a guest.
+        # RuntimeError: pyroute2 runs asyncio, and so may this thread if Trio is a guest in it.
         except (OSError, RuntimeError) as error:
-            _complain("netlink does not answer: %s", error)
+            _warn_once("netlink does not answer: %s", error)
             return None
     return None
 
 
-_MOST_UEIDS: Final = 8  # in a Proposal; Linux holds four
+_MAX_UEIDS: Final = 8  # in a Proposal; Linux holds four
 _DUMP_UEID: Final = 9  # SMC_NETLINK_DUMP_UEID
 
 
 def kernel_ueids() -> tuple[bytes, ...] | None:
-    """What ``smcr ueid show`` shows, 32 bytes each; None where the kernel has no SMC."""
+    """The kernel's UEIDs, as ``smcr ueid show`` lists them, 32 bytes each; None: it has no SMC."""
     if sys.platform != "linux":
         return None
     try:
@@ -167,7 +170,7 @@ def kernel_ueids() -> tuple[bytes, ...] | None:
         from pyroute2.netlink.exceptions import NetlinkError
         from pyroute2.netlink.generic import GenericNetlinkSocket
     except (ImportError, OSError) as error:
-        _complain("no netlink: %s", error)
+        _warn_once("no netlink: %s", error)
         return None
 
     class Ueid(genlmsg):  # type: ignore[misc]  # pyroute2 has no types
@@ -184,10 +187,10 @@ def kernel_ueids() -> tuple[bytes, ...] | None:
     except NetlinkError:
         return None  # the kernel has no such family: its module is not loaded
     except (OSError, RuntimeError) as error:
-        _complain("netlink does not answer: %s", error)
+        _warn_once("netlink does not answer: %s", error)
         return None
     found = [answer.get_attr("SMC_NLA_EID_TABLE_ENTRY") for answer in answers]
-    return tuple(each.rstrip(b"\0").ljust(32)[:32] for each in found if each)[:_MOST_UEIDS]
+    return tuple(each.rstrip(b"\0").ljust(32)[:32] for each in found if each)[:_MAX_UEIDS]
 
 
 def _subscribe() -> socket.socket:
@@ -201,25 +204,25 @@ def _subscribe() -> socket.socket:
     return sock
 
 
-def _drained(changes: socket.socket) -> bool:
-    """Take all that was reported; whether there was anything."""
+def _read_changes(changes: socket.socket) -> bool:
+    """Read all reports; True if there were any."""
     found = False
     while True:
         try:
-            changes.recv(1)  # a report that is cut off is a report
+            changes.recv(1)  # the contents do not matter
         except BlockingIOError:
             return found
-        except OSError:  # ENOBUFS: there were too many
+        except OSError:  # ENOBUFS: there were too many reports
             pass
         found = True
 
 
-def _complain(text: str, error: Exception) -> None:
-    """A warning the first time only: it is the same for every connection."""
-    global _complained
-    _log.log(logging.DEBUG if _complained else logging.WARNING, text, error)
-    _complained = True
+def _warn_once(text: str, error: Exception) -> None:
+    """Log a warning the first time, and debug messages later: each connection has the same one."""
+    global _warned
+    _log.log(logging.DEBUG if _warned else logging.WARNING, text, error)
+    _warned = True
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=Remembering.forked)
+    os.register_at_fork(after_in_child=AnswerCache.on_fork)

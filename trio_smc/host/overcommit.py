@@ -1,4 +1,4 @@
-"""A page of shared memory that the system may refuse when it is first touched.
+"""Pages of shared memory that the system may refuse when they are first touched.
 
 With ``vm.overcommit_memory`` 2 Linux counts each page of a memfd against the commit limit when the
 page is allocated (proc_sys_vm(5), "mm/shmem.c").  A page that is allocated by a store or a load has
@@ -17,24 +17,24 @@ from typing import Final
 __all__ = ["can_start_thread", "commit_is_limited"]
 
 _MODE: Final = "/proc/sys/vm/overcommit_memory"
-_NEVER: Final = b"2"
-_FOR_A_THREAD: Final = 16 << 20
-"""Bytes that a thread may need to begin with: a stack of 8 MiB, and objects of Python."""
+_STRICT: Final = b"2"
+_THREAD_MEMORY: Final = 16 << 20
+"""Bytes that a new thread may need: a stack of 8 MiB, and Python objects."""
 
 
 def commit_is_limited() -> bool:
     """True if a page may be refused when it is first touched.
 
-    Read anew in each call, which takes 1.5 microseconds: an administrator can change the mode at
-    any time.  Where the mode cannot be read, the answer is True: allocating needlessly costs
-    memory, SIGBUS costs the process.
+    Each call reads the mode, which takes 1.5 microseconds, because an administrator can change it
+    at any time.  If the mode cannot be read, the result is True: a needless allocation costs only
+    memory, but SIGBUS ends the process.
     """
     try:
         descriptor = os.open(_MODE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return True
     try:
-        return os.read(descriptor, 16).strip() == _NEVER
+        return os.read(descriptor, 16).strip() == _STRICT
     except OSError:
         return True
     finally:
@@ -42,15 +42,15 @@ def commit_is_limited() -> bool:
 
 
 def can_start_thread() -> bool:
-    """True if a thread that is started now can be expected to run.
+    """True if a new thread would have enough memory to run.
 
-    At the commit limit a new thread may get a stack and then no memory to begin with.
-    `threading.Thread.start` waits for that thread for ever, so it must not be called then.
+    At the commit limit a new thread may get a stack and then no other memory.
+    `threading.Thread.start` would wait for that thread for ever.
     """
     if sys.platform != "linux" or not commit_is_limited():
         return True
     try:
-        mmap.mmap(-1, _FOR_A_THREAD, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        mmap.mmap(-1, _THREAD_MEMORY, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):
         return False
     return True

@@ -1,17 +1,18 @@
-"""Which RNIC port is on the network that a TCP connection goes over (RFC 7609, 2.1, 5.1).
+"""The RNIC ports on the network of a TCP connection (RFC 7609, 2.1, 5.1).
 
-SMC-R must not leave the network, nor the VLAN, that the TCP connection was given: RoCE traffic
-knows no firewall and no router (5.1).  So the RNIC is never guessed:
+SMC-R must stay on the network and the VLAN of the TCP connection, because no firewall and no router
+checks RoCE traffic (5.1).  So the RNIC follows from the network interface:
 
-* A port owns a network interface when its GID table has an entry for it.  The kernel makes such
-  entries for the interface of the adapter, for VLANs on it (frames then carry the VLAN's tag) and
-  for bonds that it is in.
+* A port serves a network interface if its GID table has an entry for that interface.  The kernel
+  makes such entries for the interface of the adapter, for VLANs on it (frames then have the VLAN's
+  tag) and for bonds that it belongs to.
 * A bond without such entries is served by the ports of its members.
-* A PNET table says otherwise: interfaces it names are served by the ports it names and by no
-  others.  The port's GID must then be in the same VLAN as the interface, or both in none.
+* A PNET table overrides this: the interfaces in it are served by the ports in it and by no others.
+  The port's GID must then be in the same VLAN as the interface, or both in none.
 
-Of several GIDs, that of the connection's own address comes first, then one of its subnet: a peer
-on that subnet can reach it (3.5.1.2).  Link-local GIDs reach whoever is on the same LAN.
+Of several GIDs, the one of the connection's local address comes first, then one of its subnet,
+which a peer on that subnet can reach (3.5.1.2), then a link-local one, which peers on the same LAN
+can reach.
 
 Everything here but `interfaces` and `route_interface` is pure.
 """
@@ -26,7 +27,7 @@ from typing import Any, Final
 
 from trio_smc._base.regular_file import read_regular_file
 from trio_smc.host.addresses import Prefix, address_interface, plain_address
-from trio_smc.host.netlink import ask
+from trio_smc.host.netlink import query
 
 __all__ = [
     "Interface",
@@ -43,7 +44,7 @@ __all__ = [
 
 
 _ROCE_V2: Final = 2
-_LARGEST: Final = 1 << 20  # bytes of a PNET table
+_MAX_SIZE: Final = 1 << 20  # bytes of a PNET table
 _MAPPED: Final = bytes(10) + b"\xff\xff"
 
 
@@ -52,11 +53,11 @@ class Interface:
     """A network interface.
 
     Attributes:
-      index, name: as the kernel has them.
-      vlan: its VLAN ID, that of the VLAN interface it is or lies on; None: untagged.
-      lower: index of the interface a VLAN is on, else None.
-      master: index of the bond or bridge it belongs to, else None.
-      bond: whether it is a bond.
+      index, name: the kernel's index and name.
+      vlan: the VLAN ID of this interface or of the VLAN interface below it; None: untagged.
+      lower: the index of the interface below a VLAN, else None.
+      master: the index of the bond or bridge that the interface belongs to, else None.
+      bond: True if the interface is a bond.
     """
 
     index: int
@@ -73,10 +74,10 @@ class PortGid:
 
     Attributes:
       port: the RNIC's name ("rxe0", "mlx5_0/2").
-      number: its place in the table.
-      kind: 2 for RoCE v2, as the verbs have it.
-      interface: index of the network interface it stands for.
-      value: 16 bytes.
+      number: the index in the table.
+      kind: 2 for RoCE v2, as in the verbs.
+      interface: the index of the network interface that the entry belongs to.
+      value: the GID, 16 bytes.
     """
 
     port: str
@@ -87,11 +88,16 @@ class PortGid:
 
 
 PnetTable = tuple[tuple[str, str], ...]
-"""Pairs of an interface's name and an RNIC's; several of one interface are in order."""
+"""Pairs of an interface's name and an RNIC's name.  The RNICs of one interface are in order of
+preference."""
 
 
 def parse_table(text: str, source: str = "the PNET table") -> PnetTable:
-    """A table from text: each line an interface and its RNICs; "#" starts a comment.
+    """Parse a table: each line has an interface and its RNICs; "#" starts a comment.
+
+    Args:
+      text: the table.
+      source: the name of the table in errors.
 
     Raises:
       ValueError: a line names no RNIC.
@@ -106,13 +112,13 @@ def parse_table(text: str, source: str = "the PNET table") -> PnetTable:
 
 
 def read_table(path: Path) -> PnetTable:
-    """`parse_table` of a file.
+    """Read and parse a table from a file.
 
     Raises:
-      ValueError: it cannot be read, or a line is wrong.
+      ValueError: the file cannot be read, or a line is wrong.
     """
     try:
-        text = read_regular_file(path, _LARGEST).decode()
+        text = read_regular_file(path, _MAX_SIZE).decode()
     except OSError as error:
         raise ValueError(f"the PNET table {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -134,14 +140,14 @@ def choose_gids(
     """The GIDs that may serve a connection, one for each port, the preferred port first.
 
     Args:
-      route: the interface that the connection's route leaves by.
-      gids: of all ports that could be used.
-      interfaces: of this host, by index.
+      route: the outgoing interface of the connection's route.
+      gids: the GIDs of all usable ports.
+      interfaces: the interfaces of this host, by index.
       table: the PNET table.
       address: the connection's local IP address.
       network: the subnet or prefix of that address.
     """
-    ports = _ports_named(route, interfaces, table)
+    ports = _ports_in_table(route, interfaces, table)
     if ports is not None:
         fitting = [
             gid
@@ -152,7 +158,7 @@ def choose_gids(
         ]
         order = {port: place for place, port in reversed(list(enumerate(ports)))}
     else:
-        fitting = _owning(route, gids, interfaces)
+        fitting = _gids_of(route, gids, interfaces)
         order = {gid.port: place for place, gid in reversed(list(enumerate(gids)))}
     best: dict[str, PortGid] = {}
     for gid in sorted(fitting, key=lambda gid: (_rank(gid, address, network), gid.number)):
@@ -168,11 +174,11 @@ def same_network(
     ports: tuple[str, str],
     table: PnetTable,
 ) -> bool:
-    """Whether links on two ports may be in one link group: same VLAN, same LAN.
+    """True if links on two ports may be in one link group: same VLAN, same LAN.
 
     Args:
-      one, other: the interfaces that the ports' GIDs stand for.
-      networks: the subnets or prefixes of the GIDs' addresses, as far as they have any.
+      one, other: the interfaces that the ports' GIDs belong to.
+      networks: the subnets or prefixes of the GIDs' addresses; None for a GID without one.
       ports: the names of the two RNICs.
       table: the PNET table.
     """
@@ -185,15 +191,15 @@ def same_network(
         return False
     if one.index == other.index or (one.master is not None and one.master == other.master):
         return True  # two ports of one bond
-    # As in 3.5.1.2; a link-local prefix tells nothing.
+    # As in 3.5.1.2; link-local prefixes are the same on every LAN.
     first, second = networks
     return first is not None and first == second and not first.is_link_local
 
 
-def _ports_named(
+def _ports_in_table(
     route: Interface, interfaces: Mapping[int, Interface], table: PnetTable
 ) -> list[str] | None:
-    """The table's ports for an interface, or for the one that its VLAN is on; None: no entry."""
+    """The table's ports for an interface, or for the interface below a VLAN; None: no entry."""
     names = {name for name, _ in table}
     at: Interface | None = route
     while at is not None:
@@ -203,7 +209,7 @@ def _ports_named(
     return None
 
 
-def _owning(
+def _gids_of(
     route: Interface, gids: Sequence[PortGid], interfaces: Mapping[int, Interface]
 ) -> list[PortGid]:
     own = [gid for gid in gids if gid.interface == route.index]
@@ -214,12 +220,13 @@ def _owning(
 
 
 def _rank(gid: PortGid, address: str, network: Prefix | None) -> tuple[bool, int]:
-    """Smaller is better.  Both sides must use one encapsulation: RoCE v2 where it is there."""
+    """A sort key; the smallest is the best.  RoCE v2 comes first, because both sides must use the
+    same encapsulation."""
     own = ipaddress.ip_address(plain_address(address)).packed
     value = gid.value[12:] if gid.value[:12] == _MAPPED else gid.value
     if value == own:
         place = 0
-    elif network is not None and _within(value, network):
+    elif network is not None and _is_in_network(value, network):
         place = 1
     elif value[:2] == b"\xfe\x80":
         place = 2
@@ -228,29 +235,29 @@ def _rank(gid: PortGid, address: str, network: Prefix | None) -> tuple[bool, int
     return gid.kind != _ROCE_V2, place
 
 
-def _within(value: bytes, network: Prefix) -> bool:
+def _is_in_network(value: bytes, network: Prefix) -> bool:
     if len(value) != len(network.network) or network.is_link_local:
         return False
     shift = 8 * len(value) - network.length
     return int.from_bytes(value, "big") >> shift == int.from_bytes(network.network, "big") >> shift
 
 
-# --- what the kernel says ----------------------------------------------------------------------
+# --- queries of the kernel ---------------------------------------------------------------------
 
 
 def interfaces() -> dict[int, Interface]:
-    """The network interfaces of this host by index; empty where there is no netlink."""
-    found = ask(lambda route: route.get_links(), _interface, "interfaces")
+    """The network interfaces of this host by index; empty without netlink."""
+    found = query(lambda route: route.get_links(), _interface, "interfaces")
     return {interface.index: interface for interface in found}
 
 
 def route_interface(local: str, remote: str) -> int | None:
-    """Index of the interface that packets from `local` to `remote` leave by, or None."""
+    """The index of the outgoing interface for packets from `local` to `remote`, or None."""
     source, destination = plain_address(local), plain_address(remote)
     if ipaddress.ip_address(destination).is_link_local:
-        # Ambiguous without the interface, which is the one that has our own address.
+        # Such an address needs an interface: the one that has the local address.
         return address_interface(source)
-    found = ask(
+    found = query(
         lambda route: route.route("get", dst=destination, src=source),
         lambda message: message.get_attr("RTA_OIF"),
         ("route", source, destination),
@@ -274,5 +281,5 @@ def _interface(message: Any) -> Interface:
 
 
 def table_of(setting: PnetTable | Path | str) -> PnetTable:
-    """What `Config.pnet` says.  Raises ValueError: a file cannot be read, or a line is wrong."""
+    """The table of `Config.pnet`.  Raises ValueError if the file cannot be read or is wrong."""
     return setting if isinstance(setting, tuple) else read_table(Path(setting))

@@ -1,5 +1,4 @@
-"""TCP sockets: what is unread or unsent, what they carried, and how to end one by a reset
-(tcp(7))."""
+"""TCP sockets: unread, unsent and carried bytes, urgent data, and resets (tcp(7))."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ __all__ = [
 ]
 
 
-if sys.platform == "linux":  # elsewhere every connection is TCP, and nobody asks
+if sys.platform == "linux":  # on other systems every connection is TCP and needs none of this
     import fcntl
     import termios
 
@@ -36,47 +35,50 @@ _PEER_HAS_ENDED = {6, 7, 8, 9, 11}
 
 
 def close_with_reset(sock: trio.socket.SocketType) -> None:
-    """Close a TCP socket so that the peer gets RST."""
+    """Close a TCP socket so that the peer receives RST."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     sock.close()
 
 
 def end_waits(sock: trio.socket.SocketType) -> None:
-    """End the waits for a socket with ClosedResourceError, as if it were about to be closed.
+    """Make all tasks that wait for a socket raise ClosedResourceError.
 
-    Does nothing once it is closed: the number that it had may be another file's by now.
+    No-op if the socket is closed, because its number may belong to another file by now.
     """
     if sock.fileno() >= 0:
         trio.lowlevel.notify_closing(sock)
 
 
 def has_urgent_byte(sock: trio.socket.SocketType) -> bool:
-    """True if an urgent byte has arrived and was not received yet (tcp(7), POLLPRI)."""
+    """True if an urgent byte has arrived and is unread (tcp(7), POLLPRI)."""
     poll = select.poll()
     poll.register(sock.fileno(), select.POLLPRI)
     return any(events & select.POLLPRI for _, events in poll.poll(0))
 
 
 def resets_on_close(sock: trio.socket.SocketType) -> bool:
-    """Whether closing a TCP socket is to reset it: SO_LINGER with a time of 0."""
+    """True if closing the TCP socket would reset it: SO_LINGER is set with a time of 0."""
     return sock.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8) == _RESET_ON_CLOSE
 
 
 def unread_bytes(sock: trio.socket.SocketType | int) -> int:
-    """Bytes in the receive queue of a TCP socket; a FIN is none."""
+    """Bytes in the receive queue of a TCP socket.  A FIN does not count."""
     return _queue(sock, termios.FIONREAD)
 
 
 def unsent_bytes(sock: trio.socket.SocketType | socket.socket) -> int:
-    """Bytes in the send queue of a TCP socket, until the peer has acknowledged them."""
+    """Bytes in the send queue of a TCP socket that the peer has not acknowledged."""
     return _queue(sock, termios.TIOCOUTQ)
 
 
 def carried_bytes(sock: trio.socket.SocketType) -> tuple[int, int]:
-    """Bytes that a TCP socket took for the peer, and bytes of the peer's that arrived.
+    """Bytes that were written to a TCP socket, and bytes that arrived from the peer.
 
-    (0, 0) where the kernel does not say.  Raises OSError when it is closed.
+    (0, 0) if the kernel does not count them.
+
+    Raises:
+      OSError: the socket is closed.
     """
     if sys.platform != "linux":
         return 0, 0
@@ -84,7 +86,7 @@ def carried_bytes(sock: trio.socket.SocketType) -> tuple[int, int]:
     if len(info) < _CARRIED.size:
         return 0, 0
     state, received, not_sent, sent, sent_again = _CARRIED.unpack(info)
-    # A FIN has a sequence number, and counts as a byte that was received.
+    # A FIN has a sequence number, and so the kernel counts it as a received byte.
     received -= received > 0 and state in _PEER_HAS_ENDED
     return sent - sent_again + not_sent, received
 

@@ -41,7 +41,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
 from trio_smc.host import pnet
 from trio_smc.host.addresses import Prefix, is_same_host, local_prefix, plain_address
-from trio_smc.host.netlink import Remembering
+from trio_smc.host.netlink import AnswerCache
 from trio_smc.host.pnet import PnetTable
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.roce.hotplug import PortWatch, active_ports, present_devices
@@ -104,7 +104,7 @@ class StackRnics:
         self._instance: socket.socket | None = None
         self._abandoned = False
         self._failure = trio.Event()
-        self._network = Remembering()
+        self._network = AnswerCache()
         self.table: PnetTable = ()
         self._networks: WeakKeyDictionary[VerbsRnic, tuple[pnet.Interface, Prefix | None]] = (
             WeakKeyDictionary()

@@ -1,5 +1,5 @@
 """Tools on top of the public API: the command `trio-smc`, metrics, logs, captures.
 
-This room imports the public API (`trio_smc`) and the values of `trio_smc._base`; nothing imports
-it.  What a running process shows comes from its stacks' control sockets.
+This room imports the public API (`trio_smc`) and the values of `trio_smc._base`.  No other room
+imports it.  Data about running processes comes from the control sockets of their stacks.
 """

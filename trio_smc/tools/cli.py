@@ -1,7 +1,7 @@
-"""The command `trio-smc`: finds the subcommand, runs it, turns errors into one line.
+"""The command `trio-smc`: finds and runs the subcommand, and prints an error as one line.
 
-Exit codes: 0, or what the subcommand's own help says; 2 with one line on stderr for bad input;
-130 after Ctrl-C.
+Exit codes: 0, or one that the subcommand's help lists; 2 with one line on stderr for bad input; 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _WIDTH: Final = 90
 _DESCRIPTION = """
 Show and check the SMC-R connections of this user's processes.
 
-A running process that uses trio_smc serves a control socket in the user's private directory
-($XDG_RUNTIME_DIR/trio-smc, or /tmp/trio-smc-UID).  These commands ask there; nothing leaves the
-machine, and nobody but the user is answered.
+A running process that uses trio_smc has a control socket in the user's private directory
+($XDG_RUNTIME_DIR/trio-smc, or /tmp/trio-smc-UID).  These commands query that socket.  Nothing
+leaves the machine, and only the user receives answers.
 """
 
 _EPILOG = """
 Exit codes:
   0    done
-  1    a process did not answer: one line on stderr for each; or as the command's own help says
-  2    bad input: one line on stderr says what
+  1    a process did not answer: one line on stderr for each; or see the command's help
+  2    bad input: one line on stderr describes it
   130  interrupted by Ctrl-C
 
 `trio-smc COMMAND --help` explains a command, with examples.
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Args:
-      arguments: without the program's name; None: of this process.
+      arguments: the arguments without the program's name; None: those of this process.
     """
     options, unknown = parser().parse_known_args(arguments)
     if unknown:
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Command = options.command
     try:
         with contextlib.suppress(AttributeError):
-            # Text of any kind may be piped anywhere.
+            # The encoding of a pipe may lack some characters.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         return command.run(options)
     except ToolError as error:
         print_error(f"{PROGRAM}: {error}")
         return error.code
     except BrokenPipeError:
-        # Who reads our output has gone, as `head` does; the interpreter must not write again.
+        # The reader of a pipe, such as `head`, has ended; the interpreter must not write again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One line for an error, as for all other bad input; subcommands get this class, too."""
+    """Prints an error as one line, like all other bad input.  Subcommands use this class, too."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         print_error(f"{self.prog}: {message} (try {self.prog} --help)")
@@ -103,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Paragraphs as they are written, and the same width everywhere."""
+    """Keeps paragraphs as they are, and uses the same width everywhere."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=_WIDTH)

@@ -1,14 +1,13 @@
-"""The asking side of the control protocol: snapshots and captures of this user's running stacks.
+"""The client of the control protocol: snapshots and captures of this user's running stacks.
 
-All stacks are asked at once, with one deadline for all of them; the protocol is described in
-`trio_smc.control.protocol`.  The bytes of all answers are collected first and decoded afterwards,
-so that decoding a large answer costs no other process its time.  An answer was written by another
-process: its parts are checked for their shape here (`SHAPES`).
+`trio_smc.control.protocol` describes the protocol.  The client queries all stacks at the same time,
+with one deadline.  It first collects the bytes of all answers and decodes them later, so that a
+large answer of one process does not use up the time of the others.  Another process wrote each
+answer, so this module checks its shape (`SHAPES`), bounds its numbers and makes its strings
+`printable`.
 
-Strings in an answer are made `printable` here; numbers are bounded.
-
-A shape is a type, a tuple of types, a dict of fields that must be there (others may be, too), or
-a list of one shape for the items of a list.  `Maybe` is a shape or null.
+A shape is a type, a tuple of types, a dict of required fields (there may be others), or a list with
+the shape of its items.  `Maybe` is a shape or null.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from trio_smc.tools.output import ToolError, print_error
 from trio_smc.tools.proc import Process
 
 __all__ = [
-    "PATIENCE",
     "SHAPES",
+    "TIMEOUT",
     "Silent",
     "Snapshot",
     "check_untrusted",
@@ -42,40 +41,40 @@ __all__ = [
     "take_snapshots",
 ]
 
-PATIENCE: Final = 3.0
+TIMEOUT: Final = 3.0
 """Seconds for the answers of all stacks together."""
-_AGAIN: Final = 0.2
-"""Seconds for a process that did not answer the last time."""
-_RETRY: Final = 0.05
+_LATER_TIMEOUT: Final = 0.2
+"""Seconds for a process that did not answer in the last round."""
+_RETRY_INTERVAL: Final = 0.05
 """Seconds between two attempts to connect to a socket whose backlog is full."""
 _INCOMPLETE: Final = 1
-"""Exit code."""
-_ANSWER: Final = 1 << 28
-"""Bytes of one stack's whole answer."""
-_ITEMS: Final = 1_000_000
-"""Items of one list that are taken from an answer."""
+"""The exit code if a process did not answer."""
+_MAX_ANSWER: Final = 1 << 28
+"""Bytes of the whole answer of one stack."""
+_MAX_ITEMS: Final = 1_000_000
+"""Items of one list in an answer."""
 _PIECE: Final = 65536
-_PROGRAM: Final = 60
+_MAX_PROGRAM: Final = 60
 """Characters of a command line that are shown."""
-_SENTENCE: Final = 200
-"""Characters of a sentence by which a process refuses."""
+_MAX_SENTENCE: Final = 200
+"""Characters of an error message from a process."""
 _PEER_ID: Final = 32
 _MAX_NUMBER: Final = 1 << 64
-"""No number in an answer is as large, or below the negative of this."""
+"""Numbers in an answer are smaller than this, and larger than its negative."""
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """What one stack said of itself.
+    """The data of one stack.
 
     Attributes:
-      pid: its process.
-      stack: its peer ID, hexadecimal.
-      uptime: seconds since it was opened.
+      pid: the process.
+      stack: the peer ID, hexadecimal.
+      uptime: seconds since the stack was opened.
       program: the command line of the process, shortened.
-      ueids: by which it offers SMC-R version 2.
-      statistics, connections, link_groups, rnics, listeners: as `control.snapshot` makes them;
-        empty when they were not asked for.
+      ueids: the UEIDs with which the stack offers SMC-R version 2.
+      statistics, connections, link_groups, rnics, listeners: as in `control.snapshot`; empty if
+        they were not requested.
     """
 
     pid: int
@@ -91,20 +90,20 @@ class Snapshot:
 
 
 class Silent:
-    """Processes that did not answer, each named on stderr once.
+    """The processes that did not answer; each is named on stderr once.
 
-    One object may serve several rounds of `take_snapshots`: a process that was silent in the
-    last one is asked again, but no longer waited for.
+    One object may be used for several rounds of `take_snapshots`.  A process that was silent in the
+    last round is queried again, but has less time.
 
     Args:
-      quiet: only remember them; `report` names them.
+      quiet: print nothing until `report` is called.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self._named: dict[int, str] = {}
         self.last: dict[int, str] = {}
-        """Of the last round: the process, and a sentence that names it."""
+        """The silent processes of the last round, each with a sentence that names it."""
 
     @property
     def exit_code(self) -> int:
@@ -117,15 +116,15 @@ class Silent:
         self.last = problems
         self._named |= new
         if not self._quiet:
-            _name_on_stderr(new)
+            _print_problems(new)
 
     def report(self) -> None:
-        """Name all of them, if that was not done at once."""
+        """Name all silent processes, if ``quiet`` delayed that."""
         if self._quiet:
-            _name_on_stderr(self._named)
+            _print_problems(self._named)
 
 
-def _name_on_stderr(problems: dict[int, str]) -> None:
+def _print_problems(problems: dict[int, str]) -> None:
     for text in problems.values():
         print_error(f"trio-smc: {text}")
 
@@ -138,18 +137,17 @@ def take_snapshots(
     some: bool = True,
     silent: Silent | None = None,
 ) -> list[Snapshot]:
-    """Ask all stacks at once, or those of one process, in the order of their process numbers.
+    """Query all stacks at the same time, or those of one process, and sort them by process number.
 
-    All answers together may take `PATIENCE` seconds.  Names of processes that are gone are
-    skipped, and removed.
+    All answers together may take `TIMEOUT` seconds.  Names of ended processes are removed.
 
     Args:
       directory: the private directory.
-      want: parts (`trio_smc.control.protocol.PARTS`).
-      pid: only this process.
-      some: True if finding no stack at all is an error.
-      silent: takes the processes that do not answer, or not as they should.  Without it they are
-        left out as long as another one answers.
+      want: the requested parts (`trio_smc.control.protocol.PARTS`).
+      pid: query only this process.
+      some: True: it is an error if there is no stack.
+      silent: receives the processes without a valid answer.  If it is None, these processes are
+        ignored as long as another one answers.
 
     Raises:
       ToolError: the directory is not private, there is no stack, the process ``pid`` does not
@@ -161,11 +159,11 @@ def take_snapshots(
     with _opened(directory) as root:
         names = [each for each in _named_sockets(root) if pid is None or each[0] == pid]
         discouraged = set() if silent is None else set(silent.last)
-        for inquiry in _query_all(root, names, control.encode({"want": list(want)}), discouraged):
+        for query in _query_all(root, names, control.encode({"want": list(want)}), discouraged):
             try:
-                snapshot = _snapshot_untrusted(inquiry, want)
+                snapshot = _snapshot_untrusted(query, want)
             except (OSError, ProtocolError) as error:
-                problems[inquiry.pid] = f"process {inquiry.pid} {_said(error)}"
+                problems[query.pid] = f"process {query.pid} {_problem(error)}"
                 late = late or isinstance(error, TimeoutError)
             else:
                 if snapshot is not None:
@@ -176,13 +174,13 @@ def take_snapshots(
             silent.replace({each: problems[each] for each in others})
         raise ToolError(problems[first])
     if not found and not problems and some:
-        raise ToolError(_nobody(directory, pid))
+        raise ToolError(_no_stack(directory, pid))
     if silent is not None:
         silent.replace(problems)
     return found
 
 
-def _nobody(directory: Path, pid: int | None) -> str:
+def _no_stack(directory: Path, pid: int | None) -> str:
     if pid is None:
         return f"no running process has a stack in {directory}"
     try:
@@ -190,19 +188,19 @@ def _nobody(directory: Path, pid: int | None) -> str:
     except OSError:
         return f"there is no process {pid}"
     if owner != os.geteuid():
-        return f"process {pid} is user {owner}'s, and answers nobody else"
+        return f"process {pid} belongs to user {owner}, and only that user may query it"
     return (
-        f"process {pid} has no stack in {directory}; it may not use trio_smc, "
-        "have another directory, or be set to Config(control=False)"
+        f"process {pid} has no stack in {directory}: it does not use trio_smc, "
+        "has another directory, or has Config(control=False)"
     )
 
 
-def _said(error: Exception) -> str:
+def _problem(error: Exception) -> str:
     if isinstance(error, ProtocolError):
-        return f"gave a damaged answer: {error}"
+        return f"sent a damaged answer: {error}"
     if isinstance(error, TimeoutError):
         return "does not answer; its event loop may be blocked"
-    return f"cannot be asked: {error.strerror if isinstance(error, OSError) else error}"
+    return f"cannot be queried: {error.strerror if isinstance(error, OSError) else error}"
 
 
 # --- names -----------------------------------------------------------------------------------
@@ -210,7 +208,7 @@ def _said(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[PrivateDirectory | None]:
-    """The open directory of this user's control sockets; None where there is none."""
+    """Open the directory of this user's control sockets; None if there is none."""
     with contextlib.ExitStack() as opened:
         below = None
         try:
@@ -237,15 +235,15 @@ def _named_sockets(root: PrivateDirectory | None) -> list[tuple[int, str]]:
 # --- all stacks at once -----------------------------------------------------------------------
 
 
-class _Inquiry:
-    """One stack that is asked: what it has answered by now, undecoded.
+class _Query:
+    """The query of one stack, with the answer so far, undecoded.
 
     Attributes:
-      pid: its process.
+      pid: the process.
       data: the answer.
-      done: True if there is nothing to wait for.
-      gone: True if its process has ended.
-      error: why it cannot be asked.
+      done: True if there is nothing more to wait for.
+      gone: True if the process has ended.
+      error: the reason why the query failed.
     """
 
     def __init__(self, root: PrivateDirectory, name: str, pid: int, request: bytes) -> None:
@@ -261,20 +259,20 @@ class _Inquiry:
 
     @property
     def interest(self) -> int:
-        """The events to wait for; 0: the backlog is full, so connecting is tried again."""
+        """The events to wait for; 0: the backlog is full, and `proceed` must try again later."""
         if not self._connected:
             return 0
         return selectors.EVENT_WRITE if self._request else selectors.EVENT_READ
 
     def close(self) -> None:
-        """Close the socket; what its process has sent with it delays nothing."""
+        """Close the socket, without waiting for descriptors that the process may have sent."""
         if self.sock is not None:
             closer = control.Closer("control client")
             closer.discard(self.sock)
             closer.join()
 
     def proceed(self) -> None:
-        """Do what can be done without waiting."""
+        """Connect, send and receive as far as possible without waiting."""
         try:
             if self.sock is None:
                 self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -287,12 +285,12 @@ class _Inquiry:
                 self._connected = True
             while self._request:
                 self._request = self._request[self.sock.send(self._request) :]
-            # One piece: the others have their turn.
+            # Only one piece, so that the other queries have their turn.
             piece = control.receive_bytes(self.sock, _PIECE)
             self.data += piece
             self.done = not piece
-            if len(self.data) > _ANSWER:
-                raise ProtocolError(f"more than {_ANSWER} bytes")
+            if len(self.data) > _MAX_ANSWER:
+                raise ProtocolError(f"more than {_MAX_ANSWER} bytes")
         except BlockingIOError:
             pass
         except (OSError, ProtocolError) as error:
@@ -304,10 +302,14 @@ def _query_all(
     names: Sequence[tuple[int, str]],
     request: bytes,
     discouraged: AbstractSet[int],
-) -> list[_Inquiry]:
-    """Send ``request`` to all of these sockets and collect the answers, at most `PATIENCE` seconds.
+) -> list[_Query]:
+    """Send ``request`` to all of these sockets, and collect answers for at most `TIMEOUT` seconds.
 
-    discouraged: processes that are only waited for a moment.
+    Args:
+      root: the directory of the sockets.
+      names: process numbers and names of sockets.
+      request: the encoded request.
+      discouraged: processes that did not answer in the last round, and have less time now.
     """
     start = time.monotonic()
     if root is None:
@@ -315,9 +317,9 @@ def _query_all(
     with contextlib.ExitStack() as exits:
         asked = []
         for pid, name in names:
-            inquiry = _Inquiry(root, name, pid, request)
-            exits.callback(inquiry.close)
-            asked.append(inquiry)
+            query = _Query(root, name, pid, request)
+            exits.callback(query.close)
+            asked.append(query)
         selector = exits.enter_context(selectors.DefaultSelector())
         waiting = asked
         while True:
@@ -325,56 +327,56 @@ def _query_all(
                 each.proceed()
                 _register(selector, each)
             waiting = [each for each in asked if not each.done]
-            hopeful = any(each.pid not in discouraged for each in waiting)
-            patience = PATIENCE if hopeful else min(PATIENCE, _AGAIN)
-            left = start + patience - time.monotonic()
+            is_anyone_new = any(each.pid not in discouraged for each in waiting)
+            timeout = TIMEOUT if is_anyone_new else min(TIMEOUT, _LATER_TIMEOUT)
+            left = start + timeout - time.monotonic()
             if not waiting or left <= 0:
                 return asked
             backlog_full = [each for each in waiting if not each.interest]
-            ready = selector.select(min(left, _RETRY) if backlog_full else left)
+            ready = selector.select(min(left, _RETRY_INTERVAL) if backlog_full else left)
             waiting = [key.data for key, _ in ready] + backlog_full
 
 
-def _register(selector: selectors.BaseSelector, inquiry: _Inquiry) -> None:
-    """Wait for what an inquiry is waiting for now."""
-    if inquiry.sock is None:
-        return  # there are too many open files
-    known = inquiry.sock in selector.get_map()
-    if inquiry.done or not inquiry.interest:
+def _register(selector: selectors.BaseSelector, query: _Query) -> None:
+    """Update the events that the selector waits for."""
+    if query.sock is None:
+        return  # too many open files
+    known = query.sock in selector.get_map()
+    if query.done or not query.interest:
         if known:
-            selector.unregister(inquiry.sock)
+            selector.unregister(query.sock)
     elif known:
-        selector.modify(inquiry.sock, inquiry.interest, inquiry)
+        selector.modify(query.sock, query.interest, query)
     else:
-        selector.register(inquiry.sock, inquiry.interest, inquiry)
+        selector.register(query.sock, query.interest, query)
 
 
-def _snapshot_untrusted(inquiry: _Inquiry, want: Sequence[str]) -> Snapshot | None:
-    """Return the snapshot in an answer; None if its process is gone.
+def _snapshot_untrusted(query: _Query, want: Sequence[str]) -> Snapshot | None:
+    """Return the snapshot in an answer; None if the process has ended.
 
-    A list that was wanted may be missing, as a stack leaves out parts that it does not know.
+    A requested list may be missing, because a stack ignores unknown parts.
 
     Raises:
-      OSError, ProtocolError: it did not answer, or not as it should.
+      OSError, ProtocolError: the process sent no valid answer.
     """
-    if inquiry.gone:
+    if query.gone:
         return None
-    if inquiry.error is not None:
-        raise inquiry.error
-    snapshot = Snapshot(inquiry.pid)
-    answer = _Answer(inquiry.data, whole=inquiry.done)
+    if query.error is not None:
+        raise query.error
+    snapshot = Snapshot(query.pid)
+    answer = _Answer(query.data, whole=query.done)
     while True:
         length = control.length_untrusted(answer.take(control.HEADER_SIZE), control.REPLY_LIMIT)
         if not _take_untrusted(snapshot, control.decode_untrusted(answer.take(length))):
             break
     if "statistics" in want and not snapshot.statistics:
         raise ProtocolError("it has no statistics")
-    snapshot.program = _program(inquiry.pid)
+    snapshot.program = _program(query.pid)
     return snapshot
 
 
 class _Answer:
-    """The bytes of an answer, taken one after the other; ``whole``: no more will come."""
+    """Reads the bytes of an answer in order.  ``whole``: True if no more bytes will come."""
 
     def __init__(self, data: bytearray, *, whole: bool) -> None:
         self._data = memoryview(data)
@@ -384,7 +386,7 @@ class _Answer:
         """The next bytes.
 
         Raises:
-          ProtocolError: the answer ends before.
+          ProtocolError: the answer ends too early.
           TimeoutError: the rest did not come in time.
         """
         taken, self._data = self._data[:count], self._data[count:]
@@ -396,24 +398,24 @@ class _Answer:
 
 
 def _connect(sock: socket.socket, root: PrivateDirectory, name: str) -> bool:
-    """Connect to a stack's control socket; False if its process is gone.
+    """Connect to a stack's control socket; False if the process has ended.
 
     Raises:
-      BlockingIOError, TimeoutError: its backlog is full.
-      OSError, ProtocolError: it cannot be reached, or is another user's.
+      BlockingIOError, TimeoutError: the backlog is full.
+      OSError, ProtocolError: the socket cannot be reached, or belongs to another user.
     """
     try:
         with root.socket_at(name) as path:
             sock.connect(path)
     except FileNotFoundError:
-        return False  # it ended since
+        return False  # it has just ended
     except ConnectionRefusedError:
         with contextlib.suppress(OSError):
             root.remove(name)
         return False
     uid = control.peer_user(sock)
     if uid != os.geteuid():
-        raise ProtocolError(f"it is user {uid}'s")
+        raise ProtocolError(f"it belongs to user {uid}")
     return True
 
 
@@ -421,18 +423,18 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     """Add a message to the snapshot; False after the last one.
 
     Raises:
-      ProtocolError: it has not the shape it should have, or is a refusal.
+      ProtocolError: the message has a wrong shape, or is an error.
     """
     part: Any = message.get("part")
     data: Any = message.get("data")
     if part == "error":
-        raise ProtocolError(printable(data, _SENTENCE))
+        raise ProtocolError(printable(data, _MAX_SENTENCE))
     if part == "end":
         if not snapshot.stack:
             raise ProtocolError("it ended before it began")
         return False
     if part not in SHAPES:
-        return True  # something newer than this program
+        return True  # the process is newer than this command
     check_untrusted(data, SHAPES[part], part)
     data = clean(data)
     if part == "process":
@@ -442,19 +444,19 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
         snapshot.statistics = data
     else:
         present = getattr(snapshot, part)
-        if len(present) + len(data) > _ITEMS:
-            raise ProtocolError(f"more than {_ITEMS} {part}")
+        if len(present) + len(data) > _MAX_ITEMS:
+            raise ProtocolError(f"more than {_MAX_ITEMS} {part}")
         present += data
     return True
 
 
 def _program(pid: int) -> str:
-    """The command line, as far as it tells programs apart."""
+    """The command line without the directory of the executable, shortened."""
     words: list[str] = []
     with contextlib.suppress(OSError), Process(pid) as process:
         words = process.command()
     words = [os.path.basename(words[0]), *words[1:]] if words else words
-    return printable(" ".join(words).strip(), _PROGRAM)
+    return printable(" ".join(words).strip(), _MAX_PROGRAM)
 
 
 # --- captures ---------------------------------------------------------------------------------
@@ -463,17 +465,19 @@ def _program(pid: int) -> str:
 def stream_capture(
     directory: Path, pid: int, stack: str | None, payload: int, seconds: float | None
 ) -> Generator[bytes, None, None]:
-    """Pieces of the file, until the stack is closed or ``seconds`` have passed.
+    """Yield pieces of a capture until the stack is closed or ``seconds`` have passed.
 
-    Each is made of whole blocks, so that the file is whole whenever one stops.
+    Each piece consists of whole blocks, so that the file is always complete.
 
     Args:
       directory: the private directory.
-      pid, stack: whose capture; ``stack`` is a peer ID, needed where a process has several.
-      payload: how many bytes of each RDMA write to keep.
+      pid: the process.
+      stack: the peer ID of the stack, if the process has several.
+      payload: bytes of each RDMA write to keep.
+      seconds: the duration; None: no limit.
 
     Raises:
-      ToolError: there is no such stack, or it does not answer as it should.
+      ToolError: there is no such stack, or it sent no valid answer.
     """
     end = None if seconds is None else time.monotonic() + seconds
     with contextlib.ExitStack() as exits:
@@ -489,14 +493,14 @@ def stream_capture(
             except (TimeoutError, ConnectionError):
                 return
             except ProtocolError as error:
-                raise ToolError(f"process {pid} {_said(error)}") from None
+                raise ToolError(f"process {pid} {_problem(error)}") from None
             if not piece:
                 return
             waiting += piece
             try:
                 count = whole_blocks_untrusted(waiting)
             except ProtocolError as error:
-                raise ToolError(f"process {pid} {_said(error)}") from None
+                raise ToolError(f"process {pid} {_problem(error)}") from None
             if count:
                 yield bytes(waiting[:count])
                 del waiting[:count]
@@ -505,9 +509,9 @@ def stream_capture(
 def _chosen(
     directory: Path, pid: int, stack: str | None, payload: int, exits: contextlib.ExitStack
 ) -> socket.socket:
-    """The connection to the stack that is meant, its answer begun."""
+    """Connect to the chosen stack and start the capture."""
     found: dict[str, socket.socket] = {}
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     with _opened(directory) as root:
         for number, name in _named_sockets(root):
             if root is None or number != pid:
@@ -515,15 +519,15 @@ def _chosen(
             sock = exits.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             control.refuse_descriptors(sock)
             try:
-                sock.settimeout(_left(deadline))
+                sock.settimeout(_time_left(deadline))
                 if _connect(sock, root, name):
                     sock.sendall(control.encode({"want": [control.CAPTURE], "payload": payload}))
                     begun = _read_message(sock, deadline)
                     found[_stack_untrusted(begun)] = sock
             except (OSError, ProtocolError) as error:
-                raise ToolError(f"process {number} {_said(error)}") from None
+                raise ToolError(f"process {number} {_problem(error)}") from None
     if not found:
-        raise ToolError(_nobody(directory, pid))
+        raise ToolError(_no_stack(directory, pid))
     if stack is None and len(found) > 1:
         raise ToolError(f"process {pid} has several stacks (--stack): {', '.join(sorted(found))}")
     chosen = found.pop(next(iter(found)) if stack is None else stack.lower(), None)
@@ -535,15 +539,15 @@ def _chosen(
 
 
 def _read_message(sock: socket.socket, deadline: float) -> dict[str, Any]:
-    header = _exactly(sock, control.HEADER_SIZE, deadline)
+    header = _receive_exactly(sock, control.HEADER_SIZE, deadline)
     length = control.length_untrusted(header, control.REPLY_LIMIT)
-    return control.decode_untrusted(_exactly(sock, length, deadline))
+    return control.decode_untrusted(_receive_exactly(sock, length, deadline))
 
 
-def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+def _receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < count:
-        sock.settimeout(_left(deadline))
+        sock.settimeout(_time_left(deadline))
         piece = control.receive_bytes(sock, min(count - len(data), _PIECE))
         if not piece:
             raise ProtocolError(f"it ends after {len(data)} of {count} bytes")
@@ -551,8 +555,8 @@ def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     return bytes(data)
 
 
-def _left(deadline: float) -> float:
-    """Seconds until then.  Raises TimeoutError if that is past."""
+def _time_left(deadline: float) -> float:
+    """Seconds until the deadline.  Raises TimeoutError if it has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -560,16 +564,16 @@ def _left(deadline: float) -> float:
 
 
 def _stack_untrusted(message: dict[str, Any]) -> str:
-    """The peer ID in the message that begins a capture.
+    """The peer ID in the message that starts a capture.
 
     Raises:
-      ProtocolError: it is another message.
+      ProtocolError: this is another message.
     """
     data = message.get("data")
     if message.get("part") == "error":
-        raise ProtocolError(printable(data, _SENTENCE))
+        raise ProtocolError(printable(data, _MAX_SENTENCE))
     if message.get("part") != control.CAPTURE or not isinstance(data, str):
-        raise ProtocolError("it does not know captures")
+        raise ProtocolError("it does not support captures")
     return printable(data, _PEER_ID)
 
 
@@ -660,27 +664,36 @@ SHAPES: Final[dict[str, Any]] = {
 
 
 def check_untrusted(value: Any, shape: Any, where: str) -> None:
-    """Raise ProtocolError when ``value``, which is at ``where`` in an answer, has another shape."""
+    """Check the shape of a part of an answer.
+
+    Args:
+      value: the decoded part.
+      shape: the expected shape.
+      where: the name of the part, for the error.
+
+    Raises:
+      ProtocolError: the part has another shape.
+    """
     match shape:
         case Maybe():
             if value is not None:
                 check_untrusted(value, shape.shape, where)
         case dict():
             if not isinstance(value, dict):
-                raise ProtocolError(f"{where} is no object")
+                raise ProtocolError(f"{where} is not an object")
             for name, inner in shape.items():
                 if name not in value:
                     raise ProtocolError(f"{where} has no {name}")
                 check_untrusted(value[name], inner, f"{where}.{name}")
         case [inner]:
             if not isinstance(value, list):
-                raise ProtocolError(f"{where} is no list")
+                raise ProtocolError(f"{where} is not a list")
             for item in value:
                 check_untrusted(item, inner, where)
         case _:
             truth = isinstance(value, bool) and shape is not bool
             if truth or not isinstance(value, shape):
-                raise ProtocolError(f"{where} is of the wrong kind")
-            # False for NaN, too.
+                raise ProtocolError(f"{where} has the wrong type")
+            # This comparison is False for NaN, too.
             if isinstance(value, int | float) and not -_MAX_NUMBER < value < _MAX_NUMBER:
                 raise ProtocolError(f"{where} is out of range")

@@ -1,10 +1,10 @@
 """Find out from files alone if the Python of another process has trio_smc.
 
-Nothing that the process names is executed or imported.  Its command line, environment and memory
-map name directories; `TrustedFiles` looks at those, and only for a package `trio_smc`, for its
-metadata (``trio_smc-*.dist-info``), for ``pyvenv.cfg`` and for ``.pth`` files.  The rules are those
-of Python's `site` module and of PEP 405; what they leave open, such as a directory that a program
-adds to `sys.path` itself, is not followed.
+This module never executes or imports a file that the process names.  The process's command line,
+environment and memory map name directories.  In these, `TrustedFiles` looks only for a package
+`trio_smc`, its metadata (``trio_smc-*.dist-info``), ``pyvenv.cfg`` and ``.pth`` files.  The rules
+are those of Python's `site` module and of PEP 405.  Directories that a program adds to `sys.path`
+itself are not found.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
 __all__ = ["Finding", "find_trio_smc", "is_python"]
 
 _PACKAGE: Final = "trio_smc"
-_SECONDS: Final = 2.0
-_FILE: Final = 1 << 16
-_NAMES: Final = 20_000
-_PATHS: Final = 64
-"""Directories, and files of one kind, that are looked at."""
+_TIME_LIMIT: Final = 2.0
+_MAX_FILE: Final = 1 << 16
+_MAX_NAMES: Final = 20_000
+_MAX_PATHS: Final = 64
+"""The largest number of directories, and of files of one kind, that are read."""
 _VERSION: Final = re.compile(r"(?:python|pypy)(\d+\.\d+t?)")
 _LIBRARIES: Final = ("lib", "lib64", "local/lib")
 _SITES: Final = ("site-packages", "dist-packages")
@@ -35,12 +35,12 @@ _WITH_VALUE: Final = ("-W", "-X", "--check-hash-based-pycs")
 
 @dataclass(slots=True)
 class Finding:
-    """The answer in the files of a process's Python.
+    """The evidence in the files of a process's Python show.
 
     Attributes:
-      python: the path that it was called by, or its executable.
-      has_package: True if trio_smc is there, False if it is not, None if that cannot be told.
-      reasons: why it cannot be told.
+      python: the path by which it was called, or its executable.
+      has_package: True if trio_smc is there, False if not, None if that is unknown.
+      reasons: the reasons why it is unknown.
     """
 
     python: str
@@ -49,12 +49,12 @@ class Finding:
 
 
 def is_python(path: str) -> bool:
-    """True if an executable is a Python, by its name."""
+    """True if an executable is a Python, judged by its name."""
     return os.path.basename(path).startswith(("python", "pypy"))
 
 
 def find_trio_smc(process: Process) -> Finding:
-    """Look for trio_smc where the Python of a process of this user would find it."""
+    """Look for trio_smc where the Python of a process of this user would find the package."""
     executable = process.link("exe")
     finding = Finding(executable)
     here = os.readlink("/proc/self/ns/mnt")
@@ -72,19 +72,19 @@ class _Search:
         self._process = process
         self._executable = executable
         self._finding = finding
-        self._files = TrustedFiles(_SECONDS)
+        self._files = TrustedFiles(_TIME_LIMIT)
         self._command = process.command()
         self._environment = process.environment()
         self._directory = process.link("cwd")
 
     def run(self) -> None:
-        """Look at one directory after the other until trio_smc is found."""
-        called = self._called()
+        """Search one directory after the other until trio_smc is found."""
+        called = self._called_as()
         if called is not None:
             self._finding.python = called
         else:
             self._finding.reasons.append("its command line does not name its Python")
-        found = any(self._attempt(self._has_package, each) for each in self._first())
+        found = any(self._attempt(self._has_package, each) for each in self._first_paths())
         sites = dict.fromkeys(self._sites(called))
         found = found or any(self._attempt(self._is_in_site, each) for each in sites)
         if found:
@@ -94,7 +94,7 @@ class _Search:
             self._finding.has_package = False
 
     def _attempt(self, look: Callable[[str], bool], path: str) -> bool:
-        """Call ``look``; a path that must not be looked at leaves the answer open."""
+        """Call ``look``.  If the path is not trusted, note the reason and return False."""
         try:
             return look(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -105,8 +105,8 @@ class _Search:
 
     # --- where Python looks ------------------------------------------------------------------
 
-    def _called(self) -> str | None:
-        """The path by which the Python was called, which decides its environment (PEP 405)."""
+    def _called_as(self) -> str | None:
+        """The path by which the Python was called, which determines its environment (PEP 405)."""
         word = self._command[0] if self._command else ""
         if not is_python(word):
             return None  # a program may write anything there, its title for example
@@ -114,13 +114,13 @@ class _Search:
             choices = [os.path.join(self._directory, word)]
         else:
             search = self._environment.get("PATH", os.defpath).split(os.pathsep)
-            choices = [os.path.join(each, word) for each in search[:_PATHS] if each[:1] == "/"]
+            choices = [os.path.join(each, word) for each in search[:_MAX_PATHS] if each[:1] == "/"]
         return next((each for each in choices if self._attempt(self._files.exists, each)), None)
 
-    def _first(self) -> Iterator[str]:
+    def _first_paths(self) -> Iterator[str]:
         """The directories before the standard library on `sys.path`."""
         paths = self._environment.get("PYTHONPATH", "").split(os.pathsep)
-        yield from (os.path.join(self._directory, each) for each in paths[:_PATHS] if each)
+        yield from (os.path.join(self._directory, each) for each in paths[:_MAX_PATHS] if each)
         words = iter(self._command[1:])
         for word in words:
             if word in _WITH_VALUE:
@@ -133,14 +133,14 @@ class _Search:
         yield self._directory
 
     def _sites(self, called: str | None) -> Iterator[str]:
-        """Its directories of installed packages."""
+        """The directories of installed packages."""
         prefix, with_system = None, True
         if called is not None:
             prefix, with_system = self._environment_of(called)
         if prefix is not None:
             yield from self._sites_below(prefix)
-        # Extension modules in use show an environment that the command line does not name.
-        yield from islice(self._mapped_sites(), _PATHS)
+        # Loaded extension modules show environments that the command line does not name.
+        yield from islice(self._mapped_sites(), _MAX_PATHS)
         if with_system:
             base = os.path.dirname(os.path.dirname(self._executable))
             yield from self._sites_below(self._environment.get("PYTHONHOME") or base)
@@ -149,11 +149,11 @@ class _Search:
             yield from self._sites_below(user)
 
     def _environment_of(self, called: str) -> tuple[str | None, bool]:
-        """The prefix of the virtual environment, and if that includes the system's packages."""
+        """The prefix of the virtual environment, and True if it includes the system's packages."""
         below = os.path.dirname(called)
         for prefix in (below, os.path.dirname(below)):
             try:
-                text = self._files.read(os.path.join(prefix, "pyvenv.cfg"), _FILE)
+                text = self._files.read(os.path.join(prefix, "pyvenv.cfg"), _MAX_FILE)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except UntrustedPathError as error:
@@ -169,7 +169,7 @@ class _Search:
         for library in _LIBRARIES:
             above = os.path.join(prefix, library)
             try:
-                names = self._files.names(above, _NAMES)
+                names = self._files.names(above, _MAX_NAMES)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except UntrustedPathError as error:
@@ -177,7 +177,7 @@ class _Search:
                 continue
             for name in names:
                 found = _VERSION.fullmatch(name)
-                # Debian's dist-packages are in lib/python3, for all versions.
+                # Debian has dist-packages in lib/python3, for all versions.
                 if name == "python3" or (found and (not version or found[1] == version[1])):
                     yield from (os.path.join(above, name, each) for each in _SITES)
 
@@ -190,29 +190,29 @@ class _Search:
                     seen.add(above)
                     yield f"{above}/{name}"
 
-    # --- what is there -----------------------------------------------------------------------
+    # --- files -------------------------------------------------------------------------------
 
     def _has_package(self, directory: str) -> bool:
         return self._files.is_file(os.path.join(directory, _PACKAGE, "__init__.py"))
 
     def _is_in_site(self, site: str) -> bool:
         """True if a directory of packages has trio_smc, or a link to it (``.pth``)."""
-        names = self._files.names(site, _NAMES)
+        names = self._files.names(site, _MAX_NAMES)
         if _PACKAGE in names and self._has_package(site):
             return True
         if any(each.startswith(f"{_PACKAGE}-") and each.endswith(".dist-info") for each in names):
             return True
         links = [each for each in names if each.endswith(".pth")]
-        if len(links) > _PATHS:
-            raise UntrustedPathError(f"{site} has more than {_PATHS} .pth files")
+        if len(links) > _MAX_PATHS:
+            raise UntrustedPathError(f"{site} has more than {_MAX_PATHS} .pth files")
         return any(self._attempt(self._is_linked, os.path.join(site, each)) for each in links)
 
     def _is_linked(self, path: str) -> bool:
         site = os.path.dirname(path)
-        lines = self._files.read(path, _FILE).decode("utf-8", "replace").split("\n")
+        lines = self._files.read(path, _MAX_FILE).decode("utf-8", "replace").split("\n")
         added = [
             os.path.join(site, line.strip())
             for line in lines
             if line.strip() and not line.startswith(("#", "import ", "import\t"))
         ]
-        return any(self._attempt(self._has_package, each) for each in added[:_PATHS])
+        return any(self._attempt(self._has_package, each) for each in added[:_MAX_PATHS])

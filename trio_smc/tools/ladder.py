@@ -1,21 +1,21 @@
-"""What a ladder diagram shows of a capture: who said what to whom, on which link.
+"""The peers, links and connections of a capture, for ladder diagrams.
 
 Theory of operation
 -------------------
-A frame names addresses and the receiver's queue pair; a reader wants peers, links and
-connections.  `read_ladders` learns them from the messages in their order, as the peers did:
+A frame contains addresses and the receiver's queue pair, but a diagram shows peers, links and
+connections.  `read_ladders` derives them from the messages in their order, as the peers did:
 
-- an SMC Proposal begins a connection; Accept and Confirm name both ends of its link, the alert
+- an SMC Proposal starts a connection; Accept and Confirm contain both ends of its link, the alert
   tokens, and the RMB element of each side (RFC 7609, 3.5.1, 3.5.2);
-- ADD LINK and its reply name both ends of a new link, CONFIRM LINK its number (3.5.1.6);
-- CONFIRM RKEY and ADD LINK CONTINUATION say what RMBs are called on other links (3.5.5.2), in
-  version 2 ADD LINK and its reply.
+- ADD LINK and its reply contain both ends of a new link, and CONFIRM LINK its number (3.5.1.6);
+- CONFIRM RKEY and ADD LINK CONTINUATION, in version 2 ADD LINK and its reply, contain the RTokens
+  of RMBs on other links (3.5.5.2).
 
-So a CDC message is known by link and alert token, a write by link, RKey and address.  What a
-capture that began too late does not tell is left open.
+So the link and the alert token identify the connection of a CDC message, and the link, the RKey and
+the address that of a write.  If a capture started too late, some of this is unknown.
 
-A ladder has the TCP clients' peer on the left and their servers' on the right; two stacks that
-are both have two ladders.
+A ladder has the peer of the TCP clients on the left and the peer of their servers on the right.
+Two stacks that connect to each other in both directions have two ladders.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ __all__ = [
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """One side of a ladder: by peer ID where it was said, else by address."""
+    """One side of a ladder, identified by its peer ID if that is known, else by an address."""
 
     peer_id: bytes | None = None
     addresses: list[bytes] = field(default_factory=list)
 
-    def meet(self, address: bytes) -> None:
-        """Note an address of its."""
+    def add_address(self, address: bytes) -> None:
+        """Note an address of the peer."""
         if address not in self.addresses:
             self.addresses.append(address)
 
 
 @dataclass(eq=False, slots=True)
 class Rmb:
-    """An RMB: its address by link, and by place whose its elements are: end and connection."""
+    """An RMB: its address by link, and its elements: start to (end, connection)."""
 
     addresses: dict[Link, int] = field(default_factory=dict)
     elements: dict[int, tuple[int, Connection]] = field(default_factory=dict)
@@ -72,13 +72,13 @@ class Link:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """A link group, and what is named within it.
+    """A link group, with its links, alert tokens and RMBs.
 
     Attributes:
-      tokens: by (to the server, alert token).
-      rmbs: by (link, of the server, RKey).
-      confirmed: the last RMB that CONFIRM RKEY told of, by (of the server).
-      added: ADD LINK that waits for its reply, by link number.
+      tokens: connections by (True: sent to the server, alert token).
+      rmbs: RMBs by (link, True: the server's, RKey).
+      confirmed: the RMB of the last CONFIRM RKEY, by (True: the server's).
+      added: ADD LINK messages that wait for a reply, by link number.
     """
 
     client: Peer
@@ -90,7 +90,7 @@ class Group:
     added: dict[int, llc.AddLink] = field(default_factory=dict)
 
     def link(self, number: int) -> Link | None:
-        """The youngest link of this number."""
+        """The newest link with this number."""
         return next((each for each in reversed(self.links) if each.number == number), None)
 
     def rmb(self, link: Link, of_server: bool, rkey: int, address: int) -> Rmb:
@@ -102,7 +102,7 @@ class Group:
         return rmb
 
     def name(self, rmb: Rmb, link: Link, of_server: bool, rkey: int, address: int) -> None:
-        """Note what an RMB is called on ``link``."""
+        """Note the RToken of an RMB on ``link``."""
         rmb.addresses[link] = address
         self.rmbs[link, of_server, rkey] = rmb
 
@@ -129,10 +129,10 @@ class Row:
     """One message of a ladder.
 
     Attributes:
-      to_server: its direction.
-      link: its link; None for CLC messages.
-      connection: whose it is, where that is known.
-      place: for a write, where in the RMB element it begins, where that is known.
+      to_server: the direction.
+      link: the link; None for CLC messages.
+      connection: the connection, if known.
+      offset: the start of a write in the RMB element, if known.
     """
 
     time: int
@@ -140,16 +140,16 @@ class Row:
     event: Event
     link: Link | None = None
     connection: Connection | None = None
-    place: int | None = None
+    offset: int | None = None
 
     @property
     def link_number(self) -> int | None:
-        """The number of its link, where it is known."""
+        """The number of the link, if known."""
         return None if self.link is None else self.link.number
 
     @property
     def group(self) -> Group | None:
-        """The link group it belongs to, known at the end."""
+        """The link group of the message; complete only after all messages were read."""
         if self.link is not None:
             return self.link.group
         return None if self.connection is None else self.connection.group
@@ -165,16 +165,17 @@ class Ladder:
 
 
 def address_text(address: bytes) -> str:
-    """An address as people write it."""
+    """An address in the usual text form."""
     return str(ipaddress.ip_address(address))
 
 
 def read_ladders(seen: Iterable[Seen], connection: int | None = None) -> list[Ladder]:
-    """The ladders of a capture, in the order in which they begin.
+    """The ladders of a capture, in the order of their first messages.
 
     Args:
-      connection: the number of one connection: only its messages, and those of its link group
-        that are no other connection's.
+      seen: the messages of the capture.
+      connection: the number of a connection.  Then only its messages are included, and those
+        messages of its link group that belong to no other connection.
     """
     reader = _Reader()
     ladders: dict[tuple[int, int], Ladder] = {}
@@ -201,20 +202,20 @@ def _concerns(row: Row, connections: list[Connection], number: int) -> bool:
 
 
 class _Reader:
-    """Takes messages in their order; `row` says what each is."""
+    """Reads messages in their order; `row` returns one row for each."""
 
     def __init__(self) -> None:
         self.connections: list[Connection] = []
         self._calls: dict[frozenset[End], Connection] = {}
         self._peers: dict[bytes, Peer] = {}
-        self._strangers: dict[End, Peer] = {}
-        # By address and number of a queue pair: its link, and whether it is the server's.
+        self._unnamed_peers: dict[End, Peer] = {}
+        # By address and number of a queue pair: the link, and True if this is the server's end.
         self._ends: dict[End, tuple[Link, bool]] = {}
-        # By address of one end not seen yet and of the other: the same.
+        # The same by the address of an end that has not received yet, and that of the other end.
         self._half_known: dict[tuple[bytes, bytes], tuple[Link, bool]] = {}
 
     def row(self, seen: Seen) -> Row:
-        """Learn from the next message."""
+        """Read the next message."""
         return self._tcp_row(seen) if seen.tcp else self._link_row(seen)
 
     # --- CLC ---------------------------------------------------------------------------------
@@ -226,30 +227,30 @@ class _Reader:
             call = self._calls[key] = self._new_call(seen)
         to_server = seen.source == call.client
         messages = clc.Proposal | clc.Accept | clc.Confirm | clc.Decline
-        # Linux has no peer ID in a Proposal of version 2 alone.
+        # Linux sends no peer ID in a Proposal of version 2 only.
         if isinstance(event, messages) and any(event.peer_id):
             peer = self._peers.setdefault(event.peer_id, Peer(event.peer_id))
-            peer.meet(seen.source.address)
+            peer.add_address(seen.source.address)
             if to_server:
                 call.client_peer = peer
             else:
                 call.server_peer = peer
         if isinstance(event, clc.Accept):
-            self._accepted(call, event)
+            self._on_accept(call, event)
         elif isinstance(event, clc.Confirm):
-            self._confirmed(call, event)
+            self._on_confirm(call, event)
         return Row(seen.time, to_server, event, connection=call)
 
     def _new_call(self, seen: Seen) -> Connection:
-        # A capture that begins within a rendezvous: only servers accept.
+        # If the capture started during a handshake, the sender of an Accept is the server.
         turned = isinstance(seen.event, clc.Accept)
         client, server = (seen.target, seen.source) if turned else (seen.source, seen.target)
-        peers = self._stranger(End(client.address, None)), self._stranger(server)
+        peers = self._unnamed_peer(End(client.address, None)), self._unnamed_peer(server)
         call = Connection(len(self.connections) + 1, client, server, *peers)
         self.connections.append(call)
         return call
 
-    def _accepted(self, call: Connection, accept: clc.Accept) -> None:
+    def _on_accept(self, call: Connection, accept: clc.Accept) -> None:
         known = self._ends.get(End(gid_address(accept.gid), accept.qp_number))
         if known is not None and not accept.first_contact:
             call.group = known[0].group
@@ -257,7 +258,7 @@ class _Reader:
             call.group = Group(call.client_peer, call.server_peer)
         call.accept = accept
 
-    def _confirmed(self, call: Connection, confirm: clc.Confirm) -> None:
+    def _on_confirm(self, call: Connection, confirm: clc.Confirm) -> None:
         group, accept = call.group, call.accept
         if group is None or accept is None:
             return
@@ -268,15 +269,15 @@ class _Reader:
             self._new_link(
                 group, End(gid_address(confirm.gid), confirm.qp_number), server_end, None
             )
-        for of_server, says in ((True, accept), (False, confirm)):
-            # Either names any active link by its own end.
+        for of_server, credentials in ((True, accept), (False, confirm)):
+            # Each message names its own end of any active link.
             link, _ = self._ends.get(
-                End(gid_address(says.gid), says.qp_number), self._ends[server_end]
+                End(gid_address(credentials.gid), credentials.qp_number), self._ends[server_end]
             )
-            group.tokens[of_server, says.alert_token] = call
-            rmb = group.rmb(link, of_server, says.rkey, says.rmb_address)
-            begin = (says.rmbe_index - 1) * says.buffer_size
-            rmb.elements[begin] = begin + says.buffer_size, call
+            group.tokens[of_server, credentials.alert_token] = call
+            rmb = group.rmb(link, of_server, credentials.rkey, credentials.rmb_address)
+            begin = (credentials.rmbe_index - 1) * credentials.buffer_size
+            rmb.elements[begin] = begin + credentials.buffer_size, call
 
     # --- LLC, CDC and writes -------------------------------------------------------------------
 
@@ -287,20 +288,20 @@ class _Reader:
         if isinstance(event, cdc.CdcMessage):
             row.connection = group.tokens.get((to_server, event.alert_token))
         elif isinstance(event, Write):
-            self._place(row, group, link, event)
+            self._find_element(row, group, link, event)
         else:
             self._learn_links(group, link, event, to_server)
             _learn_rtokens(group, link, event, of_server=not to_server)
         return row
 
-    def _place(self, row: Row, group: Group, link: Link, write: Write) -> None:
+    def _find_element(self, row: Row, group: Group, link: Link, write: Write) -> None:
         rmb = group.rmbs.get((link, row.to_server, write.rkey))
         if rmb is None:
             return
         offset = write.address - rmb.addresses[link]
         for begin, (end, connection) in rmb.elements.items():
             if begin <= offset < end:
-                row.connection, row.place = connection, offset - begin
+                row.connection, row.offset = connection, offset - begin
 
     def _learn_links(self, group: Group, link: Link, event: Event, to_server: bool) -> None:
         match event:
@@ -309,14 +310,14 @@ class _Reader:
             case llc.AddLink(reply=False) if not to_server:
                 group.added[event.link_number] = event
             case llc.AddLink(reply=True, rejected=False) if to_server:
-                asked = group.added.pop(event.link_number, None)
-                if asked is not None:
+                request = group.added.pop(event.link_number, None)
+                if request is not None:
                     client = End(gid_address(event.gid), event.qp_number)
-                    server = End(gid_address(asked.gid), asked.qp_number)
+                    server = End(gid_address(request.gid), request.qp_number)
                     self._new_link(group, client, server, event.link_number)
-                    for told in (asked, event):
-                        if told.extension is not None:
-                            pairs, own = told.extension.pairs, not told.reply
+                    for message in (request, event):
+                        if message.extension is not None:
+                            pairs, own = message.extension.pairs, not message.reply
                             _learn_pairs(group, link, event.link_number, pairs, of_server=own)
 
     def _new_link(self, group: Group, client: End, server: End, number: int | None) -> None:
@@ -324,36 +325,36 @@ class _Reader:
         group.links.append(link)
         self._ends[client] = link, False
         self._ends[server] = link, True
-        group.client.meet(client.address)
-        group.server.meet(server.address)
+        group.client.add_address(client.address)
+        group.server.add_address(server.address)
 
     def _unknown_link(self, seen: Seen) -> tuple[Link, bool]:
-        """Of a capture that does not have its beginning."""
+        """The link and the direction of a message whose link the capture does not introduce."""
         source, target = seen.source.address, seen.target.address
         half = self._half_known.pop((target, source), None)
         if half is None:
-            # Servers confirm and add links; who says something else may be either.
-            said_by_server = isinstance(seen.event, llc.ConfirmLink | llc.AddLink) and (
+            # Only servers send requests to confirm or add links.  Either side sends the others.
+            from_server = isinstance(seen.event, llc.ConfirmLink | llc.AddLink) and (
                 not seen.event.reply
             )
-            one, other = self._stranger(End(source, None)), self._stranger(seen.target)
-            peers = (other, one) if said_by_server else (one, other)
+            one, other = self._unnamed_peer(End(source, None)), self._unnamed_peer(seen.target)
+            peers = (other, one) if from_server else (one, other)
             group = Group(*peers)
             link = Link(group)
             group.links.append(link)
-            half = link, not said_by_server
-            self._half_known[source, target] = link, said_by_server
+            half = link, not from_server
+            self._half_known[source, target] = link, from_server
         self._ends[seen.target] = half
         return half
 
-    def _stranger(self, end: End) -> Peer:
-        peer = self._strangers.setdefault(end, Peer())
-        peer.meet(end.address)
+    def _unnamed_peer(self, end: End) -> Peer:
+        peer = self._unnamed_peers.setdefault(end, Peer())
+        peer.add_address(end.address)
         return peer
 
 
 def _learn_rtokens(group: Group, link: Link, event: Event, *, of_server: bool) -> None:
-    """What RMBs are called; ``of_server``: the server says so of its own."""
+    """Note the RTokens in a message; ``of_server``: they belong to the server's RMBs."""
     match event:
         case llc.AddLinkContinuation():
             _learn_pairs(group, link, event.link_number, event.pairs, of_server=of_server)

@@ -1,4 +1,4 @@
-"""Ladder diagrams as one SVG picture: text and lines only, so that it can be read and compared."""
+"""Ladder diagrams as one SVG picture, which contains only text and lines, for easy comparison."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _COLOURS: Final = {
     "CLC": "#1f5aa6", "LLC": "#7a3d91", "CDC": "#2b7a3d", "write": "#946200",
     "unreadable": "#b3261e",
 }  # fmt: skip
-_EXPLAINED: Final = {
+_LEGEND_TEXT: Final = {
     "CLC": "CLC, on the TCP connection", "LLC": "LLC, on a link", "CDC": "CDC, on a link",
-    "write": "RDMA write", "unreadable": "not understood",
+    "write": "RDMA write", "unreadable": "unreadable",
 }  # fmt: skip
-# A link keeps its colour through the picture; told apart without colours by its number.
+# Each link has one colour in the whole picture, and its number for readers without colours.
 _LINKS: Final = ("#cfe3f7", "#f8d9c4", "#d3ecd2", "#ead3ef", "#f5ebb8", "#cdeeee")
 _SANS: Final = "Inter, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, sans-serif"
 _MONO: Final = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
@@ -36,8 +36,9 @@ def picture(ladders: Iterable[Ladder], *, start: int, limit: int) -> str:
     """All ladders below each other.
 
     Args:
-      start: nanoseconds since 1970 from which times are counted.
-      limit: how many messages to draw in all.
+      ladders: the ladders.
+      start: the time shown as 0, in nanoseconds since 1970.
+      limit: the largest number of messages in all ladders together.
     """
     parts: list[str] = []
     seen: set[str] = set()
@@ -112,7 +113,7 @@ def _names(role: str, peer: Peer) -> list[str]:
 
 
 def _row(parts: list[str], row: Row, start: int, y: float) -> float:
-    """Its title, its arrow, its details; returns where the next one begins."""
+    """Draw the title, the arrow and the details of a message; return the y of the next row."""
     what = kind(row.event)
     colour = _COLOURS[what]
     line = y + 24
@@ -148,8 +149,8 @@ def _legend(seen: set[str], y: float) -> Iterator[str]:
             f'<line x1="{x:g}" y1="{y:g}" x2="{x + 34:g}" y2="{y:g}" stroke="{_COLOURS[each]}" '
             f'stroke-width="1.6"{dashes} marker-end="url(#{each})"/>'
         )
-        yield _text(x + 42, y + 4, _EXPLAINED[each], anchor="start", fill="#444444", size=12)
-        x += 60 + 7.2 * len(_EXPLAINED[each])
+        yield _text(x + 42, y + 4, _LEGEND_TEXT[each], anchor="start", fill="#444444", size=12)
+        x += 60 + 7.2 * len(_LEGEND_TEXT[each])
 
 
 def _text(

@@ -1,7 +1,5 @@
-"""A ladder diagram in words: a title and details of each message, and the diagram as text.
-
-Drawn in the manner of RFC 7609's figures.
-"""
+"""Ladder diagrams as text, in the style of RFC 7609's figures: each message with a title and
+details."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ _CONNECTION_FLAGS = (
 
 
 def kind(event: Event) -> str:
-    """One of `KINDS`."""
+    """The kind of a message, one of `KINDS`."""
     if isinstance(event, Unreadable):
         return "unreadable"
     if isinstance(event, Write):
@@ -44,20 +42,20 @@ def kind(event: Event) -> str:
 
 
 def peer_name(peer: Peer) -> str:
-    """Its peer ID, or what else is known."""
+    """The peer ID as text."""
     if peer.peer_id is not None:
         return f"peer {peer.peer_id.hex()}"
     return "peer unknown"
 
 
 def title(row: Row) -> str:
-    """A few words."""
+    """The title of a message."""
     event = row.event
     match event:
         case Unreadable():
-            return "not understood"
+            return "unreadable"
         case Write():
-            where = "" if row.place is None else f" at {row.place}"
+            where = "" if row.offset is None else f" at {row.offset}"
             return f"RDMA write, {event.length} bytes{where}"
         case cdc.CdcMessage():
             return _cdc_title(event)
@@ -74,11 +72,13 @@ def title(row: Row) -> str:
 def _cdc_title(m: cdc.CdcMessage) -> str:
     text = f"CDC {m.sequence}"
     if m.producer_flags & cdc.FAILOVER_VALIDATION:
-        # Nothing else of it counts (RFC 7609, 4.6.1).
+        # All other fields are ignored (RFC 7609, 4.6.1).
         return f"{text}, failover validation [F]"
     text += f", prod {_cursor(m.producer_wrap, m.producer_cursor)}"
     text += f", cons {_cursor(m.consumer_wrap, m.consumer_cursor)}"
-    letters = _set(_PRODUCER_FLAGS, m.producer_flags) + _set(_CONNECTION_FLAGS, m.connection_flags)
+    letters = _flags_set(_PRODUCER_FLAGS, m.producer_flags) + _flags_set(
+        _CONNECTION_FLAGS, m.connection_flags
+    )
     return f"{text} [{' '.join(letter for letter, _ in letters)}]" if letters else text
 
 
@@ -97,7 +97,7 @@ def _llc_title(m: llc.Message) -> str:
 
 
 def details(row: Row) -> list[str]:
-    """Lines for those who look closer."""
+    """The details of a message, as lines below the title."""
     event = row.event
     match event:
         case Unreadable():
@@ -112,7 +112,7 @@ def details(row: Row) -> list[str]:
         case cdc.CdcMessage():
             return _cdc(event)
         case Write():
-            return [] if row.place is not None else [f"to {_rtoken(event.rkey, event.address)}"]
+            return [] if row.offset is not None else [f"to {_rtoken(event.rkey, event.address)}"]
         case llc.OptionalMessage():
             return []
         case _:
@@ -159,7 +159,9 @@ def _limits(v2: clc.V2Offer | clc.FirstContact) -> str:
 def _cdc(m: cdc.CdcMessage) -> list[str]:
     if m.producer_flags & cdc.FAILOVER_VALIDATION:
         return []
-    flags = _set(_PRODUCER_FLAGS, m.producer_flags) + _set(_CONNECTION_FLAGS, m.connection_flags)
+    flags = _flags_set(_PRODUCER_FLAGS, m.producer_flags) + _flags_set(
+        _CONNECTION_FLAGS, m.connection_flags
+    )
     return [", ".join(words for _, words in flags)] if flags else []
 
 
@@ -174,7 +176,7 @@ def _llc(m: llc.Message) -> list[str]:
                 f"GID {address_text(gid_address(m.gid))}, QP {m.qp_number:#x}",
             ]
         case llc.AddLink():
-            if m.rejected:  # version 2 tells no reason
+            if m.rejected:  # version 2 has no reason here
                 return [f"reason {_name(llc.AddLinkReason, m.reason)}"] if m.reason else []
             gid = address_text(gid_address(m.gid))
             lines = [f"GID {gid}, QP {m.qp_number:#x}, PSN {m.initial_psn:#x}"]
@@ -219,7 +221,7 @@ def _cursor(wrap: int, offset: int) -> str:
     return f"{wrap}:{offset}"
 
 
-def _set(table: tuple[tuple[int, str, str], ...], flags: int) -> list[tuple[str, str]]:
+def _flags_set(table: tuple[tuple[int, str, str], ...], flags: int) -> list[tuple[str, str]]:
     return [(letter, words) for bit, letter, words in table if flags & bit]
 
 
@@ -233,20 +235,21 @@ def _name(names: type[llc.AddLinkReason | llc.DeleteLinkReason], value: int) -> 
 # --- the diagram ------------------------------------------------------------------------------
 
 _MARGIN = 20
-"""Columns of time, connection and link."""
-_LEAST = 60
-"""Columns between the two sides, however narrow the page."""
+"""Columns for time, connection and link."""
+_MIN_INSIDE = 60
+"""The smallest number of columns between the two sides."""
 
 
 def draw(ladder: Ladder, *, start: int, limit: int, width: int = 100) -> Iterator[str]:
     """The lines of one ladder.
 
     Args:
-      start: nanoseconds since 1970 from which times are counted.
-      limit: how many messages to draw.
+      ladder: the ladder.
+      start: the time shown as 0, in nanoseconds since 1970.
+      limit: the largest number of messages.
       width: columns.
     """
-    inside = max(_LEAST, width - _MARGIN - 4)
+    inside = max(_MIN_INSIDE, width - _MARGIN - 4)
     yield from _heading(ladder, inside)
     for row in ladder.rows[:limit]:
         yield from _row(row, start, inside)

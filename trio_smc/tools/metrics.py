@@ -8,9 +8,9 @@
     REGISTRY.register(SmcCollector())      # anywhere, before or after stacks are opened
     start_http_server(9100)
 
-Nothing is counted twice and nothing on the way of data: a scrape reads the counters that stacks
-keep anyway.  Prometheus scrapes from threads of its own, while stacks belong to the thread of
-their Trio run; so the reading is done there, with a deadline.
+A scrape reads the counters that stacks have anyway, so metrics add no work to the data path.
+Prometheus scrapes in its own threads, but only the thread of a Trio run may read its stacks.  So a
+scrape lets that thread read them, and waits with a deadline.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NAMED: Final = ("agreed", "fallbacks")
 
 @dataclass(slots=True)
 class _Sums:
-    """What is added up over stacks; the keys of the counters are label values."""
+    """Sums over stacks; the keys of the counters are label values."""
 
     stacks: int = 0
     statistics: Counter[str] = field(default_factory=Counter)
@@ -55,7 +55,7 @@ class _Sums:
     ports: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     def add(self, stack: Stack) -> None:
-        """Add one stack; on the thread of its Trio run."""
+        """Add one stack.  To be called on the thread of its Trio run."""
         statistics = stack.statistics()
         self.stacks += 1
         for each in fields(StackStatistics):
@@ -83,9 +83,9 @@ class SmcCollector(Collector):
     """Collects the metrics of one stack, or the sums over all stacks of this process.
 
     Args:
-      stack: the stack; None: all that are running at the time of a scrape.
-      patience: seconds all Trio runs together may take to answer a scrape; stacks that do not are
-        left out, and counted in ``trio_smc_scrape_failures_total``.
+      stack: the stack; None: all that run at the time of a scrape.
+      patience: seconds in which all Trio runs together must answer a scrape.  Other stacks are
+        omitted, and counted in ``trio_smc_scrape_failures_total``.
     """
 
     def __init__(self, stack: Stack | None = None, *, patience: float = 2.0) -> None:
@@ -94,14 +94,14 @@ class SmcCollector(Collector):
         self._failures = 0
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry need not scrape to learn names."""
+        """No metrics, so that the registry does not scrape to find the names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as they are now."""
+        """All metrics with their current values."""
         sums = _Sums()
         deadline = time.monotonic() + self._patience
-        # All are asked before the first is waited for: silent Trio runs cost one deadline.
+        # Request all before the wait for the first, so that there is one deadline for all.
         stacks = trio_smc.stacks() if self._stack is None else (self._stack,)
         for answer in [self._request(stack) for stack in stacks]:
             self._add(sums, answer, deadline)
@@ -120,7 +120,7 @@ class SmcCollector(Collector):
             CounterMetricFamily,
         )  # fmt: skip
         yield _labelled(
-            "connections_agreed", "connections by what their link groups agreed on",
+            "connections_agreed", "connections by the terms of their link groups",
             ("version", "release", "ueid", "route"), sums.agreed, CounterMetricFamily,
         )  # fmt: skip
         yield _labelled("connections_now", "connections", ("mode",), sums.connections)
@@ -131,7 +131,7 @@ class SmcCollector(Collector):
 
     def _request(self, stack: Stack) -> _Answers | Exception:
         try:
-            return _on_the_thread_of(stack, partial(_taken, stack))
+            return _call_in_trio(stack, partial(_sums_of, stack))
         except Exception as error:
             return error
 
@@ -154,18 +154,18 @@ class SmcCollector(Collector):
                 getattr(sums, each.name).update(getattr(taken, each.name))
 
 
-def _taken(stack: Stack) -> _Sums:
+def _sums_of(stack: Stack) -> _Sums:
     sums = _Sums()
     sums.add(stack)
     return sums
 
 
 _Answers: TypeAlias = "queue.SimpleQueue[tuple[_Sums | None, Exception | None]]"
-"""What a stack counted, or why that cannot be read; one item."""
+"""One item: the counters of a stack, or the exception that prevented reading them."""
 
 
-def _on_the_thread_of(stack: Stack, function: Callable[[], _Sums]) -> _Answers:
-    """Call ``function`` on the thread of the stack's Trio run, and return where its result comes.
+def _call_in_trio(stack: Stack, function: Callable[[], _Sums]) -> _Answers:
+    """Call ``function`` on the thread of the stack's Trio run; its result arrives in the queue.
 
     Raises:
       trio.RunFinishedError: the run is over.

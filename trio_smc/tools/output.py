@@ -1,7 +1,7 @@
-"""How commands print: tables by rich, JSON by the standard library, values in words, errors.
+"""The output of commands: tables (with rich), JSON, lines, values as text, and errors.
 
-Only this module prints.  Whatever it prints may hold text that another process wrote, so each line
-goes through `printable`, and markup of rich is not interpreted.
+Only this module prints.  The output may contain text of another process, so each line passes
+through `printable`, and rich does not interpret markup.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = [
     "address",
     "console",
     "diagnosis",
+    "error_text",
     "fallback_codes",
     "fields",
     "gid",
@@ -35,23 +36,22 @@ __all__ = [
     "show",
     "size",
     "table",
-    "words",
 ]
 
 BAD_INPUT: Final = 2
-"""Exit code."""
+"""The exit code for bad input."""
 
 
-def words(error: OSError) -> str:
-    """What the system says, without its number."""
+def error_text(error: OSError) -> str:
+    """The system's message, without the error number."""
     return error.strerror or str(error)
 
 
 class ToolError(Exception):
     """Bad input: an unknown process, a damaged answer, a wrong argument.
 
-    The command prints "trio-smc: " and the text, which is one line without a full stop, and exits
-    with ``code``.
+    The command prints "trio-smc: " and the text, and exits with ``code``.  The text is one line
+    without a full stop.
     """
 
     def __init__(self, text: str, code: int = BAD_INPUT) -> None:
@@ -60,12 +60,12 @@ class ToolError(Exception):
 
 
 _PIPED_WIDTH: Final = 1000
-"""Columns of output that nobody looks at directly: nothing is cut or wrapped."""
+"""Columns of output that is not a terminal, so that no text is cut or wrapped."""
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _STEP: Final = 1024
 _KINDS: Final = (">", "~")
 _READABLE: Final = 20
-"""Columns that a sentence has at least."""
+"""The smallest number of columns of a sentence."""
 
 
 def print_json(value: Any) -> None:
@@ -79,14 +79,14 @@ def print_line(line: object = "", *, flush: bool = False) -> None:
 
 
 def print_error(line: object) -> None:
-    """Print one line on stderr; where nothing takes it, it is lost."""
+    """Print one line on stderr; if stderr is closed, the line is lost."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(printable(line, None), file=sys.stderr, flush=True)
 
 
 def console() -> Console:
-    """Where tables go.  Raises ToolError when rich is not installed."""
+    """The console for tables.  Raises ToolError if rich is not installed."""
     try:
         from rich.console import Console
     except ImportError:
@@ -99,14 +99,14 @@ def console() -> Console:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and lines of text; piped ones without blanks at the ends of lines."""
+    """Print tables and lines of text; without trailing blanks if the output is a pipe."""
     screen = console()
     from rich.console import ConsoleDimensions
 
     parts = tuple(printable(part, None) if isinstance(part, str) else part for part in parts)
     if screen.is_terminal:
-        # What does not fit goes on in the terminal's next line, as with `ss`: half a port number
-        # in each of two lines of a cell helps nobody.
+        # A row that is too long continues in the terminal's next line, as with `ss`.  Wrapped
+        # cells would be harder to read.
         width = max(screen.width, *(least_width(part) for part in parts))
         screen.size = ConsoleDimensions(width, screen.height)
         screen.print(*parts, sep="\n")
@@ -118,7 +118,7 @@ def show(*parts: RenderableType) -> None:
 
 
 def least_width(part: RenderableType) -> int:
-    """Columns of a terminal that a table needs; a line of text needs none, it may be wrapped."""
+    """The columns of a terminal that a table needs; 0 for a line of text, which may be wrapped."""
     if isinstance(part, str):
         return 0
     screen = console()
@@ -127,15 +127,15 @@ def least_width(part: RenderableType) -> int:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
-    """A table without lines around it, as `ss` prints.
+    """A table without lines, as `ss` prints.
 
     Args:
-      columns: headings; one that begins with ">" is for numbers, aligned to the right, one that
-        begins with "~" for sentences, which may be wrapped.
+      columns: headings.  ">" at the beginning marks a column of numbers, aligned to the right, and
+        "~" a column of sentences, which may be wrapped.
       rows: cells; None is shown as "-".
-      title: a line above it.
+      title: a line above the table.
     """
-    console()  # says what is missing
+    console()  # raises ToolError if rich is not installed
     from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
@@ -159,32 +159,32 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
 
 
 def fields(pairs: Iterable[tuple[str, object]]) -> Table:
-    """Names and values below each other, without headings."""
+    """A table of names and values, without headings."""
     made = table(("name", "~value"), pairs)
     made.show_header = False
     return made
 
 
 def plain(value: object) -> str:
-    """Text of a cell."""
+    """The text of a cell."""
     return "-" if value is None or value == "" else printable(value)
 
 
 def size(count: float) -> str:
-    """Bytes for people: "17 B", "1.5 MiB"."""
+    """A number of bytes as text: "17 B", "1.5 MiB"."""
     value = float(count)
     for unit in _UNITS:
         if abs(value) < _STEP or unit == _UNITS[-1]:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= _STEP
-    raise AssertionError("the last unit takes everything")
+    raise AssertionError("the last unit has no upper limit")
 
 
-# --- values of snapshots; they come from another process and may be anything -----------------
+# --- values of snapshots, which come from another process and can be anything ----------------
 
 
 def address(value: Any) -> str:
-    """ "127.0.0.1:7000", "[::1]:7000"; "-" for none."""
+    """An address as text: "127.0.0.1:7000", "[::1]:7000"; "-" if there is none."""
     match value:
         case [str() as host, int() as port]:
             return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -192,7 +192,7 @@ def address(value: Any) -> str:
 
 
 def diagnosis(word: Any) -> str:
-    """A diagnosis word by number and name: "0x03030000 no-device"."""
+    """A diagnosis word with number and name: "0x03030000 no-device"."""
     if not isinstance(word, int) or not 0 <= word < 1 << 32:
         return "none"
     try:
@@ -203,19 +203,19 @@ def diagnosis(word: Any) -> str:
 
 
 def fallback_codes(fallback: dict[str, Any]) -> str:
-    """The words of both sides: "local 0x... , peer none"."""
+    """The diagnosis words of both sides: "local 0x... , peer none"."""
     return f"local {diagnosis(fallback.get('code'))}, peer {diagnosis(fallback.get('peer_code'))}"
 
 
 def agreed(version: int, release: int, ueid: str | None, direct: bool, **_: object) -> str:
-    """What a link group agreed on: "1", or "2.1 PLANT-7, direct"."""
+    """The terms of a link group: "1", or "2.1 PLANT-7, direct"."""
     if version == 1:
         return "1"
     return f"{version}.{release} {ueid}, {'direct' if direct else 'gateway'}"
 
 
 def gid(text: Any) -> str:
-    """A GID as IPv6 addresses are written."""
+    """A GID in the form of an IPv6 address."""
     if not isinstance(text, str) or len(text) != 32:
         return "-"
     return ":".join(text[place : place + 4] for place in range(0, 32, 4))

@@ -1,9 +1,8 @@
-"""Read /proc of one process: bounded, and of the same process throughout.
+"""Read /proc of one process, within bounds, and always of the same process.
 
-Names, command lines, environments and links in /proc are written by the process that is looked at.
-They are text here: nothing below a link is opened.  Everything is read below one descriptor of the
-directory /proc/PID, which stays that of the process when its number is used again.  Only the kernel
-answers; what it answers with is bounded here.
+The process itself controls its name, command line, environment and links in /proc.  This module
+treats them as text and opens nothing through a link.  It reads everything below one descriptor of
+the directory /proc/PID, which still belongs to the process when its number is used again.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _STREAM: Final = "0001"
 
 
 class TcpSocket(NamedTuple):
-    """A line of /proc/PID/net/tcp; the user is the one that made the socket."""
+    """A line of /proc/PID/net/tcp; ``uid`` is the user that created the socket."""
 
     address: str
     port: int
@@ -39,13 +38,12 @@ class TcpSocket(NamedTuple):
 
 
 class Process:
-    """One process, as /proc shows it.
+    """One process in /proc, for use in a `with` block.
 
-    Use it in a `with` block.  Methods return what can be read: "" or nothing if the process is
-    gone or must not be looked into.
+    Methods return "" or an empty result if the process has ended or must not be read.
 
     Args:
-      pid: its number.
+      pid: the process number.
 
     Raises:
       OSError: there is no such process.
@@ -73,7 +71,7 @@ class Process:
             return ""
 
     def descriptors(self) -> Iterator[tuple[str, str]]:
-        """Numbers of its descriptors, and the text of what each leads to."""
+        """The numbers of its descriptors, each with the text of its link."""
         with (
             contextlib.suppress(OSError),
             self._opened("fd", os.O_DIRECTORY) as directory,
@@ -89,33 +87,33 @@ class Process:
         return {link[8:-1] for link in links if link.startswith("socket:[")}
 
     def users(self) -> tuple[int, ...]:
-        """Its real, effective, saved and file system user; none if it is gone."""
+        """Its real, effective, saved and file system user; empty if it has ended."""
         return self._status("Uid")
 
     def numbers(self) -> tuple[int, ...]:
-        """Its number in each PID namespace that it is in, this one's first."""
+        """Its number in each of its PID namespaces, the one of this process first."""
         return self._status("NSpid") or (self.pid,)
 
     def _status(self, field: str) -> tuple[int, ...]:
-        # The name of the process comes before the other fields.  The kernel escapes a line feed in
-        # the name, but no carriage return, which would end a line for `splitlines`.
+        # The name of the process comes first.  The kernel escapes a line feed in the name, but not
+        # a carriage return, at which `splitlines` would split.
         for line in self._read("status", _STATUS).split(b"\n"):
             if line.startswith(field.encode() + b":"):
                 return tuple(map(int, line.split()[1:]))
         return ()
 
     def command(self) -> list[str]:
-        """Its command line; not a word that was cut off."""
+        """Its command line, without a word that was cut off."""
         words = self._read("cmdline", _COMMAND).split(b"\0")
         return [os.fsdecode(word) for word in words[:-1]]
 
     def environment(self) -> dict[str, str]:
-        """The environment that it was started with."""
+        """The environment with which it was started."""
         pairs = self._read("environ", _ENVIRONMENT).split(b"\0")
         return dict(os.fsdecode(each).split("=", 1) for each in pairs if b"=" in each)
 
     def mapped(self) -> Iterator[str]:
-        """Paths of the files that it has mapped."""
+        """The paths of the files that it has mapped."""
         for line in self._read("maps", _MAPS).split(b"\n"):
             path = line.split(None, 5)[5:]
             if path and path[0].startswith(b"/"):
@@ -127,7 +125,7 @@ class Process:
             yield from parse_tcp(self._read(f"net/{table}", _TABLE), family)
 
     def unix_streams(self) -> Iterator[tuple[str, str]]:
-        """Inodes and paths of the stream sockets with a name in its network namespace."""
+        """The inodes and paths of the named stream sockets in its network namespace."""
         for line in self._read("net/unix", _TABLE).split(b"\n")[1:]:
             parts = line.split(None, 7)
             if len(parts) == 8 and parts[4] == _STREAM.encode():
@@ -145,7 +143,7 @@ class Process:
             yield socket.inet_ntop(socket.AF_INET6, packed)
 
     def children(self) -> list[int]:
-        """Numbers of its child processes."""
+        """The numbers of its child processes."""
         found: list[int] = []
         with contextlib.suppress(OSError), self._opened("task", os.O_DIRECTORY) as tasks:
             for task in os.listdir(tasks):
@@ -174,11 +172,11 @@ class Process:
 
 
 def parse_tcp(text: bytes, family: int) -> Iterator[TcpSocket]:
-    """The sockets in a table of the kernel's; a line that was cut off is left out."""
+    """The sockets in a table of the kernel, without a line that was cut off."""
     for line in text.split(b"\n")[1:-1]:
         parts = line.decode("ascii", "replace").split()
         packed, port = parts[1].split(":")
-        # Words of four bytes, each in the machine's order.
+        # Words of four bytes, each in the byte order of the machine.
         words = (bytes.fromhex(packed[at : at + 8])[::-1] for at in range(0, len(packed), 8))
         address = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")
         yield TcpSocket(address, int(port, 16), parts[3], int(parts[7]), parts[9])

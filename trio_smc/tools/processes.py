@@ -1,14 +1,14 @@
-"""Other processes of this host: their family, their TCP sockets, and what keeps one from SMC-R.
+"""Other processes of this host: their children, TCP sockets, and obstacles to SMC-R.
 
-`explain_listener` says what keeps the process behind a port of this host from SMC-R.
+`explain_listener` explains why the process behind a port of this host does not use SMC-R.
 
 Security
 --------
-Everything that another process shows of itself may be a lie.  Therefore nothing of it is executed
-or imported, for any user, and nothing is opened by a name that comes from it, except by
-`trio_smc.tools.interpreters`, which opens only what root or this user placed.  Which socket serves
-an address is the kernel's answer; the process that has it is judged by its own users and its user
-namespace, since a socket keeps the user that made it.
+Another process may present false information about itself.  Therefore this module executes and
+imports nothing of it, for any user.  Only `trio_smc.tools.interpreters` opens files that the
+process names, and only if root or this user placed them.  The kernel answers which socket serves an
+address.  The process that has the socket is judged by its own users and its user namespace, because
+a socket keeps the user that created it.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ __all__ = [
     "executable",
     "explain_container",
     "explain_listener",
-    "family",
     "has_tcp",
     "is_python",
+    "process_tree",
 ]
 
 _LISTEN: Final = "0A"
-_SEARCH: Final = 3.0
+_SEARCH_TIME: Final = 3.0
 """Seconds for a search through the descriptors of all processes."""
 _SHOWN: Final = 8
-"""Processes that one text names."""
-_MOST_HOLDERS: Final = 256
-_MOST_RELATIVES: Final = 100_000
+"""The largest number of processes in one message."""
+_MAX_HOLDERS: Final = 256
+_MAX_TREE: Final = 100_000
 _SHARE: Final = "run both processes as one user, or let a group of both share a directory"
 
 
-def family(root: int) -> Iterator[int]:
-    """A process and those below it."""
+def process_tree(root: int) -> Iterator[int]:
+    """The numbers of a process and its descendants."""
     left, seen = [root], {root}
-    while left and len(seen) < _MOST_RELATIVES:
+    while left and len(seen) < _MAX_TREE:
         pid = left.pop()
         yield pid
         with contextlib.suppress(OSError), Process(pid) as process:
@@ -72,7 +72,7 @@ def family(root: int) -> Iterator[int]:
 
 
 def executable(pid: int) -> str:
-    """The file that a process runs; "" if that cannot be known."""
+    """The executable of a process; "" if unknown."""
     with contextlib.suppress(OSError), Process(pid) as process:
         return process.link("exe")
     return ""
@@ -91,12 +91,12 @@ def has_tcp(pid: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """What keeps a listener from SMC-R.
+    """The reason why a listener does not use SMC-R.
 
     Attributes:
-      text: what is so, without a full stop.
-      remedy: what to do about it.
-      pid, uid: the listener's process and user, where they are known.
+      text: the reason, without a full stop.
+      remedy: the remedy, without a full stop.
+      pid, uid: the listener's process and user, if known.
     """
 
     text: str
@@ -108,20 +108,20 @@ class Obstacle:
 def explain_listener(
     address: str, port: int, directory: Path, client: tuple[str, int] | None = None
 ) -> Obstacle:
-    """Look at what is behind an address of this host and say why it does not speak SMC-R.
+    """Explain why the listener at an address of this host does not use SMC-R.
 
     Args:
-      address, port: where it listens.
+      address, port: the listener's address.
       directory: this side's private directory.
-      client: this side's end of a connection to it; it decides between processes that share
-        the port.
+      client: this side's address of a connection to the listener.  If several processes share the
+        port, it shows which one has accepted the connection.
     """
     arrives_by = interfaces(address)
     found = candidates(_listeners(), address, port, arrives_by)
     if not found:
         return explain_container(None, port, directory) or Obstacle(
-            "nothing in this network namespace listens there: a container, or the system passes it "
-            "on",
+            "no process in this network namespace listens there: the listener is in a container, "
+            "or the system forwards the connection",
             "connect to the listener's own address, and share a directory with it: "
             "Config(directory=...)",
         )
@@ -134,15 +134,17 @@ def explain_listener(
             holders = serving or holders
         proxy = f"put 'trio-smc proxy smc:HOST:PORT tcp:{_endpoint(address, port)}' in front of it"
         if not holders:
-            return _without_holder(found, proxy)
+            return _explain_without_holder(found, proxy)
         foreign = next((each for each in holders if _is_foreign(each)), None)
         if foreign is not None:
-            return _foreign(holders, _foreign_user(foreign))
-        judged = _judge(holders[0], directory, proxy)
+            return _explain_foreign(holders, _foreign_user(foreign))
+        obstacle = _explain_process(holders[0], directory, proxy)
         if len(holders) > 1:
             also = _numbers_of(holders[1:])
-            judged = replace(judged, text=f"{judged.text}; it shares the listener with {also}")
-        return judged
+            obstacle = replace(
+                obstacle, text=f"{obstacle.text}; it shares the listener with {also}"
+            )
+        return obstacle
 
 
 def _listeners() -> list[Listener]:
@@ -164,17 +166,20 @@ def _listeners_of(process: Process) -> list[Listener]:
 
 
 def _holders(inodes: set[str], maker: int, exits: contextlib.ExitStack) -> list[Process]:
-    """The processes that have one of these sockets; they are closed by ``exits``.
+    """The processes that have one of these sockets.
 
-    maker: the user that made the socket, whose processes are looked at first: the descriptors of
-      all processes may be more than there is time for.
+    Args:
+      inodes: the sockets.
+      maker: the user that created the socket.  Processes of that user come first, because there may
+        be no time to read the descriptors of all processes.
+      exits: closes the processes.
     """
-    end = time.monotonic() + _SEARCH
+    end = time.monotonic() + _SEARCH_TIME
     numbers = process_numbers()
     owners = {pid: _owner(pid) for pid in numbers}
     found: list[Process] = []
     for pid in sorted(numbers, key=lambda pid: (owners[pid] != maker, pid)):
-        if time.monotonic() > end or len(found) >= _MOST_HOLDERS:
+        if time.monotonic() > end or len(found) >= _MAX_HOLDERS:
             break
         with contextlib.suppress(OSError), contextlib.ExitStack() as own:
             process = own.enter_context(Process(pid))
@@ -201,8 +206,8 @@ def _owner(pid: int) -> int | None:
         return None
 
 
-def _without_holder(found: Sequence[Listener], proxy: str) -> Obstacle:
-    """No process that can be looked into has the socket: its maker is all that is known."""
+def _explain_without_holder(found: Sequence[Listener], proxy: str) -> Obstacle:
+    """The obstacle if no readable process has the socket, and only its creator is known."""
     own = os.geteuid()
     uid = next((each.uid for each in found if each.uid != own), own)
     if uid != own:
@@ -213,18 +218,18 @@ def _without_holder(found: Sequence[Listener], proxy: str) -> Obstacle:
 
 
 def _is_foreign(process: Process) -> bool:
-    """True if any of a process's users is not this one's."""
+    """True if any of a process's users is another one than this process's."""
     return set(process.users()) != {os.geteuid()}
 
 
 def _foreign_user(process: Process) -> int:
-    """The user of a process by which its peers know it, or another that is not this one's."""
+    """The user of a process that its peers see, or another one that differs from this process's."""
     own = os.geteuid()
     real, effective, *rest = process.users() or (own, own)
     return next((each for each in (effective, real, *rest) if each != own), own)
 
 
-def _foreign(holders: Sequence[Process], uid: int) -> Obstacle:
+def _explain_foreign(holders: Sequence[Process], uid: int) -> Obstacle:
     own = os.geteuid()
     if all(_foreign_user(each) == uid for each in holders):
         text = f"the listener belongs to user {uid}, this process to {own}"
@@ -238,7 +243,7 @@ def _foreign(holders: Sequence[Process], uid: int) -> Obstacle:
 
 
 def _numbers_of(holders: Sequence[Process]) -> str:
-    """ "process 7", "processes 7, 8 and 3 more"."""
+    """The numbers as text: "process 7", "processes 7, 8 and 3 more"."""
     text = ", ".join(str(each.pid) for each in holders[:_SHOWN])
     more = len(holders) - _SHOWN
     if more > 0:
@@ -246,17 +251,17 @@ def _numbers_of(holders: Sequence[Process]) -> str:
     return f"process{'es' * (len(holders) > 1)} {text}"
 
 
-def _judge(process: Process, directory: Path, proxy: str) -> Obstacle:
-    """Return the obstacle of a process of this user."""
+def _explain_process(process: Process, directory: Path, proxy: str) -> Obstacle:
+    """The obstacle of a process of this user."""
     pid, uid, program = process.pid, os.geteuid(), process.link("exe")
     stacks = _stacks(process)
     if stacks:
-        return _with_stack(process, stacks, directory)
+        return _explain_stack(process, stacks, directory)
     if process.link("ns/user") != os.readlink("/proc/self/ns/user"):
-        text = f"process {pid} is in another user namespace, and what it runs is not looked at"
-        return Obstacle(text, "start it by 'trio-smc run' in its container", pid, uid)
+        text = f"process {pid} is in another user namespace, so its program was not examined"
+        return Obstacle(text, "start it with 'trio-smc run' in its container", pid, uid)
     if not is_python(program):
-        text = f"process {pid}, {plain(os.path.basename(program))}, is no Python program"
+        text = f"process {pid}, {plain(os.path.basename(program))}, is not a Python program"
         return Obstacle(text, proxy, pid, uid)
     finding = find_trio_smc(process)
     if finding.has_package is False:
@@ -265,15 +270,13 @@ def _judge(process: Process, directory: Path, proxy: str) -> Obstacle:
     install = open_question = ""
     if finding.has_package is None:
         install = "install trio-smc in its environment if it is missing there, then "
-        open_question = (
-            f"; it cannot be told if its Python has trio_smc: {plain(finding.reasons[0])}"
-        )
+        open_question = f"; it is unknown if its Python has trio_smc: {plain(finding.reasons[0])}"
     if any("/_asyncio." in path or "/uvloop/" in path for path in process.mapped()):
         text = f"process {pid} has asyncio loaded and no stack of trio_smc{open_question}"
-        remedy = f"{install}run it on Trio by 'trio-smc run'; if it knows asyncio alone, {proxy}"
+        remedy = f"{install}run it on Trio with 'trio-smc run'; if it needs asyncio, {proxy}"
         return Obstacle(text, remedy, pid, uid)
     text = f"process {pid} is a Python program without a stack of trio_smc{open_question}"
-    remedy = f"{install}start it by 'trio-smc run', or use trio_smc in it"
+    remedy = f"{install}start it with 'trio-smc run', or use trio_smc in it"
     return Obstacle(text, remedy, pid, uid)
 
 
@@ -285,18 +288,18 @@ def _endpoint(address: str, port: int) -> str:
 
 
 def explain_container(address: str | None, port: int, directory: Path) -> Obstacle | None:
-    """Look for a process that listens in another network namespace of this host, and say what
-    keeps it from SMC-R; None: there is none to be seen.
+    """Explain why a process that listens in another network namespace of this host does not use
+    SMC-R; None: no such process was found.
 
     Args:
-      address, port: where it listens, an address of that namespace; None: at any one.
+      address, port: the listener's address, in that namespace; None: any address.
       directory: this side's private directory.
     """
-    end = time.monotonic() + _SEARCH
+    end = time.monotonic() + _SEARCH_TIME
     here = os.readlink("/proc/self/ns/net")
     own = os.geteuid()
     serving: dict[str, set[str]] = {here: set()}
-    # Processes of this user first: of others, only the user is of interest.
+    # Processes of this user first: those of other users show only their user.
     for pid in sorted(process_numbers(), key=lambda pid: (_owner(pid) != own, pid)):
         if time.monotonic() > end:
             break
@@ -307,7 +310,7 @@ def explain_container(address: str | None, port: int, directory: Path) -> Obstac
             if namespace not in serving:
                 serving[namespace] = _serving(process, address, port)
             if serving[namespace] and _has_one(process, serving[namespace], end):
-                return _in_container(process, directory)
+                return _explain_in_container(process, directory)
     return None
 
 
@@ -321,7 +324,7 @@ def _serving(process: Process, address: str | None, port: int) -> set[str]:
     return {each.inode for each in candidates(found, address, port)}
 
 
-def _in_container(process: Process, ours: Path) -> Obstacle:
+def _explain_in_container(process: Process, ours: Path) -> Obstacle:
     pid = process.pid
     text = f"process {pid} listens in a network namespace of its own"
     if _is_foreign(process):
@@ -330,11 +333,13 @@ def _in_container(process: Process, ours: Path) -> Obstacle:
     stacks = _stacks(process)
     if not stacks:
         text += ", without a stack of trio_smc"
-        return Obstacle(text, "start it by 'trio-smc run', with one Config(directory=...)", pid)
+        return Obstacle(
+            text, "start it with 'trio-smc run' and a shared Config(directory=...)", pid
+        )
     if _are_in(stacks, ours):
         remedy = (
             "name the directory in Config(directory=...) at both ends, and connect to the "
-            "listener's own address, with no NAT, proxy or closed ports between"
+            "listener's own address, without NAT, proxy or closed ports in between"
         )
         return Obstacle(f"{text}, and shares the directory", remedy, pid)
     text += ", with another private directory"
@@ -344,25 +349,24 @@ def _in_container(process: Process, ours: Path) -> Obstacle:
 # --- stacks of another process ------------------------------------------------------------------
 
 
-def _with_stack(process: Process, stacks: set[str], ours: Path) -> Obstacle:
+def _explain_stack(process: Process, stacks: set[str], ours: Path) -> Obstacle:
     pid, uid = process.pid, os.geteuid()
     if not _are_in(stacks, ours):
         theirs = plain(_private_directory(process))
-        text = f"the private directory of process {pid} is {theirs}, this one's is {ours}"
+        text = f"the private directory of process {pid} is {theirs}, that of this process is {ours}"
         remedy = (
-            f"give both one $XDG_RUNTIME_DIR or Config(directory=...), here --directory {theirs}"
+            f"use one $XDG_RUNTIME_DIR or Config(directory=...) for both; here --directory {theirs}"
         )
         return Obstacle(text, remedy, pid, uid)
-    text = f"process {pid} has a stack of trio_smc, and listens by another socket"
-    remedy = "listen by trio_smc, or call trio_smc.enable() before the socket is made"
+    text = f"process {pid} has a stack of trio_smc, but does not use it for this listener"
+    remedy = "listen with trio_smc, or call trio_smc.enable() before the socket is created"
     return Obstacle(text, remedy, pid, uid)
 
 
 def _stacks(process: Process) -> set[str]:
-    """The names of a process's control sockets: one for each stack.
+    """The names of a process's control sockets, one for each stack.
 
-    The kernel tells them: the directory that has them may be on a file system of the other
-    process's own.
+    They come from the kernel, because the other process may have its own view of the file system.
     """
     own, numbers = process.sockets(), process.numbers()
     names = {
@@ -395,7 +399,7 @@ def _are_in(stacks: set[str], ours: Path) -> bool:
 
 
 def _private_directory(process: Process) -> str:
-    """Where a process has its control sockets, as it calls that place."""
+    """The directory of a process's control sockets, by the name that the process sees."""
     for _, link in process.descriptors():
         # In a directory that a group shares the name is "control-<random>".
         if os.path.basename(link).partition("-")[0] == DIRECTORY:

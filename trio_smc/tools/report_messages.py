@@ -1,4 +1,4 @@
-"""Messages that processes under `trio-smc run` send to it, read as what another process wrote.
+"""The messages that processes under `trio-smc run` send to it, and their checks.
 
 Each message is one JSON object of at most `MAX_SIZE` bytes:
 
@@ -7,12 +7,12 @@ Each message is one JSON object of at most `MAX_SIZE` bytes:
 | "python" | | the hook in `site/sitecustomize.py`, when an interpreter starts or forks |
 | "trio" | | the hook, when Trio runs |
 | "asyncio" | | the hook, when asyncio opens a TCP connection |
-| "missing" | "executable", "error" | the hook, where trio_smc cannot be imported |
-| "stack-open" | "stack" | a stack (`control.server.RunReport`) |
-| "stack-counts", "stack-end" | "stack", "statistics" | the same, from time to time and at its end |
+| "missing" | "executable", "error" | the hook, if trio_smc cannot be imported |
+| "stack-open" | "stack" | a stack (`control.server.RunReport`) when it opens |
+| "stack-counts", "stack-end" | "stack", "statistics" | a stack, from time to time and at its end |
 
-"dropped" may be added to each: how many messages the sender could not send before.  The number of
-the process is not in the message: the kernel knows it.
+Each message may include "dropped", the number of earlier messages that could not be sent.  The
+process number is not in the message, because the kernel provides it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Counts:
     """The counters of one stack that the report shows.
 
     Attributes:
-      connections: over SMC-R.
-      refused: connections that ``require_smc`` closed.
+      connections: the number of SMC-R connections.
+      refused: the number of connections that ``require_smc`` closed.
       sizes: bytes, in the order of `BYTES`.
-      fallbacks: connections that stay on TCP, by origin and reason.
+      fallbacks: the number of connections that stay on TCP, by origin and reason.
     """
 
     connections: int
@@ -56,7 +56,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; strings are safe to print."""
+    """One message, whose strings are safe to print."""
 
     kind: str
     dropped: int = 0
@@ -67,22 +67,22 @@ class Message:
 
 
 def decode_untrusted(data: bytes) -> Message:
-    """Read one message.
+    """Decode one message.
 
     Raises:
-      ProtocolError: it is none, or something in it is out of bounds.
+      ProtocolError: the message is not valid, or a value is out of bounds.
     """
     if len(data) > MAX_SIZE:
-        raise ProtocolError("a message that is too long")
+        raise ProtocolError("a message is too long")
     try:
         fields = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError):
-        raise ProtocolError("a message that is not JSON") from None
+        raise ProtocolError("a message is not JSON") from None
     if not isinstance(fields, dict):
-        raise ProtocolError("a message that is no object")
+        raise ProtocolError("a message is not an object")
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ProtocolError("a message of an unknown kind")
+        raise ProtocolError("a message has an unknown kind")
     dropped = _number(fields, "dropped") if "dropped" in fields else 0
     if kind == "missing":
         executable, error = (_text(fields, name, MAX_SIZE) for name in ("executable", "error"))
@@ -96,14 +96,14 @@ def decode_untrusted(data: bytes) -> Message:
 
 def _counts(statistics: Any) -> Counts:
     if not isinstance(statistics, dict):
-        raise ProtocolError("statistics that are no object")
+        raise ProtocolError("statistics is not an object")
     listed = statistics.get("fallbacks")
     if not isinstance(listed, list) or len(listed) > _MAX_FALLBACKS:
-        raise ProtocolError("fallbacks that are no short list")
+        raise ProtocolError(f"fallbacks is not a list of at most {_MAX_FALLBACKS} items")
     fallbacks: dict[tuple[str, str], int] = {}
     for each in listed:
         if not isinstance(each, dict):
-            raise ProtocolError("a fallback that is no object")
+            raise ProtocolError("a fallback is not an object")
         origin, reason = (
             printable(_text(each, name, _MAX_REASON)) for name in ("origin", "reason")
         )
@@ -119,12 +119,12 @@ def _counts(statistics: Any) -> Counts:
 def _number(fields: dict[Any, Any], name: str) -> int:
     value = fields.get(name)
     if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
-        raise ProtocolError(f"{name} is no number from 0 to {_MAX_NUMBER}")
+        raise ProtocolError(f"{name} is not a number from 0 to {_MAX_NUMBER}")
     return value
 
 
 def _text(fields: dict[Any, Any], name: str, limit: int) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or len(value) > limit:
-        raise ProtocolError(f"{name} is no text of at most {limit} characters")
+        raise ProtocolError(f"{name} is not a text of at most {limit} characters")
     return value

@@ -1,11 +1,11 @@
-"""The socket on which `trio-smc run` hears from the processes of PROGRAM, and from no others.
+"""The socket on which `trio-smc run` receives messages from the processes of PROGRAM only.
 
 Theory of operation
 -------------------
-The socket lies in a new directory that other users cannot list, under a random name, which only the
-environment of PROGRAM's processes has.  It was bound under another name and renamed, because
-/proc/net/unix shows every user the name that was bound.  So a process of another user cannot reach
-the socket; it has mode 0666, because a process of the tree may have changed its user.
+The socket is in a new directory that other users cannot list, and has a random name that is only in
+the environment of PROGRAM's processes.  It was bound to another name and renamed, because
+/proc/net/unix shows the bound name to every user.  So a process of another user cannot reach the
+socket.  Its mode is 0666, because a process of the tree may have changed its user.
 
 Such a process exposes the name to all processes of its new user, which may read its environment.
 A process of the same user may list the directory.  Therefore the kernel names the sender of each
@@ -17,15 +17,15 @@ for another process.
 If a sender of this user has ended before its first message is read, its descent is not known.  Such
 a message is marked as unproven.
 
-A message is one packet on a connection of its own (SOCK_SEQPACKET).  So a sender never waits: if
-the backlog is full, connect(2) fails at once, and the sender counts the message.  The reading
-thread never waits for a sender either.  It only peeks at a packet, so that no descriptor sent with
-it gets into this process; to close the connection destroys such a descriptor, which may block
-(SO_LINGER), so another thread closes.  A kernel that can refuse descriptors does (SO_PASSRIGHTS,
-Linux 6.16).
+A message is one packet on its own connection (SOCK_SEQPACKET).  So a sender never waits: if the
+backlog is full, connect(2) fails at once, and the sender counts the message as lost.  The reading
+thread never waits for a sender either.  It only peeks at a packet, so that this process never
+receives a descriptor sent with it.  To close the connection destroys such a descriptor, which may
+block (SO_LINGER), so another thread does that.  From Linux 6.16 on, the kernel refuses descriptors
+(SO_PASSRIGHTS).
 
-The reader accepts a bounded number of connections, then pauses, so that a flood costs a bounded
-part of one processor.  If the backlog may have been full, messages may be missing (`overflowed`).
+The reader pauses after a number of connections, so that a flood uses a bounded part of one
+processor.  If the backlog may have been full, messages may be missing (`overflowed`).
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ __all__ = ["Process", "ReportSocket", "process"]
 
 _BACKLOG: Final = 4096
 _BURST: Final = 32
-"""Connections that are accepted between two pauses."""
+"""The largest number of connections accepted between two pauses."""
 _PAUSE: Final = 0.01
-_MAX_SILENT: Final = 64
-"""Connections whose packet has not come yet, as their sender was stopped in between."""
-_SILENCE: Final = 5.0
+_MAX_WAITING: Final = 64
+"""Connections without a packet: their senders were stopped between connect(2) and send(2)."""
+_PACKET_TIMEOUT: Final = 5.0
 _MAX_UNCLOSED: Final = 256
-_LAST: Final = 2.0
-"""Seconds for what was sent before PROGRAM ended."""
+_END_TIMEOUT: Final = 2.0
+"""Seconds for reading the messages that were sent before PROGRAM ended."""
 _MAX_KNOWN: Final = 1 << 16
-_PLACES: Final = ("/tmp", "/var/tmp", "/dev/shm")
-"""For the socket's directory.  The /tmp of a container may be a volume without the sticky bit."""
+_DIRECTORIES: Final = ("/tmp", "/var/tmp", "/dev/shm")
+"""Places for the socket's directory.  The /tmp of a container may lack the sticky bit."""
 _MAX_ADDRESS: Final = 107
 """Bytes of the name of a Unix socket (unix(7))."""
 _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -77,9 +77,9 @@ class Process(NamedTuple):
     """A line of /proc/PID/stat.
 
     Attributes:
-      state: "R", "S", "T" (stopped), "Z" (ended, not waited for), ...
-      parent: the number of its parent.
-      start: when it was started, in clock ticks since the boot.
+      state: "R", "S", "T" (stopped), "Z" (zombie), ...
+      parent: the number of the parent process.
+      start: the start time, in clock ticks since the boot.
     """
 
     state: str
@@ -99,35 +99,35 @@ class _Sender(NamedTuple):
 
 
 def process(pid: int) -> Process | None:
-    """Look at a process; None: there is none of this number."""
+    """Read the state of a process; None: there is no process with this number."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    words = line[line.rindex(b")") + 1 :].split()  # its name may hold blanks and brackets
+    words = line[line.rindex(b")") + 1 :].split()  # the name may contain blanks and brackets
     return Process(words[0].decode("ascii"), int(words[1]), int(words[19]))
 
 
 class ReportSocket:
-    """Receives messages in a thread, from `start` to `finish`; leave it as a context manager.
+    """Receives messages in a thread, from `start` to `finish`.  Use it as a context manager.
 
     Args:
-      take: called in the thread with each packet, the number of its sender, and True if the
+      on_packet: called in the thread with each packet, the number of its sender, and True if the
         sender is known to descend from PROGRAM.
 
     Attributes:
-      path: the socket's name; only PROGRAM's processes may know it.
+      path: the path of the socket, which only PROGRAM's processes may know.
       overflowed: True if the backlog may have been full, so that messages may be missing.
-      refused: connections of processes that are not PROGRAM's.
+      refused: the number of connections of processes that are not PROGRAM's.
     """
 
-    def __init__(self, take: Callable[[bytes, int, bool], None]) -> None:
-        self._take = take
-        self._known: dict[int, int] = {}
+    def __init__(self, on_packet: Callable[[bytes, int, bool], None]) -> None:
+        self._on_packet = on_packet
+        self._members: dict[int, int] = {}
         self._root = 0
         self.overflowed = False
         self.refused = 0
-        self._silent: dict[socket.socket, tuple[_Sender, float]] = {}
+        self._waiting: dict[socket.socket, tuple[_Sender, float]] = {}
         self._unclosed: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._finish = threading.Event()
@@ -149,20 +149,20 @@ class ReportSocket:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def start(self, root: int) -> None:
-        """Begin to receive; ``root`` is PROGRAM's process."""
+        """Start to receive.  ``root`` is PROGRAM's process."""
         self._root = root
         for function in (self._receive, self._close):
-            # A daemon: a descriptor may block the second one, but not the end of this process.
+            # Daemon threads, because a descriptor may block the second one for ever.
             thread = threading.Thread(target=function, name="trio-smc run", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def finish(self) -> None:
-        """Take what was sent before, and stop.  Takes a few seconds at most.  Idempotent."""
+        """Read the messages sent before this call, and stop, within a few seconds.  Idempotent."""
         self._finish.set()
         os.eventfd_write(self._wake, 1)
         for thread in self._threads:
-            thread.join(_LAST + 1)
+            thread.join(_END_TIMEOUT + 1)
             self._unclosed.put(None)
         self._threads.clear()
 
@@ -174,11 +174,11 @@ class ReportSocket:
             selector.register(self._wake, selectors.EVENT_READ)
             in_a_row = 0
             while not self._finish.is_set():
-                wait = None if not self._silent else _SILENCE
+                wait = None if not self._waiting else _PACKET_TIMEOUT
                 for key, _ in selector.select(wait):
-                    if isinstance(key.fileobj, socket.socket) and key.fileobj in self._silent:
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj in self._waiting:
                         selector.unregister(key.fileobj)
-                        self._read(key.fileobj, self._silent.pop(key.fileobj)[0])
+                        self._read(key.fileobj, self._waiting.pop(key.fileobj)[0])
                 accepted = self._accept(selector)
                 self._expire(selector)
                 in_a_row += accepted
@@ -189,8 +189,8 @@ class ReportSocket:
             self._drain(selector)
 
     def _drain(self, selector: selectors.BaseSelector) -> None:
-        """Take what lies in the backlog; what has not come by now does not count any more."""
-        end = time.monotonic() + _LAST
+        """Read the messages in the backlog; later messages are ignored."""
+        end = time.monotonic() + _END_TIMEOUT
         while time.monotonic() < end:
             if self._unclosed.qsize() > _MAX_UNCLOSED:
                 time.sleep(_PAUSE)
@@ -198,13 +198,13 @@ class ReportSocket:
                 break
         else:
             self.overflowed = True
-        for connection, (sender, _) in self._silent.items():
+        for connection, (sender, _) in self._waiting.items():
             if not self._read(connection, sender):
                 self._unclosed.put(connection)
-        self._silent.clear()
+        self._waiting.clear()
 
     def _accept(self, selector: selectors.BaseSelector) -> int:
-        """Take up to `_BURST` connections; return how many there were."""
+        """Accept up to `_BURST` connections, and return their number."""
         if self._unclosed.qsize() > _MAX_UNCLOSED:
             self.overflowed = True
             return 0
@@ -214,7 +214,7 @@ class ReportSocket:
             except BlockingIOError:
                 return count
             except OSError:
-                # No descriptor is left, or no memory: again after a pause.
+                # No descriptor or no memory is left: try again after a pause.
                 self._finish.wait(_PAUSE)
                 return count
             connection.setblocking(False)
@@ -223,12 +223,12 @@ class ReportSocket:
                 self.refused += 1
                 self._unclosed.put(connection)
             elif not self._read(connection, sender):
-                self._silent[connection] = sender, time.monotonic() + _SILENCE
+                self._waiting[connection] = sender, time.monotonic() + _PACKET_TIMEOUT
                 selector.register(connection, selectors.EVENT_READ)
         return _BURST
 
     def _read(self, connection: socket.socket, sender: _Sender) -> bool:
-        """Take the packet; False if it has not come yet."""
+        """Read the packet; False if it has not arrived yet."""
         try:
             data = connection.recv(MAX_SIZE + 1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -236,16 +236,16 @@ class ReportSocket:
         except OSError:
             data = b""
         if data:
-            self._take(data, sender.pid, sender.proven)
+            self._on_packet(data, sender.pid, sender.proven)
         self._unclosed.put(connection)
         return True
 
     def _expire(self, selector: selectors.BaseSelector) -> None:
         now = time.monotonic()
-        for connection, (_, deadline) in list(self._silent.items()):
-            if deadline > now and len(self._silent) <= _MAX_SILENT:
+        for connection, (_, deadline) in list(self._waiting.items()):
+            if deadline > now and len(self._waiting) <= _MAX_WAITING:
                 return
-            del self._silent[connection]
+            del self._waiting[connection]
             selector.unregister(connection)
             self._unclosed.put(connection)
 
@@ -257,19 +257,19 @@ class ReportSocket:
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
         if pid == 0:
-            return None  # of a namespace of processes that cannot be below PROGRAM's
+            return None  # the sender is in a PID namespace that PROGRAM cannot have created
         found = process(pid)
-        known = found is not None and self._known.get(pid) == found.start
+        known = found is not None and self._members.get(pid) == found.start
         descends = found is not None and (known or self._descends(pid, found))
-        # Only now: until here, the number may have been given to another process.
+        # Check this last: before, another process may have received the number.
         if found is None or not _still_exists(connection):
-            proven = pid in self._known or pid == self._root
+            proven = pid in self._members or pid == self._root
             return _Sender(pid, proven) if proven or uid == os.geteuid() else None
         if not descends:
             return None
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self._known[pid] = found.start
+        if len(self._members) >= _MAX_KNOWN:
+            self._members.clear()
+        self._members[pid] = found.start
         return _Sender(pid, True)
 
     def _descends(self, pid: int, found: Process) -> bool:
@@ -285,7 +285,7 @@ class ReportSocket:
                     return False
                 found = again
             elif above.start > found.start:
-                return False  # the number was given to another process meanwhile
+                return False  # the number belongs to another process by now
             else:
                 pid, found = found.parent, above
         return False
@@ -318,13 +318,13 @@ def _still_exists(connection: socket.socket) -> bool:
 
 
 def _new_directory() -> tuple[str, str]:
-    """A new directory, and the name that the socket will have in it.
+    """Create a directory for the socket, and return it with the path of the socket.
 
     Raises:
-      OSError: there is no place where other users could not replace it.
+      OSError: other users could replace the directory in all places.
     """
     problem: OSError | None = None
-    for place in dict.fromkeys((tempfile.gettempdir(), *_PLACES)):
+    for place in dict.fromkeys((tempfile.gettempdir(), *_DIRECTORIES)):
         try:
             trust_directory(place)
             directory = tempfile.mkdtemp(prefix="trio-smc-run-", dir=place)
@@ -340,7 +340,7 @@ def _new_directory() -> tuple[str, str]:
 
 
 def _listener(directory: str, path: str) -> tuple[socket.socket, int]:
-    """The socket that listens at a path, and the length of its backlog."""
+    """Create a socket that listens at a path, and return it with the length of its backlog."""
     backlog = _BACKLOG
     with contextlib.suppress(OSError, ValueError):
         backlog = min(backlog, int(Path("/proc/sys/net/core/somaxconn").read_bytes()))

@@ -1,8 +1,8 @@
-"""Ask the kernel which TCP sockets listen, and which one it would choose for a connection.
+"""Query the kernel for listening TCP sockets, and for the one that it chooses for a connection.
 
 The kernel answers over netlink (NETLINK_SOCK_DIAG), for sockets of all users in this process's
-network namespace.  Unlike /proc/net/tcp6, the answer says whether a socket of `::` is IPv6 only.
-Where the kernel has no sock_diag, /proc/net is read instead, and that is unknown.  The addresses of
+network namespace.  Unlike /proc/net/tcp6, the answer shows if a socket of `::` is IPv6 only.  If
+the kernel has no sock_diag, the caller reads /proc/net, where this is unknown.  The addresses of
 interfaces come from NETLINK_ROUTE.
 """
 
@@ -40,9 +40,9 @@ _TCP_LISTEN: Final = 10
 _UDIAG_SHOW_NAME: Final = 1
 _UNIX_DIAG_NAME: Final = 0
 _LOOPBACK: Final = 1
-"""Index of the loopback interface, in every network namespace."""
+"""The index of the loopback interface, in every network namespace."""
 _WAIT: Final = 2.0
-"""Seconds that the kernel has to answer; it does so at once."""
+"""Seconds to wait for the kernel, which normally answers at once."""
 _RECEIVE: Final = 1 << 18
 _NO_COOKIE: Final = b"\xff" * 8
 
@@ -62,13 +62,13 @@ class Listener:
     """A listening TCP socket.
 
     Attributes:
-      address: what it is bound to, as `ipaddress` writes it; a mapped IPv4 address as IPv4.
-      port: its port.
+      address: the bound address, as `ipaddress` writes it; a mapped IPv4 address as IPv4.
+      port: the port.
       is_ipv6: True if it is a socket of AF_INET6.
       v6_only: True if it does not serve IPv4; None if that is unknown.
-      interface: index of the interface that it is bound to; 0: none.
-      uid: the user that made it, who need not be the user of the process that has it now.
-      inode: as /proc/PID/fd shows it.
+      interface: the index of the interface that it is bound to; 0: none.
+      uid: the user that created it.  The process that has it now may belong to another user.
+      inode: the inode, as /proc/PID/fd shows it.
     """
 
     address: str
@@ -81,7 +81,7 @@ class Listener:
 
     @property
     def is_wildcard(self) -> bool:
-        """True if it is bound to no address."""
+        """True if it is bound to all addresses."""
         return self.address in ("0.0.0.0", "::")
 
 
@@ -90,12 +90,15 @@ def candidates(
 ) -> list[Listener]:
     """The sockets among which the kernel chooses for a connection to an address of this host.
 
-    A socket bound to the address comes before one bound to none, a socket bound to an interface
-    before one that is not, and IPv4 before a socket of `::` that serves IPv4 as well.  More than
-    one is left only if they share the port by SO_REUSEPORT, or if `v6_only` is unknown.
+    A socket bound to the address comes before a wildcard, a socket bound to an interface before one
+    that is not, and IPv4 before a socket of `::` that serves IPv4 as well.  There are several
+    candidates only if they share the port by SO_REUSEPORT, or if `v6_only` is unknown.
 
-    arrives_by: the interfaces that have the address (`interfaces`); without them a socket that is
-      bound to an interface is no candidate.
+    Args:
+      found: listening sockets.
+      address, port: the destination.
+      arrives_by: the interfaces that have the address (`interfaces`).  A socket that is bound to
+        another interface is not a candidate.
     """
     best: dict[tuple[int, int, int], list[Listener]] = {}
     destination = ipaddress.ip_address(address.partition("%")[0])
@@ -129,9 +132,9 @@ def listeners() -> list[Listener]:
 
 
 def unix_listeners() -> Iterator[tuple[str, str]]:
-    """Inodes and paths of the listening Unix stream sockets of this network namespace.
+    """The inodes and paths of the listening Unix stream sockets of this network namespace.
 
-    In /proc/net/unix, a line feed in the path of one socket would begin the line of another.
+    /proc/net/unix is not used, because a line feed in a path there can forge the line of a socket.
 
     Raises:
       OSError: the kernel has no sock_diag of Unix sockets.
@@ -148,10 +151,10 @@ def unix_listeners() -> Iterator[tuple[str, str]]:
 
 
 def interfaces(address: str) -> set[int]:
-    """The interfaces by which a connection within this host arrives at an address.
+    """The indices of the interfaces at which a connection within this host arrives.
 
-    Packets within the host go through the loopback interface, but for sockets that are bound to an
-    interface they arrive by the one that has the address.
+    Packets within the host pass through the loopback interface.  But for sockets that are bound to
+    an interface, they arrive at the interface that has the address.
     """
     wanted = ipaddress.ip_address(address.partition("%")[0])
     family = socket.AF_INET if wanted.version == 4 else socket.AF_INET6
@@ -160,23 +163,25 @@ def interfaces(address: str) -> set[int]:
     try:
         for message in _request(request, _NLM_F_DUMP, _NETLINK_ROUTE, _RTM_GETADDR):
             attributes = dict(_attributes(message[_IF_ADDRESS.size :]))
-            # Of a point-to-point interface, IFA_ADDRESS is the other end's.
+            # On a point-to-point interface IFA_ADDRESS is the address of the other end.
             own = attributes.get(_IFA_LOCAL) or attributes.get(_IFA_ADDRESS)
             if own is not None and own == wanted.packed:
                 found.add(_IF_ADDRESS.unpack_from(message)[4])
     except OSError:
         return {_LOOPBACK}
-    return found or {_LOOPBACK}  # 127.0.0.2 is the address of none
+    return found or {_LOOPBACK}  # no interface lists 127.0.0.2
 
 
 def accepted_inode(
     server: tuple[str, int], client: tuple[str, int], arrives_by: Collection[int] = (_LOOPBACK,)
 ) -> str | None:
-    """The inode of the server's socket of a connection within this host; None: it has none.
+    """The inode of the server's socket of a connection within this host.
 
-    A connection that waits to be accepted, or was closed by the server, has none.
+    None: the connection waits to be accepted, or the server has closed it.
 
-    arrives_by: as in `candidates`.
+    Args:
+      server, client: the addresses of both ends.
+      arrives_by: as in `candidates`.
     """
     for interface in arrives_by:
         inode = _accepted_inode(server, client, interface)
@@ -210,7 +215,7 @@ def _request(
     protocol: int = _NETLINK_SOCK_DIAG,
     kind_of_request: int = _SOCK_DIAG_BY_FAMILY,
 ) -> Iterator[bytes]:
-    """The kernel's messages, without their headers.  Raises OSError."""
+    """Yield the kernel's messages without their headers.  Raises OSError."""
     kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
     with socket.socket(socket.AF_NETLINK, kind, protocol) as sock:
         sock.settimeout(_WAIT)
@@ -220,7 +225,7 @@ def _request(
         while True:
             data, sender = sock.recvfrom(_RECEIVE)
             if sender[0] != 0:
-                continue  # another process can send here; the kernel is number 0
+                continue  # another process has sent this; the kernel is number 0
             at = 0
             while at + _HEADER.size <= len(data):
                 size, message, _, _, _ = _HEADER.unpack_from(data, at)

@@ -1,28 +1,27 @@
-"""Runs a program, as if it had been started instead, and learns what its processes do with SMC-R.
+"""Runs a program for `trio-smc run`, and finds out how its processes use SMC-R.
 
 Theory of operation
 -------------------
-`trio-smc run` starts PROGRAM as its child, passes signals on and ends as it ends: by the same exit
-code, or the same signal.  What comes from the terminal is not passed on, the kernel gives it to the
-whole process group; the child is killed when this process is.
+`trio-smc run` starts PROGRAM as its child, forwards signals to it, and ends with the same exit code
+or by the same signal.  It does not forward signals from the terminal, because the kernel sends them
+to the whole process group.  If this process is killed, the kernel kills the child.
 
 The processes of PROGRAM send messages to a socket that only they can reach (`report_socket`,
-`report_messages`): the hook in `site/sitecustomize.py`, that it is there, that Trio runs, that
-asyncio has connections or that trio_smc is missing; each stack, what it has counted.  A thread
-takes them while this process sleeps in `sigwaitinfo`; it prints nothing, so neither a message nor
-a full pipe can stop it.  A Python without the hook (``-I``) sends nothing, so now and then the tree
-is searched for one that has TCP sockets.  A process without a connection does not count: the master
-of a server, a helper, a shell.
+`report_messages`).  The hook in `site/sitecustomize.py` reports that it is loaded, that Trio runs,
+that asyncio has connections, or that trio_smc is missing.  Each stack reports its counters.  A
+thread reads the messages while this process sleeps in `sigwaitinfo`.  The thread prints nothing, so
+neither a message nor a full pipe can stop it.  A Python without the hook (``-I``) sends nothing, so
+this process searches the tree at intervals for such a Python with TCP sockets.  Processes without
+connections are ignored: the master of a server, a helper, a shell.
 
-Where messages may be missing, because more came than could be taken, nothing is concluded from a
-message that did not come.  Tables are bounded; what ended stacks have counted is added up.
+If too many messages came, some may be missing, and then this module draws no conclusion from a
+message that did not arrive.  Tables are bounded: the counters of ended stacks are added together.
 
-This process adopts orphans of PROGRAM's processes (prctl(2), PR_SET_CHILD_SUBREAPER), so each of
-PROGRAM's processes can be told from other processes by its ancestors.  Init adopts them when this
-process ends.
+This process adopts orphans of PROGRAM's processes (prctl(2), PR_SET_CHILD_SUBREAPER), so that the
+ancestors of a process show if it belongs to PROGRAM.  When this process ends, init adopts them.
 
-All that PROGRAM's processes do wrong together is said in one line, the first that is found; under
-``--require-smc`` PROGRAM is told to end then.
+Only the first problem of PROGRAM's processes is printed, as one line.  Under ``--require-smc`` it
+also ends PROGRAM.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from typing import Final
 from trio_smc import ProtocolError
 from trio_smc._base.printable import printable
 from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO
-from trio_smc.tools.output import ToolError, print_error, size, words
-from trio_smc.tools.processes import executable, family, has_tcp, is_python
+from trio_smc.tools.output import ToolError, error_text, print_error, size
+from trio_smc.tools.processes import executable, has_tcp, is_python, process_tree
 from trio_smc.tools.report_messages import BYTES, Counts, Message, decode_untrusted
 from trio_smc.tools.report_socket import ReportSocket, process
 
 __all__ = ["Tree", "supervise"]
 
-_PASSED_ON: Final = (
+_FORWARDED: Final = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
     signal.SIGWINCH,
 )  # fmt: skip
@@ -56,56 +55,60 @@ _OWN: Final = (signal.SIGCHLD, signal.SIGALRM)
 _SI_KERNEL: Final = 128
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_FIRST_LOOK: Final = 0.5
-_LAST_LOOK: Final = 10.0
-"""Seconds between two looks at the tree, which grow."""
-_REPORTS: Final = 1.0
-"""Seconds between what a stack tells for ``--report``."""
+_FIRST_SEARCH: Final = 0.5
+_MAX_SEARCH_PAUSE: Final = 10.0
+"""The largest time in seconds between two searches of the tree; the pauses grow up to it."""
+_REPORT_INTERVAL: Final = 1.0
+"""Seconds between two reports of a stack's counters, for ``--report``."""
 _FAILED: Final = 1
 _MAX_STACKS: Final = 2048
-"""Stacks that are open at a time and counted each for itself."""
+"""The largest number of open stacks whose counters are kept separately."""
 _SEARCH_INTERVAL: Final = 1.0
-"""Seconds between searches for killed ones among them, if there are too many."""
+"""Seconds between two searches for killed stacks, if there are more."""
 _MAX_PROCESSES: Final = 1 << 16
 _MAX_REASONS: Final = 256
 
 
 class Tree:
-    """The state of PROGRAM's processes, as far as it is known.
+    """The known state of PROGRAM's processes.
 
     Args:
-      require: whether a process that cannot use SMC-R is an error.
+      require: True if a process that cannot use SMC-R is an error.
 
     Attributes:
-      complaint: the first thing that was found wrong; "" if nothing was.
-      hooked: Pythons that have the hook.
-      used_trio: True if any of them has run Trio.
-      ended: True if PROGRAM was told to end, because something of it cannot be SMC-R.
+      problem: the first problem that was found, else "".
+      hooked: process numbers of Pythons with the hook.
+      used_trio: True if any process has run Trio.
+      ended: True if this command has ended PROGRAM because of the problem.
       incomplete: True if messages may be missing.
     """
 
     def __init__(self, *, require: bool) -> None:
-        self.complaint: str = ""
+        self.problem: str = ""
         self.ended = False
         self.hooked: set[int] = set()
         self.used_trio: bool = False
         self.incomplete = False
         self._require = require
-        self._announced = False
+        self._printed = False
         self._suspects: set[int] = set()
         self._open: dict[tuple[int, str], Counts | None] = {}
-        self._processes: set[int] = set()  # that have or had a stack
-        self._stacks = 0  # that were opened
+        self._processes: set[int] = set()  # processes that have or had a stack
+        self._stacks = 0  # stacks that were opened
         self._next_search = 0.0
-        self._killed = 0  # without a word about their end
-        self._numbers: Counter[str] = Counter()  # of stacks that are not open any more
+        self._killed = 0  # stacks that ended without a message
+        self._totals: Counter[str] = Counter()  # of stacks that have ended
         self._fallbacks: Counter[tuple[str, str]] = Counter()
 
-    def take(self, data: bytes, pid: int, proven: bool = True) -> None:
-        """Take a packet of one of the processes; anything that is no message is ignored.
+    def on_packet(self, data: bytes, pid: int, proven: bool = True) -> None:
+        """Handle a packet of one of the processes; invalid messages are ignored.
 
-        If the sender's descent is not proven, the packet counts only if it says that Python or
-        Trio runs: a process outside PROGRAM cannot accuse PROGRAM or change the report.
+        Args:
+          data: the packet.
+          pid: the sender.
+          proven: True if the sender is known to descend from PROGRAM.  Otherwise only the messages
+            that Python or Trio runs are accepted, so that a process outside PROGRAM cannot cause a
+            problem or change the report.
         """
         try:
             message = decode_untrusted(data)
@@ -120,19 +123,19 @@ class Tree:
             self._take_counts(message, pid)
             return
         if len(self.hooked) >= _MAX_PROCESSES:
-            self.hooked.clear()  # they may be missing now
+            self.hooked.clear()  # bounded memory; from now on processes are missing
             self.incomplete = True
         self.hooked.add(pid)
         match message.kind:
             case "trio":
                 self.used_trio = True
             case "asyncio":
-                self.complain(
+                self.set_problem(
                     f"process {pid} opens TCP connections by asyncio, which cannot be SMC-R; "
                     "run it on Trio"
                 )
             case "missing":
-                self.complain(
+                self.set_problem(
                     f"process {pid} uses Trio, but its Python, {message.executable!r}, cannot "
                     f"use trio_smc: {message.error!r}"
                 )
@@ -141,7 +144,7 @@ class Tree:
         key = pid, message.stack
         if key not in self._open:
             if len(self._open) >= _MAX_STACKS and time.monotonic() >= self._next_search:
-                self._forget_killed()
+                self._remove_killed()
                 self._next_search = time.monotonic() + _SEARCH_INTERVAL
             if len(self._open) >= _MAX_STACKS:
                 self.incomplete = True
@@ -153,8 +156,8 @@ class Tree:
         if message.kind == "stack-end":
             self._add(self._open.pop(key))
 
-    def _forget_killed(self) -> None:
-        """Add up what stacks have counted whose processes have gone without a word."""
+    def _remove_killed(self) -> None:
+        """Add the counters of stacks whose processes have ended without a message."""
         for key in [key for key in self._open if _has_ended(key[0])]:
             self._add(self._open.pop(key))
             self._killed += 1
@@ -162,106 +165,111 @@ class Tree:
     def _add(self, counts: Counts | None) -> None:
         if counts is None:
             return
-        self._numbers["connections"] += counts.connections
-        self._numbers["refused"] += counts.refused
-        self._numbers.update(dict(zip(BYTES, counts.sizes, strict=True)))
+        self._totals["connections"] += counts.connections
+        self._totals["refused"] += counts.refused
+        self._totals.update(dict(zip(BYTES, counts.sizes, strict=True)))
         for key, count in counts.fallbacks.items():
             known = key in self._fallbacks or len(self._fallbacks) < _MAX_REASONS
             self._fallbacks[key if known else ("?", "others")] += count
 
-    def complain(self, text: str) -> None:
-        """Keep the first thing that is wrong; once for the whole tree."""
-        if not self.complaint:
-            self.complaint = text
-            os.kill(os.getpid(), signal.SIGCHLD)  # `_wait` looks again
+    def set_problem(self, text: str) -> None:
+        """Note the first problem of the tree; later ones are ignored."""
+        if not self.problem:
+            self.problem = text
+            os.kill(os.getpid(), signal.SIGCHLD)  # wakes `_wait`
 
-    def announce(self) -> None:
-        """Print what is wrong, once."""
-        if self.complaint and not self._announced:
-            self._announced = True
+    def print_problem(self) -> None:
+        """Print the problem, once."""
+        if self.problem and not self._printed:
+            self._printed = True
             level = "error" if self._require else "warning"
-            print_error(f"trio-smc run: {level}: {self.complaint}")
+            print_error(f"trio-smc run: {level}: {self.problem}")
 
-    def look(self, root: int) -> None:
-        """Look for Pythons without the hook that have TCP sockets.
+    def search(self, root: int) -> None:
+        """Search for Pythons without the hook that have TCP sockets.
 
-        One that has just started is given until the next look.
+        A process is a problem only if two searches in a row find it, because it may have just
+        started.
         """
         if self.incomplete:
             return
         found = {
-            pid for pid in family(root)
+            pid for pid in process_tree(root)
             if pid not in self.hooked and is_python(executable(pid)) and has_tcp(pid)
             and not _is_stopped(pid)
         }  # fmt: skip
         silent = found & self._suspects
         self._suspects = found
         for pid in silent - self.hooked:
-            self.complain(_without_hook(pid, executable(pid)))
+            self.set_problem(_without_hook(pid, executable(pid)))
 
     def conclude(self, pid: int, path: str) -> None:
-        """The program has ended: was there anything that could have been SMC-R?"""
+        """Note a problem if no process of the ended program could use SMC-R."""
         if self.used_trio or self._stacks or self.incomplete:
             return
         if is_python(path) and pid not in self.hooked:
-            self.complain(_without_hook(pid, path))
+            self.set_problem(_without_hook(pid, path))
         else:
-            self.complain("the program ended without using Trio: nothing of it could be SMC-R")
+            self.set_problem("the program ended without using Trio, so it could not use SMC-R")
 
     def report(self) -> Iterator[str]:
         """The lines of ``--report``, at the end."""
-        self._forget_killed()
+        self._remove_killed()
         running = len(self._open)
         for counts in self._open.values():
             self._add(counts)
         self._open.clear()
-        smc, tcp = self._numbers["connections"], self._fallbacks.total()
-        refused = self._numbers["refused"]
+        smc, tcp = self._totals["connections"], self._fallbacks.total()
+        refused = self._totals["refused"]
         yield f"{smc + tcp} connections of {len(self._processes)} processes"
         for count, mode, prefix in ((smc, "SMC-R", ""), (tcp, "TCP", "tcp_")):
-            sent, received = (self._numbers[f"{prefix}bytes_{way}"] for way in ("sent", "received"))
+            sent, received = (self._totals[f"{prefix}bytes_{way}"] for way in ("sent", "received"))
             yield f"  {count:>7} {mode}, sent {size(sent)}, received {size(received)}"
         for (origin, reason), count in self._fallbacks.most_common():
             yield f"    {count:>7} {origin}: {reason}"
         if refused:
-            yield f"  {refused:>7} refused, as --require-smc says"
+            yield f"  {refused:>7} refused because of --require-smc"
         if self._killed:
             yield (
                 f"  {self._killed} of {self._stacks} stacks were killed: "
-                f"what they counted in their last {_REPORTS:g} seconds may be missing"
+                f"their counts of the last {_REPORT_INTERVAL:g} seconds may be missing"
             )
         if running:
-            yield f"  {running} of {self._stacks} stacks still run: what they count now is missing"
+            yield f"  {running} of {self._stacks} stacks still run: their later counts are missing"
         if self.incomplete:
-            yield "  more messages were sent than could be taken: something is missing here"
+            yield "  some messages were lost: these counts may be incomplete"
 
 
 def supervise(
     program: Sequence[str], environment: dict[str, str], *, require: bool, report: bool
 ) -> int:
-    """Run ``program`` to its end; its exit code, or this process ends by the same signal.
+    """Run ``program`` to its end and return its exit code, or end by the same signal.
 
     Args:
-      require: end it, and return 1 at least, when anything of it cannot be SMC-R.
-      report: print at the end what its connections were.
+      program: the command line.
+      environment: the environment of the program.
+      require: end the program if a process of it cannot use SMC-R, and return at least 1.
+      report: print a report about its connections at the end.
 
     Raises:
-      OSError: it cannot be started.
+      OSError: the program cannot be started.
       ToolError: there is no safe place for the socket of the reports.
     """
     tree = Tree(require=require)
     try:
-        reports = ReportSocket(tree.take)
+        reports = ReportSocket(tree.on_packet)
     except OSError as error:
-        raise ToolError(f"run: the socket for reports cannot be made: {words(error)}") from error
+        raise ToolError(
+            f"run: cannot create the socket for reports: {error_text(error)}"
+        ) from error
     with reports:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, *_OWN})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, *_OWN})
         try:
             environment = {**environment, REPORT_TO: reports.path}
             environment.pop(REPORT_EVERY, None)
             if report:
-                environment[REPORT_EVERY] = str(_REPORTS)
-            child = _started(program, environment, mask)
+                environment[REPORT_EVERY] = str(_REPORT_INTERVAL)
+            child = _start(program, environment, mask)
             started = executable(child.pid)
             reports.start(child.pid)
             _wait(child, tree, reports, require)
@@ -270,18 +278,18 @@ def supervise(
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     tree.incomplete |= reports.overflowed
     tree.conclude(child.pid, started)
-    tree.announce()
+    tree.print_problem()
     if report:
         for line in tree.report():
             print_error(f"trio-smc run: {line}")
     if tree.ended:
         return child.returncode if child.returncode > 0 else _FAILED
     if child.returncode < 0:
-        _die_by(signal.Signals(-child.returncode))
-    return child.returncode or (_FAILED if require and tree.complaint else 0)
+        _end_by_signal(signal.Signals(-child.returncode))
+    return child.returncode or (_FAILED if require and tree.problem else 0)
 
 
-def _started(
+def _start(
     program: Sequence[str], environment: dict[str, str], mask: set[signal.Signals | int]
 ) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)
@@ -296,35 +304,35 @@ def _started(
         if os.getppid() != parent:
             os._exit(_FAILED)
         for name in ("LISTEN_PID", "WATCHDOG_PID"):
-            # Of a service manager, which means the process that it has started.
+            # A service manager names the process that it started; this is now the child.
             if os.environ.get(name) == str(parent):
                 os.environ[name] = str(os.getpid())
 
-    # This process does nothing else: its environment is the program's, which `child` may change.
-    # Descriptors stay open, as they would by exec: a service manager may have given some.
+    # This process has the program's environment, because `child` changes it and Popen copies it.
+    # Descriptors stay open, as with exec: a service manager may have passed some.
     return subprocess.Popen(program, preexec_fn=child, close_fds=False)  # noqa: PLW1509
 
 
 def _wait(child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket, require: bool) -> None:
-    """Until the child has ended; signals are passed on, and the tree is searched."""
-    # A timer, and no `sigtimedwait`: CPython returns whatever was in memory if that was interrupted
-    # (SIGSTOP and SIGCONT) and its time has passed.
-    pause = _FIRST_LOOK
+    """Wait for the child's end; forward signals, and search the tree at intervals."""
+    # A timer instead of `sigtimedwait`: if that was interrupted (SIGSTOP and SIGCONT) and its time
+    # has passed, CPython returns uninitialised memory.
+    pause = _FIRST_SEARCH
     signal.setitimer(signal.ITIMER_REAL, pause)
     try:
         while child.poll() is None:
-            info = signal.sigwaitinfo({*_PASSED_ON, *_OWN})
+            info = signal.sigwaitinfo({*_FORWARDED, *_OWN})
             _wait_for_orphans(child.pid)
             if info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
                 child.send_signal(info.si_signo)
-            tree.announce()
-            if tree.complaint and require and not tree.ended:
+            tree.print_problem()
+            if tree.problem and require and not tree.ended:
                 tree.ended = True
                 child.terminate()
             if info.si_signo == signal.SIGALRM:
                 tree.incomplete |= reports.overflowed
-                tree.look(child.pid)
-                pause = min(2 * pause, _LAST_LOOK)
+                tree.search(child.pid)
+                pause = min(2 * pause, _MAX_SEARCH_PAUSE)
                 signal.setitimer(signal.ITIMER_REAL, pause)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -339,7 +347,7 @@ def _wait_for_orphans(program: int) -> None:
         os.waitpid(found.si_pid, 0)
 
 
-def _die_by(number: signal.Signals) -> None:
+def _end_by_signal(number: signal.Signals) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError):
         signal.signal(number, signal.SIG_DFL)
@@ -348,8 +356,8 @@ def _die_by(number: signal.Signals) -> None:
 
 def _without_hook(pid: int, path: str) -> str:
     return (
-        f"process {pid} runs {printable(path, 200)} without the hook of trio-smc (its options -I, "
-        "-E or -S, or an environment that was cleared): its connections cannot be SMC-R"
+        f"process {pid} runs {printable(path, 200)} without the hook of trio-smc (because of -I, "
+        "-E or -S, or a cleared environment): its connections cannot be SMC-R"
     )
 
 
@@ -359,6 +367,6 @@ def _has_ended(pid: int) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    """True for a process that was stopped, perhaps before its hook could send anything."""
+    """True for a stopped process, whose hook may not have sent its message yet."""
     found = process(pid)
     return found is not None and found.state in "Tt"

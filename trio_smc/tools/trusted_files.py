@@ -1,19 +1,19 @@
-"""Look at files that only this user and root can have placed, without ever blocking.
+"""Read files that only this user or root can have placed, without ever blocking.
 
 Theory of operation
 -------------------
-A path that another process names may lead anywhere: to a FIFO, a device, a file that grows, a FUSE
-file system whose server answers when it likes (even `stat` waits for it), or through a symbolic
-link to a file that the other process could not read itself.  `TrustedFiles` therefore opens each
-component of a path by itself, with O_PATH and O_NOFOLLOW, which starts no driver and asks no file
-system server.  The number of the component's mount (/proc/self/fdinfo) is compared with
-/proc/self/mountinfo before anything else is asked.  A component is refused if it is not on a local
-file system, if it belongs to another user than root and this one, or if other users can replace
-names in its directory (a sticky directory such as /tmp protects the names of others).  Symbolic
-links are followed by the same steps, so each step of their targets is checked, too.
+A path that another process names may lead to a FIFO, a device, a file that grows, or a FUSE file
+system whose server answers at any time (even `stat` waits for it).  A symbolic link in it may lead
+to a file that the other process cannot read.  Therefore `TrustedFiles` opens each component of a
+path separately, with O_PATH and O_NOFOLLOW, which uses no driver and no file system server.  Before
+anything else it compares the component's mount number (/proc/self/fdinfo) with
+/proc/self/mountinfo.  It refuses a component that is not on a local file system, that belongs to
+another user than root and this one, or whose name other users can replace.  (A sticky directory
+such as /tmp protects names from other users.)  It follows symbolic links in the same way, so that
+each component of a target is checked, too.
 
-Only regular files and directories are read, through the checked descriptor, never by name again,
-with O_NONBLOCK (a file lease makes a plain `open` wait), and up to a limit.
+It reads only regular files and directories, through the checked descriptor, with O_NONBLOCK
+(because a file lease makes a plain `open` wait), and up to a limit.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _LOCAL: Final = frozenset({
     "reiserfs", "rootfs", "squashfs", "tmpfs", "xfs", "zfs",
 })  # fmt: skip
 """File systems that answer without a server in user space or on the network."""
-_LINKS: Final = 40
-"""Symbolic links in one path; the kernel's own limit."""
-_DEPTH: Final = 128
-"""Directories below each other, each of which is held open."""
-_STEPS: Final = 4096
-"""Components of a path and of the symbolic links in it."""
+_MAX_LINKS: Final = 40
+"""Symbolic links in one path, as in the kernel."""
+_MAX_DEPTH: Final = 128
+"""Nested directories, all of which are open at the same time."""
+_MAX_STEPS: Final = 4096
+"""Components of a path, including those of its symbolic links."""
 _SHOWN: Final = 100
-_PATH: Final = 4096
+_MAX_PATH: Final = 4096
 _MOUNTINFO: Final = 1 << 22
 _OPEN: Final = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _PIECE: Final = 65536
 
 
 class UntrustedPathError(Exception):
-    """A path that is not looked at; the text says why, without a full stop."""
+    """A path is not trusted.  The text is the reason, without a full stop."""
 
 
 class _Entry(NamedTuple):
-    """An O_PATH descriptor, its mount, and what it is."""
+    """An O_PATH descriptor, its mount, and its status."""
 
     descriptor: int
     mount: str
@@ -59,13 +59,13 @@ class _Entry(NamedTuple):
 
 
 class TrustedFiles:
-    """Looks at paths on behalf of another process.
+    """Reads files that another process names.
+
+    All methods raise `UntrustedPathError` if a path is not trusted or the time is over, and
+    FileNotFoundError or NotADirectoryError if there is no such file.
 
     Args:
-      seconds: how long all of it may take together.
-
-    All methods raise `UntrustedPathError` for a path that must not be looked at and when the time
-    is over, and FileNotFoundError or NotADirectoryError for one that is not there.
+      seconds: the time for all calls together.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -73,18 +73,19 @@ class TrustedFiles:
         self._users = {0, os.geteuid()}
 
     def is_file(self, path: str) -> bool:
-        """True if there is a regular file; False if there is nothing, or something else."""
+        """True if the path is a regular file."""
         return self._has_kind(path, stat.S_ISREG)
 
     def exists(self, path: str) -> bool:
-        """True if there is anything, a symbolic link included."""
+        """True if the path exists, even as a dangling symbolic link."""
         return self._has_kind(path, lambda _: True, follow=False)
 
     def read(self, path: str, limit: int) -> bytes:
         """The contents of a regular file.
 
         Args:
-          limit: bytes that it may have.
+          path: the file.
+          limit: its largest size in bytes.
         """
         with self._opened(path) as entry:
             if not stat.S_ISREG(entry.found.st_mode):
@@ -98,7 +99,8 @@ class TrustedFiles:
         """The names in a directory.
 
         Args:
-          limit: names that it may have.
+          path: the directory.
+          limit: the largest number of names.
         """
         with self._opened(path) as entry:
             self._check_directory(entry, path)
@@ -124,32 +126,32 @@ class TrustedFiles:
 
     @contextlib.contextmanager
     def _opened(self, path: str, *, follow: bool = True) -> Iterator[_Entry]:
-        """The checked O_PATH descriptor of a path."""
-        if not path.startswith("/") or len(path) > _PATH or "\0" in path:
+        """Open a path as a checked O_PATH descriptor."""
+        if not path.startswith("/") or len(path) > _MAX_PATH or "\0" in path:
             raise UntrustedPathError(f"{path[:_SHOWN]!r} is not an absolute path")
         above = [self._entry("/", None, path)]
         left = deque(path.split("/"))
         links = 0
         try:
-            for _ in range(_STEPS):
+            for _ in range(_MAX_STEPS):
                 if not left:
                     break
                 if time.monotonic() > self._deadline:
-                    raise UntrustedPathError("looking at its files took too long")
+                    raise UntrustedPathError("reading its files took too long")
                 name = left.popleft()
                 if name in ("", "."):
                     continue
                 if name == "..":
                     _close(above, max(1, len(above) - 1))
                     continue
-                if len(above) > _DEPTH:
+                if len(above) > _MAX_DEPTH:
                     left.append(name)
                     break
                 self._check_directory(above[-1], path)
                 above.append(self._entry(name, above[-1], path))
                 if stat.S_ISLNK(above[-1].found.st_mode) and (follow or any(left)):
                     links += 1
-                    if links > _LINKS:
+                    if links > _MAX_LINKS:
                         raise UntrustedPathError(f"{path} has too many symbolic links")
                     target = os.readlink("", dir_fd=above[-1].descriptor)
                     _close(above, 1 if target.startswith("/") else len(above) - 1)
@@ -171,7 +173,7 @@ class TrustedFiles:
             raise UntrustedPathError(f"{path} cannot be opened: {error.strerror}") from None
         try:
             mount = _mount_of(descriptor)
-            # Not even `fstat` before this: it would ask a file system server.
+            # Before `fstat`, which may wait for a file system server.
             if (parent is None or mount != parent.mount) and not _is_local(mount):
                 raise UntrustedPathError(f"{path} is not on a local file system")
             found = os.fstat(descriptor)
@@ -183,7 +185,7 @@ class TrustedFiles:
         return _Entry(descriptor, mount, found)
 
     def _check_directory(self, entry: _Entry, path: str) -> None:
-        """Raise unless names in a directory are only this user's or root's to replace."""
+        """Raise unless only this user and root can replace names in a directory."""
         mode = entry.found.st_mode
         if not stat.S_ISDIR(mode):
             raise NotADirectoryError(path)
@@ -219,7 +221,7 @@ def _read_up_to(descriptor: int, limit: int, path: str) -> bytes:
 
 
 def _mount_of(descriptor: int) -> str:
-    """The number of the mount that a descriptor is on; its file system is not asked."""
+    """The mount number of a descriptor, found without its file system."""
     own = os.open(f"/proc/self/fdinfo/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         for line in os.read(own, _PIECE).splitlines():
@@ -227,11 +229,11 @@ def _mount_of(descriptor: int) -> str:
                 return line.split()[1].decode("ascii")
     finally:
         os.close(own)
-    raise UntrustedPathError("the kernel does not say on which mount a file is")
+    raise UntrustedPathError("the kernel does not name the mount of a file")
 
 
 def _is_local(mount: str) -> bool:
-    """True if the mount's file system needs no server.  A mount that is not listed has one."""
+    """True if the mount's file system needs no server.  False for an unlisted mount."""
     own = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
     try:
         text = _read_up_to(own, _MOUNTINFO, "/proc/self/mountinfo").decode("utf-8", "replace")

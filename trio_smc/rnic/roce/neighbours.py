@@ -19,7 +19,7 @@ import ipaddress
 import socket
 from typing import Any, Final
 
-from trio_smc.host.netlink import ask, ask_anew
+from trio_smc.host.netlink import query, query_now
 
 __all__ = [
     "is_direct",
@@ -48,7 +48,7 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
     if (":" in source) != (":" in destination):
         return True  # the verbs refuse it at once
     try:
-        routes = ask_anew(
+        routes = query_now(
             lambda route: route.route("get", dst=destination, src=source, oif=interface)
         )
     except OSError:
@@ -69,7 +69,7 @@ def is_direct(peer: bytes, own: bytes, interface: int) -> bool | None:
     source, destination = _address(own), _address(peer)
     if (":" in source) != (":" in destination):
         return None
-    found = ask(
+    found = query(
         lambda route: route.route("get", dst=destination, src=source, oif=interface),
         lambda message: _next_hop(message) is None,
         ("gateway", source, destination, interface),
@@ -80,7 +80,7 @@ def is_direct(peer: bytes, own: bytes, interface: int) -> bool | None:
 def _neighbour_state(hop: str, interface: int) -> int | None:
     """The state of an entry of the kernel's neighbour table; None: it cannot be queried."""
     try:
-        found = ask_anew(lambda route: route.neigh("get", dst=hop, ifindex=interface))
+        found = query_now(lambda route: route.neigh("get", dst=hop, ifindex=interface))
     except OSError as error:
         # Before Linux 5.0 the kernel cannot look up one entry, and reports another error.
         return 0 if error.errno == errno.ENOENT else None

@@ -1,4 +1,4 @@
-"""A timer that a descriptor tells of: for what is to be tried again, without a clock or a task."""
+"""A timer with a descriptor: retries work without a task and without reading the clock."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class _Setting(ctypes.Structure):
 
 
 class Alarm:
-    """A timerfd (timerfd_create(2)).  Raises OSError when there is none to be had.
+    """A timerfd (timerfd_create(2)).  Raises OSError if the system has none left.
 
     Attributes:
-      fd: readable when it is due.
+      fd: readable when the time has passed.
     """
 
     __slots__ = ("fd",)
@@ -44,7 +44,11 @@ class Alarm:
             raise OSError(number, os.strerror(number))
 
     def set(self, seconds: float) -> None:
-        """Be due once, ``seconds`` from now, which are less than one."""
+        """Make ``fd`` readable once, after less than one second.
+
+        Args:
+          seconds: the time from now; less than 1.
+        """
         if sys.version_info >= (3, 13):
             os.timerfd_settime(self.fd, initial=seconds)
             return
@@ -57,7 +61,7 @@ class Alarm:
             os.read(self.fd, 8)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the descriptor."""
         os.close(self.fd)
 
 

@@ -1,21 +1,22 @@
 """The software RNIC: RDMA between processes of one host, without privileges or hardware.
 
-Memory regions are sealed memfds that peers map; an RDMA write is a copy into the mapping, checked
-for RKey, bounds and validity by the writer.  A send is a slot in a ring of the receiver's queue
-pair; a doorbell (a packet on the queue pair's socket, or for the first few peers a byte in a pipe,
-which is quicker and takes two descriptors more) is rung only when the receiver is asleep.  So data
-needs no system call at all while both sides are busy.
+Memory regions are sealed memfds that peers map.  An RDMA write is a copy into the mapping; the
+writer checks RKey, bounds and validity.  A send fills a slot in a ring of the receiver's queue
+pair.  The sender rings a doorbell only if the receiver sleeps, so two busy sides need no system
+call.  A doorbell is a packet on the queue pair's socket.  The first few peers have a pipe instead,
+which is faster and takes two more descriptors.
 
-Idle peers cost those that are busy nothing.  Of many rings only those are looked at in which
-something came lately; the others *doze*: they stay armed, so that the next message rings, and are
-looked at again from then on.  No word is shared by several peers: who rings for nothing, or does
-not ring, has its own ring looked at in vain, or late.
+Idle peers do not slow down busy ones.  If there are many rings, the RNIC polls only those that had
+messages recently.  The others are in *interrupt mode*: they stay armed, so that the next message
+rings the doorbell, and from then on the RNIC polls them again.  No word of memory is shared by
+several peers: a peer that rings without need, or does not ring, affects only its own ring.
 
-Here is the device, and its `Reception`, where peers come in.  Its parts are `ring` (sends),
-`regions` (memory), `queue_pair`, and `messages` and `contact` (how RNICs find and tell each
-other); `port` is the device as they see it, and `faults` lets things go wrong on purpose.
+This module has the device, and its `Acceptor`, which accepts peers.  The other parts are `ring`
+(sends), `regions` (memory), `queue_pair`, and `messages` and `peer_sockets` (how RNICs find and
+notify each other).  `port` is the device as these parts see it, and `faults` makes it fail on
+purpose.
 
-Several can be open in one process, also under one name, and a process may connect to itself.
+Several RNICs can be open in one process, even with one name, and a process can connect to itself.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from trio_smc.host.private_directory import is_admitted
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.soft.alarm import Alarm
 from trio_smc.rnic.soft.messages import (
-    Bell,
     Directory,
+    Doorbell,
     Hello,
     Intake,
     decode_untrusted,
 )
-from trio_smc.rnic.soft.port import PortUser, Pushed
+from trio_smc.rnic.soft.port import PortUser, Stalled
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
 from trio_smc.rnic.soft.ring import ReceiveRing, fence
@@ -71,44 +72,46 @@ _GID_PREFIX: Final = bytes.fromhex("fd534d4352000000")
 _MACHINES: Final = ("x86_64", "AMD64")
 _SEND_DEPTH: Final = 1024
 _EVENTS_AT_ONCE: Final = 64
-_MOST_ROUNDS: Final = 16
-_MOST_ACCEPTED: Final = 32
-"""Strangers that are let in at a time: less than a millisecond."""
-_MOST_STRANGERS: Final = 64
+_MAX_ROUNDS: Final = 16
+_MAX_ACCEPTED: Final = 32
+"""Connections accepted at a time, which takes less than a millisecond."""
+_MAX_BEFORE_HELLO: Final = 64
+"""Accepted connections that have not sent a Hello yet."""
 _EDGES: Final = select.EPOLLIN | select.EPOLLET
-_FEW: Final = 8
-"""Rings that are always looked at."""
-_MOST_BELLS: Final = 4
+_ALWAYS_POLLED: Final = 8
+"""If there are at most so many rings, all are polled always."""
+_MAX_DOORBELLS: Final = 4
 _RETRY_INTERVAL: Final = 0.05
-"""Seconds after which what lacked resources is tried again."""
-_DOZE_AFTER: Final = 256
-"""Looks of which none found anything: then a ring may doze, where there are more than a few."""
+"""Seconds after which an action that failed for lack of resources is retried."""
+_IDLE_POLLS: Final = 256
+"""Polls without a message after which a ring enters interrupt mode, if there are many rings."""
 
 
 class Faults(Protocol):
-    """What goes wrong (`faults.FaultPlan`)."""
+    """A plan of faults (`faults.FaultPlan`)."""
 
     def attach(self, rnic: SoftRnic) -> None:
-        """Whose plan this is."""
+        """Bind the plan to this RNIC."""
 
     def queue_pair(self, rnic: SoftRnic, pd: SoftProtectionDomain, qp_num: int) -> SoftQueuePair:
-        """A new queue pair that is subject to it."""
+        """Make a queue pair that is subject to the plan."""
 
 
 class SoftRnic(Rnic):
     """A software RNIC port.
 
     Args:
-      name: what it is called in statistics and logs.
-      faults: what goes wrong on it, for tests; it costs time only where it is given.
+      name: the name in statistics and logs.
+      faults: a plan of faults, for tests.  An RNIC without one is not slower because of it.
     """
 
     __slots__ = (
-        "_again", "_alarm", "_bells", "_directory", "_epoll", "_events", "_handlers", "_limbo",
-        "_looks", "_many", "_new_qp", "_only_bell", "_open", "_pds", "_peers", "_qps",
-        "_reception", "_retries", "_rings", "_rkeys", "_rung", "_self_wake", "crowded", "done",
-        "faults", "gid", "gone", "intake", "mac", "mtu", "name", "on_event", "port_active",
-        "restless", "send_depth", "stalled",
+        "_acceptor", "_alarm", "_completion_epoll", "_directory", "_doorbells", "_epoll",
+        "_events", "_half_closed", "_handlers", "_has_many_rings", "_make_qp", "_next_actions",
+        "_only_doorbell", "_open", "_pds", "_peer_events", "_polls", "_qps", "_retries", "_rings",
+        "_rkeys", "_self_wake", "accepting_later", "disconnected", "done", "faults", "gid",
+        "intake", "mac", "mtu", "name", "on_event", "port_active", "send_depth", "stalled",
+        "timed_waits",
     )  # fmt: skip
 
     kind: Literal["software", "roce"] = "software"
@@ -124,33 +127,36 @@ class SoftRnic(Rnic):
         self.send_depth = _SEND_DEPTH
         self.on_event: Callable[[RnicEvent], None] | None = None
         self.done: list[PlainCompletion] = []
-        self.stalled: dict[Pushed, None] = {}
-        self.gone: list[PortUser] = []
-        # How many of `stalled` wait for a moment and not for the peer: nobody sleeps meanwhile.
-        self.restless: int = 0
-        self.crowded: bool = False
-        self._again: dict[Callable[[], None], None] = {}
+        self.stalled: dict[Stalled, None] = {}
+        self.disconnected: list[PortUser] = []
+        self.timed_waits: int = 0
+        self.accepting_later: bool = False
+        self._next_actions: dict[Callable[[], None], None] = {}
         self._retries: dict[Callable[[], None], None] = {}
-        self._rings: tuple[ReceiveRing, ...] = ()  # those that do not doze
-        self._many = False  # of them
-        self._looks = 0  # while they were many, since they were last asked how busy they are
+        self._rings: tuple[ReceiveRing, ...] = ()  # all that are not in interrupt mode
+        self._has_many_rings = False
+        self._polls = 0  # polls of many rings since the last check for idle ones
         self._qps: dict[int, SoftQueuePair] = {}
         self._pds: set[SoftProtectionDomain] = set()
         self._rkeys: set[int] = set()
         self._handlers: dict[int, Callable[[int], object]] = {}
-        self._peers: dict[int, int] = {}  # sockets to queue pairs' peers, and what to tell of them
-        self._bells: dict[int, Callable[[], bool]] = {}  # by descriptors, which `_peers` has, too
-        self._only_bell: Callable[[], bool] | None = None
-        self._rung: select.epoll | None = None  # tells of them where `wait_fd` does not
-        # Sockets of queue pairs that ended while the port was down, or quietly: nobody may notice
-        # yet.
-        self._limbo: list[socket.socket] = []
+        # The sockets and doorbells of peers: the epoll events that are watched on each descriptor.
+        self._peer_events: dict[int, int] = {}
+        self._doorbells: dict[int, Callable[[], bool]] = {}  # by descriptor
+        self._only_doorbell: Callable[[], bool] | None = None
+        # Watches `_peer_events` in place of `_epoll` as soon as `completion_fd` was called.
+        self._completion_epoll: select.epoll | None = None
+        # Sockets of queue pairs that ended while the port was down, or quietly: they stay open, so
+        # that the peers do not notice yet.
+        self._half_closed: list[socket.socket] = []
         self._events: list[RnicEvent] = []
         self._open = False
-        self._new_qp: Callable[[SoftRnic, SoftProtectionDomain, int], SoftQueuePair] = SoftQueuePair
+        self._make_qp: Callable[[SoftRnic, SoftProtectionDomain, int], SoftQueuePair] = (
+            SoftQueuePair
+        )
         if faults is not None:
             faults.attach(self)
-            self._new_qp = faults.queue_pair
+            self._make_qp = faults.queue_pair
 
     # -- the device ----------------------------------------------------------------------
 
@@ -165,7 +171,7 @@ class SoftRnic(Rnic):
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             raise RnicError(
                 errno.ENOTSUP,
-                "the software RNIC needs the GIL, which a free-threaded Python runs without",
+                "the software RNIC needs the GIL, and this Python runs without one",
             )
         self.gid = _GID_PREFIX + secrets.token_bytes(8)
         # Locally administered, unicast.
@@ -178,8 +184,8 @@ class SoftRnic(Rnic):
             undo.callback(self._epoll.close)
             self.intake = Intake(Closer(self.name))
             undo.callback(self.intake.end)
-            self._reception = Reception(self, self._directory)
-            undo.callback(self._reception.close)
+            self._acceptor = Acceptor(self, self._directory)
+            undo.callback(self._acceptor.close)
             self._self_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._self_wake)
             self._alarm = Alarm()
@@ -199,21 +205,21 @@ class SoftRnic(Rnic):
             for region in pd.regions:
                 region.close()
             pd.close()
-        self._reception.close()
-        self._end_limbo()
+        self._acceptor.close()
+        self._close_half_closed()
         self._handlers.clear()
         self._events.clear()
         self.stalled.clear()
-        self.restless = 0
-        self.crowded = False
-        self._again.clear()
+        self.timed_waits = 0
+        self.accepting_later = False
+        self._next_actions.clear()
         self._retries.clear()
         self.done.clear()
         self._directory.close()
         self._epoll.close()
-        if self._rung is not None:
-            self._rung.close()
-            self._rung = None
+        if self._completion_epoll is not None:
+            self._completion_epoll.close()
+            self._completion_epoll = None
         os.close(self._self_wake)
         self._alarm.close()
         self.intake.end()
@@ -221,13 +227,13 @@ class SoftRnic(Rnic):
         self._open = False
 
     def abandon(self) -> None:
-        # Only descriptors are closed: a changed epoll set or a removed name would be the parent's.
+        # Close only descriptors: the epoll set and the name belong to the parent process.
         if self._open:
             self._open = False
-            self._reception.abandon()
+            self._acceptor.abandon()
             for qp in self._qps.values():
                 qp.abandon()
-            for sock in self._limbo:
+            for sock in self._half_closed:
                 sock.close()
             self.intake.abandon()
 
@@ -244,54 +250,54 @@ class SoftRnic(Rnic):
     def create_qp(self, pd: ProtectionDomain, receive_size: int = RECEIVE_SIZE) -> SoftQueuePair:
         self._check_open()
         if receive_size != RECEIVE_SIZE:
-            raise RnicError(errno.EINVAL, f"receives have {RECEIVE_SIZE} bytes")
+            raise RnicError(errno.EINVAL, f"a receive buffer has {RECEIVE_SIZE} bytes")
         if not isinstance(pd, SoftProtectionDomain) or pd not in self._pds:
-            raise RnicError(errno.EINVAL, "a protection domain of another RNIC")
+            raise RnicError(errno.EINVAL, "the protection domain belongs to another RNIC")
         with refusals():
-            self._reception.keep_name()  # before anybody is told to come here
+            self._acceptor.ensure_name()  # the peer will dial this name
         qp_num = 0
         while qp_num < 2 or qp_num in self._qps:
             qp_num = secrets.randbits(24)
         with refusals():
-            qp = self._new_qp(self, pd, qp_num)
+            qp = self._make_qp(self, pd, qp_num)
         self._qps[qp_num] = qp
-        pd.admit(qp)
-        self._look_at(qp.ring)
+        pd.add_queue_pair(qp)
+        self._poll_ring(qp.ring)
         return qp
 
     # -- faults --------------------------------------------------------------------------
 
     def fail(self) -> None:
-        """The port goes down without warning.
+        """Take the port down without warning.
 
-        Our own posts are flushed from now on, peers' posts to us end with RETRY_EXC_ERR, queue
-        pairs that nobody uses stay in RTS, and `service` reports PORT_DOWN.  Idempotent.
+        From now on our own posts are flushed, and posts of peers to this port end with
+        RETRY_EXC_ERR.  Unused queue pairs stay in RTS.  `service` reports PORT_DOWN.  Idempotent.
         """
         self._check_open()
         self._set_port(False)
 
     def restore(self) -> None:
-        """The port comes up again; queue pairs that are still in RTS go on.  Idempotent."""
+        """Bring the port up again; queue pairs that are still in RTS go on.  Idempotent."""
         self._check_open()
         self._set_port(True)
 
     def _set_port(self, active: bool) -> None:
         if self.port_active == active:
             return
-        # Who had reached us before is connected, and must not notice.
-        self.look()
+        # A peer that dialled before the change is connected, and does not notice the change.
+        self.poll_sockets()
         self.port_active = active
         self._events.append(RnicEvent.PORT_UP if active else RnicEvent.PORT_DOWN)
         for qp in tuple(self._qps.values()):
-            qp.port_changed()
+            qp.on_port_change()
         if active:
-            self._end_limbo()
+            self._close_half_closed()
         os.eventfd_write(self._self_wake, 1)
 
-    def _end_limbo(self) -> None:
-        for sock in self._limbo:
+    def _close_half_closed(self) -> None:
+        for sock in self._half_closed:
             self.intake.discard(sock)
-        self._limbo.clear()
+        self._half_closed.clear()
 
     # -- completions ---------------------------------------------------------------------
 
@@ -306,8 +312,8 @@ class SoftRnic(Rnic):
             done.clear()
         for ring in self._rings:
             if ring.head[0] != ring.tail and not ring.take_untrusted(taken.append):
-                self._qps[ring.qp_num].broken()
-        if self.stalled or self.gone or self._many:
+                self._qps[ring.qp_num].on_invalid_ring()
+        if self.stalled or self.disconnected or self._has_many_rings:
             self._catch_up()
         if done:
             taken += done
@@ -318,10 +324,10 @@ class SoftRnic(Rnic):
         for ring in self._rings:
             if ring.head[0] != ring.tail:
                 return True
-        return bool(self.done or self.stalled or self.gone)
+        return bool(self.done or self.stalled or self.disconnected)
 
     def arm(self) -> bool:
-        if self.done or self.gone or self.restless:
+        if self.done or self.disconnected or self.timed_waits:
             return False
         rings = self._rings
         for ring in rings:
@@ -345,91 +351,92 @@ class SoftRnic(Rnic):
 
     def completion_fd(self) -> int:
         self._check_open()
-        if self._rung is None:
+        if self._completion_epoll is None:
             with refusals():
-                self._rung = select.epoll()
-            for fd, events in self._peers.items():
+                self._completion_epoll = select.epoll()
+            for fd, events in self._peer_events.items():
                 self._epoll.unregister(fd)
-                self._rung.register(fd, events)
-        return self._rung.fileno()
+                self._completion_epoll.register(fd, events)
+        return self._completion_epoll.fileno()
 
     def acknowledge(self) -> bool:
-        if self._rung is None:
+        if self._completion_epoll is None:
             return False
-        rung = self._only_bell
-        if rung is not None and rung():
-            return True  # where there is but one, mostly it was that
-        self._hand_out(self._rung.poll(0, _EVENTS_AT_ONCE))
+        doorbell = self._only_doorbell
+        if doorbell is not None and doorbell():
+            return True  # the usual case: the only doorbell has rung
+        self._dispatch(self._completion_epoll.poll(0, _EVENTS_AT_ONCE))
         return True
 
     def service(self) -> None:
-        self.look()
+        self.poll_sockets()
         while self._events:
             event = self._events.pop(0)
             if self.on_event is not None:
                 self.on_event(event)
 
     def _catch_up(self) -> None:
-        self._looks += 1
-        if self._many and self._looks >= _DOZE_AFTER:
-            self._let_doze()
+        self._polls += 1
+        if self._has_many_rings and self._polls >= _IDLE_POLLS:
+            self._stop_polling_idle()
         for qp in tuple(self.stalled):
             qp.push()
-        while self.gone:
-            self.gone.pop().peer_gone()
+        while self.disconnected:
+            self.disconnected.pop().on_peer_end()
 
-    def _let_doze(self) -> None:
-        """Look no more at the rings in which nothing has come lately."""
-        self._looks = 0
-        idle = [ring for ring in self._rings if ring.tail == ring.looked]
+    def _stop_polling_idle(self) -> None:
+        """Put the rings that had no message recently into interrupt mode."""
+        self._polls = 0
+        idle = [ring for ring in self._rings if ring.tail == ring.polled_tail]
         for ring in idle:
             ring.armed[0] = 1
         fence()
         for ring in idle:
-            ring.dozes = ring.head[0] == ring.tail
+            ring.interrupt_mode = ring.head[0] == ring.tail
         for ring in self._rings:
-            ring.looked = ring.tail
-        self._set_rings(ring for ring in self._rings if not ring.dozes)
+            ring.polled_tail = ring.tail
+        self._set_rings(ring for ring in self._rings if not ring.interrupt_mode)
 
-    def _look_at(self, ring: ReceiveRing) -> None:
-        ring.dozes = False
-        ring.looked = ring.tail
+    def _poll_ring(self, ring: ReceiveRing) -> None:
+        ring.interrupt_mode = False
+        ring.polled_tail = ring.tail
         self._set_rings((*self._rings, ring))
 
     def _set_rings(self, rings: Iterable[ReceiveRing]) -> None:
         self._rings = tuple(rings)
-        self._many = len(self._rings) > _FEW
+        self._has_many_rings = len(self._rings) > _ALWAYS_POLLED
 
     # -- what queue pairs and protection domains call -------------------------------------
 
-    def look(self) -> None:
-        """Handle what the sockets have, without waiting; each has its turn once at most."""
-        again, self._again = self._again, {}
+    def poll_sockets(self) -> None:
+        """Handle the events of all sockets, without waiting; each action runs at most once."""
+        again, self._next_actions = self._next_actions, {}
         for action in again:
             action()
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             events = self._epoll.poll(0, _EVENTS_AT_ONCE)
-            if self._rung is not None:
-                events += self._rung.poll(0, _EVENTS_AT_ONCE)
-            self._hand_out(events)
+            if self._completion_epoll is not None:
+                events += self._completion_epoll.poll(0, _EVENTS_AT_ONCE)
+            self._dispatch(events)
             if len(events) < _EVENTS_AT_ONCE:
                 break
         else:
-            self._again[_nothing] = None
-        if self._again:
-            os.eventfd_write(self._self_wake, 1)  # after the last poll, which would have taken it
+            self._next_actions[_no_action] = None
+        if self._next_actions:
+            os.eventfd_write(self._self_wake, 1)  # here, because a poll above would consume it
 
-    def look_again(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at the next look, which comes soon: it has had its turn for now."""
-        self._again[action] = None
-        self.look_soon()
+    def call_at_service(self, action: Callable[[], None]) -> None:
+        """Call ``action`` at the next `poll_sockets`, and request that: others have their turn
+        first."""
+        self._next_actions[action] = None
+        self.request_service()
 
-    def look_soon(self) -> None:
-        """Have `wait_fd` tell that there is something to look at."""
+    def request_service(self) -> None:
+        """Make `wait_fd` readable, so that `service` is called soon."""
         os.eventfd_write(self._self_wake, 1)
 
     def retry_later(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at a look `_RETRY_INTERVAL` from now: something lacked resources."""
+        """Call ``action`` after `_RETRY_INTERVAL`, because it failed for lack of resources."""
         if not self._retries:
             self._alarm.set(_RETRY_INTERVAL)
         self._retries[action] = None
@@ -440,19 +447,19 @@ class SoftRnic(Rnic):
         for action in retries:
             action()
 
-    def _hand_out(self, events: list[tuple[int, int]]) -> None:
+    def _dispatch(self, events: list[tuple[int, int]]) -> None:
         for fd, mask in events:
             handler = self._handlers.get(fd)
             if handler is not None:
                 handler(mask)
 
     def dial(self, gid: bytes) -> socket.socket:
-        """A socket to the RNIC of that GID.  Raises RnicError."""
+        """Connect a socket to the RNIC with this GID.  Raises RnicError."""
         with refusals():
             return self._directory.dial(socket_name(gid))
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None] | None) -> None:
-        """Let `wait_fd` report ``fd``; `service` calls ``handler`` with the epoll events."""
+        """Make `wait_fd` readable with ``fd``; `service` passes the epoll events to ``handler``."""
         self._epoll.register(fd, events)
         if handler is not None:
             self._handlers[fd] = handler
@@ -463,112 +470,122 @@ class SoftRnic(Rnic):
         self._handlers.pop(fd, None)
 
     def watch_peer(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
-        """Let `completion_fd` report what a queue pair's peer says, and its rings, where that is
-        wanted, else `wait_fd`."""
+        """Make `completion_fd` readable with a peer's socket; `wait_fd` if that is not in use."""
         self._watch_peer(sock.fileno(), handler)
 
-    def watch_reader(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Report from now on that such a socket can be read, or do not."""
+    def watch_readable(self, sock: socket.socket, *, wanted: bool) -> None:
+        """Watch for readability of a peer's socket, or stop that."""
         fd = sock.fileno()
-        if fd in self._peers:
+        if fd in self._peer_events:
             self._watch_events(fd, select.EPOLLIN if wanted else 0)
 
-    def hang_bell(self, rung: Callable[[], bool]) -> Bell | None:
-        """A bell for a queue pair's peer, reported as its socket is; None: it has to do with that.
+    def add_doorbell(self, rung: Callable[[], bool]) -> Doorbell | None:
+        """Make a doorbell for a queue pair's peer, watched like its socket.
 
-        Of many peers, which take descriptors, only the first have one.
+        Args:
+          rung: called when the descriptor is readable; True: the doorbell has been rung.
+
+        Returns:
+          None: the peer uses its socket.  Only the first few peers have a doorbell, because
+          doorbells take descriptors.
         """
-        if len(self._bells) >= _MOST_BELLS:
+        if len(self._doorbells) >= _MAX_DOORBELLS:
             return None
         try:
-            bell = Bell()
+            doorbell = Doorbell()
         except OSError:
             return None
         try:
-            self._watch_peer(bell.fd, lambda _: rung())
+            self._watch_peer(doorbell.fd, lambda _: rung())
         except OSError:
-            bell.close()
+            doorbell.close()
             return None
-        self._bells[bell.fd] = rung
-        self._find_only_bell()
-        return bell
+        self._doorbells[doorbell.fd] = rung
+        self._update_only_doorbell()
+        return doorbell
 
-    def take_down(self, bell: Bell) -> None:
-        """Undo `hang_bell`."""
-        del self._bells[bell.fd]
-        self._find_only_bell()
-        self._unwatch_peer(bell.fd)
-        bell.close()
+    def remove_doorbell(self, doorbell: Doorbell) -> None:
+        """Undo `add_doorbell`."""
+        del self._doorbells[doorbell.fd]
+        self._update_only_doorbell()
+        self._unwatch_peer(doorbell.fd)
+        doorbell.close()
 
-    def _find_only_bell(self) -> None:
-        self._only_bell = next(iter(self._bells.values())) if len(self._bells) == 1 else None
+    def _update_only_doorbell(self) -> None:
+        self._only_doorbell = (
+            next(iter(self._doorbells.values())) if len(self._doorbells) == 1 else None
+        )
 
     def _watch_peer(self, fd: int, handler: Callable[[int], object]) -> None:
-        if self._rung is not None:
-            self._rung.register(fd, select.EPOLLIN)
+        if self._completion_epoll is not None:
+            self._completion_epoll.register(fd, select.EPOLLIN)
         else:
             self._epoll.register(fd, _EDGES)
-        self._peers[fd] = select.EPOLLIN
+        self._peer_events[fd] = select.EPOLLIN
         self._handlers[fd] = handler
 
-    def watch_room(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Whether to report also that such a socket takes something again.
+    def watch_writable(self, sock: socket.socket, *, wanted: bool) -> None:
+        """Watch for room in a peer's socket, or stop that.
 
-        Else nobody may be woken for that: there is room again for each ring that the peer took.
+        It is watched only while messages wait.  Otherwise each doorbell that the peer reads would
+        wake this process, because it makes room.
         """
         fd = sock.fileno()
-        reading = self._peers[fd] & select.EPOLLIN
+        reading = self._peer_events[fd] & select.EPOLLIN
         self._watch_events(fd, reading | (select.EPOLLOUT if wanted else 0))
 
     def _watch_events(self, fd: int, events: int) -> None:
-        self._peers[fd] = events
-        if self._rung is not None:
-            self._rung.modify(fd, events)
+        self._peer_events[fd] = events
+        if self._completion_epoll is not None:
+            self._completion_epoll.modify(fd, events)
         else:
             self._epoll.modify(fd, events | select.EPOLLET)
 
-    def rouse(self, ring: ReceiveRing) -> None:
-        """Look again at this ring, which dozes: its doorbell was rung."""
+    def resume_polling(self, ring: ReceiveRing) -> None:
+        """End the interrupt mode of a ring, because its doorbell was rung."""
         ring.armed[0] = 0
-        self._look_at(ring)
+        self._poll_ring(ring)
 
     def queue_pairs(self) -> list[SoftQueuePair]:
-        """Those there are, in the order of their making."""
+        """All queue pairs, in the order of creation."""
         return list(self._qps.values())
 
     def queue_pair(self, qp_num: int) -> SoftQueuePair | None:
-        """The queue pair of that number."""
+        """The queue pair with this number."""
         return self._qps.get(qp_num)
 
-    def retire(self, user: PortUser) -> None:
-        """A queue pair went to ERR: it needs no polling any more."""
-        user.ring.dozes = False
+    def stop_polling(self, user: PortUser) -> None:
+        """Stop polling a queue pair that went to ERR."""
+        user.ring.interrupt_mode = False
         self._set_rings(ring for ring in self._rings if ring is not user.ring)
         self.stalled.pop(user, None)
 
-    def hang_up(self, sock: socket.socket | None, *, quietly: bool) -> None:
-        """Close a watched socket, or keep it where the other side may not notice yet: the port is
-        down, or it goes ``quietly``."""
+    def close_peer_socket(self, sock: socket.socket | None, *, quietly: bool) -> None:
+        """Close a watched socket; if the port is down, keep it open until the port is up again.
+
+        Args:
+          quietly: keep the socket open too, so that the peer does not notice.
+        """
         if sock is None:
             return
         self._unwatch_peer(sock.fileno())
         if self.port_active and not quietly:
             self.intake.discard(sock)
             return
-        for other in tuple(self._limbo):
+        for other in tuple(self._half_closed):
             if _peer_has_ended(other):
-                self._limbo.remove(other)
+                self._half_closed.remove(other)
                 self.intake.discard(other)
-        self._limbo.append(sock)
+        self._half_closed.append(sock)
 
     def _unwatch_peer(self, fd: int) -> None:
-        if self._peers.pop(fd, None) is None:
-            return  # there were too many watches for it
+        if self._peer_events.pop(fd, None) is None:
+            return  # the socket was never watched: there were too many epoll watches
         del self._handlers[fd]
-        (self._rung or self._epoll).unregister(fd)
+        (self._completion_epoll or self._epoll).unregister(fd)
 
     def new_rkey(self) -> int:
-        """An RKey that no region of this RNIC has."""
+        """Draw an RKey that no region of this RNIC has."""
         rkey = 0
         while rkey == 0 or rkey in self._rkeys:
             rkey = secrets.randbits(32)
@@ -579,10 +596,10 @@ class SoftRnic(Rnic):
         """Undo `new_rkey`."""
         self._rkeys.discard(rkey)
 
-    def forget(self, user: PortUser) -> None:
-        """A queue pair was destroyed."""
+    def remove_queue_pair(self, user: PortUser) -> None:
+        """Remove a destroyed queue pair."""
         del self._qps[user.qp_num]
-        self.gone = [other for other in self.gone if other is not user]
+        self.disconnected = [other for other in self.disconnected if other is not user]
 
     def _check_open(self) -> None:
         if not self._open:
@@ -590,48 +607,48 @@ class SoftRnic(Rnic):
 
 
 def _peer_has_ended(sock: socket.socket) -> bool:
-    looker = select.poll()
-    looker.register(sock, 0)
-    return bool(looker.poll(0))
+    poller = select.poll()
+    poller.register(sock, 0)
+    return bool(poller.poll(0))
 
 
-def _nothing() -> None:
-    """All that has to be done is to look."""
+def _no_action() -> None:
+    """No-op: the poll of the sockets itself is what was requested."""
 
 
 def socket_name(gid: bytes) -> str:
-    """The name under which the RNIC of this GID listens."""
+    """The name of the socket on which the RNIC with this GID listens."""
     return f"rnic-{gid.hex()}"
 
 
-class Reception:
-    """Accepts, reads one Hello of each and hands it to the queue pair it is for.
+class Acceptor:
+    """Accepts connections, reads one Hello from each and passes it to its queue pair.
 
-    Who says nothing is kept until `_MOST_STRANGERS` others have come; who says anything else, or
-    belongs to another user, is shown the door.
+    A connection that sends nothing is kept until `_MAX_BEFORE_HELLO` others have come.  A peer that
+    sends anything else, or belongs to another user, is disconnected.
     """
 
     def __init__(self, rnic: SoftRnic, directory: Directory) -> None:
         self._rnic = rnic
         self._directory = directory
         self._name = socket_name(rnic.gid)
-        self._strangers: dict[int, socket.socket] = {}
+        self._before_hello: dict[int, socket.socket] = {}
         self._listener = directory.listen(self._name)
         rnic.watch(self._listener.fileno(), _EDGES, lambda _: self._accept())
 
     def close(self) -> None:
-        """Remove the name, close everything."""
-        for fd in tuple(self._strangers):
-            self._show_out(fd)
+        """Remove the name and close all sockets."""
+        for fd in tuple(self._before_hello):
+            self._disconnect(fd)
         self._rnic.unwatch(self._listener.fileno())
         self._directory.remove(self._name)
         self._rnic.intake.closer.discard_listener(self._listener)
 
-    def keep_name(self) -> None:
-        """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
+    def ensure_name(self) -> None:
+        """Listen again if the socket's name was removed, for example by a cleaner of /tmp."""
         if self._listener.fileno() < 0 or self._directory.has(self._name):
             return
-        self._directory.renew()
+        self._directory.reopen()
         listener = self._directory.listen(self._name)
         try:
             self._rnic.watch(listener.fileno(), _EDGES, lambda _: self._accept())
@@ -644,13 +661,13 @@ class Reception:
 
     def abandon(self) -> None:
         """In a forked child: close this process's descriptors and nothing else."""
-        for sock in (*self._strangers.values(), self._listener):
+        for sock in (*self._before_hello.values(), self._listener):
             sock.close()
 
     def _accept(self) -> None:
-        self._rnic.crowded = False
+        self._rnic.accepting_later = False
         intake = self._rnic.intake
-        for _ in range(_MOST_ACCEPTED):
+        for _ in range(_MAX_ACCEPTED):
             if intake.closer.is_full:
                 self._accept_later()
                 return
@@ -662,43 +679,43 @@ class Reception:
                 if not isinstance(problem, BlockingIOError) and is_lack(problem):
                     self._accept_later()
                 return
-            # A port that is down hears nobody.
+            # A port that is down accepts no peer.
             group = self._directory.group
             if not self._rnic.port_active or not is_admitted(sock, group):
                 intake.discard(sock)
                 continue
             sock.setblocking(False)
-            if len(self._strangers) >= _MOST_STRANGERS:
-                self._show_out(next(iter(self._strangers)))
+            if len(self._before_hello) >= _MAX_BEFORE_HELLO:
+                self._disconnect(next(iter(self._before_hello)))
             fd = sock.fileno()
             try:
-                self._rnic.watch(fd, _EDGES, partial(self._greet, fd))
-            except OSError:  # there are too many epoll watches: this one is refused
+                self._rnic.watch(fd, _EDGES, partial(self._read_hello, fd))
+            except OSError:  # too many epoll watches: disconnect this peer
                 intake.discard(sock)
                 continue
-            self._strangers[fd] = sock
-            self._greet(fd, 0)
-        self._rnic.crowded = True
-        self._rnic.look_again(self._accept)
+            self._before_hello[fd] = sock
+            self._read_hello(fd, 0)
+        self._rnic.accepting_later = True
+        self._rnic.call_at_service(self._accept)
 
     def _accept_later(self) -> None:
-        """They wait in the backlog for resources to be had."""
-        self._rnic.crowded = True
+        """Leave connections in the backlog until there are resources."""
+        self._rnic.accepting_later = True
         self._rnic.retry_later(self._accept)
 
-    def _show_out(self, fd: int) -> None:
+    def _disconnect(self, fd: int) -> None:
         self._rnic.unwatch(fd)
-        self._rnic.intake.discard(self._strangers.pop(fd))
+        self._rnic.intake.discard(self._before_hello.pop(fd))
 
-    def _greet(self, fd: int, _events: int) -> None:
-        sock = self._strangers.get(fd)
+    def _read_hello(self, fd: int, _events: int) -> None:
+        sock = self._before_hello.get(fd)
         if sock is None:
             return
         intake = self._rnic.intake
         try:
             packet = intake.receive(sock)
-        except OSError:  # no descriptors: its Hello waits in the socket
-            self._rnic.retry_later(self._greet_all)
+        except OSError:  # no descriptors left: the Hello waits in the socket
+            self._rnic.retry_later(self._read_all_hellos)
             return
         if packet is None:
             return
@@ -706,18 +723,18 @@ class Reception:
         try:
             hello = decode_untrusted(data, len(fds))
             if not isinstance(hello, Hello):
-                raise ProtocolError("a software RNIC that does not say Hello")
+                raise ProtocolError("the first message of a software RNIC is not Hello")
             qp = self._rnic.queue_pair(hello.peer_qp_num)
             if qp is None or qp.state is QpState.ERR:
                 raise ProtocolError("no such queue pair")
         except ProtocolError:
-            intake.close(fds, sock)
-            self._show_out(fd)
+            intake.close_fds(fds, sock)
+            self._disconnect(fd)
             return
         self._rnic.unwatch(fd)
-        del self._strangers[fd]
-        qp.offer(hello, sock, fds)
+        del self._before_hello[fd]
+        qp.on_hello(hello, sock, fds)
 
-    def _greet_all(self) -> None:
-        for fd in tuple(self._strangers):
-            self._greet(fd, 0)
+    def _read_all_hellos(self) -> None:
+        for fd in tuple(self._before_hello):
+            self._read_hello(fd, 0)

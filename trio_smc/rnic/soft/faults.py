@@ -1,20 +1,19 @@
-"""Faults of the software RNIC on purpose: what real ones do seldom, and tests need often.
+"""Injected faults of the software RNIC, which are rare on real ones and which tests need often.
 
-Theory of operation.  A `FaultPlan` is given to one `SoftRnic`, whose queue pairs are
-`FaultyQueuePair` from then on; those of an RNIC without one know nothing of this.  A
-faulty queue pair asks its plan about each request just before it is done; where no fault can come,
-a write and its message may also be done at once (`QueuePair.deliver`).  A fault is either
-*struck* at once (links and ports go down, messages are held up) or *armed*, to meet the next
-request that it is about.  Both happen on command (`FaultPlan.inject`), or by themselves after
-random numbers of requests: the seed and the sequence of requests determine all of it, and
-`FaultPlan.log` tells what happened.
+Theory of operation.  A `FaultPlan` belongs to one `SoftRnic`, whose queue pairs are then of the
+class `FaultyQueuePair`.  An RNIC without a plan runs none of this code.  A faulty queue pair asks
+its plan before it executes a request; if no fault is due, a write and its message may also be
+executed at once (`QueuePair.deliver`).  A fault either *strikes* at once (a link or port goes down,
+messages are delayed), or is *armed* until the next request of its kind.  Faults are injected on
+command (`FaultPlan.inject`), or after random numbers of requests.  The seed and the sequence of
+requests determine these faults, and `FaultPlan.log` lists them.
 
-What fails looks as it does with hardware: the request that met the fault completes with
-RETRY_EXC_ERR, the rest is flushed, the queue pair is in ERR.  Nothing is ever lost from a queue
-pair that goes on: a reliable connection delivers everything in order or ends.
+A fault looks as it does with hardware: the request completes with RETRY_EXC_ERR, the other requests
+are flushed, and the queue pair is in ERR.  A queue pair that goes on never loses anything: a
+reliable connection delivers all messages in order, or ends.
 
-`Fault.NOT_PLACED` alone breaks the rules of a reliable connection: the message counts as arrived
-here, and did not.  It is the case for which RFC 7609, 4.6.1 compares sequence numbers.
+Only `Fault.NOT_PLACED` breaks the rules of a reliable connection: the request completes with
+success, and the message did not arrive.  For this case RFC 7609, 4.6.1 compares sequence numbers.
 """
 
 from __future__ import annotations
@@ -42,30 +41,30 @@ __all__ = [
 
 
 class Fault(StrEnum):
-    """What can go wrong."""
+    """The kinds of faults."""
 
     LINK_DOWN = "link-down"
-    """A queue pair fails, and its peer is told."""
+    """A queue pair fails, and its peer is notified."""
     LINK_DOWN_HERE = "link-down-here"
     """A queue pair fails; its peer notices when it posts something."""
     LINK_SILENT = "link-silent"
-    """Nothing comes through any more and nobody is told: only time shows it."""
+    """Nothing arrives any more, and neither side is notified."""
     PORT_DOWN = "port-down"
     """As `SoftRnic.fail`."""
     PORT_FLAP = "port-flap"
     """The port is down for `FaultPlan.flap` seconds."""
     COMPLETION_LOST = "completion-lost"
-    """A message arrives, but here it fails, and with it the queue pair."""
+    """A message arrives, but its request fails, and with it the queue pair."""
     NOT_PLACED = "not-placed"
     """A message completes with success and never arrives; then the queue pair fails."""
     MESSAGE_LOST = "message-lost"
     """A message does not arrive, and the queue pair fails."""
     WRITE_LOST = "write-lost"
-    """Of an RDMA write a part arrives, at most; the queue pair fails."""
+    """At most a part of an RDMA write arrives; the queue pair fails."""
     DELAY = "delay"
-    """What a queue pair sends is held up for at most `FaultPlan.delay` seconds."""
+    """The requests of a queue pair are delayed for at most `FaultPlan.delay` seconds."""
     WAKEUP = "wakeup"
-    """Both sides are woken, twice, with nothing there."""
+    """Both sides are woken twice without a message."""
 
 
 _OF_MESSAGES: Final = frozenset({Fault.COMPLETION_LOST, Fault.NOT_PLACED, Fault.MESSAGE_LOST})
@@ -79,12 +78,12 @@ class Struck(NamedTuple):
     """A fault that happened."""
 
     request: int
-    """How many requests the RNIC had done before."""
+    """How many requests the RNIC had executed before."""
     kind: Fault
     qp_num: int
-    """0 for one of the whole port."""
+    """0 for a fault of the whole port."""
     message: bytes | None
-    """What it met; None unless it was a message."""
+    """The message that the fault hit; None if it hit no message."""
 
 
 class _Armed(NamedTuple):
@@ -93,22 +92,22 @@ class _Armed(NamedTuple):
 
 
 class FaultPlan:
-    """What goes wrong on one software RNIC, and when.
+    """The faults of one software RNIC, injected on command or at random.
 
     Args:
-      seed: of everything random.
-      kinds: faults that come by themselves, equally often.
-      every: after so many requests on average; 0 = only on command.
-      delay: longest time for which `Fault.DELAY` holds something up, seconds.
+      seed: the seed of all random choices.
+      kinds: faults that are injected at random, all with the same frequency.
+      every: requests between two random faults, on average; 0: faults only on command.
+      delay: the longest delay by `Fault.DELAY`, seconds.
       flap: how long the port is down in `Fault.PORT_FLAP`, seconds.
-      concerns: which messages `Fault.COMPLETION_LOST`, `Fault.MESSAGE_LOST` and
-        `Fault.NOT_PLACED` may meet; all by default.
+      concerns: True for the messages that `Fault.COMPLETION_LOST`, `Fault.MESSAGE_LOST` and
+        `Fault.NOT_PLACED` may hit; by default all.
 
     Attributes:
-      log: what has happened, oldest first.
-      on_struck: told of each as it happens; it must not call the RNIC.
-      on_message: told of each message that was sent: the queue pair's number, the message, and the
-        status of its completion; it must not call the RNIC.
+      log: the faults that have happened, oldest first.
+      on_struck: called with each fault as it happens; it must not call the RNIC.
+      on_message: called with each message that was sent: the queue pair's number, the message, and
+        the status of its completion; it must not call the RNIC.
     """
 
     def __init__(
@@ -136,31 +135,36 @@ class FaultPlan:
         self._rnic: SoftRnic
 
     def attach(self, rnic: SoftRnic) -> None:
-        """For `SoftRnic`: whose plan this is.  Raises ValueError when it is another's already."""
+        """Bind the plan to an RNIC; called by `SoftRnic`.
+
+        Raises:
+          ValueError: the plan belongs to another RNIC already.
+        """
         if hasattr(self, "_rnic"):
             raise ValueError("a fault plan serves one RNIC")
         self._rnic = rnic
 
     def queue_pair(self, rnic: SoftRnic, pd: SoftProtectionDomain, qp_num: int) -> FaultyQueuePair:
-        """For `SoftRnic`: a new queue pair that is subject to this plan."""
+        """Make a queue pair that is subject to this plan; called by `SoftRnic`."""
         return FaultyQueuePair(rnic, pd, qp_num, self)
 
     @property
     def armed(self) -> tuple[Fault, ...]:
-        """Faults that wait for a request to meet."""
+        """Faults that wait for a request of their kind."""
         return tuple(each.kind for each in self._armed)
 
     def disarm(self) -> None:
-        """Forget the faults that wait for a request, and let none come by itself any more."""
+        """Drop the armed faults, and inject no more random ones."""
         self._armed.clear()
         self._next = -1
 
     def inject(self, kind: Fault, qp_num: int | None = None) -> None:
-        """Let something go wrong now, or with the next request that it is about.
+        """Inject a fault now, or arm it for the next request of its kind.
 
         Args:
-          qp_num: of a queue pair in RTS.  None: whichever comes, for faults of requests; one of
-            those there are, at random, for faults of links.
+          kind: the fault.
+          qp_num: a queue pair in RTS.  None: for a fault of a request, the first queue pair with a
+            suitable request; for a fault of a link, a random one.
 
         Raises:
           ValueError: there is no such queue pair.
@@ -187,14 +191,14 @@ class FaultPlan:
         ]
         if not usable:
             raise ValueError("no queue pair to fail")
-        # Numbers are random, the order of creation is not.
+        # In the order of creation: the queue pair numbers do not depend on the seed.
         return self.rng.choice(usable)
 
     def _strike_port(self, kind: Fault) -> None:
         self.note(kind, 0, None)
         self._rnic.fail()
         if kind is Fault.PORT_FLAP:
-            Moment(self._rnic, self.flap, self._rnic.restore)
+            DelayedAction(self._rnic, self.flap, self._rnic.restore)
 
     def _strike_link(self, kind: Fault, qp: FaultyQueuePair) -> None:
         self.note(kind, qp.qp_num, None)
@@ -203,11 +207,11 @@ class FaultPlan:
         elif kind is Fault.LINK_DOWN_HERE:
             qp.to_err_quietly()
         elif kind is Fault.LINK_SILENT:
-            qp.fall_silent()
+            qp.stop_silently()
         elif kind is Fault.DELAY:
-            qp.hold(self.delay * self.rng.random())
+            qp.delay(self.delay * self.rng.random())
         else:
-            qp.wake_for_nothing()
+            qp.wake_spuriously()
 
     def note(self, kind: Fault, qp_num: int, message: bytes | None) -> None:
         """Add to `log`."""
@@ -217,7 +221,12 @@ class FaultPlan:
             self.on_struck(struck)
 
     def meet(self, qp: FaultyQueuePair, message: bytes | None) -> Fault | None:
-        """A request (a message, or a write) is about to be done: what happens to it?"""
+        """The fault that hits the next request, or None.
+
+        Args:
+          qp: the queue pair of the request.
+          message: the message; None: the request is a write.
+        """
         self._requests += 1
         if self._requests == self._next:
             self._next = self._draw()
@@ -230,7 +239,7 @@ class FaultPlan:
         return None
 
     def lets_pass(self, requests: int) -> bool:
-        """Whether the next few requests meet no fault, whatever they are; they are done then."""
+        """True if no fault is due for the next ``requests`` requests; then they are counted."""
         if self._armed or self._requests < self._next <= self._requests + requests:
             return False
         self._requests += requests
@@ -242,8 +251,8 @@ class FaultPlan:
         return kind in _OF_MESSAGES and (self.concerns is None or self.concerns(message))
 
 
-class Moment:
-    """Something to be done at a later poll; the RNIC does not sleep before."""
+class DelayedAction:
+    """An action for a later poll; until then the RNIC does not let Trio sleep."""
 
     __slots__ = ("_action", "_due", "_rnic")
 
@@ -252,68 +261,68 @@ class Moment:
         self._due = time.monotonic() + seconds
         self._action = action
         rnic.stalled[self] = None
-        rnic.restless += 1
+        rnic.timed_waits += 1
 
     def push(self) -> None:
-        """For `SoftRnic.poll`."""
+        """Called by `SoftRnic.poll`."""
         if time.monotonic() >= self._due:
             self._rnic.stalled.pop(self, None)
-            self._rnic.restless -= 1
+            self._rnic.timed_waits -= 1
             self._action()
 
 
 class FaultyQueuePair(SoftQueuePair):
-    """A queue pair of an RNIC that has a plan; what is posted takes the slow path."""
+    """A queue pair of an RNIC that has a plan.  All posts take the slow path."""
 
     def __init__(self, rnic: Port, pd: SoftProtectionDomain, qp_num: int, plan: FaultPlan) -> None:
         super().__init__(rnic, pd, qp_num)
         self._plan = plan
         self._silent = False
-        self._held = 0
+        self._delays = 0
 
     # -- what the plan calls -------------------------------------------------------------
 
     def to_err_quietly(self) -> None:
-        """As `to_err`, but the peer is not told."""
-        self._rnic.look()  # who has dialled us already must not find the door closed
+        """As `to_err`, but without a notification of the peer."""
+        self._rnic.poll_sockets()  # accept a peer that has connected before
         self._enter_err(quietly=True)
 
-    def fall_silent(self) -> None:
-        """Do nothing more that is posted, take nothing more from the peer."""
+    def stop_silently(self) -> None:
+        """Execute no more requests, and receive no more messages, without notification."""
         self._silent = True
-        # What was published is taken by `poll`; beyond that no receive is posted any more.
+        # Take the messages that the peer has published; after them no receive is posted any more.
         self.ring.take_untrusted(self._complete)
-        self.ring.tell(self.ring.tail)
+        self.ring.set_posted(self.ring.tail)
 
-    def hold(self, seconds: float) -> None:
-        """Let what is posted wait."""
-        self._held += 1
-        Moment(self._rnic, seconds, self._let_go)
+    def delay(self, seconds: float) -> None:
+        """Delay all requests."""
+        self._delays += 1
+        DelayedAction(self._rnic, seconds, self._end_delay)
 
-    def wake_for_nothing(self) -> None:
-        """Wake the peer and ourselves, twice, as if something had come."""
+    def wake_spuriously(self) -> None:
+        """Wake the peer and this side twice, as if there were messages."""
         for _ in range(2):
-            self._rnic.look_soon()
-            self._ring_peer()
+            self._rnic.request_service()
+            self._ring_doorbell()
 
-    def _let_go(self) -> None:
-        self._held -= 1
+    def _end_delay(self) -> None:
+        self._delays -= 1
 
     # -- SoftQueuePair -------------------------------------------------------------------
 
-    def refresh(self) -> None:
-        self._ready = None
+    def update_ready(self) -> None:
+        self._ready_peer = None
 
     def deliver(
         self, message: bytes, data: bytes | memoryview | None, address: int, rkey: int
     ) -> bool:
-        if self._waits():
+        if self._must_wait():
             return False
-        super().refresh()
-        # Refused by the plan, both are posted, and meet it then.
-        ready = self._ready is not None and self._plan.lets_pass(1 if data is None else 2)
+        super().update_ready()
+        # If a fault is due, the caller posts both, and the fault hits one of them.
+        ready = self._ready_peer is not None and self._plan.lets_pass(1 if data is None else 2)
         done = ready and super().deliver(message, data, address, rkey)
-        self.refresh()
+        self.update_ready()
         if done:
             self._report(message, _OK)
         return done
@@ -324,9 +333,9 @@ class FaultyQueuePair(SoftQueuePair):
         else:
             super().post_receive(count)
 
-    def port_changed(self) -> None:
+    def on_port_change(self) -> None:
         if not self._silent:
-            super().port_changed()
+            super().on_port_change()
 
     def _execute(self, request: Request) -> int:
         status = self._attempt(request)
@@ -339,43 +348,43 @@ class FaultyQueuePair(SoftQueuePair):
             self._plan.on_message(self.qp_num, message, status)
 
     def _attempt(self, request: Request) -> int:
-        if self._waits():
+        if self._must_wait():
             return STALLED
-        contact = self._contact
-        if contact.peer is None:
-            self._rnic.look()
-        peer = contact.peer
-        if not self._rnic.port_active or peer is None or peer.ring.gone() or contact.unsaid:
+        sockets = self._sockets
+        if sockets.peer is None:
+            self._rnic.poll_sockets()
+        peer = sockets.peer
+        if not self._rnic.port_active or peer is None or peer.ring.is_closed() or sockets.unsent:
             return super()._execute(request)
         kind = self._plan.meet(self, request.message)
-        # A fault of the link or port that came by itself has ended all this, or holds it up.
-        if self._waits():
+        # A random fault of the link or port may have ended or delayed this queue pair.
+        if self._must_wait():
             return STALLED
         if kind is None:
             return super()._execute(request)
         return self._execute_faultily(kind, request)
 
-    def _waits(self) -> bool:
-        return self._silent or self._held > 0 or self.state is not QpState.RTS
+    def _must_wait(self) -> bool:
+        return self._silent or self._delays > 0 or self.state is not QpState.RTS
 
     def _execute_faultily(self, kind: Fault, request: Request) -> int:
         status = _UNREACHABLE
         if kind is Fault.COMPLETION_LOST:
             if super()._execute(request) == STALLED:
-                self._plan.inject(kind, self.qp_num)  # not yet
+                self._plan.inject(kind, self.qp_num)  # try again when the request can be executed
                 return STALLED
         elif kind is Fault.WRITE_LOST:
-            super()._execute(self._torn(request))
+            super()._execute(self._partial(request))
         elif kind is Fault.NOT_PLACED:
             self._silent = True
-            # Failing now would be seen before this completion.
-            self._rnic.gone.append(self)
+            # The failure is reported after this completion, not before.
+            self._rnic.disconnected.append(self)
             status = _OK
         self._plan.note(kind, self.qp_num, request.message)
         return status
 
-    def _torn(self, request: Request) -> Request:
-        """The beginning of a write."""
+    def _partial(self, request: Request) -> Request:
+        """A random part of a write, from its beginning."""
         assert request.data is not None
         return request._replace(
             data=request.data[: self._plan.rng.randrange(len(request.data) + 1)], more=None

@@ -1,19 +1,21 @@
-"""How software RNICs find each other and what their queue pairs tell each other.
+"""The messages between software RNICs, and the sockets on which they find each other.
 
 Every open RNIC listens on a Unix SEQPACKET socket ``rnic-<GID in hex>`` in the user's private
-directory.  When a queue pair goes to RTR it dials the peer RNIC and says `Hello`, with its receive
-ring attached: everything that the peer needs to write to it.  The peer's queue pair says Hello on
-the same socket.  If it has dialled meanwhile, too, the pair has two sockets, each with one speaker;
-nobody waits for an answer, and it does not matter who is first.  Later a speaker
-announces memory regions (`Register`, `Revoke`), and `BELL` wakes its peer: a socket's end has flags
-of its own, so that no peer can have a ring wait, and nobody else can take what was rung.  The end
-of a socket tells of the end of its speaker, be it in order or by SIGKILL.
+directory.  When a queue pair goes to RTR, it connects to the peer RNIC and sends `Hello` together
+with its receive ring, which is all that the peer needs to write to it.  The peer's queue pair sends
+its Hello on the same socket.  If both connect at the same time, the pair has two sockets, and each
+side sends on its own.  No side waits for an answer, and the order does not matter.
 
-A pipe wakes in less time than a socket.  So a Hello to a process of the same user may bring a
-`Bell`, too, which is rung instead.  Either side opens it anew, for flags of its own, and for both
-directions: a pipe without readers would end the process that writes to it, and one without writers
-would always be readable.  What remains is that a pipe has one lock for both ends, which a peer with
-tricks could hold: hence the same user, who can stop this process anyhow.
+Later a side announces memory regions (`Register`, `Revoke`), and `DOORBELL` wakes its peer.  Each
+end of a socket has flags of its own, so a peer can neither make this process wait when it rings,
+nor read doorbells that are not its own.  The end of a socket shows that the peer has ended, in
+order or by SIGKILL.
+
+A pipe wakes a process faster than a socket.  So a Hello to a process of the same user may include
+a `Doorbell`, which is rung instead.  Both sides open the pipe again, to have flags of their own,
+and for reading and writing: writing to a pipe without readers raises SIGPIPE, and a pipe without
+writers is always readable.  Both ends of a pipe share one lock, which a hostile peer could hold.
+Therefore only a process of the same user gets one: that user could stop this process anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from typing import Final
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.resources import is_lack
-from trio_smc.host.descriptors import Closer, attached, is_anonymous_pipe, is_memfd
+from trio_smc.host.descriptors import Closer, descriptors_in, is_anonymous_pipe, is_memfd
 from trio_smc.host.private_directory import (
     DirectoryUnusable,
     PrivateDirectory,
@@ -40,15 +42,15 @@ from trio_smc.host.private_directory import (
 from trio_smc.rnic.memory import is_quick_to_free
 from trio_smc.rnic.verbs import RnicError
 
-if sys.platform == "linux":  # elsewhere nobody comes here
+if sys.platform == "linux":  # on other systems this code does not run
     import fcntl
     import termios
 
 __all__ = [
-    "BELL",
-    "RUNG_AT_MOST",
-    "Bell",
+    "DOORBELL",
+    "DOORBELL_READ_SIZE",
     "Directory",
+    "Doorbell",
     "Hello",
     "Intake",
     "Message",
@@ -56,15 +58,15 @@ __all__ = [
     "Revoke",
     "close_all",
     "decode_untrusted",
-    "open_rope_untrusted",
-    "take_bell",
+    "open_doorbell_untrusted",
+    "take_doorbell",
 ]
 
 
 _MAGIC: Final = b"SMCN"
 _VERSION: Final = 4
-BELL: Final = b"\0"
-"""A packet that says nothing: look at the ring."""
+DOORBELL: Final = b"\0"
+"""A packet, or a byte in a pipe, that makes the peer poll its ring."""
 _HELLO: Final = 1
 _REGISTER: Final = 2
 _REVOKE: Final = 3
@@ -73,26 +75,27 @@ _HEADER: Final = struct.Struct("<4sBBxx")
 _HELLO_BODY: Final = struct.Struct("<16sIII")
 _REGISTER_BODY: Final = struct.Struct("<IIQQ")
 _REVOKE_BODY: Final = struct.Struct("<I")
-_LONGEST: Final = _HEADER.size + max(_HELLO_BODY.size, _REGISTER_BODY.size, _REVOKE_BODY.size)
-_MOST_FDS: Final = 2
-_LOOK: Final = socket.MSG_PEEK | socket.MSG_DONTWAIT
+_MAX_SIZE: Final = _HEADER.size + max(_HELLO_BODY.size, _REGISTER_BODY.size, _REVOKE_BODY.size)
+_MAX_FDS: Final = 2
+_PEEK: Final = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
 _BACKLOG: Final = 1024
-RUNG_AT_MOST: Final = 64
-"""Bytes read from a bell at a time."""
+DOORBELL_READ_SIZE: Final = 64
+"""Bytes read from a doorbell at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The first message of a socket: who speaks to whom.
+    """The first message on a socket: names the two queue pairs.
 
-    The speaker's receive ring goes with it, and the rope of its `Bell` if it has one.
+    Its descriptors are the sender's receive ring and, if the sender has a `Doorbell`, the write end
+    of that.
 
     Attributes:
-      gid: the speaker's RNIC.
-      qp_num: the speaker's queue pair.
-      peer_qp_num: the queue pair it speaks to.
-      peer_psn: the sequence number it expects from that one.
+      gid: the GID of the sender's RNIC.
+      qp_num: the sender's queue pair.
+      peer_qp_num: the receiver's queue pair.
+      peer_psn: the initial packet sequence number that the sender expects from the receiver.
     """
 
     gid: bytes
@@ -108,13 +111,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
-    """A memory region that the speaker's peer may write into; its memfd goes with it.
+    """A memory region of the sender that the receiver may write into; its descriptor is the memfd.
 
     Attributes:
-      rkey: its key, which is also in the key page while it is valid.
-      slot: where in the key page.
-      address: what its first byte is called.
-      length: bytes.
+      rkey: the RKey, which is also in the key page while the region is valid.
+      slot: the index in the key page.
+      address: the address of the first byte, as writes use it.
+      length: the size in bytes.
     """
 
     rkey: int
@@ -130,7 +133,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revoke:
-    """A memory region is no more; the peer unmaps it."""
+    """A memory region of the sender is no longer valid; the receiver unmaps it."""
 
     rkey: int
 
@@ -148,7 +151,7 @@ def decode_untrusted(data: bytes, fds: int) -> Message:
         magic, version, kind = _HEADER.unpack_from(data)
         body = data[_HEADER.size :]
         if magic != _MAGIC or version != _VERSION:
-            raise ProtocolError("not a software RNIC of this version")
+            raise ProtocolError("the peer is not a software RNIC of this version")
         message: Message
         if kind == _HELLO:
             gid, qp_num, peer_qp_num, psn = _HELLO_BODY.unpack(body)
@@ -160,29 +163,30 @@ def decode_untrusted(data: bytes, fds: int) -> Message:
             (rkey,) = _REVOKE_BODY.unpack(body)
             message = Revoke(rkey=rkey)
         else:
-            raise ProtocolError(f"unknown kind {kind} of a software RNIC's message")
+            raise ProtocolError(f"a software RNIC's message has an unknown kind: {kind}")
     except struct.error as problem:
-        raise ProtocolError("a software RNIC's message of a wrong length") from problem
+        raise ProtocolError("a software RNIC's message has a wrong length") from problem
     if fds not in _FDS[type(message)]:
-        raise ProtocolError("a software RNIC's message with a wrong number of descriptors")
+        raise ProtocolError("a software RNIC's message has a wrong number of descriptors")
     return message
 
 
 class Intake:
-    """Takes packets and descriptors from peers, and closes what is not wanted.
+    """Receives packets and descriptors from peers, and closes descriptors that are not needed.
 
-    A packet is looked at before it is taken.  So the kernel never drops a descriptor in this
-    thread, which might wait (`trio_smc.host.descriptors`): one with more descriptors than its
-    message has stays in its socket, to be closed with it by the `Closer`; one for which the
-    descriptor table has no room stays until there is room.  Two spare descriptors make room for
-    what is mapped and closed at once.
+    `receive` peeks at a packet before it removes it from the socket.  So the kernel never closes a
+    surplus descriptor in this thread, which might wait (`trio_smc.host.descriptors`).  A packet
+    with too many descriptors stays in its socket until the `Closer` closes both.  A packet for
+    which the descriptor table has no room stays until there is room.  Two spare descriptors keep
+    room for descriptors that are mapped and closed at once.
 
     Args:
-      closer: of the RNIC.
+      closer: closes descriptors in a thread of its own.
 
     Attributes:
       spare: descriptors that are closed to make room.
-      unmapper: unmaps large memory of peers; there may be much of that without any attack.
+      unmapper: unmaps large memory of peers, in a thread of its own.  Unlike ``closer`` it is busy
+        even without an attack.
     """
 
     def __init__(self, closer: Closer) -> None:
@@ -192,10 +196,11 @@ class Intake:
         self._refill()
 
     def receive(self, sock: socket.socket) -> tuple[bytes, list[int]] | None:
-        """Receive one packet and its descriptors, to be given to `close`.
+        """Receive one packet and its descriptors, which the caller gives to `close_fds`.
 
-        Returns None when nothing is there; an empty packet is the end of the socket, or has
-        descriptors that no message has: the socket must be given to `discard`.
+        Returns:
+          None: there is no packet.  An empty packet: the socket has ended, or the packet has too
+          many descriptors; the caller must give the socket to `discard`.
 
         Raises:
           OSError: this process lacks descriptors or memory (`is_lack`); the packet stays.
@@ -203,12 +208,12 @@ class Intake:
         self._refill()
         while True:
             try:
-                data, _, flags, _ = sock.recvmsg(_LONGEST + 1, 0, _LOOK)
+                data, _, flags, _ = sock.recvmsg(_MAX_SIZE + 1, 0, _PEEK)
                 break
             except BlockingIOError:
                 return None
             except ConnectionResetError:
-                # The peer closed with something of ours unread; what it said is still to come.
+                # The peer closed its end and had not read all; its own packets are still here.
                 continue
             except OSError as problem:
                 if is_lack(problem):
@@ -216,42 +221,44 @@ class Intake:
                 return b"", []
         fds: list[int] = []
         if flags & socket.MSG_CTRUNC:
-            most = _most_descriptors(data)
+            most = _max_descriptors(data)
             if not most or not self._copy_descriptors(sock, most, fds):
                 return b"", []
         if data:
-            # The copies are held, so what the queue held of the descriptors is not the last.
-            sock.recv(_LONGEST + 1, socket.MSG_DONTWAIT)
+            # This process has copies of the descriptors, so no file is closed here.
+            sock.recv(_MAX_SIZE + 1, socket.MSG_DONTWAIT)
         return data, fds
 
     def _copy_descriptors(self, sock: socket.socket, most: int, fds: list[int]) -> bool:
-        """Install copies of a packet's descriptors; False: there are more than ``most``.
+        """Append copies of a packet's descriptors to ``fds``; False: there are more than ``most``.
 
-        Raises OSError (EMFILE): there is no room.
+        Raises:
+          OSError: EMFILE, there is no room.
         """
         while True:
             _, ancillary, flags, _ = sock.recvmsg(
-                _LONGEST + 1, socket.CMSG_LEN(most * 4), _LOOK | socket.MSG_CMSG_CLOEXEC
+                _MAX_SIZE + 1, socket.CMSG_LEN(most * 4), _PEEK | socket.MSG_CMSG_CLOEXEC
             )
-            fds += attached(ancillary)
+            fds += descriptors_in(ancillary)
             if not flags & socket.MSG_CTRUNC:
                 return True
             many = len(fds) == most
-            self.close(fds)
+            self.close_fds(fds)
             if many:
                 return False
             if not self.spare:
                 raise OSError(errno.EMFILE, "no room for a peer's descriptor")
             close_all(self.spare)
 
-    def close(
+    def close_fds(
         self, fds: list[int], sender: socket.socket | None = None, *, mapped: bool = False
     ) -> None:
         """Close descriptors that came with a message, and empty the list.
 
         Args:
-          sender: the socket they came on; a pipe of the same user is closed at once, as closing
-            that takes the pipe's lock and nothing more.
+          fds: the descriptors.
+          sender: the socket they came on.  A pipe of the same user is closed at once, because that
+            takes only the pipe's lock.
           mapped: they are memory that this process has mapped.
         """
         while fds:
@@ -270,11 +277,11 @@ class Intake:
             return False
 
     def discard(self, sock: socket.socket) -> None:
-        """Close a peer's socket, whatever it holds.  Idempotent."""
+        """Close a peer's socket, with all unread packets.  Idempotent."""
         self.closer.discard(sock)
 
     def end(self) -> None:
-        """Close the spare descriptors and join the closer.  Idempotent."""
+        """Close the spare descriptors and join both threads.  Idempotent."""
         close_all(self.spare)
         self.closer.join()
         self.unmapper.join()
@@ -284,15 +291,15 @@ class Intake:
         close_all(self.spare)
 
     def _refill(self) -> None:
-        while len(self.spare) < _MOST_FDS:
+        while len(self.spare) < _MAX_FDS:
             try:
                 self.spare.append(os.eventfd(0, os.EFD_CLOEXEC))
             except OSError:
-                return  # the next packet that needs room waits
+                return  # the next packet that needs room will wait
 
 
-def _most_descriptors(data: bytes) -> int:
-    """How many descriptors the message that begins so has at most."""
+def _max_descriptors(data: bytes) -> int:
+    """The largest number of descriptors of a message that begins with ``data``."""
     if len(data) < _HEADER.size:
         return 0
     return {_HELLO: max(_FDS[Hello]), _REGISTER: max(_FDS[Register])}.get(data[5], 0)
@@ -301,79 +308,80 @@ def _most_descriptors(data: bytes) -> int:
 _unread = array("i", [0])
 
 
-def take_bell(sock: socket.socket) -> bool:
-    """Take a doorbell, where that is all there is; False: nothing was taken, `receive` has to look.
+def take_doorbell(sock: socket.socket) -> bool:
+    """Read a doorbell, if the socket holds nothing else; False: nothing was read, use `receive`.
 
-    All messages are longer, so a byte is one; reading it needs no room for descriptors.
+    A packet of one byte is a doorbell, because all messages are longer.  Reading it needs no room
+    for descriptors.
     """
     fcntl.ioctl(sock.fileno(), termios.FIONREAD, _unread)
-    if _unread[0] != len(BELL):
+    if _unread[0] != len(DOORBELL):
         return False
-    # A descriptor that comes with it must not be dropped here.
-    data, _, flags, _ = sock.recvmsg(len(BELL), 0, _LOOK)
-    if len(data) != len(BELL) or flags & socket.MSG_CTRUNC:
+    # The kernel would close a descriptor that came with the byte, in this thread.
+    data, _, flags, _ = sock.recvmsg(len(DOORBELL), 0, _PEEK)
+    if len(data) != len(DOORBELL) or flags & socket.MSG_CTRUNC:
         return False
-    return len(sock.recv(len(BELL), socket.MSG_DONTWAIT)) == len(BELL)
+    return len(sock.recv(len(DOORBELL), socket.MSG_DONTWAIT)) == len(DOORBELL)
 
 
-class Bell:
-    """A pipe that one peer rings.  Raises OSError when there is none to be had.
+class Doorbell:
+    """A pipe that one peer writes to.  Raises OSError if there are no descriptors left.
 
     Attributes:
-      fd: readable when it was rung.
-      rope: what the peer is given to ring it; -1 after `let_go`.
+      fd: readable when the doorbell was rung.
+      write_fd: the end that is sent to the peer; -1 after `close_write_end`.
     """
 
-    __slots__ = ("fd", "rope")
+    __slots__ = ("fd", "write_fd")
 
     def __init__(self) -> None:
         self.fd: int
-        self.rope: int
-        fd, self.rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.write_fd: int
+        fd, self.write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            self.fd = _opened_anew(fd)
+            self.fd = _reopened(fd)
         except OSError:
-            self.let_go()
+            self.close_write_end()
             raise
         finally:
             os.close(fd)
 
-    def let_go(self) -> None:
-        """The peer has the rope, or will not get it.  Idempotent."""
-        if self.rope >= 0:
-            os.close(self.rope)
-            self.rope = -1
+    def close_write_end(self) -> None:
+        """Close the write end, after it was sent to the peer.  Idempotent."""
+        if self.write_fd >= 0:
+            os.close(self.write_fd)
+            self.write_fd = -1
 
     def close(self) -> None:
         """Close both ends."""
-        self.let_go()
+        self.close_write_end()
         os.close(self.fd)
 
 
-def open_rope_untrusted(fd: int) -> int:
-    """Open the rope of a peer's bell for this process alone; writing `BELL` to it never waits.
+def open_doorbell_untrusted(fd: int) -> int:
+    """Open a peer's doorbell again, with flags of this process; writing to it never waits.
 
     Raises:
-      ProtocolError: it is none.
-      OSError: it cannot be opened, as where /proc is missing.
+      ProtocolError: the descriptor is not a pipe.
+      OSError: it cannot be opened, for example because /proc is missing.
     """
-    if not is_anonymous_pipe(fd):  # fstat(2) of others may wait
-        raise ProtocolError("a bell that is no pipe")
-    return _opened_anew(fd)
+    if not is_anonymous_pipe(fd):  # fstat(2) of another kind of file may wait
+        raise ProtocolError("a doorbell is not a pipe")
+    return _reopened(fd)
 
 
-def _opened_anew(fd: int) -> int:
+def _reopened(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors of this process's own, and empty the list."""
+    """Close descriptors that this process has made, and empty the list."""
     while fds:
         os.close(fds.pop())
 
 
 class Directory:
-    """The private directory, where software RNICs listen; what goes wrong is an `RnicError`.
+    """The private directory, where software RNICs listen.  Errors are `RnicError`.
 
     Attributes:
       group: `PrivateDirectory.group`.
@@ -381,10 +389,10 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._directory = self._opened()
+        self._directory = self._open()
         self.group = self._directory.group
 
-    def _opened(self) -> PrivateDirectory:
+    def _open(self) -> PrivateDirectory:
         try:
             return PrivateDirectory.open(self._path, create=True)
         except DirectoryUnusable as problem:
@@ -392,7 +400,7 @@ class Directory:
             raise RnicError(problem.number, text) from problem
 
     def has(self, name: str) -> bool:
-        """True if there is a socket of this user with that name, by the way that peers take."""
+        """True if peers would find a socket of this user under this name."""
         try:
             found = PrivateDirectory.open(self._path, create=False)
         except (OSError, DirectoryUnusable):
@@ -402,21 +410,21 @@ class Directory:
         finally:
             found.close()
 
-    def renew(self) -> None:
-        """Open it anew: somebody may have removed it.  Raises RnicError."""
-        older, self._directory = self._directory, self._opened()
+    def reopen(self) -> None:
+        """Open the directory again, because it may have been removed.  Raises RnicError."""
+        older, self._directory = self._directory, self._open()
         self.group = self._directory.group
         older.close()
 
     def listen(self, name: str) -> socket.socket:
-        """A listening socket of that name; it appears only once it can be dialled."""
+        """A listening socket.  Its name appears only when the socket accepts connections."""
         try:
             return self._directory.listen(name, _BACKLOG, descriptors=True)
         except OSError as problem:
             raise RnicError(problem.errno, f"cannot listen as {name}: {problem}") from problem
 
     def dial(self, name: str) -> socket.socket:
-        """A socket connected to the listener of that name.  Raises RnicError."""
+        """Connect a socket to the listener with this name.  Raises RnicError."""
         try:
             sock = self._directory.connect(name, descriptors=True)
             if not is_admitted(sock, self.group):
@@ -427,11 +435,11 @@ class Directory:
         return sock
 
     def remove(self, name: str) -> None:
-        """Remove a name; one that is gone already is fine."""
+        """Remove a name; no-op if there is none."""
         self._directory.remove(name)
 
     def remove_stale(self) -> None:
-        """Remove the sockets that dead processes left behind."""
+        """Remove the sockets that killed processes left behind."""
         self._directory.remove_stale("rnic-")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the parts of a software RNIC share: its port, as queue pairs, domains and sockets see it."""
+"""The port of a software RNIC, as its queue pairs, protection domains and sockets see it."""
 
 from __future__ import annotations
 
@@ -6,44 +6,45 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from trio_smc.rnic.soft.messages import Bell, Intake
+from trio_smc.rnic.soft.messages import Doorbell, Intake
 from trio_smc.rnic.soft.ring import ReceiveRing
 from trio_smc.rnic.verbs import PlainCompletion
 
 __all__ = [
     "Port",
     "PortUser",
-    "Pushed",
+    "Stalled",
 ]
 
 
-class Pushed(Protocol):
-    """What a poll has to look after."""
+class Stalled(Protocol):
+    """Work that each poll tries to continue."""
 
     def push(self) -> None:
-        """Go on if that is possible now."""
+        """Continue, if that is possible now."""
 
 
-class PortUser(Pushed, Protocol):
+class PortUser(Stalled, Protocol):
     """A queue pair, as its port sees it."""
 
     qp_num: int
     ring: ReceiveRing
 
-    def peer_gone(self) -> None:
-        """The peer's end is no more."""
+    def on_peer_end(self) -> None:
+        """The peer's queue pair has ended."""
 
 
 class Port(Protocol):
     """The port of a software RNIC.
 
     Attributes:
-      intake: takes what peers send, and closes it.
+      intake: receives the packets of peers, and closes their descriptors.
       done: completions for the next poll.
-      stalled: what the next poll looks after.
-      gone: whose peers have ended.
-      restless: how many of ``stalled`` wait for a moment: nobody sleeps meanwhile.
-      crowded: so many have dialled that some still wait to be let in.
+      stalled: the work that the next poll tries to continue.
+      disconnected: queue pairs whose peers have ended; the next poll handles them.
+      timed_waits: how many of ``stalled`` wait for a time and not for the peer.  If there are any,
+        `Rnic.arm` returns False, so that Trio does not sleep.
+      accepting_later: more connections of peers wait in the backlog.
     """
 
     intake: Intake
@@ -51,64 +52,64 @@ class Port(Protocol):
     port_active: bool
     send_depth: int
     done: list[PlainCompletion]
-    stalled: dict[Pushed, None]
-    gone: list[PortUser]
-    restless: int
-    crowded: bool
+    stalled: dict[Stalled, None]
+    disconnected: list[PortUser]
+    timed_waits: int
+    accepting_later: bool
 
-    def look(self) -> None:
-        """Handle what the sockets have, without waiting."""
+    def poll_sockets(self) -> None:
+        """Handle the events of all sockets, without waiting."""
 
-    def look_again(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at the next look, which comes soon: it has had its turn for now."""
+    def call_at_service(self, action: Callable[[], None]) -> None:
+        """Call ``action`` at the next `poll_sockets`, which comes soon."""
 
     def dial(self, gid: bytes) -> socket.socket:
-        """A socket to the RNIC of that GID.  Raises RnicError."""
+        """Connect a socket to the RNIC with this GID.  Raises RnicError."""
 
-    def look_soon(self) -> None:
-        """Have somebody look, as if something had come."""
+    def request_service(self) -> None:
+        """Make the caller of `Rnic.service` call it soon."""
 
     def retry_later(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at a look a moment from now: something lacked resources.
+        """Call ``action`` a moment from now, because it failed for lack of resources.
 
-        ``action``: given several times before that, it is called once.
+        An action that is given several times before that is called once.
         """
 
     def watch_peer(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
-        """Report a socket to a queue pair's peer; ``handler`` gets the epoll events.
+        """Watch the socket of a queue pair's peer; ``handler`` receives the epoll events.
 
         Raises OSError: there are too many epoll watches.
         """
 
-    def hang_bell(self, rung: Callable[[], bool]) -> Bell | None:
-        """A bell for a queue pair's peer, reported as its socket is; None: it has to do with that.
+    def add_doorbell(self, rung: Callable[[], bool]) -> Doorbell | None:
+        """Make a doorbell for a queue pair's peer; None: the peer has to use its socket.
 
-        ``rung`` takes what was rung, and tells whether that was anything.
+        ``rung`` reads the doorbell, and returns True if it has been rung.
         """
 
-    def take_down(self, bell: Bell) -> None:
-        """Undo `hang_bell`."""
+    def remove_doorbell(self, doorbell: Doorbell) -> None:
+        """Undo `add_doorbell`."""
 
-    def watch_room(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Whether to report also that such a socket takes something again."""
+    def watch_writable(self, sock: socket.socket, *, wanted: bool) -> None:
+        """Watch for room in a peer's socket, or stop that."""
 
-    def watch_reader(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Report from now on that such a socket can be read, or do not."""
+    def watch_readable(self, sock: socket.socket, *, wanted: bool) -> None:
+        """Watch for readability of a peer's socket, or stop that."""
 
-    def rouse(self, ring: ReceiveRing) -> None:
-        """Look again at this ring, which dozes: its doorbell was rung."""
+    def resume_polling(self, ring: ReceiveRing) -> None:
+        """End the interrupt mode of a ring, because its doorbell was rung."""
 
-    def hang_up(self, sock: socket.socket | None, *, quietly: bool) -> None:
-        """Close a watched socket, or keep it where the other side may not notice yet."""
+    def close_peer_socket(self, sock: socket.socket | None, *, quietly: bool) -> None:
+        """Close a watched socket; ``quietly``: so that the peer does not notice yet."""
 
     def new_rkey(self) -> int:
-        """An RKey that no region has."""
+        """Draw an RKey that no region has."""
 
     def free_rkey(self, rkey: int) -> None:
         """Undo `new_rkey`."""
 
-    def retire(self, user: PortUser) -> None:
-        """A queue pair went to ERR: it needs no polling any more."""
+    def stop_polling(self, user: PortUser) -> None:
+        """Stop polling a queue pair that went to ERR."""
 
-    def forget(self, user: PortUser) -> None:
-        """A queue pair was destroyed."""
+    def remove_queue_pair(self, user: PortUser) -> None:
+        """Remove a destroyed queue pair."""

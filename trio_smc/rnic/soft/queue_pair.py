@@ -1,17 +1,17 @@
 """Queue pairs of the software RNIC.
 
-`SoftQueuePair` is the states of a queue pair and its send queue; the bytes are moved by `ring`
-(SEND) and `regions` (RDMA WRITE), and `contact` speaks to the peer's queue pair.
+`SoftQueuePair` has the states of a queue pair and its send queue.  `ring` (SEND) and `regions`
+(RDMA WRITE) move the bytes, and `peer_sockets` exchanges messages with the peer's queue pair.
 
-Work is done while it is posted: a write is a copy into the peer's memory, a send fills a slot of
-the peer's ring.  Only a send for which the peer has no receive posted waits (RNR), and what is
-posted after it waits behind it.  So the send queue is normally empty, and `_ready` says in one
-look that nothing stands in the way (RTS, port up, peer known, queue empty): it is the peer then.
-`deliver` goes only that way, and so needs no completion.
+A request is executed while it is posted: a write is a copy into the peer's memory, a send fills a
+slot of the peer's ring.  If the peer has no receive posted, a send waits (RNR), and all later
+requests wait behind it.  So the send queue is normally empty.  `_ready_peer` is the peer if a
+request can be executed at once (RTS, port up, peer known, queue empty), else None.  `deliver` works
+only then, and so needs no completion.
 
-An error ends the queue pair as verbs do: the request that met it completes with its status, all
-later ones with WR_FLUSH_ERR, posted receives with *one* WR_FLUSH_ERR completion for them all.
-What the peer had sent before is delivered first.
+An error ends the queue pair as with verbs: the request that failed completes with its status, and
+all later ones with WR_FLUSH_ERR.  All posted receives together have *one* completion with
+WR_FLUSH_ERR.  Messages that the peer has sent before are delivered first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import socket
 from collections import deque
 from typing import Final, NamedTuple
 
-from trio_smc.rnic.soft.contact import Contact, Peer
 from trio_smc.rnic.soft.messages import Hello, Message
+from trio_smc.rnic.soft.peer_sockets import Peer, PeerSockets
 from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
 from trio_smc.rnic.soft.ring import (
@@ -58,9 +58,9 @@ _OK: Final = int(WcStatus.SUCCESS)
 _FLUSHED: Final = int(WcStatus.WR_FLUSH_ERR)
 _UNREACHABLE: Final = int(WcStatus.RETRY_EXC_ERR)
 STALLED: Final = -1
-"""Instead of a `WcStatus`: a request cannot be done yet."""
+"""In place of a `WcStatus`: the request cannot be executed yet."""
 
-# Looking a member up in its class costs more than the comparison.
+# To look up a member of an enumeration costs more than the comparison.
 _RESET: Final = QpState.RESET
 _ERR: Final = QpState.ERR
 
@@ -69,13 +69,13 @@ _STATUS_OF: Final = {
     Sent.DONE: _OK,
     Sent.NOT_READY: STALLED,
     Sent.GONE: _UNREACHABLE,
-    Sent.NONSENSE: int(WcStatus.GENERAL_ERR),
+    Sent.INVALID: int(WcStatus.GENERAL_ERR),
     Sent.UNKNOWN: _UNREACHABLE,
 }
 
 
 class Request(NamedTuple):
-    """A work request that could not be done while it was posted."""
+    """A work request that could not be executed while it was posted."""
 
     wr_id: int
     signaled: bool
@@ -85,19 +85,19 @@ class Request(NamedTuple):
     address: int = 0
     rkey: int = 0
 
-    def kept(self) -> Request:
-        """As it is, but of memory that nobody changes."""
-        return self._replace(data=_kept(self.data), more=_kept(self.more))
+    def copied(self) -> Request:
+        """The same request with a copy of its data, which the sender cannot change."""
+        return self._replace(data=_copied(self.data), more=_copied(self.more))
 
 
-def _kept(data: memoryview | None) -> memoryview | None:
+def _copied(data: memoryview | None) -> memoryview | None:
     if data is None or type(data.obj) is bytes:
         return data
     return memoryview(bytes(data))
 
 
 class SoftQueuePair(QueuePair):
-    """A queue pair; made by `SoftRnic.create_qp`."""
+    """A queue pair, created by `SoftRnic.create_qp`."""
 
     def __init__(self, rnic: Port, pd: SoftProtectionDomain, qp_num: int) -> None:
         self.qp_num = qp_num
@@ -107,8 +107,8 @@ class SoftQueuePair(QueuePair):
         self._rnic = rnic
         self._pd = pd
         self._complete = rnic.done.append
-        self._contact = Contact(rnic, self)
-        self._ready: Peer | None = None
+        self._sockets = PeerSockets(rnic, self)
+        self._ready_peer: Peer | None = None
         self._closed = False
         self._psn = -1
         self._peer_name: tuple[bytes, int] | None = None
@@ -117,35 +117,35 @@ class SoftQueuePair(QueuePair):
     # -- states --------------------------------------------------------------------------
 
     def to_init(self) -> None:
-        self._expect(QpState.RESET)
+        self._check_state(QpState.RESET)
         self.state = QpState.INIT
 
     def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
-        """INIT to RTR.  Raises RnicError also when no such RNIC can be reached."""
-        self._expect(QpState.INIT)
+        """INIT to RTR.  Raises RnicError also if the peer's RNIC cannot be reached."""
+        self._check_state(QpState.INIT)
         if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 1 <= mtu <= 5:
-            raise RnicError(errno.EINVAL, "no such address of a queue pair")
+            raise RnicError(errno.EINVAL, "not a valid GID, queue pair number or MTU")
         self._peer_name = (bytes(gid), qp_num)
-        contact = self._contact
+        sockets = self._sockets
         with refusals():
             if self._rnic.port_active:
-                self._rnic.look()
-                contact.dial(self._peer_name)
+                self._rnic.poll_sockets()
+                sockets.dial(self._peer_name)
             self.state = QpState.RTR
             hello = Hello(gid=self._rnic.gid, qp_num=self.qp_num, peer_qp_num=qp_num, peer_psn=psn)
-            contact.greet(hello, self.ring.memory.fd)
+            sockets.send_hello(hello, self.ring.memory.fd)
             self.ring.memory.close_descriptor()
             for region in self._pd.regions:
                 message, fd = region.announcement()
-                contact.say(message, (fd,))
-        contact.greet_pending()
-        self._rnic.look()
+                sockets.send(message, (fd,))
+        sockets.offer_pending()
+        self._rnic.poll_sockets()
 
     def to_rts(self, *, psn: int) -> None:
-        self._expect(QpState.RTR)
+        self._check_state(QpState.RTR)
         self._psn = psn
         self.state = QpState.RTS
-        self.refresh()
+        self.update_ready()
 
     def to_err(self) -> None:
         self._enter_err()
@@ -159,14 +159,14 @@ class SoftQueuePair(QueuePair):
         done[:] = [completion for completion in done if completion[0] != self.qp_num]
         self.ring.close()
         self._pd.queue_pairs.discard(self)
-        self._rnic.forget(self)
+        self._rnic.remove_queue_pair(self)
 
     # -- work ----------------------------------------------------------------------------
 
     def post_receive(self, count: int) -> None:
         state = self.state
         if state is _RESET or self._closed:
-            raise RnicError(errno.EINVAL, f"a queue pair in {self._name()} takes no receives")
+            raise RnicError(errno.EINVAL, f"a queue pair in {self._name()} accepts no receives")
         ring = self.ring
         posted = ring.posted + count
         if posted - ring.tail > SLOTS:
@@ -174,13 +174,13 @@ class SoftQueuePair(QueuePair):
         if state is _ERR:
             return
         ring.posted = posted
-        if self._rnic.port_active and ring.tell(posted):
-            self._ring_peer()
+        if self._rnic.port_active and ring.set_posted(posted):
+            self._ring_doorbell()
 
     def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
         if len(data) > RECEIVE_SIZE:
             raise RnicError(errno.EINVAL, f"a send has at most {RECEIVE_SIZE} bytes")
-        peer = self._ready
+        peer = self._ready_peer
         if peer is not None and not peer.ring.put(data):
             if signaled:
                 self._complete((self.qp_num, _SEND, _OK, wr_id, None))
@@ -197,7 +197,7 @@ class SoftQueuePair(QueuePair):
         *,
         signaled: bool = False,
     ) -> None:
-        peer = self._ready
+        peer = self._ready_peer
         if (
             peer is not None
             and peer.ring.posted[0] < PORT_DOWN
@@ -211,10 +211,10 @@ class SoftQueuePair(QueuePair):
     def deliver(
         self, message: bytes, data: bytes | memoryview | None, address: int, rkey: int
     ) -> bool:
-        peer = self._ready
+        peer = self._ready_peer
         if peer is None:
             return False
-        # What is written before the ring refuses the message is written again, to the same place.
+        # If the ring refuses the message, the caller writes the data again, to the same place.
         if data is not None and (
             peer.ring.posted[0] >= PORT_DOWN or peer.regions.write(data, None, address, rkey)
         ):
@@ -231,38 +231,38 @@ class SoftQueuePair(QueuePair):
         return _UNLIMITED
 
     def lacks_resources(self) -> bool:
-        contact = self._contact
-        if contact.peer is None and self.state is not QpState.ERR:
-            self._rnic.look()
-        return contact.lacking
+        sockets = self._sockets
+        if sockets.peer is None and self.state is not QpState.ERR:
+            self._rnic.poll_sockets()
+        return sockets.lacks_resources
 
     def can_reach(self, rkey: int) -> bool:
-        contact = self._contact
-        if contact.peer is None and self.state is not QpState.ERR:
-            self._rnic.look()  # the ring may be quicker than the sockets
-        peer = contact.peer
+        sockets = self._sockets
+        if sockets.peer is None and self.state is not QpState.ERR:
+            self._rnic.poll_sockets()  # a ring may be faster than the sockets
+        peer = sockets.peer
         if peer is None:
-            return not contact.lacking  # nothing is known yet, or it cannot be mapped
+            return not sockets.lacks_resources  # no Hello yet, or its memory cannot be mapped
         if rkey in peer.regions:
             return True
-        contact.hear()
-        return rkey in peer.regions or (contact.behind and not contact.lacking)
+        sockets.receive()
+        return rkey in peer.regions or (sockets.has_unread and not sockets.lacks_resources)
 
     # -- what the RNIC calls -------------------------------------------------------------
 
-    def refresh(self) -> None:
-        """Decide anew whether work can be done while it is posted."""
+    def update_ready(self) -> None:
+        """Set `_ready_peer` after a change of any of its conditions."""
         ready = (
             self.state is QpState.RTS
             and self._rnic.port_active
             and not self._queue
-            and not self._contact.unsaid
-            and self._reachable()
+            and not self._sockets.unsent
+            and self._is_reachable()
         )
-        self._ready = self._contact.peer if ready else None
+        self._ready_peer = self._sockets.peer if ready else None
 
     def push(self) -> None:
-        """Do what is queued, as far as the peer has receives posted."""
+        """Execute queued requests, until the peer has no receive posted."""
         queue = self._queue
         while queue:
             request = queue[0]
@@ -277,113 +277,114 @@ class SoftQueuePair(QueuePair):
             if request.signaled:
                 self._finish(request, _OK)
         self._rnic.stalled.pop(self, None)
-        self.refresh()
+        self.update_ready()
 
-    def port_changed(self) -> None:
-        """The RNIC's port went down or up: peers see it when they post."""
+    def on_port_change(self) -> None:
+        """Publish in the ring that the port went down or up; a peer sees that when it posts."""
         if self.state is QpState.ERR:
             return
-        if self.ring.tell(self.ring.posted if self._rnic.port_active else PORT_DOWN):
-            self._ring_peer()
-        self.refresh()
+        if self.ring.set_posted(self.ring.posted if self._rnic.port_active else PORT_DOWN):
+            self._ring_doorbell()
+        self.update_ready()
         if self._queue:
             self.push()
 
-    def peer_gone(self) -> None:
-        """The peer's end is no more: take what it sent before, then go to ERR."""
+    def on_peer_end(self) -> None:
+        """Go to ERR, after its last messages were taken, because the peer has ended."""
         self.to_err()
 
-    def broken(self) -> None:
-        """The receive ring makes no sense."""
+    def on_invalid_ring(self) -> None:
+        """Go to ERR, because the receive ring holds invalid values."""
         self._complete((self.qp_num, _RECV, int(WcStatus.GENERAL_ERR), 0, None))
         self._enter_err()
 
     def abandon(self) -> None:
         """In a forked child: close this process's descriptors and nothing else."""
-        self._contact.abandon()
+        self._sockets.abandon()
 
     def announce(self, message: Message, fds: tuple[int, ...]) -> None:
-        """Tell the peer of a memory region, before anything that is sent later.
+        """Send a message about a memory region to the peer, before all later sends.
 
-        Raises OSError: a region cannot be announced for lack of resources.
+        Raises:
+          OSError: a region cannot be announced for lack of resources.
         """
         try:
-            self._contact.say(message, fds)
+            self._sockets.send(message, fds)
         finally:
-            self.refresh()
+            self.update_ready()
 
-    def offer(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
-        """A peer said Hello to this queue pair: take it, keep it for later, or refuse it.
+    def on_hello(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
+        """Handle the Hello of a peer: accept it, keep it for later, or refuse it.
 
-        The socket and the descriptors become this queue pair's.
+        From now on this queue pair owns the socket and the descriptors.
         """
         if self.state in (QpState.RESET, QpState.INIT):
-            self._contact.keep(hello, sock, fds)
+            self._sockets.keep_early(hello, sock, fds)
         elif self.state is QpState.ERR or self._peer_name != (hello.gid, hello.qp_num):
             self._rnic.intake.discard(sock)
-            self._rnic.intake.close(fds)
+            self._rnic.intake.close_fds(fds)
         else:
-            self._contact.accept(sock, hello, fds)
-            self.refresh()
+            self._sockets.accept(sock, hello, fds)
+            self.update_ready()
 
     # -- inside --------------------------------------------------------------------------
 
-    def _expect(self, state: QpState) -> None:
+    def _check_state(self, state: QpState) -> None:
         if self.state is not state or self._closed:
             raise RnicError(errno.EINVAL, f"a queue pair in {self._name()}, not in {state}")
 
     def _name(self) -> str:
         return "closed" if self._closed else self.state.value
 
-    def _reachable(self) -> bool:
-        # A packet with an unexpected sequence number is not acknowledged.
-        peer = self._contact.peer
+    def _is_reachable(self) -> bool:
+        # As with hardware: a packet with an unexpected sequence number is not acknowledged.
+        peer = self._sockets.peer
         return peer is not None and peer.hello.peer_psn == self._psn
 
     def _post(self, request: Request) -> None:
-        """Post what could not be done at once, or not at all."""
+        """Queue a request that could not be executed at once, or flush it."""
         if self.state is QpState.ERR and not self._closed:
             self._finish(request, _FLUSHED)
             return
-        self._expect(QpState.RTS)
+        self._check_state(QpState.RTS)
         if len(self._queue) >= self._rnic.send_depth:
             raise QueueFull
         self._queue.append(request)
         if len(self._queue) == 1:
-            self._ready = None
+            self._ready_peer = None
             self.push()
         if self._queue and self._queue[-1] is request:
-            # It may wait for long; a sender that is cancelled meanwhile takes its buffer back.
-            self._queue[-1] = request.kept()
+            # The request may wait for long, and a sender that is cancelled may reuse its buffer.
+            self._queue[-1] = request.copied()
 
     def _execute(self, request: Request) -> int:
-        """Do one request; returns a `WcStatus` or `STALLED`."""
+        """Execute one request; returns a `WcStatus` or `STALLED`."""
         if not self._rnic.port_active:
             return _FLUSHED
-        contact = self._contact
-        if contact.peer is None:
-            self._rnic.look()
-        contact.speak()
-        peer = contact.peer
-        if peer is None and (self._rnic.crowded or contact.lacking):
-            return STALLED  # it may be among those who wait to be let in
-        if peer is None or not self._reachable():
+        sockets = self._sockets
+        if sockets.peer is None:
+            self._rnic.poll_sockets()
+        sockets.flush()
+        peer = sockets.peer
+        if peer is None and (self._rnic.accepting_later or sockets.lacks_resources):
+            return STALLED  # the peer's connection may wait in the backlog
+        if peer is None or not self._is_reachable():
             return _UNREACHABLE
-        if contact.unsaid:
+        if sockets.unsent:
             return STALLED
         if request.message is not None:
             return _STATUS_OF[peer.ring.put(request.message)]
-        if peer.ring.gone():
+        if peer.ring.is_closed():
             return _UNREACHABLE
         if request.rkey not in peer.regions:
-            contact.hear()
-            if contact.behind and request.rkey not in peer.regions:
+            sockets.receive()
+            if sockets.has_unread and request.rkey not in peer.regions:
                 return STALLED
         assert request.data is not None
         try:
             return peer.regions.write(request.data, request.more, request.address, request.rkey)
         except ValueError:
-            return int(WcStatus.LOC_PROT_ERR)  # the memory was released meanwhile
+            return int(WcStatus.LOC_PROT_ERR)  # the sender has released the memory
 
     def _finish(self, request: Request, status: int) -> None:
         opcode = _WRITE if request.message is None else _SEND
@@ -392,21 +393,22 @@ class SoftQueuePair(QueuePair):
     def _enter_err(
         self, failed: Request | None = None, status: int = _FLUSHED, *, quietly: bool = False
     ) -> None:
-        """Go to ERR, if not there yet, because of a request that failed or for no such reason.
+        """Go to ERR; no-op in ERR.
 
         Args:
-          failed: taken off the queue; completes with ``status``.
-          quietly: the peer is not told, and notices when it posts.
+          failed: a request that failed and is no longer queued.  It completes with ``status``.
+          status: a `WcStatus`.
+          quietly: do not notify the peer, which notices when it posts.
         """
         if self.state is _ERR:
             return
         self.state = _ERR
-        self._ready = None
+        self._ready_peer = None
         ring = self.ring
-        # A port that is down tells nobody.
+        # A port that is down notifies no peer.
         told = self._rnic.port_active and not quietly
-        if ring.shut(CLOSED if told else PORT_DOWN) and told:
-            self._ring_peer()
+        if ring.set_posted_finally(CLOSED if told else PORT_DOWN) and told:
+            self._ring_doorbell()
         ring.take_untrusted(self._complete)
         if failed is not None:
             self._finish(failed, status)
@@ -415,11 +417,11 @@ class SoftQueuePair(QueuePair):
         self._queue.clear()
         if ring.posted > ring.tail:
             self._complete((self.qp_num, _RECV, _FLUSHED, 0, None))
-        self._rnic.retire(self)
-        self._contact.end(quietly=quietly)
+        self._rnic.stop_polling(self)
+        self._sockets.close(quietly=quietly)
 
-    def _ring_peer(self) -> None:
-        if self._contact.peer is None:
-            self._rnic.look()
-        if self._contact.peer is not None:
-            self._contact.peer.ring.ring()
+    def _ring_doorbell(self) -> None:
+        if self._sockets.peer is None:
+            self._rnic.poll_sockets()
+        if self._sockets.peer is not None:
+            self._sockets.peer.ring.ring_doorbell()

@@ -1,9 +1,10 @@
 """Protection domains and memory regions of the software RNIC.
 
-Each queue pair of a protection domain has a *key page*, shared with its peer: slot i holds the RKey
-of the region registered there, or 0.  A writer looks into it before every write, so a revoked
-RKey fails at once, without a message.  A writer that looked just before may still be copying when
-`SoftMemoryRegion.close` returns; SMC-R asks its peer first (DELETE RKEY, RFC 7609, 3.5.5.2).
+Each queue pair of a protection domain shares a *key page* with its peer: slot i holds the RKey of
+the region registered there, or 0.  A writer checks the key page before every write, so writes with
+a revoked RKey fail at once, without a message.  A writer that checked just before may still be
+copying when `SoftMemoryRegion.close` returns.  For that reason SMC-R asks its peer first (DELETE
+RKEY, RFC 7609, 3.5.5.2).
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from trio_smc.rnic.soft.ring import KEYS, ReceiveRing
 from trio_smc.rnic.verbs import MemoryRegion, ProtectionDomain, RnicError, WcStatus
 
 __all__ = [
-    "MOST_MAPPED",
-    "MOST_REGIONS",
+    "MAX_MAPPED",
+    "MAX_REGIONS",
     "PeerRegions",
     "SoftMemoryRegion",
     "SoftProtectionDomain",
 ]
 
 
-MOST_REGIONS: Final = 256
-"""Of one protection domain, and with it of one peer: an RMB is one, and a link group has 255 at
-most."""
-MOST_MAPPED: Final = 1 << 40
-"""Bytes of all of them: address space that they cost the peer, of 128 TiB."""
+MAX_REGIONS: Final = 256
+"""Regions of one protection domain, and so of one peer.  Each RMB is one region, and a link group
+has at most 255 RMBs."""
+MAX_MAPPED: Final = 1 << 40
+"""Bytes of these regions together.  The peer maps them into its address space of 128 TiB."""
 
 _OK: Final = int(WcStatus.SUCCESS)
 _ACCESS: Final = int(WcStatus.REM_ACCESS_ERR)
 
 
-class Announces(Protocol):
-    """A queue pair, for the domain it is of."""
+class Announcer(Protocol):
+    """A queue pair, as its protection domain sees it."""
 
     ring: ReceiveRing
 
     def announce(self, message: Message, fds: tuple[int, ...]) -> None:
-        """Tell its peer.  Raises OSError: that cannot be sent for lack of resources."""
+        """Send a message to the peer.  Raises OSError if resources lack."""
 
 
 class SoftMemoryRegion(MemoryRegion):
@@ -53,7 +54,7 @@ class SoftMemoryRegion(MemoryRegion):
 
     def __init__(self, pd: SoftProtectionDomain, memory: Memory, rkey: int, slot: int) -> None:
         self.rkey = rkey
-        # Any number would do: it only has to look like one, page aligned and not from 0.
+        # Any number works: writes use it only to compute offsets.
         self.address: int = (1 + secrets.randbits(34)) << 12
         self.length: int = memory.size
         self._memory = memory
@@ -61,7 +62,7 @@ class SoftMemoryRegion(MemoryRegion):
         self.slot = slot
 
     def announcement(self) -> tuple[Register, int]:
-        """What peers are told, and the descriptor that goes with it."""
+        """The message that announces the region to peers, and its descriptor."""
         message = Register(rkey=self.rkey, slot=self.slot, address=self.address, length=self.length)
         return message, self._memory.fd
 
@@ -72,21 +73,21 @@ class SoftMemoryRegion(MemoryRegion):
 class SoftProtectionDomain(ProtectionDomain):
     """Regions, and the queue pairs whose peers may use them."""
 
-    def __init__(self, rnic: Port, forget: Callable[[SoftProtectionDomain], None]) -> None:
+    def __init__(self, rnic: Port, on_close: Callable[[SoftProtectionDomain], None]) -> None:
         self._rnic = rnic
-        self._forget = forget
-        self.queue_pairs: set[Announces] = set()
+        self._on_close = on_close
+        self.queue_pairs: set[Announcer] = set()
         self._regions: dict[int, SoftMemoryRegion] = {}
-        self._free: list[int] = []  # slots that were used before; the next new one is behind all
+        self._free: list[int] = []  # slots that were used before
         self._closed = False
 
     @property
     def regions(self) -> list[SoftMemoryRegion]:
-        """What is registered now, in the order of registration."""
+        """The registered regions, in the order of registration."""
         return list(self._regions.values())
 
-    def admit(self, qp: Announces) -> None:
-        """A new queue pair."""
+    def add_queue_pair(self, qp: Announcer) -> None:
+        """Add a new queue pair."""
         self.queue_pairs.add(qp)
         for region in self._regions.values():
             qp.ring.keys[region.slot] = region.rkey
@@ -96,39 +97,39 @@ class SoftProtectionDomain(ProtectionDomain):
             raise RnicError(errno.EBADF, "the protection domain is closed")
         if memory.fd < 0:
             raise RnicError(errno.EFAULT, "the memory is closed")
-        if len(self._regions) >= MOST_REGIONS:
-            raise RnicError(errno.ENOMEM, f"a protection domain holds {MOST_REGIONS} regions")
-        if memory.size + sum(region.length for region in self._regions.values()) > MOST_MAPPED:
-            raise RnicError(errno.ENOMEM, f"a protection domain holds {MOST_MAPPED} bytes")
+        if len(self._regions) >= MAX_REGIONS:
+            raise RnicError(errno.ENOMEM, f"a protection domain holds {MAX_REGIONS} regions")
+        if memory.size + sum(region.length for region in self._regions.values()) > MAX_MAPPED:
+            raise RnicError(errno.ENOMEM, f"a protection domain holds {MAX_MAPPED} bytes")
         slot = self._free.pop() if self._free else len(self._regions)
         region = SoftMemoryRegion(self, memory, self._rnic.new_rkey(), slot)
         self._regions[region.rkey] = region
         message, fd = region.announcement()
-        told: list[Announces] = []
+        announced: list[Announcer] = []
         try:
             for qp in tuple(self.queue_pairs):
                 qp.ring.keys[slot] = region.rkey
                 qp.announce(message, (fd,))
-                told.append(qp)
+                announced.append(qp)
         except OSError as problem:
-            # This registration fails, and nothing else does.
-            self._forget_region(region, told)
+            # Only this registration fails; the queue pairs go on.
+            self._remove_region(region, announced)
             text = f"a memory region cannot be announced: {problem}"
             raise RnicError(problem.errno, text) from problem
         return region
 
     def deregister(self, region: SoftMemoryRegion) -> None:
-        """Forget a region and tell the peers; what is gone already is left alone."""
-        self._forget_region(region, tuple(self.queue_pairs))
+        """Remove a region and notify the peers; no-op if it was removed already."""
+        self._remove_region(region, tuple(self.queue_pairs))
 
-    def _forget_region(self, region: SoftMemoryRegion, told: Sequence[Announces]) -> None:
+    def _remove_region(self, region: SoftMemoryRegion, announced: Sequence[Announcer]) -> None:
         if self._regions.pop(region.rkey, None) is None:
             return
         self._free.append(region.slot)
         self._rnic.free_rkey(region.rkey)
         for qp in tuple(self.queue_pairs):
             qp.ring.keys[region.slot] = 0
-        for qp in told:
+        for qp in announced:
             qp.announce(Revoke(rkey=region.rkey), ())
 
     def close(self) -> None:
@@ -137,26 +138,26 @@ class SoftProtectionDomain(ProtectionDomain):
         if self._regions or self.queue_pairs:
             raise RnicError(errno.EBUSY, "the protection domain is in use")
         self._closed = True
-        self._forget(self)
+        self._on_close(self)
 
 
 class PeerRegions:
-    """The regions that one peer opened to us: looked up, checked and written into.
+    """The regions of one peer that this side may write into.
 
     Args:
       keys: the peer's key page.
-      later: calls what it is given in another thread.
+      run_later: calls a function in another thread.
     """
 
-    __slots__ = ("_keys", "_later", "_mapped", "_regions")
+    __slots__ = ("_keys", "_run_later", "_mapped", "_regions")
 
     def __init__(
         self,
         keys: memoryview,
-        later: Callable[[Callable[[], object]], object] | None = None,
+        run_later: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
         self._keys = keys
-        self._later = later
+        self._run_later = run_later
         self._mapped = 0
         # rkey -> view, address, length, slot, memory
         self._regions: dict[int, tuple[memoryview, int, int, int, PeerMemory]] = {}
@@ -168,13 +169,13 @@ class PeerRegions:
         """Map a region that the peer announced.
 
         Raises:
-          ProtocolError: there can be no such region.
+          ProtocolError: the region is not valid.
           OSError: this process lacks memory or address space.
         """
         if message.slot >= KEYS or message.rkey == 0 or message.rkey in self._regions:
-            raise ProtocolError("a memory region that cannot be")
-        if len(self._regions) >= MOST_REGIONS or self._mapped + message.length > MOST_MAPPED:
-            raise ProtocolError("more memory regions than a peer may have")
+            raise ProtocolError("a memory region has an invalid slot or RKey")
+        if len(self._regions) >= MAX_REGIONS or self._mapped + message.length > MAX_MAPPED:
+            raise ProtocolError("the peer announces more memory regions than allowed")
         memory = PeerMemory.map_untrusted(fd, message.length)
         self._mapped += message.length
         self._regions[message.rkey] = (
@@ -182,20 +183,20 @@ class PeerRegions:
         )  # fmt: skip
 
     def discard(self, rkey: int) -> None:
-        """Unmap a region; an unknown one is fine."""
-        known = self._regions.pop(rkey, None)
-        if known is not None:
-            self._mapped -= known[2]
-            known[4].close(self._later)
+        """Unmap a region; no-op if it is unknown."""
+        region = self._regions.pop(rkey, None)
+        if region is not None:
+            self._mapped -= region[2]
+            region[4].close(self._run_later)
 
     def write(
         self, data: bytes | memoryview, more: memoryview | None, address: int, rkey: int
     ) -> int:
-        """Copy into the peer's memory, or nothing at all; returns a `WcStatus`."""
-        known = self._regions.get(rkey)
-        if known is None:
+        """Copy ``data`` and ``more`` into the peer's memory, or nothing; returns a `WcStatus`."""
+        region = self._regions.get(rkey)
+        if region is None:
             return _ACCESS
-        view, base, length, slot, _ = known
+        view, base, length, slot, _ = region
         start = address - base
         end = start + len(data)
         whole = end if more is None else end + len(more)

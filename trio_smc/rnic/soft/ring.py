@@ -1,32 +1,35 @@
 """The receive queue of a software queue pair: a ring of slots that the peer writes into.
 
 Theory of operation.  A ring is one memfd that belongs to the receiver and is mapped by exactly
-one sender; the key page (`regions`) is its last page.  Four words in cache lines of their own steer
-it, all counting messages from 0:
+one sender; the key page (`regions`) is its last page.  Four words control the ring, each in a cache
+line of its own.  HEAD and POSTED count messages from 0:
 
 =========  ===========  =======================================================================
 word       written by   meaning
 =========  ===========  =======================================================================
 HEAD       sender       messages published: slots below it hold data
-POSTED     receiver     receives posted; a sender may publish while HEAD < POSTED.  `PORT_DOWN`
-                        and `CLOSED` instead of a number say that nothing will be received
-ARMED      both         set by a receiver that does not look; the sender clears it and rings
+POSTED     receiver     receives posted; a sender may publish while HEAD < POSTED.  The values
+                        `PORT_DOWN` and `CLOSED` mean that no message will be received
+ARMED      both         set by a receiver that does not poll; the sender clears it and rings
 WAITING    both         set by a sender without a posted receive; the receiver clears it and rings
 =========  ===========  =======================================================================
 
-A receiver that sleeps, or looks at busier rings only, does ``ARMED = 1; fence; look at HEAD``; a
-sender does ``HEAD = n; fence; look at ARMED``.  One of the two sees the other, so no wakeup is
-lost; WAITING and POSTED mirror it.
-The same holds at the end of a receiver: it does ``POSTED = CLOSED; ARMED = 1; fence; take`` and the
-sender, who looks at POSTED again when it finds ARMED set, does not call a message sent that nobody
-may have taken.
-x86-64 keeps stores in order among themselves and loads among themselves, and an aligned 8-byte
-store through a memoryview is one instruction; only a store followed by a load can be swapped.
-Python has no fence, but taking and releasing an uncontended lock executes locked instructions,
-which are full fences there.  Other machines order less, so the RNIC refuses to open on them.
+A receiver that stops polling does ``ARMED = 1; fence; read HEAD``, and a sender does
+``HEAD = n; fence; read ARMED``.  At least one of the two sees the other's store, so no wakeup is
+lost.  WAITING and POSTED work the same way in the other direction.
 
-The other side may write anything anywhere in the ring at any time.  Each word is therefore
-compared with what this side knows by itself, and a slot is copied out before it is looked at.
+The end of a receiver works in the same way: it does ``POSTED = CLOSED; ARMED = 1; fence; take``.  A
+sender that finds ARMED set reads POSTED again, and does not report a message as sent if the
+receiver may not have taken it.
+
+x86-64 keeps the order of stores among themselves and of loads among themselves, and an aligned
+8-byte store through a memoryview is one instruction.  Only a store and a later load can change
+places.  Python has no fence, but to acquire and release an uncontended lock executes locked
+instructions, which are full fences on x86-64.  Other machines guarantee less, so the RNIC refuses
+to open there.
+
+The other side may write any value anywhere in the ring at any time.  Therefore this side compares
+each word with its own counters, and copies a slot before it reads the contents.
 """
 
 from __future__ import annotations
@@ -49,13 +52,13 @@ __all__ = [
     "SendRing",
     "Sent",
     "fence",
-    "silent",
+    "no_doorbell",
 ]
 
 
 SLOTS: Final = 1024
 """Receives that can be posted; a power of two."""
-_LAST: Final = SLOTS - 1
+_SLOT_MASK: Final = SLOTS - 1
 _SLOT_SIZE: Final = 64
 _SLOTS_AT: Final = 4096
 _KEYS_AT: Final = _SLOTS_AT + SLOTS * _SLOT_SIZE
@@ -79,53 +82,55 @@ _unpack_slot = _SLOT.unpack_from
 
 _RECV: Final = int(WcOpcode.RECV)
 
-_lock: Final = threading.Lock()  # never contended: all are on the Trio thread
-# A lock that an exception left taken is found taken, and released, by the next fence.
+_lock: Final = threading.Lock()  # never contended: all users run on the Trio thread
+# If an exception leaves the lock acquired, the next fence does not wait, and releases it.
 _acquire: Final = _lock.acquire
 _release: Final = _lock.release
 
 
 def fence() -> None:
-    """A full memory fence (see above)."""
+    """A full memory fence, as the theory of operation explains."""
     _acquire(False)
     _release()
 
 
-def silent() -> None:
-    """The doorbell of who has none: the port was down when the peer should have been dialled, or
-    the peer is given up."""
+def no_doorbell() -> None:
+    """No-op doorbell of a peer that cannot be woken: the port was down when this side should have
+    connected, or the peer has ended."""
 
 
 class Sent:
-    """What became of `SendRing.put`."""
+    """The results of `SendRing.put`."""
 
     DONE: Final = 0
     NOT_READY: Final = 1
     """No receive is posted (RNR); the peer rings when there is one."""
     GONE: Final = 2
     """The peer's queue pair is in ERR or its port is down."""
-    NONSENSE: Final = 3
-    """The peer's words make no sense."""
+    INVALID: Final = 3
+    """The peer's words are not valid."""
     UNKNOWN: Final = 4
-    """Published while the peer's queue pair ended: it may have been taken, or not."""
+    """Published while the peer's queue pair ended, which may have taken the message or not."""
 
 
 class ReceiveRing:
-    """The receiving end.  Raises OSError: there is no memory, or no descriptor.
+    """The receiving end.  Raises OSError if there is no memory or no descriptor.
 
     Attributes:
-      head: the word HEAD as a view of one integer; something is there when ``head[0] != tail``.
-      armed: the word ARMED as such a view; 1 asks for a doorbell at the next message, and a `fence`
-        and a look at `head` must follow.
+      head: the word HEAD as a view of one integer; there are messages if ``head[0] != tail``.
+      armed: the word ARMED as such a view.  1 requests a doorbell at the next message; then a
+        `fence` and a check of ``head`` must follow.
       keys: the key page, as integers.
       tail: messages taken.
       posted: receives posted.
-      dozes: it stays armed, and nobody looks before its doorbell rings; kept by the RNIC.
-      looked: ``tail`` when the RNIC last asked how busy it is.
+      interrupt_mode: the ring stays armed, and the RNIC polls it only after its doorbell; set by
+        the RNIC.
+      polled_tail: ``tail`` when the RNIC last checked which rings are idle.
     """
 
     __slots__ = (
-        "_words", "armed", "dozes", "head", "keys", "looked", "memory", "posted", "qp_num", "tail"
+        "_words", "armed", "head", "interrupt_mode", "keys", "memory", "polled_tail", "posted",
+        "qp_num", "tail",
     )  # fmt: skip
 
     def __init__(self, qp_num: int) -> None:
@@ -141,12 +146,12 @@ class ReceiveRing:
         self.armed: memoryview[int] = self._words[_ARMED : _ARMED + 1]
         self.keys: memoryview[int] = self.memory.view[_KEYS_AT:].cast("I")
         self.tail: int = 0
-        self.looked: int = 0
+        self.polled_tail: int = 0
         self.posted: int = 0
-        self.dozes: bool = False
+        self.interrupt_mode: bool = False
 
-    def tell(self, word: int) -> bool:
-        """Set POSTED to `posted`, `PORT_DOWN` or `CLOSED`; True: ring, the sender waits for it."""
+    def set_posted(self, word: int) -> bool:
+        """Set POSTED to `posted`, `PORT_DOWN` or `CLOSED`; True: the sender waits, ring it."""
         words = self._words
         words[_POSTED] = word
         fence()
@@ -155,25 +160,28 @@ class ReceiveRing:
             return True
         return False
 
-    def shut(self, word: int) -> bool:
-        """As `tell`, for the last time: what a `take_untrusted` after this does not find, the
-        sender has not been told was sent."""
+    def set_posted_finally(self, word: int) -> bool:
+        """As `set_posted`, for the last time.
+
+        A message that a later `take_untrusted` does not find was not reported to the sender as
+        sent.
+        """
         words = self._words
-        # In this order: a sender that clears ARMED because it had been set before must find the
-        # word when it looks at POSTED for its next message.
+        # In this order: ARMED may have been set before.  A sender that clears it then must find
+        # the word when it reads POSTED for its next message.
         words[_POSTED] = word
         words[_ARMED] = 1
-        return self.tell(word)
+        return self.set_posted(word)
 
     def take_untrusted(self, append: Callable[[PlainCompletion], None]) -> bool:
-        """Append a completion for each message that is there; False: the ring makes no sense."""
+        """Append a completion for each message in the ring; False: the ring is not valid."""
         tail = self.tail
         head: int = self.head[0]
         if not tail <= head <= self.posted:
             return False
         view, qp_num = self.memory.view, self.qp_num
         while tail < head:
-            size, data = _unpack_slot(view, _SLOTS_AT + (tail & _LAST) * _SLOT_SIZE)
+            size, data = _unpack_slot(view, _SLOTS_AT + (tail & _SLOT_MASK) * _SLOT_SIZE)
             if size > RECEIVE_SIZE:
                 return False
             self.tail = tail = tail + 1
@@ -193,21 +201,25 @@ class SendRing:
     """The sending end: a peer's ring.
 
     Args:
-      doorbell: wakes the peer; if it raises BlockingIOError, the peer is awake or will be.
-      missed: told of this ring and of what kept the doorbell from being rung.
+      memory: the peer's ring.
+      doorbell: wakes the peer; if it raises BlockingIOError, the peer is awake or will wake up.
+      on_failed_ring: called with this object and the exception of the doorbell.
 
     Attributes:
       keys: the peer's key page.
-      posted: the word POSTED as a view of one integer; `PORT_DOWN` and more: nothing is received.
+      posted: the word POSTED as a view of one integer; from `PORT_DOWN` up: the peer receives
+        nothing.
     """
 
-    __slots__ = ("_doorbell", "_head", "_memory", "_missed", "_view", "_words", "keys", "posted")
+    __slots__ = (
+        "_doorbell", "_head", "_memory", "_on_failed_ring", "_view", "_words", "keys", "posted",
+    )  # fmt: skip
 
     def __init__(
         self,
         memory: PeerMemory,
         doorbell: Callable[[], object],
-        missed: Callable[[SendRing, OSError], object] | None = None,
+        on_failed_ring: Callable[[SendRing, OSError], object] | None = None,
     ) -> None:
         self._memory = memory
         self._view = memory.view
@@ -215,20 +227,20 @@ class SendRing:
         self.posted: memoryview[int] = memory.cast(_POSTED * 8, 8, "Q")
         self._head = 0
         self._doorbell = doorbell
-        self._missed = missed
+        self._on_failed_ring = on_failed_ring
         self.keys: memoryview[int] = memory.cast(_KEYS_AT, KEYS * 4, "I")
 
-    def ring(self) -> None:
-        """Wake whoever sleeps on the peer's ring; where that is full of rings, it is awake."""
+    def ring_doorbell(self) -> None:
+        """Wake the peer.  If the socket or the pipe is full, the peer is awake."""
         try:
             self._doorbell()
         except OSError as problem:
-            if self._missed is not None:
-                self._missed(self, problem)
+            if self._on_failed_ring is not None:
+                self._on_failed_ring(self, problem)
 
-    def silence(self) -> None:
-        """Ring no more."""
-        self._doorbell = silent
+    def remove_doorbell(self) -> None:
+        """Stop ringing the peer."""
+        self._doorbell = no_doorbell
 
     def put(self, data: bytes) -> int:
         """Publish one message of at most `RECEIVE_SIZE` bytes; returns one of `Sent`."""
@@ -238,7 +250,7 @@ class SendRing:
             refused = self._refusal()
             if refused:
                 return refused
-        _pack_slot(self._view, _SLOTS_AT + (head & _LAST) * _SLOT_SIZE, len(data), data)
+        _pack_slot(self._view, _SLOTS_AT + (head & _SLOT_MASK) * _SLOT_SIZE, len(data), data)
         self._head = head = head + 1
         words[_HEAD] = head
         _acquire(False)  # `fence`
@@ -249,15 +261,15 @@ class SendRing:
             try:
                 ring()
             except OSError as problem:
-                if self._missed is not None:
-                    self._missed(self, problem)
+                if self._on_failed_ring is not None:
+                    self._on_failed_ring(self, problem)
             if words[_POSTED] >= PORT_DOWN:
                 return Sent.UNKNOWN
         return 0
 
     def _refusal(self) -> int:
-        """Why nothing can be published; `Sent.DONE` when it can after all."""
-        # Announce the wait before the second look (see the theory of operation).
+        """The reason why no message can be published; `Sent.DONE` if one can after all."""
+        # Set WAITING before POSTED is read again (see the theory of operation).
         self._words[_WAITING] = 1
         fence()
         posted: int = self._words[_POSTED]
@@ -266,10 +278,10 @@ class SendRing:
         self._words[_WAITING] = 0
         if 0 < posted - self._head <= SLOTS:
             return Sent.DONE
-        return Sent.GONE if posted >= PORT_DOWN else Sent.NONSENSE
+        return Sent.GONE if posted >= PORT_DOWN else Sent.INVALID
 
-    def gone(self) -> bool:
-        """Whether the peer says that it will receive nothing."""
+    def is_closed(self) -> bool:
+        """True if the peer has announced that it will receive nothing."""
         return self.posted[0] >= PORT_DOWN
 
     def close(self) -> None:

@@ -1,15 +1,15 @@
-"""The subcommands of `trio-smc`: one module each, named in `MODULES`.
+"""The subcommands of `trio-smc`, one module each, listed in `MODULES`.
 
-A module of a subcommand has
+The module of a subcommand has
 
-- ``NAME``: what the user types,
+- ``NAME``: its name on the command line,
 - ``SUMMARY``: one line for the list of commands, without a full stop,
-- ``DESCRIPTION``: paragraphs for its own ``--help``; ``EPILOG``: examples and exit codes,
+- ``DESCRIPTION``: paragraphs for ``--help``; ``EPILOG``: examples and exit codes,
 - ``configure(parser)``: adds its arguments,
-- ``run(options) -> int``: does the work; returns the exit code (0 unless the command says
-  otherwise) and raises `trio_smc.tools.output.ToolError` for bad input (exit code 2).
+- ``run(options) -> int``: does the work, and returns the exit code.  It raises
+  `trio_smc.tools.output.ToolError` for bad input (exit code 2).
 
-Arguments that several commands share are here, too; `trio_smc.tools.output` prints tables and JSON.
+This module also has the arguments that several commands share.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 _DAY: Final = 86400
-_MOST_DIGITS: Final = 20
-_SHOWN: Final = 60  # characters of a wrong argument
+_MAX_DIGITS: Final = 20
+_SHOWN: Final = 60  # characters of a wrong argument in an error
 
 MODULES = (
     "ss",
@@ -59,7 +59,7 @@ MODULES = (
 
 
 class Command(Protocol):
-    """What a module of a subcommand has."""
+    """The module of a subcommand."""
 
     NAME: str
     SUMMARY: str
@@ -74,7 +74,7 @@ class Command(Protocol):
 
 
 def load() -> tuple[Command, ...]:
-    """The modules of all subcommands, in the order of the list that users see."""
+    """The modules of all subcommands, in the order of ``trio-smc --help``."""
     return tuple(cast("Command", import_module(f"{__name__}.{name}")) for name in MODULES)
 
 
@@ -82,23 +82,23 @@ def load() -> tuple[Command, ...]:
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
-    """``--json``."""
-    parser.add_argument("--json", action="store_true", help="print JSON and no table")
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def add_process(parser: argparse.ArgumentParser) -> None:
-    """``--pid`` and ``--directory``: whose stacks to ask."""
+    """Add ``--pid`` and ``--directory``, which select the stacks."""
     parser.add_argument(
         "--pid",
         type=process_number,
         metavar="PID",
-        help="only this process; default: all that answer",
+        help="only this process; default: all of this user",
     )
     add_directory(parser)
 
 
 def add_directory(parser: argparse.ArgumentParser) -> None:
-    """``--directory``."""
+    """Add ``--directory``."""
     parser.add_argument(
         "--directory",
         type=directory,
@@ -109,12 +109,12 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
 
 
 def private_directory(options: argparse.Namespace) -> Path:
-    """The directory that ``--directory`` names, or the default."""
+    """The directory of ``--directory``, or the default."""
     return Config(directory=options.directory).private_directory()
 
 
 def directory(text: str) -> Path:
-    """An argument that `Config.directory` takes."""
+    """The type of an argument for `Config.directory`."""
     try:
         return Config(directory=text).private_directory()
     except ValueError as error:
@@ -122,7 +122,7 @@ def directory(text: str) -> Path:
 
 
 def positive_seconds(text: str) -> float:
-    """An argument that is a number of seconds above 0 and at most a day."""
+    """The type of an argument in seconds, above 0 and at most a day."""
     try:
         value = float(text)
     except ValueError:
@@ -135,15 +135,16 @@ def positive_seconds(text: str) -> float:
 
 
 def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
-    """A type of arguments: whole numbers of this range, in decimal digits.
+    """The type of an argument that is a whole number in decimal digits.
 
     Args:
-      what: what they are, for the message.
+      what: the noun for the error message.
+      least, most: the range.
     """
 
     def convert(text: str) -> int:
-        # Python converts no more than some thousand digits, and says so in its own words.
-        digits = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+        # `int` raises an error of its own for thousands of digits.
+        digits = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
         if not digits or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(
                 f"{text[:_SHOWN]!r} is not a {what} from {least} to {most}"

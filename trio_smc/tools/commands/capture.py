@@ -1,4 +1,4 @@
-"""`trio-smc capture`: what a running process says and writes, into a file for Wireshark."""
+"""`trio-smc capture`: write the messages of a running process to a file for Wireshark."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from trio_smc.tools.output import ToolError
 NAME = "capture"
 SUMMARY = "capture a running process's messages for Wireshark"
 DESCRIPTION = """
-Write every CLC, LLC and CDC message and every RDMA write of a running process into a pcapng file,
+Write every CLC, LLC and CDC message and every RDMA write of a running process to a pcapng file,
 until Ctrl-C, until the process's stack is closed, or for --seconds.  Wireshark's SMC dissector
-and `trio-smc ladder` read it.
+and `trio-smc ladder` can read it.
 
-Of each RDMA write the file has address and length, and as much of its data as --payload says.
+For each RDMA write the file contains address and length, and the first --payload bytes of data.
 """
 EPILOG = """
 Examples:
@@ -36,10 +36,10 @@ Examples:
   trio-smc capture 4242 -o - | wireshark -k -i -
   trio-smc capture 4242 -o smc.pcapng --payload 64 --seconds 10
 
-With Wireshark switch its protocol "rpcordma" off (Analyze, Enabled Protocols): it takes SMC-R's
-messages for its own.
+In Wireshark disable the protocol "rpcordma" (Analyze, Enabled Protocols), which would decode
+SMC-R's messages wrongly.
 
-Exit codes: 0; 2 when the process cannot be captured or the file cannot be written.
+Exit codes: 0; 2 if the process cannot be captured or the file cannot be written.
 """
 
 
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--output",
         required=True,
         metavar="FILE",
-        help='created new with mode 0600, in place of a file of yours; "-" is stdout',
+        help='created with mode 0600, replacing a file of this user; "-" is stdout',
     )
     parser.add_argument(
         "--payload", type=whole_number("number of bytes", 0, MAX_PAYLOAD), default=0, metavar="N",
@@ -60,43 +60,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stack",
         metavar="PEERID",
-        help="which, of a process with several; without it they are listed",
+        help="the stack, if the process has several; without this option they are listed",
     )
     parser.add_argument(
-        "--seconds", type=positive_seconds, metavar="S", help="how long; default: until Ctrl-C"
+        "--seconds", type=positive_seconds, metavar="S", help="duration; default: until Ctrl-C"
     )
     add_directory(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Copy what comes."""
+    """Copy the capture to the output."""
     if options.output == "-" and sys.stdout.isatty():
-        # The bytes of other processes could steer the terminal.
-        raise ToolError("capture: a capture is no text for a terminal; use -o FILE, or a pipe")
+        # The bytes of other processes could control the terminal.
+        raise ToolError("capture: cannot write binary data to a terminal; use -o FILE or a pipe")
     pieces = stream_capture(
         private_directory(options), options.pid, options.stack, options.payload, options.seconds
     )
     with contextlib.closing(pieces):
-        first = next(pieces, None)  # before a file is touched
+        first = next(pieces, None)  # before the file is created
         if first is None:
-            raise ToolError(f"capture: process {options.pid} ended")
+            raise ToolError(f"capture: process {options.pid} has ended")
         try:
             with _output(options.output) as file:
                 file.write(first)
                 for piece in pieces:
                     file.write(piece)
         except KeyboardInterrupt:
-            return 0  # how captures end
+            return 0  # the normal end of a capture
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise ToolError(f"capture: {options.output}: {error.strerror}") from error
+            text = f"capture: cannot write {options.output}: {error.strerror}"
+            raise ToolError(text) from error
     return 0
 
 
 @contextlib.contextmanager
 def _output(name: str) -> Iterator[BinaryIO]:
-    """Unbuffered: the file can be read while it grows."""
+    """Open the output without a buffer, so that the file can be read while it grows."""
     if name == "-":
         yield os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
         return

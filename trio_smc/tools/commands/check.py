@@ -1,4 +1,4 @@
-"""`trio-smc check`: would a connection to a host and port use SMC-R, and if not, where it stops."""
+"""`trio-smc check`: connect to a host and port, and explain why SMC-R is used or not."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ from trio_smc.tools.output import (
     address,
     agreed,
     diagnosis,
+    error_text,
     print_json,
     show,
     table,
-    words,
 )
 from trio_smc.tools.processes import explain_container, explain_listener
 from trio_smc.wire import clc, llc
 from trio_smc.wire.fields import eid_name
 
 NAME = "check"
-SUMMARY = "connect, and tell whether SMC-R is used, or where and why not"
+SUMMARY = "connect to a server, and explain if SMC-R is used, or why not"
 DESCRIPTION = """
-Connect to a server as a program with trio_smc would, walk through every step, and say whether
-SMC-R is used; if not, at which step it ended, why, which side decided so, and what to do.
+Connect to a server as a program with trio_smc would, show each step, and report if SMC-R is used.
+If not, report at which step it ended, the reason, which side decided, and a remedy.
 
-The connection is real: the server accepts it, and it is closed without a byte of data.  When
-the server is another process of this user, its own view of the connection is shown, too; when it
-is on this host and does not speak SMC-R, what can be seen of it: its user, its private directory,
-its network namespace, the program that it is.
+The connection is real: the server accepts it, and it is closed without a byte of data.  If the
+server is another process of this user, the command also shows the server's view of the connection.
+If the server is on this host and does not speak SMC-R, the command shows what is known about it:
+its user, its private directory, its network namespace, and its program.
 
-  resolve    the name's addresses
-  RNICs      what this side could use
-  UEIDs      by which SMC-R version 2 is offered, where an RNIC serves it: those of --ueid, else
-             those of this host's kernel
+  resolve    the addresses of the name
+  RNICs      the RNICs that this side can use
+  UEIDs      the UEIDs for SMC-R version 2, if an RNIC supports it: those of --ueid, else those
+             of this host's kernel
   connect    the TCP connection
-  discovery  how this side learns that the server speaks SMC-R
+  discovery  how this side finds out that the server speaks SMC-R
   CLC        messages on the TCP connection: Proposal, Accept, Confirm, or Decline with a
              diagnosis word (RFC 7609, 3.5)
   LLC        messages on the new link, at the first contact of two peers
-  mode       what came of it
+  mode       the result
 """
 EPILOG = """
 Examples:
@@ -64,20 +64,20 @@ Examples:
   trio-smc check db.example.net 5432 --ueid PLANT-7
   trio-smc check ::1 7000 --json
 
---discovery assume sends a Proposal without asking: only for servers known to speak SMC-R.
-Linux speaks version 2 alone over soft-RoCE: without a UEID in common it declines there.
+--discovery assume sends a Proposal without discovery.  Use it only for servers that speak SMC-R.
+Over soft-RoCE Linux supports only version 2, and declines without a common UEID.
 
 Exit codes:
   0  SMC-R is used
-  1  it is not: the connection is TCP, or there is none
-  2  bad input: the name is unknown, --directory is no directory, ...
+  1  SMC-R is not used: the connection is TCP, or failed
+  2  bad input: the name is unknown, --directory is not a directory, ...
 """
 
 _NO_SMC_R: Final = 1
-_LOOK_AGAIN: Final = 0.1
-_LOOKS: Final = 30
+_RETRY_INTERVAL: Final = 0.1
+_MAX_TRIES: Final = 30
 _CLOSING: Final = 0.5
-_NOBODY: Final = (
+_UNEXPLAINED: Final = (
     FallbackReason.PEER_NOT_CAPABLE,
     FallbackReason.OTHER_USER,
     FallbackReason.PATH_NOT_PROVEN,
@@ -87,7 +87,7 @@ _NOBODY: Final = (
 
 @dataclass(slots=True)
 class Step:
-    """One thing that was done: "ok", "no" (here it ends) or "info"."""
+    """One step of the check; its verdict is "ok", "no" (SMC-R ends here) or "info"."""
 
     name: str
     verdict: str
@@ -96,23 +96,23 @@ class Step:
 
 @dataclass(slots=True)
 class Report:
-    """What the check found."""
+    """The result of a check."""
 
     host: str
     port: int
     mode: str | None = None
     ueids: list[str] = field(default_factory=list)
-    """By which version 2 was offered."""
+    """The UEIDs with which version 2 was offered."""
     steps: list[Step] = field(default_factory=list)
     fallback: dict[str, Any] | None = None
     server: dict[str, Any] | None = None
-    """The server's own view, as `trio-smc ss --json` has it, and its UEIDs, when it is this user's
-    process."""
+    """The server's view, as in `trio-smc ss --json`, and its UEIDs, if it is a process of this
+    user."""
     listener: dict[str, Any] | None = None
-    """What keeps a listener of this host from SMC-R: "text", "remedy", "pid", "uid"."""
+    """Why a listener of this host does not use SMC-R: "text", "remedy", "pid", "uid"."""
 
     def add(self, name: str, verdict: str, text: str) -> None:
-        """The next step."""
+        """Add a step."""
         self.steps.append(Step(name, verdict, text))
 
 
@@ -123,25 +123,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--discovery", choices=("auto", "assume", "tcp-option"), default="auto",
                         help="as Config(discovery=...); default: auto")  # fmt: skip
     parser.add_argument("--ueid", action="append", metavar="NAME",
-                        help="offer SMC-R version 2 by this UEID, as Config(ueids=...); several "
-                        "times for several; default: kernel, those of this host's")  # fmt: skip
+                        help="offer SMC-R version 2 with this UEID, as Config(ueids=...); can be "
+                        "repeated; default: kernel, the UEIDs of this host's kernel")  # fmt: skip
     parser.add_argument("--timeout", type=positive_seconds, default=15.0, metavar="SECONDS",
-                        help="for all of it; default: 15")  # fmt: skip
+                        help="for the whole check; default: 15")  # fmt: skip
     add_directory(parser)
     add_json(parser)
 
 
 def _host(text: str) -> str:
-    """A name or an address; an IPv6 address may have the brackets that it has before a port."""
+    """A name or an address.  An IPv6 address may be in brackets, as before a port."""
     inner = text.removeprefix("[").removesuffix("]")
     return inner if text == f"[{inner}]" and ":" in inner else text
 
 
 def run(options: argparse.Namespace) -> int:
-    """Connect, and tell."""
+    """Connect, and print the result."""
     directory = private_directory(options)
     if options.directory is not None and not directory.is_dir():
-        # A stack would make it, and nobody would be found there.
+        # A stack would create it, and find no other process there.
         raise ToolError(f"{directory}: no such directory")
     named = tuple(options.ueid or ("kernel",))
     try:
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
             discovery=options.discovery,
             ueids="kernel" if named == ("kernel",) else named,
             control=False,
-            # A server may never close its side; nobody is going to wait for it.
+            # The server may never close its side, so do not wait for that.
             shutdown_timeout=_CLOSING,
         )
     except ValueError as error:
@@ -171,19 +171,19 @@ async def _check(report: Report, config: Config, options: argparse.Namespace) ->
             async with trio_smc.open_stack(config) as stack:
                 names = [f"{each.name} ({each.kind})" for each in stack.rnics]
                 verdict = "ok" if names else "no"
-                report.add("RNICs", verdict, ", ".join(names) or "none can be opened")
-                _look_at_ueids(report, stack, asked=bool(options.ueid))
+                report.add("RNICs", verdict, ", ".join(names) or "no RNIC can be opened")
+                _check_ueids(report, stack, requested=bool(options.ueid))
                 await _connect(report, stack, private_directory(options))
         except OSError as error:
-            raise ToolError(f"no stack can be opened: {words(error)}") from None
+            raise ToolError(f"cannot open a stack: {error_text(error)}") from None
     if scope.cancelled_caught:
         report.add("time", "no", f"not finished after {options.timeout:g} seconds")
 
 
-def _look_at_ueids(report: Report, stack: trio_smc.Stack, *, asked: bool) -> None:
-    """What version 2 is offered by, or why it is not; nothing where nobody could want it."""
+def _check_ueids(report: Report, stack: trio_smc.Stack, *, requested: bool) -> None:
+    """Add the step "UEIDs", unless no RNIC supports version 2 and none was requested."""
     served = any(rnic.routable for rnic in stack.rnics)
-    if not asked and not served:
+    if not requested and not served:
         return
     report.ueids = list(stack.ueids or ())
     if stack.ueids:
@@ -191,10 +191,10 @@ def _look_at_ueids(report: Report, stack: trio_smc.Stack, *, asked: bool) -> Non
         if served:
             report.add("UEIDs", "ok", names)
         else:
-            report.add("UEIDs", "no", f"{names}; but none of these RNICs serves version 2")
+            report.add("UEIDs", "no", f"{names}; but none of these RNICs supports version 2")
     else:
         why = "has no SMC (modprobe smc)" if stack.ueids is None else "has none (smcr ueid add)"
-        verdict = "no" if asked else "info"
+        verdict = "no" if requested else "info"
         report.add("UEIDs", verdict, f"the kernel {why}: version 2 is not offered (--ueid)")
 
 
@@ -204,9 +204,9 @@ async def _resolve(report: Report) -> None:
             report.host, report.port, type=trio.socket.SOCK_STREAM
         )
     except OSError as error:
-        raise ToolError(f"{report.host!r} has no address: {words(error)}") from None
+        raise ToolError(f"{report.host!r} has no address: {error_text(error)}") from None
     except UnicodeError:
-        raise ToolError(f"{report.host!r} has no address: it is no name of a host") from None
+        raise ToolError(f"{report.host!r} has no address: it is not a host name") from None
     names = dict.fromkeys(str(entry[4][0]) for entry in found)
     report.add("resolve", "ok", ", ".join(names))
 
@@ -218,12 +218,12 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
         stream = await stack.open_stream(report.host, report.port)
     except OSError as error:
         place = "handshake" if messages.seen else "connect"
-        report.add(place, "no", words(error))
+        report.add(place, "no", error_text(error))
         return
     async with stream:
         ours, theirs = _names(stream)
         ends = f"{address(list(ours[:2]))} → {address(list(theirs[:2]))}"
-        # Before whatever was said on it.
+        # Before the messages on the connection.
         report.steps.insert(messages.first, Step("connect", "ok", ends))
         report.mode = stream.mode.value
         if not messages.seen:
@@ -234,11 +234,11 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
             report.steps.insert(messages.first + 1, Step("discovery", "ok", text))
         _conclude(report, stream)
         report.server = await _server_view(ours, theirs, directory)
-        named, there = _plain(ours), _plain(theirs)
+        named, there = _normalized(ours), _normalized(theirs)
         why = stream.fallback
-        unknown = why is not None and why.origin is Origin.LOCAL and why.reason in _NOBODY
+        unknown = why is not None and why.origin is Origin.LOCAL and why.reason in _UNEXPLAINED
         if unknown and report.server is None and named and there:
-            # The thread is left behind if the time is over: another process can hold up /proc.
+            # At the timeout the thread is abandoned, because another process can delay /proc.
             explain = (
                 partial(explain_listener, *there, directory, named)
                 if named[0] == there[0] or ipaddress.ip_address(there[0]).is_loopback
@@ -249,7 +249,7 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
 
 
 def _names(stream: SmcStream) -> tuple[Any, Any]:
-    """Names of both ends; none for a server that has reset the connection since."""
+    """The addresses of both ends; () for a server that has reset the connection."""
     try:
         theirs = stream.socket.getpeername()
     except OSError:
@@ -267,7 +267,7 @@ def _conclude(report: Report, stream: SmcStream) -> None:
             what = agreed(group.version, group.release, group.ueid, group.direct)
             version = f"version {what}, "
         elif report.ueids:
-            version = "version 1 (the server takes none of the UEIDs), "
+            version = "version 1 (the server accepts none of the UEIDs), "
         report.add("mode", "ok", f"smc-r, {version}{group.kind} link group, link {links}")
         return
     report.add("mode", "no", "tcp")
@@ -275,7 +275,7 @@ def _conclude(report: Report, stream: SmcStream) -> None:
 
 
 class _Messages:
-    """Makes a step of each message of the handshake (`trio_smc.Observer`)."""
+    """Adds a step for each message of the handshake (`trio_smc.Observer`)."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -288,13 +288,13 @@ class _Messages:
         try:
             decoded = clc.decode_untrusted(message)
         except ProtocolError as error:
-            self._add("CLC", "no", outgoing, f"a message that cannot be read: {error}")
+            self._add("CLC", "no", outgoing, f"an unreadable message: {error}")
             return
         if isinstance(decoded, clc.Decline):
             text = f"Decline, diagnosis {diagnosis(decoded.diagnosis)}"
             self._add("CLC", "no", outgoing, text)
         else:
-            self._add("CLC", "ok", outgoing, type(decoded).__name__ + _of_version_2(decoded))
+            self._add("CLC", "ok", outgoing, type(decoded).__name__ + _version_2_text(decoded))
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
         if self._over:
@@ -303,7 +303,7 @@ class _Messages:
             framing = llc.V2 if message[0] in llc.V2.types else llc.V1
             name = type(framing.decode_untrusted(message)).__name__
         except ProtocolError as error:
-            name = f"a message that cannot be read: {error}"
+            name = f"an unreadable message: {error}"
         self._add("LLC", "ok", outgoing, name)
 
     def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
@@ -322,8 +322,8 @@ class _Messages:
         self._report.add(name, verdict, f"{'sent' if outgoing else 'received'} {text}")
 
 
-def _of_version_2(message: clc.Proposal | clc.Accept | clc.Confirm) -> str:
-    """What a message says of version 2."""
+def _version_2_text(message: clc.Proposal | clc.Accept | clc.Confirm) -> str:
+    """The contents of a message that concern version 2."""
     if isinstance(message, clc.Proposal):
         if message.v2 is None:
             return ""
@@ -343,34 +343,35 @@ def _of_version_2(message: clc.Proposal | clc.Accept | clc.Confirm) -> str:
 
 
 async def _server_view(our_name: Any, their_name: Any, directory: Path) -> dict[str, Any] | None:
-    """The connection as the server's stack sees it; None unless it is this user's on this host."""
-    ours, theirs = _plain(our_name), _plain(their_name)
-    silent = Silent(quiet=True)  # it may be any process of this user's
-    for _ in range(_LOOKS):
-        ask = partial(_ask, directory, silent)
+    """The server's view of the connection; None unless the server is a local process of this
+    user."""
+    ours, theirs = _normalized(our_name), _normalized(their_name)
+    silent = Silent(quiet=True)  # printed only if the server may be one of them
+    for _ in range(_MAX_TRIES):
+        ask = partial(_query, directory, silent)
         try:
             snapshots = await trio.to_thread.run_sync(ask, abandon_on_cancel=True)
         except ToolError:
             return None
         for snapshot in snapshots:
             for each in snapshot.connections:
-                if _plain(each["local"]) == theirs and _plain(each["peer"]) == ours:
+                if _normalized(each["local"]) == theirs and _normalized(each["peer"]) == ours:
                     return {"pid": snapshot.pid, "ueids": snapshot.ueids, **each}
         ports = [listener[1] for snapshot in snapshots for listener in snapshot.listeners]
         if theirs is None or theirs[1] not in ports:
-            silent.report()  # one of them may be the server
+            silent.report()  # the server may be one of them
             return None
-        # The handshake of the server may take a moment longer than ours.
-        await trio.sleep(_LOOK_AGAIN)
+        # The server's handshake may end a moment later than this side's.
+        await trio.sleep(_RETRY_INTERVAL)
     return None
 
 
-def _ask(directory: Path, silent: Silent) -> list[Any]:
+def _query(directory: Path, silent: Silent) -> list[Any]:
     return take_snapshots(directory, ("connections", "listeners"), some=False, silent=silent)
 
 
-def _plain(name: Any) -> tuple[str, int] | None:
-    """An address without the ways it can be written."""
+def _normalized(name: Any) -> tuple[str, int] | None:
+    """An address in its canonical form."""
     if not name:
         return None
     try:
@@ -391,12 +392,12 @@ def _print(report: Report) -> None:
     if report.mode == Mode.SMC_R:
         parts.append("SMC-R is used.")
     elif report.mode is None:
-        parts.append("No connection came about.")
+        parts.append("No connection was established.")
     if fallback is not None:
-        who = "this side" if fallback["origin"] == "local" else "the server"
+        side = "this side" if fallback["origin"] == "local" else "the server"
         parts += [
             f"SMC-R is not used: {fallback['message']}.",
-            f"  reason     {fallback['reason']}, decided by {who}",
+            f"  reason     {fallback['reason']}, decided by {side}",
             f"  this side  {diagnosis(fallback['code'])}",
             f"  server     {diagnosis(fallback['peer_code'])}",
         ]
@@ -407,20 +408,20 @@ def _print(report: Report) -> None:
             parts.append(f"  listener   {listener['text']}")
         parts.append(f"  remedy     {(listener or fallback)['remedy']}")
     if server is not None:
-        parts += ["", f"The server, process {server['pid']}, says: {server['mode']}."]
+        parts += ["", f"The server, process {server['pid']}, reports: {server['mode']}."]
         why = server["fallback"]
         if why is not None:
-            who = "the server" if why["origin"] == "local" else "this side"
+            side = "the server" if why["origin"] == "local" else "this side"
             parts += [
-                f"  {why['message']} ({why['reason']}, decided by {who})",
+                f"  {why['message']} ({why['reason']}, decided by {side})",
                 f"  remedy     {why['remedy']}",
             ]
     show(*parts)
 
 
 def _ueids(report: Report) -> str:
-    """Both sides' names, as far as they are known: a Decline names none."""
-    theirs = "it does not say" if report.server is None else _names_of(report.server["ueids"])
+    """The UEIDs of both sides; a Decline does not include the server's."""
+    theirs = "unknown" if report.server is None else _names_of(report.server["ueids"])
     return f"  UEIDs      this side's: {_names_of(report.ueids)}; the server's: {theirs}"
 
 

@@ -1,4 +1,4 @@
-"""`trio-smc ladder`: a capture as a ladder diagram."""
+"""`trio-smc ladder`: draw a capture as a ladder diagram."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ NAME = "ladder"
 SUMMARY = "draw a capture as a ladder diagram"
 DESCRIPTION = """
 Draw the SMC-R messages and RDMA writes in FILE, a pcapng or pcap capture, as a ladder diagram in
-the manner of RFC 7609's figures: the client's peer on the left, the server's on the right, one
+the style of RFC 7609's figures: the client's peer on the left, the server's on the right, and one
 arrow for each message.
 
 FILE may come from `trio-smc capture`, from trio_smc.Config(capture=...), or from a tool such as
-tcpdump, which sees the kernel's soft-RoCE.  A capture made by a stack of trio_smc has that stack's
-own RDMA writes, but not its peer's.
+tcpdump, which sees the kernel's soft-RoCE.  A capture made by a stack of trio_smc contains the
+RDMA writes of that stack, but not those of its peer.
 """
 EPILOG = """
 Columns: seconds since the first message; the TCP connection, numbered from 1 in the order of the
-Proposals; the link, by the number that its server gave it.
+Proposals; the number of the link, which the server chose.
 
-CDC messages: "prod 0:4096" is a cursor, wraps and offset.  Flags, as RFC 7609, A.4 has them:
+CDC messages: "prod 0:4096" is a cursor, wraps and offset.  Flags (RFC 7609, A.4):
 B writer blocked, P urgent pending, U urgent present, R update requested, F failover validation;
 D sending done, C connection closed, A abnormal close.
 
@@ -43,13 +43,13 @@ Examples:
   trio-smc ladder smc.pcapng --connection 2 --svg second.svg
   trio-smc capture 4242 -o - --seconds 5 | trio-smc ladder -
 
-Exit codes: 0; 1 when the capture has nothing of SMC-R; 2 when it is damaged, which one line on
-stderr says after what could be read was drawn.
+Exit codes: 0; 1 if the capture contains no SMC-R; 2 if it is damaged.  Then the readable part is
+drawn, and one line on stderr describes the damage.
 """
 
 _LIMIT: Final = 1000
-_MOST: Final = 1_000_000
-"""Messages that are read of a capture, so that memory stays bounded."""
+_MAX_MESSAGES: Final = 1_000_000
+"""The largest number of messages that are read, to bound memory."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -63,14 +63,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_json(shape)
     parser.add_argument(
-        "--connection", type=positive_count, metavar="N", help="only this TCP connection's"
+        "--connection", type=positive_count, metavar="N", help="only this TCP connection"
     )
     parser.add_argument(
         "--limit",
         type=positive_count,
         default=_LIMIT,
         metavar="N",
-        help=f"draw at most so many messages; default {_LIMIT}",
+        help=f"the largest number of messages to draw; default {_LIMIT}",
     )
     parser.add_argument(
         "--width", type=positive_count, default=100, metavar="N", help="columns of text"
@@ -78,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draw."""
+    """Draw the diagram."""
     seen, damage = _read(options.file)
     ladders = read_ladders(seen, options.connection)
     if options.json:
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         raise ToolError(f"ladder: {options.file}: {damage}")
     if not ladders:
         which = "" if options.connection is None else f" of a connection {options.connection}"
-        print_error(f"trio-smc: ladder: {options.file} has nothing of SMC-R{which}")
+        print_error(f"trio-smc: ladder: {options.file} contains no SMC-R{which}")
         return 1
     return 0
 
@@ -118,11 +118,11 @@ def _write(drawn: str, name: str) -> None:
         with os.fdopen(create(name), "w", encoding="utf-8") as file:
             file.write(drawn)
     except OSError as error:
-        raise ToolError(f"ladder: {name}: {error.strerror}") from error
+        raise ToolError(f"ladder: cannot write {name}: {error.strerror}") from error
 
 
 def _plain(ladders: Sequence[Ladder], seen: list[Seen], limit: int) -> list[dict[str, Any]]:
-    """What is drawn, as JSON has it."""
+    """The drawn messages as values for JSON."""
     found = []
     for ladder in ladders:
         rows, limit = ladder.rows[:limit], max(limit - len(ladder.rows), 0)
@@ -160,16 +160,16 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _read(path: Path) -> tuple[list[Seen], str]:
-    """What is in a capture, and what is wrong with it, or ""."""
+    """Read a capture: its messages, and a description of the damage or ""."""
     seen: list[Seen] = []
     try:
         with _opened(path) as file:
             for each in dissect(read(file)):
                 seen.append(each)
-                if len(seen) >= _MOST:
-                    return seen, f"only the first {_MOST} messages are read"
+                if len(seen) >= _MAX_MESSAGES:
+                    return seen, f"only the first {_MAX_MESSAGES} messages are read"
     except DamagedCapture as error:
         return seen, str(error)
     except OSError as error:
-        raise ToolError(f"ladder: {path}: {error.strerror}") from error
+        raise ToolError(f"ladder: cannot read {path}: {error.strerror}") from error
     return seen, ""

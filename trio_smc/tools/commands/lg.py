@@ -1,4 +1,4 @@
-"""`trio-smc lg`: link groups, their links and RMBs."""
+"""`trio-smc lg`: list link groups, their links and RMBs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from trio_smc.tools.output import agreed, print_json, show, size, table
 NAME = "lg"
 SUMMARY = "list link groups, their links, and their receive buffers (RMBs)"
 DESCRIPTION = """
-List the link groups of this user's running processes (RFC 7609, 2.2): everything that
-connections to one peer share.
+List the link groups of this user's running processes (RFC 7609, 2.2).  A link group is shared by
+the connections to one peer.
 
 Columns:
-  GROUP   number within its process, as `trio-smc ss` shows it
-  ROLE    client or server: which side of the first TCP connection this was
-  VERSION of SMC-R, and in version 2 with the release, the UEID in common, and whether the two
-          sides' RNICs reach each other directly or through a gateway
-  KIND    single: one link; asymmetric: two links that share one side's RNIC; symmetric: the
-          loss of any one RNIC is survived
-  LINK    number, as the server gave it; USERS: connections that send on it
-  USER ID link user IDs of this side and the peer (A.3.1), which the peer's tools show, too
-  RMBS    RMB elements in use, of how many, and their size
+  GROUP   the number within its process, as in `trio-smc ss`
+  ROLE    client or server: the side of this process in the first TCP connection
+  VERSION the version of SMC-R; in version 2 with the release, the common UEID, and "direct" or
+          "gateway": how the RNICs of the two sides reach each other
+  KIND    single: one link; asymmetric: two links that share one side's RNIC; symmetric: two
+          links that survive the loss of any one RNIC
+  LINK    the number, which the server chose; USERS: connections that send on it
+  USER ID the link user IDs of this side and the peer (A.3.1), which the peer's tools show, too
+  RMBS    RMB elements: in use, total, and size
 
-Parallel groups and several processes are told apart by PID and GROUP.
+PID and GROUP together identify a link group.
 """
 EPILOG = """
 Examples:
@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask, and print."""
+    """Query the stacks, and print."""
     silent = Silent()
     snapshots = take_snapshots(
         private_directory(options), ("link_groups",), options.pid, silent=silent
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
-    """One row for each link or RMB size, whatever are more; only the first names the group."""
+    """One row for each link and each RMB size, side by side; only the first has the group."""
     names = [
         *(group["number"], group["role"], group["peer_id"]),
         *(agreed(**group), group["kind"], group["state"]),
@@ -90,7 +90,7 @@ def _link(link: dict[str, Any]) -> list[object]:
 
 
 def _rmbs(rmbs: list[dict[str, Any]]) -> list[str]:
-    """In words, one line for each size."""
+    """The RMBs as text, one line for each size."""
     sizes: dict[int, list[int]] = {}
     for rmb in rmbs:
         total = sizes.setdefault(rmb["element_size"], [0, 0])

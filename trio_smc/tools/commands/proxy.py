@@ -1,4 +1,4 @@
-"""`trio-smc proxy`: from TCP to SMC-R and back, for programs that speak only one of them."""
+"""`trio-smc proxy`: forward between TCP and SMC-R, for programs that speak only one of them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import trio
 
 import trio_smc
 from trio_smc.tools.commands import whole_number
-from trio_smc.tools.output import ToolError, print_line, size, words
+from trio_smc.tools.output import ToolError, error_text, print_line, size
 
 NAME = "proxy"
-SUMMARY = "pass connections on, from TCP to SMC-R or from SMC-R to TCP"
+SUMMARY = "forward connections between TCP and SMC-R"
 DESCRIPTION = """
-Accept connections and pass each on to TARGET, bytes and ends of streams in both directions.  One
-side is SMC-R where both ends can, the other plain TCP: a client of SMC-R reaches a server that
-knows only TCP, or a client that knows only TCP reaches a server over SMC-R.
+Accept connections and forward each to TARGET: bytes and ends of streams, in both directions.  One
+side uses SMC-R if both ends can, the other plain TCP.  So an SMC-R client can reach a server that
+has only TCP, and a client that has only TCP can reach a server over SMC-R.
 
-The proxy is for reach, not for speed.  A connection through it is slower than TCP straight to
-TARGET: opening it opens two, each message wakes one more process, and each byte is received and
-sent once more.  At its end the proxy says how much it passed on and the processor time that took.
+The proxy extends reach, not speed.  A connection through it is slower than TCP directly to
+TARGET: it needs two connections, each message wakes one more process, and each byte is received
+and sent once more.  At its end the proxy prints the forwarded bytes and its processor time.
 
-LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT; IPv6 addresses are written in brackets.  Port
-0 listens on any free port, which is printed.
+LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT, with IPv6 addresses in brackets.  Port 0
+listens on a free port, which is printed.
 """
 EPILOG = """
 Examples:
   trio-smc proxy smc:localhost:6380 tcp:localhost:6379     in front of a database
   trio-smc proxy tcp:localhost:5433 smc:localhost:5432     in front of a client
 
-Exit codes: 0 after SIGTERM; 2 for bad input, as an address that cannot be listened on.
+Exit codes: 0 after SIGTERM; 2 for bad input, such as an address on which it cannot listen.
 """
 
 LOGGER: Final = logging.getLogger("trio_smc.proxy")
 _PIECE: Final = 1 << 18
-_LONGEST_HOST: Final = 255  # characters
+_MAX_HOST: Final = 255  # characters
 _port = whole_number("TCP port", 0, 65535)
 
 
@@ -51,8 +51,8 @@ class _Address(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Passed:
-    """What was passed on, in both directions together."""
+class _Totals:
+    """The forwarded connections and bytes, in both directions together."""
 
     connections: int = 0
     count: int = 0
@@ -62,9 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("listen", type=_address, metavar="LISTEN")
     parser.add_argument("target", type=_address, metavar="TARGET")
-    parser.add_argument(
-        "--require-smc", action="store_true", help="SMC-R or nothing on the SMC-R side"
-    )
+    parser.add_argument("--require-smc", action="store_true", help="refuse TCP on the SMC-R side")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     if not (options.listen.smc or options.target.smc):
         raise ToolError("proxy: one of LISTEN and TARGET must be smc:HOST:PORT")
     if not options.target.port:
-        raise ToolError("proxy: TARGET needs a port; only LISTEN may leave it to the system")
+        raise ToolError("proxy: TARGET needs a port; only LISTEN may have port 0")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     trio.run(_serve, options.listen, options.target, options.require_smc)
     return 0
@@ -82,23 +80,23 @@ def _address(text: str) -> _Address:
     kind, _, rest = text.partition(":")
     host, _, port = rest.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if kind not in ("smc", "tcp") or not bare or len(bare) > _LONGEST_HOST:
+    if kind not in ("smc", "tcp") or not bare or len(bare) > _MAX_HOST:
         raise argparse.ArgumentTypeError(
-            f"{text[:_LONGEST_HOST]!r} is neither smc:HOST:PORT nor tcp:HOST:PORT"
+            f"{text[:_MAX_HOST]!r} is neither smc:HOST:PORT nor tcp:HOST:PORT"
         )
     return _Address(kind == "smc", bare, _port(port))
 
 
 async def _serve(listen: _Address, target: _Address, require: bool) -> None:
-    passed, begun = _Passed(), time.process_time()
-    # Around it all: a second signal must not keep the stack from removing its names.
+    totals, begun = _Totals(), time.process_time()
+    # Outside the stack: a second signal must not prevent the stack from removing its names.
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
         async with trio_smc.open_stack(trio_smc.Config(require_smc=require)) as stack:
             listeners = await _listeners(stack, listen)
             for each in listeners:
                 name = each.socket.getsockname()
                 print_line(f"listening on {name[0]} port {name[1]}", flush=True)
-            handler = partial(_pass_on, stack, target, passed)
+            handler = partial(_forward, stack, target, totals)
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(trio.serve_listeners, handler, listeners)
@@ -106,8 +104,8 @@ async def _serve(listen: _Address, target: _Address, require: bool) -> None:
                     nursery.cancel_scope.cancel()
             finally:
                 LOGGER.info(
-                    "connections: %d; bytes: %s; processor time, beside that of both ends: %.2f s",
-                    passed.connections, size(passed.count), time.process_time() - begun,
+                    "connections: %d; bytes: %s; processor time of the proxy: %.2f s",
+                    totals.connections, size(totals.count), time.process_time() - begun,
                 )  # fmt: skip
 
 
@@ -117,7 +115,13 @@ async def _listeners(stack: trio_smc.Stack, listen: _Address) -> list[Any]:
             return await stack.open_listeners(listen.port, host=listen.host)
         return await trio.open_tcp_listeners(listen.port, host=listen.host)
     except OSError as error:
-        raise ToolError(f"proxy: {listen.host} port {listen.port}: {words(error)}") from error
+        text = f"proxy: cannot listen on {_shown(listen)}: {error_text(error)}"
+        raise ToolError(text) from error
+
+
+def _shown(address: _Address) -> str:
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    return f"{host}:{address.port}"
 
 
 async def _connect(stack: trio_smc.Stack, target: _Address) -> trio.abc.HalfCloseableStream:
@@ -126,48 +130,48 @@ async def _connect(stack: trio_smc.Stack, target: _Address) -> trio.abc.HalfClos
     return await trio.open_tcp_stream(target.host, target.port)
 
 
-async def _pass_on(
+async def _forward(
     stack: trio_smc.Stack,
     target: _Address,
-    passed: _Passed,
+    totals: _Totals,
     client: trio.abc.HalfCloseableStream,
 ) -> None:
-    """One connection; what goes wrong with it ends it at both sides."""
+    """Forward one connection; an error ends it at both sides."""
     async with client:
         try:
             server = await _connect(stack, target)
         except OSError as error:
-            LOGGER.info("%s port %d: %s", target.host, target.port, _why(error))
+            LOGGER.info("cannot connect to %s: %s", _shown(target), _why(error))
             _reset(client)
             return
-        passed.connections += 1
+        totals.connections += 1
         smc = client if isinstance(client, trio_smc.SmcStream) else server
-        LOGGER.info("passing on, %s", getattr(smc, "mode", "tcp"))
+        LOGGER.info("forwarding a connection, mode %s", getattr(smc, "mode", "tcp"))
         async with server:
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(_copy, client, server, passed)
-                    nursery.start_soon(_copy, server, client, passed)
+                    nursery.start_soon(_copy, client, server, totals)
+                    nursery.start_soon(_copy, server, client, totals)
             except* trio.BrokenResourceError:
-                # Half a connection is none: the other end must not take this for its end.
+                # Reset both, so that the other end does not mistake the error for an end.
                 _reset(client)
                 _reset(server)
 
 
 def _why(error: OSError) -> str:
-    """What went wrong with the last attempt; Trio's own error says only that all failed."""
+    """The error of the last attempt; Trio's own error has only the text that all failed."""
     cause = error.__cause__
     if isinstance(cause, ExceptionGroup):
         cause = cause.exceptions[-1]
-    return words(cause if isinstance(cause, OSError) else error)
+    return error_text(cause if isinstance(cause, OSError) else error)
 
 
 async def _copy(
-    source: trio.abc.HalfCloseableStream, target: trio.abc.HalfCloseableStream, passed: _Passed
+    source: trio.abc.HalfCloseableStream, target: trio.abc.HalfCloseableStream, totals: _Totals
 ) -> None:
     while data := await source.receive_some(_PIECE):
         await target.send_all(data)
-        passed.count += len(data)
+        totals.count += len(data)
     await target.send_eof()
 
 

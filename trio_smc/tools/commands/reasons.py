@@ -1,4 +1,4 @@
-"""`trio-smc reasons`: why connections stay on TCP, all reasons and words explained."""
+"""`trio-smc reasons`: explain the reasons why connections stay on TCP, and diagnosis words."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from trio_smc.tools.output import ToolError, fields, print_json, show, table
 NAME = "reasons"
 SUMMARY = "explain why connections stay on TCP: every reason and diagnosis word"
 DESCRIPTION = """
-Explain fallback reasons, as SmcStream.fallback.reason and `trio-smc ss` name them, and the
-diagnosis words that SMC Decline messages carry (RFC 7609, A.2.4).
+Explain fallback reasons, which SmcStream.fallback.reason and `trio-smc ss` name, and the diagnosis
+words in SMC Decline messages (RFC 7609, A.2.4).
 
-Without an argument all are listed.  RFC 7609 leaves the words to the implementation; these are
-the ones that Linux uses, so that its tools and ours explain each other's.
+Without an argument all are listed.  RFC 7609 leaves the words to the implementation.  These are
+the words that Linux uses, so that each side's tools can explain the other's.
 """
 EPILOG = """
 Examples:
-  trio-smc reasons                    everything
+  trio-smc reasons                    all
   trio-smc reasons no-rnic            one reason
   trio-smc reasons 0x03030000         one diagnosis word
 
-Exit codes: 0, or 2 for a reason or word that is unknown.
+Exit codes: 0, or 2 for an unknown reason or word.
 """
 
 
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one explanation, or all."""
+    """Print one explanation or all."""
     if options.reason is None:
         _print_all(options.json)
     elif options.reason[:1].isdigit():
@@ -52,7 +52,7 @@ def _reason(text: str) -> FallbackReason:
     try:
         return FallbackReason(text.lower().replace("_", "-"))
     except ValueError:
-        raise ToolError(f"{text!r} is no reason; trio-smc reasons lists them") from None
+        raise ToolError(f"unknown reason: {text}; `trio-smc reasons` lists all") from None
 
 
 def _explain_reason(reason: FallbackReason) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _explain_word(text: str) -> dict[str, Any]:
         name = Diagnosis(word).name.lower().replace("_", "-")
     except ValueError:
         raise ToolError(
-            f"0x{word:08x} is a diagnosis word of the peer's own; its documentation explains it"
+            f"unknown diagnosis word: 0x{word:08x}; see the documentation of the peer"
         ) from None
     fallback = Fallback.from_peer(word)
     return {
@@ -108,7 +108,7 @@ def _print_all(as_json: bool) -> None:
         ),
         "",
         table(
-            ("WORD RECEIVED", "NAME", "TAKEN AS"),
+            ("WORD RECEIVED", "NAME", "REASON"),
             [(each["word"], each["name"], each["reason"]) for each in words],
         ),
     )

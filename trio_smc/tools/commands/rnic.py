@@ -1,7 +1,7 @@
-"""`trio-smc rnic`: the RNICs of stacks, what "auto" would find, and the machine's devices.
+"""`trio-smc rnic`: list the RNICs of stacks, those that "auto" finds, and the machine's devices.
 
-The machine's devices are read from /sys/class/infiniband: neither pyverbs nor any privilege is
-needed, so this works also where a stack cannot use the device, which is when one wants to know.
+The machine's devices are read from /sys/class/infiniband.  This needs neither pyverbs nor
+privileges, so it also works if a stack cannot use the device.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ import trio
 import trio_smc
 from trio_smc.tools.client import Silent, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
-from trio_smc.tools.output import ToolError, gid, print_json, show, table, words
+from trio_smc.tools.output import ToolError, error_text, gid, print_json, show, table
 
 NAME = "rnic"
-SUMMARY = 'list RNICs: of running stacks, those "auto" would find, and the machine\'s devices'
+SUMMARY = 'list RNICs: of running stacks, those that "auto" finds, and the machine\'s devices'
 DESCRIPTION = """
-List RNICs (RFC 7609, 2.1): those that running stacks have open, those that Config(rnics="auto"),
-the default, would use in a new process, and the RDMA devices of the machine with their ports,
-GIDs and network interfaces, whether a stack can use them or not.
+List RNICs (RFC 7609, 2.1): those of running stacks, those that Config(rnics="auto"), the default,
+would use in a new process, and the RDMA devices of the machine with their ports, GIDs and network
+interfaces, even if no stack can use them.
 
-An RNIC serves a connection when the route goes over one of the interfaces in NETDEVS, which
-are those of its GIDs, the VLANs and bonds on top of them, and those that the stack's PNET table
-(Config(pnet=...), docs/rnic.md) gives to it.  The software RNIC (kind "software")
-serves connections between processes of one host.
+An RNIC serves a connection if the route uses one of the interfaces in NETDEVS.  These are the
+interfaces of its GIDs, the VLANs and bonds on top of them, and those that the stack's PNET table
+(Config(pnet=...), docs/rnic.md) assigns to it.  The software RNIC (kind "software") serves
+connections between processes of one host.
 
-To find out what "auto" would find, the command opens a stack for a moment, without a control
-socket.  If that has no software RNIC, it says why.
+To find out what "auto" finds, the command opens a stack for a moment, without a control socket.
+If that stack has no software RNIC, the command prints the reason.
 """
 EPILOG = """
 Examples:
   trio-smc rnic               works without any running process
-  trio-smc rnic --pid 4242    only what that process has open
+  trio-smc rnic --pid 4242    only the RNICs of that process
   trio-smc rnic --json
 
-Exit codes: 0, 1 if a process did not answer, or 2 if that of --pid did not.
+Exit codes: 0, 1 if a process did not answer, or 2 if that was the process of --pid.
 """
 
 
@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask, look, and print."""
+    """Query the stacks, read the devices, and print."""
     directory = private_directory(options)
     named = options.pid is not None
     silent = Silent()
@@ -74,9 +74,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _automatic(directory: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """What a new stack would have, in the shape of the control socket's "rnics".
+    """The RNICs of a new stack, in the shape of the control socket's "rnics".
 
-    Returned with why there is no software RNIC among them.
+    Returned with the reason why there is no software RNIC, or None.
     """
     config = trio_smc.Config(directory=directory, control=False)
     try:
@@ -95,7 +95,7 @@ async def _automatic(directory: Path) -> tuple[list[dict[str, Any]], str | None]
                 for rnic in stack.rnics
             ]
     except OSError as error:
-        raise ToolError(f"no stack can be opened: {error}") from None
+        raise ToolError(f"cannot open a stack: {error_text(error)}") from None
     if any(rnic["kind"] == "software" for rnic in found):
         return found, None
     by_name = dataclasses.replace(config, rnics=(trio_smc.SoftRnic(),))
@@ -103,7 +103,7 @@ async def _automatic(directory: Path) -> tuple[list[dict[str, Any]], str | None]
         async with trio_smc.open_stack(by_name):
             return found, None
     except OSError as error:
-        return found, words(error)
+        return found, error_text(error)
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ def _devices(ports: list[Port], pyverbs: bool) -> list[Any]:
     heads = ("DEVICE", ">PORT", "STATE", "LAYER", ">INDEX", "GID", "TYPE", "NETDEV", "NETDEVS")
     lines: list[Any] = [table(heads, rows, "RDMA devices of this machine")]
     if not pyverbs:
-        lines.append("pyverbs is not installed here: no stack of this Python can use them.")
+        lines.append("pyverbs is not installed, so no stack of this Python can use them.")
     return lines
 
 
@@ -177,12 +177,12 @@ class Port:
     """A port of an RDMA device.
 
     Attributes:
-      device: its name ("rxe0").
-      number: from 1.
-      state: "ACTIVE", "DOWN", ... as the kernel says.
+      device: the name of the device ("rxe0").
+      number: the number of the port, from 1.
+      state: the kernel's word: "ACTIVE", "DOWN", ...
       link_layer: "Ethernet" for RoCE.
-      gids: entries in use.
-      netdevs: network interfaces whose routes it serves: those of its GIDs, and VLANs and bonds
+      gids: the entries in use.
+      netdevs: the network interfaces whose routes it serves: those of its GIDs, and VLANs and bonds
         on top of them.
     """
 
@@ -195,10 +195,10 @@ class Port:
 
 
 def read_ports(sys: Path = _SYS) -> list[Port]:
-    """All ports of all devices; none where the kernel has no RDMA.
+    """All ports of all devices; empty if the kernel has no RDMA.
 
     Args:
-      sys: where sysfs is mounted.
+      sys: the mount point of sysfs.
     """
     found: list[Port] = []
     for device in _names(sys / "class/infiniband"):
@@ -243,7 +243,7 @@ def _gids(path: Path) -> list[Gid]:
 
 
 def _uppers(sys: Path, netdev: str) -> list[str]:
-    """VLANs and bonds on top of an interface, and on top of those."""
+    """The VLANs and bonds on top of an interface, directly or indirectly."""
     found = []
     for name in _names(sys / "class/net" / netdev):
         if name.startswith("upper_"):
@@ -260,7 +260,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    # Entries of the GID table that are not in use cannot be read (EINVAL).
+    # Unused entries of the GID table cannot be read (EINVAL).
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""`trio-smc run`: start a program whose TCP connections use SMC-R where they can."""
+"""`trio-smc run`: start a program whose TCP connections use SMC-R if possible."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ NAME = "run"
 SUMMARY = "run an unmodified Trio or AnyIO program over SMC-R"
 DESCRIPTION = """
 Run PROGRAM, a Python program that uses Trio or AnyIO on Trio, so that its TCP connections use
-SMC-R wherever both ends can, as with `trio_smc.enable()`.  Its Python child processes, such as a
-server's workers, get it too.  Everything else about the program stays as it is.
+SMC-R if both ends can, as with `trio_smc.enable()`.  This includes its Python child processes,
+such as a server's workers.  Nothing else about the program changes.
 
 The Python that runs PROGRAM must have trio_smc installed.  Sockets that a program uses without
-Trio stay TCP.  One line on stderr says so when a process of PROGRAM opens connections by asyncio
-or has a Python without trio_smc, or when PROGRAM ends without having used Trio.  With
---require-smc that is an error, and ends PROGRAM.
+Trio stay TCP.  If a process of PROGRAM opens connections with asyncio or has a Python without
+trio_smc, or if PROGRAM ends without having used Trio, one line on stderr reports it.  With
+--require-smc this is an error, and ends PROGRAM.
 
 Peers whose connections are always short get TCP (learn_short of trio_smc.Config), unless
---require-smc or FILE says otherwise, or the peer requires SMC-R and is on this host.  One on
-another host refuses these: use --require-smc at both ends, or learn_short = false.
+--require-smc or FILE turns this off, or the peer requires SMC-R and is on this host.  A peer on
+another host that requires SMC-R refuses TCP: use --require-smc at both ends, or
+learn_short = false.
 
-PROGRAM is a child process of this command, which passes signals on and ends as PROGRAM does.
+PROGRAM is a child process of this command, which forwards signals and ends as PROGRAM does.
 """
 EPILOG = """
 Examples:
@@ -43,8 +44,8 @@ The configuration file is TOML with the fields of trio_smc.Config:
   receive_buffer = 4194304
   assume = ["192.0.2.0/24", ["db.example", 5432]]
 
-Exit codes: those of PROGRAM; with --require-smc 1 instead of 0 when anything of it cannot be
-SMC-R; 2 for bad input, 127 when there is no such program.
+Exit codes: those of PROGRAM; with --require-smc 1 instead of 0 if a process of it cannot use
+SMC-R; 2 for bad input, 127 if there is no such program.
 """
 
 _NOT_FOUND: Final = 127
@@ -58,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--report", action="store_true",
-        help="print at the end how many connections were SMC-R, how many TCP and why; bytes",
+        help="at the end print the numbers of SMC-R and TCP connections, reasons, and bytes",
     )  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="settings in a TOML file")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM [ARGUMENT…]")
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the program to its end."""
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
-        raise ToolError("run: which program? (trio-smc run [OPTIONS] -- PROGRAM)")
+        raise ToolError("run: no program is given (trio-smc run [OPTIONS] -- PROGRAM)")
     try:
         return supervise(
             program,
@@ -77,9 +78,9 @@ def run(options: argparse.Namespace) -> int:
             report=options.report,
         )
     except FileNotFoundError:
-        raise ToolError(f"run: {program[0]} was not found", _NOT_FOUND) from None
+        raise ToolError(f"run: cannot start {program[0]}: no such program", _NOT_FOUND) from None
     except OSError as error:
-        raise ToolError(f"run: {program[0]}: {error.strerror}") from error
+        raise ToolError(f"run: cannot start {program[0]}: {error.strerror}") from error
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:

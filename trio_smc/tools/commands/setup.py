@@ -1,4 +1,4 @@
-"""`trio-smc setup`: the TCP option for a group of users, once, by root."""
+"""`trio-smc setup`: let a group of users use the TCP option; run by root."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ __all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
 NAME = "setup"
 SUMMARY = "let users announce SMC-R by the TCP option (root)"
 DESCRIPTION = """
-Load the BPF program that puts the TCP option of RFC 7609 on the connections of processes that ask
-for it, and let the users of a group use it.  It lasts until `trio-smc teardown` or the next boot,
-so run it at boot.  Running it again only changes the group.
+Load the BPF program that adds the TCP option of RFC 7609 to the connections of processes that
+request it, and let the users of a group use it.  This lasts until `trio-smc teardown` or the next
+boot, so run it at boot.  If it is set up already, only the group changes.
 """
 EPILOG = """
 Examples:
   trio-smc setup --group smc                  members of the group "smc", on the whole system
   trio-smc setup --group smc --cgroup /sys/fs/cgroup/system.slice
 
-Exit codes: 0 when it is set up; 2 with one line on stderr when it cannot be.
+Exit codes: 0 if the option is set up; 2 with one line on stderr if that is not possible.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--group", metavar="GROUP", help="who may use it (default: root alone)")
+    parser.add_argument(
+        "--group", metavar="GROUP", help="the group that may use it (default: only root)"
+    )
     parser.add_argument(
         "--cgroup", metavar="PATH", type=Path,
         help="only for processes in this cgroup and below it (default: all)",
@@ -37,17 +39,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pin(parser: argparse.ArgumentParser) -> None:
-    """The argument that `setup` and `teardown` share."""
+    """Add the argument that `setup` and `teardown` share."""
     default = trio_smc.Config().tcp_option
     parser.add_argument(
         "--pin", metavar="PATH", type=Path, default=default,
-        help=f"directory for what is pinned; programs name it in Config(tcp_option=...) "
+        help=f"directory for BPF objects; programs name it in Config(tcp_option=...) "
         f"(default: {default})",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Set it up."""
+    """Set up the TCP option."""
     try:
         made = trio_smc.set_up_tcp_option(
             group=options.group, cgroup=options.cgroup, pins=options.pin

@@ -1,4 +1,4 @@
-"""`trio-smc ss`: the connections of running processes."""
+"""`trio-smc ss`: list the connections of running processes."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import address, agreed, fallback_codes, print_json, show, size, table
 
 NAME = "ss"
-SUMMARY = "list connections: SMC-R or TCP, their state, and why it is TCP"
+SUMMARY = "list connections: SMC-R or TCP, their state, and the reason for TCP"
 DESCRIPTION = """
-List the connections of this user's running processes, and what their stacks listen on.
+List the connections of this user's running processes, and the addresses that their stacks listen
+on.
 
 Columns:
-  STATE     over SMC-R as RFC 7609, 4.8 names it (ACTIVE is open, INIT a handshake that is not
-            finished, PEERCLOSEWAIT1 closed by this side, ...); else of the TCP connection
-  MODE      smc-r, smc-r v2 (version 2: by a UEID in common), or tcp
-  RECV-Q    bytes that arrived and that the program has not received
-  SEND-Q    bytes sent that the peer has not taken, as far as this side knows
-  GROUP     link group, as `trio-smc lg` numbers it, and the link within it
-  FALLBACK  why the mode is tcp: "local: ..." was decided by this side, "peer: ..." by the other
+  STATE     over SMC-R the state of RFC 7609, 4.8 (ACTIVE: open; INIT: the handshake is not
+            finished; PEERCLOSEWAIT1: closed by this side; ...); else that of TCP
+  MODE      smc-r, smc-r v2 (version 2, with a common UEID), or tcp
+  RECV-Q    bytes that have arrived and that the program has not received
+  SEND-Q    bytes sent that the peer has not consumed, as far as this side knows
+  GROUP     the link group, numbered as in `trio-smc lg`, and the link within it
+  FALLBACK  the reason for tcp: "local: ..." if this side decided, "peer: ..." if the other did
 
-With -v also the version of SMC-R, in version 2 with release, UEID and route, the cursors of
-RFC 7609, 4.3, in bytes since the connection began, CDC messages, and the diagnosis words (RFC 7609,
-A.2.4) with a remedy; `trio-smc reasons` explains all of them.
+With -v the command also prints the version of SMC-R (in version 2 with release, UEID and route),
+the cursors of RFC 7609, 4.3, in bytes since the start of the connection, the numbers of CDC
+messages, and the diagnosis words (RFC 7609, A.2.4) with a remedy.  `trio-smc reasons` explains the
+words.
 """
 EPILOG = """
 Examples:
   trio-smc ss                  everything
-  trio-smc ss --tcp            only what stays on TCP, and why
+  trio-smc ss --tcp            only TCP connections, with reasons
   trio-smc ss --pid 4242 -v    one process, with cursors
-  trio-smc ss --json           for scripts; fields are described in docs/cli.md
+  trio-smc ss --json           for scripts; docs/cli.md describes the fields
 
 Exit codes: 0, 1 if a process did not answer, or 2 if there is none.
 """
@@ -53,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask, and print."""
+    """Query the stacks, and print."""
     silent = Silent()
     snapshots = take_snapshots(
         private_directory(options), ("connections", "listeners"), options.pid, silent=silent
@@ -124,8 +126,8 @@ def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
         yield f"  version   {agreed(**connection)}"
         count = connection["statistics"]
         yield (
-            f"  counted   {count['writes']} RDMA writes, {count['cdcs_sent']} CDC messages sent, "
-            f"{count['cdcs_received']} received, {count['coalesced']} spared, "
+            f"  counters  {count['writes']} RDMA writes, {count['cdcs_sent']} CDC messages sent, "
+            f"{count['cdcs_received']} received, {count['coalesced']} omitted, "
             f"{count['window_stalls']} waits for the window"
         )
     fallback = connection["fallback"]
@@ -140,10 +142,10 @@ def _cursors(
     **_: object,
 ) -> Iterator[str]:  # fmt: skip
     yield (
-        f"  sent      {produced} written, {delivered} delivered, {taken} taken by the peer; "
+        f"  sent      {produced} written, {delivered} delivered, {taken} consumed by the peer; "
         f"window {size(window)} of {size(peer_ring)}"
     )
-    yield f"  received  {received} arrived, {consumed} taken; ring {size(ring)}"
+    yield f"  received  {received} arrived, {consumed} consumed; ring {size(ring)}"
     yield (
         f"  CDC       last completed {sequence_sent}, last received {sequence_received}, "
         f"alert token 0x{alert_token & 0xFFFFFFFF:08x}"

@@ -1,4 +1,4 @@
-"""`trio-smc stats`: what stacks have counted."""
+"""`trio-smc stats`: show the counters of stacks."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ NAME = "stats"
 SUMMARY = "show counters: connections, fallbacks by reason and side, bytes, writes, failovers"
 DESCRIPTION = """
 Show the counters of this user's running processes, with one column for each stack: since the
-stack was opened, or with --interval what was added in each interval.
+stack was opened, or with --interval the increase in each interval.
 
-  connections        SMC-R connections opened, each by the version of SMC-R, and in version 2 with
-                     release, UEID and route; open connections: those there are now
-  fallbacks          connections that stay on TCP, by the side that decided it and the reason
-  bytes              over SMC-R; tcp bytes: over connections that stay on TCP, as the kernel counts
+  connections        SMC-R connections opened, by the version of SMC-R, and in version 2 by
+                     release, UEID and route; open connections: those that are open now
+  fallbacks          connections that stay on TCP, by the side that decided and the reason
+  bytes              over SMC-R; tcp bytes: over connections that stay on TCP, from the kernel
   writes             RDMA writes posted; cdcs: CDC messages (RFC 7609, A.4)
-  coalesced          CDC messages not sent, because a later one carried the same news
+  coalesced          CDC messages not sent, because a later one included their contents
   window stalls      how often a sender found the peer's window closed
-  buffers reused     of the RMB elements allocated, those that had served a connection before
+  buffers reused     assigned RMB elements that an earlier connection had used
   handshakes failed  handshakes that ended the TCP connection; refused: closed by require_smc
 """
 EPILOG = """
 Examples:
   trio-smc stats
   trio-smc stats --pid 4242 --interval 1          until Ctrl-C
-  trio-smc stats --interval 10 --count 1 --json   what happens in ten seconds
+  trio-smc stats --interval 10 --count 1 --json   the increase in ten seconds
 
-With --json and --interval each interval is a document of its own.
+With --json and --interval the command prints one document for each interval.
 
 Exit codes: 0, 1 if a process did not answer, or 2 if there is none.
 """
 
 _GAUGES = ("open_connections",)
-_BY = {
+_BREAKDOWNS = {
     "connections": ("agreed", Agreed._fields),
     "fallbacks": ("fallbacks", ("origin", "reason")),
 }
-"""Counters that are told apart: the list that does so, and by what."""
+"""Counters with a breakdown: the name of the list, and its keys."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,22 +57,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_process(parser)
     add_json(parser)
     parser.add_argument("--interval", type=positive_seconds, metavar="SECONDS",
-                        help="show what was added in each interval")  # fmt: skip
+                        help="show the increase in each interval")  # fmt: skip
     parser.add_argument("--count", type=positive_count, metavar="N",
                         help="intervals to show; default: until Ctrl-C")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask, and print, once or in intervals."""
+    """Query the stacks and print, once or at intervals."""
     silent = Silent()
-    counted = _ask(options, silent)
+    counted = _query(options, silent)
     if options.interval is None:
         _print(counted, options.json, "")
         return silent.exit_code
     rounds = 0
     while rounds != options.count:
         time.sleep(options.interval)
-        before, counted = counted, _ask(options, silent)
+        before, counted = counted, _query(options, silent)
         if rounds and not options.json:
             print_line()
         added = {
@@ -85,11 +85,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 _Flat = dict[tuple[Any, ...], int]
-"""Counters by name, and by what of it they count."""
+"""Counters by name, and by name and keys of the breakdown."""
 _Counted = dict[tuple[int, str], tuple[Snapshot, _Flat]]
 
 
-def _ask(options: argparse.Namespace, silent: Silent) -> _Counted:
+def _query(options: argparse.Namespace, silent: Silent) -> _Counted:
     snapshots = take_snapshots(
         private_directory(options), ("statistics",), options.pid, silent=silent
     )
@@ -99,7 +99,7 @@ def _ask(options: argparse.Namespace, silent: Silent) -> _Counted:
 def _flat(statistics: dict[str, Any]) -> _Flat:
     flat: _Flat = {(name,): n for name, n in statistics.items() if isinstance(n, int)}
     flat["fallbacks",] = sum(each["count"] for each in statistics["fallbacks"])
-    for name, (part, by) in _BY.items():
+    for name, (part, by) in _BREAKDOWNS.items():
         for each in statistics[part]:
             flat[name, *(each[what] for what in by)] = each["count"]
     return flat
@@ -121,7 +121,7 @@ def _print(counted: _Counted, as_json: bool, title: str) -> None:
                     "stack": snapshot.stack,
                     "uptime": snapshot.uptime,
                     "counters": {key[0]: n for key, n in flat.items() if len(key) == 1},
-                    **{part: _apart(flat, name) for name, (part, _) in _BY.items()},
+                    **{part: _breakdown(flat, name) for name, (part, _) in _BREAKDOWNS.items()},
                 }
                 for snapshot, flat in counted.values()
             ]
@@ -139,9 +139,9 @@ def _print(counted: _Counted, as_json: bool, title: str) -> None:
     show(table(columns, rows, title))
 
 
-def _apart(flat: _Flat, name: str) -> list[dict[str, Any]]:
-    """One counter by what it counts, as the control socket tells it."""
-    by = _BY[name][1]
+def _breakdown(flat: _Flat, name: str) -> list[dict[str, Any]]:
+    """The breakdown of one counter, in the shape of the control socket's answer."""
+    by = _BREAKDOWNS[name][1]
     found = [(key, n) for key, n in flat.items() if key[0] == name and len(key) > 1]
     return [{**dict(zip(by, key[1:], strict=True)), "count": n} for key, n in found]
 
@@ -157,7 +157,7 @@ def _name(key: tuple[Any, ...]) -> str:
 
 
 def _headings(counted: _Counted) -> list[str]:
-    """By process, and by peer ID where a process has several stacks."""
+    """The headings of the stacks: the process, and the peer ID if a process has several stacks."""
     pids = [pid for pid, _ in counted]
     return [
         f"PID {pid}" if pids.count(pid) == 1 else f"PID {pid} {stack}" for pid, stack in counted

@@ -1,4 +1,4 @@
-"""`trio-smc teardown`: undoes `trio-smc setup`."""
+"""`trio-smc teardown`: undo `trio-smc setup`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trio_smc.tools.output import ToolError, print_line
 __all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
 
 NAME = "teardown"
-SUMMARY = "undo setup: no TCP option any more (root)"
+SUMMARY = "undo setup: remove the TCP option (root)"
 DESCRIPTION = """
-Undo `trio-smc setup`.  Open connections go on; new ones do not carry the option.
+Undo `trio-smc setup`.  Open connections go on; new ones do not have the option.
 """
 EPILOG = """
-Exit codes: 0 when nothing is set up any more, 2 with one line on stderr when that cannot be done.
+Exit codes: 0 if the option is no longer set up, 2 with one line on stderr if removing it failed.
 """
 
 
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tear it down."""
+    """Remove the TCP option."""
     try:
         removed = trio_smc.tear_down_tcp_option(pins=options.pin)
     except (OSError, ValueError) as error:

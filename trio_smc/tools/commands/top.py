@@ -1,4 +1,4 @@
-"""`trio-smc top`: the busiest connections, live."""
+"""`trio-smc top`: watch the busiest connections, live."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ NAME = "top"
 SUMMARY = "watch the busiest connections, live"
 DESCRIPTION = """
 Watch stacks and their busiest SMC-R connections, refreshed every --interval seconds, until
-Ctrl-C.  Rates are per second over the last interval.  When the output is not a terminal each
-refresh is printed below the last one, with --json as a document of its own.
+Ctrl-C.  Rates are per second over the last interval.  If the output is not a terminal, each
+refresh is printed below the last one; with --json as one document.
 
-TCP connections are only counted here; `trio-smc stats` has the bytes of all of them together.
+TCP connections are only counted here; `trio-smc stats` shows the bytes of all of them together.
 """
 EPILOG = """
 Examples:
@@ -49,7 +49,7 @@ Exit codes: 0 (also after Ctrl-C), 1 if a process did not answer, or 2 if there 
 _PARTS = ("statistics", "connections")
 _SHOWN = ("local", "peer", "state", "send_queue", "receive_queue")
 _RATES = ("bytes_sent", "bytes_received", "writes", "window_stalls")
-# The last ones are left out where the terminal is narrow.
+# On a narrow terminal the last columns are omitted.
 _HEADS = ("PID", "LOCAL", "PEER", ">SENT", ">RECEIVED", ">WRITES", ">STALLS", ">SEND-Q",
           ">RECV-Q", "STATE")  # fmt: skip
 
@@ -67,9 +67,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show one frame after the other."""
+    """Show frames until Ctrl-C, or --count times."""
     live = not options.json and console().is_terminal
-    # A line on stderr would damage the screen: there the frame names silent processes.
+    # A line on stderr would damage the screen, so the frame itself names silent processes.
     silent = Silent(quiet=live)
     with contextlib.suppress(KeyboardInterrupt):
         if live:
@@ -95,7 +95,7 @@ def _live(options: argparse.Namespace, silent: Silent) -> None:
 
 
 def _frame(last: _Sample, before: _Sample, lines: int, silent: Silent) -> Any:
-    """A frame for the screen."""
+    """One frame for the screen."""
     from rich.console import Group
     from rich.text import Text
 
@@ -106,7 +106,7 @@ def _frame(last: _Sample, before: _Sample, lines: int, silent: Silent) -> Any:
 def _samples(
     options: argparse.Namespace, silent: Silent, first: _Sample | None = None
 ) -> Iterator[tuple[_Sample, _Sample]]:
-    """Each sample with the one before it, --count times."""
+    """Yield each sample with the one before it, --count times."""
     last = first or _Sample.take(options, silent)
     frames = 0
     while frames != options.count:
@@ -117,7 +117,7 @@ def _samples(
 
 
 def _fitting(rows: list[list[object]]) -> Any:
-    """The table without as many of its last columns as the terminal has no room for."""
+    """The table with as many columns as fit on the terminal."""
     columns = len(_HEADS)
     while True:
         made = table(_HEADS[:columns], [row[:columns] for row in rows])
@@ -128,7 +128,7 @@ def _fitting(rows: list[list[object]]) -> Any:
 
 @dataclass(slots=True)
 class _Sample:
-    """What all stacks said at one time."""
+    """The data of all stacks at one time."""
 
     time: float
     stacks: list[Snapshot]
@@ -139,7 +139,7 @@ class _Sample:
         return cls(time.monotonic(), stacks)
 
     def connections(self) -> dict[tuple[object, ...], tuple[int, dict[str, Any]]]:
-        """SMC-R connections by what tells them apart."""
+        """The SMC-R connections, by process, stack and alert token."""
         return {
             (stack.pid, stack.stack, each["cursors"]["alert_token"]): (stack.pid, each)
             for stack in self.stacks
@@ -148,7 +148,7 @@ class _Sample:
         }
 
     def rates(self, before: _Sample) -> list[dict[str, Any]]:
-        """Connections and what they did each second, the busiest first."""
+        """The connections with their rates per second, the busiest first."""
         seconds = max(self.time - before.time, 1e-9)
         old = before.connections()
         rates = []
@@ -164,7 +164,7 @@ class _Sample:
         return rates
 
     def since(self, before: _Sample, lines: int) -> list[Any]:
-        """The frame: totals, and connections by the bytes they moved."""
+        """The frame: totals, and connections ordered by their bytes."""
         rates = self.rates(before)
         rows: list[list[object]] = [
             [
@@ -186,7 +186,7 @@ class _Sample:
         return [line, "", _fitting(rows), *more]
 
     def report(self, before: _Sample, lines: int) -> dict[str, Any]:
-        """The frame for scripts: rates are per second, sizes bytes."""
+        """The frame for scripts: rates per second, sizes in bytes."""
         return {
             "seconds": self.time - before.time,
             **self.totals(),
@@ -194,7 +194,7 @@ class _Sample:
         }
 
     def totals(self) -> dict[str, int]:
-        """Of all stacks: connections there are, fallbacks and failovers since the start."""
+        """Totals of all stacks: open connections; fallbacks and failovers since the start."""
         return {
             "stacks": len(self.stacks),
             "smc-r": sum(each.statistics["open_connections"] for each in self.stacks),

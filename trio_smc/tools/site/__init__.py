@@ -1,1 +1,1 @@
-"""The directory that `trio-smc run` puts on a program's path; see its `sitecustomize`."""
+"""The directory that `trio-smc run` adds to a program's path; see `sitecustomize` in it."""

@@ -1,15 +1,17 @@
 """Loaded by every Python that `trio-smc run` starts: enables SMC-R as soon as Trio is imported.
 
-Python imports `sitecustomize` at its start, from the first directory of its path that has one;
-`trio-smc run` puts this one there.  A `sitecustomize` that this one hides is run afterwards.
+Python imports `sitecustomize` at its start, from the first directory of its path that has one.
+`trio-smc run` makes this directory the first.  If there is another `sitecustomize` behind it, this
+module runs that, too.
 
-What the command must know it is told by a message each (`_tell`): that this interpreter has the
-hook, that Trio runs, that trio_smc is missing, and that asyncio opens TCP connections, which can
-never be SMC-R.  None of them waits; one that cannot be sent is counted, and the next one says how
-many were lost.  Connections of asyncio are seen by an audit hook, since a loop makes a Python
-socket for each connection, made or accepted; uvloop, which does not, by its methods.  Under
-``--require-smc`` such a socket is refused.  This file is all of it that an interpreter without
-trio_smc has.
+`_report` sends messages to the command: this interpreter has the hook, Trio runs, trio_smc is
+missing, or asyncio opens TCP connections, which can never be SMC-R.  Sending never waits.  A
+message that cannot be sent is counted, and the next one includes that count.  An audit hook sees
+the connections of asyncio, because its loop creates a Python socket for each connection.  uvloop
+does not, so its methods are wrapped.  Under ``--require-smc`` these connections fail.
+
+An interpreter without trio_smc has only this file, so the file imports no other module of trio_smc
+at its top.
 """
 
 from __future__ import annotations
@@ -26,12 +28,16 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _REQUIRED = bool(os.environ.get("TRIO_SMC_REQUIRE"))
-_told: set[str] = set()
+_reported: set[str] = set()
 _dropped = 0
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Calls the functions of ``after`` when the module of that name has been imported whole."""
+    """Calls a function after the import of a module.
+
+    Args:
+      after: functions by the name of the module.
+    """
 
     def __init__(self, after: dict[str, Callable[[], None]]) -> None:
         self._after = after
@@ -51,10 +57,11 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     def _afterwards(
         self, name: str, execute: Callable[[ModuleType], None]
     ) -> Callable[[ModuleType], None]:
-        # Who only asks whether there is such a module (`importlib.util.find_spec`) comes by, too.
+        # Act in `exec_module`, because `importlib.util.find_spec` calls `find_spec` without an
+        # import.
         def exec_module(module: ModuleType) -> None:
             before, action = self._after, self._after.get(name)
-            # Trio, or trio_smc on top of it: whichever is first.
+            # `_enable` is registered for both trio and trio_smc; it runs after the first of them.
             self._after = {k: v for k, v in before.items() if v is not action}
             try:
                 execute(module)
@@ -73,10 +80,10 @@ def _enable() -> None:
 
         import trio_smc
     except ImportError as error:
-        heard = _tell("missing", executable=sys.executable, error=str(error))
+        received = _report("missing", executable=sys.executable, error=str(error))
         if _REQUIRED:
-            # The program would run over TCP.  Who was told prints a line, and one is enough.
-            sys.exit(1 if heard else f"trio-smc run: {error}")
+            # The program would run over TCP.  If the message was received, the command prints it.
+            sys.exit(1 if received else f"trio-smc run: {error}")
         return
     try:
         path = os.environ.get("TRIO_SMC_CONFIG")
@@ -91,15 +98,15 @@ def _enable() -> None:
     import trio
 
     for module, name in ((trio, "run"), (trio.lowlevel, "start_guest_run")):
-        setattr(module, name, _noting(getattr(module, name)))
+        setattr(module, name, _reporting(getattr(module, name)))
 
 
-def _noting(start: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting(start: Callable[..., Any]) -> Callable[..., Any]:
     from functools import wraps
 
     @wraps(start)
     def noted(*args: Any, **options: Any) -> Any:
-        _tell_once("trio")
+        _report_once("trio")
         return start(*args, **options)
 
     return noted
@@ -119,7 +126,7 @@ def _watch_asyncio() -> None:
         if event != "socket.__new__" or args[1] not in families:
             return
         if args[2] & 0xF == socket.SOCK_STREAM and running() is not None and not _in_trio():
-            _asyncio_connects()
+            _on_asyncio_connection()
 
     sys.addaudithook(audit)
 
@@ -129,7 +136,7 @@ def _watch_uvloop() -> None:
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         async def connect_or_listen(*args: Any, **options: Any) -> Any:
-            _asyncio_connects()
+            _on_asyncio_connection()
             return await call(*args, **options)
 
         return connect_or_listen
@@ -139,32 +146,32 @@ def _watch_uvloop() -> None:
 
 
 def _in_trio() -> bool:
-    """A guest run has a loop around it; its sockets are Trio's all the same."""
+    """True in a Trio run, even if asyncio hosts it; then the sockets belong to Trio."""
     trio = sys.modules.get("trio")
     return trio is not None and bool(trio.lowlevel.in_trio_run())
 
 
-def _asyncio_connects() -> None:
-    _tell_once("asyncio")
+def _on_asyncio_connection() -> None:
+    _report_once("asyncio")
     if _REQUIRED:
         raise OSError(errno.EPROTONOSUPPORT, "asyncio's connections cannot be SMC-R")
 
 
-# --- what the command is told ------------------------------------------------------------------
+# --- messages to the command -------------------------------------------------------------------
 
 
-def _tell_once(kind: str) -> None:
-    if kind not in _told:
-        _told.add(kind)
-        _tell(kind)
+def _report_once(kind: str) -> None:
+    if kind not in _reported:
+        _reported.add(kind)
+        _report(kind)
 
 
-def _tell(kind: str, **more: str) -> bool:
-    """Whether there was somebody to tell."""
+def _report(kind: str, **more: str) -> bool:
+    """Send a message to `trio-smc run`; True if it was sent."""
     path = os.environ.get("TRIO_SMC_RUN")
     if not path:
         return False
-    # Neither `socket` nor `json`: this is part of the start of every Python program.
+    # Not `socket` and `json`: every Python program runs this at its start, and they are slow.
     import _socket
 
     global _dropped
@@ -206,6 +213,6 @@ sys.meta_path.insert(
         }
     ),
 )
-_tell("python")
-os.register_at_fork(after_in_child=lambda: _tell("python"))
+_report("python")
+os.register_at_fork(after_in_child=lambda: _report("python"))
 _run_hidden()
