@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-__all__ = ["Outcome", "run_cases", "tell"]
+__all__ = ["Outcome", "print_outcome", "run_cases"]
 
 _SHOWN = 20
 
@@ -69,7 +69,7 @@ def run_cases(
     outcome.seconds = time.perf_counter() - start
 
 
-def tell(campaign: str, outcome: Outcome, counted: str, **counters: Counter[str]) -> int:
+def print_outcome(campaign: str, outcome: Outcome, counted: str, **counters: Counter[str]) -> int:
     """Print what was seen, and return the exit code.
 
     Args:

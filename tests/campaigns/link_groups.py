@@ -46,7 +46,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from tests.campaigns._cases import Outcome, run_cases, tell
+from tests.campaigns._cases import Outcome, print_outcome, run_cases
 from tests.campaigns._link_group_faults import FAULTS, GENTLE, Faults
 from tests.campaigns._options import parse
 from tests.rendezvous.links.link_group_rules import agreement, kind_of
@@ -292,7 +292,7 @@ def main() -> int:
         return 0
     result = run_whole(max(100, SCHEDULES * arguments.cases // WHOLE), arguments.seed)
     counters = {"endings": result.endings, "streams": result.streams}
-    return tell("link_groups", result, f"{result.steps} steps", **counters)
+    return print_outcome("link_groups", result, f"{result.steps} steps", **counters)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.campaigns._cases import Outcome, run_cases, tell
+from tests.campaigns._cases import Outcome, print_outcome, run_cases
 from tests.campaigns._options import parse
 from tests.rendezvous.links.link_group_world import SIZES, GroupWorld, Stream
 from tests.rnic.memory_rnic import Fate, PlainQueuePair
@@ -267,7 +267,7 @@ def main() -> int:
         return 0
     logging.disable(logging.WARNING)  # links fail here all the time
     result = run(max(50, SCHEDULES * arguments.cases // WHOLE), arguments.seed)
-    return tell("losses", result, f"{result.moves} moves", streams=result.streams)
+    return print_outcome("losses", result, f"{result.moves} moves", streams=result.streams)
 
 
 if __name__ == "__main__":

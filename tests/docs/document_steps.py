@@ -65,7 +65,7 @@ class _Running:
     process: trio.Process
     terminal: int
     """Its terminal's other end: where a reader types."""
-    said: bytearray = field(default_factory=bytearray)
+    output: bytearray = field(default_factory=bytearray)
     more: trio.Event = field(default_factory=trio.Event)
     ended: bool = False
 
@@ -74,20 +74,20 @@ class _Running:
         assert self.process.stdout is not None
         async with self.process.stdout:
             async for piece in self.process.stdout:
-                self.said += piece
-                self._tell()
+                self.output += piece
+                self._notify()
         self.ended = True
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self.more.set()
         self.more = trio.Event()
 
     async def until(self, text: str) -> None:
         """Wait until it has said something."""
         with trio.fail_after(2 * PATIENCE):
-            while text.encode() not in self.said:
-                assert not self.ended, self.said.decode()
+            while text.encode() not in self.output:
+                assert not self.ended, self.output.decode()
                 await self.more.wait()
 
     async def interrupt(self) -> None:
@@ -100,9 +100,9 @@ class _Running:
             os.write(self.terminal, b"\x03")
         with trio.fail_after(2 * PATIENCE):
             await self.process.wait()
-        self.hang_up()
+        self.close_terminal()
 
-    def hang_up(self) -> None:
+    def close_terminal(self) -> None:
         """Close the terminal, once; what still runs in it gets SIGHUP."""
         if self.terminal >= 0:
             os.close(self.terminal)
@@ -155,7 +155,7 @@ class Walk:
                         try:
                             await one.interrupt()
                         finally:
-                            one.hang_up()
+                            one.close_terminal()
 
     async def _take(self, step: Step, nursery: trio.Nursery) -> None:
         match [step.kind, *step.what.split(maxsplit=2)]:
@@ -177,8 +177,8 @@ class Walk:
             case ["shows"]:
                 assert shape(step.text) <= shape(self._said), self._said
             case ["shows", "start", number]:
-                said = self._started[int(number) - 1].said.decode()
-                assert shape(step.text) <= shape(said), said
+                output = self._started[int(number) - 1].output.decode()
+                assert shape(step.text) <= shape(output), output
             case other:
                 raise AssertionError(f"what is {other}?")
 

@@ -50,8 +50,8 @@ def test_the_readme_program_runs_over_smc_r() -> None:
         r"```python\n(import trio\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
     )
     assert program is not None
-    said = run("-c", program[1])
-    assert said.splitlines() == ["bytes travel over smc-r", "b'HELLO'"]
+    output = run("-c", program[1])
+    assert output.splitlines() == ["bytes travel over smc-r", "b'HELLO'"]
 
 
 async def test_the_echo_examples_talk() -> None:
@@ -61,10 +61,10 @@ async def test_the_echo_examples_talk() -> None:
     assert server.stdout is not None
     try:
         with trio.fail_after(LIMIT):
-            said = b""
-            while b"\n" not in said:
-                said += await server.stdout.receive_some()
-            port = said.split()[-1].decode()
+            output = b""
+            while b"\n" not in output:
+                output += await server.stdout.receive_some()
+            port = output.split()[-1].decode()
             client = await trio.run_process(
                 [sys.executable, "examples/echo_client.py", port, "127.0.0.1"],
                 cwd=ROOT,
@@ -79,10 +79,10 @@ async def test_the_echo_examples_talk() -> None:
 
 
 def test_the_demo_moves_a_file_over_smc_r() -> None:
-    said = run("examples/demo.py", "--mib", "9", "--rounds", "1")
-    assert "mode        smc-r\n" in said
-    assert "4 of 4 copies have it" in said
-    ratios = [float(ratio) for ratio in re.findall(r"(\d+\.\d+) times", said)]
+    output = run("examples/demo.py", "--mib", "9", "--rounds", "1")
+    assert "mode        smc-r\n" in output
+    assert "4 of 4 copies have it" in output
+    ratios = [float(ratio) for ratio in re.findall(r"(\d+\.\d+) times", output)]
     assert len(ratios) == 6
     assert all(ratio > 0 for ratio in ratios)
 
@@ -131,7 +131,7 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     smc = ("smc-r", *WAKES)
     names = ",".join(("tcp", "unix", "uvloop", *smc, "limit", "limit-steps", "limit-ring"))
     options = ("--rounds=1", "--seconds=0.01", f"--transports={names}")
-    said = run("-m", "benchmarks", *options, "--json", str(numbers), "--plot", str(picture))
+    output = run("-m", "benchmarks", *options, "--json", str(numbers), "--plot", str(picture))
     content = json.loads(numbers.read_text())
     metrics = {metric.name for workload in WORKLOADS.values() for metric in workload.metrics}
     measured: dict[str, set[str]] = {}
@@ -144,7 +144,7 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     others = dict.fromkeys(("unix", "uvloop", *smc), metrics)
     limits = {"limit": streams | round_trips, "limit-steps": streams, "limit-ring": streams}
     assert measured == {**others, **limits}
-    assert "NOT smc-r" not in said
+    assert "NOT smc-r" not in output
     assert "opening and accepting" in picture.read_text()
 
 
@@ -244,9 +244,9 @@ def test_what_link_groups_cost_a_server(tmp_path: Path) -> None:
 def test_several_runs_of_the_benchmark_show_their_spread(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ("--runs=2", "--rounds=1", "--seconds=0.02", "--workloads=rtt", "--both")
-    said = run("-m", "benchmarks", *options, "--transports=tcp,smc-r", "--json", str(numbers))
+    output = run("-m", "benchmarks", *options, "--transports=tcp,smc-r", "--json", str(numbers))
     content = json.loads(numbers.read_text())
-    assert said.count("2 x 1 interleaved rounds") == 2
+    assert output.count("2 x 1 interleaved rounds") == 2
     for part in (content, content["not pinned"]):
         assert len(part["runs"]) == 2
         low, high = part["spread"]["64 B round trip, p50 | smc-r"]
@@ -255,7 +255,7 @@ def test_several_runs_of_the_benchmark_show_their_spread(tmp_path: Path) -> None
 
 @pytest.mark.benchmark
 def test_the_processor_time_of_every_measure() -> None:
-    said = run("-m", "benchmarks.cpu", "--repetitions=1", "--transports=tcp,smc-r")
-    lines = said.splitlines()[1:]
+    output = run("-m", "benchmarks.cpu", "--repetitions=1", "--transports=tcp,smc-r")
+    lines = output.splitlines()[1:]
     assert len(lines) == len(cpu.MEASURES)
     assert all(float(number) > 0 for line in lines for number in line.split()[-2:])

@@ -280,10 +280,10 @@ async def open_ends(**settings: Any) -> AsyncIterator[tuple[End, End]]:
     ):
         actor = Actor(stack, nursery)
 
-        async def ask(**arguments: Any) -> dict[str, Any]:
-            return await peer.ask("act", **arguments)
+        async def send_command(**arguments: Any) -> dict[str, Any]:
+            return await peer.call("act", **arguments)
 
-        here, there = End(actor.act, None), End(ask, peer)
+        here, there = End(actor.act, None), End(send_command, peer)
         yield here, there
         await actor.stop_listening()
 

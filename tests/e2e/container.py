@@ -28,7 +28,7 @@ CLONE_NEWUSER = 0x10000000  # linux/sched.h
 TEXT = Text(1).piece(0, 300_000)
 
 
-def tell(line: str) -> None:
+def write_line(line: str) -> None:
     """Say it to who started this."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -83,14 +83,14 @@ async def server(settings: dict[str, Any], config: trio_smc.Config) -> None:
             listeners = list(await stack.open_listeners(port, host=host))
         nursery = await scopes.enter_async_context(trio.open_nursery())
         nursery.start_soon(trio.serve_listeners, handler, listeners)
-        tell(f"{listeners[0].socket.getsockname()[1]} {os.getpid()}")
+        write_line(f"{listeners[0].socket.getsockname()[1]} {os.getpid()}")
         await trio.lowlevel.FdStream(os.dup(0)).receive_some()
         nursery.cancel_scope.cancel()
 
 
 async def client(settings: dict[str, Any], config: trio_smc.Config) -> None:
     """Connect to each, and tell."""
-    told = []
+    reported = []
     async with trio_smc.open_stack(config) as stack:
         for host, port in settings["to"]:
             begun = trio.current_time()
@@ -105,7 +105,7 @@ async def client(settings: dict[str, Any], config: trio_smc.Config) -> None:
                 greeting, _, echo = got.partition(b"\n")
                 assert echo == TEXT
                 reason = stream.fallback.reason if stream.fallback else ""
-                told.append(
+                reported.append(
                     {
                         "mode": stream.mode,
                         "reason": reason,
@@ -115,7 +115,7 @@ async def client(settings: dict[str, Any], config: trio_smc.Config) -> None:
                         "seconds": seconds,
                     }
                 )
-    tell(json.dumps(told))
+    write_line(json.dumps(reported))
 
 
 def become(settings: dict[str, Any]) -> None:

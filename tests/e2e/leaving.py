@@ -25,15 +25,15 @@ async def leave_at_once(cases: int, seed: int) -> int:
         open_peer({}) as server,
         open_peer(module="tests.e2e.zygote") as zygote,
     ):
-        port = (await server.ask("listen", handler="collect"))["port"]
-        before = await server.ask("measure")
+        port = (await server.call("listen", handler="collect"))["port"]
+        before = await server.call("measure")
         for case in range(cases + 1):
             size = int(LARGEST ** rng.random())
             total += size
             # Pauses that leave the data in the ring until its sender is gone; and many small
             # pieces, so that the server has no receive posted for a while.
             listens = rng.random() < 0.3
-            await zygote.tell(
+            await zygote.send_command(
                 "",
                 port=None if listens else port,
                 # The last leaves in order: it removes the socket of one before that did not.
@@ -46,9 +46,9 @@ async def leave_at_once(cases: int, seed: int) -> int:
             )
             if listens:
                 there = (await zygote.answer())["port"]
-                answer = await server.ask("collect_from", port=there)
+                answer = await server.call("collect_from", port=there)
             else:
-                answer = await server.ask("collected", count=1)
+                answer = await server.call("collected", count=1)
             await zygote.answer()
             assert answer == {"cases": [case], "errors": []}, f"{answer}, seed {seed}"
         held = {what: before[what] for what in HELD}
@@ -56,7 +56,7 @@ async def leave_at_once(cases: int, seed: int) -> int:
         # What the last process said when it ended may not have been read yet.
         with trio.move_on_after(PATIENCE):
             while left != held:
-                after = await server.ask("measure")
+                after = await server.call("measure")
                 left = {what: after[what] for what in HELD}
         assert left == held, f"the server held {held} before, {left} after"
     return total

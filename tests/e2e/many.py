@@ -16,15 +16,15 @@ async def echo_at_once(connections: int) -> tuple[_Both, _Both]:
     """
     async with open_pair("process", {}) as (server, client):
         for peer in (server, client):
-            await peer.ask("raise_limit")
-        port = (await server.ask("listen", handler="echo"))["port"]
-        await client.ask("churn", port=port, count=1, seed=0)
-        before = await server.ask("measure"), await client.ask("measure")
-        answer = await client.ask("echo", port=port, connections=connections, rounds=2)
+            await peer.call("raise_limit")
+        port = (await server.call("listen", handler="echo"))["port"]
+        await client.call("churn", port=port, count=1, seed=0)
+        before = await server.call("measure"), await client.call("measure")
+        answer = await client.call("echo", port=port, connections=connections, rounds=2)
         assert answer["modes"] == ["smc-r"]
-        during = await server.ask("measure"), await client.ask("measure")
-        await client.ask("close")
-        assert (await server.ask("errors"))["errors"] == []
+        during = await server.call("measure"), await client.call("measure")
+        await client.call("close")
+        assert (await server.call("errors"))["errors"] == []
     return before, during
 
 
@@ -39,19 +39,19 @@ async def open_and_close(warm_up: int, count: int, seed: int) -> tuple[_Both, _B
     """
     async with open_pair("process", {}) as (server, client):
         for peer in (server, client):
-            await peer.ask("trace")
-        port = (await server.ask("listen", handler="echo"))["port"]
+            await peer.call("trace")
+        port = (await server.call("listen", handler="echo"))["port"]
 
         async def churn(connections: int, seed: int) -> None:
             for first in range(0, connections, _AT_A_TIME):
                 some = min(_AT_A_TIME, connections - first)
-                await client.ask("churn", port=port, count=some, seed=seed + first)
+                await client.call("churn", port=port, count=some, seed=seed + first)
 
         await churn(warm_up, seed)
-        before = await server.ask("measure"), await client.ask("measure")
+        before = await server.call("measure"), await client.call("measure")
         await churn(count, seed + 1)
-        after = await server.ask("measure"), await client.ask("measure")
-        assert (await server.ask("errors"))["errors"] == []
+        after = await server.call("measure"), await client.call("measure")
+        assert (await server.call("errors"))["errors"] == []
     return before, after
 
 

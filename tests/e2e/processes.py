@@ -29,12 +29,12 @@ class Peer:
         self.process = process
         self._unread = b""
 
-    async def ask(self, command: str, **arguments: object) -> dict[str, Any]:
+    async def call(self, command: str, **arguments: object) -> dict[str, Any]:
         """Let it do something and return its answer.  Raises PeerError."""
-        await self.tell(command, **arguments)
+        await self.send_command(command, **arguments)
         return await self.answer()
 
-    async def tell(self, command: str, **arguments: object) -> None:
+    async def send_command(self, command: str, **arguments: object) -> None:
         """Let it do something; `answer` must follow."""
         assert self.process.stdin is not None
         line = json.dumps({"do": command, **arguments}) + "\n"

@@ -84,7 +84,7 @@ class Survivor:
         if not listens:
             [listener] = await trio_smc.open_listeners(0, host=HOST)
             port = listener.socket.getsockname()[1]
-        begun = await zygote.ask("start", port=port, streams=count, seed=seed, settings=SETTINGS)
+        begun = await zygote.call("start", port=port, streams=count, seed=seed, settings=SETTINGS)
         pid = begun["pid"]
         try:
             streams = await self._connect(listener, zygote, count)
@@ -95,11 +95,11 @@ class Survivor:
                     stream.abort()
                 os.kill(pid, signal.SIGKILL)
                 with trio.fail_after(_LIFE):
-                    await zygote.ask("wait")
+                    await zygote.call("wait")
                 return
             early = await self._transfer(streams, pid, seed, rng, kill=kill)
             with trio.fail_after(_LIFE):
-                code = (await zygote.ask("wait"))["code"]
+                code = (await zygote.call("wait"))["code"]
         except BaseException:
             os.kill(pid, signal.SIGKILL)  # it may be stopped; its zygote has not reaped it
             raise

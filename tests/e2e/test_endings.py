@@ -289,7 +289,7 @@ WHILE: dict[str, tuple[str, Callable[[SmcStream], Awaitable[object]]]] = {
 async def test_a_killed_server(while_: str, connections: int) -> None:
     handler, use = WHILE[while_]
     async with open_peer({}) as victim, surviving():
-        port = (await victim.ask("listen", handler=handler))["port"]
+        port = (await victim.call("listen", handler=handler))["port"]
         streams = [await trio_smc.open_stream(HOST, port) for _ in range(connections)]
         await kill_while(victim, streams, use)
         await victim.process.wait()
@@ -329,6 +329,6 @@ async def test_a_killed_client(while_: str) -> None:
         for _ in range(2):
             # The second is served by a link group of its own.
             async with open_peer({}) as victim:
-                assert await victim.ask("hold", port=port) == {"mode": "smc-r"}
+                assert await victim.call("hold", port=port) == {"mode": "smc-r"}
                 await kill_while(victim, [await listener.accept()], WHILE[while_][1])
         await listener.aclose()

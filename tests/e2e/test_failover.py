@@ -26,18 +26,18 @@ class Sides(NamedTuple):
         """Ask both at once."""
         answers: dict[str, dict[str, Any]] = {}
 
-        async def ask(name: str, peer: Peer) -> None:
-            answers[name] = await peer.ask(command, **arguments)
+        async def call(name: str, peer: Peer) -> None:
+            answers[name] = await peer.call(command, **arguments)
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask, "server", self.server)
-            nursery.start_soon(ask, "client", self.client)
+            nursery.start_soon(call, "server", self.server)
+            nursery.start_soon(call, "client", self.client)
         return [answers["server"], answers["client"]]
 
     async def whole(self) -> None:
         """Wait until the group is symmetric on all four RNICs, with even loads, and busy."""
-        await self.server.ask("links", rnics=["a", "b"], kind="symmetric", even=True)
-        await self.client.ask("links", rnics=["c", "d"], kind="symmetric", even=True)
+        await self.server.call("links", rnics=["a", "b"], kind="symmetric", even=True)
+        await self.client.call("links", rnics=["c", "d"], kind="symmetric", even=True)
         await self.busy()
 
     async def busy(self) -> None:
@@ -60,12 +60,12 @@ async def sides(
 ) -> AsyncIterator[Sides]:
     settings: list[dict[str, object]] = [{"rnics": server_rnics}, {"rnics": client_rnics}]
     async with open_pair("process", *settings, module="tests.e2e.moving_peer") as (server, client):
-        port = (await server.ask("listen"))["port"]
+        port = (await server.call("listen"))["port"]
         yield Sides(server, client, port)
 
 
 async def connect(pair: Sides, count: int = STREAMS) -> None:
-    answer = await pair.client.ask("connect", port=pair.port, count=count)
+    answer = await pair.client.call("connect", port=pair.port, count=count)
     assert answer["modes"] == ["smc-r"] * count
 
 
@@ -75,9 +75,9 @@ async def test_streams_survive_each_rnic_in_turn() -> None:
         await connect(pair)
         await pair.whole()
         for peer, name in ((pair.server, "a"), (pair.client, "d"), (pair.server, "b")):
-            await peer.ask("fail", name=name)
+            await peer.call("fail", name=name)
             await pair.busy()
-            await peer.ask("restore", name=name)
+            await peer.call("restore", name=name)
             await pair.whole()
         assert await pair.finish() >= 3 * STREAMS
 
@@ -88,9 +88,9 @@ async def test_drained_rnics_carry_nothing_and_nothing_is_lost() -> None:
         await connect(pair)
         await pair.whole()
         for peer, name in ((pair.server, "b"), (pair.client, "c")):
-            assert await peer.ask("drain", name=name) == {"left": 0}
+            assert await peer.call("drain", name=name) == {"left": 0}
             await pair.busy()
-            await peer.ask("undrain", name=name)
+            await peer.call("undrain", name=name)
             await pair.whole()
         await pair.finish()
 
@@ -100,13 +100,13 @@ async def test_two_failures_at_once_leave_the_other_pair() -> None:
     async with sides() as pair:
         await connect(pair)
         await pair.whole()
-        await pair.server.tell("fail", name="a")
-        await pair.client.tell("fail", name="c")
+        await pair.server.send_command("fail", name="a")
+        await pair.client.send_command("fail", name="c")
         await pair.server.answer()
         await pair.client.answer()
         await pair.busy()
-        await pair.server.ask("restore", name="a")
-        await pair.client.ask("restore", name="c")
+        await pair.server.call("restore", name="a")
+        await pair.client.call("restore", name="c")
         await pair.whole()
         await pair.finish()
 
@@ -118,7 +118,7 @@ async def test_without_any_link_streams_break_on_both_sides(where: str) -> None:
         await connect(pair, 2)
         await pair.busy()
         peer, name = (pair.server, "a") if where == "server" else (pair.client, "c")
-        await peer.ask("fail", name=name)
+        await peer.call("fail", name=name)
         no_link = (
             "BrokenResourceError from ConnectionAbortedError(103, 'no link to the peer is left')"
         )
@@ -133,11 +133,11 @@ async def test_without_any_link_streams_break_on_both_sides(where: str) -> None:
         for each in errors:
             assert len(each) == 2
             assert all(error <= {no_link, reset} for error in each)
-        answer = await pair.client.ask("connect", port=pair.port)
+        answer = await pair.client.call("connect", port=pair.port)
         assert answer["modes"] == ["tcp"]
         assert answer["fallbacks"] == ["RNIC_DOWN"]
-        assert await pair.client.ask("progress") == {"errors": []}
+        assert await pair.client.call("progress") == {"errors": []}
         await pair.both("finish")
-        await peer.ask("restore", name=name)
+        await peer.call("restore", name=name)
         await connect(pair, 1)
         await pair.busy()

@@ -28,7 +28,7 @@ async def peer() -> AsyncIterator[Peer]:
 
 async def connect_and_stop(peer: Peer, size: int) -> SmcStream:
     """A stream to a process that then is stopped; the header is sent."""
-    port = (await peer.ask("listen", handler="collect"))["port"]
+    port = (await peer.call("listen", handler="collect"))["port"]
     stream = await trio_smc.open_stream(HOST, port)
     assert stream.mode == "smc-r"
     await stream.send_all(HEADER.pack(7, size, SEED, 0))
@@ -49,7 +49,7 @@ async def test_a_cancelled_send_leaves_its_buffer_alone(peer: Peer) -> None:
         buffer.clear()
         peer.process.send_signal(signal.SIGCONT)
         await stream.aclose()
-        assert await peer.ask("collected", count=1) == {"cases": [7], "errors": []}
+        assert await peer.call("collected", count=1) == {"cases": [7], "errors": []}
 
 
 async def test_closing_waits_until_the_peer_has_it_all(peer: Peer) -> None:
@@ -60,4 +60,4 @@ async def test_closing_waits_until_the_peer_has_it_all(peer: Peer) -> None:
             await stream.send_all(text[position : position + 1])
         assert await cancel_when_blocked(stream.aclose)
         peer.process.send_signal(signal.SIGCONT)
-        assert await peer.ask("collected", count=1) == {"cases": [7], "errors": []}
+        assert await peer.call("collected", count=1) == {"cases": [7], "errors": []}

@@ -19,18 +19,18 @@ async def transfer(ring: int, total: int, small: int, seed: int) -> dict[str, An
         there = {"send_seed": seed, "receive_seed": seed + 1}
         back = {"send_seed": seed + 1, "receive_seed": seed}
         sizes = {"total": total, "small": small}
-        port = (await server.ask("listen", handler="exchange", **back, **sizes))["port"]
+        port = (await server.call("listen", handler="exchange", **back, **sizes))["port"]
         answers: dict[str, Any] = {}
 
-        async def ask_client() -> None:
-            answers["client"] = await client.ask("exchange", port=port, **there, **sizes)
+        async def call_client() -> None:
+            answers["client"] = await client.call("exchange", port=port, **there, **sizes)
 
-        async def ask_server() -> None:
-            answers["server"] = await server.ask("exchanged")
+        async def call_server() -> None:
+            answers["server"] = await server.call("exchanged")
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask_client)
-            nursery.start_soon(ask_server)
+            nursery.start_soon(call_client)
+            nursery.start_soon(call_server)
     one, other = answers["client"], answers["server"]
     assert one["mode"] == other["mode"] == "smc-r"
     assert one["sent"] == other["received"]

@@ -86,7 +86,7 @@ async def live(port: int | None, streams: int, seed: int, settings: dict[str, fl
     async with trio_smc.open_stack(config(**settings)):
         if port is None:
             [listener] = await trio_smc.open_listeners(0, host=HOST)
-            say(port=listener.socket.getsockname()[1])
+            write_answer(port=listener.socket.getsockname()[1])
             made = [await listener.accept() for _ in range(streams)]
             await listener.aclose()
         else:
@@ -102,7 +102,7 @@ def text_seeds(seed: int, number: int) -> tuple[int, int]:
     return (seed + number) % 4, 4 + (seed + number) % 4
 
 
-def say(**answer: Any) -> None:
+def write_answer(**answer: Any) -> None:
     """One line."""
     os.write(1, (json.dumps(answer) + "\n").encode())
 
@@ -113,7 +113,7 @@ def start(command: dict[str, Any]) -> int:
     child = os.fork()
     if child:
         os.close(wait)
-        say(pid=child)
+        write_answer(pid=child)
         os.close(go)
         return child
     # What the victim says must not come before its pid.
@@ -139,9 +139,9 @@ def main() -> None:
         if what == "start":
             child = start(command)
         elif what == "wait":
-            say(code=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            write_answer(code=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         else:
-            say(error=f"what is {what}?")
+            write_answer(error=f"what is {what}?")
 
 
 if __name__ == "__main__":

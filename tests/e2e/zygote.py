@@ -46,13 +46,13 @@ async def _connect(port: int | None) -> SmcStream:
     if port is not None:
         return await trio_smc.open_stream(HOST, port)
     [listener] = await trio_smc.open_listeners(0, host=HOST)
-    say({"port": listener.socket.getsockname()[1]})
+    write_answer({"port": listener.socket.getsockname()[1]})
     stream = await listener.accept()
     await listener.aclose()
     return stream
 
 
-def say(answer: dict[str, Any]) -> None:
+def write_answer(answer: dict[str, Any]) -> None:
     """One line to whoever asked."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
@@ -88,7 +88,7 @@ def main() -> None:
     """Serve until the input ends."""
     while line := sys.stdin.buffer.readline():
         code = fork_client(json.loads(line))
-        say({} if code == 0 else {"error": f"exit code {code}"})
+        write_answer({} if code == 0 else {"error": f"exit code {code}"})
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ V2_CONFIG = replace(CONFIG, ueids=(UEID,))
 PREFIX = ("10.9.0.0", 24)
 
 
-def say(role: str, text: str) -> None:
+def log(role: str, text: str) -> None:
     sys.stdout.write(f"{role}: {text}\n")
     sys.stdout.flush()
 
@@ -56,7 +56,7 @@ async def serve(control: Control) -> None:
             lambda: not stack.connections and not stack.link_groups,
             f"nothing of theirs: {stack.connections} {stack.link_groups}", PATIENCE,
         )  # fmt: skip
-        say("server", "ok")
+        log("server", "ok")
         await control.swap(patience=PATIENCE)
         nursery.cancel_scope.cancel()
 
@@ -82,7 +82,7 @@ class Chatter:
             await trio.sleep(0.01)
 
 
-async def told(honest: SmcStream, liar: Liar, lie: str) -> float:
+async def detection_time(honest: SmcStream, liar: Liar, lie: str) -> float:
     """Tell the lie; how long an answer to the honest stream took meanwhile, at most."""
     chatter = Chatter(honest)
     with trio.fail_after(PATIENCE):
@@ -107,7 +107,7 @@ async def attack(peer: str, device: Device, kind: type[Liar], lies: tuple[str, .
             waits: list[float] = []
             while not waits or waits[-1] >= STANDSTILL:
                 assert len(waits) < TRIES, (lie, waits)
-                waits.append(await told(honest, kind(device, peer, PORT, PREFIX), lie))
+                waits.append(await detection_time(honest, kind(device, peer, PORT, PREFIX), lie))
             with trio.fail_after(PATIENCE):
                 await honest.send_all(lie.encode())
                 got = b""
@@ -115,7 +115,7 @@ async def attack(peer: str, device: Device, kind: type[Liar], lies: tuple[str, .
                     got += await honest.receive_some()
             assert got == lie.encode()
             text = f"ok {lie} (version {version}), one answer took {waits[-1] * 1000:.0f} ms"
-            say("client", text)
+            log("client", text)
         await honest.send_eof()
         assert await honest.receive_some() == b""
 

@@ -109,13 +109,13 @@ async def main() -> int:
                 await step(world)
             except Exception:
                 failed += 1
-                world.say(f"FAILED {name} after {time.monotonic() - start:.1f} s")
+                world.log(f"FAILED {name} after {time.monotonic() - start:.1f} s")
                 sys.excepthook(*sys.exc_info())
-                world.say(f"kernel links: {await kernel.call('links')}")
+                world.log(f"kernel links: {await kernel.call('links')}")
                 for when, out, message in world.seen.llc_messages[-40:]:
-                    world.say(f"{when:9.3f} {'to' if out else 'by'} the kernel {message.hex()}")
+                    world.log(f"{when:9.3f} {'to' if out else 'by'} the kernel {message.hex()}")
                 continue
-            world.say(f"ok {name} {time.monotonic() - start:.1f} s")
+            world.log(f"ok {name} {time.monotonic() - start:.1f} s")
     return failed
 
 

@@ -56,7 +56,7 @@ class Diary(Seen, logging.Handler):
         return list(itertools.takewhile(lambda line: line != f"{rnic}'s link is down", self.lines))
 
 
-def say(role: str, text: str) -> None:
+def log(role: str, text: str) -> None:
     sys.stdout.write(f"{role}: {text}\n")
     sys.stdout.flush()
 
@@ -197,7 +197,7 @@ async def one_step(role: str, peer: str, control: Control, file: Path, step: str
         await until(lambda: group.kind is LinkGroupKind.SYMMETRIC, f"whole again: {group!r}")
         await control.swap(patience=PATIENCE)
         await stream.aclose()
-        say(
+        log(
             role,
             f"ok {step}: {SIZE >> 20} MiB there and back in {took:.1f} s, "
             f"SHA-256 right, {['eth' + number for number in numbers]} lost here; {downs}",

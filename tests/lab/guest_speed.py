@@ -69,7 +69,7 @@ async def serve(way: str, port: int, control: Control) -> None:
         await control.swap()
 
 
-async def ask(
+async def run_program(
     way: str, peer: str, port: int, control: Control, *, profiled: bool = False
 ) -> dict[str, float]:
     words, environment = command(way)
@@ -91,12 +91,12 @@ async def ask(
         assert modes == {"SMCR"}, modes
     *profile, told = done.stdout.decode().splitlines()
     for line in profile:
-        say(line)
+        log(line)
     figures: dict[str, float] = json.loads(told)
     return figures
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -112,7 +112,7 @@ def compare(figures: Mapping[str, Mapping[str, list[float]]]) -> None:
         ratios = ", ".join(
             f"{medians[OURS] / medians[way]:.2f} of {way}'s" for way in WAYS if way != OURS
         )
-        say(f"speed {name}: {spread}; {OURS} {ratios}")
+        log(f"speed {name}: {spread}; {OURS} {ratios}")
 
 
 async def main(role: str, peer: str, control_peer: str, profiled: bool) -> None:
@@ -126,13 +126,13 @@ async def main(role: str, peer: str, control_peer: str, profiled: bool) -> None:
                 if role == "server":
                     await serve(way, port, control)
                     continue
-                seen = await ask(way, peer, port, control, profiled=profiled)
-            say(f"{way}: " + ", ".join(f"{name} {value:.0f}" for name, value in seen.items()))
+                seen = await run_program(way, peer, port, control, profiled=profiled)
+            log(f"{way}: " + ", ".join(f"{name} {value:.0f}" for name, value in seen.items()))
             for name, value in seen.items():
                 figures[name][way].append(value)
     if not profiled:
         compare(figures)
-    say(f"{role}: ok speed")
+    log(f"{role}: ok speed")
 
 
 if __name__ == "__main__":

@@ -51,12 +51,12 @@ class Side:
         self.control = control
         self.number = 1 if self.server else 2
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         sys.stdout.write(f"{self.role}: {text}\n")
         sys.stdout.flush()
 
     def done(self, step: str) -> None:
-        self.say(f"ok {step}")
+        self.log(f"ok {step}")
 
     @contextlib.asynccontextmanager
     async def stream(self, network: str, config: Config) -> AsyncIterator[SmcStream]:
@@ -137,7 +137,7 @@ def show(side: Side, name: str, wire: Wire, chosen: Callable[[bytes], bool]) -> 
     with tempfile.NamedTemporaryFile() as file:
         wire.write_pcap(Path(file.name))
         text = base64.b64encode(Path(file.name).read_bytes()).decode()
-    side.say(f"pcap {name} {text}")
+    side.log(f"pcap {name} {text}")
 
 
 async def plain(side: Side) -> None:

@@ -47,7 +47,7 @@ MESSAGE = struct.Struct(">B3xQQ24x")
 """44 bytes: 0xfe, bytes produced, bytes consumed."""
 
 
-def say(role: str, text: str) -> None:
+def log(role: str, text: str) -> None:
     sys.stdout.write(f"{role}: {text}\n")
     sys.stdout.flush()
 
@@ -61,7 +61,7 @@ class Transfer:
         self.sent = hashlib.sha256()
         self.received = hashlib.sha256()
         self.produced = self.acknowledged = 0
-        self.consumed = self.told = self.arrived = 0
+        self.consumed = self.announced = self.arrived = 0
         self.counts: Counter[str] = Counter()
 
     def handle(self) -> None:
@@ -90,14 +90,14 @@ class Transfer:
             self.received.update(view[start : start + length])
             self.consumed += length
 
-    def tell(self) -> bool:
+    def send_cursor(self) -> bool:
         """Send where both cursors stand; False when the queue is full."""
         try:
             self.pair.qp.post_send(self.produced, MESSAGE.pack(0xFE, self.produced, self.consumed))
         except QueueFull:
             self.counts["queue full"] += 1
             return False
-        self.told = self.consumed
+        self.announced = self.consumed
         self.counts["sends"] += 1
         return True
 
@@ -122,7 +122,7 @@ class Transfer:
         pair, pending = self.pair, b""
         owed = False
         # `told` comes after `consumed`: the peer waits for our last cursor too.
-        while min(self.produced, self.told, self.acknowledged) < TOTAL:
+        while min(self.produced, self.announced, self.acknowledged) < TOTAL:
             moved = False
             if not pending and self.produced < TOTAL:
                 size = int(2 ** self.rng.uniform(0, 18))
@@ -137,11 +137,11 @@ class Transfer:
                     self.sent.update(pending)
                     self.produced += len(pending)
                     pending, owed, moved = b"", True, True
-            if self.consumed - self.told >= RING // 4 or (
-                self.consumed == TOTAL and self.told < TOTAL
+            if self.consumed - self.announced >= RING // 4 or (
+                self.consumed == TOTAL and self.announced < TOTAL
             ):
                 owed = True
-            if owed and self.tell():
+            if owed and self.send_cursor():
                 owed, moved = False, True
             if moved:
                 await trio.lowlevel.checkpoint()
@@ -379,11 +379,11 @@ async def zeroed_in_place(device: Device, control: Control, role: str, seed: int
 async def port_flap(device: Device, control: Control, role: str, seed: int) -> str:
     """The client's port goes down and up; queue pairs go on."""
     events: list[RnicEvent] = []
-    tell, news = trio.open_memory_channel[RnicEvent](9)
+    send_cursor, news = trio.open_memory_channel[RnicEvent](9)
 
     def on_event(event: RnicEvent) -> None:
         events.append(event)
-        tell.send_nowait(event)
+        send_cursor.send_nowait(event)
 
     device.rnic.on_event = on_event
     async with connected(device, control) as pair:
@@ -446,20 +446,20 @@ async def all_steps(control: Control, role: str, name: str, seed: int) -> None:
     before = descriptors()
     async with open_device(name) as device:
         rnic = device.rnic
-        say(role, f"{rnic.name} gid {rnic.gid.hex(':', 2)} mac {rnic.mac.hex(':')} "
+        log(role, f"{rnic.name} gid {rnic.gid.hex(':', 2)} mac {rnic.mac.hex(':')} "
                   f"mtu {rnic.mtu} active {rnic.port_active} seed {seed}")  # fmt: skip
         for step in STEPS:
-            say(role, f"ok {step.__name__}: {await step(device, control, role, seed)}")
+            log(role, f"ok {step.__name__}: {await step(device, control, role, seed)}")
     # A device can be opened again; this time by a stack's pump, first without spinning.
     for spin in (0, 50e-6):
         async with open_device(name, Pump(spin=spin)) as device:
             text = await round_trips(device, control, role, seed)
-            say(role, f"ok round_trips: pump, spin {spin}: {text}; {device.sleeps} wakeups")
+            log(role, f"ok round_trips: pump, spin {spin}: {text}; {device.sleeps} wakeups")
     async with open_device(name, Pump(spin=0)) as device:
         for what in REFUSED:
-            say(role, f"ok refused_write: {await refused_write(device, control, role, what)}")
+            log(role, f"ok refused_write: {await refused_write(device, control, role, what)}")
     assert descriptors() == before, set(descriptors()) ^ set(before)
-    say(role, "ok close: no descriptor left")
+    log(role, "ok close: no descriptor left")
 
 
 async def peer_death(control: Control, role: str, name: str) -> None:
@@ -479,7 +479,7 @@ async def peer_death(control: Control, role: str, name: str) -> None:
             seconds = time.perf_counter() - start
         assert (failed.status, failed.wr_id) == (WcStatus.RETRY_EXC_ERR, 1), failed
         assert pair.qp.state is QpState.ERR
-        say(role, f"ok peer_death: RETRY_EXC_ERR after {seconds:.2f} s, state ERR")
+        log(role, f"ok peer_death: RETRY_EXC_ERR after {seconds:.2f} s, state ERR")
         os._exit(0)  # the swap at the end of `connected` has no peer any more
 
 

@@ -69,7 +69,7 @@ async def abort(world: World) -> None:
                 error = raised.name
             assert error in ("ECONNRESET", "ECONNABORTED"), error
             await both.there("close")
-            world.say(f"{role}: our abort is {error} at the kernel")
+            world.log(f"{role}: our abort is {error} at the kernel")
 
             both = await connect(stack)
             # Data that the kernel's program has not read makes its close an abort (CDC 0x20).
@@ -80,7 +80,7 @@ async def abort(world: World) -> None:
                     while await both.stream.receive_some():
                         pass
                 except trio.BrokenResourceError as error:
-                    world.say(f"{role}: the kernel's abort is {error!r} here")
+                    world.log(f"{role}: the kernel's abort is {error!r} here")
                 else:
                     raise AssertionError("an orderly end here")
             await both.stream.aclose()

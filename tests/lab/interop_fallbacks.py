@@ -40,7 +40,7 @@ async def kernel_declines(world: World) -> None:
     async with no_device(world):
         for role, connect in world.both_ways():
             fallback = await _declined(world, connect, 28)
-            world.say(f"{role}: a Decline of 28 bytes: {fallback.message}; {fallback.remedy}")
+            world.log(f"{role}: a Decline of 28 bytes: {fallback.message}; {fallback.remedy}")
         ours = _connect._proposal
 
         def newer(peer_id: bytes, rnic: Rnic, address: str) -> clc.Proposal:
@@ -52,7 +52,7 @@ async def kernel_declines(world: World) -> None:
             await _declined(world, world.to_kernel, 44)
         finally:
             _connect._proposal = ours
-        world.say("client: to a Proposal of version 2 a Decline of 44 bytes")
+        world.log("client: to a Proposal of version 2 a Decline of 44 bytes")
 
 
 async def _declined(world: World, connect: Any, size: int) -> Fallback:
@@ -77,7 +77,7 @@ async def we_decline(world: World) -> None:
         assert declines, seen.clc_messages
         assert info["reason"] == PEER_DECLINED, info
         assert info["peer_reason"] == fallback.code == NO_DEVICE, (info, fallback)
-        world.say(f"we declined: {fallback.message}; the kernel has {info['peer_reason']:#x}")
+        world.log(f"we declined: {fallback.message}; the kernel has {info['peer_reason']:#x}")
 
 
 async def plain_peer(world: World) -> None:

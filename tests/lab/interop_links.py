@@ -50,7 +50,7 @@ async def asymmetric(world: World) -> None:
                 both = await connect(stack)
                 await expect_kind(world, both, LinkGroupKind.ASYMMETRIC)
                 await both.end()
-                world.say(f"{role}: asymmetric, two RNICs at the kernel")
+                world.log(f"{role}: asymmetric, two RNICs at the kernel")
     finally:
         await world.kernel.call("shell", command=UNDO)
     await here(SECOND.format(11))
@@ -60,7 +60,7 @@ async def asymmetric(world: World) -> None:
                 both = await connect(stack)
                 await expect_kind(world, both, LinkGroupKind.ASYMMETRIC)
                 await both.end()
-                world.say(f"{role}: asymmetric, two RNICs of ours")
+                world.log(f"{role}: asymmetric, two RNICs of ours")
     finally:
         await here(UNDO)
 
@@ -108,7 +108,7 @@ async def symmetric(world: World) -> None:
             for each in (both, again):
                 await transfer(each, world, MIB, wanted)
                 await each.end()
-            world.say(f"{role}: symmetric; LLC types {sorted(seen.types(True))} sent")
+            world.log(f"{role}: symmetric; LLC types {sorted(seen.types(True))} sent")
 
 
 async def test_link(world: World) -> None:
@@ -227,7 +227,7 @@ async def survive(
             if role == "client" and not ours and not stock:
                 # The kernel offers a new link while the interface is down: then we ask for it, ten
                 # seconds later. Up again, the kernel may be quicker.
-                await until(lambda: asked(seen), "the link that failed is asked for")
+                await until(lambda: has_request(seen), "the link that failed is asked for")
         took = trio.current_time() - start
         assert mark | DELETE_LINK in seen.types(True) | seen.types(False)
         whole = f"the group is {group.kind}"
@@ -238,13 +238,13 @@ async def survive(
             whole = f"symmetric again {trio.current_time() - start:.1f} s after it is back"
         await both.end()
         side = "our" if ours else "the kernel's"
-        world.say(
+        world.log(
             f"{role}: {size >> 20} MiB each way with {side} {interface} down in the middle in "
             f"{took:.1f} s, SHA-256 right; {whole}"
         )
 
 
-def asked(seen: Any) -> bool:
+def has_request(seen: Any) -> bool:
     """Whether we have rejected an ADD LINK, and sent one that is no answer (3.5.5.1.2)."""
     sent = [m for _, outgoing, m in seen.llc_messages if outgoing and m[0] == ADD_LINK]
     return any(m[3] & 0x40 for m in sent) and any(not m[3] & 0x80 for m in sent)

@@ -59,7 +59,7 @@ async def c_programs(world: World) -> None:
                     data = bytes(await stream.receive_some())
                 await stream.aclose()
             assert (program.status, program.output) == (0, f"{SIZE} bytes came back\n"), program
-        world.say(f"C programs, SMC by {by}: SMCR by smc_diag, as server and as client")
+        world.log(f"C programs, SMC by {by}: SMCR by smc_diag, as server and as client")
 
 
 async def python_programs(world: World) -> None:
@@ -100,7 +100,7 @@ async def python_programs(world: World) -> None:
                 await stream.aclose()
             wanted = hashlib.sha256(body).hexdigest() + "\n"
             assert (program.status, program.output) == (0, wanted), program.output
-        world.say(f"Python programs, SMC by {by}: SMCR by smc_diag, as server and as client")
+        world.log(f"Python programs, SMC by {by}: SMCR by smc_diag, as server and as client")
 
 
 class _Program:
@@ -133,7 +133,7 @@ async def _program(
                 "ended", number=program.number, stop=stop or failed
             )
             if failed:
-                world.say(f"the program said: {program.output}")
+                world.log(f"the program said: {program.output}")
 
 
 async def _reach(world: World, stack: Stack, port: int) -> SmcStream:

@@ -39,7 +39,7 @@ async def first_contact(world: World) -> None:
             # CONFIRM LINK as Linux wants it: no eye catchers.
             assert all(m[3] & 0x03 for _, _, m in seen.llc_messages if m[0] == 1)
             assert {1, 2} <= seen.types(True) & seen.types(False), "ADD LINK was offered, answered"
-            world.say(f"{role} {kind}: SMCR by smc_diag, Proposal of {len(proposal)} bytes")
+            world.log(f"{role} {kind}: SMCR by smc_diag, Proposal of {len(proposal)} bytes")
 
 
 async def second_connection(world: World) -> None:
@@ -55,7 +55,7 @@ async def second_connection(world: World) -> None:
                 await both.stream.send_all(b"x")
                 assert await both.there("text", count=1) == "x"
                 await both.end()
-            world.say(
+            world.log(
                 f"{role}: LLC requests sent {sorted(seen.types(True, replies=False))}, "
                 f"received {sorted(seen.types(False, replies=False))}"
             )
@@ -116,7 +116,7 @@ async def window_full(world: World, size: int = 16 * MIB) -> None:
             stalls = both.stream.statistics().window_stalls
             assert stalls >= size // PIECE // 2, stalls  # at most once in each send_all
             await both.end()
-            world.say(
+            world.log(
                 f"{role}: {size >> 20} MiB each way in {trio.current_time() - start:.1f} s, our "
                 f"window was full {size // RING} times, the kernel's {size // OUR_RING}"
             )
@@ -147,7 +147,7 @@ async def many_connections(world: World) -> None:
             modes = await run(world, stack, text)
             assert modes == {"SMCR": CONNECTIONS}, modes
             statistics = stack.statistics()
-            world.say(
+            world.log(
                 f"{role}: {CONNECTIONS} connections at once in "
                 f"{trio.current_time() - start:.1f} s, {statistics.link_groups} link groups"
             )
@@ -245,7 +245,7 @@ async def loss(world: World, size: int = 2 * MIB) -> None:
                 await both.confirm()
                 took = await transfer(both, world, size, wanted)
                 await both.end()
-                world.say(f"{role}: {size >> 20} MiB each way with 3 % loss in {took:.1f} s")
+                world.log(f"{role}: {size >> 20} MiB each way with 3 % loss in {took:.1f} s")
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(PATIENCE):
             await trio.run_process(command.format("del").split()[:6])

@@ -83,7 +83,7 @@ async def contacts(world: World) -> None:
         assert {V2 | 1, ADD_LINK, CONFIRM_RKEY} <= types, types
         assert all(each & V2 for each in types), types
         sizes = [len(m) for _, m in seen.clc_messages]
-        world.say(f"{role}: two connections of version 2, CLC messages of {sizes} bytes")
+        world.log(f"{role}: two connections of version 2, CLC messages of {sizes} bytes")
 
 
 async def kernel_ueids(world: World) -> None:
@@ -100,7 +100,7 @@ async def kernel_ueids(world: World) -> None:
                 await talk(both)
                 assert terms_of(stack).eid.rstrip() == UEID.encode()
                 await both.end()
-            world.say(f"{role}: the UEIDs of our kernel")
+            world.log(f"{role}: the UEIDs of our kernel")
     finally:
         for name in ("ELSE", UEID):
             smc_netlink.ueid(name, add=False)
@@ -116,12 +116,12 @@ async def ueids_differ(world: World) -> None:
                 await connect(stack), FallbackReason.NO_COMMON_UEID
             )
             assert fallback.origin is {"client": Origin.PEER, "server": Origin.LOCAL}[role]
-            world.say(f"{role}, another UEID: {fallback.message}; the kernel says {info}")
+            world.log(f"{role}, another UEID: {fallback.message}; the kernel says {info}")
     async with world.stack(ueids=()) as (stack, _):
         fallback, info = await world.fell_back(await world.from_kernel(stack))
         assert fallback.reason is FallbackReason.MODE_MISMATCH, fallback
         assert info["peer_reason"] == Diagnosis.MODE_MISMATCH, info
-        world.say(f"server without UEIDs: {fallback.message}")
+        world.log(f"server without UEIDs: {fallback.message}")
     await world.kernel.call("ueid", name=UEID, add=False)
     try:
         for role, connect in world.both_ways():
@@ -129,7 +129,7 @@ async def ueids_differ(world: World) -> None:
                 fallback, info = await world.fell_back(await connect(stack))
                 assert fallback.origin is Origin.PEER
                 assert fallback.peer_code == Diagnosis.NO_DEVICE, fallback
-                world.say(f"{role}, none at the kernel: {fallback.message}; it says {info}")
+                world.log(f"{role}, none at the kernel: {fallback.message}; it says {info}")
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(PATIENCE):
             await world.kernel.call("ueid", name=UEID)
@@ -152,7 +152,7 @@ async def limits(world: World) -> None:
                     await talk(both)
                 for both in open_ones:
                     await both.end()
-            world.say(f"{role}: 16 connections and one link in a group, no ADD LINK")
+            world.log(f"{role}: 16 connections and one link in a group, no ADD LINK")
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(PATIENCE):
             await world.kernel.call("shell", command=switch.format(255, 2))
@@ -169,7 +169,7 @@ async def release_0(world: World) -> None:
             await talk(both)
             assert terms_of(stack).release == 0
             await both.end()
-        world.say(f"{role}: release 0")
+        world.log(f"{role}: release 0")
 
 
 async def symmetric(world: World) -> None:
@@ -188,7 +188,7 @@ async def symmetric(world: World) -> None:
                     await each.confirm()
                     await transfer(each, world, MIB, wanted)
                     await each.end()
-                world.say(f"{role}: symmetric by version 2")
+                world.log(f"{role}: symmetric by version 2")
     finally:
         await world.kernel.call("shell", command=UNDO)
         await here(UNDO)
@@ -209,7 +209,7 @@ async def request_add_link(world: World) -> None:
             assert REQUEST_ADD_LINK in seen.types(True)
             await talk(both)
             await both.end()
-            world.say(f"client: REQUEST ADD LINK was answered; {await newest_links(world)}")
+            world.log(f"client: REQUEST ADD LINK was answered; {await newest_links(world)}")
         await world.kernel.call("shell", command="ip link set mac0 down")
         async with world.stack(**two()) as (stack, seen):
             both = await world.from_kernel(stack)
@@ -219,7 +219,7 @@ async def request_add_link(world: World) -> None:
             [asked] = [m for _, out, m in seen.llc_messages if m[0] == REQUEST_ADD_LINK and not out]
             await talk(both)
             await both.end()
-            world.say(f"server: answered REQUEST ADD LINK with {asked[24]} GIDs")
+            world.log(f"server: answered REQUEST ADD LINK with {asked[24]} GIDs")
     finally:
         await world.kernel.call("shell", command=UNDO)
         await here(UNDO)
@@ -278,7 +278,7 @@ async def routed(world: World) -> None:
             assert [str(gid.ipv4_mapped) for gid in gids] == [away.there], gids
             for both in (first, second):
                 await both.end()
-        world.say(f"{role}: {size >> 20} MiB each way through a router in {took:.1f} s")
+        world.log(f"{role}: {size >> 20} MiB each way through a router in {took:.1f} s")
     # The kernel's device first: it would send to one that has gone for ever.
     await world.kernel.call("pnet_flush")
     await world.kernel.call("shell", command=routing.undo(1, number=2))
@@ -300,7 +300,7 @@ async def ipv6(world: World) -> None:
             assert fallback.peer_code == Diagnosis.NO_DEVICE, fallback
             assert info["reason"] == Diagnosis.NO_DEVICE, info
             assert all(m[7] >> 4 == 1 for _, m in seen.clc_messages), seen.clc_messages
-            world.say(
+            world.log(
                 f"{role}, IPv6: {fallback.message}; {[m.hex() for _, m in seen.clc_messages]}"
             )
 
@@ -311,9 +311,9 @@ def saying(first: dict[str, Any], **credentials: Any) -> Iterator[None]:
     honest = Negotiation._credentials
 
     def lying(self: Negotiation, kind: Any) -> Any:
-        said = replace(honest(self, kind), **credentials)
-        v2 = said.v2
-        return replace(said, v2=replace(v2, first=replace(v2.first, **first)))
+        output = replace(honest(self, kind), **credentials)
+        v2 = output.v2
+        return replace(output, v2=replace(v2, first=replace(v2.first, **first)))
 
     Negotiation._credentials = lying  # type: ignore[method-assign]
     try:
@@ -337,4 +337,4 @@ async def kernel_checks(world: World) -> None:
                 both = await connect(stack)
             fallback, _ = await world.fell_back(both)
             assert (fallback.origin, fallback.peer_code) == (Origin.PEER, code), fallback
-            world.say(f"{first} {list(more)}: {fallback.message}, 0x{code:08x}")
+            world.log(f"{first} {list(more)}: {fallback.message}, 0x{code:08x}")

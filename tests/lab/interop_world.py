@@ -130,7 +130,7 @@ class World:
     seen: Seen = field(default_factory=Seen)
     ports: itertools.count[int] = field(default_factory=lambda: itertools.count(5000))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         sys.stdout.write(f"interop: {text}\n")
         sys.stdout.flush()
 

@@ -125,7 +125,7 @@ class Liar:
         finally:
             pair.close()
 
-    async def heard(self, pair: Pair) -> bytes:
+    async def received_message(self, pair: Pair) -> bytes:
         """The next message of the server's."""
         while True:
             completion = await pair.take(PATIENCE)
@@ -136,12 +136,12 @@ class Liar:
     async def confirmed(self, pair: Pair, **answer: Any) -> None:
         """Answer CONFIRM LINK as we should, and turn the second link down, or answer otherwise."""
         decode, encode = self.framing.decode_untrusted, self.framing.encode
-        request = decode(await self.heard(pair))
+        request = decode(await self.received_message(pair))
         assert isinstance(request, llc.ConfirmLink), request
         rnic = self.device.rnic
         reply = replace(request, reply=True, mac=rnic.mac, gid=rnic.gid, qp_number=pair.qp.qp_num)
         pair.qp.post_send(1, encode(reply))
-        offer = decode(await self.heard(pair))
+        offer = decode(await self.received_message(pair))
         assert isinstance(offer, llc.AddLink), offer
         answer = answer or {"rejected": True, "reason": 1, "extension": None}
         pair.qp.post_send(2, self.tamper(encode(replace(offer, reply=True, **answer))))
@@ -181,9 +181,9 @@ class Liar:
         """The second link is not to be; the connection could go on without it."""
         async with self.first_contact() as (_, pair, accept):
             await self.confirmed(pair, gid=DEAD, mac=bytes(6), qp_number=17)
-            message = self.framing.decode_untrusted(await self.heard(pair))
+            message = self.framing.decode_untrusted(await self.received_message(pair))
             assert isinstance(message, llc.DeleteLink), message
-            await self._say(pair, accept)
+            await self._send_cdc(pair, accept)
 
     async def names_element_zero(self) -> None:
         async with self.first_contact(at(45, b"\0")) as (stream, _, _):
@@ -195,7 +195,7 @@ class Liar:
 
     async def sends_llc_out_of_order(self) -> None:
         async with self.first_contact() as (stream, pair, _):
-            await self.heard(pair)
+            await self.received_message(pair)
             message = llc.DeleteRkey(rkeys=(1, 2, 3))
             pair.qp.post_send(1, self.framing.encode(message))
             await self.cut_off(stream)
@@ -214,7 +214,7 @@ class Liar:
             stream, pair, accept,
         ):  # fmt: skip
             await self.confirmed(pair)
-            await self._say(pair, accept)
+            await self._send_cdc(pair, accept)
             await self.cut_off(stream)
 
     async def lies_about_its_size(self) -> None:
@@ -224,14 +224,15 @@ class Liar:
         ):  # fmt: skip
             await self.confirmed(pair)
             for number in range(20):
-                await self._say(pair, accept, number)
+                await self._send_cdc(pair, accept, number)
             await self.cut_off(stream)
 
     async def lies_about_cursors(self) -> None:
         async with self.first_contact() as (stream, pair, accept):
             await self.confirmed(pair)
-            await self._say(pair, accept)
-            while (await self.heard(pair))[0] != 0xFE:  # the echo: the connection is in use
+            await self._send_cdc(pair, accept)
+            # Wait for the echo: the connection is in use then.
+            while (await self.received_message(pair))[0] != 0xFE:
                 pass
             self._cdc(pair, accept, 2, produced=1 << 30)
             await self.cut_off(stream)
@@ -254,9 +255,9 @@ class Liar:
     async def vanishes_in_the_middle(self) -> None:
         async with self.first_contact() as (_, pair, accept):
             await self.confirmed(pair)
-            await self._say(pair, accept)
+            await self._send_cdc(pair, accept)
 
-    async def _say(self, pair: Pair, accept: clc.Accept, number: int = 0) -> None:
+    async def _send_cdc(self, pair: Pair, accept: clc.Accept, number: int = 0) -> None:
         """16 KiB of data, which the server echoes into our RMB."""
         piece = 16 * 1024
         place = number * piece
@@ -410,7 +411,7 @@ class V2Liar(Liar):
             await self.confirmed(pair, extension=empty, **own)
             await self.cut_off(stream)
 
-    async def tells_strange_rtokens(self) -> None:
+    async def sends_strange_rtokens(self) -> None:
         async with self.first_contact() as (stream, pair, _):
             strange = llc.RTokenPair(reference_rkey=77, new_rkey=78, new_address=1 << 63)
             many = llc.AddLinkExtension(direct=False, target_gid=bytes(16), pairs=(strange,) * 255)
@@ -422,14 +423,14 @@ class V2Liar(Liar):
         gid = self.device.rnic.gid
         await self._sends(at(24, b"\xff")(llc.V2.encode(llc.RequestAddLink(gids=(gid, gid)))))
 
-    async def asks_for_links(self) -> None:
+    async def requests_links(self) -> None:
         """Again and again, where there is no RNIC for one; the connection goes on."""
         async with self.first_contact() as (_, pair, accept):
             await self.confirmed(pair)
             request = llc.V2.encode(llc.RequestAddLink(gids=(DEAD, bytes(16))))
             for number in range(32):
                 pair.qp.post_send(3 + number, request)
-            await self._say(pair, accept)
+            await self._send_cdc(pair, accept)
 
     async def counts_more_rkeys(self) -> None:
         await self._sends(at(4, b"\xff")(llc.V2.encode(llc.DeleteRkey(rkeys=(1, 2)))))
@@ -464,7 +465,7 @@ V2_LIES = (
     "confirms_another_eid", "confirms_another_release", "confirms_other_limits",
     "counts_more_gids", "confirms_a_gid_of_zeros", "confirms_in_version_1",
     "confirms_nothing_new", "lies_about_llc_length", "sends_more_than_fits",
-    "speaks_version_1_later", "counts_more_rtokens", "tells_strange_rtokens",
-    "counts_more_gids_for_a_link", "asks_for_links", "counts_more_rkeys",
+    "speaks_version_1_later", "counts_more_rtokens", "sends_strange_rtokens",
+    "counts_more_gids_for_a_link", "requests_links", "counts_more_rkeys",
 )  # fmt: skip
 """Some of the same, and what only version 2 has room for."""

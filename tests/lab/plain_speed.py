@@ -77,7 +77,7 @@ async def serve(port: int) -> None:
         sys.stdout.flush()
 
 
-async def told(stream: trio.SocketStream) -> float:
+async def receive_report(stream: trio.SocketStream) -> float:
     """What the server says at the end."""
     text = b""
     while data := await stream.receive_some():
@@ -85,7 +85,7 @@ async def told(stream: trio.SocketStream) -> float:
     return float(json.loads(text))
 
 
-async def ask(host: str, port: int, profile: cProfile.Profile | None) -> dict[str, float]:
+async def run_client(host: str, port: int, profile: cProfile.Profile | None) -> dict[str, float]:
     async with await trio.open_tcp_stream(host, port) as stream:
         await stream.send_all(ECHO)
         before = busy()
@@ -99,13 +99,13 @@ async def ask(host: str, port: int, profile: cProfile.Profile | None) -> dict[st
             took.append(time.perf_counter() - began)
         if profile is not None:
             profile.disable()
-        worked = busy() - before + await told(stream)
+        worked = busy() - before + await receive_report(stream)
     async with await trio.open_tcp_stream(host, port) as stream:
         await stream.send_all(SINK)
         before, began = busy(), time.perf_counter()
         for _ in range(STREAM // len(PIECE)):
             await stream.send_all(PIECE)
-        there = await told(stream)
+        there = await receive_report(stream)
         seconds, streamed = time.perf_counter() - began, busy() - before + there
     mebibytes = STREAM >> 20
     return {
@@ -122,7 +122,7 @@ def main() -> None:
             trio.run(serve, int(port))
         case ["ask", host, port, *rest]:
             profile = cProfile.Profile() if rest == ["profile"] else None
-            figures = trio.run(ask, host, int(port), profile)
+            figures = trio.run(run_client, host, int(port), profile)
             if profile is not None:
                 pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(PROFILED)
             sys.stdout.write(json.dumps(figures) + "\n")

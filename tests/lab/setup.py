@@ -104,10 +104,10 @@ def install_packages() -> None:
     line = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *missing]
     if os.geteuid() != 0:
         line = ["sudo", "-n", *line]
-    say("installing " + " ".join(missing))
+    log("installing " + " ".join(missing))
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     refresh = [*line[: line.index("install")], "update", "-q"]
-    said = ""
+    output = ""
     for attempt in (line, refresh, line):
         try:
             done = subprocess.run(attempt, env=environment, capture_output=True, check=False)
@@ -115,8 +115,8 @@ def install_packages() -> None:
             raise LabError(f"the lab needs Debian's apt: {missing_command}") from missing_command
         if attempt is line and not done.returncode:
             return
-        said = done.stderr.decode(errors="replace")
-    raise LabError(f"this failed: {' '.join(line)}\n{said}")
+        output = done.stderr.decode(errors="replace")
+    raise LabError(f"this failed: {' '.join(line)}\n{output}")
 
 
 # --- the kernel ---------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def build_smc(cache: Path, work: Path, made: Path) -> None:
     smc = source / "net" / "smc"
     edited = smc / "smc_ib.c"
     edited.write_text(relax(edited.read_text()))
-    say("building net/smc")
+    log("building net/smc")
     run(
         "make", "-s", "-j2", "-C", headers / "usr" / "src" / f"linux-headers-{release}", f"M={smc}",
         "CONFIG_SMC=m", "CONFIG_SMC_DIAG=m", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules",
@@ -296,7 +296,7 @@ def fetch(cache: Path, package: str) -> Path:
     present = [path for path in place.glob(f"{package}_*.deb") if version in path.name]
     if present:
         return present[0]
-    say(f"downloading {package}")
+    log(f"downloading {package}")
     with tempfile.TemporaryDirectory(dir=place) as name:
         run("apt-get", "download", "-q", package, cwd=Path(name))
         [file] = Path(name).iterdir()
@@ -323,7 +323,7 @@ def run(*command: str | Path, check: bool = True, cwd: Path | None = None) -> st
     return done.stdout
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     sys.stderr.write(f"lab: {text}\n")
     sys.stderr.flush()
 
@@ -332,9 +332,9 @@ def main() -> int:
     try:
         made = make()
     except LabError as problem:
-        say(str(problem))
+        log(str(problem))
         return 1
-    say(f"ready: Linux {(made / 'version').read_text()} in {made}")
+    log(f"ready: Linux {(made / 'version').read_text()} in {made}")
     return 0
 
 

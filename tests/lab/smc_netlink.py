@@ -33,7 +33,7 @@ _SOCKET = struct.Struct("=4B2H16s16sI8sIQ")
 _FALLBACK: Final = 5
 
 
-def _ask(protocol: int, kind: int, flags: int, body: bytes) -> Iterator[bytes]:
+def _query(protocol: int, kind: int, flags: int, body: bytes) -> Iterator[bytes]:
     """The payloads of the answers to one request.  Raises OSError."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol) as netlink:
         netlink.settimeout(10)
@@ -71,7 +71,7 @@ def _attribute(kind: int, value: bytes) -> bytes:
 
 def _family(name: str) -> int:
     body = struct.pack("=BBH", 3, 1, 0) + _attribute(2, name.encode() + b"\0")
-    [answer] = list(_ask(_GENERIC, _GENERIC, 0, body))[:1]
+    [answer] = list(_query(_GENERIC, _GENERIC, 0, body))[:1]
     return int.from_bytes(_attributes(answer[4:])[1], "little")
 
 
@@ -79,7 +79,7 @@ def _command(
     family: str, command: int, flags: int, body: bytes = b""
 ) -> Iterator[dict[int, bytes]]:
     head = struct.pack("=BBH", command, 1, 0)
-    for answer in _ask(_GENERIC, _family(family), flags, head + body):
+    for answer in _query(_GENERIC, _family(family), flags, head + body):
         yield _attributes(answer[4:])
 
 
@@ -96,7 +96,7 @@ def sockets() -> dict[int, dict[str, Any]]:
     """The same of all SMC sockets, by inode."""
     found = {}
     request = struct.pack("=BxxB48x", 43, 0xFF)  # AF_SMC; every extension
-    for answer in _ask(_SOCK_DIAG, 20, _DUMP, request):
+    for answer in _query(_SOCK_DIAG, 20, _DUMP, request):
         _, state, mode, _, _, _, _, _, _, _, _, inode = _SOCKET.unpack_from(answer)
         info: dict[str, Any] = {"state": state, "mode": _MODES[mode]}
         fallback = _attributes(answer[_SOCKET.size :]).get(_FALLBACK)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.lab import guest_interop, runner
-from tests.lab.telling import kernel_crash, told
+from tests.lab.failures import describe_failure, kernel_crash
 
 MESSAGES = {
     "streams": {
@@ -39,8 +39,8 @@ def test_with_the_kernel(suite: str) -> None:
         sys.stdout.write(f"{done.output}\nthe guest's kernel has crashed, so all again: {crash}\n")
         done = runner.with_kernel(suite)
     for step in guest_interop.SUITES[suite]:
-        assert f"interop: ok {step.__name__} " in done.output, told(done)
-    assert done.returncode == 0, told(done)
+        assert f"interop: ok {step.__name__} " in done.output, describe_failure(done)
+    assert done.returncode == 0, describe_failure(done)
     if suite != "quick":  # one guest has no wire
         [read] = re.findall(r"\[wire\] tshark reads (.*)", done.output)
         seen = {each.partition(" ")[2] for each in read.split(", ")}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.lab import guest_overcommit, runner
-from tests.lab.telling import told
+from tests.lab.failures import describe_failure
 
 
 @pytest.mark.lab
 @pytest.mark.timeout(500)
 def test_programs_survive_at_the_commit_limit() -> None:
     done = runner.overcommit()
-    assert done.returncode == 0, told(done)
+    assert done.returncode == 0, describe_failure(done)
     for step in guest_overcommit.STEPS:
-        assert f"ok {step.__name__}" in done.output, told(done)
+        assert f"ok {step.__name__}" in done.output, describe_failure(done)

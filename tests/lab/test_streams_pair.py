@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab import runner
-from tests.lab.telling import told
+from tests.lab.failures import describe_failure
 from tests.wire import tshark_reader
 
 STEPS = (
@@ -32,7 +32,7 @@ READINGS = (
 def test_streams_between_two_guests(tmp_path: Path) -> None:
     tshark_reader.require_tshark()
     done = runner.streams()
-    assert done.returncode == 0, told(done)
+    assert done.returncode == 0, describe_failure(done)
     for name, condition, field, expected in READINGS:
         for role in ("server", "client"):
             [text] = re.findall(rf"{role}: pcap {name} (\S+)", done.output)
@@ -45,4 +45,4 @@ def test_streams_between_two_guests(tmp_path: Path) -> None:
             assert expected <= set(read.stdout.split()), (name, role, read.stdout)
     for role in ("server", "client"):
         for step in STEPS:
-            assert f"{role}: ok {step}" in done.output, told(done)
+            assert f"{role}: ok {step}" in done.output, describe_failure(done)

@@ -238,7 +238,7 @@ def running(theirs: Path, *command: str) -> list[str]:
     ]  # fmt: skip
 
 
-def said_by(theirs: Path, cwd: Path, program: str, *arguments: str, plain: bool = False) -> str:
+def output_of(theirs: Path, cwd: Path, program: str, *arguments: str, plain: bool = False) -> str:
     """What a client says, over SMC-R; ``plain``: over TCP."""
     (cwd / "client.py").write_text(program)
     command = [str(theirs / "python"), "client.py", *arguments]
@@ -273,7 +273,7 @@ def proxies(theirs: Path, cwd: Path, port: int) -> Iterator[int]:
 def test_fastapi_on_hypercorn(theirs: Path, tmp_path: Path) -> None:
     """A stream, an upload, server-sent events, a WebSocket."""
     with hypercorn(theirs, tmp_path, FASTAPI_APP) as url:
-        assert said_by(theirs, tmp_path, FASTAPI_CLIENT, url) == "all of it\n"
+        assert output_of(theirs, tmp_path, FASTAPI_CLIENT, url) == "all of it\n"
 
 
 def test_http_2_with_tls_and_two_workers(theirs: Path, tmp_path: Path) -> None:
@@ -285,13 +285,13 @@ def test_http_2_with_tls_and_two_workers(theirs: Path, tmp_path: Path) -> None:
         part.write_to_path(str(tmp_path / "certificate.pem"), append=True)
     options = ["-w", "2", "--certfile", "certificate.pem", "--keyfile", "key.pem"]
     with hypercorn(theirs, tmp_path, FASTAPI_APP, *options) as url:
-        said = said_by(theirs, tmp_path, HTTP2_CLIENT, url, "ca.pem")
-    assert said == "{('HTTP/2', 2000000)}\n"
+        output = output_of(theirs, tmp_path, HTTP2_CLIENT, url, "ca.pem")
+    assert output == "{('HTTP/2', 2000000)}\n"
 
 
 def test_mcp_over_streamable_http(theirs: Path, tmp_path: Path) -> None:
     with hypercorn(theirs, tmp_path, MCP_APP) as url:
-        assert said_by(theirs, tmp_path, MCP_CLIENT, url) == "42\n"
+        assert output_of(theirs, tmp_path, MCP_CLIENT, url) == "42\n"
 
 
 def test_purerpc(tmp_path: Path) -> None:
@@ -300,8 +300,8 @@ def test_purerpc(tmp_path: Path) -> None:
         (tmp_path / "server.py").write_text(RPC_SERVER.replace("PORT", str(port)))
         command = running(theirs, str(theirs / "python"), "server.py")
         with started(command, tmp_path, stop=signal.SIGINT):
-            said = said_by(theirs, tmp_path, _when_listening(RPC_CLIENT), str(port))
-    assert said == "HELLO\n"
+            output = output_of(theirs, tmp_path, _when_listening(RPC_CLIENT), str(port))
+    assert output == "HELLO\n"
 
 
 def test_dnspython_over_tcp(theirs: Path, tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_dnspython_over_tcp(theirs: Path, tmp_path: Path) -> None:
     command = running(theirs, str(theirs / "python"), "server.py")
     with started(command, tmp_path, stop=signal.SIGINT) as server:
         port = wait_for(server, "port").split()[-1]
-        assert said_by(theirs, tmp_path, DNS_CLIENT, port) == "192.0.2.1\n"
+        assert output_of(theirs, tmp_path, DNS_CLIENT, port) == "192.0.2.1\n"
 
 
 def test_a_postgres_driver_through_two_proxies(theirs: Path, tmp_path: Path) -> None:
@@ -334,8 +334,8 @@ def test_a_postgres_driver_through_two_proxies(theirs: Path, tmp_path: Path) -> 
             wait_for(database, "ready to accept connections")
             with proxies(theirs, tmp_path, port) as front:
                 program = POSTGRES_CLIENT.replace('"postgres"', f'"{user}"')
-                said = said_by(theirs, tmp_path, program, str(front), plain=True)
-    assert said == "3000000\n1000000\n"
+                output = output_of(theirs, tmp_path, program, str(front), plain=True)
+    assert output == "3000000\n1000000\n"
 
 
 def test_chromium_through_two_proxies(theirs: Path, tmp_path: Path) -> None:

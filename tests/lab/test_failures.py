@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lab.failures import describe_failure, kernel_crash
 from tests.lab.machine import NO_STATUS, Finished
-from tests.lab.telling import kernel_crash, told
 
 NOISE = "[a] [ 26.1] rxe0: qp#36 make_send_cqe: non-flush error status = 10\n"
 FAILURE = (
@@ -17,15 +17,15 @@ FAILURE = (
 )
 
 
-def test_what_failed_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_failure_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     output = FAILURE + "[a] and so on\n" * 500 + NOISE * 20
-    said = told(Finished(1, output)).splitlines()
-    assert said[:3] == [
+    lines = describe_failure(Finished(1, output)).splitlines()
+    assert lines[:3] == [
         "status 1", "[a] tests/lab/guest_ports.py::test_that FAILED", "[a] E   trio.TooSlowError",
     ]  # fmt: skip
-    assert said[-1] == "[a] and so on"
-    assert len(said) < 30
-    assert capsys.readouterr().out == output, "all of it is there for whoever asks"
+    assert lines[-1] == "[a] and so on"
+    assert len(lines) < 30
+    assert capsys.readouterr().out == output, "the whole output is printed"
 
 
 @pytest.mark.parametrize(
@@ -37,15 +37,15 @@ def test_what_failed_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
         "[b] [   40.1] Kernel panic - not syncing: Fatal exception in interrupt",
     ],
 )
-def test_a_line_that_tells_is_found(line: str) -> None:
+def test_a_line_with_the_cause_is_found(line: str) -> None:
     output = f"[a] lab: up\n{line}\n" + "[a] and so on\n" * 500
-    said = told(Finished(NO_STATUS, output)).splitlines()
-    assert said[0].startswith(f"status {NO_STATUS} no status: ")
-    assert said[1] == line
-    assert "[a] lab: up" not in said
+    lines = describe_failure(Finished(NO_STATUS, output)).splitlines()
+    assert lines[0].startswith(f"status {NO_STATUS} no status: ")
+    assert lines[1] == line
+    assert "[a] lab: up" not in lines
 
 
-def test_a_crash_of_a_kernel_is_told_from_a_failure() -> None:
+def test_a_crash_of_a_kernel_is_not_a_failure() -> None:
     crash = "[b] [  311.7] kernel BUG at mm/usercopy.c:102!"
     assert kernel_crash(Finished(NO_STATUS, f"[a] lab: up\n{crash}\n" + FAILURE)) == crash
     assert kernel_crash(Finished(1, FAILURE)) is None

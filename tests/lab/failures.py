@@ -12,14 +12,14 @@ from typing import Final
 
 from tests.lab.machine import NO_STATUS, Finished
 
-__all__ = ["brief", "kernel_crash", "told"]
+__all__ = ["brief", "describe_failure", "kernel_crash"]
 
 _MOST: Final = 16
 _LAST: Final = 12
 _WIDTH: Final = 300
 _EXPECTED: Final = "make_send_cqe: non-flush error"
 """Soft-RoCE on the kernel's console, when a test has a request fail."""
-_TELLING: Final = re.compile(
+_CAUSES: Final = re.compile(
     r"^\[lab\] "
     r"|^\[\w+\] (E  |lab: (?!up$|cable)|[\s|]*(\w+\.)*\w*(Error|Exception|Group|Expired)\b)"
     r"|FAILED|\bERROR\b|malformed: |Timeout|kernel BUG|Kernel panic|Oops|detected stalls"
@@ -34,7 +34,7 @@ def kernel_crash(done: Finished) -> str | None:
     return next((line for line in done.output.splitlines() if _CRASH.search(line)), None)
 
 
-def told(done: Finished) -> str:
+def describe_failure(done: Finished) -> str:
     """For an assertion about a run: `brief`; writes the consoles to standard output."""
     sys.stdout.write(done.output)
     return brief(done)
@@ -43,7 +43,7 @@ def told(done: Finished) -> str:
 def brief(done: Finished) -> str:
     """The status, the lines that tell what failed, and the last ones."""
     lines = [line[:_WIDTH] for line in done.output.splitlines() if _EXPECTED not in line]
-    telling = [line for line in lines if _TELLING.search(line)]
+    failures = [line for line in lines if _CAUSES.search(line)]
     status = "no status: a guest died, or its time ran out" if done.returncode == NO_STATUS else ""
     head = [f"status {done.returncode} {status}".rstrip()]
-    return "\n".join((*head, *telling[-_MOST:], "the last lines:", *lines[-_LAST:]))
+    return "\n".join((*head, *failures[-_MOST:], "the last lines:", *lines[-_LAST:]))
