@@ -188,7 +188,7 @@ class ServerNegotiation(Negotiation):
         group, accepted = self._group, self.machine.state == "ACCEPTED"
         self._declined(message)
         if message.out_of_sync and accepted and group is not None and not self.first_contact:
-            group.doubt(message.peer_id)
+            group.test_links(message.peer_id)
 
     def _find_group(self) -> LinkGroup | None:
         return self._host.find_server_group(

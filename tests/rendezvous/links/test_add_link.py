@@ -460,7 +460,7 @@ def test_a_server_that_no_client_answers_keeps_its_link() -> None:
     with World() as world:
         client, server = world.side(), world.side(Config(link_group_idle=10_000))
         call = world.connect(client, server)
-        server.group.adding.answered = False
+        server.group.adding.peer_answers = False
         world.fabric.tamper = lambda _, m: [] if m[0] == ADD_LINK else [m]
         world.pass_time(1000.0)
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
@@ -471,7 +471,7 @@ def test_a_reply_that_comes_too_late_withdraws_the_link() -> None:
     with World() as world:
         client, server = world.side(Config(llc_timeout=5), rnics=2), world.side()
         call = world.connect(client, server)
-        server.group.adding.answered = False
+        server.group.adding.peer_answers = False
         late: list[bytes] = []
 
         def tamper(qp: PlainQueuePair, message: bytes) -> list[bytes]:

@@ -390,7 +390,7 @@ def test_with_255_rmbs_a_server_opens_a_parallel_group_and_a_client_falls_back()
         done = elements(server, MAX_RMBS - 1, SMALL)
         world.settle()
         assert (len(done), len(full.own_rmbs)) == (MAX_RMBS - 1, MAX_RMBS)
-        assert not full.takes(SMALL)
+        assert not full.can_take(SMALL)
         call = world.connect(client, server, size=SMALL)
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
         assert len(server.groups) == len(client.groups) == 2

@@ -572,7 +572,7 @@ def test_the_longer_list_decides_how_often_it_goes_to_and_fro(here: int, there: 
     """Figure 15, A.3.3: the server first, two RTokens a message, empty ones at the end."""
     with pytest.MonkeyPatch.context() as patch, World() as world:
         patch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)
-        patch.setattr(own_rmbs, "_KEEP_COMING", 0.0)  # no spares
+        patch.setattr(own_rmbs, "_BURST_GAP", 0.0)  # no spares
         client, server = world.side(), world.side()
         world.connect(client, server, size=SMALL)
         elements(client, here, SMALL)

@@ -50,7 +50,7 @@ class LinkAdding:
     Attributes:
       new: the link that is being added.
       number: its number; it stays after the link was given up.
-      answered: whether the peer has ever answered ADD LINK; always true of a client's server.
+      peer_answers: whether the peer has ever answered ADD LINK; always true of a client's server.
       continuations: what the two sides say of their RMBs on it.
     """
 
@@ -66,10 +66,10 @@ class LinkAdding:
         self._deletion = deletion
         self.new: Link | None = None
         self.number: int = -1
-        self.answered: bool = group.client
+        self.peer_answers: bool = group.client
         self.continuations: Continuations = Continuations(group, exchange, setup, rkeys, self)
         self._address = AddressWait(group.timers)
-        self._asked_on: Link | None = None
+        self._request_link: Link | None = None
         self._given_up: set[int] = set()
         self._dropped: set[int] = set()
 
@@ -80,7 +80,7 @@ class LinkAdding:
         group, demand = self._group, self._demand
         if not demand.wanted:
             return False
-        news = demand.take()
+        news = demand.take_news()
         if group.client:
             self._send_notice()
             return False
@@ -111,7 +111,7 @@ class LinkAdding:
 
     def _answer_request(self) -> None:
         """Version 2: tell a client that asked for a link that none is added."""
-        asked, self._asked_on = self._asked_on, None
+        asked, self._request_link = self._request_link, None
         if asked is not None:
             asked.send_llc(llc.RequestAddLink(reply=True))
 
@@ -134,7 +134,7 @@ class LinkAdding:
             raise ProtocolError("REQUEST ADD LINK from the wrong side")
         if not message.reply:
             # One under way at this moment answers it.
-            self._asked_on = link if self._exchange.state != "ADD_LINK" else None
+            self._request_link = link if self._exchange.state != "ADD_LINK" else None
             self._exchange.send("peer_notice")
 
     def _send_notice(self) -> None:
@@ -152,7 +152,7 @@ class LinkAdding:
             else:
                 gids = carrier.rnic.gid, *(rnic.gid for rnic in unused if rnic is not carrier.rnic)
                 carrier.send_llc(llc.RequestAddLink(gids=gids))
-        elif self._deletion.links_to_go:
+        elif self._deletion.has_pending:
             # The RNIC that came back may have a link that is still to go.
             self._demand.wanted = True
 
@@ -196,9 +196,9 @@ class LinkAdding:
 
     def request_withdrawal(self) -> None:
         """The client's DELETE LINK for it, which the server answers with one of its own."""
-        self._deletion.requests.ask(self.number, llc.DeleteLinkReason.LOST_PATH)
+        self._deletion.requests.request(self.number, llc.DeleteLinkReason.LOST_PATH)
 
-    def failed(self, link: Link) -> bool:
+    def new_link_failed(self, link: Link) -> bool:
         """Whether ``link``, which has failed, is the one that is being added."""
         if link is not self.new:
             return False
@@ -215,7 +215,7 @@ class LinkAdding:
     def _offer(self, carrier: Link, rnic: Rnic) -> None:
         """Send the server's ADD LINK for the new link."""
         new = self.new
-        self._asked_on = None
+        self._request_link = None
         carrier.send_llc(
             llc.AddLink(
                 mac=rnic.mac,
@@ -226,7 +226,7 @@ class LinkAdding:
                 initial_psn=new.psn if new is not None else 0,
                 extension=None if new is None else self._extension(carrier, new),
             ),
-            self._setup.past_return,
+            self._setup.commit_to_smc,
         )
 
     def _extension(self, carrier: Link, new: Link) -> llc.AddLinkExtension | None:
@@ -252,11 +252,11 @@ class LinkAdding:
             if not self._rkeys.covers(new):
                 raise ProtocolError("no RToken for an RMB in use")
 
-    def _agreed(self, carrier: Link, new: Link) -> None:
+    def _exchange_rtokens(self, carrier: Link, new: Link) -> None:
         """Both ends of the new link are named: its RTokens come next, or have come."""
         self._exchange.begin("accepted", carrier)
         if self._group.terms.version > 1:
-            self.rkeys_told(new)
+            self.rkeys_exchanged(new)
         elif not self._group.client:
             self.continuations.start(carrier, new)
 
@@ -270,7 +270,7 @@ class LinkAdding:
         elif not message.reply:
             exchange.send("peer_notice")
         else:
-            self.answered = True
+            self.peer_answers = True
             number = message.link_number
             if number in self._given_up:
                 self._given_up.discard(number)
@@ -292,7 +292,7 @@ class LinkAdding:
         exchange = self._exchange
         if number in self._dropped:
             self._dropped.discard(number)
-            self._deletion.client_has_none(number)
+            self._deletion.on_client_has_none(number)
         elif number == self.number and exchange.state in (
             "ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM",
         ):  # fmt: skip
@@ -319,13 +319,13 @@ class LinkAdding:
             and not self._deletion.has_replied(message.link_number)
         ):
             raise ProtocolError(f"ADD LINK with the number of link {message.link_number}")
-        rnic = self._end_for(link, message)
+        rnic = self._client_end(link, message)
         if rnic is None:
             self._reject(link, message)
         else:
-            self._find(rnic, message, lambda: self._join(link, message))
+            self._when_reachable(rnic, message, lambda: self._answer_offer(link, message))
 
-    def _end_for(self, link: Link, message: llc.AddLink) -> Rnic | None:
+    def _client_end(self, link: Link, message: llc.AddLink) -> Rnic | None:
         """The client's end of the link that is offered, as things are now."""
         group = self._group
         if (
@@ -342,25 +342,25 @@ class LinkAdding:
         peer = PeerPort(message.gid, message.mac)
         return client_rnic(group.links, rnics, self._setup.max_links, peer)
 
-    def _find(self, rnic: Rnic, message: llc.AddLink, then: Callable[[], None]) -> None:
+    def _when_reachable(self, rnic: Rnic, message: llc.AddLink, then: Callable[[], None]) -> None:
         """Go on when the RNIC knows the address of the peer's end, or will not get to know it."""
         exchange = self._exchange
         if not self._address.begin(rnic, message.gid, then) and exchange.state == "ADD_LINK":
             exchange.send("address_awaited")
 
-    def _join(self, link: Link, message: llc.AddLink) -> None:
+    def _answer_offer(self, link: Link, message: llc.AddLink) -> None:
         """Take the offer, if it can still be taken: anything may have happened since it came."""
         group = self._group
         if group.links.get(link.number) is not link or link.state == "DOWN":
             return  # nobody waits for an answer any more
-        rnic = self._end_for(link, message)
+        rnic = self._client_end(link, message)
         if rnic is None:
             self._reject(link, message)
         elif not self._accept(link, message, rnic):
             self._reject(link, message)
             # What came back in the way (a neighbour not yet known) passes, and a server whose link
             # was rejected may wait for an RNIC of the client's before it offers one again.
-            self._demand.not_joined()
+            self._demand.on_join_failed()
 
     def _accept(self, carrier: Link, message: llc.AddLink, rnic: Rnic) -> bool:
         if not self._make(message.link_number, rnic) or self.new is None:
@@ -384,10 +384,10 @@ class LinkAdding:
                 initial_psn=new.psn,
                 extension=self._extension(carrier, new),
             ),
-            self._setup.past_return,
+            self._setup.commit_to_smc,
         )
         if carrier.state != "DOWN":
-            self._agreed(carrier, new)
+            self._exchange_rtokens(carrier, new)
         return True
 
     def _reject(self, link: Link, message: llc.AddLink) -> None:
@@ -402,21 +402,21 @@ class LinkAdding:
         )  # fmt: skip
         if link.state == "DOWN":
             return
-        self._setup.past_return()
+        self._setup.commit_to_smc()
         if self._exchange.state in ("ADD_LINK", "IDLE", "CHANGE_RKEYS"):
             self._exchange.send("refused")
 
     def _on_reply(self, carrier: Link, message: llc.AddLink) -> None:
         new = self.new
         self._address.cancel()
-        self._setup.past_return()
+        self._setup.commit_to_smc()
         if message.rejected:
-            self._demand.rejected()
+            self._demand.on_rejected()
             self._exchange.send("refused")
         elif new is None or not self._fits(new, message):
             self._exchange.send("withdraw")
         else:
-            self._find(new.rnic, message, lambda: self._connect(carrier, message))
+            self._when_reachable(new.rnic, message, lambda: self._connect(carrier, message))
 
     def _fits(self, new: Link, message: llc.AddLink) -> bool:
         """Whether the client's end is one for the new link."""
@@ -440,13 +440,13 @@ class LinkAdding:
             LOGGER.info("%r: %s", new, error)
             exchange.send("withdraw")
             return
-        self._agreed(carrier, new)
+        self._exchange_rtokens(carrier, new)
 
     # --- CONFIRM LINK ----------------------------------------------------------------------------
 
-    def rkeys_told(self, new: Link) -> None:
+    def rkeys_exchanged(self, new: Link) -> None:
         """Both sides know each other's RMBs on the new link; does it work?"""
-        self._exchange.send("rkeys_told")
+        self._exchange.send("rkeys_exchanged")
         if new.state == "DOWN":
             self._exchange.send("new_link_lost")
         elif not self._group.client:
@@ -464,7 +464,7 @@ class LinkAdding:
         if message.link_number != link.number:
             raise ProtocolError("CONFIRM LINK for another link")
         link.peer_user_id = message.link_user_id
-        self._setup.past_return()
+        self._setup.commit_to_smc()
         try:
             for rkey in group.peer_rmbs.rkeys(link.number):
                 link.check_reach(rkey)
@@ -482,7 +482,7 @@ class LinkAdding:
         link.machine.send("confirmed")
         self._exchange.done()
         group.link_ready(link)
-        self._demand.added()
+        self._demand.on_link_added()
 
     def close(self) -> None:
         """The group is gone."""
@@ -531,16 +531,16 @@ class Continuations:
     def start(self, carrier: Link, new: Link) -> None:
         """Send the server's first message."""
         self._own = self._rkeys.pairs_for(carrier, new)
-        self._tell(carrier, new)
+        self._send_next(carrier, new)
 
-    def _tell(self, carrier: Link, new: Link) -> None:
+    def _send_next(self, carrier: Link, new: Link) -> None:
         pairs, left = tuple(self._own[:_PAIRS]), len(self._own)
         del self._own[:_PAIRS]
         carrier.send_llc(
             llc.AddLinkContinuation(
                 reply=self._group.client, link_number=new.number, tokens_left=left, pairs=pairs
             ),
-            self._setup.past_return,
+            self._setup.commit_to_smc,
         )
 
     def on_continuation_untrusted(self, link: Link, message: llc.AddLinkContinuation) -> None:
@@ -560,17 +560,17 @@ class Continuations:
         if group.client:
             if first:
                 self._own = self._rkeys.pairs_for(link, new)
-            self._tell(link, new)
+            self._send_next(link, new)
             if link.state == "DOWN":
                 return
         if self._own or self._peer_left:
             exchange.send("continued")
             if not group.client:
-                self._tell(link, new)
+                self._send_next(link, new)
         elif not self._rkeys.covers(new):
             raise ProtocolError("no RToken for an RMB in use")
         else:
-            self._adding.rkeys_told(new)
+            self._adding.rkeys_exchanged(new)
 
     def _learn_untrusted(self, link: Link, new: Link, message: llc.AddLinkContinuation) -> None:
         expected, left = self._peer_left, message.tokens_left

@@ -51,10 +51,10 @@ class Exchange(Protocol):
     def done(self) -> None:
         """It is complete."""
 
-    def queued(self) -> None:
+    def start_queued(self) -> None:
         """Something waits: start it, if nothing is under way."""
 
-    def adds(self, number: int) -> bool:
+    def is_adding(self, number: int) -> bool:
         """Whether link ``number`` is being confirmed as a new one."""
 
 

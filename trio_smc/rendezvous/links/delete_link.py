@@ -49,7 +49,7 @@ _PATIENCE: Final = 3
 of its own (3.5.5.3.1), and then for its connections to leave the link."""
 
 
-class Wanted(NamedTuple):
+class PlannedDeletion(NamedTuple):
     """A link that is to go.
 
     Fields:
@@ -63,10 +63,10 @@ class Wanted(NamedTuple):
     orderly: bool
 
 
-class _Asked(NamedTuple):
+class _PendingRequest(NamedTuple):
     """A client's DELETE LINK that waits for the server's."""
 
-    wanted: Wanted
+    wanted: PlannedDeletion
     link: Link
     timer: Timer
 
@@ -75,32 +75,32 @@ class DeletionRequests:
     """What the client of one group has asked its server to delete.
 
     Attributes:
-      asked: by link number, what the server has not answered yet.
+      pending: by link number, what the server has not answered yet.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.asked: dict[int, _Asked] = {}
+        self.pending: dict[int, _PendingRequest] = {}
 
-    def ask(self, number: int, reason: int, *, orderly: bool = False) -> None:
+    def request(self, number: int, reason: int, *, orderly: bool = False) -> None:
         """Send DELETE LINK; the server's will follow."""
         links = self._group.links
         link = links.for_llc(avoid=links.get(number))
-        if link is not None and number not in self.asked:
-            self._send(link, Wanted(number, reason, orderly))
+        if link is not None and number not in self.pending:
+            self._send(link, PlannedDeletion(number, reason, orderly))
 
-    def _send(self, link: Link, wanted: Wanted) -> None:
+    def _send(self, link: Link, wanted: PlannedDeletion) -> None:
         number = wanted.number
         timer = self._group.timers.call_later(
-            _PATIENCE * self._group.reply_timeout, lambda: self._not_deleted(number)
+            _PATIENCE * self._group.reply_timeout, lambda: self._deletion_timed_out(number)
         )
-        self.asked[number] = _Asked(wanted, link, timer)
+        self.pending[number] = _PendingRequest(wanted, link, timer)
         link.send_llc(
             llc.DeleteLink(orderly=wanted.orderly, link_number=number, reason=wanted.reason)
         )
 
-    def _not_deleted(self, number: int) -> None:
-        wanted, link, _ = self.asked[number]
+    def _deletion_timed_out(self, number: int) -> None:
+        wanted, link, _ = self.pending[number]
         LOGGER.info("%r: DELETE LINK was not answered", link)
         if number != link.number and self._group.links.usable() == [link]:
             # Linux answers only when all it has sent over the lost link has failed, which over
@@ -112,34 +112,34 @@ class DeletionRequests:
         # C.7.1: the link it was sent over is not usable either; `link_lost` asks again.
         link.machine.send("failed")
 
-    def wanted(self, number: int) -> Wanted | None:
+    def wanted(self, number: int) -> PlannedDeletion | None:
         """What was asked for link ``number``, if the server's DELETE LINK has not come yet."""
-        asked = self.asked.get(number)
+        asked = self.pending.get(number)
         return None if asked is None else asked.wanted
 
     def given_up(self, link: Link) -> bool:
         """Whether another link has told the server that ``link`` is to go: what the server asks
         over it meanwhile is ignored, and asked again over another one (C.7.1)."""
-        asked = self.asked.get(link.number)
+        asked = self.pending.get(link.number)
         return asked is not None and asked.link is not link
 
-    def forget(self, number: int) -> bool:
+    def discard(self, number: int) -> bool:
         """Wait no longer; whether anything was asked."""
-        asked = self.asked.pop(number, None)
+        asked = self.pending.pop(number, None)
         if asked is not None:
             asked.timer.cancel()
         return asked is not None
 
     def link_lost(self, link: Link) -> None:
         """What was sent over ``link``, which has failed, may not have arrived: ask again."""
-        for wanted in [asked.wanted for asked in self.asked.values() if asked.link is link]:
-            self.forget(wanted.number)
-            self.ask(wanted.number, wanted.reason, orderly=wanted.orderly)
+        for wanted in [asked.wanted for asked in self.pending.values() if asked.link is link]:
+            self.discard(wanted.number)
+            self.request(wanted.number, wanted.reason, orderly=wanted.orderly)
 
     def close(self) -> None:
         """The group is gone."""
-        for number in list(self.asked):
-            self.forget(number)
+        for number in list(self.pending):
+            self.discard(number)
 
 
 class LinkLeaving:
@@ -209,11 +209,11 @@ class LinkDeletion:
         self._demand = demand
         self.requests: DeletionRequests = DeletionRequests(group)
         # The server's: those that wait, and the one under way.
-        self._queue: dict[int, Wanted] = {}
-        self._current: Wanted | None = None
-        self._from_client: Wanted | None = None
+        self._queue: dict[int, PlannedDeletion] = {}
+        self._current: PlannedDeletion | None = None
+        self._from_client: PlannedDeletion | None = None
         # The client's: what it was told to, by link number.
-        self._told: dict[int, tuple[Link, llc.DeleteLink]] = {}
+        self._server_requests: dict[int, tuple[Link, llc.DeleteLink]] = {}
         self._replied: dict[int, Link] = {}
         self._leaving = LinkLeaving(group, self._left)
 
@@ -228,14 +228,14 @@ class LinkDeletion:
           orderly: connections leave it while it still works (A.3.4).
         """
         if self._group.client:
-            self.requests.ask(number, reason, orderly=orderly)
+            self.requests.request(number, reason, orderly=orderly)
         elif self._current is None or self._current.number != number:
-            self._queue[number] = Wanted(number, reason, orderly)
-            self._exchange.queued()
+            self._queue[number] = PlannedDeletion(number, reason, orderly)
+            self._exchange.start_queued()
 
-    def told_to_delete(self, number: int) -> bool:
+    def server_deletes(self, number: int) -> bool:
         """Whether the server wants the link deleted: it need not be told that it failed."""
-        return number in self._told
+        return number in self._server_requests
 
     def has_replied(self, number: int) -> bool:
         """True if this client has sent its reply to the server's DELETE LINK of this link, and has
@@ -243,12 +243,12 @@ class LinkDeletion:
         return number in self._replied
 
     @property
-    def links_to_go(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether this client has links that it asked to be deleted, or was told to delete."""
-        return bool(self.requests.asked or self._told)
+        return bool(self.requests.pending or self._server_requests)
 
     @property
-    def is_of_lost_link(self) -> bool:
+    def link_is_lost(self) -> bool:
         """Whether the server's exchange under way deletes a link that is down already."""
         if self._current is None:
             return False
@@ -274,12 +274,12 @@ class LinkDeletion:
         if number not in self._group.links:
             self._reply(link, number, llc.DeleteLinkReason.UNKNOWN_LINK)
             return
-        if self._exchange.adds(number):
+        if self._exchange.is_adding(number):
             self._exchange.send("new_link_lost")  # 3.5.1.6.2: CONFIRM LINK failed there
             return
         # 3.5.5.1.4: the server answers with a DELETE LINK of its own.
-        self._from_client = Wanted(number, message.reason, message.orderly)
-        self._exchange.send("delete_asked")
+        self._from_client = PlannedDeletion(number, message.reason, message.orderly)
+        self._exchange.send("deletion_requested")
 
     def _cleaning_up(self, number: int) -> bool:
         current = self._current is not None and self._current.number == number
@@ -288,23 +288,23 @@ class LinkDeletion:
     def _on_request_from_server(self, link: Link, message: llc.DeleteLink) -> None:
         number = message.link_number
         if number not in self._group.links:
-            asked = self.requests.forget(number)
+            asked = self.requests.discard(number)
             reason = message.reason if asked else llc.DeleteLinkReason.UNKNOWN_LINK
             self._reply(link, number, reason)
-            self._asked_is_over()
+            self._finish_if_done()
             return
-        self._told[number] = (link, message)
+        self._server_requests[number] = (link, message)
         self._exchange.send("delete_link")
 
     def _on_reply(self, number: int) -> None:
         if self._group.client:
             # The server knows no such link (any more).
-            if self.requests.forget(number):
-                self._asked_is_over()
+            if self.requests.discard(number):
+                self._finish_if_done()
         elif self._current is not None and self._current.number == number:
             wanted, self._current = self._current, None
             if wanted.reason == llc.DeleteLinkReason.OPERATOR:
-                self._demand.hold()
+                self._demand.pause()
             # 3.5.5.1.3: only now the server frees what the link had.
             link = self._group.links.get(number)
             had_come = link is not None and link.confirmed
@@ -315,7 +315,7 @@ class LinkDeletion:
                     self._demand.want(news=False)
                 self._exchange.done()
 
-    def client_has_none(self, number: int) -> None:
+    def on_client_has_none(self, number: int) -> None:
         """The client has said otherwise that it has no such link: as good as a reply."""
         self._on_reply(number)
 
@@ -341,7 +341,7 @@ class LinkDeletion:
 
     def withdraw(self, number: int) -> None:
         """The exchange becomes one that deletes a link that could not be added (3.5.1.6.2)."""
-        self._current = Wanted(number, llc.DeleteLinkReason.LOST_PATH, False)
+        self._current = PlannedDeletion(number, llc.DeleteLinkReason.LOST_PATH, False)
         self._queue.pop(number, None)
         self._demand.retry_failed()
         self._exchange.send("link_left")
@@ -349,17 +349,17 @@ class LinkDeletion:
     def leave(self) -> None:
         """Move connections off the link, or off all links that the server named."""
         if self._group.client:
-            for number, (_, message) in list(self._told.items()):
+            for number, (_, message) in list(self._server_requests.items()):
                 link = self._group.links.get(number)
                 if link is not None and not message.orderly:
-                    self.keep_last(link)  # this one has failed, and nobody told us yet
+                    self.keep_last_link(link)  # this one has failed, and nobody told us yet
                 self._leaving.begin(number, orderly=True)
         elif self._current is not None:
             self._leaving.begin(self._current.number, orderly=self._current.orderly)
 
     def _left(self, number: int) -> None:
         if self._group.client:
-            self._comply(number)
+            self._confirm_deletion(number)
         else:
             self._exchange.send("link_left")
 
@@ -385,13 +385,13 @@ class LinkDeletion:
 
     # --- the client ----------------------------------------------------------------------------
 
-    def _asked_is_over(self) -> None:
-        if self._exchange.state == "DELETE_LINK" and not self._told:
+    def _finish_if_done(self) -> None:
+        if self._exchange.state == "DELETE_LINK" and not self._server_requests:
             self._exchange.done()
 
-    def _comply(self, number: int) -> None:
-        link, message = self._told[number]
-        self.requests.forget(number)
+    def _confirm_deletion(self, number: int) -> None:
+        link, message = self._server_requests[number]
+        self.requests.discard(number)
         if link.state == "DOWN":
             other = self._group.links.for_llc()
             if other is None:
@@ -400,20 +400,20 @@ class LinkDeletion:
         self._replied[number] = link
         link.send_llc(
             llc.DeleteLink(reply=True, link_number=number, reason=message.reason),
-            lambda: self._complied(number),
+            lambda: self._deletion_confirmed(number),
         )
 
-    def _complied(self, number: int) -> None:
+    def _deletion_confirmed(self, number: int) -> None:
         """The reply has arrived, or never will: the link is gone on this side."""
-        self._told.pop(number, None)
+        self._server_requests.pop(number, None)
         if self._replied.pop(number, None) is not None:
             self._group.remove_link(number)
             if self._group.state != "GONE":
-                self._asked_is_over()
+                self._finish_if_done()
 
     # --- failures ----------------------------------------------------------------------------
 
-    def keep_last(self, lost: Link) -> None:
+    def keep_last_link(self, lost: Link) -> None:
         """``lost`` fails; if the only other link was to go in order, it stays (4.8.3)."""
         group = self._group
         others = [each for each in group.links.values() if each.confirmed and each is not lost]
@@ -421,7 +421,7 @@ class LinkDeletion:
         if group.state not in USABLE or not others or len(usable) > 1:
             return
         link = (usable or others)[0]
-        if self._withdrawn(link, lost):
+        if self._cancel_deletion(link, lost):
             LOGGER.info("%r stays: it is the only one", link)
             if link.state == "LEAVING":
                 link.machine.send("stay")
@@ -429,7 +429,7 @@ class LinkDeletion:
             if link.rnic not in group.usable_rnics():
                 self._demand.replace(link)  # it is drained
 
-    def _withdrawn(self, link: Link, lost: Link) -> bool:
+    def _cancel_deletion(self, link: Link, lost: Link) -> bool:
         """Forget that ``link`` was to go; False: it was not, or it is too late for that."""
         number, exchange = link.number, self._exchange
         current = self._current
@@ -440,13 +440,13 @@ class LinkDeletion:
         if link.usable and not any(each is not None and each.orderly for each in wanted):
             return False
         self._queue.pop(number, None)
-        self.requests.forget(number)
-        self._told.pop(number, None)
+        self.requests.discard(number)
+        self._server_requests.pop(number, None)
         self._replied.pop(number, None)
         self._leaving.stop(number)
         if under_way:
             self._current = None
-        if exchange.state == "DELETE_LINK" and self._current is None and not self._told:
+        if exchange.state == "DELETE_LINK" and self._current is None and not self._server_requests:
             exchange.carrier = lost  # the exchange ends with it
         return True
 
@@ -455,7 +455,7 @@ class LinkDeletion:
         if self._leaving.stop(link.number):
             self._left(link.number)
         for number in [each for each, over in self._replied.items() if over is link]:
-            self._complied(number)
+            self._deletion_confirmed(number)
         self.requests.link_lost(link)
 
     def close(self) -> None:
@@ -481,12 +481,12 @@ class IdleLinks:
         """Look after the time that an idle group has, too; server only."""
         group = self._group
         if self._timer is None and not group.client and self._more_than_needed():
-            self._timer = group.timers.call_later(group.config.link_group_idle, self._look)
+            self._timer = group.timers.call_later(group.config.link_group_idle, self._check)
 
     def _more_than_needed(self) -> bool:
         return len(self._group.links.symmetric()) > _REDUNDANT
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         group = self._group
         if group.state not in USABLE:

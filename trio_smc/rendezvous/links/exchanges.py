@@ -76,7 +76,7 @@ class Exchanges:
         """Something happened to the exchange under way, or wants to begin one."""
         self.machine.send(event)
 
-    def adds(self, number: int) -> bool:
+    def is_adding(self, number: int) -> bool:
         """Whether link ``number`` is being confirmed as a new one."""
         return self.machine.state == "ADD_LINK_CONFIRM" and number == self.adding.number
 
@@ -89,7 +89,7 @@ class Exchanges:
         """The exchange under way is complete."""
         self.machine.send("done")
 
-    def queued(self) -> None:
+    def start_queued(self) -> None:
         """Something waits: start it, if nothing is under way."""
         self.machine.send("queued")
 
@@ -116,7 +116,7 @@ class Exchanges:
         message = self._group.terms.framing.decode_untrusted(data)
         if link.state == "CONFIRMING" and not _may_come_first(message):
             raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
-        if _comes_too_late(self._group, link, message) or (
+        if _is_obsolete(self._group, link, message) or (
             self.deletion.requests.given_up(link) and _is_command(message)
         ):
             LOGGER.debug("%r: %s is not listened to any more", link, type(message).__name__)
@@ -149,7 +149,7 @@ class Exchanges:
             if self.setup.max_links > 1:
                 self.adding.start_second(link)
             else:
-                self.setup.past_return()
+                self.setup.commit_to_smc()
                 self.adding.settle()
 
     # --- actions of states.llc_exchange; others are actions of the parts ---------------------
@@ -159,7 +159,7 @@ class Exchanges:
         if self._chosen:
             return
         self.carrier = None
-        self.rkey_exchanges.answer_put_off()
+        self.rkey_exchanges.answer_deferred()
         group = self._group
         if group.forming or group.links.for_llc() is None:
             return
@@ -203,14 +203,14 @@ class Exchanges:
         """
         return (
             not self.forming
-            and self.deletion.is_of_lost_link
+            and self.deletion.link_is_lost
             and self._group.links.usable() == [self.carrier]
         )
 
     @property
     def peer_adds_links(self) -> bool:
         """Whether the peer has ever answered ADD LINK; old kernels never do."""
-        return self.adding.answered
+        return self.adding.peer_answers
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Tell observers."""
@@ -226,7 +226,7 @@ def _may_come_first(message: llc.Message) -> bool:
     return isinstance(message, (llc.ConfirmLink, llc.OptionalMessage)) or _ends_group(message)
 
 
-def _comes_too_late(group: Group, link: Link, message: llc.Message) -> bool:
+def _is_obsolete(group: Group, link: Link, message: llc.Message) -> bool:
     """Whether it was sent over a link that is failing here, so that nothing can be exchanged
     there, or offers a link over one that this client wants deleted (C.7.1)."""
     if group.state == "GONE" or (link.failing and not _ends_group(message)):

@@ -108,10 +108,10 @@ class LinkSetup:
             raise RnicError(errno.ENOMEM, "no resources to reach the peer's queue pair")
         self._exchange.begin("confirm_link", link)
         if not self._group.client:
-            link.send_llc(self.confirm_link(link, reply=False), self._turn_over)
+            link.send_llc(self.confirm_link(link, reply=False), self._end_our_turn)
         return link
 
-    def _turn_over(self) -> None:
+    def _end_our_turn(self) -> None:
         self.our_turn = False
 
     def first_link_failed(self, link: Link, error: RnicError) -> None:
@@ -181,7 +181,7 @@ class LinkSetup:
             self.first_link_failed(link, error)
             return False
         if self._group.client:
-            link.send_llc(self.confirm_link(link, reply=True), self._turn_over)
+            link.send_llc(self.confirm_link(link, reply=True), self._end_our_turn)
         if link.state != "CONFIRMING":
             return False  # the reply could not be sent
         link.machine.send("confirmed")
@@ -195,11 +195,11 @@ class LinkSetup:
         link.number = number
         self._group.links[number] = link
 
-    def past_return(self) -> None:
+    def commit_to_smc(self) -> None:
         """The point after which a failure can only reset the TCP connection (C.3)."""
         self.may_fall_back = False
 
-    def leave_turn(self) -> None:
+    def assume_peer_turn(self) -> None:
         """The group was terminated, nothing failed: a message on its way may arrive yet, and with
         it the peer's turn."""
         if any(link.unacknowledged for link in self._group.links.values()):

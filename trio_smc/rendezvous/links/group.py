@@ -176,17 +176,17 @@ class LinkGroup:
         """Whether this is the first contact."""
         return self.machine.state == "FORMING"
 
-    def takes(self, size: int) -> bool:
+    def can_take(self, size: int) -> bool:
         """Whether a new connection with an RMB element of ``size`` bytes may use the group."""
         most = self.terms.max_connections
         if most is not None and len(self.connections) + self._requested >= most:
             return False
         for link in self.links.values():
-            if link.doubted:
+            if link.needs_test:
                 return False
         return self.usable and self.own_rmbs.has_room(size)
 
-    def is_of(self, proposed: tuple[bytes, bytes]) -> bool:
+    def belongs_to(self, proposed: tuple[bytes, bytes]) -> bool:
         """Whether the client that a Proposal names has formed the group (`terms.proposed`).
 
         It may propose by an RNIC whose link has just failed, or has yet to come; a software RNIC's
@@ -195,17 +195,17 @@ class LinkGroup:
         peer_id, gid = proposed
         if self.proposed[0] != peer_id:
             return False
-        known = gid == self.proposed[1] or self.links.has_led_to(gid)
+        known = gid == self.proposed[1] or self.links.reaches_lately(gid)
         return known or self.rnic.kind == "software"
 
-    def doubt(self, peer_id: bytes) -> None:
+    def test_links(self, peer_id: bytes) -> None:
         """Its client says that there is no such group (C.4), or somebody else under the same ID.
 
         So the links are tested; without an answer they have failed.
         """
         if peer_id == self.peer_id:
             for link in self.links.usable():
-                link.doubt()
+                link.test_now()
 
     # --- links -------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class LinkGroup:
     def rnic_available(self, rnic: Rnic) -> None:
         """An RNIC of the group's kind can carry links now (3.5.5.1.1, 3.5.5.1.2, C.8)."""
         used = any(link.rnic is rnic for link in self.links.usable())
-        if self.machine.state in USABLE and (not used or self.deletion.links_to_go):
+        if self.machine.state in USABLE and (not used or self.deletion.has_pending):
             self.demand.want()
 
     def rnic_unavailable(self, rnic: Rnic) -> None:
@@ -269,12 +269,12 @@ class LinkGroup:
 
     def link_failing(self, link: Link) -> None:
         """Move its connections now, or keep the last link that is left."""
-        self.deletion.keep_last(link)
+        self.deletion.keep_last_link(link)
         self.mover.link_lost(link)
 
     def link_down(self, link: Link) -> None:
         """A link has failed; its connections have moved if they could."""
-        if self.machine.state == "GONE" or self.adding.failed(link):
+        if self.machine.state == "GONE" or self.adding.new_link_failed(link):
             return
         if self.machine.state == "FORMING":
             self.machine.send("links_lost")
@@ -283,7 +283,7 @@ class LinkGroup:
         if self.links.for_llc() is None:
             self.machine.send("links_lost")
             return
-        if self.machine.state in USABLE and not self.deletion.told_to_delete(link.number):
+        if self.machine.state in USABLE and not self.deletion.server_deletes(link.number):
             # Before anything begins anew: a link offered on the same RNIC would be rejected.
             self.delete_link(link.number, orderly=False, reason=link.reason)
         self.exchanges.link_lost(link)
@@ -413,7 +413,7 @@ class LinkGroup:
 
     # --- actions: links come and go ------------------------------------------------------------
 
-    def tell_formed(self) -> None:
+    def report_formed(self) -> None:
         """Data may flow."""
         contact, self.first_contact = self.first_contact, None
         if contact is not None:
@@ -457,7 +457,7 @@ class LinkGroup:
 
     # --- actions: the end ----------------------------------------------------------------------
 
-    def tell_failed(self) -> None:
+    def report_failed(self) -> None:
         """The negotiation decides between Decline and reset."""
         contact, self.first_contact = self.first_contact, None
         if contact is not None:
@@ -547,7 +547,7 @@ class LinkGroup:
         if new == "GONE":
             self.end_connections()
         elif old == "FORMING":
-            self.exchanges.queued()
+            self.exchanges.start_queued()
 
 
 class Attachment(NamedTuple):

@@ -135,8 +135,8 @@ _unpack_cdc: Final = LAYOUT.unpack
 _UNBOUNDED: Final = 1 << 62
 _MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
 _LEAST_FREE: Final = _LLC_RESERVE + _MOST_PER_POST
-_LOOKS: Final = 4
-"""How often in a test interval a link looks whether anything was heard."""
+_CHECKS: Final = 4
+"""How often in a test interval a link looks whether anything was has_received."""
 
 
 class PeerPort(NamedTuple):
@@ -280,17 +280,17 @@ class Link:
       users: the connections that send on this link.
       empty_since: when the last of them went.
       reason: why it fails, as the peer is told (A.3.4).
-      doubted: whether the peer has to answer a test before more connections come.
+      needs_test: whether the peer has to answer a test before more connections come.
       failing: whether it is failing or has failed, be its state DOWN yet or not.
-      heard: whether anything came since the idle timer was started last.
+      has_received: whether anything came since the idle timer was started last.
       backlog: takes what comes while a failover validation message waits; None: none does.
     """
 
     __slots__ = (
-        "_broken", "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending",
-        "_post_send", "_post_write", "_quiet_looks", "_received", "_replenish", "_since_signal",
-        "_test_data", "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post", "doubted",
-        "empty_since", "failing", "group", "heard", "machine", "number", "pd", "peer",
+        "_qp_failed", "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending",
+        "_post_send", "_post_write", "_idle_checks", "_received", "_replenish", "_since_signal",
+        "_test_data", "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post", "needs_test",
+        "empty_since", "failing", "group", "has_received", "machine", "number", "pd", "peer",
         "peer_user_id", "psn", "qp", "reason", "rnic", "user_id", "users",
     )  # fmt: skip
 
@@ -316,11 +316,11 @@ class Link:
         self.user_id: int = secrets.randbits(32)
         self.peer_user_id: int = 0
         self.peer: PeerQueuePair | None = None
-        self.heard: bool = False
-        self._quiet_looks = 0
-        self.doubted: bool = False
+        self.has_received: bool = False
+        self._idle_checks = 0
+        self.needs_test: bool = False
         self.failing: bool = False
-        self._broken = False  # its queue pair has failed, and the link is to fail in its turn
+        self._qp_failed = False  # its queue pair has failed, and the link is to fail in its turn
         self.reason: llc.DeleteLinkReason = llc.DeleteLinkReason.LOST_PATH
         self.users: dict[LinkConnection, None] = {}
         self.empty_since: float = group.timers.now()
@@ -471,7 +471,7 @@ class Link:
 
     def receive_untrusted(self, data: bytes) -> None:
         """Take one message of the peer's, past the backlog."""
-        self.heard = True
+        self.has_received = True
         self._received = count = self._received + 1
         if count >= self._replenish:
             self._received = 0
@@ -537,9 +537,9 @@ class Link:
             waiter.on_room()
 
     def _failed(self, status: int) -> None:
-        if not self.failing and not self._broken:
+        if not self.failing and not self._qp_failed:
             LOGGER.info("%r failed: %s", self, _status_name(status))
-            self._broken = True
+            self._qp_failed = True
             self.group.timers.in_turn(self._fail)
 
     def _fail(self) -> None:
@@ -548,7 +548,7 @@ class Link:
 
     # --- actions of states.link: the end -----------------------------------------------------
 
-    def lose_connections(self) -> None:
+    def move_connections(self) -> None:
         """The connections carry on over another link, if there is one (4.6)."""
         self.failing = True
         self.group.link_failing(self)
@@ -592,34 +592,34 @@ class Link:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing was heard for a whole test interval."""
-        return not self.heard and self._quiet_looks + 1 >= _LOOKS
+        """Whether nothing was has_received for a whole test interval."""
+        return not self.has_received and self._idle_checks + 1 >= _CHECKS
 
     def start_idle_timer(self) -> None:
-        """Look a few times in each test interval whether anything was heard.
+        """Look a few times in each test interval whether anything was has_received.
 
         Looking once would notice a link that falls silent after up to two intervals.
         """
-        self.doubted = False
-        self._quiet_looks = -1
-        self.look_again()
+        self.needs_test = False
+        self._idle_checks = -1
+        self.check_again()
 
-    def look_again(self) -> None:
+    def check_again(self) -> None:
         """The link is not idle yet."""
-        self._quiet_looks = 0 if self.heard else self._quiet_looks + 1
-        self.heard = False
-        self._restart_timer(self.group.test_interval / _LOOKS, "idle_timer")
+        self._idle_checks = 0 if self.has_received else self._idle_checks + 1
+        self.has_received = False
+        self._restart_timer(self.group.test_interval / _CHECKS, "idle_timer")
 
     def test_interval_shortened(self) -> None:
         """Do not wait out an interval that is longer than what is wanted now."""
         if self.machine.state == "ACTIVE":
-            self._restart_timer(self.group.test_interval / _LOOKS, "idle_timer")
+            self._restart_timer(self.group.test_interval / _CHECKS, "idle_timer")
 
-    def doubt(self) -> None:
+    def test_now(self) -> None:
         """Somebody says that the peer has lost it: test it now, idle or not."""
-        self.doubted = True
-        self.heard = False
-        self._quiet_looks = _LOOKS
+        self.needs_test = True
+        self.has_received = False
+        self._idle_checks = _CHECKS
         if self.machine.state == "ACTIVE":
             self.machine.send("idle_timer")
 

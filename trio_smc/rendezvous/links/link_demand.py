@@ -46,8 +46,8 @@ class LinkDemand:
         self._delay = _FIRST_RETRY
         self._timer: Timer | None = None
         self._news = False
-        self._held = False
-        self._asked = False
+        self._paused = False
+        self._client_notified = False
         self._replaced: Link | None = None
 
     def want(self, *, news: bool = True) -> None:
@@ -57,17 +57,17 @@ class LinkDemand:
           news: an RNIC came, or time passed: what was rejected before may work now.
         """
         if news:
-            self._held = False
-        elif self._held:
+            self._paused = False
+        elif self._paused:
             self.retry_later()
             return
         elif self.spared and self._group.links.kind is LinkGroupKind.SYMMETRIC:
             return
         self.wanted = True
         self._news |= news
-        self._exchange.queued()
+        self._exchange.start_queued()
 
-    def take(self) -> bool:
+    def take_news(self) -> bool:
         """The link is about to be added; whether there is news (`want`)."""
         self.wanted = False
         news, self._news = self._news, False
@@ -75,15 +75,15 @@ class LinkDemand:
 
     def on_client_notice(self) -> None:
         """The client has an RNIC for a further link (3.5.5.1.2)."""
-        if not self._asked:
-            self._asked = True
+        if not self._client_notified:
+            self._client_notified = True
             self._delay = _FIRST_RETRY
             self.close()
         self.want()
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """An operator deleted a link: do not add another one before something has changed."""
-        self._held = True
+        self._paused = True
         self.wanted = self._news
         self._delay = _LAST_RETRY
         self.retry_later()
@@ -93,7 +93,7 @@ class LinkDemand:
         self._replaced = link
         self.want()
 
-    def not_joined(self) -> None:
+    def on_join_failed(self) -> None:
         """The client could not connect its end of the link that the server offers: tell of the RNIC
         later (3.5.5.1.2), soon again when the server offered by itself, as something is new there.
         """
@@ -118,17 +118,17 @@ class LinkDemand:
         self._timer = None
         self.want()
 
-    def rejected(self) -> None:
+    def on_rejected(self) -> None:
         """The client has no RNIC for another link: the same again would be rejected again."""
-        if not self._asked:
+        if not self._client_notified:
             self._delay = _LAST_RETRY
         self.wanted = self._news
 
-    def added(self) -> None:
+    def on_link_added(self) -> None:
         """There is one more link; one whose RNIC is to be taken out can go."""
         self.close()
         self._delay = _FIRST_RETRY
-        self._asked = False
+        self._client_notified = False
         replaced, self._replaced = self._replaced, None
         if replaced is not None and replaced.rnic not in self._group.usable_rnics():
             self._group.rnic_unavailable(replaced.rnic)

@@ -68,7 +68,7 @@ class Links(dict[int, "Link"]):
             if link.peer is not None:  # else nobody can name it
                 self._gone.append(link)
 
-    def has_led_to(self, gid: bytes) -> bool:
+    def reaches_lately(self, gid: bytes) -> bool:
         """Whether a link joins that RNIC of the peer's, or did so lately."""
         links = (*self.values(), *self._gone)
         return any(link.peer is not None and link.peer.gid == gid for link in links)

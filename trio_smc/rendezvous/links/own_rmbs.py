@@ -46,9 +46,9 @@ __all__ = [
     "MAX_DELETED",
     "RMB_IDLE",
     "OwnRmbs",
+    "PeerKnowledge",
+    "RmbAnnouncer",
     "RmbOwner",
-    "RmbTeller",
-    "Told",
 ]
 
 
@@ -58,11 +58,11 @@ _Done = Callable[["Rmbe | None"], None]
 _Waiter = tuple[_Done, "Link | None"]
 """Whom to tell, and the link of its connection."""
 
-_KEEP_COMING: Final = 1.0
+_BURST_GAP: Final = 1.0
 """Seconds between two connections of a burst: far more than making an RMB takes, so that a spare
 is ready in time; connections that are rarer can wait for the peer's reply."""
 
-_NOT_FOR_SPARES: Final = 16
+_RESERVED_RMBS: Final = 16
 """RMBs that only demand may make: one of each size there is (A.2.3)."""
 
 
@@ -73,11 +73,11 @@ RMB_IDLE: Final = 60.0
 """Seconds an RMB stays without users at least: a burst that comes every minute finds it again,
 and the memory of a peak is free soon after it."""
 
-_LOOK_EVERY: Final = 15.0
+_CHECK_INTERVAL: Final = 15.0
 """Seconds between two looks: how much longer than needed an RMB may stay."""
 
 
-class Told(enum.Enum):
+class PeerKnowledge(enum.Enum):
     """What came of telling the peer of a new RMB."""
 
     KNOWN = enum.auto()
@@ -88,10 +88,12 @@ class Told(enum.Enum):
     """It was refused, but a request before that may have arrived: its reply was lost."""
 
 
-class RmbTeller(Protocol):
+class RmbAnnouncer(Protocol):
     """Who tells the peer of RMBs, and then calls ``finished`` with what came of it."""
 
-    def confirm(self, rmb: Rmb, finished: Callable[[Told], None], over: Link | None) -> None:
+    def confirm(
+        self, rmb: Rmb, finished: Callable[[PeerKnowledge], None], over: Link | None
+    ) -> None:
         """Tell the peer of a new RMB (3.5.5.2.1), over that link if it can be (A.3.5)."""
 
     def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
@@ -121,7 +123,7 @@ class RmbOwner(Protocol):
         """Whether the peer can be told anything."""
 
     @property
-    def rkey_exchanges(self) -> RmbTeller:
+    def rkey_exchanges(self) -> RmbAnnouncer:
         """How the peer is told."""
 
 
@@ -145,7 +147,7 @@ class OwnRmbs:
         self._waiting: dict[int, list[_Waiter]] = {}
         self._last_request: dict[int, float] = {}
         self._idle = IdleRmbs(owner, self)
-        self._tidying: Timer | None = None
+        self._wiping: Timer | None = None
 
     def __len__(self) -> int:
         """How many there are, those that come and go included."""
@@ -203,19 +205,19 @@ class OwnRmbs:
         if rmbe.rmb in self._regions:
             self.pool.release(rmbe, used)
             if self.pool.is_empty(rmbe.rmb):
-                self._idle.emptied(rmbe.rmb)
-            self._tidy_later()
+                self._idle.on_empty(rmbe.rmb)
+            self._wipe_later()
 
-    def _tidy_later(self) -> None:
-        if self.pool.has_dirty and self._tidying is None:
-            self._tidying = self._owner.timers.call_later(0.0, self._tidy)
+    def _wipe_later(self) -> None:
+        if self.pool.has_dirty and self._wiping is None:
+            self._wiping = self._owner.timers.call_later(0.0, self._wipe)
 
-    def _tidy(self) -> None:
-        self._tidying = None
+    def _wipe(self) -> None:
+        self._wiping = None
         for rmb in set(self.pool.wipe_some(self._owner.timers.now)):
             if self.pool.is_empty(rmb):
-                self._idle.emptied(rmb)
-        self._tidy_later()
+                self._idle.on_empty(rmb)
+        self._wipe_later()
 
     def free(self, rmb: Rmb) -> None:
         """Revoke the RKeys of an RMB that is not in the pool and free its memory."""
@@ -259,9 +261,9 @@ class OwnRmbs:
         """Revoke every RKey: the peer cannot write any more."""
         self._idle.close()
         self.pool.close()
-        if self._tidying is not None:
-            self._tidying.cancel()
-            self._tidying = None
+        if self._wiping is not None:
+            self._wiping.cancel()
+            self._wiping = None
         for regions in self._regions.values():
             for region in regions.values():
                 region.close()
@@ -322,10 +324,10 @@ class OwnRmbs:
         before = self._last_request.get(size, -math.inf)
         self._last_request[size] = now
         if (
-            now - before < _KEEP_COMING
+            now - before < _BURST_GAP
             and not self._waiting  # one at a time
             and not self.pool.has_free(size)
-            and len(self._regions) < MAX_RMBS - _NOT_FOR_SPARES
+            and len(self._regions) < MAX_RMBS - _RESERVED_RMBS
             and self._owner.usable
         ):
             self._add_rmb(size, [])
@@ -348,7 +350,7 @@ class OwnRmbs:
             return
         self._waiting[size] = waiting
         over = waiting[0][1] if waiting else None  # of the first connection (A.3.5)
-        owner.rkey_exchanges.confirm(rmb, lambda told: self._confirmed(rmb, told), over)
+        owner.rkey_exchanges.confirm(rmb, lambda known: self._confirmed(rmb, known), over)
 
     def _make_rmb(self, size: int) -> Rmb:
         owner = self._owner
@@ -368,20 +370,20 @@ class OwnRmbs:
         self._regions[rmb] = regions
         return rmb
 
-    def _confirmed(self, rmb: Rmb, told: Told) -> None:
+    def _confirmed(self, rmb: Rmb, known: PeerKnowledge) -> None:
         waiting = self._waiting.pop(rmb.element_size)
-        if told is not Told.KNOWN:
+        if known is not PeerKnowledge.KNOWN:
             if rmb not in self._regions:
                 pass  # the group has ended, and freed it
-            elif told is Told.IN_DOUBT:
-                self._idle.take_back(rmb)
+            elif known is PeerKnowledge.IN_DOUBT:
+                self._idle.withdraw(rmb)
             else:
                 self.free(rmb)
             for done, _ in waiting:
                 done(None)
             return
         self.pool.add(rmb)
-        self._idle.emptied(rmb)  # until somebody takes an element; a spare waits for that
+        self._idle.on_empty(rmb)  # until somebody takes an element; a spare waits for that
         self._serve(rmb.element_size, waiting)
 
 
@@ -394,7 +396,7 @@ class IdleRmbs:
         self._empty_since: dict[Rmb, float] = {}
         # Out of the pool; the first of them may be named in a DELETE RKEY under way.
         self._leaving: dict[Rmb, None] = {}
-        self._asking = False
+        self._deleting = False
         self._timer: Timer | None = None
         self._closed = False
 
@@ -403,21 +405,21 @@ class IdleRmbs:
         """RMBs that are out of the pool; the peer may know them still."""
         return tuple(self._leaving)
 
-    def emptied(self, rmb: Rmb) -> None:
+    def on_empty(self, rmb: Rmb) -> None:
         """Nobody uses an RMB of the pool any more."""
         self._empty_since[rmb] = self._owner.timers.now()
-        self._look_later()
+        self._check_later()
 
     def used(self, rmb: Rmb) -> None:
         """An element of an RMB was handed out."""
         self._empty_since.pop(rmb, None)
         if self._empty_since:
-            self._look_later()
+            self._check_later()
 
-    def take_back(self, rmb: Rmb) -> None:
+    def withdraw(self, rmb: Rmb) -> None:
         """Have the peer forget an RMB that it refused and may know all the same."""
         self._leaving[rmb] = None
-        self._look_later()
+        self._check_later()
 
     def close(self) -> None:
         """The group ends; the memory is `OwnRmbs`'s to free."""
@@ -427,11 +429,11 @@ class IdleRmbs:
             self._timer.cancel()
             self._timer = None
 
-    def _look_later(self) -> None:
+    def _check_later(self) -> None:
         if self._timer is None and not self._closed:
-            self._timer = self._owner.timers.call_later(_LOOK_EVERY, self._look)
+            self._timer = self._owner.timers.call_later(_CHECK_INTERVAL, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         for rmb in self._due():
             self._own.pool.remove(rmb)
@@ -440,7 +442,7 @@ class IdleRmbs:
         self._delete()
         # A group without connections goes as a whole; with the next one, `used` looks again.
         if self._leaving or (self._empty_since and self._owner.connections):
-            self._look_later()
+            self._check_later()
 
     def _due(self) -> list[Rmb]:
         """Which RMBs have been empty long enough; of one size the newest go first."""
@@ -460,12 +462,12 @@ class IdleRmbs:
 
     def _delete(self) -> None:
         batch = tuple(islice(self._leaving, MAX_DELETED))
-        if batch and not self._asking and self._owner.usable:
-            self._asking = True
+        if batch and not self._deleting and self._owner.usable:
+            self._deleting = True
             self._owner.rkey_exchanges.delete(batch, lambda replied: self._deleted(batch, replied))
 
     def _deleted(self, batch: tuple[Rmb, ...], replied: bool) -> None:
-        self._asking = False
+        self._deleting = False
         if self._closed:
             return
         if replied:

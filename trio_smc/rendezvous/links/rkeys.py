@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous.links.own_rmbs import Told
+from trio_smc.rendezvous.links.own_rmbs import PeerKnowledge
 from trio_smc.rendezvous.links.peer_rmbs import RToken
 from trio_smc.wire import llc
 
@@ -61,7 +61,7 @@ LOGGER = logging.getLogger("trio_smc.link_group")
 _LLC_LOGGER = logging.getLogger("trio_smc.llc")
 
 _MAX_QUEUED: Final = 512
-_MAX_PUT_OFF: Final = 16
+_MAX_DEFERRED: Final = 16
 _RETRIES: Final = 3
 _RETRY_DELAY: Final = 0.05
 """Seconds before the first retry; four times as long before each further one."""
@@ -394,7 +394,7 @@ class RkeyExchanges:
         self._rkeys_timer: Timer | None = None
         # More than one when they come in the middle of an action: their events wait, too.
         self._peer_requests: deque[PeerRequest] = deque()
-        self._put_off: deque[PeerRequest] = deque()
+        self._deferred: deque[PeerRequest] = deque()
         self._retries: dict[RkeyRequest, Timer] = {}
 
     @property
@@ -409,7 +409,9 @@ class RkeyExchanges:
 
     # --- requests of this side ------------------------------------------------------------
 
-    def confirm(self, rmb: Rmb, finished: Callable[[Told], None], over: Link | None = None) -> None:
+    def confirm(
+        self, rmb: Rmb, finished: Callable[[PeerKnowledge], None], over: Link | None = None
+    ) -> None:
         """Tell the peer of a new RMB on all links (3.5.5.2.1).
 
         ``over``: the link of the first connection that uses it, which carries the message (A.3.5).
@@ -418,24 +420,29 @@ class RkeyExchanges:
         self._confirm(rmb, finished, over, in_doubt=False)
 
     def _confirm(
-        self, rmb: Rmb, finished: Callable[[Told], None], over: Link | None, *, in_doubt: bool
+        self,
+        rmb: Rmb,
+        finished: Callable[[PeerKnowledge], None],
+        over: Link | None,
+        *,
+        in_doubt: bool,
     ) -> None:
         rkeys = self._rkeys
-        told: set[int] = set()
+        confirmed_on: set[int] = set()
 
         def messages(link: Link) -> list[llc.Message]:
-            told.clear()
-            told.update([link.number, *rkeys.carrying()])
-            return rkeys.confirmation(rmb, told, link)
+            confirmed_on.clear()
+            confirmed_on.update([link.number, *rkeys.carrying()])
+            return rkeys.confirmation(rmb, confirmed_on, link)
 
         def answered(agreed: bool) -> None:
             # A link that came up while the reply was on its way over another one.
-            if agreed and not told.issuperset(rkeys.carrying()):
+            if agreed and not confirmed_on.issuperset(rkeys.carrying()):
                 self._confirm(rmb, finished, over, in_doubt=True)
             elif agreed:
-                finished(Told.KNOWN)
+                finished(PeerKnowledge.KNOWN)
             else:
-                finished(Told.IN_DOUBT if request.in_doubt else Told.REFUSED)
+                finished(PeerKnowledge.IN_DOUBT if request.in_doubt else PeerKnowledge.REFUSED)
 
         request = RkeyRequest(messages, answered, over, in_doubt=in_doubt)
         self._change(request)
@@ -454,7 +461,7 @@ class RkeyExchanges:
             request.finished(False)
             return
         self._queue.append(request)
-        self._exchange.queued()
+        self._exchange.start_queued()
 
     def start(self) -> bool:
         """Begin the request of ours that waits longest, if one does and may."""
@@ -536,7 +543,7 @@ class RkeyExchanges:
         self._current = None
         self._queue.clear()
         self._retries.clear()
-        self._put_off.clear()
+        self._deferred.clear()
         for request in waiting:
             request.finished(False)
 
@@ -551,22 +558,22 @@ class RkeyExchanges:
         """Answer the peer's RKey request."""
         self._answer(self._peer_requests.popleft())
 
-    def answer_put_off(self) -> None:
+    def answer_deferred(self) -> None:
         """Links have changed: answer what waited for that."""
-        while self._put_off:
-            self._answer(self._put_off.popleft())
+        while self._deferred:
+            self._answer(self._deferred.popleft())
 
     def _answer(self, request: PeerRequest) -> None:
         if request.link.state != "DOWN":
             self._rkeys.answer(request)
 
-    def put_off_peer(self) -> None:
+    def defer_peer(self) -> None:
         """RKeys may not change while links do (3.5.5.3.1, 3.5.5.3.2)."""
         request = self._peer_requests.popleft()
         if not isinstance(request.message, llc.DeleteRkey):
             self._rkeys.refuse(request)
-        elif len(self._put_off) < _MAX_PUT_OFF:
-            self._put_off.append(request)
+        elif len(self._deferred) < _MAX_DEFERRED:
+            self._deferred.append(request)
         else:
             _LLC_LOGGER.warning(
                 "%r: the peer does not wait for replies to DELETE RKEY", request.link
