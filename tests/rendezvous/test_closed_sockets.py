@@ -38,7 +38,7 @@ class Negotiation:
     """A negotiation that waits for the peer; see `rendezvous.negotiation.Negotiation`."""
 
     outcome: object = None
-    has_last_word = False
+    has_final_message = False
     state = "PROPOSED"
     awaits_clc = True
     machine = Machine(CLC_CLIENT, cast(Any, None))

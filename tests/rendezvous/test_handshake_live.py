@@ -516,7 +516,7 @@ class _LateNegotiation:
 
     outgoing: ClassVar[list[bytes]] = []
     outcome: object = None
-    has_last_word = False
+    has_final_message = False
     state = "PROPOSED"
     changed: Callable[[], None]
     machine = Machine(CLC_CLIENT, cast(Any, None))

@@ -12,7 +12,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import LOGGER, Negotiation, NegotiationHost
-from trio_smc.rendezvous.terms import Terms, check
+from trio_smc.rendezvous.terms import Terms, check_accept
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.tables import CLC_CLIENT
 from trio_smc.wire import clc
@@ -29,7 +29,7 @@ class ClientNegotiation(Negotiation):
     """
 
     AWAITS_CLC = frozenset({"PROPOSED", "LINK_LOST"})
-    AWAITED: ClassVar[dict[str, frozenset[clc.MessageType]]] = {
+    EXPECTED: ClassVar[dict[str, frozenset[clc.MessageType]]] = {
         "PROPOSED": frozenset({clc.MessageType.ACCEPT, clc.MessageType.DECLINE}),
         "CONFIRMING_LINK": frozenset({clc.MessageType.DECLINE}),
         "LINK_LOST": frozenset({clc.MessageType.DECLINE}),
@@ -73,7 +73,7 @@ class ClientNegotiation(Negotiation):
         self._decline_version = 1 if message.v2 is None else 2
         first = message.v2 is not None and message.first_contact
         direct = self._rnic.is_direct(message.gid) if first else None
-        terms = check(message, self._proposal, direct)
+        terms = check_accept(message, self._proposal, direct)
         if isinstance(terms, Terms):
             self._terms = terms
         else:

@@ -34,7 +34,7 @@ __all__ = [
     "run_negotiation",
 ]
 
-_TIMED_OUT: Final = 0.0001
+_TIME_OUT_COST: Final = 0.0001
 """Seconds of processor time that the task of a handshake takes for the end by time-out: 65 µs by
 ``python -m tests.e2e.mass_ends handshakes 450``, and a reserve."""
 
@@ -73,7 +73,7 @@ async def run_negotiation(
             negotiation.outcome.connection.abort()
         raise
     finally:
-        negotiation.changed = _nothing
+        negotiation.changed = _no_op
         negotiation.machine.let_go()
     if outcome is None:
         raise RuntimeError(f"a negotiation without an outcome, in {negotiation.state}")
@@ -92,7 +92,7 @@ async def _run(
 ) -> None:
     """Until there is an outcome, or only our last message is left to send."""
     state, deadline = "", 0.0
-    while negotiation.outcome is None and not negotiation.has_last_word:
+    while negotiation.outcome is None and not negotiation.has_final_message:
         if negotiation.outgoing:
             await _answer(negotiation, sock, patience, reader)
         elif _read(negotiation, sock, reader):
@@ -105,11 +105,11 @@ async def _run(
             state, deadline = negotiation.state, timers.now() + patience
         spinner.sleeping += 1
         try:
-            in_vain = await _wait(negotiation, sock, timers, deadline)
+            expired = await _wait(negotiation, sock, timers, deadline)
         finally:
             spinner.sleeping -= 1
-        _number(sock)  # raises if another task has closed it
-        if in_vain:
+        _descriptor(sock)  # raises if another task has closed it
+        if expired:
             negotiation.timed_out()
 
 
@@ -122,19 +122,19 @@ async def _wait(
     def expire() -> None:
         nonlocal expired
         expired = True
-        timers.charge(_TIMED_OUT)
+        timers.charge(_TIME_OUT_COST)
         end_waits(sock)
 
     state = negotiation.state
     timer = timers.call_at(deadline, expire) if negotiation.awaits_clc else None
     negotiation.changed = partial(end_waits, sock)
     try:
-        await trio.lowlevel.wait_readable(_number(sock))
+        await trio.lowlevel.wait_readable(_descriptor(sock))
     except trio.ClosedResourceError:
         return expired and negotiation.outcome is None and negotiation.state == state
     finally:
         # Its caller sees by itself what happens now: there is no wait to end.
-        negotiation.changed = _nothing
+        negotiation.changed = _no_op
         if timer is not None:
             timer.cancel()
     return False
@@ -147,7 +147,7 @@ async def _answer(
     reader: ClcReader,
 ) -> None:
     """Send what is outgoing, unless the peer went on without waiting for it."""
-    if reader.halfway or unread_bytes(_number(sock)):
+    if reader.halfway or unread_bytes(_descriptor(sock)):
         negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
         return
     data = b"".join(negotiation.outgoing)
@@ -157,7 +157,7 @@ async def _answer(
         if data:
             with trio.fail_after(patience):
                 while data:
-                    await trio.lowlevel.wait_writable(_number(sock))
+                    await trio.lowlevel.wait_writable(_descriptor(sock))
                     data = _write(sock, data)
     except (OSError, trio.TooSlowError) as error:
         negotiation.tcp_lost(error if isinstance(error, OSError) else None)
@@ -165,11 +165,11 @@ async def _answer(
         negotiation.sent()
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     """Nobody waits for news."""
 
 
-def _number(sock: trio.socket.SocketType) -> int:
+def _descriptor(sock: trio.socket.SocketType) -> int:
     """The descriptor of the socket.
 
     Raises trio.ClosedResourceError: another task has closed it.
@@ -183,19 +183,19 @@ def _number(sock: trio.socket.SocketType) -> int:
 def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:
     """Send what TCP takes at once; returns the rest."""
     try:
-        return data[os.write(_number(sock), data) :]
+        return data[os.write(_descriptor(sock), data) :]
     except BlockingIOError:
         return data
 
 
 def _read(negotiation: Negotiation, sock: trio.socket.SocketType, reader: ClcReader) -> bool:
     """Take bytes that have come, at most to the end of a message; False: there are none."""
-    number = _number(sock)
+    number = _descriptor(sock)
     try:
         piece = os.read(number, reader.wanted)
         if not piece:
             raise ConnectionResetError("the peer closed the connection during the handshake")
-        message = reader.feed_untrusted(piece, negotiation.awaited)
+        message = reader.feed_untrusted(piece, negotiation.expected)
         if message is not None:
             negotiation.receive_untrusted(message)
     except BlockingIOError:

@@ -18,7 +18,7 @@ them (RFC 7609, C.6).  So each side must know of every CLC message that may stil
 - CLC messages alternate, and a Decline only takes the place of one that the peer waits for (C.1).
   So whatever came before our answer was sent is a protocol error: a runner looks whether
   anything did, and only then sends.  Before our last message it also stops reading
-  (`has_last_word`), for what comes after a Decline is the application's.
+  (`has_final_message`), for what comes after a Decline is the application's.
 - While LLC messages flow (first contact only) either side may decline, and Declines must not
   cross.  Only the side whose turn it is, because the next LLC message is its own or its last one
   was not seen to arrive, sends one (C.7: the sender learns of a failure first); the other side
@@ -196,7 +196,7 @@ class Negotiation(ABC):
 
     AWAITS_CLC: ClassVar[frozenset[str]]
     """States in which the CLC timer must run (C.5)."""
-    AWAITED: ClassVar[dict[str, frozenset[clc.MessageType]]]
+    EXPECTED: ClassVar[dict[str, frozenset[clc.MessageType]]]
     """By state, the types of the peer's CLC messages that may begin. In other states none may."""
 
     _peer: clc.Accept | clc.Confirm  # set before the event that says so
@@ -233,7 +233,7 @@ class Negotiation(ABC):
         return self.machine.state
 
     @property
-    def has_last_word(self) -> bool:
+    def has_final_message(self) -> bool:
         """Whether `outgoing` is our last CLC message.
 
         Before it is sent reading must stop: what the peer sends after it is the application's
@@ -247,9 +247,9 @@ class Negotiation(ABC):
         return self.machine.state in self.AWAITS_CLC
 
     @property
-    def awaited(self) -> frozenset[clc.MessageType]:
+    def expected(self) -> frozenset[clc.MessageType]:
         """Types of the peer's CLC messages that may begin now (C.1, C.6)."""
-        return self.AWAITED.get(self.machine.state, _NONE)
+        return self.EXPECTED.get(self.machine.state, _NONE)
 
     def receive_untrusted(self, data: bytes) -> None:
         """One whole CLC message from the peer; what it breaks ends the negotiation (C.6)."""
@@ -265,7 +265,7 @@ class Negotiation(ABC):
 
     def sent(self) -> None:
         """All of `outgoing` was handed to TCP."""
-        if self.has_last_word:
+        if self.has_final_message:
             self.machine.send("sent")
 
     def protocol_error(self, error: ProtocolError) -> None:

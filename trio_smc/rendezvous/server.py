@@ -12,7 +12,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import Negotiation, NegotiationHost, known
-from trio_smc.rendezvous.terms import Terms, confirmed, proposed
+from trio_smc.rendezvous.terms import Terms, check_confirm, proposed
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.tables import CLC_SERVER
 from trio_smc.wire import clc
@@ -31,7 +31,7 @@ class ServerNegotiation(Negotiation):
     """
 
     AWAITS_CLC = frozenset({"LISTENING", "ACCEPTED", "LINK_LOST"})
-    AWAITED: ClassVar[dict[str, frozenset[clc.MessageType]]] = {
+    EXPECTED: ClassVar[dict[str, frozenset[clc.MessageType]]] = {
         "LISTENING": frozenset({clc.MessageType.PROPOSAL, clc.MessageType.DECLINE}),
         "ACCEPTED": frozenset({clc.MessageType.CONFIRM, clc.MessageType.DECLINE}),
         "CONFIRMING_LINK": frozenset({clc.MessageType.DECLINE}),
@@ -51,7 +51,7 @@ class ServerNegotiation(Negotiation):
         super().__init__(CLC_SERVER, host, receive_buffer)
         self._admit = admit
         self._found: LinkGroup | None = None  # before the event that asks for it
-        self._named_link = self._outrun = False
+        self._named_link = self._ended_early = False
 
     def group_settled(self) -> None:
         """The group that was forming is formed, or gone."""
@@ -82,9 +82,9 @@ class ServerNegotiation(Negotiation):
         return self._named_link and self.usable_connection
 
     @property
-    def outrun(self) -> bool:
+    def ended_early(self) -> bool:
         """Whether SMC Confirm names a link that is gone, over which came what is to be seen."""
-        return self._outrun
+        return self._ended_early
 
     # --- actions -----------------------------------------------------------------------------
 
@@ -99,10 +99,10 @@ class ServerNegotiation(Negotiation):
         group.when_settled(self.group_settled)
         if self._wait is None:
             # A first contact that takes this long may never end.
-            self._wait = group.timers.call_later(group.config.llc_timeout, self._waited_enough)
+            self._wait = group.timers.call_later(group.config.llc_timeout, self._wait_expired)
 
-    def _waited_enough(self) -> None:
-        self.machine.send("waited_enough")
+    def _wait_expired(self) -> None:
+        self.machine.send("wait_expired")
 
     def start_over(self) -> None:
         """Look for a group again: the one chosen is gone."""
@@ -164,7 +164,7 @@ class ServerNegotiation(Negotiation):
         if self._terms.version > 1 and confirm.first_contact is not self.first_contact:
             raise ProtocolError("SMC Confirm of another kind of contact than SMC Accept")
         self._peer = confirm
-        self._refusal = confirmed(confirm, self._terms)
+        self._refusal = check_confirm(confirm, self._terms)
         group = self._group
         if nameless and group is not None and self.first_contact:
             group.peer_id = confirm.peer_id
@@ -178,7 +178,7 @@ class ServerNegotiation(Negotiation):
             if link is not None:
                 self._peers_link = link
                 self._named_link = self.peer_element_known
-                self._outrun = (
+                self._ended_early = (
                     not group.usable and known(self._end).connection.ended_before_established()
                 )
                 self._cause = ProtocolError(f"RKey 0x{confirm.rkey:08x} was never confirmed")

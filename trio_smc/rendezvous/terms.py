@@ -8,8 +8,8 @@ it is one constant.  For version 2 the two sides need a UEID in common, RoCE ver
 IPv4-mapped, and a route between them, and agree on release, limits and features:
 
 - the server answers a Proposal (`answer`), after its own UEIDs and what it knows of the route;
-- the client checks that an Accept says what it may (`check`);
-- the server checks that Confirm repeats it (`confirmed`).
+- the client checks that an Accept says what it may (`check_accept`);
+- the server checks that Confirm repeats it (`check_confirm`).
 
 What was agreed belongs to the link group.  How LLC messages are framed, how RTokens are told, how
 many links and connections there may be, and how GIDs are compared follows from it.
@@ -39,11 +39,11 @@ __all__ = [
     "Offer",
     "Terms",
     "answer",
-    "check",
-    "confirmed",
+    "check_accept",
+    "check_confirm",
     "is_routable",
     "proposed",
-    "proposing",
+    "with_v2_offer",
 ]
 
 
@@ -137,7 +137,7 @@ def is_routable(gid: bytes) -> bool:
     return gid.startswith(_MAPPED)
 
 
-def proposing(proposal: clc.Proposal, offer: Offer) -> clc.Proposal:
+def with_v2_offer(proposal: clc.Proposal, offer: Offer) -> clc.Proposal:
     """The same Proposal with version 2 offered, too."""
     limits = (offer.max_connections, offer.max_links) if offer.release else (0, 0)
     v2 = clc.V2Offer(
@@ -203,7 +203,7 @@ def _answer_v2(v2: clc.V2Offer, offer: Offer, direct: bool | None) -> Terms | Fa
     )  # fmt: skip
 
 
-def check(
+def check_accept(
     accept: clc.Accept, proposal: clc.Proposal, direct: bool | None
 ) -> Terms | FallbackReason:
     """The client's look at an Accept: the terms, of which a subsequent contact tells the EID only.
@@ -246,7 +246,7 @@ def _check_first(
     )  # fmt: skip
 
 
-def confirmed(confirm: clc.Confirm, terms: Terms) -> FallbackReason | None:
+def check_confirm(confirm: clc.Confirm, terms: Terms) -> FallbackReason | None:
     """The server's look at Confirm: why it does not repeat the terms; None: it does.
 
     Raises:
