@@ -1,15 +1,17 @@
 """The CLC handshake over a real TCP connection: the Trio task around a negotiation.
 
-Not a byte beyond the CLC messages may be consumed: after a Decline the application's bytes
-follow at once.  `wire.clc.ClcReader` tells how many may be taken, and nothing is read any more
-when only our last message is left to send; see `rendezvous.negotiation`.
+No byte after the CLC messages may be consumed: after a Decline the application's bytes follow at
+once. `wire.clc.ClcReader` limits each read, and nothing is read when only our last message is left
+to send; see `rendezvous.negotiation`.
 
-Theory of operation: one task waits for whichever comes first: bytes of the peer, or news, which are
-`Negotiation.changed` or the CLC timer. For news the wait is ended as if the socket were about to be
-closed; a cancel scope for each wait would cost a short-lived connection as much as a system call or
-two. Other tasks may close the socket, and the kernel gives its descriptor number to the next file:
-so no number is kept, and each use asks the socket for it. Nothing is read behind an answer of ours
-before the socket is readable again: the peer takes a while.
+Theory of operation
+-------------------
+One task waits for bytes of the peer, for `Negotiation.changed`, or for the CLC timer. The last two
+end the wait as if the socket were being closed; a cancel scope for each wait would cost a short
+connection as much as one or two system calls. Another task may close the socket, and the kernel
+then gives its descriptor number to the next file. So no number is kept; each use gets it from the
+socket. After our answer nothing is read before the socket is readable again, since the peer needs
+some time.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ __all__ = [
 ]
 
 _TIME_OUT_COST: Final = 0.0001
-"""Seconds of processor time that the task of a handshake takes for the end by time-out: 65 µs by
+"""Seconds of processor time that a handshake's task takes to end by time-out: 65 µs by
 ``python -m tests.e2e.mass_ends handshakes 450``, and a reserve."""
 
 
@@ -50,9 +52,9 @@ async def run_negotiation(
 
     Args:
       negotiation: a client's must have been started; for a server's there are bytes to read.
-      sock: the TCP connection; stays open whatever happens.
+      sock: the TCP connection, which stays open.
       patience: seconds for each CLC message (RFC 7609, C.5).
-      timers, spinner: of the stack.
+      timers, spinner: those of the stack.
 
     Raises:
       OSError: the TCP connection must end (C.5, C.6, C.7).
@@ -64,9 +66,9 @@ async def run_negotiation(
             await _answer(negotiation, sock, patience, reader)
         outcome = negotiation.outcome
         if isinstance(outcome, Established) and reader.halfway:
-            # Bytes on the TCP connection after the switch: the peer is out of step.
+            # Bytes on the TCP connection after the switch are a violation.
             outcome.connection.abort()
-            raise ConnectionResetError("the server went on sending over TCP")
+            raise ConnectionResetError("the server sent bytes over TCP after the switch")
     except BaseException:
         negotiation.tcp_lost()
         if isinstance(negotiation.outcome, Established):
@@ -90,7 +92,7 @@ async def _run(
     spinner: Spinner,
     reader: ClcReader,
 ) -> None:
-    """Until there is an outcome, or only our last message is left to send."""
+    """Run until there is an outcome, or only our last message is left to send."""
     state, deadline = "", 0.0
     while negotiation.outcome is None and not negotiation.has_final_message:
         if negotiation.outgoing:
@@ -116,7 +118,7 @@ async def _run(
 async def _wait(
     negotiation: Negotiation, sock: trio.socket.SocketType, timers: Timers, deadline: float
 ) -> bool:
-    """Wait for bytes or news; whether it was in vain, as the CLC timer has expired."""
+    """Wait for bytes, a change or the CLC timer; True if the timer has expired."""
     expired = False
 
     def expire() -> None:
@@ -133,7 +135,7 @@ async def _wait(
     except trio.ClosedResourceError:
         return expired and negotiation.outcome is None and negotiation.state == state
     finally:
-        # Its caller sees by itself what happens now: there is no wait to end.
+        # From now on the caller sees changes itself, so there is no wait to end.
         negotiation.changed = _no_op
         if timer is not None:
             timer.cancel()
@@ -146,7 +148,7 @@ async def _answer(
     patience: float,
     reader: ClcReader,
 ) -> None:
-    """Send what is outgoing, unless the peer went on without waiting for it."""
+    """Send `outgoing`, unless the peer has sent bytes before this answer."""
     if reader.halfway or unread_bytes(_descriptor(sock)):
         negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
         return
@@ -166,7 +168,7 @@ async def _answer(
 
 
 def _no_op() -> None:
-    """Nobody waits for news."""
+    """Do nothing, because no task waits."""
 
 
 def _descriptor(sock: trio.socket.SocketType) -> int:
@@ -181,7 +183,7 @@ def _descriptor(sock: trio.socket.SocketType) -> int:
 
 
 def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:
-    """Send what TCP takes at once; returns the rest."""
+    """Send as much as TCP accepts at once; return the rest."""
     try:
         return data[os.write(_descriptor(sock), data) :]
     except BlockingIOError:
@@ -189,7 +191,7 @@ def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:
 
 
 def _read(negotiation: Negotiation, sock: trio.socket.SocketType, reader: ClcReader) -> bool:
-    """Take bytes that have come, at most to the end of a message; False: there are none."""
+    """Read bytes that have arrived, at most to the end of a message; False if there are none."""
     number = _descriptor(sock)
     try:
         piece = os.read(number, reader.wanted)
