@@ -75,7 +75,7 @@ def confirm(terms: Terms, *, first: bool = True) -> clc.Confirm:
         (ONLY_2, replace(OFFER, eids=(ELSE,)), None, Reason.NO_COMMON_UEID),
     ],
 )
-def test_what_a_server_answers(
+def test_the_answers_of_a_server(
     proposal: clc.Proposal, offer: Offer | None, v1: Reason | None, result: Terms | Reason
 ) -> None:
     assert answer(proposal, offer, v1, True) == result
@@ -151,11 +151,11 @@ def test_gids_must_be_mapped(gid: bytes) -> None:
     AGREED, replace(AGREED, direct=False), replace(AGREED, max_connections=16, max_links=1),
     replace(AGREED, release=0), VERSION_1,
 ])  # fmt: skip
-def test_a_client_takes_what_it_proposed(terms: Terms) -> None:
+def test_a_client_accepts_what_it_proposed(terms: Terms) -> None:
     assert check_accept(accept(terms), BOTH, terms.direct) == terms
 
 
-def test_a_subsequent_contact_tells_the_eid() -> None:
+def test_a_subsequent_contact_has_the_eid() -> None:
     terms = check_accept(accept(AGREED, first=False), BOTH, None)
     assert isinstance(terms, Terms)
     assert (terms.version, terms.eid) == (2, TWO)
@@ -207,7 +207,7 @@ def test_confirm_repeats_the_terms(terms: Terms, first: bool) -> None:
         (replace(AGREED, max_links=1), Reason.LINK_LIMIT),
     ],
 )
-def test_confirm_says_something_else(said: Terms, reason: Reason) -> None:
+def test_a_confirm_that_differs_from_the_accept(said: Terms, reason: Reason) -> None:
     assert check_confirm(confirm(said), AGREED) is reason
 
 
@@ -228,7 +228,7 @@ def test_version_1_is_one_constant() -> None:
 
 
 @pytest.mark.v2("v2.7/2")
-def test_who_a_client_is() -> None:
+def test_the_identity_of_a_client() -> None:
     assert proposed(BOTH, VERSION_1) == (PLAIN.peer_id, PLAIN.gid)
     assert proposed(BOTH, AGREED) == (PLAIN.peer_id, GID)
     assert proposed(replace(ONLY_2, peer_id=bytes(8)), AGREED) == (bytes(8), GID)
