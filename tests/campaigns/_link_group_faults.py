@@ -50,7 +50,7 @@ class Faults:
         if self.gentle and not is_sound(self.world):
             return
         if getattr(self, f"_fault_{kind}")():
-            self.world.say(kind)
+            self.world.trace(kind)
             self.faults[kind] += 1
 
     def _queue_pair(self) -> PlainQueuePair | None:

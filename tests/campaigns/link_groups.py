@@ -111,7 +111,7 @@ class Case(Faults):
         rng = self.rng
         with GroupWorld(rng, self.rnics, config=self.config, write=self._write) as world:
             self.world = world
-            world.say(f"{self.rnics} RNICs, {self.steps} steps, {self.kinds}")
+            world.trace(f"{self.rnics} RNICs, {self.steps} steps, {self.kinds}")
             for _ in range(rng.choice((0, 1, 1, 3))):
                 self._do_open()
                 if rng.random() < 0.7:
@@ -122,7 +122,7 @@ class Case(Faults):
                     self.fault(rng.choice(self.kinds))
                 else:
                     getattr(self, f"_do_{rng.choices(kinds, weights)[0]}")()
-            world.say("left to settle")
+            world.trace("left to settle")
             self._repair()
             self._settle()
             self._use_streams()

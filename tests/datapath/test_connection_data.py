@@ -98,7 +98,7 @@ def test_sends_are_cut_into_quarters_of_the_ring(pairs: list[Pair]) -> None:
 
 
 @pytest.mark.rfc("A.4/12")
-def test_blocked_is_told_only_when_more_waits(pairs: list[Pair]) -> None:
+def test_b_is_set_only_if_more_data_waits(pairs: list[Pair]) -> None:
     pair = make(pairs)
     assert pair.a.send(memoryview(bytes(RING))) == RING
     assert pair.a.send(memoryview(b"x")) == 0
@@ -123,7 +123,7 @@ def test_blocked_is_cleared_by_the_next_message_after_the_window_opened(
     assert [entry.flags for entry in cdcs(pair.ab)][-2:] == [WRITER_BLOCKED, 0]
 
 
-def test_blocked_is_told_with_the_data_that_is_there_at_once(pairs: list[Pair]) -> None:
+def test_b_is_set_with_data_that_is_delivered_at_once(pairs: list[Pair]) -> None:
     pair = make(pairs)
     pair.ab.instant = True
     assert pair.a.send(memoryview(bytes(RING + 1))) == RING
@@ -159,7 +159,7 @@ def test_bytes_are_sent_as_a_view_of_them(pairs: list[Pair], rng: random.Random)
             assert taken[0] == taken[1]
 
 
-def test_a_completion_tells_of_all_before_it(pairs: list[Pair]) -> None:
+def test_a_completion_covers_everything_before_it(pairs: list[Pair]) -> None:
     pair = make(pairs, (65536, 65536), copy_limit=100)
     for piece in (b"1" * 50, bytearray(b"2" * 200), bytearray(b"3" * 200), b"4" * 50):
         pair.a.send(memoryview(piece))
@@ -172,7 +172,7 @@ def test_a_completion_tells_of_all_before_it(pairs: list[Pair]) -> None:
     assert (pair.a.sender.delivered, list(pair.a.sender.replay())) == (502, [])
 
 
-def test_a_link_with_more_than_it_has_room_for(pairs: list[Pair]) -> None:
+def test_more_data_than_the_link_has_room_for(pairs: list[Pair]) -> None:
     pair = make(pairs)
     pair.ab.room = -1
     assert pair.a.send(memoryview(b"x")) == 0
@@ -182,7 +182,7 @@ def test_a_link_with_more_than_it_has_room_for(pairs: list[Pair]) -> None:
     assert pair.a.send(memoryview(b"x")) == 1
 
 
-def test_a_blocked_writer_goes_on_at_a_quarter_of_the_ring(pairs: list[Pair]) -> None:
+def test_a_blocked_writer_continues_at_a_quarter_of_the_ring(pairs: list[Pair]) -> None:
     """The peer reads byte by byte; the writer does not send byte by byte (4.5.1)."""
     pair = make(pairs)
     data = memoryview(bytes(2 * RING))
@@ -203,7 +203,7 @@ def test_a_blocked_writer_goes_on_at_a_quarter_of_the_ring(pairs: list[Pair]) ->
 
 @pytest.mark.parametrize("read", [1, 3, 5])
 @pytest.mark.parametrize("before", [0, 100])
-def test_a_blocked_writer_with_little_left_goes_on_earlier(
+def test_a_blocked_writer_with_little_left_continues_earlier(
     pairs: list[Pair], before: int, read: int
 ) -> None:
     pair = make(pairs)
@@ -242,7 +242,7 @@ def test_delivery_alone_does_not_wake_a_blocked_writer(pairs: list[Pair]) -> Non
     assert pair.a.send(data[sent:]) == RING
 
 
-def test_a_blocked_writer_that_closes_hears_of_the_last_delivery(pairs: list[Pair]) -> None:
+def test_a_blocked_writer_that_closes_is_woken_by_the_last_delivery(pairs: list[Pair]) -> None:
     pair = make(pairs)
     pair.a.send(memoryview(bytes(2 * RING)))
     pair.a.close()
@@ -284,7 +284,7 @@ def test_a_write_where_the_ring_wraps_is_two(pairs: list[Pair]) -> None:
 
 
 @pytest.mark.parametrize("room", [1, 7, 100])
-def test_a_link_takes_what_it_has_room_for(pairs: list[Pair], room: int) -> None:
+def test_a_send_is_limited_by_the_room_of_the_link(pairs: list[Pair], room: int) -> None:
     pair = make(pairs)
     pair.ab.room = room
     pair.ab.slots = 3
@@ -300,7 +300,9 @@ def test_a_link_takes_what_it_has_room_for(pairs: list[Pair], room: int) -> None
     assert pair.a.sender.can_send
 
 
-def test_a_message_without_room_is_owed_once_and_says_the_newest(pairs: list[Pair]) -> None:
+def test_a_message_without_room_is_requested_once(
+    pairs: list[Pair],
+) -> None:
     pair = make(pairs)
     pair.b.send(memoryview(bytes(100)))
     pair.a.send(memoryview(bytes(RING)))
@@ -315,7 +317,7 @@ def test_a_message_without_room_is_owed_once_and_says_the_newest(pairs: list[Pai
     assert cdcs(pair.ba)[1:] == [Cdc(2, producer=(100, 0), consumer=(0, 1))]
 
 
-def test_unacknowledged_bytes_are_bounded_when_asked(pairs: list[Pair]) -> None:
+def test_a_send_limit_bounds_unacknowledged_bytes(pairs: list[Pair]) -> None:
     pair = make(pairs)
     pair.a.sender.send_limit = 100
     data = memoryview(bytes(250))
@@ -330,7 +332,7 @@ def test_unacknowledged_bytes_are_bounded_when_asked(pairs: list[Pair]) -> None:
     assert pair.a.send(data[100:]) == 100
 
 
-def test_whoever_waits_for_any_window_is_woken(pairs: list[Pair]) -> None:
+def test_a_writer_that_waits_for_any_window_is_woken(pairs: list[Pair]) -> None:
     """The ring is full, but nothing was refused: nobody was told that the writer is blocked."""
     pair = make(pairs)
     pair.a.send(memoryview(bytes(RING)))
@@ -478,7 +480,9 @@ def forge(pair: Pair, flags: int, count: int, sequence: int = 1) -> None:
 
 @pytest.mark.rfc("4.5.1/3", "4.5.1/4", "A.4/12", "A.4/13")
 @pytest.mark.parametrize("flag", [WRITER_BLOCKED, UPDATE_REQUESTED, URGENT_PENDING])
-def test_any_consumption_is_told_to_a_peer_that_waits_for_it(pairs: list[Pair], flag: int) -> None:
+def test_any_consumption_is_announced_to_a_peer_that_waits_for_it(
+    pairs: list[Pair], flag: int
+) -> None:
     pair = make(pairs)
     forge(pair, flag, 10)
     assert cdcs(pair.ba) == [], "nothing was consumed"
@@ -492,7 +496,7 @@ def test_any_consumption_is_told_to_a_peer_that_waits_for_it(pairs: list[Pair], 
 
 @pytest.mark.rfc("4.5.1/3")
 @pytest.mark.parametrize("occasion", ["the scheduler sleeps", "the reader waits", "a tenth"])
-def test_a_blocked_writer_is_told_of_little_a_little_later(
+def test_a_small_consumption_is_announced_to_a_blocked_writer_later(
     pairs: list[Pair], occasion: str
 ) -> None:
     pair = make(pairs, merge=True)
@@ -520,7 +524,7 @@ def test_a_blocked_writer_is_told_of_little_a_little_later(
 
 @pytest.mark.rfc("4.5.1/3", "A.4/12")
 @pytest.mark.parametrize("consumed", [1, RING // 4])
-def test_a_writer_is_told_of_what_was_consumed_before_it_was_blocked(
+def test_bytes_consumed_before_the_writer_was_blocked_are_announced(
     pairs: list[Pair], consumed: int
 ) -> None:
     """Its reader may be busy with what it has, and not come back before the writer is done."""
@@ -538,14 +542,14 @@ def test_a_writer_is_told_of_what_was_consumed_before_it_was_blocked(
 
 
 @pytest.mark.parametrize("flag", [UPDATE_REQUESTED, URGENT_PENDING])
-def test_other_peers_that_wait_are_told_at_once(pairs: list[Pair], flag: int) -> None:
+def test_other_waiting_peers_get_an_update_at_once(pairs: list[Pair], flag: int) -> None:
     pair = make(pairs, merge=True)
     forge(pair, flag | WRITER_BLOCKED, 10)
     pair.b.receiver.receive(1)
     assert [entry.consumer for entry in cdcs(pair.ba)] == [(1, 0)]
 
 
-def test_who_is_not_blocked_any_more_is_not_told_of_little(pairs: list[Pair]) -> None:
+def test_a_small_consumption_is_not_announced_if_unblocked(pairs: list[Pair]) -> None:
     pair = make(pairs, merge=True)
     forge(pair, WRITER_BLOCKED, 10)
     pair.b.receiver.receive(1)
@@ -556,7 +560,7 @@ def test_who_is_not_blocked_any_more_is_not_told_of_little(pairs: list[Pair]) ->
 
 
 @pytest.mark.rfc("4.5.1/4", "A.4/13")
-def test_a_requested_update_is_sent_at_once_when_the_cursor_is_untold(pairs: list[Pair]) -> None:
+def test_a_requested_update_that_is_due_is_sent_at_once(pairs: list[Pair]) -> None:
     pair = make(pairs)
     forge(pair, 0, 10)
     pair.b.receiver.receive(4)
@@ -657,7 +661,7 @@ def test_receive_receive_into_and_peek_agree_across_the_wrap(
             pair.settle()
 
 
-def test_a_receive_wants_room(pairs: list[Pair]) -> None:
+def test_a_receive_needs_a_positive_size(pairs: list[Pair]) -> None:
     pair = make(pairs)
     for call in (pair.a.receiver.receive, pair.a.receiver.peek):
         with pytest.raises(ValueError, match="positive"):
@@ -681,7 +685,7 @@ def test_a_reader_is_woken_once_by_data(pairs: list[Pair]) -> None:
 # --- one message for many sends --------------------------------------------------------------
 
 
-def test_merged_sends_are_told_before_the_scheduler_sleeps(pairs: list[Pair]) -> None:
+def test_merged_sends_are_announced_before_the_scheduler_sleeps(pairs: list[Pair]) -> None:
     pair = make(pairs, merge=True)
     for _ in range(10):
         assert pair.a.send(memoryview(b"0123456789")) == 10
@@ -696,7 +700,7 @@ def test_merged_sends_are_told_before_the_scheduler_sleeps(pairs: list[Pair]) ->
     assert pair.a.sender.unacknowledged == 0
 
 
-def test_a_chunk_and_a_full_window_are_told_at_once(pairs: list[Pair]) -> None:
+def test_a_chunk_and_a_full_window_are_announced_at_once(pairs: list[Pair]) -> None:
     pair = make(pairs, merge=True)
     pair.a.send(memoryview(b"x"))
     pair.a.send(memoryview(bytes(RING // 4)))
@@ -707,14 +711,14 @@ def test_a_chunk_and_a_full_window_are_told_at_once(pairs: list[Pair]) -> None:
     assert cdcs(pair.ab)[-1].flags == WRITER_BLOCKED
 
 
-def test_many_small_writes_are_told_when_they_are_a_chunk(pairs: list[Pair]) -> None:
+def test_many_small_writes_are_announced_when_they_fill_a_chunk(pairs: list[Pair]) -> None:
     pair = make(pairs, merge=True)
     for _ in range(5):
         pair.a.send(memoryview(bytes(1000)))
     assert [entry.producer for entry in cdcs(pair.ab)] == [(5000, 0)]
 
 
-def test_merging_never_fills_a_link_with_writes_that_nobody_completes(
+def test_merging_never_fills_a_link_with_writes_without_a_completion(
     pairs: list[Pair],
 ) -> None:
     pair = make(pairs, merge=True)
@@ -728,7 +732,7 @@ def test_merging_never_fills_a_link_with_writes_that_nobody_completes(
     assert pair.ab.capacity() > 0
 
 
-def test_an_ending_waits_for_what_was_put_off(pairs: list[Pair]) -> None:
+def test_an_ending_waits_for_deferred_messages(pairs: list[Pair]) -> None:
     pair = make(pairs, merge=True)
     pair.a.send(memoryview(b"last words"))
     pair.a.close()

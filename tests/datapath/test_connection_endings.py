@@ -466,7 +466,7 @@ def test_data_before_d_is_read_and_then_the_end_of_stream() -> None:
 
 
 @pytest.mark.parametrize("read_before", [b"", b"my ", b"these are my "])
-def test_data_that_arrived_before_the_links_went_is_still_read(read_before: bytes) -> None:
+def test_data_that_arrived_before_the_links_were_lost_is_still_read(read_before: bytes) -> None:
     """The peer closes and exits at once: nothing is lost and nothing is an error to a reader."""
     with lone_connection() as lone:
         STEPS["open"](lone)
@@ -513,7 +513,7 @@ def test_an_abort_drops_what_was_unread() -> None:
         assert lone.it.receiver.readable == 0
 
 
-def test_the_last_word_waits_for_room_and_the_rmbe_with_it() -> None:
+def test_the_final_message_waits_for_room_and_the_rmbe_with_it() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.peer(C)
@@ -531,7 +531,7 @@ def test_the_last_word_waits_for_room_and_the_rmbe_with_it() -> None:
         assert lone.host.calls == ["close_tcp", "closed"]
 
 
-def test_the_last_word_is_given_up_with_the_links() -> None:
+def test_the_final_message_is_given_up_with_the_links() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.peer(C)
@@ -543,7 +543,7 @@ def test_the_last_word_is_given_up_with_the_links() -> None:
 
 
 @pytest.mark.parametrize("way", ["abort", "close"])
-def test_the_last_word_is_given_up_when_the_peer_is(way: str) -> None:
+def test_the_final_message_is_given_up_with_the_peer(way: str) -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.channel.room = 0
@@ -577,7 +577,7 @@ def test_how_much_of_the_ring_has_to_be_zeroed(before: str, used: int | None) ->
         assert lone.it.used == used
 
 
-def test_a_cursor_update_under_way_does_not_turn_the_peers_close_into_a_loss() -> None:
+def test_a_window_update_in_flight_does_not_turn_the_peers_close_into_a_loss() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.peer(data=b"x" * (SIZE - 1), flags=cdc.WRITER_BLOCKED)
@@ -602,7 +602,7 @@ def test_data_the_peer_has_taken_is_not_unsent_when_it_closes() -> None:
         assert lone.it.state == "CLOSED"
 
 
-def test_a_tcp_reset_is_the_peers_doing() -> None:
+def test_a_tcp_reset_is_an_abort_by_the_peer() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.it.tcp_reset()
@@ -614,7 +614,7 @@ def test_a_tcp_reset_is_the_peers_doing() -> None:
 
 
 @pytest.mark.parametrize("before", ["open data+C", "open data+C shut", "open shut data+C"])
-def test_a_tcp_reset_after_the_peers_close_takes_nothing(before: str) -> None:
+def test_a_tcp_reset_after_the_peers_close_drops_nothing(before: str) -> None:
     """It has given up waiting, or gone: it is answered, and what it sent can be read."""
     with lone_connection() as lone:
         for step in before.split():
@@ -630,7 +630,7 @@ def test_a_tcp_reset_after_the_peers_close_takes_nothing(before: str) -> None:
             lone.it.send(memoryview(b"x"))
 
 
-def test_a_tcp_reset_does_not_keep_a_from_a_peer_that_waits_for_it() -> None:
+def test_after_a_tcp_reset_a_is_still_sent_to_a_peer_that_waits_for_it() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         send(lone)
@@ -644,7 +644,7 @@ def test_a_tcp_reset_does_not_keep_a_from_a_peer_that_waits_for_it() -> None:
         assert [entry.endings for entry in lone.channel.log if isinstance(entry, Cdc)] == [0, A]
 
 
-def test_a_protocol_error_is_the_cause_of_what_the_application_gets() -> None:
+def test_a_protocol_error_is_the_cause_of_the_applications_error() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         exc = ProtocolError("data on the TCP connection")
@@ -655,7 +655,7 @@ def test_a_protocol_error_is_the_cause_of_what_the_application_gets() -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_a_fallback_gives_the_rmbe_back_and_leaves_tcp_alone(known: bool) -> None:
+def test_a_fallback_releases_the_rmbe_and_keeps_tcp(known: bool) -> None:
     with lone_connection() as lone:
         if known:
             lone.know()
@@ -665,7 +665,7 @@ def test_a_fallback_gives_the_rmbe_back_and_leaves_tcp_alone(known: bool) -> Non
         assert lone.channel.log == []
 
 
-def test_a_cdc_that_outruns_the_confirm_is_applied_and_shown_later() -> None:
+def test_a_cdc_before_the_confirm_is_applied_and_readable_later() -> None:
     with lone_connection() as lone:
         lone.peer(data=b"early")
         assert lone.it.receiver.readable == 0

@@ -85,7 +85,7 @@ LIES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-def test_a_lie_aborts_the_connection(
+def test_an_impossible_message_aborts_the_connection(
     pair: Pair, lie: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
     woken: list[str] = []
@@ -155,7 +155,7 @@ def test_the_sequence_number_wraps_to_zero(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("ending", [cdc.SENDING_DONE, cdc.CONNECTION_CLOSED])
-def test_data_after_the_end_of_the_data_is_a_lie(pair: Pair, ending: int) -> None:
+def test_data_after_the_end_of_the_data_is_an_error(pair: Pair, ending: int) -> None:
     receive_cdc(pair.b, message(pair, producer=(0, 1011), endings=ending))
     assert pair.b.receiver.readable == 10
     with pytest.raises(ProtocolError, match="end of the data"):
@@ -377,7 +377,7 @@ def test_an_abort_in_a_message_that_does_not_count_is_none(pair: Pair) -> None:
 
 @pytest.mark.parametrize("ending", [cdc.SENDING_DONE, cdc.CONNECTION_CLOSED])
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-def test_an_end_is_not_believed_with_cursors_that_lie(
+def test_an_end_with_impossible_cursors_is_not_accepted(
     pair: Pair, lie: tuple[tuple[int, int], tuple[int, int]], ending: int
 ) -> None:
     """D and C promise that all data was told, and the cursors are what was told: no application
@@ -391,7 +391,7 @@ def test_an_end_is_not_believed_with_cursors_that_lie(
 
 
 @pytest.mark.parametrize("new", [1, 2, 500])
-def test_urgent_flags_disturb_nothing(pair: Pair, new: int) -> None:
+def test_urgent_flags_have_no_other_effect(pair: Pair, new: int) -> None:
     receive_cdc(pair.b, message(pair, producer=(0, 1001 + new), flags=BOTH))
     assert pair.b.receiver.urgent == "present"
     assert pair.b.state == "ACTIVE"
@@ -404,14 +404,14 @@ def test_urgent_flags_disturb_nothing(pair: Pair, new: int) -> None:
     assert not pair.b.unread
 
 
-def test_urgent_data_where_all_was_read_is_a_lie(pair: Pair) -> None:
+def test_urgent_data_where_all_was_read_is_an_error(pair: Pair) -> None:
     with pytest.raises(ProtocolError, match="urgent"):
         receive_cdc(pair.b, message(pair, flags=cdc.URGENT_PRESENT))
     assert pair.b.state in ABORTED
     assert pair.b.receiver.urgent == "none"
 
 
-def test_urgent_data_before_any_data_is_a_lie() -> None:
+def test_urgent_data_before_any_data_is_an_error() -> None:
     fresh = Pair()
     with pytest.raises(ProtocolError, match="urgent"):
         receive_cdc(fresh.b, cdc.pack(1, TOKEN, 0, 0, 0, 0, BOTH))
@@ -419,7 +419,7 @@ def test_urgent_data_before_any_data_is_a_lie() -> None:
     fresh.close()
 
 
-def test_the_last_unread_byte_may_be_called_urgent_later(pair: Pair) -> None:
+def test_the_last_unread_byte_may_become_urgent_later(pair: Pair) -> None:
     """U without a byte that is new, but with one that nobody has read."""
     receive_cdc(pair.b, message(pair, producer=(0, 1011)))
     assert pair.b.receiver.readable == 10
@@ -429,7 +429,7 @@ def test_the_last_unread_byte_may_be_called_urgent_later(pair: Pair) -> None:
     assert not pair.b.unread
 
 
-def test_a_mark_said_again_tells_nothing(pair: Pair) -> None:
+def test_a_repeated_mark_changes_nothing(pair: Pair) -> None:
     """Some peers leave P and U set until the mark was reached, or until they send again."""
     receive_cdc(pair.b, message(pair, producer=(0, 1002), flags=BOTH))
     assert pair.b.receiver.receive_urgent() == 0
@@ -441,7 +441,7 @@ def test_a_mark_said_again_tells_nothing(pair: Pair) -> None:
 
 
 @pytest.mark.rfc("4.7.5/6")
-def test_data_behind_an_unacknowledged_urgent_byte_is_a_lie(pair: Pair) -> None:
+def test_data_behind_an_unacknowledged_urgent_byte_is_an_error(pair: Pair) -> None:
     receive_cdc(pair.b, message(pair, producer=(0, 1011), flags=BOTH))
     with pytest.raises(ProtocolError, match="urgent"):
         receive_cdc(pair.b, message(pair, producer=(0, 1012), sequence=4))
@@ -450,7 +450,7 @@ def test_data_behind_an_unacknowledged_urgent_byte_is_a_lie(pair: Pair) -> None:
         pair.b.receiver.receive_urgent()
 
 
-def test_pending_for_ever_costs_nobody_but_the_peer(pair: Pair) -> None:
+def test_p_for_ever_harms_only_the_peer(pair: Pair) -> None:
     for sequence in range(3, 50):
         flags = cdc.URGENT_PENDING
         receive_cdc(pair.b, message(pair, sequence=sequence, flags=flags))
@@ -596,7 +596,7 @@ def test_an_overwritten_eye_catcher_resets_the_connection(
 
 
 @pytest.mark.parametrize("consumer", [(1, 0), (0, 1), (0, 5)])
-def test_a_consumer_cursor_before_anything_was_sent_is_a_lie(consumer: tuple[int, int]) -> None:
+def test_a_consumer_cursor_before_anything_was_sent_is_an_error(consumer: tuple[int, int]) -> None:
     pair = Pair((RING, RING), connect=False)
     try:
         with pytest.raises(ProtocolError, match="before anything was sent"):

@@ -265,7 +265,7 @@ def test_fig22_both_shut_down_at_once(pair: Pair, first: str) -> None:
 
 @pytest.mark.rfc("4.8.1/15", "4.8.1/16", "4.8.1/17")
 @pytest.mark.parametrize("state", [PW1, PW2, PEERFIN])
-def test_fig22_the_timer_of_one_who_waits_for_ever(pair: Pair, state: str) -> None:
+def test_fig22_the_timer_of_a_side_that_waits_for_ever(pair: Pair, state: str) -> None:
     """4.8.1, note on stranded states: TCP is reset, nothing is written, the peer is told by TCP."""
     if state == PW2:
         pair.a.shutdown_write()
@@ -411,7 +411,7 @@ def test_fig23_passive_abort_2a_and_2b(pair: Pair, state: str) -> None:
 
 
 @pytest.mark.rfc("4.8.2/9")
-def test_fig23_passive_abort_2a_wakes_everybody(pair: Pair) -> None:
+def test_fig23_passive_abort_2a_wakes_all_tasks(pair: Pair) -> None:
     woken: list[str] = []
     pair.b.on_readable = lambda: woken.append("reader")
     pair.b.on_writable = lambda: woken.append("writer")

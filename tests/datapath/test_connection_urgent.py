@@ -133,7 +133,7 @@ def test_a_second_urgent_byte_waits_and_takes_the_place_of_the_first(pair: Pair)
     assert flags(pair.ab) == [P | U, P | U]
 
 
-def test_it_is_told_of_on_a_link_that_does_all_at_once(pair: Pair) -> None:
+def test_urgent_data_on_a_link_that_delivers_at_once(pair: Pair) -> None:
     pair.ab.instant = True
     assert pair.a.send(view(b"plain")) == 5
     assert pair.a.send_urgent(view(b"ab!")) == 3
@@ -177,7 +177,7 @@ def test_a_window_too_small_for_all_of_it(pair: Pair) -> None:
     assert flags(pair.ab) == [B | P, P | U]
 
 
-def test_what_waits_can_be_withdrawn(pair: Pair) -> None:
+def test_waiting_urgent_data_can_be_withdrawn(pair: Pair) -> None:
     assert pair.a.send(view(b"x" * RING)) == RING
     assert pair.a.send_urgent(view(b"!")) == 0
     pair.settle()
@@ -208,7 +208,7 @@ def test_flags_are_cleared_in_the_next_message_whatever_it_is(pair: Pair) -> Non
     assert pair.a.sender.can_send, "the mark is told although the flags have gone"
 
 
-def test_it_is_not_put_off_with_other_messages() -> None:
+def test_urgent_data_is_not_deferred_with_other_messages() -> None:
     pair = Pair((RING, RING), merge=True)
     assert pair.a.send(view(b"abc")) == 3
     assert pair.ab.raw == []
@@ -272,7 +272,7 @@ def test_both_ways_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.rfc("4.7.5/2", "4.7.6/2")
-def test_the_waiter_is_called_for_each_news(pair: Pair) -> None:
+def test_the_waiter_is_called_for_each_change(pair: Pair) -> None:
     woken: list[str] = []
 
     def wake() -> None:
@@ -371,7 +371,7 @@ def test_an_unread_byte_of_the_stream_resets_on_close(pair: Pair) -> None:
     assert pair.b.state == "PEERABORTWAIT"
 
 
-def test_a_byte_that_nobody_fetched_does_not_reset_on_close(pair: Pair) -> None:
+def test_an_urgent_byte_that_was_not_read_does_not_reset_on_close(pair: Pair) -> None:
     """It left the stream, and the peer was told: as TCP does it."""
     pair.a.send_urgent(view(b"!"))
     pair.settle()
@@ -393,7 +393,7 @@ def test_an_urgent_byte_after_close_has_no_reader(pair: Pair) -> None:
 # --- the rendezvous and other links ----------------------------------------------------------
 
 
-def test_urgent_data_that_outruns_the_confirm_is_acknowledged_later() -> None:
+def test_urgent_data_before_the_confirm_is_acknowledged_later() -> None:
     pair = Pair((RING, RING), connect=False)
     pair.know(0)
     pair.a.established()
@@ -409,7 +409,7 @@ def test_urgent_data_that_outruns_the_confirm_is_acknowledged_later() -> None:
 
 
 @pytest.mark.parametrize("completed", [False, True])
-def test_another_link_tells_it_again_only_if_it_may_be_lost(pair: Pair, completed: bool) -> None:
+def test_u_is_repeated_on_another_link_only_if_it_may_be_lost(pair: Pair, completed: bool) -> None:
     assert pair.a.send_urgent(view(b"a!")) == 2
     if completed:
         pair.ab.deliver()

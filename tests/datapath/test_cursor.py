@@ -51,7 +51,7 @@ def test_an_advance_within_the_limit_comes_back_as_the_count(
     offset=st.integers(0, 0xFFFF_FFFF),
     data=st.data(),
 )
-def test_whatever_is_accepted_is_what_was_meant_and_within_the_limit(
+def test_an_accepted_cursor_is_the_one_sent_and_within_the_limit(
     ring: tuple[int, int], count: int, wrap: int, offset: int, data: st.DataObject
 ) -> None:
     usable, first = ring
@@ -84,7 +84,7 @@ def test_whatever_is_accepted_is_what_was_meant_and_within_the_limit(
         (2, 4),
     ],
 )
-def test_a_cursor_that_cannot_be_is_refused(wrap: int, offset: int) -> None:
+def test_an_impossible_cursor_is_refused(wrap: int, offset: int) -> None:
     with pytest.raises(ProtocolError):
         advance_untrusted(100, wrap, offset, usable=9996, first=4, limit=201)
 
@@ -102,7 +102,7 @@ def test_the_limit_itself_is_allowed() -> None:
 
 
 @pytest.mark.rfc("4.3/5", "A.4/7")
-def test_a_full_ring_is_told_by_the_wrap_sequence_number_alone() -> None:
+def test_a_full_ring_differs_by_the_wrap_sequence_number_alone() -> None:
     """Figure 19, row 4: the cursor is the same, the wrap sequence number is one more."""
     count = 9996 + 1000
     assert to_wire(count, 9996, 4) == (1, 1004)

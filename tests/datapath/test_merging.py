@@ -44,7 +44,7 @@ def never(flush: Callable[[], None]) -> None:
     """A timer that never fires."""
 
 
-def test_corked_writes_are_told_of_when_the_cork_is_pulled(pair: Pair) -> None:
+def test_corked_writes_are_announced_when_the_cork_is_removed(pair: Pair) -> None:
     later: Later = []
     pair.a.sender.merge_messages(later.append, corked=True)
     for _ in range(3):
@@ -60,7 +60,7 @@ def test_corked_writes_are_told_of_when_the_cork_is_pulled(pair: Pair) -> None:
     assert announced_counts(pair) == [30, 31]
 
 
-def test_corked_writes_are_told_of_when_the_time_is_over(pair: Pair) -> None:
+def test_corked_writes_are_announced_after_the_time_limit(pair: Pair) -> None:
     later: Later = []
     pair.a.sender.merge_messages(later.append, corked=True)
     send(pair, 10)
@@ -90,7 +90,7 @@ def test_a_cork_does_not_make_a_buffer_borrowed() -> None:
 
 
 @pytest.mark.parametrize("end", ["shutdown_write", "close"])
-def test_an_end_tells_of_what_the_cork_held(pair: Pair, end: str) -> None:
+def test_an_end_announces_corked_writes(pair: Pair, end: str) -> None:
     pair.a.sender.merge_messages(never, corked=True)
     pair.a.send(memoryview(b"last words"))
     getattr(pair.a, end)()
@@ -99,7 +99,7 @@ def test_an_end_tells_of_what_the_cork_held(pair: Pair, end: str) -> None:
     assert pair.b.receiver.at_eof
 
 
-def test_a_corked_send_within_a_limit_goes_on(pair: Pair) -> None:
+def test_a_corked_send_within_a_limit_continues(pair: Pair) -> None:
     """Only a message makes room in the send buffer: with the limit used up it cannot wait."""
     pair.a.sender.merge_messages(never, corked=True)
     pair.a.limit_unacknowledged(100)
@@ -209,7 +209,7 @@ def instant() -> Iterator[Pair]:
     made.close()
 
 
-def test_only_the_first_two_sends_since_a_wait_are_told_of_at_once(instant: Pair) -> None:
+def test_only_the_first_two_sends_since_a_wait_are_announced_at_once(instant: Pair) -> None:
     for begin in (0, 40):
         for size in (10, 20):
             send(instant, 10)
@@ -223,7 +223,7 @@ def test_only_the_first_two_sends_since_a_wait_are_told_of_at_once(instant: Pair
     assert instant.ab.complete() == 0
 
 
-def test_what_is_put_off_nearly_alone_leaves_at_once_next_time(instant: Pair) -> None:
+def test_after_a_message_deferred_nearly_alone_the_next_is_immediate(instant: Pair) -> None:
     """A writer that lets others run after each send puts it off for nothing."""
     messenger = instant.a.messenger
     for _ in range(2):
@@ -244,7 +244,7 @@ def test_what_is_put_off_nearly_alone_leaves_at_once_next_time(instant: Pair) ->
     messenger.flush()
 
 
-def test_a_cork_holds_for_who_waits_too(instant: Pair) -> None:
+def test_a_cork_holds_also_for_a_task_that_waits(instant: Pair) -> None:
     instant.a.sender.merge_messages(never, corked=True)
     for _ in range(2):
         send(instant, 10)
@@ -254,7 +254,7 @@ def test_a_cork_holds_for_who_waits_too(instant: Pair) -> None:
     assert announced_counts(instant) == [20]
 
 
-def test_a_limit_holds_nothing_up_that_arrives_at_once(instant: Pair) -> None:
+def test_a_limit_does_not_delay_data_that_arrives_at_once(instant: Pair) -> None:
     instant.a.limit_unacknowledged(10)
     assert send(instant, 95) == 30, "the third piece is put off"
     woken: list[bool] = []

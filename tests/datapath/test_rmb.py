@@ -153,7 +153,7 @@ def take(pool: RmbPool, size: int = SIZE) -> Rmbe:
 @pytest.mark.rfc("4.4.1/1", "4.4.1/2")
 @pytest.mark.parametrize("eye_catcher", [False, True])
 @pytest.mark.parametrize("used", [0, 1, 100, 4092, 4096, 9000, SIZE - 4, None])
-def test_what_was_used_is_zero_before_reuse(
+def test_used_bytes_are_zero_before_reuse(
     memories: list[Memory], eye_catcher: bool, used: int | None
 ) -> None:
     pool = RmbPool()
@@ -251,7 +251,7 @@ def test_a_pool_holds_at_most_255_rmbs(memories: list[Memory]) -> None:
 BIG = 4096 * KIB
 
 
-def test_of_what_nobody_wrote_to_no_page_comes_into_being(memories: list[Memory]) -> None:
+def test_no_page_is_allocated_for_unwritten_memory(memories: list[Memory]) -> None:
     """Also where the peer may have written anywhere."""
     pool = RmbPool()
     rmb = make(memories, BIG, 255)
@@ -324,7 +324,7 @@ def test_pages_go_back_after_a_burst(memories: list[Memory]) -> None:
     assert not any(take(pool, BIG).data.tobytes().strip(b"\0") for _ in range(64))
 
 
-def test_one_that_was_kept_goes_back_as_a_whole(memories: list[Memory]) -> None:
+def test_a_warm_element_is_given_back_as_a_whole(memories: list[Memory]) -> None:
     pool = RmbPool()
     rmb = make(memories, BIG, 8)
     pool.add(rmb)
@@ -341,7 +341,7 @@ def test_one_that_was_kept_goes_back_as_a_whole(memories: list[Memory]) -> None:
     assert pages(rmb.memory) * mmap.PAGESIZE == WARM
 
 
-def test_what_is_about_to_be_unmapped_is_not_zeroed(memories: list[Memory]) -> None:
+def test_memory_about_to_be_unmapped_is_not_zeroed(memories: list[Memory]) -> None:
     pool = RmbPool()
     pool.add(make(memories, BIG, 2))
     before, after = take(pool, BIG), take(pool, BIG)

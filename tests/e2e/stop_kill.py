@@ -163,7 +163,7 @@ class Survivor:
             os.kill(pid, signal.SIGCONT)
         return early
 
-    async def is_idle(self) -> None:
+    async def at_rest(self) -> None:
         """Wait until the survivor is done with all victims; nothing tells when."""
         with trio.fail_after(60):
             while self._stack.statistics().open_connections or self._stack.link_groups:  # noqa: ASYNC110
@@ -192,7 +192,7 @@ async def stop_and_kill(rounds: int, seed: int, only: int | None = None) -> Outc
             async with trio.open_nursery() as nursery:
                 for number, zygote in zip(batch, zygotes, strict=False):
                     nursery.start_soon(_annotated, survivor, number, zygote)
-            await survivor.is_idle()
+            await survivor.at_rest()
             left = leaks.leaked(before, leaks.take())
             if left:
                 gc.collect()

@@ -25,7 +25,7 @@ from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import Established, Failed, FellBack
 from trio_smc.rendezvous.server import ServerNegotiation
-from trio_smc.rendezvous.terms import Terms, answer, proposing
+from trio_smc.rendezvous.terms import Terms, answer, with_v2_offer
 from trio_smc.stack.connection_host import Endpoint
 from trio_smc.stack.rnics import RnicChange
 from trio_smc.stack.runtime import Runtime
@@ -353,7 +353,7 @@ class End:
             if not piece:
                 negotiation.tcp_lost(ConnectionResetError("closed by the peer"))
                 return True
-            message = self.reader.feed_untrusted(piece, negotiation.awaited)
+            message = self.reader.feed_untrusted(piece, negotiation.expected)
             if message is not None:
                 negotiation.receive_untrusted(message)
         except ProtocolError as error:
@@ -403,7 +403,7 @@ def proposal_of(client: Side) -> clc.Proposal:
         ipv4_mask_length=8,
     )
     if groups.offer is not None and rnic.routable:
-        return proposing(proposal, groups.offer)
+        return with_v2_offer(proposal, groups.offer)
     return proposal
 
 

@@ -38,7 +38,7 @@ class Negotiation:
     """A negotiation that waits for the peer; see `rendezvous.negotiation.Negotiation`."""
 
     outcome: object = None
-    has_last_word = False
+    has_final_message = False
     state = "PROPOSED"
     awaits_clc = True
     machine = Machine(CLC_CLIENT, cast(Any, None))
@@ -86,7 +86,7 @@ def start_both(nursery: trio.Nursery, victim: Victim, late: Callable[[], object]
 
 
 @pytest.mark.parametrize("news", ["link", "timer"])
-async def test_news_of_a_handshake_reaches_no_other_task(news: str) -> None:
+async def test_a_change_in_a_handshake_wakes_no_other_task(news: str) -> None:
     with trio.fail_after(PATIENCE):
         for _ in range(REPEATS):
             ours, theirs = socket.socketpair()
@@ -136,7 +136,7 @@ async def test_an_answer_goes_to_no_other_socket() -> None:
                                 pair[1].recv(1)
 
 
-async def test_a_claim_that_looks_again_reaches_no_other_task(
+async def test_a_claim_that_checks_again_wakes_no_other_task(
     runtime_directory: Path, mock_clock: trio.testing.MockClock
 ) -> None:
     """Its timer fires in the pass in which the connection is closed."""

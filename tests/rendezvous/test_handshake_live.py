@@ -407,7 +407,7 @@ async def test_a_server_that_answers_something_else(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("how", ["fin", "rst", "silence", "drip"])
-async def test_a_server_that_leaves_or_dawdles(how: str) -> None:
+async def test_a_server_that_closes_or_is_silent(how: str) -> None:
     async def behave(stream: trio.SocketStream) -> None:
         if how == "rst":
             reset(stream)
@@ -441,7 +441,7 @@ async def test_a_proposal_followed_at_once_by_something(tail: bytes) -> None:
 
 @pytest.mark.parametrize("how", ["fin", "rst"])
 @pytest.mark.parametrize("state", ["part", "LISTENING", "ACCEPTED", "CONFIRMING_LINK"])
-async def test_a_client_that_leaves(state: str, how: str) -> None:
+async def test_a_client_that_closes(state: str, how: str) -> None:
     """In whatever state the server is: nothing reaches an application, the listener serves."""
     async with a_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
@@ -469,7 +469,7 @@ async def test_a_client_that_leaves(state: str, how: str) -> None:
         assert not stack.link_groups
 
 
-async def test_clients_that_drip_hold_up_nobody() -> None:
+async def test_slow_clients_delay_no_other_client() -> None:
     """The deadline is one for the whole message, and others are served meanwhile."""
     async with a_listener() as (stack, listener):
         data = proposal()
@@ -516,7 +516,7 @@ class _LateNegotiation:
 
     outgoing: ClassVar[list[bytes]] = []
     outcome: object = None
-    has_last_word = False
+    has_final_message = False
     state = "PROPOSED"
     changed: Callable[[], None]
     machine = Machine(CLC_CLIENT, cast(Any, None))

@@ -377,7 +377,7 @@ def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
         assert world.connect(client, server).states == ("ESTABLISHED", "ESTABLISHED")
 
 
-def test_a_decline_under_another_peers_id_and_gid_resets_nobody() -> None:
+def test_a_decline_under_another_peers_id_and_gid_resets_no_connection() -> None:
     """Two kernels' or containers' processes on one port may have both alike."""
     with World() as world:
         client, stranger, server = world.side(), world.side(), world.side()
@@ -407,7 +407,7 @@ def test_a_peer_id_that_two_clients_have_is_not_enough() -> None:
             assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
-def test_a_client_whose_link_has_just_failed_is_no_stranger() -> None:
+def test_a_client_whose_link_has_just_failed_is_recognised() -> None:
     """It goes on proposing by the RNIC that lost it."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
@@ -423,7 +423,7 @@ def test_a_client_whose_link_has_just_failed_is_no_stranger() -> None:
         assert len(server.group.connections) == 2
 
 
-def test_an_rnic_that_has_just_come_makes_no_stranger() -> None:
+def test_a_client_with_a_new_rnic_is_recognised() -> None:
     """A software RNIC's peer ID names a process."""
     with World() as world:
         client, server = world.side(kind="software"), world.side(kind="software")
@@ -606,7 +606,7 @@ def test_later_contacts_do_not_look_at_the_mtu(end: int) -> None:
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
-def test_confirm_must_come_from_who_proposed() -> None:
+def test_confirm_must_come_from_the_proposing_peer() -> None:
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -680,7 +680,7 @@ def test_add_link_from_the_server_is_lost() -> None:
 
 
 @pytest.mark.rfc("C.7.1/time-outs/5", "C.8/1", "3.5.1.6.2/1")
-def test_add_link_reply_is_lost_and_the_server_goes_on_with_one_link() -> None:
+def test_add_link_reply_is_lost_and_the_server_continues_with_one_link() -> None:
     """3.5.1.6.2, C.8 (and against C.7.1): the link group is allowed to continue."""
     with World() as world:
         client, server = world.side(), world.side()

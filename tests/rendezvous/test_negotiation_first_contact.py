@@ -81,7 +81,7 @@ def test_figure_8_with_the_second_link_rejected() -> None:
     "A.2.4/1",
     "A.2.4/2",
 )
-def test_what_figure_8_says_in_its_brackets() -> None:
+def test_the_brackets_of_figure_8() -> None:
     with World() as world:
         client, server = world.side(), world.side()
         record = client.record()
@@ -284,7 +284,7 @@ def test_an_accepted_second_link_that_cannot_be_deleted_ends_everything() -> Non
             call.client.connection.send(memoryview(b"x"))
 
 
-def test_a_server_without_a_second_queue_pair_says_so_by_one_that_is_none() -> None:
+def test_a_server_without_a_second_queue_pair_offers_queue_pair_0() -> None:
     """The client waits for ADD LINK (C.7.1), so one has to come."""
     with World() as world:
         client, server = world.side(), world.side(most_qps=1)

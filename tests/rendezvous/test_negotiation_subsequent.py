@@ -244,7 +244,7 @@ def test_a_client_that_has_sent_and_gone_before_its_confirm_is_read(closes: bool
                 receiver.receive(100)
 
 
-def test_a_client_that_has_gone_without_a_word_is_none() -> None:
+def test_a_client_that_has_sent_nothing_before_its_end_is_not_accepted() -> None:
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -443,7 +443,7 @@ def test_a_retry_reply_is_retried_a_little_later() -> None:
         assert replies == 4
 
 
-def test_a_peer_that_only_ever_says_retry_is_given_up() -> None:
+def test_a_peer_that_always_replies_retry_is_given_up() -> None:
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -544,7 +544,7 @@ def test_when_the_first_contact_fails_the_next_one_makes_it() -> None:
         assert len(client.groups) == len(server.groups) == 1
 
 
-def test_nobody_waits_long_for_a_stalled_first_contact() -> None:
+def test_no_connection_waits_long_for_a_stalled_first_contact() -> None:
     """3.5.3: after two seconds the next connection opens a group of its own."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -644,7 +644,7 @@ def test_a_group_that_ends_while_confirm_is_on_its_way_out() -> None:
         world.finish()
 
 
-def test_terminating_groups_take_nobody() -> None:
+def test_terminating_groups_accept_no_connection() -> None:
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -657,7 +657,7 @@ def test_terminating_groups_take_nobody() -> None:
         assert works(world, call)
 
 
-def test_a_group_that_may_not_idle_waits_for_a_connection_that_comes() -> None:
+def test_a_group_without_idle_time_waits_for_a_coming_connection() -> None:
     """3.5.4: the last connection goes while a new RMB is being confirmed."""
     with World() as world:
         client, server = world.side(), world.side(Config(link_group_idle=0, llc_timeout=8))
@@ -677,7 +677,7 @@ def test_a_group_that_may_not_idle_waits_for_a_connection_that_comes() -> None:
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
 
 
-def test_an_idle_group_is_not_ended_under_a_connection_that_comes() -> None:
+def test_an_idle_group_is_not_ended_while_a_connection_comes() -> None:
     """3.5.4: the timer ends while a new RMB is being confirmed."""
     with World() as world:
         config = Config(link_group_idle=10, llc_timeout=8)

@@ -73,7 +73,7 @@ def test_a_reply_travels_on_the_link_of_its_request(world: World) -> None:
 
 
 @pytest.mark.rfc("A.3.5/7")
-def test_a_new_rmb_is_told_over_the_link_that_its_first_connection_names(world: World) -> None:
+def test_a_new_rmb_is_announced_over_the_link_of_its_first_connection(world: World) -> None:
     stage = Stage(world, (2, 2))
     records = [side.record() for side in (stage.client, stage.server)]
     world.connect(stage.client, stage.server, size=BIG)
@@ -90,7 +90,7 @@ def test_a_new_rmb_is_told_over_the_link_that_its_first_connection_names(world: 
 
 
 @pytest.mark.rfc("A.3.5/7")
-def test_a_new_rmb_is_told_over_another_link_when_that_one_is_lost(world: World) -> None:
+def test_a_new_rmb_is_announced_over_another_link_if_that_one_is_lost(world: World) -> None:
     stage = Stage(world, (2, 2))
     call = world.call(stage.client, stage.server, size=BIG)
     stage.wire.fail("S2 CONFIRM_RKEY")
@@ -276,7 +276,7 @@ async def declined_proposal(
 
 @pytest.mark.rfc("3.2/2", "3.5.1.2/1", "A.2.2/4", "A.2/1", "A.2.2/2")
 @pytest.mark.parametrize("host", [HOST, "::1"])
-async def test_what_a_proposal_says(host: str) -> None:
+async def test_the_fields_of_a_proposal(host: str) -> None:
     async with plain_server(host) as server, trio_smc.open_stack(ASSUME) as stack:
         message = await declined_proposal(stack, server)
         [rnic] = stack.rnics
@@ -315,7 +315,7 @@ async def test_a_client_that_has_a_link_group_proposes_as_before() -> None:
     [(bytes(15) + b"\1", True), (b"\xfd" * 16, False)],
     ids=["own", "foreign"],
 )
-async def test_a_server_looks_for_one_of_the_listed_prefixes(text: bytes, welcome: bool) -> None:
+async def test_a_server_needs_one_of_the_listed_prefixes(text: bytes, welcome: bool) -> None:
     foreign = clc.Ipv6Prefix(prefix=b"\xfc" * 16, length=128)
     sent = proposal(
         ipv4_subnet=bytes(4),

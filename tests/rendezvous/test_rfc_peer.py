@@ -60,13 +60,13 @@ class RfcPeer:
         head = EYE + b"\x01\0\x34\x10" + PEER_ID + ends
         self._tcp.send(head + b"\0\0" + SUBNET + b"\x08\0\0\0" + EYE)
 
-    def hear_clc(self, length: int) -> bytes:
+    def receive_clc(self, length: int) -> bytes:
         self._world.until(lambda: len(self._tcp.inbox) >= length)
         message = self._tcp.receive(length)
         assert message is not None
         return message
 
-    def say_credentials(self, kind: int, first_contact: int) -> None:
+    def send_credentials(self, kind: int, first_contact: int) -> None:
         """SMC Accept (2) or Confirm (3)."""
         head = EYE + struct.pack(">BHB", kind, 68, 0x10 | first_contact) + PEER_ID
         link = self._rnic.gid + self._rnic.mac + self._qp.qp_num.to_bytes(3, "big")
@@ -88,15 +88,15 @@ class RfcPeer:
 
     # --- LLC: figures 31 and 32 ------------------------------------------------------------------
 
-    def hear_llc(self) -> bytes:
-        heard: list[bytes] = []
+    def receive_llc(self) -> bytes:
+        received: list[bytes] = []
 
         def one() -> bool:
-            heard.extend(each.data for each in self._rnic.poll() if each.data is not None)
-            return bool(heard)
+            received.extend(each.data for each in self._rnic.poll() if each.data is not None)
+            return bool(received)
 
         self._world.until(one)
-        (message,) = heard
+        (message,) = received
         return message
 
     def confirm_link(self, flags: int) -> None:
@@ -114,7 +114,7 @@ class RfcPeer:
 
     # --- data: figures 16 and 41 ---------------------------------------------------------------
 
-    def say(self, data: bytes) -> None:
+    def send_data(self, data: bytes) -> None:
         """A write behind the eye catcher, and a CDC message."""
         view = memoryview(data)
         place = self._target + 4 + self._sent
@@ -124,7 +124,7 @@ class RfcPeer:
         head = struct.pack(">BBHI", 0xFE, 44, 1, self._token)
         self._qp.post_send(4, (head + cursors).ljust(44, b"\0"))
 
-    def heard(self, cdc: bytes) -> bytes:
+    def received_data(self, cdc: bytes) -> bytes:
         """What the peer wrote, as its CDC message says."""
         token, wrap, cursor = struct.unpack(">I2xHI", cdc[4:16])
         assert (token, wrap) == (TOKEN, 0)
@@ -155,12 +155,12 @@ def talk(world: World, peer: RfcPeer, end: End) -> None:
     world.settle()
     assert end.state == "ESTABLISHED"
     connection = end.connection
-    peer.say(b"HELLO")
+    peer.send_data(b"HELLO")
     world.settle()
     assert connection.receiver.receive(100) == b"HELLO"
     connection.send(memoryview(b"WORLD"))
-    cdc = peer.hear_llc()
-    assert peer.heard(cdc) == b"WORLD"
+    cdc = peer.receive_llc()
+    assert peer.received_data(cdc) == b"WORLD"
     assert connection.rmbe.check_eye_catcher()
     assert connection.receiver.usable == connection.rmbe.size - 4
 
@@ -176,15 +176,15 @@ def test_as_the_server_of_a_peer_that_has_only_the_rfc(world: World) -> None:
     world.calls.append(_Single(end))  # type: ignore[arg-type]
     peer = RfcPeer(world, theirs)
     peer.propose()
-    accept = peer.hear_clc(68)
+    accept = peer.receive_clc(68)
     assert accept[4:8] == b"\x02\0\x44\x18"  # with the first-contact flag
     peer.connect(accept)
-    peer.say_credentials(3, 0)
-    request = peer.hear_llc()
+    peer.send_credentials(3, 0)
+    request = peer.receive_llc()
     assert request[:3] == b"\x01\x2c\0"
     assert request[4:26] == side.rnic.mac + side.rnic.gid
     peer.confirm_link(REPLY)
-    offer = peer.hear_llc()
+    offer = peer.receive_llc()
     assert offer[:4] == b"\x02\x2c\0\0"
     peer.reject_link(offer)
     talk(world, peer, end)
@@ -205,16 +205,16 @@ def test_as_the_client_of_a_peer_that_has_only_the_rfc(world: World) -> None:
         ipv4_subnet=SUBNET, ipv4_mask_length=8,
     )  # fmt: skip
     negotiation.propose(side.rnic, proposal)
-    assert peer.hear_clc(52)[8:16] == side.stack.groups.peer_id
-    peer.say_credentials(2, 8)
-    confirm = peer.hear_clc(68)
+    assert peer.receive_clc(52)[8:16] == side.stack.groups.peer_id
+    peer.send_credentials(2, 8)
+    confirm = peer.receive_clc(68)
     peer.connect(confirm)
     peer.confirm_link(0)
-    reply = peer.hear_llc()
+    reply = peer.receive_llc()
     # No bits of ours in the reply, as the request had none.
     assert reply[:4] == b"\x01\x2c\0" + bytes((REPLY,))
     peer.offer_link()
-    rejection = peer.hear_llc()
+    rejection = peer.receive_llc()
     assert rejection[3] == REPLY | REJECTED
     talk(world, peer, end)
     side.free()

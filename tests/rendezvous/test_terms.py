@@ -14,11 +14,11 @@ from trio_smc.rendezvous.terms import (
     Offer,
     Terms,
     answer,
-    check,
-    confirmed,
+    check_accept,
+    check_confirm,
     is_routable,
     proposed,
-    proposing,
+    with_v2_offer,
 )
 from trio_smc.wire import clc, llc
 from trio_smc.wire.fields import encode_ueid
@@ -27,7 +27,7 @@ ONE, TWO, ELSE = map(encode_ueid, ("ONE", "TWO", "ELSE"))
 GID = bytes(10) + b"\xff\xff" + bytes((10, 0, 0, 1))
 OFFER = Offer(eids=(ONE, TWO), host=b"here".ljust(32))
 PLAIN = clc.Proposal(peer_id=bytes(range(8)), gid=GID, mac=bytes(6), ipv4_mask_length=8)
-BOTH = proposing(PLAIN, OFFER)
+BOTH = with_v2_offer(PLAIN, OFFER)
 ONLY_2 = replace(BOTH, flags=clc.proposal_flags(v1=False, v2=True), ipv4_mask_length=0)
 PREFIX = Reason.PREFIX_MISMATCH
 AGREED = Terms(version=2, release=1, eid=TWO, max_connections=255, max_links=2)
@@ -75,7 +75,7 @@ def confirm(terms: Terms, *, first: bool = True) -> clc.Confirm:
         (ONLY_2, replace(OFFER, eids=(ELSE,)), None, Reason.NO_COMMON_UEID),
     ],
 )
-def test_what_a_server_answers(
+def test_the_answers_of_a_server(
     proposal: clc.Proposal, offer: Offer | None, v1: Reason | None, result: Terms | Reason
 ) -> None:
     assert answer(proposal, offer, v1, True) == result
@@ -102,7 +102,7 @@ def test_the_first_eid_of_the_proposal_counts() -> None:
 def test_limits(
     theirs: tuple[int, int], ours: tuple[int, int], result: tuple[int, int] | Reason
 ) -> None:
-    proposal = proposing(PLAIN, replace(OFFER, max_connections=theirs[0], max_links=theirs[1]))
+    proposal = with_v2_offer(PLAIN, replace(OFFER, max_connections=theirs[0], max_links=theirs[1]))
     offer = replace(OFFER, max_connections=ours[0], max_links=ours[1])
     terms = answer(proposal, offer, PREFIX, True)
     if isinstance(terms, Terms):
@@ -116,8 +116,8 @@ def test_limits(
     ("theirs", "ours", "release"), [(0, 1, 0), (1, 0, 0), (1, 1, 1), (15, 1, 1)]
 )
 def test_the_lower_release_counts(theirs: int, ours: int, release: int) -> None:
-    terms = answer(proposing(PLAIN, replace(OFFER, release=theirs)), replace(OFFER, release=ours),
-                   None, True)  # fmt: skip
+    proposal = with_v2_offer(PLAIN, replace(OFFER, release=theirs))
+    terms = answer(proposal, replace(OFFER, release=ours), None, True)
     assert isinstance(terms, Terms)
     assert (terms.release, terms.max_connections, terms.max_links) == (release, 255, 2)
 
@@ -135,12 +135,12 @@ def test_routes(direct: bool | None, result: bool | Reason) -> None:
 @pytest.mark.parametrize("gid", [bytes(16), b"\xfe\x80" + bytes(14), b"\xfd" + bytes(15)])
 def test_gids_must_be_mapped(gid: bytes) -> None:
     assert not is_routable(gid)
-    proposal = proposing(replace(PLAIN, gid=gid), OFFER)
+    proposal = with_v2_offer(replace(PLAIN, gid=gid), OFFER)
     assert answer(replace(proposal, flags=2, ipv4_mask_length=0), OFFER, None, True) is (
         Reason.NO_ROUTE
     )
     if any(gid):
-        assert check(replace(accept(AGREED), gid=gid), BOTH, True) is Reason.NO_ROUTE
+        assert check_accept(replace(accept(AGREED), gid=gid), BOTH, True) is Reason.NO_ROUTE
 
 
 # --- the client -----------------------------------------------------------------------------------
@@ -151,12 +151,12 @@ def test_gids_must_be_mapped(gid: bytes) -> None:
     AGREED, replace(AGREED, direct=False), replace(AGREED, max_connections=16, max_links=1),
     replace(AGREED, release=0), VERSION_1,
 ])  # fmt: skip
-def test_a_client_takes_what_it_proposed(terms: Terms) -> None:
-    assert check(accept(terms), BOTH, terms.direct) == terms
+def test_a_client_accepts_what_it_proposed(terms: Terms) -> None:
+    assert check_accept(accept(terms), BOTH, terms.direct) == terms
 
 
-def test_a_subsequent_contact_tells_the_eid() -> None:
-    terms = check(accept(AGREED, first=False), BOTH, None)
+def test_a_subsequent_contact_has_the_eid() -> None:
+    terms = check_accept(accept(AGREED, first=False), BOTH, None)
     assert isinstance(terms, Terms)
     assert (terms.version, terms.eid) == (2, TWO)
     assert terms.fits(AGREED)
@@ -171,9 +171,9 @@ def test_a_subsequent_contact_tells_the_eid() -> None:
         (AGREED, PLAIN, True, Reason.VERSION_MISMATCH),
         (replace(AGREED, eid=ELSE), BOTH, True, Reason.NO_COMMON_UEID),
         (replace(AGREED, release=2), BOTH, True, Reason.RELEASE_MISMATCH),
-        (AGREED, proposing(PLAIN, replace(OFFER, release=0)), True, Reason.RELEASE_MISMATCH),
+        (AGREED, with_v2_offer(PLAIN, replace(OFFER, release=0)), True, Reason.RELEASE_MISMATCH),
         (replace(AGREED, max_connections=15), BOTH, True, Reason.CONNECTION_LIMIT),
-        (AGREED, proposing(PLAIN, replace(OFFER, max_connections=254)), True,
+        (AGREED, with_v2_offer(PLAIN, replace(OFFER, max_connections=254)), True,
          Reason.CONNECTION_LIMIT),
         (replace(AGREED, max_links=3), BOTH, True, Reason.LINK_LIMIT),
         (replace(AGREED, max_links=0), BOTH, True, Reason.LINK_LIMIT),
@@ -184,7 +184,7 @@ def test_a_subsequent_contact_tells_the_eid() -> None:
 def test_a_client_declines_what_it_did_not_propose(
     said: Terms, proposal: clc.Proposal, direct: bool | None, reason: Reason
 ) -> None:
-    assert check(accept(said), proposal, direct) is reason
+    assert check_accept(accept(said), proposal, direct) is reason
 
 
 # --- the server, on Confirm -----------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_a_client_declines_what_it_did_not_propose(
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("terms", [AGREED, replace(AGREED, release=0), VERSION_1])
 def test_confirm_repeats_the_terms(terms: Terms, first: bool) -> None:
-    assert confirmed(confirm(terms, first=first), terms) is None
+    assert check_confirm(confirm(terms, first=first), terms) is None
 
 
 @pytest.mark.v2("v2.5/2", "v2.5/3")
@@ -207,15 +207,15 @@ def test_confirm_repeats_the_terms(terms: Terms, first: bool) -> None:
         (replace(AGREED, max_links=1), Reason.LINK_LIMIT),
     ],
 )
-def test_confirm_says_something_else(said: Terms, reason: Reason) -> None:
-    assert confirmed(confirm(said), AGREED) is reason
+def test_a_confirm_that_differs_from_the_accept(said: Terms, reason: Reason) -> None:
+    assert check_confirm(confirm(said), AGREED) is reason
 
 
 @pytest.mark.v2("v2.5/4")
 @pytest.mark.parametrize(("said", "terms"), [(VERSION_1, AGREED), (AGREED, VERSION_1)])
 def test_confirm_of_another_version(said: Terms, terms: Terms) -> None:
     with pytest.raises(ProtocolError, match="another version"):
-        confirmed(confirm(said), terms)
+        check_confirm(confirm(said), terms)
 
 
 # --- what follows ---------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_version_1_is_one_constant() -> None:
 
 
 @pytest.mark.v2("v2.7/2")
-def test_who_a_client_is() -> None:
+def test_the_identity_of_a_client() -> None:
     assert proposed(BOTH, VERSION_1) == (PLAIN.peer_id, PLAIN.gid)
     assert proposed(BOTH, AGREED) == (PLAIN.peer_id, GID)
     assert proposed(replace(ONLY_2, peer_id=bytes(8)), AGREED) == (bytes(8), GID)

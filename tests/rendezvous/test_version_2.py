@@ -37,7 +37,7 @@ def offering(side: Side, **changes: Any) -> None:
     side.stack.groups.offer = replace(side.stack.groups.offer, **changes)
 
 
-def said(side: Side, kind: type[Any]) -> list[Any]:
+def sent_messages(side: Side, kind: type[Any]) -> list[Any]:
     """The CLC messages of one kind."""
     found = [
         clc.decode_untrusted(data) for what, _, data in side.recorder.messages() if what == "clc"
@@ -86,8 +86,8 @@ def test_subsequent_contact_and_rkeys() -> None:
         client.record()
         calls = [first, *(world.connect(client, server) for _ in range(5))]
         assert len(client.groups) == len(server.groups) == 1
-        assert {len(each.encode()) for each in said(client, clc.Accept)} == {108}
-        assert {len(each.encode()) for each in said(client, clc.Confirm)} == {108}
+        assert {len(each.encode()) for each in sent_messages(client, clc.Accept)} == {108}
+        assert {len(each.encode()) for each in sent_messages(client, clc.Confirm)} == {108}
         assert messages(client, llc.ConfirmRkey, llc.V2)
         for call in calls:
             assert exchange(world, call, HELLO) == HELLO[::-1]
@@ -228,7 +228,7 @@ def test_release_0() -> None:
         client.record()
         call = world.connect(client, server)
         assert client.group.terms.release == server.group.terms.release == 0
-        [accept] = said(client, clc.Accept)
+        [accept] = sent_messages(client, clc.Accept)
         first = accept.v2.first
         assert (first.release, first.max_connections, first.max_links) == (0, 0, 0)
         [message, _] = messages(client, llc.ConfirmLink, llc.V2)
@@ -251,7 +251,7 @@ def test_a_symmetric_group() -> None:
             assert each.extension is not None
             assert len(each.extension.pairs) == 1
         assert not messages(client, llc.AddLinkContinuation, llc.V2)
-        [confirm] = said(client, clc.Confirm)
+        [confirm] = sent_messages(client, clc.Confirm)
         assert confirm.v2.gids == (client.rnics[0].gid, client.rnics[1].gid)
         # The second link carries data when the first has gone.
         client.rnics[0].port_down()
@@ -260,7 +260,7 @@ def test_a_symmetric_group() -> None:
 
 
 @pytest.mark.v2("v2.10/1")
-def test_many_rmbs_are_told_at_once() -> None:
+def test_many_rmbs_are_announced_at_once() -> None:
     with World() as world:
         client, server = pair(world)
         calls = [world.connect(client, server) for _ in range(9)]
@@ -278,7 +278,7 @@ def test_many_rmbs_are_told_at_once() -> None:
 
 
 @pytest.mark.v2("v2.11/1", "v2.11/2")
-def test_a_client_asks_for_a_link() -> None:
+def test_a_client_requests_a_link() -> None:
     """Its second RNIC comes: REQUEST ADD LINK, which the server answers by ADD LINK."""
     with World() as world:
         client, server = world.side(V2, routable=True), world.side(V2, routable=True, rnics=2)
@@ -294,7 +294,7 @@ def test_a_client_asks_for_a_link() -> None:
 
 
 @pytest.mark.v2("v2.11/2")
-def test_a_server_that_adds_no_link_says_so() -> None:
+def test_a_server_that_adds_no_link_replies_so() -> None:
     with World() as world:
         client, server = pair(world)
         world.connect(client, server)
@@ -359,7 +359,7 @@ def test_a_proposal_that_does_not_fit(changes: dict[str, Any], reason: FallbackR
         healthy = world.connect(client, server)
         call = world.call(client, server, proposal=only_v2(client, **changes))
         assert refused(world, call) is reason
-        [decline] = said(client, clc.Decline)
+        [decline] = sent_messages(client, clc.Decline)
         assert len(decline.encode()) == 44
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
 
@@ -397,7 +397,7 @@ def first_accept(**changes: Any) -> Callable[[clc.Message], clc.Message]:
     return lie
 
 
-def tell(call: Call, end: int, lie: Callable[[clc.Message], clc.Message]) -> None:
+def tamper_with(call: Call, end: int, lie: Callable[[clc.Message], clc.Message]) -> None:
     """Have one end say something else."""
 
     def tamper(piece: bytes) -> bytes:
@@ -438,14 +438,14 @@ def unmapped(message: clc.Message) -> clc.Message:
         (unmapped, FallbackReason.NO_ROUTE),
     ],
 )
-def test_an_accept_that_lies(
+def test_an_accept_with_wrong_terms(
     lie: Callable[[clc.Message], clc.Message], reason: FallbackReason
 ) -> None:
     with World() as world:
         client, server = pair(world)
         healthy = world.connect(server, client)
         call = world.call(client, server, proposal=nameless(client))
-        tell(call, 1, lie)
+        tamper_with(call, 1, lie)
         assert refused(world, call) is reason
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
 
@@ -456,7 +456,7 @@ def test_an_accept_on_an_existing_group_that_names_another_eid() -> None:
         client, server = pair(world)
         healthy = world.connect(client, server)
         call = world.call(client, server)
-        tell(call, 1, other_eid)
+        tamper_with(call, 1, other_eid)
         assert refused(world, call) is FallbackReason.NO_COMMON_UEID
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
 
@@ -481,7 +481,7 @@ def confirm(**changes: Any) -> Callable[[clc.Message], clc.Message]:
         (unmapped, FallbackReason.NO_ROUTE),
     ],
 )
-def test_a_confirm_that_lies(
+def test_a_confirm_with_wrong_terms(
     lie: Callable[[clc.Message], clc.Message], reason: FallbackReason
 ) -> None:
     """The server declines; what the client makes of it is its affair."""
@@ -489,7 +489,7 @@ def test_a_confirm_that_lies(
         client, server = pair(world)
         healthy = world.connect(server, client)
         call = world.call(client, server)
-        tell(call, 0, lie)
+        tamper_with(call, 0, lie)
         world.finish()
         assert call.server.fallback.reason is reason
         assert call.server.fallback.origin is Origin.LOCAL
@@ -516,7 +516,7 @@ def test_a_confirm_of_another_kind(lie: Callable[[clc.Message], clc.Message]) ->
         client, server = pair(world)
         healthy = world.connect(server, client)
         call = world.call(client, server)
-        tell(call, 0, lie)
+        tamper_with(call, 0, lie)
         world.finish()
         assert call.server.state == "FAILED"
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
@@ -554,7 +554,7 @@ def contradicting(message: llc.Message) -> llc.Message:
 @pytest.mark.v2("v2.10/6")
 @pytest.mark.parametrize("lie", [without_rtokens, contradicting])
 @pytest.mark.parametrize("replies", [False, True])
-def test_an_add_link_that_lies_costs_the_new_link(
+def test_an_add_link_with_wrong_rtokens_fails_the_new_link(
     lie: Callable[[llc.Message], llc.Message], replies: bool
 ) -> None:
     with World() as world:
@@ -651,7 +651,7 @@ def test_a_newer_version_nibble_is_answered_as_version_2() -> None:
         client, server = pair(world)
         client.record()
         call = world.connect(client, server, proposal=replace(proposal_of(client), version=3))
-        assert [each.version for each in said(client, clc.Accept)] == [2]
+        assert [each.version for each in sent_messages(client, clc.Accept)] == [2]
         assert client.group.terms.version == server.group.terms.version == 2
         assert exchange(world, call, HELLO) == HELLO[::-1]
 
@@ -705,7 +705,7 @@ def test_add_link_repeats_the_route(direct: bool) -> None:
 
 
 @pytest.mark.v2("v2.7/4")
-def test_any_link_is_named_by_gid_and_number_whatever_the_mac_says() -> None:
+def test_a_link_is_named_by_gid_and_number_with_any_mac() -> None:
     def other_mac(message: clc.Message) -> clc.Message:
         if isinstance(message, clc.Accept | clc.Confirm):
             return replace(message, mac=bytes.fromhex("020304050607"))
@@ -719,13 +719,13 @@ def test_any_link_is_named_by_gid_and_number_whatever_the_mac_says() -> None:
         for _ in range(3):
             call = world.call(client, server)
             for end in (0, 1):
-                tell(call, end, other_mac)
+                tamper_with(call, end, other_mac)
             world.settle()
             calls.append(call)
         assert {call.states for call in calls} == {("ESTABLISHED", "ESTABLISHED")}
         assert len(client.groups) == 1
         for kind, side in ((clc.Accept, server), (clc.Confirm, client)):
-            named = {each.gid for each in said(client, kind)}
+            named = {each.gid for each in sent_messages(client, kind)}
             assert named == {rnic.gid for rnic in side.rnics}
         for call in calls:
             assert exchange(world, call, HELLO) == HELLO[::-1]
@@ -758,7 +758,7 @@ def declines(side: Side) -> list[tuple[int, int, bool, int]]:
     """Length, version, whether out of sync, and system of each Decline."""
     return [
         (len(each.encode()), each.version, each.out_of_sync, each.system)
-        for each in said(side, clc.Decline)
+        for each in sent_messages(side, clc.Decline)
     ]
 
 
@@ -791,7 +791,7 @@ def test_the_clients_decline(
         client, server = pair(world)
         client.record()
         call = world.call(client, server, proposal=nameless(client))
-        tell(call, 1, lie)
+        tamper_with(call, 1, lie)
         world.settle()
         assert declines(client) == [form]
 
@@ -822,7 +822,7 @@ def test_both_forms_of_decline_are_taken(long: bool, end: int) -> None:
         client, server = pair(world)
         healthy = world.connect(server, client)
         call = world.call(client, server)
-        tell(call, end, decline)
+        tamper_with(call, end, decline)
         world.finish()
         told = call.ends[1 - end].fallback
         assert (told.reason, told.peer_code) == (FallbackReason.NO_COMMON_UEID, 0x03030008)
@@ -841,7 +841,7 @@ def test_an_accept_that_names_an_unknown_link() -> None:
         world.connect(client, server)
         client.record()
         call = world.call(client, server)
-        tell(call, 1, unknown)
+        tamper_with(call, 1, unknown)
         world.finish()
         assert call.client.fallback.reason is FallbackReason.OUT_OF_SYNC
         assert declines(client) == [(44, 2, True, clc.LINUX)]
@@ -850,16 +850,16 @@ def test_an_accept_that_names_an_unknown_link() -> None:
 
 @pytest.mark.v2("v2.5/5")
 def test_a_confirm_of_another_peer_than_the_proposal() -> None:
-    def somebody(message: clc.Message) -> clc.Message:
+    def other_peer(message: clc.Message) -> clc.Message:
         if isinstance(message, clc.Confirm):
-            return replace(message, peer_id=b"somebody")
+            return replace(message, peer_id=b"OTHER ID")
         return message
 
     with World() as world:
         client, server = pair(world)
         healthy = world.connect(server, client)
         call = world.call(client, server)
-        tell(call, 0, somebody)
+        tamper_with(call, 0, other_peer)
         world.finish()
         assert call.server.state == "FAILED"
         assert exchange(world, healthy, HELLO) == HELLO[::-1]

@@ -29,7 +29,7 @@ def test_files_are_deterministic() -> None:
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_nothing_that_happens_is_left_out_of_the_picture(name: str) -> None:
+def test_every_edge_that_acts_is_in_the_picture(name: str) -> None:
     table = flatten(MACHINES[name])
     drawn = picture(table)
     for (state, event), row in table.edges.items():
@@ -109,7 +109,7 @@ def test_without_graphviz_everything_else_is_written(
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_laid_out_like_the_rfcs(name: str) -> None:
+def test_a_figure_has_the_layout_of_the_rfc(name: str) -> None:
     """Boxes are in rows and columns; arrows start and end at their boxes, or at another arrow."""
     figure = FIGURES[name]
     boxes = figure.boxes
@@ -150,7 +150,7 @@ def test_the_figures_name_every_paragraph_and_state() -> None:
     assert shown | {"INIT"} == {*CONNECTION.states, ANY_STATE}
 
 
-def test_a_figure_cannot_show_what_the_table_has_not() -> None:
+def test_a_figure_cannot_show_an_edge_that_the_table_lacks() -> None:
     figure = FIGURES["figure22"]
     wrong = Arrow("3A", (("ACTIVE", "APPCLOSEWAIT1"),), ((0, 0), (1, 0)), (1, 1))
     with pytest.raises(ValueError, match="no edge leads from ACTIVE"):
@@ -160,7 +160,7 @@ def test_a_figure_cannot_show_what_the_table_has_not() -> None:
         figure_svg(figure, empty)
 
 
-def test_figure_22_says_which_events() -> None:
+def test_figure_22_shows_the_events() -> None:
     figure = FIGURES["figure22"]
     said = {
         arrow.paragraph: {event for event, _ in arrow_edges(arrow, figure.section, CONNECTION)}

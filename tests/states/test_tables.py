@@ -21,7 +21,7 @@ def test_the_generated_module_is_current() -> None:
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_a_generated_table_is_what_its_chart_says(name: str) -> None:
+def test_a_generated_table_equals_its_chart(name: str) -> None:
     ran, declared = getattr(tables, name.upper()), flatten(MACHINES[name])
     # A class that is compiled has no __slots__, and the same descriptors.
     parts = [part for part, kind in vars(Table).items() if inspect.isdatadescriptor(kind)]

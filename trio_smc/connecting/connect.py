@@ -21,7 +21,7 @@ from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.discovery.same_host import Announcement
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
-from trio_smc.rendezvous.terms import proposing
+from trio_smc.rendezvous.terms import with_v2_offer
 from trio_smc.rnic.spinner import NEVER
 from trio_smc.stack.policy import choose_route
 from trio_smc.streams.rdma_stream import RdmaStream
@@ -158,7 +158,7 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
     proposal = _proposal(stack.groups.peer_id, rnic, here)
     offer = stack.groups.offer
     if offer is not None and rnic.routable and ":" not in here:
-        proposal = proposing(proposal, offer)
+        proposal = with_v2_offer(proposal, offer)
     if isinstance(announcement, Announcement):
         deadline = trio.current_time() + config.handshake_timeout
         refusal = await announcement.accepted(deadline)

@@ -1,1 +1,1 @@
-"""How two peers find each other and agree: discovery, CLC negotiation, links (RFC 7609, 3)."""
+"""The rendezvous of two peers: discovery, CLC negotiation, links (RFC 7609, 3)."""

@@ -1,6 +1,6 @@
 """The client's side of the CLC handshake: proposes SMC-R (RFC 7609, 3.5.1, 3.5.2).
 
-`trio_smc.rendezvous.negotiation` tells what both sides have in common.
+`trio_smc.rendezvous.negotiation` has the part that both sides share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import LOGGER, Negotiation, NegotiationHost
-from trio_smc.rendezvous.terms import Terms, check
+from trio_smc.rendezvous.terms import Terms, check_accept
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.tables import CLC_CLIENT
 from trio_smc.wire import clc
@@ -21,15 +21,15 @@ __all__ = ["ClientNegotiation"]
 
 
 class ClientNegotiation(Negotiation):
-    """Proposes SMC-R; the model of `states.clc`.  It begins with `propose` or `decline`.
+    """Proposes SMC-R; the model of `states.clc`. It starts with `propose` or `decline`.
 
     Args:
       host: the stack.
-      receive_buffer: bytes wanted of the connection's RMB element.
+      receive_buffer: smallest size of the connection's RMB element, in bytes.
     """
 
     AWAITS_CLC = frozenset({"PROPOSED", "LINK_LOST"})
-    AWAITED: ClassVar[dict[str, frozenset[clc.MessageType]]] = {
+    EXPECTED: ClassVar[dict[str, frozenset[clc.MessageType]]] = {
         "PROPOSED": frozenset({clc.MessageType.ACCEPT, clc.MessageType.DECLINE}),
         "CONFIRMING_LINK": frozenset({clc.MessageType.DECLINE}),
         "LINK_LOST": frozenset({clc.MessageType.DECLINE}),
@@ -46,20 +46,20 @@ class ClientNegotiation(Negotiation):
 
         Args:
           rnic: the RNIC that serves the connection's route.
-          proposal: what is sent; its GID and MAC are those of ``rnic``.
+          proposal: the message, with GID and MAC of ``rnic``.
         """
         self._rnic, self._proposal = rnic, proposal
         self._speaks_v2 = proposal.v2 is not None
         self.machine.send("propose")
 
     def decline(self, reason: FallbackReason) -> None:
-        """Send SMC Decline in its place."""
+        """Send SMC Decline instead of SMC Proposal."""
         self._unable = reason
         self.machine.send("unable")
 
     @property
     def known_link(self) -> bool:
-        """Whether SMC Accept names a link that this side has (3.5.2.2)."""
+        """True if SMC Accept names a link of this side (3.5.2.2)."""
         return self._peers_link is not None
 
     def _dispatch_untrusted(self, message: clc.Message) -> None:
@@ -73,7 +73,7 @@ class ClientNegotiation(Negotiation):
         self._decline_version = 1 if message.v2 is None else 2
         first = message.v2 is not None and message.first_contact
         direct = self._rnic.is_direct(message.gid) if first else None
-        terms = check(message, self._proposal, direct)
+        terms = check_accept(message, self._proposal, direct)
         if isinstance(terms, Terms):
             self._terms = terms
         else:
@@ -83,7 +83,7 @@ class ClientNegotiation(Negotiation):
             if found is not None:
                 self._group, self._peers_link = found
                 if not self.peer_element_known:
-                    # 3.5.5.2.1: it is confirmed before SMC Accept may name it.
+                    # 3.5.5.2.1: an RKey is confirmed before SMC Accept may name it.
                     raise ProtocolError(f"RKey 0x{message.rkey:08x} was never confirmed")
         self.machine.send("accept")
 
@@ -98,7 +98,7 @@ class ClientNegotiation(Negotiation):
 
     def _connect(self, group: LinkGroup) -> None:
         self._unable = FallbackReason.LINK_FAILED
-        if group.state != "FORMING":  # it has failed while the address was looked for
+        if group.state != "FORMING":  # it failed while the address was resolved
             self.machine.send("unable")
             return
         try:
@@ -117,5 +117,5 @@ class ClientNegotiation(Negotiation):
         self._send(self._credentials(clc.Confirm))
 
     def decline_out_of_sync(self) -> None:
-        """C.4: the server reuses a link group that is gone here."""
+        """C.4: the server reuses a link group that this side does not have any more."""
         self._send_decline(FallbackReason.OUT_OF_SYNC, out_of_sync=True)

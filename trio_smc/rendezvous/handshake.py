@@ -1,15 +1,17 @@
 """The CLC handshake over a real TCP connection: the Trio task around a negotiation.
 
-Not a byte beyond the CLC messages may be consumed: after a Decline the application's bytes
-follow at once.  `wire.clc.ClcReader` tells how many may be taken, and nothing is read any more
-when only our last message is left to send; see `rendezvous.negotiation`.
+No byte after the CLC messages may be consumed: after a Decline the application's bytes follow at
+once. `wire.clc.ClcReader` limits each read, and nothing is read when only our last message is left
+to send; see `rendezvous.negotiation`.
 
-Theory of operation: one task waits for whichever comes first: bytes of the peer, or news, which are
-`Negotiation.changed` or the CLC timer. For news the wait is ended as if the socket were about to be
-closed; a cancel scope for each wait would cost a short-lived connection as much as a system call or
-two. Other tasks may close the socket, and the kernel gives its descriptor number to the next file:
-so no number is kept, and each use asks the socket for it. Nothing is read behind an answer of ours
-before the socket is readable again: the peer takes a while.
+Theory of operation
+-------------------
+One task waits for bytes of the peer, for `Negotiation.changed`, or for the CLC timer. The last two
+end the wait as if the socket were being closed; a cancel scope for each wait would cost a short
+connection as much as one or two system calls. Another task may close the socket, and the kernel
+then gives its descriptor number to the next file. So no number is kept; each use gets it from the
+socket. After our answer nothing is read before the socket is readable again, since the peer needs
+some time.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ __all__ = [
     "run_negotiation",
 ]
 
-_TIMED_OUT: Final = 0.0001
-"""Seconds of processor time that the task of a handshake takes for the end by time-out: 65 µs by
+_TIME_OUT_COST: Final = 0.0001
+"""Seconds of processor time that a handshake's task takes to end by time-out: 65 µs by
 ``python -m tests.e2e.mass_ends handshakes 450``, and a reserve."""
 
 
@@ -50,9 +52,9 @@ async def run_negotiation(
 
     Args:
       negotiation: a client's must have been started; for a server's there are bytes to read.
-      sock: the TCP connection; stays open whatever happens.
+      sock: the TCP connection, which stays open.
       patience: seconds for each CLC message (RFC 7609, C.5).
-      timers, spinner: of the stack.
+      timers, spinner: those of the stack.
 
     Raises:
       OSError: the TCP connection must end (C.5, C.6, C.7).
@@ -64,16 +66,16 @@ async def run_negotiation(
             await _answer(negotiation, sock, patience, reader)
         outcome = negotiation.outcome
         if isinstance(outcome, Established) and reader.halfway:
-            # Bytes on the TCP connection after the switch: the peer is out of step.
+            # Bytes on the TCP connection after the switch are a violation.
             outcome.connection.abort()
-            raise ConnectionResetError("the server went on sending over TCP")
+            raise ConnectionResetError("the server sent bytes over TCP after the switch")
     except BaseException:
         negotiation.tcp_lost()
         if isinstance(negotiation.outcome, Established):
             negotiation.outcome.connection.abort()
         raise
     finally:
-        negotiation.changed = _nothing
+        negotiation.changed = _no_op
         negotiation.machine.let_go()
     if outcome is None:
         raise RuntimeError(f"a negotiation without an outcome, in {negotiation.state}")
@@ -90,9 +92,9 @@ async def _run(
     spinner: Spinner,
     reader: ClcReader,
 ) -> None:
-    """Until there is an outcome, or only our last message is left to send."""
+    """Run until there is an outcome, or only our last message is left to send."""
     state, deadline = "", 0.0
-    while negotiation.outcome is None and not negotiation.has_last_word:
+    while negotiation.outcome is None and not negotiation.has_final_message:
         if negotiation.outgoing:
             await _answer(negotiation, sock, patience, reader)
         elif _read(negotiation, sock, reader):
@@ -105,36 +107,36 @@ async def _run(
             state, deadline = negotiation.state, timers.now() + patience
         spinner.sleeping += 1
         try:
-            in_vain = await _wait(negotiation, sock, timers, deadline)
+            expired = await _wait(negotiation, sock, timers, deadline)
         finally:
             spinner.sleeping -= 1
-        _number(sock)  # raises if another task has closed it
-        if in_vain:
+        _descriptor(sock)  # raises if another task has closed it
+        if expired:
             negotiation.timed_out()
 
 
 async def _wait(
     negotiation: Negotiation, sock: trio.socket.SocketType, timers: Timers, deadline: float
 ) -> bool:
-    """Wait for bytes or news; whether it was in vain, as the CLC timer has expired."""
+    """Wait for bytes, a change or the CLC timer; True if the timer has expired."""
     expired = False
 
     def expire() -> None:
         nonlocal expired
         expired = True
-        timers.charge(_TIMED_OUT)
+        timers.charge(_TIME_OUT_COST)
         end_waits(sock)
 
     state = negotiation.state
     timer = timers.call_at(deadline, expire) if negotiation.awaits_clc else None
     negotiation.changed = partial(end_waits, sock)
     try:
-        await trio.lowlevel.wait_readable(_number(sock))
+        await trio.lowlevel.wait_readable(_descriptor(sock))
     except trio.ClosedResourceError:
         return expired and negotiation.outcome is None and negotiation.state == state
     finally:
-        # Its caller sees by itself what happens now: there is no wait to end.
-        negotiation.changed = _nothing
+        # From now on the caller sees changes itself, so there is no wait to end.
+        negotiation.changed = _no_op
         if timer is not None:
             timer.cancel()
     return False
@@ -146,8 +148,8 @@ async def _answer(
     patience: float,
     reader: ClcReader,
 ) -> None:
-    """Send what is outgoing, unless the peer went on without waiting for it."""
-    if reader.halfway or unread_bytes(_number(sock)):
+    """Send `outgoing`, unless the peer has sent bytes before this answer."""
+    if reader.halfway or unread_bytes(_descriptor(sock)):
         negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
         return
     data = b"".join(negotiation.outgoing)
@@ -157,7 +159,7 @@ async def _answer(
         if data:
             with trio.fail_after(patience):
                 while data:
-                    await trio.lowlevel.wait_writable(_number(sock))
+                    await trio.lowlevel.wait_writable(_descriptor(sock))
                     data = _write(sock, data)
     except (OSError, trio.TooSlowError) as error:
         negotiation.tcp_lost(error if isinstance(error, OSError) else None)
@@ -165,11 +167,11 @@ async def _answer(
         negotiation.sent()
 
 
-def _nothing() -> None:
-    """Nobody waits for news."""
+def _no_op() -> None:
+    """Do nothing, because no task waits."""
 
 
-def _number(sock: trio.socket.SocketType) -> int:
+def _descriptor(sock: trio.socket.SocketType) -> int:
     """The descriptor of the socket.
 
     Raises trio.ClosedResourceError: another task has closed it.
@@ -181,21 +183,21 @@ def _number(sock: trio.socket.SocketType) -> int:
 
 
 def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:
-    """Send what TCP takes at once; returns the rest."""
+    """Send as much as TCP accepts at once; return the rest."""
     try:
-        return data[os.write(_number(sock), data) :]
+        return data[os.write(_descriptor(sock), data) :]
     except BlockingIOError:
         return data
 
 
 def _read(negotiation: Negotiation, sock: trio.socket.SocketType, reader: ClcReader) -> bool:
-    """Take bytes that have come, at most to the end of a message; False: there are none."""
-    number = _number(sock)
+    """Read bytes that have arrived, at most to the end of a message; False if there are none."""
+    number = _descriptor(sock)
     try:
         piece = os.read(number, reader.wanted)
         if not piece:
             raise ConnectionResetError("the peer closed the connection during the handshake")
-        message = reader.feed_untrusted(piece, negotiation.awaited)
+        message = reader.feed_untrusted(piece, negotiation.expected)
         if message is not None:
             negotiation.receive_untrusted(message)
     except BlockingIOError:

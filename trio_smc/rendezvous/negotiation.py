@@ -1,32 +1,32 @@
-"""The CLC handshake that turns a TCP connection into SMC-R: what both sides share (RFC 7609, 3.5).
+"""The part of the CLC handshake that both sides share (RFC 7609, 3.5).
 
-A negotiation has no sockets, tasks or clocks.  Whole CLC messages and the news of the link group
-come in; `outgoing` holds the messages to send, in order; `outcome` is set once: the connection
-speaks SMC-R, stays on TCP, or must end.  Which message or event does what in which state is
-declared in `states.clc`; here is what both sides have in common,
-and what a negotiation wants of its stack and of the connection it makes.
+The handshake turns a TCP connection into SMC-R. A negotiation has no sockets, tasks or clocks. It
+receives whole CLC messages and the events of the link group. `outgoing` holds the messages to send,
+in order. `outcome` is set once: the connection uses SMC-R, stays on TCP, or must end. `states.clc`
+declares the states; this module has the actions that both sides share, and the protocols for the
+stack and the connection.
 
-What is known grows as the handshake goes on, and nothing asks for it before: the peer's message
-when that has come, the link group when it is chosen or about to be formed, and `_LocalEnd` when an
+Attributes are filled while the handshake proceeds, and are read only afterwards: the peer's message
+when it has arrived, the link group when it is chosen or about to be formed, and `_LocalEnd` when an
 RMB element is taken.
 
 Theory of operation: how two sides that share one byte stream agree where CLC messages end
 ------------------------------------------------------------------------------------------
-After a Decline the application's bytes follow at once, in both directions, and nobody parses
-them (RFC 7609, C.6).  So each side must know of every CLC message that may still come:
+After a Decline the application's bytes follow at once, in both directions, and must not be parsed
+(RFC 7609, C.6). So each side must know which CLC messages may still come:
 
-- CLC messages alternate, and a Decline only takes the place of one that the peer waits for (C.1).
-  So whatever came before our answer was sent is a protocol error: a runner looks whether
-  anything did, and only then sends.  Before our last message it also stops reading
-  (`has_last_word`), for what comes after a Decline is the application's.
-- While LLC messages flow (first contact only) either side may decline, and Declines must not
-  cross.  Only the side whose turn it is, because the next LLC message is its own or its last one
-  was not seen to arrive, sends one (C.7: the sender learns of a failure first); the other side
-  waits for it (LINK_LOST), and resets the TCP connection if it does not come.
-- Past the point of no return (C.3) a failure can only reset the TCP connection.
+- CLC messages alternate, and a Decline only replaces a message that the peer waits for (C.1). So
+  bytes that arrive before our answer was sent are a protocol error: before it sends, the runner
+  checks that there are none. Before our last message it also stops reading (`has_final_message`),
+  because bytes after a Decline belong to the application.
+- While LLC messages flow (first contact only) either side may decline, and Declines must not cross.
+  A Decline is sent only by the side whose turn it is: it has to send the next LLC message, or its
+  last one is not known to have arrived (C.7: the sender notices a failure first). The other side
+  waits for the Decline (LINK_LOST), and resets the TCP connection if it does not come.
+- After the point of no return (C.3) a failure can only reset the TCP connection.
 
-What remains is a link that dies between the delivery of an LLC message and its acknowledgement:
-then both sides believe that it is their turn.  The RFC has no answer to that.
+One case remains: if a link fails between the delivery of an LLC message and its acknowledgement,
+both sides believe that it is their turn. The RFC does not cover this case.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _OVER = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
 _FINAL = frozenset({"DECLINING", "CONFIRMED"})
 _NONE: frozenset[clc.MessageType] = frozenset()
 _WAITING = frozenset({"WAITING", "PREPARING", "CONFIRMING_LINK"})
-"""Where something may be waited for that does not matter any more elsewhere."""
+"""States with a wait that is cancelled when the state is left."""
 _EVENT_OF = {
     GroupFailure.LINK_LOST: "group_failed",
     GroupFailure.LACK: "group_failed",
@@ -81,42 +81,42 @@ _EVENT_OF = {
 
 
 class RdmaConnection(GroupConnection, Protocol):
-    """A connection as its negotiation sees it."""
+    """A connection, as seen by its negotiation."""
 
     @property
     def alert_token(self) -> int:
-        """What the peer's CDC messages carry."""
+        """Names the connection in the peer's CDC messages."""
 
     @property
     def state(self) -> str:
-        """Its state (`trio_smc.states.connection`)."""
+        """The state (`trio_smc.states.connection`)."""
 
     def peer_known(
         self, *, alert_token: int, element_size: int, eye_catcher: bool, channel: Link,
         address: int, rkey: int,
     ) -> None:  # fmt: skip
-        """Where the peer's RMB element is."""
+        """Note the peer's RMB element."""
 
     def established(self) -> None:
         """The rendezvous is complete."""
 
     def ended_before_established(self) -> bool:
-        """Its link group is over: whether it has brought what the user is to see all the same."""
+        """The link group has ended: True if data or an ending has arrived for the user."""
 
     def abort(self) -> None:
-        """Reset it: its rendezvous is complete, but nobody wants it any more."""
+        """Reset it: the rendezvous is complete, but the connection is no longer needed."""
 
     def withdraw(self) -> None:
-        """The rendezvous failed after the element was given out; TCP is not touched."""
+        """The rendezvous failed after the element was taken; TCP is not touched."""
 
 
 class NegotiationHost(Protocol):
-    """What a negotiation wants of the stack it belongs to."""
+    """The stack, as seen by a negotiation."""
 
     peer_id: bytes
     observer: Observer | None
     offer: Offer | None
-    """What this side has for version 2; None: nothing."""
+    """This side's offer for version 2, or None."""
 
     def find_client_link(self, accept: clc.Accept) -> tuple[LinkGroup, Link] | None:
         """The link that an SMC Accept names, in a client-role group (RFC 7609, 3.5.2.2)."""
@@ -124,22 +124,24 @@ class NegotiationHost(Protocol):
     def find_server_group(
         self, proposed: tuple[bytes, bytes], terms: Terms, rnic: Rnic, size: int
     ) -> LinkGroup | None:
-        """A server-role group with the client that is named so (`terms.proposed`) that has room for
-        an element of ``size`` bytes, or else one that is just forming."""
+        """A server-role group with this client (`terms.proposed`).
+
+        It has room for an element of ``size`` bytes, or else is just forming.
+        """
 
     def new_group(
         self, *, client: bool, peer_id: bytes, rnic: Rnic, terms: Terms,
         proposed: tuple[bytes, bytes],
     ) -> LinkGroup:  # fmt: skip
-        """A link group that is about to be formed."""
+        """Make a link group in state FORMING."""
 
     def open_connection(self, group: LinkGroup, rmbe: Rmbe) -> RdmaConnection:
-        """A connection that owns ``rmbe``, registered with the group by its alert token."""
+        """Make a connection that owns ``rmbe``, registered with the group by its alert token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Established:
-    """The connection speaks SMC-R."""
+    """The connection uses SMC-R."""
 
     connection: RdmaConnection
     group: LinkGroup
@@ -161,10 +163,10 @@ class Failed:
 
 @dataclass(slots=True)
 class _LocalEnd:
-    """This side's end of the connection: made when an element of the group's RMBs is taken.
+    """This side's end of the connection, made when an RMB element is taken.
 
     Attributes:
-      link: which Accept or Confirm names; it may be lost before that is sent.
+      link: the link for Accept or Confirm; it may fail before the message is sent.
     """
 
     group: LinkGroup
@@ -178,9 +180,9 @@ _C = TypeVar("_C", bound=clc.Credentials)
 
 
 def known(value: _T | None) -> _T:
-    """What an earlier action, or the guard of this transition, has found."""
+    """Return a value that an earlier action, or a guard of this transition, has set."""
     if value is None:
-        raise RuntimeError("an action of the CLC handshake came before what it works on")
+        raise RuntimeError("an action of the CLC handshake ran before the one it needs")
     return value
 
 
@@ -188,44 +190,44 @@ class Negotiation(ABC):
     """One rendezvous; see `ClientNegotiation` and `ServerNegotiation`.
 
     Attributes:
-      outgoing: CLC messages that must be sent; whoever sends first looks whether bytes of the
-        peer are unread, which is a `protocol_error`, then clears it, sends and calls `sent`.
-      outcome: None while under way.
+      outgoing: CLC messages to be sent. The runner first checks that no bytes of the peer are
+        unread, which would be a `protocol_error`; then it clears the list, sends and calls `sent`.
+      outcome: None while the negotiation runs.
       changed: called whenever `outgoing` or `outcome` may have changed.
     """
 
     AWAITS_CLC: ClassVar[frozenset[str]]
     """States in which the CLC timer must run (C.5)."""
-    AWAITED: ClassVar[dict[str, frozenset[clc.MessageType]]]
-    """By state, the types of the peer's CLC messages that may begin. In other states none may."""
+    EXPECTED: ClassVar[dict[str, frozenset[clc.MessageType]]]
+    """By state, the types of CLC messages that the peer may send. In other states none."""
 
-    _peer: clc.Accept | clc.Confirm  # set before the event that says so
+    _peer: clc.Accept | clc.Confirm  # set before the event of that message
 
     def __init__(self, table: Table, host: NegotiationHost, receive_buffer: int) -> None:
         self.machine: Machine = Machine(table, self)
         self.outgoing: list[bytes] = []
         self.outcome: Established | FellBack | Failed | None = None
         self.changed: Callable[[], None] = lambda: None
-        self.sock: object | None = None  # for observers: whose rendezvous this is
+        self.sock: object | None = None  # for observers: the TCP connection
         self.first_contact: bool = False
         self._host = host
         self._receive_buffer = receive_buffer
         self._group: LinkGroup | None = None
-        # What the peer names: any link of an existing group (3.5.2.2, 3.5.2.3).
+        # The link that the peer names: any link of an existing group (3.5.2.2, 3.5.2.3).
         self._peers_link: Link | None = None
         self._first_link: Link | None = None
-        self._link: Link | None = None  # which we shall name
+        self._link: Link | None = None  # for our message
         self._end: _LocalEnd | None = None
-        self._fell_back: FellBack | None = None  # what a Decline would come to
+        self._fell_back: FellBack | None = None  # the outcome after a Decline
         self._terms = VERSION_1
-        self._decline_version = 1  # whose form our Decline has
+        self._decline_version = 1  # the format of our Decline
         self._refusal: FallbackReason | None = None
         self._speaks_v2 = False  # our Proposal, or Accept
         self._unable = FallbackReason.OUT_OF_RESOURCES
         self._cause: Exception | None = None
         self._wait: AddressWait | Timer | None = None
 
-    # --- what comes in ---------------------------------------------------------------------
+    # --- calls of the runner ---------------------------------------------------------------
 
     @property
     def state(self) -> str:
@@ -233,43 +235,43 @@ class Negotiation(ABC):
         return self.machine.state
 
     @property
-    def has_last_word(self) -> bool:
-        """Whether `outgoing` is our last CLC message.
+    def has_final_message(self) -> bool:
+        """True if `outgoing` is our last CLC message.
 
-        Before it is sent reading must stop: what the peer sends after it is the application's
-        (Decline) or a violation (Confirm).
+        Reading must stop before it is sent: after a Decline the peer's bytes belong to the
+        application, and after a Confirm they are a violation.
         """
         return self.machine.state in _FINAL
 
     @property
     def awaits_clc(self) -> bool:
-        """Whether the CLC timer must run (C.5)."""
+        """True if the CLC timer must run (C.5)."""
         return self.machine.state in self.AWAITS_CLC
 
     @property
-    def awaited(self) -> frozenset[clc.MessageType]:
-        """Types of the peer's CLC messages that may begin now (C.1, C.6)."""
-        return self.AWAITED.get(self.machine.state, _NONE)
+    def expected(self) -> frozenset[clc.MessageType]:
+        """Types of CLC messages that the peer may send now (C.1, C.6)."""
+        return self.EXPECTED.get(self.machine.state, _NONE)
 
     def receive_untrusted(self, data: bytes) -> None:
-        """One whole CLC message from the peer; what it breaks ends the negotiation (C.6)."""
+        """Process one whole CLC message; a violation ends the negotiation (C.6)."""
         observer = self._host.observer
         if observer is not None:
             observer.clc(self, False, data)
         try:
             if self.outgoing:
-                raise ProtocolError("a CLC message that did not wait for an answer")
+                raise ProtocolError("a CLC message before our answer was sent")
             self._dispatch_untrusted(clc.decode_untrusted(data))
         except ProtocolError as error:
             self.protocol_error(error)
 
     def sent(self) -> None:
-        """All of `outgoing` was handed to TCP."""
-        if self.has_last_word:
+        """All of `outgoing` was passed to TCP."""
+        if self.has_final_message:
             self.machine.send("sent")
 
     def protocol_error(self, error: ProtocolError) -> None:
-        """The peer's bytes are no CLC message that can come now."""
+        """The peer's bytes are not a CLC message that may come now."""
         self._cause = error
         self.machine.send("protocol_error")
 
@@ -280,7 +282,7 @@ class Negotiation(ABC):
     def tcp_lost(self, cause: OSError | None = None) -> None:
         """The TCP connection ended.
 
-        That may be a while after the rendezvous was complete for the peer, which is gone by now.
+        The rendezvous may be complete for the peer, which has ended since.
         """
         if self._group is not None:
             self._group.mover.catch_up()
@@ -301,27 +303,27 @@ class Negotiation(ABC):
 
     @property
     def refused(self) -> bool:
-        """Whether what the peer has said is declined at once."""
+        """True if the peer's message is declined at once."""
         return self._refusal is not None
 
     @property
     def reserved_value(self) -> bool:
-        """The peer's QP MTU is a reserved enumerated value (A.2.2); first contact only."""
+        """True if the peer's QP MTU is a reserved enumerated value (A.2.2); first contact only."""
         return self.first_contact and self._peer.known_mtu is None
 
     @property
     def may_decline(self) -> bool:
-        """Whether it is for us to decline when the first contact fails (C.2, C.7)."""
+        """True if this side declines after a failed first contact (C.2, C.7)."""
         return self.may_fall_back and self._group is not None and self._group.setup.our_turn
 
     @property
     def may_fall_back(self) -> bool:
-        """Whether the point of no return is still ahead (RFC 7609, C.3)."""
+        """True before the point of no return (RFC 7609, C.3)."""
         return self._group is not None and self._group.setup.may_fall_back
 
     @property
     def peer_element_known(self) -> bool:
-        """Whether the peer's RMB can be written to: its RKey came before (3.5.5.2.1)."""
+        """True if the peer's RMB can be written to: its RKey was confirmed (3.5.5.2.1)."""
         peer, group, link = self._peer, self._group, self._peers_link
         return (
             group is not None
@@ -331,14 +333,14 @@ class Negotiation(ABC):
 
     @property
     def usable_connection(self) -> bool:
-        """Whether connection and link survived until our last message was sent."""
+        """True if connection and link are usable after our last message was sent."""
         end = self._end
         return end is not None and end.connection.state != "CLOSED" and end.group.usable
 
-    # --- actions both sides have -----------------------------------------------------------
+    # --- actions of both sides -------------------------------------------------------------
 
     def take_element(self) -> None:
-        """Get an RMB element for the connection; `element_ready` or `unable` follows."""
+        """Request an RMB element; the event ``element_ready`` or ``unable`` follows."""
         group = known(self._group)
         self._link = None
         self._link = self._first_link or self._link_to_name(group)
@@ -357,14 +359,14 @@ class Negotiation(ABC):
         self._send_decline(self._unable)
 
     def decline_link_failed(self) -> None:
-        """C.2: the path could not be confirmed, or not be used for lack of resources."""
+        """C.2: the link could not be confirmed, or not be used for lack of resources."""
         lacking = known(self._group).setup.failure is GroupFailure.LACK
         self._send_decline(
             FallbackReason.OUT_OF_RESOURCES if lacking else FallbackReason.LINK_FAILED
         )
 
     def fall_back(self) -> None:
-        """Our Decline is out."""
+        """Our Decline was sent."""
         self.outcome = self._fell_back
 
     def note_decline(self) -> None:
@@ -372,7 +374,7 @@ class Negotiation(ABC):
         self.outcome = self._fell_back
 
     def fail_timeout(self) -> None:
-        """C.5, C.7: a handshake that does not end would not end over TCP either."""
+        """C.5, C.7: a peer that does not answer would not answer over TCP either."""
         self._fail(errno.ETIMEDOUT, "the SMC-R handshake timed out")
 
     def fail_protocol(self) -> None:
@@ -388,7 +390,7 @@ class Negotiation(ABC):
         self._fail(errno.ECONNRESET, "the connection ended during the SMC-R handshake")
 
     def abandon(self) -> None:
-        """Give back what was taken; a half-made group is torn down (3.5.1.6.4)."""
+        """Release the RMB element, and end a group that is still forming (3.5.1.6.4)."""
         end, self._end = self._end, None
         if end is not None:
             end.connection.withdraw()
@@ -398,12 +400,12 @@ class Negotiation(ABC):
             group.terminate()
 
     def introduce_peer(self) -> None:
-        """Tell the connection where the peer's element is; see `peer_element_known`."""
+        """Give the connection the peer's element; see `peer_element_known`."""
         peer, end = self._peer, known(self._end)
         group, connection, link = end.group, end.connection, self._peers_link or end.link
         channel, address, rkey = group.connections.attach_untrusted(connection, peer, link)
         if group.links.get(end.link.number) is not end.link:
-            end.link = channel  # lost since it was chosen; Confirm names one that is left
+            end.link = channel  # the chosen link has failed; Confirm names another one
         connection.peer_known(
             alert_token=peer.alert_token,
             element_size=peer.buffer_size,
@@ -414,18 +416,18 @@ class Negotiation(ABC):
         )
 
     def establish(self) -> None:
-        """Open the connection to its user."""
+        """Let the user send and receive."""
         end = known(self._end)
         end.connection.established()
         self.outcome = Established(end.connection, end.group)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Tell observers and the runner; what was waited for does not matter any more."""
+        """Cancel a wait, and notify observers and the runner."""
         if self._wait is not None and old in _WAITING:
             self._wait.cancel()
             self._wait = None
         if new == "FAILED":
-            self.outgoing.clear()  # nothing may follow, least of all a Decline
+            self.outgoing.clear()  # nothing may follow, not even a Decline
         if self._host.observer is not None:
             self._host.observer.state(self, old, new, event)
         self.changed()
@@ -434,7 +436,7 @@ class Negotiation(ABC):
 
     @abstractmethod
     def _dispatch_untrusted(self, message: clc.Message) -> None:
-        """Send the machine the event that this message is now.  Raises ProtocolError."""
+        """Send the machine the event of this message.  Raises ProtocolError."""
 
     def _element_taken(self, rmbe: Rmbe | None) -> None:
         group = self._group
@@ -451,9 +453,9 @@ class Negotiation(ABC):
         self.machine.send("element_ready")
 
     def _link_to_name(self, group: LinkGroup) -> Link | None:
-        """The link that Accept names, in Confirm too: the server has it for sure."""
+        """The link for our message. Confirm names that of Accept, which the server has."""
         if group.state not in USABLE:
-            return None  # it ended while an RMB was made
+            return None  # it ended while an RMB was created
         named = self._peers_link or self._link
         return named if named is not None and named.usable else group.least_loaded_link()
 
@@ -483,7 +485,7 @@ class Negotiation(ABC):
             self._wait = wait
 
     def _connect_first(self, group: LinkGroup) -> None:
-        """Raises RnicError."""
+        """Connect the first link.  Raises RnicError."""
         peer = self._peer
         link = group.setup.connect_first(
             PeerQueuePair(
@@ -512,7 +514,7 @@ class Negotiation(ABC):
         return kind(
             peer_id=self._host.peer_id,
             version=self._terms.version,
-            # A.2.4 reserves the bit in Confirm; version 2 has it there, too.
+            # A.2.4 reserves the bit in Confirm; version 2 uses it there, too.
             first_contact=self.first_contact and (kind is clc.Accept or self._terms.version > 1),
             gid=rnic.gid,
             mac=rnic.mac,
@@ -534,7 +536,7 @@ class Negotiation(ABC):
         self.outgoing.append(data)
 
     def _send_decline(self, reason: FallbackReason, *, out_of_sync: bool = False) -> None:
-        """Give back everything and queue SMC Decline, our last message."""
+        """Release everything and queue SMC Decline, our last message."""
         self.abandon()
         fallback = Fallback.local(reason)
         self._fell_back = FellBack(fallback)
@@ -550,7 +552,7 @@ class Negotiation(ABC):
         )
 
     def _declined(self, message: clc.Decline) -> None:
-        """The peer's Decline, before the machine is told."""
+        """Process the peer's Decline."""
         fallback = Fallback.from_peer(message.diagnosis, ueids=self._speaks_v2)
         self._fell_back = FellBack(fallback)
         self._cause = ProtocolError("SMC Decline out of turn")

@@ -1,6 +1,6 @@
 """The server's side of the CLC handshake: answers SMC Proposal (RFC 7609, 3.5.1, 3.5.2).
 
-`trio_smc.rendezvous.negotiation` tells what both sides have in common.
+`trio_smc.rendezvous.negotiation` has the part that both sides share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import Negotiation, NegotiationHost, known
-from trio_smc.rendezvous.terms import Terms, confirmed, proposed
+from trio_smc.rendezvous.terms import Terms, check_confirm, proposed
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.tables import CLC_SERVER
 from trio_smc.wire import clc
@@ -25,21 +25,21 @@ class ServerNegotiation(Negotiation):
 
     Args:
       host: the stack.
-      admit: looks at the Proposal and returns the RNIC that serves the connection's route, and the
-        terms, or why it is refused; subnet and prefix are checked there (RFC 7609, 3.5.1.2).
-      receive_buffer: bytes wanted of the connection's RMB element.
+      admit: checks the Proposal, with subnet and prefix (RFC 7609, 3.5.1.2), and returns the RNIC
+        for the connection's route and the terms, or the reason of a refusal.
+      receive_buffer: smallest size of the connection's RMB element, in bytes.
     """
 
     AWAITS_CLC = frozenset({"LISTENING", "ACCEPTED", "LINK_LOST"})
-    AWAITED: ClassVar[dict[str, frozenset[clc.MessageType]]] = {
+    EXPECTED: ClassVar[dict[str, frozenset[clc.MessageType]]] = {
         "LISTENING": frozenset({clc.MessageType.PROPOSAL, clc.MessageType.DECLINE}),
         "ACCEPTED": frozenset({clc.MessageType.CONFIRM, clc.MessageType.DECLINE}),
         "CONFIRMING_LINK": frozenset({clc.MessageType.DECLINE}),
         "LINK_LOST": frozenset({clc.MessageType.DECLINE}),
     }
 
-    _proposal: clc.Proposal  # set before the event that says so
-    _rnic: Rnic  # if it was not refused
+    _proposal: clc.Proposal  # set before the event ``proposal``
+    _rnic: Rnic  # set if the Proposal was not refused
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class ServerNegotiation(Negotiation):
     ) -> None:
         super().__init__(CLC_SERVER, host, receive_buffer)
         self._admit = admit
-        self._found: LinkGroup | None = None  # before the event that asks for it
-        self._named_link = self._outrun = False
+        self._found: LinkGroup | None = None  # set before the event whose guard reads it
+        self._named_link = self._ended_early = False
 
     def group_settled(self) -> None:
-        """The group that was forming is formed, or gone."""
+        """The group that was forming is formed, or has failed."""
         self._found = self._find_group()
         self.machine.send("group_settled")
 
@@ -62,29 +62,29 @@ class ServerNegotiation(Negotiation):
 
     @property
     def group_usable(self) -> bool:
-        """Whether this peer has a link group that takes the connection."""
-        # What is not forming takes the connection, else it had not been found.
+        """True if a link group with this peer has room for the connection."""
+        # `find_server_group` returns a group without room only while it is forming.
         return self._found is not None and self._found.state != "FORMING"
 
     @property
     def group_forming(self) -> bool:
-        """Whether another connection is just forming one."""
+        """True if another connection is just forming a group with this peer."""
         return self._found is not None and self._found.state == "FORMING"
 
     @property
     def group_lost(self) -> bool:
-        """Whether the existing group that was chosen ended meanwhile."""
+        """True if the chosen group has ended meanwhile."""
         return not self.first_contact and self._group is not None and not self._group.usable
 
     @property
     def known_link(self) -> bool:
-        """Whether SMC Confirm names an active link of the group and an RMB (3.5.2.3)."""
+        """True if SMC Confirm names an active link of the group and a known RMB (3.5.2.3)."""
         return self._named_link and self.usable_connection
 
     @property
-    def outrun(self) -> bool:
-        """Whether SMC Confirm names a link that is gone, over which came what is to be seen."""
-        return self._outrun
+    def ended_early(self) -> bool:
+        """True if the group has ended, but the link in SMC Confirm has received data before."""
+        return self._ended_early
 
     # --- actions -----------------------------------------------------------------------------
 
@@ -94,18 +94,18 @@ class ServerNegotiation(Negotiation):
         super().take_element()
 
     def wait_for_group(self) -> None:
-        """One first contact at a time with a peer: what it forms will serve this one too."""
+        """Wait, because a group serves all connections: one first contact at a time with a peer."""
         group = known(self._found)
         group.when_settled(self.group_settled)
         if self._wait is None:
             # A first contact that takes this long may never end.
-            self._wait = group.timers.call_later(group.config.llc_timeout, self._waited_enough)
+            self._wait = group.timers.call_later(group.config.llc_timeout, self._wait_expired)
 
-    def _waited_enough(self) -> None:
-        self.machine.send("waited_enough")
+    def _wait_expired(self) -> None:
+        self.machine.send("wait_expired")
 
     def start_over(self) -> None:
-        """Look for a group again: the one chosen is gone."""
+        """Find another group, because the chosen one has ended."""
         self._group = None
         self.group_settled()
 
@@ -127,7 +127,7 @@ class ServerNegotiation(Negotiation):
 
     def _connect(self, group: LinkGroup) -> None:
         if group.state != "FORMING":
-            return  # it failed, and the negotiation was told
+            return  # it failed, and the negotiation was notified
         try:
             self._connect_first(group)
         except RnicError as error:
@@ -164,21 +164,21 @@ class ServerNegotiation(Negotiation):
         if self._terms.version > 1 and confirm.first_contact is not self.first_contact:
             raise ProtocolError("SMC Confirm of another kind of contact than SMC Accept")
         self._peer = confirm
-        self._refusal = confirmed(confirm, self._terms)
+        self._refusal = check_confirm(confirm, self._terms)
         group = self._group
         if nameless and group is not None and self.first_contact:
             group.peer_id = confirm.peer_id
         if group is not None and not self.first_contact:
             link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
             if link is None:
-                # Its CONFIRM LINK reply may still wait on the link: TCP was quicker.
+                # TCP was faster: the CONFIRM LINK reply may still wait on the link.
                 group.mover.catch_up()
                 link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
             self._cause = ProtocolError("SMC Confirm names no active link")
             if link is not None:
                 self._peers_link = link
                 self._named_link = self.peer_element_known
-                self._outrun = (
+                self._ended_early = (
                     not group.usable and known(self._end).connection.ended_before_established()
                 )
                 self._cause = ProtocolError(f"RKey 0x{confirm.rkey:08x} was never confirmed")
@@ -188,7 +188,7 @@ class ServerNegotiation(Negotiation):
         group, accepted = self._group, self.machine.state == "ACCEPTED"
         self._declined(message)
         if message.out_of_sync and accepted and group is not None and not self.first_contact:
-            group.doubt(message.peer_id)
+            group.test_links(message.peer_id)
 
     def _find_group(self) -> LinkGroup | None:
         return self._host.find_server_group(

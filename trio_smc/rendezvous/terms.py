@@ -1,21 +1,21 @@
-"""What the two sides of a link group agree on: `Terms`, and the rules by which they do.
+"""`Terms`: the agreement of the two sides of a link group, and the rules for it.
 
 Theory of operation
 -------------------
-One Proposal may offer SMC-R version 1 (RFC 7609) and version 2.  Version 2 is taken where it fits,
-version 1 where only that does; else the connection stays TCP.  Version 1 has nothing to negotiate:
-it is one constant.  For version 2 the two sides need a UEID in common, RoCE version 2 GIDs that are
-IPv4-mapped, and a route between them, and agree on release, limits and features:
+One Proposal may offer SMC-R version 1 (RFC 7609) and version 2. Version 2 is used if possible,
+otherwise version 1, otherwise TCP. Version 1 has nothing to negotiate: its terms are a constant.
+For version 2 the two sides need a common UEID, IPv4-mapped RoCE version 2 GIDs and a route between
+them. They agree on release, limits and features:
 
-- the server answers a Proposal (`answer`), after its own UEIDs and what it knows of the route;
-- the client checks that an Accept says what it may (`check`);
-- the server checks that Confirm repeats it (`confirmed`).
+- the server answers a Proposal (`answer`), using its UEIDs and the route;
+- the client checks the Accept against its Proposal (`check_accept`);
+- the server checks that Confirm repeats the Accept (`check_confirm`).
 
-What was agreed belongs to the link group.  How LLC messages are framed, how RTokens are told, how
-many links and connections there may be, and how GIDs are compared follows from it.
+The terms belong to the link group. They decide the format of LLC messages, the exchange of RTokens,
+the limits of links and connections, and the comparison of GIDs.
 
-The rules are Linux's, in its order, with the exception that our client believes no EID, release or
-limit that it has not offered.
+The rules are Linux's, in the same order. In addition, our client rejects an EID, release or limit
+that it has not offered.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ __all__ = [
     "Offer",
     "Terms",
     "answer",
-    "check",
-    "confirmed",
+    "check_accept",
+    "check_confirm",
     "is_routable",
     "proposed",
-    "proposing",
+    "with_v2_offer",
 ]
 
 
 LINK_LIMIT: Final = 8
-"""The most links of a group that this side takes part in (RFC 7609, 2.2.2, A.3.5)."""
+"""The largest number of links that this side permits in a group (RFC 7609, 2.2.2, A.3.5)."""
 HOST_SIZE: Final = 32
 """Bytes of a host's name."""
 _RELEASE: Final = 1
-_CONNECTIONS: Final = 255  # an RMB has as many elements at most
-_LEAST_CONNECTIONS: Final = 16  # Linux declines less
+_CONNECTIONS: Final = 255  # the largest number of elements of an RMB
+_LEAST_CONNECTIONS: Final = 16  # Linux declines a smaller limit
 _LINKS: Final = 2  # CONFIRM RKEY has room for three, with an asymmetric one, and no continuation
 _MAPPED: Final = bytes(10) + b"\xff\xff"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a link group's two sides have agreed on.
+    """The agreement of a link group's two sides.
 
     Attributes:
-      version: of SMC-R, 1 or 2.
-      release: of version 2: 0 or 1.
-      eid: the UEID in common, 32 bytes; empty in version 1.
-      direct: no gateway is between the two first RNICs; version 2 tells so.
-      max_connections: of the group; None: as many as RMBs have room for.
-      max_links: symmetric ones, at most.
-      features: of version 2, a mask.
+      version: 1 or 2, of SMC-R.
+      release: 0 or 1, of version 2.
+      eid: the common UEID, 32 bytes; empty in version 1.
+      direct: True if no gateway is between the two first RNICs; part of version 2.
+      max_connections: largest number of connections; None: limited by RMBs only.
+      max_links: largest number of symmetric links.
+      features: a bit mask of version 2.
     """
 
     version: int
@@ -82,24 +82,24 @@ class Terms:
 
     @property
     def framing(self) -> llc.Framing:
-        """How LLC messages are framed."""
+        """The format of LLC messages."""
         return llc.V1 if self.version == 1 else llc.V2
 
     @property
     def agreed(self) -> Agreed:
-        """What of it people want to see."""
+        """The part that users see in statistics."""
         return Agreed(self.version, self.release, eid_name(self.eid) or None, self.direct)
 
     def fits(self, other: Terms) -> bool:
-        """Whether a connection on these terms may use a link group that was formed on others."""
+        """True if a connection on these terms may use a link group on the ``other`` terms."""
         return (self.version, self.eid) == (other.version, other.eid)
 
     def contact(self, gids: Sequence[bytes] = (), *, first: bool, host: bytes) -> clc.V2Answer:
-        """What version 2 adds to our Accept or Confirm.
+        """The version 2 part of our Accept or Confirm.
 
         Parameters:
-          gids: in a Confirm those of our RNICs.
-          first: on first contact.
+          gids: the GIDs of our RNICs, for a Confirm.
+          first: True on first contact.
           host: our name, 32 bytes.
         """
         if not first:
@@ -117,11 +117,11 @@ VERSION_1: Final = Terms(version=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What this side has for version 2.
+    """This side's offer for version 2.
 
     Attributes:
       eids: its UEIDs, 32 bytes each.
-      release, max_connections, max_links: as in `Terms`, at most.
+      release, max_connections, max_links: upper limits for `Terms`.
       host: our name, ASCII, padded with blanks, 32 bytes.
     """
 
@@ -133,12 +133,12 @@ class Offer:
 
 
 def is_routable(gid: bytes) -> bool:
-    """Whether a GID is IPv4-mapped, as version 2 wants it."""
+    """True if a GID is IPv4-mapped, as version 2 requires."""
     return gid.startswith(_MAPPED)
 
 
-def proposing(proposal: clc.Proposal, offer: Offer) -> clc.Proposal:
-    """The same Proposal with version 2 offered, too."""
+def with_v2_offer(proposal: clc.Proposal, offer: Offer) -> clc.Proposal:
+    """The same Proposal with an offer for version 2 added."""
     limits = (offer.max_connections, offer.max_links) if offer.release else (0, 0)
     v2 = clc.V2Offer(
         eids=offer.eids, gid=proposal.gid, release=offer.release,
@@ -149,10 +149,10 @@ def proposing(proposal: clc.Proposal, offer: Offer) -> clc.Proposal:
 
 
 def proposed(proposal: clc.Proposal, terms: Terms) -> tuple[bytes, bytes]:
-    """By what the server tells one client from another: peer ID and GID.
+    """Peer ID and GID, by which a server identifies a client.
 
-    Peer IDs of processes on one RoCE port may be the same by chance, and Linux has none in a
-    Proposal of version 2 alone.
+    Peer IDs of processes on one RoCE port may be equal by chance, and a Proposal of Linux for
+    version 2 alone has none.
     """
     if terms.version == 1 or proposal.v2 is None:
         return proposal.peer_id, proposal.gid
@@ -162,12 +162,13 @@ def proposed(proposal: clc.Proposal, terms: Terms) -> tuple[bytes, bytes]:
 def answer(
     proposal: clc.Proposal, offer: Offer | None, v1: FallbackReason | None, direct: bool | None
 ) -> Terms | FallbackReason:
-    """The server's answer: on what terms, or why not.
+    """The server's answer: the terms, or the reason of a refusal.
 
     Parameters:
-      offer: what this side has of version 2 for the connection; None: nothing.
-      v1: why version 1 does not fit the connection; None: it does.
-      direct: whether the client's GID of version 2 is reached without a gateway; None: it is not.
+      offer: this side's offer of version 2 for the connection, or None.
+      v1: the reason why version 1 is not possible for the connection; None: it is possible.
+      direct: True if the client's GID of version 2 is reached without a gateway; None: there is no
+        route.
     """
     refusal = None
     if proposal.v2 is not None and offer is not None:
@@ -203,14 +204,16 @@ def _answer_v2(v2: clc.V2Offer, offer: Offer, direct: bool | None) -> Terms | Fa
     )  # fmt: skip
 
 
-def check(
+def check_accept(
     accept: clc.Accept, proposal: clc.Proposal, direct: bool | None
 ) -> Terms | FallbackReason:
-    """The client's look at an Accept: the terms, of which a subsequent contact tells the EID only.
+    """Check an Accept for the client: the terms, or the reason of a refusal.
+
+    On a subsequent contact the terms have the EID only.
 
     Parameters:
-      direct: whether the server's GID is reached without a gateway; None: it is not.  Counts on
-        first contact in version 2.
+      direct: True if the server's GID is reached without a gateway; None: there is no route. Used
+        on first contact in version 2.
     """
     v2, offered = accept.v2, proposal.v2
     if v2 is None:
@@ -246,8 +249,8 @@ def _check_first(
     )  # fmt: skip
 
 
-def confirmed(confirm: clc.Confirm, terms: Terms) -> FallbackReason | None:
-    """The server's look at Confirm: why it does not repeat the terms; None: it does.
+def check_confirm(confirm: clc.Confirm, terms: Terms) -> FallbackReason | None:
+    """Check a Confirm for the server: the reason of a refusal; None if it repeats the terms.
 
     Raises:
       ProtocolError: it is of another version, or of another kind of contact.

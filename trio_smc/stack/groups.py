@@ -208,11 +208,11 @@ class GroupTable:
         """
         forming = None
         for group in self.groups:
-            if group.client or not group.is_of(proposed) or not terms.fits(group.terms):
+            if group.client or not group.belongs_to(proposed) or not terms.fits(group.terms):
                 continue
             if not self._rnics.share_network(group.rnic, rnic):
                 continue
-            if group.takes(size):
+            if group.can_take(size):
                 return group
             if group.state == "FORMING":
                 forming = group

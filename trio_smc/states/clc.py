@@ -120,7 +120,7 @@ class ClcServerChart(Chart):
          rfc="3.5.2.1")
     edge(WAITING, "group_settled", when="group_forming", do="wait_for_group", rfc="3.5.1.6")
     edge(WAITING, "group_settled", PREPARING, do="form_group", rfc="3.5.1.2")
-    edge(WAITING, "waited_enough", PREPARING, do="form_group", rfc="3.5.3 (a parallel link group)")
+    edge(WAITING, "wait_expired", PREPARING, do="form_group", rfc="3.5.3 (a parallel link group)")
     edge(PREPARING, "element_ready", ACCEPTED, do="send_accept", rfc="3.5.1.2, 3.5.2.1")
     edge(PREPARING, "unable", WAITING, when="group_lost", do="start_over",
          rfc="2.3, 3.5.1 (without a usable link this is a first contact)")
@@ -135,7 +135,7 @@ class ClcServerChart(Chart):
          rfc="3.5.1.4, 3.5.1.5")
     edge(ACCEPTED, "confirm", ESTABLISHED, when="known_link", do="introduce_peer establish",
          rfc="3.5.2.3, 4.4.2")
-    edge(ACCEPTED, "confirm", ESTABLISHED, when="outrun", do="establish",
+    edge(ACCEPTED, "confirm", ESTABLISHED, when="ended_early", do="establish",
          rfc="3.5.2.4, 3.5.4 (the client has sent, and ended the link group, meanwhile)")
     edge(ACCEPTED, "confirm", FAILED, when="group_lost", do="fail_reset abandon",
          rfc="C.1 (too late to decline)")
@@ -165,9 +165,9 @@ class ClcServerChart(Chart):
     edge(_RUNNING, "tcp_lost", FAILED, do="fail_tcp abandon", rfc="C.5")
     ignore((LINK_LOST, DECLINING), "group_formed group_failed llc_timeout llc_error",
            rfc="C.3 (the link group does not matter any more)")
-    ignore(_ENDED, "group_formed group_failed llc_timeout llc_error group_settled waited_enough"
+    ignore(_ENDED, "group_formed group_failed llc_timeout llc_error group_settled wait_expired"
            " element_ready unable sent tcp_lost clc_timeout decline protocol_error",
            rfc="3.5.1 (the negotiation is over)")
     ignore((PREPARING, ACCEPTED, CONFIRMING_LINK, LINK_LOST, DECLINING),
-           "group_settled waited_enough", rfc="3.5.3 (it did not wait any longer)")
+           "group_settled wait_expired", rfc="3.5.3 (it did not wait any longer)")
     # fmt: on

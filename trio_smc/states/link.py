@@ -27,7 +27,7 @@ class LinkChart(Chart):
     # fmt: off
     edge(INIT, "connect", CONFIRMING, do="connect_queue_pair", rfc="3.5.1.3, 3.5.1.4")
     edge(CONFIRMING, "confirmed", ACTIVE, do="start_idle_timer", rfc="3.5.1.5")
-    edge(ACTIVE, "idle_timer", when="!idle", do="look_again", rfc="4.5.3")
+    edge(ACTIVE, "idle_timer", when="!idle", do="check_again", rfc="4.5.3")
     edge(ACTIVE, "idle_timer", TESTING, when="idle", do="send_test_link", rfc="4.5.3")
     edge(TESTING, "test_reply", ACTIVE, do="start_idle_timer", rfc="4.5.3, A.3.8")
     edge((ACTIVE, TESTING, LEAVING), "test_request", do="answer_test",
@@ -35,12 +35,12 @@ class LinkChart(Chart):
     edge((ACTIVE, TESTING), "leave", LEAVING, do="stop_timer", rfc="3.5.5.1.3, 3.5.5.1.4")
     edge(LEAVING, "stay", ACTIVE, do="start_idle_timer",
          rfc="4.8.3 (the last link on which the peers reach each other)")
-    edge(TESTING, "test_timeout", DOWN, do="lose_connections close_queue_pair report_failure",
+    edge(TESTING, "test_timeout", DOWN, do="move_connections close_queue_pair report_failure",
          rfc="4.5.3, C.7.1 (TEST LINK)")
     edge((INIT, CONFIRMING), "failed", DOWN, do="close_queue_pair report_failure",
          rfc="C.7.1 (CONFIRM LINK)")
     edge((ACTIVE, TESTING, LEAVING), "failed", DOWN,
-         do="lose_connections close_queue_pair report_failure",
+         do="move_connections close_queue_pair report_failure",
          rfc="4.6, 4.8.3, C.7.1 (an incorrect or out-of-sync LLC message: as if it had gone down)")
     edge((INIT, CONFIRMING, ACTIVE, TESTING, LEAVING), "delete", DOWN, do="close_queue_pair",
          rfc="3.5.4, 3.5.5.1.3")

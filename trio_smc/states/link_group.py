@@ -28,15 +28,16 @@ class LinkGroupChart(Chart):
     _USABLE = (SINGLE, ASYMMETRIC, SYMMETRIC)
 
     # fmt: off
-    edge(FORMING, "formed", SINGLE, when="is_single", do="start_idle_timer tell_formed",
+    edge(FORMING, "formed", SINGLE, when="is_single", do="start_idle_timer report_formed",
          rfc="3.5.1.6.2, C.8")
     edge(FORMING, "formed", ASYMMETRIC, when="is_asymmetric",
-         do="start_idle_timer tell_formed seek_links", rfc="2.2.2, 3.5.1.6.1")
-    edge(FORMING, "formed", SYMMETRIC, do="start_idle_timer tell_formed seek_links",
+         do="start_idle_timer report_formed seek_links", rfc="2.2.2, 3.5.1.6.1")
+    edge(FORMING, "formed", SYMMETRIC, do="start_idle_timer report_formed seek_links",
          rfc="2.2.2, 3.5.1.6.1")
     ignore(FORMING, "links_changed", rfc="3.5.1.6 (what the group is shows when it is formed)")
-    edge(FORMING, "links_lost", GONE, do="tell_failed free_resources", rfc="C.2, C.7.1")
-    edge(FORMING, "terminate delete_all", GONE, do="setup.leave_turn tell_failed free_resources",
+    edge(FORMING, "links_lost", GONE, do="report_failed free_resources", rfc="C.2, C.7.1")
+    edge(FORMING, "terminate delete_all", GONE,
+         do="setup.assume_peer_turn report_failed free_resources",
          rfc="3.5.1.6.4, C.7 (the peer learns it from SMC Decline, or from the end of TCP)")
 
     edge(SINGLE, "links_changed", ASYMMETRIC, when="is_asymmetric", do="seek_links",

@@ -75,7 +75,7 @@ class LlcExchangeChart(Chart):
     # ADD LINK CONTINUATION.
     edge(ADD_LINK_CONTINUATION, "continued", do="start_reply_timer",
          rfc="3.5.5.2.3, A.3.3 (version 1)")
-    edge(ADD_LINK_CONTINUATION, "rkeys_told", ADD_LINK_CONFIRM, do="start_reply_timer",
+    edge(ADD_LINK_CONTINUATION, "rkeys_exchanged", ADD_LINK_CONFIRM, do="start_reply_timer",
          rfc="3.5.1.6.2, A.3.3 (version 2: at once)")
     edge(ADD_LINK_CONTINUATION, "timeout", DELETE_LINK, when="forming !client",
          do="adding.drop adding.withdraw",
@@ -164,24 +164,25 @@ class LlcExchangeChart(Chart):
          rfc="3.5.5.3.2 (ADD LINK from the client: processed afterwards)")
     edge(CHANGE_RKEYS, "peer_notice", do="demand.on_client_notice",
          rfc="3.5.5.3.3 (ADD LINK from the client: processed afterwards)")
-    edge(IDLE, "delete_asked", do="deletion.queue_client_request start_next", rfc="3.5.5.1.4")
-    edge((CONFIRM_LINK, *_ADDING), "delete_asked", do="deletion.queue_client_request",
+    edge(IDLE, "deletion_requested", do="deletion.queue_client_request start_next", rfc="3.5.5.1.4")
+    edge((CONFIRM_LINK, *_ADDING), "deletion_requested", do="deletion.queue_client_request",
          rfc="3.5.5.3.1 (DELETE LINK from the client: processed afterwards)")
-    edge(DELETE_LINK, "delete_asked", do="deletion.queue_client_request",
+    edge(DELETE_LINK, "deletion_requested", do="deletion.queue_client_request",
          rfc="3.5.5.3.2 (DELETE LINK from the client: processed afterwards)")
-    edge(CHANGE_RKEYS, "delete_asked", do="deletion.queue_client_request",
+    edge(CHANGE_RKEYS, "deletion_requested", do="deletion.queue_client_request",
          rfc="3.5.5.3.3 (DELETE LINK from the client: processed afterwards)")
     edge((IDLE, CHANGE_RKEYS), "peer_rkeys", do="rkey_exchanges.answer_peer",
          rfc="3.5.5.3 (RKey exchanges of the two sides do not collide)")
-    edge((CONFIRM_LINK, *_ADDING), "peer_rkeys", do="rkey_exchanges.put_off_peer",
+    edge((CONFIRM_LINK, *_ADDING), "peer_rkeys", do="rkey_exchanges.defer_peer",
          rfc="3.5.5.3.1 (CONFIRM RKEY: negative reply, to be tried again)")
-    edge(DELETE_LINK, "peer_rkeys", do="rkey_exchanges.put_off_peer",
+    edge(DELETE_LINK, "peer_rkeys", do="rkey_exchanges.defer_peer",
          rfc="3.5.5.3.2 (CONFIRM RKEY: negative reply, to be tried again)")
 
     edge((IDLE, *_BUSY), "end", ENDED,
          do="stop_reply_timer rkey_exchanges.stop_timer rkey_exchanges.fail_queued",
          rfc="3.5.5.3.1, 3.5.5.3.2, 3.5.5.3.3 (DELETE LINK of the entire link group: clean up "
              "immediately), 2.3")
-    ignore(ENDED, "end queued peer_rkeys peer_notice delete_asked delete_link link_left timeout "
-                  "rkeys_timeout rkeys_replied done carrier_lost new_link_lost", rfc="3.5.4")
+    ignore(ENDED, "end queued peer_rkeys peer_notice deletion_requested delete_link link_left "
+                  "timeout rkeys_timeout rkeys_replied done carrier_lost new_link_lost",
+           rfc="3.5.4")
     # fmt: on

@@ -24,7 +24,7 @@ def is_sound(world: GroupWorld) -> bool:
     groups = [group for side in world.sides for group in side.groups]
     if not groups or any(kind_of(group) != "symmetric" for group in groups):
         return False
-    if any(group.exchanges.state != "IDLE" or group.deletion.requests.asked for group in groups):
+    if any(group.exchanges.state != "IDLE" or group.deletion.requests.pending for group in groups):
         return False
     ours = {_ends(group) for group in groups if group.client}
     if ours != {_ends(group) for group in groups if not group.client}:

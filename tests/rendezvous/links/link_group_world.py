@@ -200,10 +200,10 @@ class GroupWorld(World):
         """The groups in the client's role, on both sides."""
         return [group for side in self.sides for group in side.groups if group.client]
 
-    def say(self, text: str) -> None:
+    def trace(self, text: str) -> None:
         """Tell the trace."""
         if self._trace is not None:
-            self._trace.say(text)
+            self._trace.write_line(text)
 
     def open(self, size: int, *, reverse: bool = False) -> Stream:
         """A new connection; its rendezvous has only begun.  ``reverse``: the server opens it."""
@@ -226,7 +226,7 @@ class GroupWorld(World):
         """Do the oldest request of ``qp``; `fate` says what becomes of it."""
         fate, self.fate = self.fate, Fate.DONE
         if fate is not Fate.DONE:
-            self.say(f"{fate} for a request of queue pair {qp.qp_num:#x}")
+            self.trace(f"{fate} for a request of queue pair {qp.qp_num:#x}")
         qp.execute(fate)
 
     def nudge(self) -> None:

@@ -21,7 +21,7 @@ class Trace:
         self._world = world
         self._write = write
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         self._write(f"{self._world.clock.now - 1000:8.2f} {self._name:6} {text}")
 
     def llc(self, link: Any, outgoing: bool, message: bytes) -> None:
@@ -29,26 +29,26 @@ class Trace:
             text = _brief(llc.decode_untrusted(message))
         except ProtocolError as error:
             text = f"{message.hex()}: {error}"
-        self.say(f"{link!r} {'->' if outgoing else '<-'} {text}")
+        self.write_line(f"{link!r} {'->' if outgoing else '<-'} {text}")
 
     def cdc(self, link: Any, outgoing: bool, message: bytes) -> None:
-        self.say(
+        self.write_line(
             f"{link!r} {'->' if outgoing else '<-'} CDC {message[2:8].hex()} {message[32:33]!r}"
         )
 
     def state(self, subject: Any, old: str, new: str, event: str) -> None:
         text = repr(subject)
         name = type(subject).__name__ if " object at 0x" in text else text
-        self.say(f"{name}: {old} -> {new} ({event})")
+        self.write_line(f"{name}: {old} -> {new} ({event})")
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
-        self.say(f"CLC {'->' if outgoing else '<-'} type {message[4]}")
+        self.write_line(f"CLC {'->' if outgoing else '<-'} type {message[4]}")
 
     def rdma_write(self, link: Any, address: int, rkey: int, data: Any) -> None:
-        self.say(f"{link!r} RDMA write to {address:#x}, RKey {rkey:#x}")
+        self.write_line(f"{link!r} RDMA write to {address:#x}, RKey {rkey:#x}")
 
     def mode(self, connection: object, fallback: object) -> None:
-        self.say(f"mode: {fallback or 'SMC-R'}")
+        self.write_line(f"mode: {fallback or 'SMC-R'}")
 
 
 def _brief(message: llc.Message) -> str:

@@ -188,7 +188,7 @@ def test_the_lower_link_limit_counts(limit: int, links: int) -> None:
 
 @pytest.mark.rfc("A.3.3/1", "A.3.3/2", "A.3.3/3", "A.3.3/4", "3.5.5.2.3/1", "2.1/7")
 @pytest.mark.parametrize("counts", [(1, 1), (3, 8), (8, 3), (5, 1), (1, 6)])
-def test_all_rtokens_are_told_whatever_their_numbers(counts: tuple[int, int]) -> None:
+def test_all_rtokens_are_exchanged_for_any_numbers_of_them(counts: tuple[int, int]) -> None:
     """3.5.5.2.3, A.3.3: two in a message; who has told all sends empty ones."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=1)
@@ -270,7 +270,7 @@ def test_an_undefined_mtu_is_rejected() -> None:
 
 
 @pytest.mark.rfc("C.8/1", "C.8/2")
-def test_without_a_queue_pair_the_server_goes_on_with_one_link() -> None:
+def test_without_a_queue_pair_the_server_continues_with_one_link() -> None:
     """3.5.1.6.2, C.8: and tries again."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
@@ -296,7 +296,7 @@ def test_a_client_without_a_queue_pair_rejects() -> None:
 
 
 @pytest.mark.parametrize("failures", [1, 2, 4])
-def test_a_client_that_cannot_connect_its_end_asks_again(
+def test_a_client_that_cannot_connect_its_end_notifies_again(
     monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     """C.7.1, C.8, 3.5.5.1.2: by a notice after 10 s; then both sides try again, more rarely."""
@@ -324,7 +324,7 @@ def test_a_client_that_cannot_connect_its_end_asks_again(
 
 
 @pytest.mark.parametrize("rejections", [1, 3])
-def test_a_client_that_asked_and_then_rejects_is_asked_again(
+def test_a_client_that_notified_and_then_rejects_gets_another_offer(
     monkeypatch: pytest.MonkeyPatch, rejections: int
 ) -> None:
     """3.5.5.1.2, C.8: it has an RNIC, so what is in the way may pass; Linux tells of it once."""
@@ -460,7 +460,7 @@ def test_a_server_that_no_client_answers_keeps_its_link() -> None:
     with World() as world:
         client, server = world.side(), world.side(Config(link_group_idle=10_000))
         call = world.connect(client, server)
-        server.group.adding.answered = False
+        server.group.adding.peer_answers = False
         world.fabric.tamper = lambda _, m: [] if m[0] == ADD_LINK else [m]
         world.pass_time(1000.0)
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
@@ -471,7 +471,7 @@ def test_a_reply_that_comes_too_late_withdraws_the_link() -> None:
     with World() as world:
         client, server = world.side(Config(llc_timeout=5), rnics=2), world.side()
         call = world.connect(client, server)
-        server.group.adding.answered = False
+        server.group.adding.peer_answers = False
         late: list[bytes] = []
 
         def tamper(qp: PlainQueuePair, message: bytes) -> list[bytes]:

@@ -56,7 +56,7 @@ def waits(looks: int, *, cancel_after: float | None = None) -> tuple[list[float]
     return rnic.times, over
 
 
-def test_looks_with_growing_pauses() -> None:
+def test_checks_with_growing_pauses() -> None:
     assert waits(0) == ([0.0], [0.0])
     times, over = waits(8)
     assert times == [0.0, 0.002, 0.006, 0.014, 0.030, 0.062, 0.126, 0.190, 0.254]
@@ -107,7 +107,7 @@ def test_a_first_contact_waits_for_the_address(place: str, looks: int) -> None:
 
 
 @pytest.mark.parametrize("place", ["client", "server"])
-def test_nobody_ever_answers_for_the_address(place: str) -> None:
+def test_an_address_that_is_never_answered(place: str) -> None:
     """C.1, C.2: who cannot connect declines; a connection that is there goes on meanwhile."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -227,7 +227,7 @@ def test_the_second_link_of_a_first_contact_waits(place: str, looks: int) -> Non
 
 
 @pytest.mark.parametrize("place", ["client", "server"])
-def test_a_link_whose_address_nobody_answers_for(place: str) -> None:
+def test_a_link_to_an_address_that_is_never_answered(place: str) -> None:
     """C.8: it is given up, and tried again later."""
     with World() as world:
         call = with_late_link(world, place, NEVER)

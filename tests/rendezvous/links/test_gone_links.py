@@ -48,7 +48,7 @@ def test_not_for_ever() -> None:
     assert find(links, 2) is not None
 
 
-def test_those_that_never_had_a_peer_push_nobody_out() -> None:
+def test_links_without_a_peer_displace_no_other_link() -> None:
     """A client without a further RNIC rejects each link that its server offers."""
     links = Links()
     one = links[1] = link(1)
@@ -104,7 +104,7 @@ def test_an_rmb_without_any_link_is_gone() -> None:
         rmbs.learn_untrusted({1: RToken(A.rkey, 0x9000)})
 
 
-def test_an_rmb_that_nobody_told_of_is_not_learned_on_a_gone_link() -> None:
+def test_an_unknown_rmb_is_not_learned_on_a_removed_link() -> None:
     gone = link(1)
     group: Any = SimpleNamespace(peer_rmbs=PeerRmbs(), links=Links())
     connections = GroupConnections(group, lambda: None)

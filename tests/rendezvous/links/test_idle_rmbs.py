@@ -127,7 +127,7 @@ def test_the_last_rmb_of_a_size_stays_as_long_as_an_idle_group(end: int) -> None
         assert len(deletions(side)) == 1
 
 
-def test_a_group_without_connections_goes_as_a_whole() -> None:
+def test_a_group_without_connections_ends_as_a_whole() -> None:
     """What would be deleted piece by piece is found by the next connection, or ends with it."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -223,7 +223,7 @@ def test_the_groups_end_in_the_middle_of_it(how: str) -> None:
         assert len(group.own_rmbs) == 0
 
 
-def test_a_deletion_whose_reply_was_lost_is_asked_for_again() -> None:
+def test_a_deletion_whose_reply_was_lost_is_repeated() -> None:
     """2.3: it is begun anew on another link, and its RMBs never come back."""
     with World() as world:
         client, server, _ = with_links(world, 2)
@@ -288,7 +288,9 @@ def test_a_burst_finds_its_next_rmb_ready() -> None:
         )
 
 
-def test_a_link_that_fails_as_a_spare_is_told_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_fails_while_a_spare_is_announced_is_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """SMC Confirm names a link that is left, not the one that the spare RMB's message lost."""
     with World() as world:
         client, server, _ = with_links(world, 2)
@@ -336,7 +338,7 @@ def test_connections_that_come_slowly_make_nothing_ahead() -> None:
         assert len(client.group.own_rmbs) == len(server.group.own_rmbs) == 1
 
 
-def test_a_spare_that_nobody_needed_goes_again() -> None:
+def test_an_unused_spare_is_deleted() -> None:
     with World() as world:
         client, server, _ = with_links(world, 1)
         for _ in range(3):
@@ -346,7 +348,7 @@ def test_a_spare_that_nobody_needed_goes_again() -> None:
         assert len(client.group.own_rmbs) == len(server.group.own_rmbs) == 1
 
 
-def test_no_memory_for_a_spare_harms_nobody() -> None:
+def test_no_memory_for_a_spare_harms_no_connection() -> None:
     with World() as world:
         client, server, _ = with_links(world, 1)
         world.connect(client, server)
@@ -359,7 +361,7 @@ def test_no_memory_for_a_spare_harms_nobody() -> None:
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
 
 
-def test_spares_leave_room_for_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spares_leave_room_for_requested_rmbs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_rmbs, "MAX_RMBS", 18)  # the last 16 are for demand
     with World() as world:
         client, server, _ = with_links(world, 1)
@@ -390,7 +392,7 @@ def test_with_255_rmbs_a_server_opens_a_parallel_group_and_a_client_falls_back()
         done = elements(server, MAX_RMBS - 1, SMALL)
         world.settle()
         assert (len(done), len(full.own_rmbs)) == (MAX_RMBS - 1, MAX_RMBS)
-        assert not full.takes(SMALL)
+        assert not full.can_take(SMALL)
         call = world.connect(client, server, size=SMALL)
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
         assert len(server.groups) == len(client.groups) == 2

@@ -126,7 +126,7 @@ def test_a_reply_with_other_data_is_a_protocol_error() -> None:
 
 @pytest.mark.rfc("C.7.1/messages/14")
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_reply_that_nobody_asked_for_is_ignored(end: int) -> None:
+def test_a_reply_without_a_request_is_ignored(end: int) -> None:
     """However many: it is a sign of life, and answers no later test."""
     with World() as world:
         configs = [alternative(), alternative()]
@@ -144,7 +144,7 @@ def test_a_reply_that_nobody_asked_for_is_ignored(end: int) -> None:
 
 
 @pytest.mark.rfc("C.7.1/messages/10")
-def test_a_reply_that_nobody_asked_for_answers_no_test() -> None:
+def test_a_reply_without_a_request_answers_no_test() -> None:
     """While a test waits for its reply, one with other data is the protocol error it is."""
     with World() as world:
         client, server = world.side(alternative()), world.side()
@@ -229,7 +229,7 @@ def test_the_server_gives_the_clients_reason_for_the_end_of_a_group(reason: int)
 
 
 @pytest.mark.rfc("3.5.4/2", "3.5.4/5", "3.5.4/6")
-def test_the_client_asks_the_server_to_end_a_group() -> None:
+def test_the_client_requests_the_end_of_a_group() -> None:
     """3.5.4: the server complies with a DELETE LINK of its own."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -409,7 +409,7 @@ def test_the_server_deletes_the_only_link() -> None:
 
 
 @pytest.mark.rfc("3.5.5.1.4/1", "3.5.5.3/5", "A.3.4/2", "2.2.3/4")
-def test_the_client_asks_for_it() -> None:
+def test_the_client_requests_it() -> None:
     """Figure 11."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -640,7 +640,7 @@ def test_the_peers_256th_rmb_gets_a_negative_reply() -> None:
         world.fabric.lose()
 
 
-def test_a_peer_that_takes_no_replies_loses_the_link() -> None:
+def test_a_peer_that_reads_no_replies_loses_the_link() -> None:
     """The send queue is bounded, and nobody is asked to wait."""
     with World() as world:
         client, server = world.side(), world.side()

@@ -78,7 +78,7 @@ def test_the_clients_notice_names_its_new_rnic_only() -> None:
 
 
 @pytest.mark.rfc("3.5.5.1.2/4")
-def test_a_notice_that_nobody_answers_is_no_error() -> None:
+def test_an_unanswered_notice_is_no_error() -> None:
     with World() as world:
         client, server = world.side(), world.side(rnics=2)
         call = world.connect(client, server)
@@ -101,7 +101,7 @@ def test_a_notice_that_nobody_answers_is_no_error() -> None:
 
 
 @pytest.mark.rfc("2.2.2/2", "2.2.2/8", "2.2.2/9", "3.5.5.1.1/4", "3.5.5.1.2/3")
-def test_at_the_maximum_nobody_asks_or_offers() -> None:
+def test_at_the_maximum_no_side_requests_or_offers() -> None:
     """2.2.2, 3.5.5.1.1, 3.5.5.1.2."""
     with World() as world:
         client, server = world.side(rnics=8), world.side(rnics=8)
@@ -352,7 +352,7 @@ def test_the_loss_of_all_links_ends_the_group() -> None:
 # --- links without connections --------------------------------------------------------------------
 
 
-def test_links_that_nobody_uses_go_and_come_back() -> None:
+def test_unused_links_are_deleted_and_added_again() -> None:
     """3.5.5.1.3: not below two, and with the reason of inactivity."""
     with World() as world:
         client, server = world.side(rnics=4), world.side(rnics=4)
@@ -376,7 +376,7 @@ def test_links_that_nobody_uses_go_and_come_back() -> None:
 
 
 @pytest.mark.rfc("3.5.5.1.4/4")
-def test_a_client_does_not_ask_on_account_of_idle_links() -> None:
+def test_a_client_does_not_request_links_for_idle_ones() -> None:
     with World() as world:
         client = world.side(Config(link_group_idle=1), rnics=4)
         server = world.side(Config(link_group_idle=100_000), rnics=4)

@@ -109,7 +109,7 @@ def test_two_groups_share_nothing(world: World, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.rfc("2.3/2", "2.3/3", "4.6/1", "3.5.5.1.4/1")
 @pytest.mark.parametrize("place", [0, 1])
-def test_connections_move_before_the_peer_is_told(world: World, place: int) -> None:
+def test_connections_move_before_the_peer_is_notified(world: World, place: int) -> None:
     stage = Stage(world, (2, 2))
     side, connection = stage.end(place), stage.call.connections[place]
     peer = stage.call.connections[1 - place]
@@ -134,9 +134,7 @@ def test_connections_move_before_the_peer_is_told(world: World, place: int) -> N
 
 @pytest.mark.rfc("3.5.5.1.4/2", "3.5.5.1.4/3")
 @pytest.mark.parametrize("orderly", [False, True])
-def test_a_client_asks_for_a_link_to_be_deleted_now_or_when_it_suits(
-    world: World, orderly: bool
-) -> None:
+def test_a_client_requests_a_deletion_at_once_or_in_order(world: World, orderly: bool) -> None:
     """In order the server lets what it has written arrive; else the link is dead at once."""
     stage = Stage(world, (2, 2))
     connection = stage.call.server.connection

@@ -295,13 +295,13 @@ def test_the_clients_confirm_rkey_and_the_servers_add_link(order: int) -> None:
         client.record()
         done: list[object] = []
 
-        def ask() -> None:
+        def request() -> None:
             client.group.request_element(BIG, done.append)
 
         def offer() -> None:
             server.add_rnic()
 
-        steps: list[Callable[[], None]] = [ask, offer] if order else [offer, ask]
+        steps: list[Callable[[], None]] = [request, offer] if order else [offer, request]
         for step in steps:
             step()
         assert client.group.exchanges.state == "CHANGE_RKEYS"
@@ -429,7 +429,7 @@ def test_confirm_rkeys_of_both_sides() -> None:
         assert [each.negative for each in replies] == [False, False]
 
 
-def test_a_confirm_link_that_nobody_waits_for_costs_its_link() -> None:
+def test_an_unexpected_confirm_link_fails_its_link() -> None:
     """The last row as printed: only the server begins CONFIRM LINK (C.7.1, out of sync)."""
     with World() as world:
         client, server = changing_rkeys(world, 1, [])

@@ -81,7 +81,7 @@ def test_an_add_link_reply_that_makes_a_parallel_link(world: World) -> None:
 
 
 @pytest.mark.rfc("C.7.1/messages/4")
-def test_commands_on_a_link_that_the_client_has_asked_to_delete_in_order(world: World) -> None:
+def test_commands_on_a_link_whose_orderly_deletion_was_requested(world: World) -> None:
     """The link works, but its CONFIRM RKEY is ignored; the server asks anew over another link."""
     stage = Stage(world, (2, 2))
     done: list[object] = []
@@ -114,7 +114,7 @@ def test_the_end_of_the_group_comes_on_a_link_that_is_to_be_deleted(world: World
 
 
 @pytest.mark.rfc("2.3/7", "2.3/8")
-def test_what_comes_on_a_link_that_has_failed_at_the_client(world: World) -> None:
+def test_messages_on_a_link_that_has_failed_at_the_client(world: World) -> None:
     """The server's CONFIRM RKEY is there, unread, when the client sees that the link has failed."""
     stage = Stage(world, (2, 2))
     done: list[object] = []
@@ -233,7 +233,7 @@ def test_delete_link_of_an_unknown_link(world: World, place: int) -> None:
     assert stage.works()
 
 
-def test_a_rejection_after_the_agreement_asks_for_nothing(world: World) -> None:
+def test_a_rejection_after_the_agreement_requests_nothing(world: World) -> None:
     """Linux sends one as well when the link that it had agreed to was not confirmed."""
     stage = Stage(world, (2, 2))
     assert stage.links() == [1, 2]

@@ -79,7 +79,7 @@ def test_a_client_that_gets_no_confirm_link_on_the_second_link(world: World) -> 
 
 
 @pytest.mark.rfc("C.7.1/time-outs/11")
-def test_a_client_that_is_owed_more_rtokens_at_first_contact(world: World) -> None:
+def test_a_client_that_waits_for_more_rtokens_at_first_contact(world: World) -> None:
     stage = Stage(world, (2, 2), connect=False)
     spare = llc.RTokenPair(reference_rkey=1, new_rkey=2, new_address=3)
 
@@ -167,7 +167,7 @@ def test_an_addition_that_stops_ends_a_group_with_one_link(
 
 @ADDING
 @WAYS
-def test_an_addition_that_stops_is_begun_anew_over_another_link(
+def test_an_interrupted_addition_begins_again_over_another_link(
     world: World, way: str, name: str
 ) -> None:
     stage = Stage(world, (3, 3), down=1)
@@ -187,7 +187,7 @@ def test_an_addition_that_stops_is_begun_anew_over_another_link(
 
 @pytest.mark.rfc("C.7.1/time-outs/12")
 @pytest.mark.parametrize("rnics", [(1, 2), (3, 3)])
-def test_a_client_that_is_owed_more_rtokens_later(world: World, rnics: tuple[int, int]) -> None:
+def test_a_client_that_waits_for_more_rtokens_later(world: World, rnics: tuple[int, int]) -> None:
     stage = Stage(world, rnics, down=1)
     for _ in range(3):
         world.connect(stage.client, stage.server, size=BIG)
@@ -264,7 +264,7 @@ def test_a_server_that_never_deletes_a_lost_link_costs_no_connection(world: Worl
     assert stage.works()
 
 
-def test_a_client_that_never_answers_for_a_lost_link_costs_no_connection(world: World) -> None:
+def test_a_client_that_never_answers_for_a_lost_link_ends_no_connection(world: World) -> None:
     """The same the other way round; when the answer comes, the group goes on as usual."""
     stage = Stage(world, (2, 2))
     stage.wire.lose("C2 DELETE_LINK 1 reply", 99)
@@ -370,7 +370,7 @@ def test_delete_link_for_the_group_is_tried_on_other_links(world: World, place: 
 @pytest.mark.rfc("C.7.1/time-outs/14")
 @WAYS
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_group_ends_although_nobody_hears_it(world: World, place: int, way: str) -> None:
+def test_a_group_ends_although_no_peer_receives_it(world: World, place: int, way: str) -> None:
     stage = Stage(world, (2, 2))
     provoke(stage, way, r"[CS][12] DELETE_LINK all", 10)
     stage.end(place).group.terminate()

@@ -74,7 +74,9 @@ def test_a_continuation_follows_exactly_when_two_slots_are_not_enough(links: int
     ),
     st.data(),
 )
-def test_every_set_of_links_arrives_whole(tokens: dict[int, RToken], data: st.DataObject) -> None:
+def test_every_set_of_links_arrives_complete(
+    tokens: dict[int, RToken], data: st.DataObject
+) -> None:
     number = data.draw(st.sampled_from(sorted(tokens)))
     got = {}
     for message in confirm_rkey_messages(tokens, number):
@@ -132,7 +134,7 @@ class _User:
 @pytest.mark.rfc("3.5.5.2/1", "3.5.5.2.1/1", "A.3.5/1", "A.3.5/2", "A.3.6/2")
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize("links", [1, 2, 3, 4, 6, 8])
-def test_a_new_rmb_is_told_on_all_links(end: int, links: int) -> None:
+def test_a_new_rmb_is_announced_on_all_links(end: int, links: int) -> None:
     """Figure 12; each message is echoed by itself (A.3.5, A.3.6)."""
     with World() as world:
         client, server, _ = with_links(world, links)
@@ -245,7 +247,7 @@ def test_a_continuation_that_runs_into_a_change_is_tried_again() -> None:
         assert known_alike(client.group, server.group)
 
 
-def test_a_peer_that_is_always_changing_is_not_asked_for_ever() -> None:
+def test_a_peer_that_is_always_changing_gets_no_endless_requests() -> None:
     with World() as world:
         client, server, _ = with_links(world, 1)
         server.group.exchanges.begin("add_link", server.group.links[1])
@@ -278,7 +280,7 @@ def test_each_try_waits_longer_than_the_one_before() -> None:
         assert 0 < first < second < third
 
 
-def test_a_link_that_came_up_while_the_reply_was_on_its_way_is_told_of() -> None:
+def test_a_link_added_while_the_reply_was_in_flight_is_announced() -> None:
     """The reply comes over link 1; what else happened came over another link before it."""
     with World() as world:
         client, server, _ = with_links(world, 2)
@@ -293,7 +295,7 @@ def test_a_link_that_came_up_while_the_reply_was_on_its_way_is_told_of() -> None
 
 @pytest.mark.rfc("C.7.1/time-outs/16", "C.7.1/time-outs/17")
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_confirm_rkey_without_reply_costs_its_link_and_begins_anew(end: int) -> None:
+def test_a_confirm_rkey_without_reply_fails_its_link_and_begins_again(end: int) -> None:
     """C.7.1, 2.3: the link it was sent over has failed; the connection that waits does not."""
     with World(tells_death=False) as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
@@ -493,7 +495,7 @@ def test_a_pair_for_an_rmb_that_was_just_deleted_is_ignored() -> None:
     counts=st.tuples(*[st.sampled_from([0, 1, 2, 3, 7, 254]) | st.integers(0, 254)] * 2),
     data=st.data(),
 )
-def test_both_sides_know_the_same_whatever_there_is(
+def test_both_sides_have_equal_tables(
     links: list[int], counts: tuple[int, int], data: st.DataObject
 ) -> None:
     """3.5.5.2.3, A.3.3: RMBs before and after each link, unequal on the two sides."""
@@ -530,7 +532,7 @@ def test_both_sides_know_the_same_whatever_there_is(
     rnics=st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=8),
     data=st.data(),
 )
-def test_links_that_come_and_go_keep_both_sides_alike(
+def test_links_added_and_deleted_keep_both_sides_equal(
     counts: tuple[int, int], rnics: list[int], data: st.DataObject
 ) -> None:
     """The same with ADD LINK and DELETE LINK: RNICs appear on one side, the other or both."""
@@ -568,11 +570,11 @@ def test_links_that_come_and_go_keep_both_sides_alike(
 
 @pytest.mark.parametrize(("here", "there"), [(0, 0), (1, 0), (0, 1), (5, 2), (2, 5), (254, 0)])
 @pytest.mark.rfc("A.3.3/1", "A.3.3/2", "A.3.3/3")
-def test_the_longer_list_decides_how_often_it_goes_to_and_fro(here: int, there: int) -> None:
+def test_the_longer_list_decides_the_number_of_continuations(here: int, there: int) -> None:
     """Figure 15, A.3.3: the server first, two RTokens a message, empty ones at the end."""
     with pytest.MonkeyPatch.context() as patch, World() as world:
         patch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)
-        patch.setattr(own_rmbs, "_KEEP_COMING", 0.0)  # no spares
+        patch.setattr(own_rmbs, "_BURST_GAP", 0.0)  # no spares
         client, server = world.side(), world.side()
         world.connect(client, server, size=SMALL)
         elements(client, here, SMALL)
@@ -605,7 +607,7 @@ def remove_link(client: Side, server: Side, number: int) -> None:
 
 @pytest.mark.rfc("A.3.7/2", "A.3.7/3", "C.7.1/messages/9", "3.5.5.2.2/4")
 @pytest.mark.parametrize("link_number", [1, 3])
-def test_the_error_mask_tells_which_rmbs_were_not_known(link_number: int) -> None:
+def test_the_error_mask_names_the_unknown_rmbs(link_number: int) -> None:
     """A.3.7: b'01010000' means the second and the fourth; one RKey names the RMB on all links."""
     with World() as world:
         client, server, _ = with_links(world, 3)

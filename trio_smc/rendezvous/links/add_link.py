@@ -3,18 +3,18 @@
 
 Theory of operation
 -------------------
-ADD LINK and its reply name both ends; CONTINUATIONs go to and fro until both sides have told all
-their RTokens, the server's first, each with up to two RTokens and the number of those that are
-still to come; CONFIRM LINK then shows that the link works.  All but the last travel on an existing
-link, the carrier.  In version 2 ADD LINK and its reply have the RTokens in themselves; there are
-no CONTINUATIONs.
+ADD LINK and its reply name both ends. Then the two sides exchange CONTINUATIONs until both have
+sent all their RTokens, the server first. Each CONTINUATION has up to two RTokens and the number of
+those that follow. CONFIRM LINK then shows that the link works. All messages but the last travel on
+an existing link, the carrier. In version 2 ADD LINK and its reply contain the RTokens, and there
+are no CONTINUATIONs.
 
-Each side looks for the other end's address before it connects its own, by a timer where nobody
-has answered for it yet (`address_wait`); then all that decides is looked at anew.
+Before a side connects its queue pair, its RNIC must know the address of the other end. If it does
+not, the side waits by a timer (`AddressWait`) and then checks all conditions again.
 
-When a link is wanted is told in `link_demand`, which RNICs it joins in `link_set`.  Where an
-exchange stands is in `states.llc_exchange`; what happens when it fails, too.  At first contact no
-data may flow before the second link is there or given up (`settle`).
+`link_demand` decides when a link is added, `link_set` which RNICs it joins. `states.llc_exchange`
+has the states of the exchange, and its failures. At first contact no data may flow before the
+second link is confirmed or given up (`settle`).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ LOGGER = logging.getLogger("trio_smc.link_group")
 
 
 class LinkAdding:
-    """How further links of one group come up, one at a time.
+    """Adds further links to one group, one at a time.
 
     Attributes:
       new: the link that is being added.
-      number: its number; it stays after the link was given up.
-      answered: whether the peer has ever answered ADD LINK; always true of a client's server.
-      continuations: what the two sides say of their RMBs on it.
+      number: its number, which is kept after the link was given up.
+      peer_answers: True if the peer has ever answered ADD LINK; always true for a client.
+      continuations: the exchange of RTokens for the new link.
     """
 
     def __init__(
@@ -66,21 +66,21 @@ class LinkAdding:
         self._deletion = deletion
         self.new: Link | None = None
         self.number: int = -1
-        self.answered: bool = group.client
+        self.peer_answers: bool = group.client
         self.continuations: Continuations = Continuations(group, exchange, setup, rkeys, self)
         self._address = AddressWait(group.timers)
-        self._asked_on: Link | None = None
+        self._request_link: Link | None = None
         self._given_up: set[int] = set()
         self._dropped: set[int] = set()
 
-    # --- when one is wanted ----------------------------------------------------------------------
+    # --- the decision to add one -----------------------------------------------------------------
 
     def start(self) -> bool:
-        """Begin ADD LINK, if one is wanted and can be had."""
+        """Begin ADD LINK if a link is wanted and possible."""
         group, demand = self._group, self._demand
         if not demand.wanted:
             return False
-        news = demand.take()
+        news = demand.take_news()
         if group.client:
             self._send_notice()
             return False
@@ -98,27 +98,27 @@ class LinkAdding:
         return True
 
     def start_second(self, carrier: Link) -> None:
-        """At first contact the server's ADD LINK follows, with one RNIC too (3.5.1.6)."""
+        """At first contact the server's ADD LINK follows, even with a single RNIC (3.5.1.6)."""
         group = self._group
         self._exchange.begin("add_link", carrier)
         if group.client:
             return
         rnics = [carrier.rnic, *group.usable_rnics()]
         rnic = server_rnic(group.links, rnics, self._setup.max_links, news=True) or carrier.rnic
-        # The client waits for ADD LINK; one without a queue pair is as good as none.
+        # The client waits for ADD LINK, even for one without a queue pair.
         self._make(group.links.next_number(), rnic)
         self._offer(carrier, rnic)
 
     def _answer_request(self) -> None:
-        """Version 2: tell a client that asked for a link that none is added."""
-        asked, self._asked_on = self._asked_on, None
+        """Version 2: reply to a client's request that no link is added."""
+        asked, self._request_link = self._request_link, None
         if asked is not None:
             asked.send_llc(llc.RequestAddLink(reply=True))
 
     def on_message_untrusted(self, link: Link, message: llc.AddLink | llc.RequestAddLink) -> None:
-        """ADD LINK or REQUEST ADD LINK, or the reply.
+        """Process ADD LINK or REQUEST ADD LINK, or the reply.
 
-        Raises ProtocolError when it cannot come now.
+        Raises ProtocolError if the message is out of turn.
         """
         if isinstance(message, llc.AddLink):
             self._on_add_link_untrusted(link, message)
@@ -126,19 +126,19 @@ class LinkAdding:
             self._on_request_untrusted(link, message)
 
     def _on_request_untrusted(self, link: Link, message: llc.RequestAddLink) -> None:
-        """REQUEST ADD LINK, or the reply that none is added.
+        """Process REQUEST ADD LINK, or the reply that no link is added.
 
-        Raises ProtocolError when the peer's role has no such message.
+        Raises ProtocolError if the peer's role has no such message.
         """
         if message.reply is not self._group.client:
             raise ProtocolError("REQUEST ADD LINK from the wrong side")
         if not message.reply:
-            # One under way at this moment answers it.
-            self._asked_on = link if self._exchange.state != "ADD_LINK" else None
+            # An ADD LINK under way answers it.
+            self._request_link = link if self._exchange.state != "ADD_LINK" else None
             self._exchange.send("peer_notice")
 
     def _send_notice(self) -> None:
-        """The client's ADD LINK: it has an RNIC for one more link (3.5.5.1.2).
+        """Send the client's ADD LINK: it has an RNIC for one more link (3.5.5.1.2).
 
         In version 2 it is REQUEST ADD LINK, with the GIDs of all its RNICs.
         """
@@ -152,14 +152,14 @@ class LinkAdding:
             else:
                 gids = carrier.rnic.gid, *(rnic.gid for rnic in unused if rnic is not carrier.rnic)
                 carrier.send_llc(llc.RequestAddLink(gids=gids))
-        elif self._deletion.links_to_go:
-            # The RNIC that came back may have a link that is still to go.
+        elif self._deletion.has_pending:
+            # The RNIC that has returned may have a link that is still being deleted.
             self._demand.wanted = True
 
     # --- the new link --------------------------------------------------------------------------
 
     def _make(self, number: int, rnic: Rnic) -> bool:
-        """Make the new link's end on ``rnic``; whether that worked."""
+        """Create this side's end of the new link on ``rnic``; True if that worked."""
         group = self._group
         self.number = number
         self._given_up.discard(number)
@@ -179,7 +179,7 @@ class LinkAdding:
         return True
 
     def drop(self) -> None:
-        """Free the new link; it carried nothing."""
+        """Free the new link, which carried nothing."""
         self._address.cancel()
         link, self.new = self.new, None
         if link is not None:
@@ -187,7 +187,7 @@ class LinkAdding:
             self._group.forget_link(link)
 
     def give_up(self) -> None:
-        """The client did not answer: its reply may come after all."""
+        """The client did not answer; its reply may still come."""
         self._given_up.add(self.number)
 
     def withdraw(self) -> None:
@@ -195,18 +195,18 @@ class LinkAdding:
         self._deletion.withdraw(self.number)
 
     def request_withdrawal(self) -> None:
-        """The client's DELETE LINK for it, which the server answers with one of its own."""
-        self._deletion.requests.ask(self.number, llc.DeleteLinkReason.LOST_PATH)
+        """The client's DELETE LINK for that link; the server sends one of its own."""
+        self._deletion.requests.request(self.number, llc.DeleteLinkReason.LOST_PATH)
 
-    def failed(self, link: Link) -> bool:
-        """Whether ``link``, which has failed, is the one that is being added."""
+    def new_link_failed(self, link: Link) -> bool:
+        """True if ``link``, which has failed, is being added: then it is given up."""
         if link is not self.new:
             return False
         self._exchange.send("new_link_lost")
         return True
 
     def settle(self) -> None:
-        """The exchange is over: at first contact data may flow now."""
+        """The exchange has ended: at first contact data may flow now."""
         if self._group.state == "FORMING":
             self._group.machine.send("formed")
 
@@ -215,7 +215,7 @@ class LinkAdding:
     def _offer(self, carrier: Link, rnic: Rnic) -> None:
         """Send the server's ADD LINK for the new link."""
         new = self.new
-        self._asked_on = None
+        self._request_link = None
         carrier.send_llc(
             llc.AddLink(
                 mac=rnic.mac,
@@ -226,11 +226,11 @@ class LinkAdding:
                 initial_psn=new.psn if new is not None else 0,
                 extension=None if new is None else self._extension(carrier, new),
             ),
-            self._setup.past_return,
+            self._setup.commit_to_smc,
         )
 
     def _extension(self, carrier: Link, new: Link) -> llc.AddLinkExtension | None:
-        """Version 2 tells the RTokens on the new link at once."""
+        """The RTokens on the new link, which version 2 sends at once."""
         terms = self._group.terms
         if terms.version == 1:
             return None
@@ -240,10 +240,10 @@ class LinkAdding:
         )  # fmt: skip
 
     def _learn_untrusted(self, carrier: Link, new: Link, message: llc.AddLink) -> None:
-        """Take the peer's RTokens on the new link, which version 2 tells at once.
+        """Note the peer's RTokens on the new link, which version 2 sends at once.
 
         Raises:
-          ProtocolError: they contradict what is known, or are not all there.
+          ProtocolError: they contradict known RTokens, or one is missing.
         """
         if self._group.terms.version > 1:
             if message.extension is None:
@@ -252,16 +252,16 @@ class LinkAdding:
             if not self._rkeys.covers(new):
                 raise ProtocolError("no RToken for an RMB in use")
 
-    def _agreed(self, carrier: Link, new: Link) -> None:
-        """Both ends of the new link are named: its RTokens come next, or have come."""
+    def _exchange_rtokens(self, carrier: Link, new: Link) -> None:
+        """Exchange RTokens, now that both ends of the new link are named."""
         self._exchange.begin("accepted", carrier)
         if self._group.terms.version > 1:
-            self.rkeys_told(new)
+            self.rkeys_exchanged(new)
         elif not self._group.client:
             self.continuations.start(carrier, new)
 
     def _on_add_link_untrusted(self, link: Link, message: llc.AddLink) -> None:
-        """ADD LINK or its reply.  Raises ProtocolError when neither can come now."""
+        """Process ADD LINK or its reply.  Raises ProtocolError if it is out of turn."""
         exchange = self._exchange
         if self._group.client:
             if message.reply:
@@ -270,11 +270,11 @@ class LinkAdding:
         elif not message.reply:
             exchange.send("peer_notice")
         else:
-            self.answered = True
+            self.peer_answers = True
             number = message.link_number
             if number in self._given_up:
                 self._given_up.discard(number)
-                if not message.rejected:  # the client believes in the link
+                if not message.rejected:  # the client has the link
                     self._deletion.delete_link(
                         number, llc.DeleteLinkReason.LOST_PATH, orderly=False
                     )
@@ -286,13 +286,15 @@ class LinkAdding:
                 raise ProtocolError("ADD LINK reply without a request")
 
     def _on_late_rejection_untrusted(self, number: int) -> None:
-        """The client takes its agreement to the new link back, as Linux does when anything fails
-        after it: it has no such link.  Then it does not answer the DELETE LINK that crossed this.
+        """The client rejects the new link after it has agreed to it.
+
+        Linux does so if anything fails after its agreement. The client does not have the link then,
+        and does not answer a DELETE LINK that crossed its rejection.
         """
         exchange = self._exchange
         if number in self._dropped:
             self._dropped.discard(number)
-            self._deletion.client_has_none(number)
+            self._deletion.on_client_has_none(number)
         elif number == self.number and exchange.state in (
             "ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM",
         ):  # fmt: skip
@@ -304,12 +306,12 @@ class LinkAdding:
         """Answer the server's ADD LINK.
 
         Raises:
-          ProtocolError: its number is that of a link of the group.  The server frees a number when
-            the client has replied to DELETE LINK, so they do not agree on their links (A.3.2,
-            C.7.1).  If such a reply was sent, and its completion is yet to come, they do agree.
+          ProtocolError: a link of the group has its number. The server reuses a number only after
+            the client has replied to DELETE LINK, so the two sides have different links (A.3.2,
+            C.7.1). If the reply was sent, but is not complete here yet, there is no error.
         """
         exchange = self._exchange
-        self._address.cancel()  # the server gave up what it offered before
+        self._address.cancel()  # the server has given up its previous offer
         self._setup.our_turn = True
         if exchange.state in ("ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM"):
             exchange.send("superseded")
@@ -319,14 +321,14 @@ class LinkAdding:
             and not self._deletion.has_replied(message.link_number)
         ):
             raise ProtocolError(f"ADD LINK with the number of link {message.link_number}")
-        rnic = self._end_for(link, message)
+        rnic = self._client_end(link, message)
         if rnic is None:
             self._reject(link, message)
         else:
-            self._find(rnic, message, lambda: self._join(link, message))
+            self._when_reachable(rnic, message, lambda: self._answer_offer(link, message))
 
-    def _end_for(self, link: Link, message: llc.AddLink) -> Rnic | None:
-        """The client's end of the link that is offered, as things are now."""
+    def _client_end(self, link: Link, message: llc.AddLink) -> Rnic | None:
+        """The RNIC for the client's end of the offered link, or None."""
         group = self._group
         if (
             self._exchange.state == "DELETE_LINK"
@@ -342,25 +344,25 @@ class LinkAdding:
         peer = PeerPort(message.gid, message.mac)
         return client_rnic(group.links, rnics, self._setup.max_links, peer)
 
-    def _find(self, rnic: Rnic, message: llc.AddLink, then: Callable[[], None]) -> None:
-        """Go on when the RNIC knows the address of the peer's end, or will not get to know it."""
+    def _when_reachable(self, rnic: Rnic, message: llc.AddLink, then: Callable[[], None]) -> None:
+        """Call ``then`` when the RNIC knows the address of the peer's end, or after the wait."""
         exchange = self._exchange
         if not self._address.begin(rnic, message.gid, then) and exchange.state == "ADD_LINK":
             exchange.send("address_awaited")
 
-    def _join(self, link: Link, message: llc.AddLink) -> None:
-        """Take the offer, if it can still be taken: anything may have happened since it came."""
+    def _answer_offer(self, link: Link, message: llc.AddLink) -> None:
+        """Accept or reject the offer, by the conditions after the wait."""
         group = self._group
         if group.links.get(link.number) is not link or link.state == "DOWN":
-            return  # nobody waits for an answer any more
-        rnic = self._end_for(link, message)
+            return  # no answer is expected any more
+        rnic = self._client_end(link, message)
         if rnic is None:
             self._reject(link, message)
         elif not self._accept(link, message, rnic):
             self._reject(link, message)
-            # What came back in the way (a neighbour not yet known) passes, and a server whose link
-            # was rejected may wait for an RNIC of the client's before it offers one again.
-            self._demand.not_joined()
+            # The cause (an unknown neighbour) may be temporary, and a server whose link was
+            # rejected may wait for a notice of the client before it offers a link again.
+            self._demand.on_join_failed()
 
     def _accept(self, carrier: Link, message: llc.AddLink, rnic: Rnic) -> bool:
         if not self._make(message.link_number, rnic) or self.new is None:
@@ -384,10 +386,10 @@ class LinkAdding:
                 initial_psn=new.psn,
                 extension=self._extension(carrier, new),
             ),
-            self._setup.past_return,
+            self._setup.commit_to_smc,
         )
         if carrier.state != "DOWN":
-            self._agreed(carrier, new)
+            self._exchange_rtokens(carrier, new)
         return True
 
     def _reject(self, link: Link, message: llc.AddLink) -> None:
@@ -402,24 +404,24 @@ class LinkAdding:
         )  # fmt: skip
         if link.state == "DOWN":
             return
-        self._setup.past_return()
+        self._setup.commit_to_smc()
         if self._exchange.state in ("ADD_LINK", "IDLE", "CHANGE_RKEYS"):
             self._exchange.send("refused")
 
     def _on_reply(self, carrier: Link, message: llc.AddLink) -> None:
         new = self.new
         self._address.cancel()
-        self._setup.past_return()
+        self._setup.commit_to_smc()
         if message.rejected:
-            self._demand.rejected()
+            self._demand.on_rejected()
             self._exchange.send("refused")
         elif new is None or not self._fits(new, message):
             self._exchange.send("withdraw")
         else:
-            self._find(new.rnic, message, lambda: self._connect(carrier, message))
+            self._when_reachable(new.rnic, message, lambda: self._connect(carrier, message))
 
     def _fits(self, new: Link, message: llc.AddLink) -> bool:
-        """Whether the client's end is one for the new link."""
+        """True if the client's end is possible for the new link."""
         peer = PeerPort(message.gid, message.mac)
         return (
             new.state != "DOWN"
@@ -440,22 +442,22 @@ class LinkAdding:
             LOGGER.info("%r: %s", new, error)
             exchange.send("withdraw")
             return
-        self._agreed(carrier, new)
+        self._exchange_rtokens(carrier, new)
 
     # --- CONFIRM LINK ----------------------------------------------------------------------------
 
-    def rkeys_told(self, new: Link) -> None:
-        """Both sides know each other's RMBs on the new link; does it work?"""
-        self._exchange.send("rkeys_told")
+    def rkeys_exchanged(self, new: Link) -> None:
+        """Confirm the new link, because both sides have all RTokens."""
+        self._exchange.send("rkeys_exchanged")
         if new.state == "DOWN":
             self._exchange.send("new_link_lost")
         elif not self._group.client:
             new.send_llc(self._setup.confirm_link(new, reply=False))
 
     def on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
-        """CONFIRM LINK on the new link, or its reply; it is active then.
+        """Process CONFIRM LINK on the new link, or its reply; the link is active then.
 
-        Raises ProtocolError when it cannot come now or names other ends (C.7.1).
+        Raises ProtocolError if it is out of turn or names other ends (C.7.1).
         """
         group = self._group
         if self._exchange.state != "ADD_LINK_CONFIRM":
@@ -464,7 +466,7 @@ class LinkAdding:
         if message.link_number != link.number:
             raise ProtocolError("CONFIRM LINK for another link")
         link.peer_user_id = message.link_user_id
-        self._setup.past_return()
+        self._setup.commit_to_smc()
         try:
             for rkey in group.peer_rmbs.rkeys(link.number):
                 link.check_reach(rkey)
@@ -482,7 +484,7 @@ class LinkAdding:
         link.machine.send("confirmed")
         self._exchange.done()
         group.link_ready(link)
-        self._demand.added()
+        self._demand.on_link_added()
 
     def close(self) -> None:
         """The group is gone."""
@@ -491,7 +493,7 @@ class LinkAdding:
 
 
 def _mtu_reserved(message: llc.AddLink) -> bool:
-    """Whether a queue pair is named with an MTU that is none (A.3.2)."""
+    """True if a queue pair is named with an invalid MTU (A.3.2)."""
     return message.qp_number != 0 and not 1 <= message.qp_mtu <= 5
 
 
@@ -509,7 +511,7 @@ _PAIRS: Final = 2  # RTokens in one message (A.3.3)
 
 
 class Continuations:
-    """The RTokens of one new link at a time: which are still to be told, and to be heard."""
+    """The exchange of RTokens for one new link at a time."""
 
     def __init__(
         self, group: Group, exchange: Exchange, setup: LinkSetup, rkeys: Rkeys,
@@ -524,35 +526,35 @@ class Continuations:
         self._peer_left: int | None = None
 
     def begin(self) -> None:
-        """A link is being added: nothing was told or heard of it."""
+        """Start again for a new link."""
         self._own = []
         self._peer_left = None
 
     def start(self, carrier: Link, new: Link) -> None:
         """Send the server's first message."""
         self._own = self._rkeys.pairs_for(carrier, new)
-        self._tell(carrier, new)
+        self._send_next(carrier, new)
 
-    def _tell(self, carrier: Link, new: Link) -> None:
+    def _send_next(self, carrier: Link, new: Link) -> None:
         pairs, left = tuple(self._own[:_PAIRS]), len(self._own)
         del self._own[:_PAIRS]
         carrier.send_llc(
             llc.AddLinkContinuation(
                 reply=self._group.client, link_number=new.number, tokens_left=left, pairs=pairs
             ),
-            self._setup.past_return,
+            self._setup.commit_to_smc,
         )
 
     def on_continuation_untrusted(self, link: Link, message: llc.AddLinkContinuation) -> None:
-        """RTokens of the peer's RMBs on the new link.
+        """Note the RTokens of the peer's RMBs on the new link.
 
-        Raises ProtocolError when none can come now, or they do not fit the announced number.
+        Raises ProtocolError if they are out of turn, or are not as many as announced.
         """
         group, exchange, new = self._group, self._exchange, self._adding.new
         if message.reply is group.client or message.link_number != self._adding.number:
             raise ProtocolError("ADD LINK CONTINUATION out of turn")
         if new is None and exchange.state == "DELETE_LINK":
-            return  # given up meanwhile
+            return  # the link was given up meanwhile
         if new is None or exchange.state != "ADD_LINK_CONTINUATION" or link is not exchange.carrier:
             raise ProtocolError("ADD LINK CONTINUATION out of turn")
         first = self._peer_left is None
@@ -560,21 +562,21 @@ class Continuations:
         if group.client:
             if first:
                 self._own = self._rkeys.pairs_for(link, new)
-            self._tell(link, new)
+            self._send_next(link, new)
             if link.state == "DOWN":
                 return
         if self._own or self._peer_left:
             exchange.send("continued")
             if not group.client:
-                self._tell(link, new)
+                self._send_next(link, new)
         elif not self._rkeys.covers(new):
             raise ProtocolError("no RToken for an RMB in use")
         else:
-            self._adding.rkeys_told(new)
+            self._adding.rkeys_exchanged(new)
 
     def _learn_untrusted(self, link: Link, new: Link, message: llc.AddLinkContinuation) -> None:
         expected, left = self._peer_left, message.tokens_left
-        # Fewer: an RMB went meanwhile; whether any is missing is looked at when all are told.
+        # Fewer are possible: an RMB was deleted meanwhile. `covers` checks for missing ones.
         if expected is not None and left > expected:
             raise ProtocolError(f"{left} RTokens are left instead of {expected}")
         self._peer_left = max(0, left - _PAIRS)

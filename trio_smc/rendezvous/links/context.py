@@ -40,22 +40,22 @@ class Exchange(Protocol):
 
     @property
     def state(self) -> str:
-        """Which one it is (`trio_smc.states.llc_exchange`)."""
+        """The state (`trio_smc.states.llc_exchange`)."""
 
     def send(self, event: str) -> None:
-        """Something happened to it."""
+        """Send an event to the exchange under way."""
 
     def begin(self, event: str, link: Link) -> None:
-        """Begin an exchange on ``link``, by the event that the chart calls it."""
+        """Begin an exchange on ``link``; ``event`` is the chart's name for it."""
 
     def done(self) -> None:
-        """It is complete."""
+        """The exchange under way is complete."""
 
-    def queued(self) -> None:
-        """Something waits: start it, if nothing is under way."""
+    def start_queued(self) -> None:
+        """Start a waiting exchange, if none is under way."""
 
-    def adds(self, number: int) -> bool:
-        """Whether link ``number`` is being confirmed as a new one."""
+    def is_adding(self, number: int) -> bool:
+        """True if ``number`` is the new link that is being confirmed."""
 
 
 class Group(LinkOwner, Protocol):
@@ -67,7 +67,7 @@ class Group(LinkOwner, Protocol):
 
     @property
     def machine(self) -> Machine:
-        """Takes the events of `trio_smc.states.link_group`."""
+        """The state machine (`trio_smc.states.link_group`)."""
 
     @property
     def state(self) -> str:
@@ -75,7 +75,7 @@ class Group(LinkOwner, Protocol):
 
     @property
     def forming(self) -> bool:
-        """Whether this is the first contact."""
+        """True during the first contact."""
 
     @property
     def reply_timeout(self) -> float:
@@ -85,16 +85,16 @@ class Group(LinkOwner, Protocol):
         """This side's RNICs that links may use."""
 
     def rnic_unavailable(self, rnic: Rnic) -> None:
-        """Its links go in order."""
+        """Delete the links on ``rnic`` in order."""
 
     def forget_link(self, link: Link) -> None:
-        """Free what the link had."""
+        """Free the link's resources."""
 
     def link_ready(self, link: Link) -> None:
         """A further link was confirmed."""
 
     def remove_link(self, number: int) -> None:
-        """Both sides agree that the link goes."""
+        """Remove a link, on which both sides agree."""
 
     def delete_all(self, reason: int) -> None:
         """Comply with the peer's DELETE LINK for the whole group."""

@@ -2,15 +2,15 @@
 
 Theory of operation
 -------------------
-What may run when is declared in `states.llc_exchange`; `Exchanges` is that machine's model.  The
-first link is told in `first_contact`, further ones in `add_link`, deletions in `delete_link`, RKeys
-in `rkeys`; who takes part in an exchange says there what happens (`context.Exchange`), and is
-called by the machine's actions.  Requests that cannot start yet wait in bounded queues.  When an
-exchange is over, the next one is chosen: deletions first, for nothing works on a link that is lost,
-then links, then RKeys.
+`states.llc_exchange` declares which exchange may run when; `Exchanges` is the model of that
+machine. The parts do the work: `first_contact` brings up the first link, `add_link` further links,
+`delete_link` deletes links, `rkeys` exchanges RKeys. They send the machine's events
+(`context.Exchange`), and its actions are their methods. Requests that cannot start yet wait in
+bounded queues. After an exchange the next one is chosen: deletions first, because nothing works on
+a lost link, then new links, then RKeys.
 
-An exchange that fails is not repeated on another link (2.3), unless it is one of RKeys.  TEST LINK
-and DELETE LINK for the whole group are no exchanges: they go by.
+An exchange that fails is not repeated on another link (2.3), except an exchange of RKeys. TEST LINK
+and DELETE LINK for the whole group are not exchanges: they are processed at once.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ LOGGER = logging.getLogger("trio_smc.link_group")
 
 
 class Exchanges:
-    """The serializer of one link group, with all who take part; the model of `states.llc_exchange`.
+    """Runs the exchanges of one link group in turn; the model of `states.llc_exchange`.
 
     Attributes:
-      carrier: the link that the ADD LINK or DELETE LINK exchange under way travels on.
-      setup: how the first link comes up.
-      demand, adding: when further links are wanted, and how they come up.
-      deletion: how links go.
-      rkey_exchanges: how RKeys are told.
+      carrier: the link that carries the ADD LINK or DELETE LINK exchange under way.
+      setup: brings up the first link.
+      demand, adding: decide when further links are added, and add them.
+      deletion: deletes links.
+      rkey_exchanges: exchanges RKeys.
     """
 
     def __init__(self, group: Group, rkeys: Rkeys) -> None:
@@ -56,7 +56,7 @@ class Exchanges:
         self.machine: Machine = Machine(LLC_EXCHANGE, self)
         self.carrier: Link | None = None
         self._timer: Timer | None = None
-        self._chosen = False  # the next exchange, whose event the machine has not seen yet
+        self._chosen = False  # the next exchange is chosen, but its event is not processed yet
         self.setup: LinkSetup = LinkSetup(group, self, rkeys)
         self.demand: LinkDemand = LinkDemand(group, self)
         self.deletion: LinkDeletion = LinkDeletion(group, self, self.demand)
@@ -70,18 +70,18 @@ class Exchanges:
         """The exchange under way (`trio_smc.states.llc_exchange`)."""
         return self.machine.state
 
-    # --- for who takes part: `context.Exchange` ---------------------------------------------
+    # --- for the parts: `context.Exchange` --------------------------------------------------
 
     def send(self, event: str) -> None:
-        """Something happened to the exchange under way, or wants to begin one."""
+        """Send an event to the machine."""
         self.machine.send(event)
 
-    def adds(self, number: int) -> bool:
-        """Whether link ``number`` is being confirmed as a new one."""
+    def is_adding(self, number: int) -> bool:
+        """True if ``number`` is the new link that is being confirmed."""
         return self.machine.state == "ADD_LINK_CONFIRM" and number == self.adding.number
 
     def begin(self, event: str, link: Link) -> None:
-        """Begin an exchange on ``link``, by the event that the chart calls it."""
+        """Begin an exchange on ``link``; ``event`` is the chart's name for it."""
         self.carrier = link
         self.machine.send(event)
 
@@ -89,37 +89,37 @@ class Exchanges:
         """The exchange under way is complete."""
         self.machine.send("done")
 
-    def queued(self) -> None:
-        """Something waits: start it, if nothing is under way."""
+    def start_queued(self) -> None:
+        """Start a waiting exchange, if none is under way."""
         self.machine.send("queued")
 
     def link_lost(self, link: Link) -> None:
-        """What travels on ``link`` has failed."""
+        """Everything that travelled on ``link`` has failed."""
         begun = self.machine.state == "CHANGE_RKEYS" or self._chosen
         was_theirs = self.rkey_exchanges.link_lost(link, begun=begun)
         if link is self.carrier or (was_theirs and begun):
             self.machine.send("carrier_lost")
 
     def end(self) -> None:
-        """The group is gone: nothing can be exchanged any more."""
+        """End all exchanges, because the group is gone."""
         self.rkey_exchanges.fail_queued()  # at once, although an exchange may be failing just now
         self.machine.send("end")
 
     # --- messages of the peer ----------------------------------------------------------------
 
     def dispatch_untrusted(self, link: Link, data: bytes) -> None:
-        """Give one LLC message from the peer to whom it concerns (A.3, C.7.1).
+        """Dispatch one LLC message of the peer (A.3, C.7.1).
 
         Raises:
-          ProtocolError: it breaks the rules; the link has to go (C.7.1).
+          ProtocolError: it violates the rules, so the link fails (C.7.1).
         """
         message = self._group.terms.framing.decode_untrusted(data)
         if link.state == "CONFIRMING" and not _may_come_first(message):
             raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
-        if _comes_too_late(self._group, link, message) or (
+        if _is_obsolete(self._group, link, message) or (
             self.deletion.requests.given_up(link) and _is_command(message)
         ):
-            LOGGER.debug("%r: %s is not listened to any more", link, type(message).__name__)
+            LOGGER.debug("%r: %s is ignored", link, type(message).__name__)
             return
         match message:
             case llc.ConfirmLink():
@@ -149,17 +149,17 @@ class Exchanges:
             if self.setup.max_links > 1:
                 self.adding.start_second(link)
             else:
-                self.setup.past_return()
+                self.setup.commit_to_smc()
                 self.adding.settle()
 
     # --- actions of states.llc_exchange; others are actions of the parts ---------------------
 
     def start_next(self) -> None:
-        """Begin the most urgent exchange that waits."""
+        """Begin the most urgent waiting exchange."""
         if self._chosen:
             return
         self.carrier = None
-        self.rkey_exchanges.answer_put_off()
+        self.rkey_exchanges.answer_deferred()
         group = self._group
         if group.forming or group.links.for_llc() is None:
             return
@@ -174,46 +174,47 @@ class Exchanges:
         )
 
     def stop_reply_timer(self) -> None:
-        """The reply came, or does not matter any more."""
+        """The reply came, or is no longer needed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def fail_carrier(self) -> None:
-        """The link over which the message was sent is not usable either (C.7.1)."""
+        """The link that carried the message is not usable either (C.7.1)."""
         fail(self.carrier, self.machine.state)
 
     # --- guards --------------------------------------------------------------------------------
 
     @property
     def client(self) -> bool:
-        """Our role."""
+        """True if this side is the client."""
         return self._group.client
 
     @property
     def forming(self) -> bool:
-        """Whether this is the first contact."""
+        """True during the first contact."""
         return self._group.forming
 
     @property
     def only_carrier(self) -> bool:
-        """Whether a lost link's deletion went over the only link there is; TEST LINK watches that.
+        """True if the only usable link carries the deletion of a lost link.
 
-        Linux answers when all it has sent over the lost link has failed, which may take long.
+        Linux replies when all its sends over the lost link have failed, which may take long. TEST
+        LINK watches the carrier meanwhile.
         """
         return (
             not self.forming
-            and self.deletion.is_of_lost_link
+            and self.deletion.link_is_lost
             and self._group.links.usable() == [self.carrier]
         )
 
     @property
     def peer_adds_links(self) -> bool:
-        """Whether the peer has ever answered ADD LINK; old kernels never do."""
-        return self.adding.answered
+        """True if the peer has ever answered ADD LINK; old kernels never do."""
+        return self.adding.peer_answers
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Tell observers."""
+        """Notify observers."""
         if old == "IDLE":
             self._chosen = False
         observer = self._group.host.observer
@@ -222,21 +223,24 @@ class Exchanges:
 
 
 def _may_come_first(message: llc.Message) -> bool:
-    """Whether a message may come on a link that is not confirmed (3.5.1.5, 3.5.5.3.1, A.3)."""
+    """True if a message may arrive before its link is confirmed (3.5.1.5, 3.5.5.3.1, A.3)."""
     return isinstance(message, (llc.ConfirmLink, llc.OptionalMessage)) or _ends_group(message)
 
 
-def _comes_too_late(group: Group, link: Link, message: llc.Message) -> bool:
-    """Whether it was sent over a link that is failing here, so that nothing can be exchanged
-    there, or offers a link over one that this client wants deleted (C.7.1)."""
+def _is_obsolete(group: Group, link: Link, message: llc.Message) -> bool:
+    """True if a message arrived on a failing link, where nothing can be exchanged, or offers a
+    link over one whose deletion this client has requested (C.7.1)."""
     if group.state == "GONE" or (link.failing and not _ends_group(message)):
         return True
     return group.client and link.state == "LEAVING" and isinstance(message, llc.AddLink)
 
 
 def _is_command(message: llc.Message) -> bool:
-    """Whether a server's message asks the group for something (C.7.1).  DELETE LINK may say that
-    the other link has failed, so it always counts."""
+    """True if a server's message is a request to the group (C.7.1).
+
+    DELETE LINK does not count as one, so it is never ignored: it may report that the other link has
+    failed.
+    """
     not_asking = llc.ConfirmLink | llc.TestLink | llc.OptionalMessage | llc.DeleteLink
     return not (isinstance(message, not_asking) or message.reply)
 

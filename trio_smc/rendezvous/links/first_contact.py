@@ -1,20 +1,21 @@
-"""The first link of a group coming up: CONFIRM LINK (RFC 7609, 3.5.1.5).
+"""Brings up the first link of a group: CONFIRM LINK (RFC 7609, 3.5.1.5).
 
 Theory of operation
 -------------------
 First contact, seen from the server: `LinkGroup.open_first_link` (INIT) before SMC Accept;
 `connect_first` on SMC Confirm, which sends CONFIRM LINK; its reply makes the link active; then
-ADD LINK is tried (`add_link`), and whatever comes of it the group is formed.  The client
+ADD LINK is tried (`add_link`), and the group is formed with or without a second link. The client
 mirrors this: `connect_first` (RTR) on SMC Accept, RTS and the CONFIRM LINK reply when the request
 arrives, then the server's ADD LINK is answered and the group is formed.
 
-RMB elements begin with an eye catcher (4.2) on both sides, or on neither.  Linux, which has none,
-says so in two bits of CONFIRM LINK that the RFC reserves; a peer that follows the RFC knows
-nothing of them.  So they count only when both CONFIRM LINKs carry them.  The first elements are
-laid out before that is known: they get their eye catchers then, and no data has come yet.
+RMB elements begin with an eye catcher (4.2) on both sides, or on neither. Linux has none, and
+announces this in two bits of CONFIRM LINK that the RFC reserves. A peer that follows the RFC does
+not know them, so they count only if both CONFIRM LINKs have them. The first elements are laid out
+before that is known; they get their eye catchers then, before any data arrives.
 
-When a first contact fails, `our_turn` tells whether the negotiation may decline: the next LLC
-message was ours to send, or ours was not seen to arrive.  Otherwise the peer knows first (C.7).
+If a first contact fails, `our_turn` is true if the negotiation may decline: this side had to send
+the next LLC message, or its message is not known to have arrived. Otherwise the peer notices the
+failure first (C.7).
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ __all__ = [
 LOGGER = logging.getLogger("trio_smc.link_group")
 
 _LEAST_LINKS: Final = 2
-"""The least link limit there may be (RFC 7609, 3.5.1.5)."""
+"""The smallest link limit (RFC 7609, 3.5.1.5)."""
 
 
 class GroupFailure(Enum):
-    """Why a first contact failed."""
+    """The reason of a failed first contact."""
 
     LINK_LOST = auto()
     LACK = auto()
@@ -60,23 +61,23 @@ class GroupFailure(Enum):
 
 
 class FirstContact(Protocol):
-    """The negotiation that is forming the group; told once how it ended."""
+    """The negotiation that is forming the group; notified once of the outcome."""
 
     def group_formed(self) -> None:
         """Data may flow."""
 
     def group_failed(self, failure: GroupFailure, error: ProtocolError | None) -> None:
-        """The link could not be confirmed; ``error`` is what the peer did wrong."""
+        """The link could not be confirmed; ``error`` is the peer's violation, if any."""
 
 
 class LinkSetup:
-    """How the first link of one group comes up, and what the two sides agreed on then.
+    """Brings up the first link of one group, and keeps the limits agreed on.
 
     Attributes:
-      may_fall_back: whether a failure may still become TCP (RFC 7609, C.3).
-      our_turn: whether such a failure is ours to tell the peer (C.2, C.7).
-      max_links: how many links the group may have (3.5.1.5); in version 2 CLC has agreed on it.
-      failure, error: why the first contact failed, once it has.
+      may_fall_back: True if a failure may still lead to TCP (RFC 7609, C.3).
+      our_turn: True if this side announces such a failure to the peer (C.2, C.7).
+      max_links: the largest number of links (3.5.1.5); agreed on by CLC in version 2.
+      failure, error: the reason of a failed first contact.
     """
 
     def __init__(self, group: Group, exchange: Exchange, rkeys: Rkeys) -> None:
@@ -95,7 +96,7 @@ class LinkSetup:
 
         Args:
           peer: the peer's end.
-          rkey: of the RMB that the peer's CLC message names.
+          rkey: the RKey of the RMB that the peer's CLC message names.
 
         Raises:
           RnicError: the link cannot be connected, or this side lacks resources (`is_lack`) to reach
@@ -108,10 +109,10 @@ class LinkSetup:
             raise RnicError(errno.ENOMEM, "no resources to reach the peer's queue pair")
         self._exchange.begin("confirm_link", link)
         if not self._group.client:
-            link.send_llc(self.confirm_link(link, reply=False), self._turn_over)
+            link.send_llc(self.confirm_link(link, reply=False), self._end_our_turn)
         return link
 
-    def _turn_over(self) -> None:
+    def _end_our_turn(self) -> None:
         self.our_turn = False
 
     def first_link_failed(self, link: Link, error: RnicError) -> None:
@@ -122,7 +123,7 @@ class LinkSetup:
         link.machine.send("failed")
 
     def give_up(self) -> None:
-        """Nothing more came on the new link (RFC 7609, C.7.1)."""
+        """End the group: nothing more arrived on the new link (RFC 7609, C.7.1)."""
         self.failure = GroupFailure.TIMED_OUT
         self._group.machine.send("links_lost")
 
@@ -142,7 +143,7 @@ class LinkSetup:
         )
 
     def check_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
-        """Raise ProtocolError when CONFIRM LINK cannot come now or names other ends (C.7.1)."""
+        """Raise ProtocolError if CONFIRM LINK is out of turn or names other ends (C.7.1)."""
         peer = link.peer
         if peer is None or link.state != "CONFIRMING" or message.reply is self._group.client:
             raise ProtocolError("CONFIRM LINK out of turn")
@@ -151,13 +152,13 @@ class LinkSetup:
             raise ProtocolError("CONFIRM LINK names another queue pair than was agreed")
 
     def on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> bool:
-        """CONFIRM LINK on the first link, or its reply; whether the link is active now."""
+        """Process CONFIRM LINK on the first link, or its reply; True if the link is active."""
         try:
             self.check_confirm_link_untrusted(link, message)
         except ProtocolError as error:
             if not self._group.client or link.state != "CONFIRMING" or message.reply:
                 raise
-            # C.7.1 wants a Decline for this one, in place of the reply.
+            # C.7.1 requires a Decline instead of the reply.
             LOGGER.warning("%r: %s", link, error)
             self.our_turn = True
             link.machine.send("failed")
@@ -169,7 +170,7 @@ class LinkSetup:
         if not message.no_eye_catcher:
             self._group.own_rmbs.enable_eye_catchers()
         if self._group.terms.version == 1:
-            # 3.5.1.5: the lower limit counts; 0 means the server's, 2 is the least.
+            # 3.5.1.5: the lower limit counts; 0 means the server's limit, 2 is the smallest.
             self.max_links = max(_LEAST_LINKS, min(message.max_links or LINK_LIMIT, LINK_LIMIT))
         if self._group.client:
             self._renumber(link, message.link_number)
@@ -181,7 +182,7 @@ class LinkSetup:
             self.first_link_failed(link, error)
             return False
         if self._group.client:
-            link.send_llc(self.confirm_link(link, reply=True), self._turn_over)
+            link.send_llc(self.confirm_link(link, reply=True), self._end_our_turn)
         if link.state != "CONFIRMING":
             return False  # the reply could not be sent
         link.machine.send("confirmed")
@@ -189,18 +190,20 @@ class LinkSetup:
         return True
 
     def _renumber(self, link: Link, number: int) -> None:
-        # The client learns its first link's number here (3.5.1.5); old servers count from 0.
+        # The server assigns the number of the first link (3.5.1.5); old servers count from 0.
         del self._group.links[link.number]
         self._rkeys.renumber(link.number, number)
         link.number = number
         self._group.links[number] = link
 
-    def past_return(self) -> None:
-        """The point after which a failure can only reset the TCP connection (C.3)."""
+    def commit_to_smc(self) -> None:
+        """From now on a failure can only reset the TCP connection (C.3)."""
         self.may_fall_back = False
 
-    def leave_turn(self) -> None:
-        """The group was terminated, nothing failed: a message on its way may arrive yet, and with
-        it the peer's turn."""
+    def assume_peer_turn(self) -> None:
+        """Leave the Decline to the peer, if a message in flight may still arrive there.
+
+        Called when the group is terminated without a failure.
+        """
         if any(link.unacknowledged for link in self._group.links.values()):
             self.our_turn = False

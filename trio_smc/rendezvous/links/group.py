@@ -1,27 +1,26 @@
-"""A link group: what two peers share after their first contact (RFC 7609, 2.2, 3.5).
+"""A link group, which two peers share after their first contact (RFC 7609, 2.2, 3.5).
 
 Theory of operation
 -------------------
-A link group is a core without sockets, tasks or clocks: messages, completions and timers come
-in as calls, and what it wants of the world it asks of its `GroupHost`.  Its parts:
+A link group is a core without sockets, tasks or clocks: messages, completions and timers arrive as
+calls, and the group calls its `GroupHost`. Its parts:
 
-- the links by number (`link`, `link_set`), which of them a new connection uses, and what they make
-  the group;
-- how the first link comes up (`first_contact`), when others are wanted (`link_demand`), how they
-  come (`add_link`) and go (`delete_link`), taking turns with RKeys (`rkeys`) in `exchanges`;
+- the links by number (`link`, `link_set`), with the choice of a link for a new connection;
+- the first link (`first_contact`), the decision on further links (`link_demand`), their addition
+  (`add_link`) and deletion (`delete_link`), and RKeys (`rkeys`); `exchanges` runs them in turn;
 - this side's RMBs (`own_rmbs`) and the peer's (`peer_rmbs`);
-- the connections, with the link that each sends on and the peer's element that it writes into
+- the connections, each with its link and the peer's element that it writes into
   (`GroupConnections`).
 
-A link that fails is handled in this order (`link_failing`, `link_down`): its connections move to
-another link (`failover.mover`), its queue pair is closed, then it is forgotten and the peer is told
-over another link; without another link the group ends (4.8.3).
+When a link fails (`link_failing`, `link_down`), its connections move to another link
+(`failover.mover`), its queue pair is closed, the link is removed, and the peer is notified over
+another link. Without another link the group ends (4.8.3).
 
-A group that ends loses its links and RKeys at once, and its connections and then its RMBs a few in
-each pass of the scheduler: a connection has a TCP connection to end and a task to wake, and an RMB
-many pages.
+When a group ends, its links and RKeys are closed at once. Its connections and then its RMBs are
+closed a few in each pass of the scheduler: each connection has a TCP connection to end and a task
+to wake, and an RMB has many pages.
 
-Which link a connection sends on is this side's affair alone (2.3); the peer chooses its own.
+Each side chooses the link that its connections send on (2.3).
 """
 
 from __future__ import annotations
@@ -76,21 +75,21 @@ LOGGER = logging.getLogger("trio_smc.link_group")
 _TURN: Final = 0.001
 """Seconds after which the end of a group leaves the rest to the scheduler's next pass."""
 _CLIENT_IDLE_EXTRA: Final = 10.0
-"""The server ends idle groups (3.5.4); a client does so only when its server did not."""
+"""Seconds. The server ends idle groups (3.5.4); the client does so if its server did not."""
 
 
 class GroupHost(LinkHost, Protocol):
-    """What a link group wants of the stack it belongs to."""
+    """The stack, as seen by its link groups."""
 
     def companions(self, rnic: Rnic) -> list[Rnic]:
-        """RNICs that may carry links now beside one on ``rnic``, the preferred one first.
+        """RNICs that may carry links now beside a link on ``rnic``, the preferred one first.
 
-        All are of its kind and on its network (RFC 7609, 2.2, 5.1); it is one of them itself
-        unless it cannot be used now.
+        All are of the same kind and network (RFC 7609, 2.2, 5.1). ``rnic`` is one of them if it is
+        usable now.
         """
 
     def new_mover(self, group: LinkGroup) -> Mover:
-        """Who moves the connections of ``group`` between its links."""
+        """Make the object that moves the connections of ``group`` between its links."""
 
     def group_gone(self, group: LinkGroup) -> None:
         """The group has freed everything."""
@@ -100,17 +99,17 @@ class LinkGroup:
     """One link group of this stack with one peer in one role; the model of `states.link_group`.
 
     Attributes:
-      client: whether this side was the TCP client at first contact.
-      peer_id: the peer's 8-byte peer ID; of a server zeros until SMC Confirm, if its Proposal has
-        none.
-      terms, agreed: what the two sides agreed on, and what of it people want to see.
-      proposed: what the first Proposal named the client by (`terms.proposed`); a server's.
+      client: True if this side was the TCP client at first contact.
+      peer_id: the peer's 8-byte peer ID. A server has zeros until SMC Confirm, if the Proposal has
+        no peer ID.
+      terms, agreed: the agreement of the two sides, and the part of it that users see.
+      proposed: how the first Proposal named the client (`terms.proposed`); for a server.
       rnic: the RNIC of the first link; decides whether the group is of software or RoCE kind.
       links: by number.
-      connections: by our alert token, closing ones included, and what each of them uses.
-      own_rmbs, peer_rmbs, rkeys: what each side may write into, and by which RKeys.
-      exchanges: the LLC exchanges, with `setup`, `demand`, `adding`, `deletion` and
-        `rkey_exchanges`, who take part.
+      connections: by our alert token, closing ones included.
+      own_rmbs, peer_rmbs, rkeys: the memory that each side may write into, and its RKeys.
+      exchanges: the LLC exchanges, with their parts `setup`, `demand`, `adding`, `deletion` and
+        `rkey_exchanges`.
       mover: moves connections between links.
     """
 
@@ -121,7 +120,7 @@ class LinkGroup:
         self.client = client
         self.peer_id = peer_id
         self.terms = terms
-        self.agreed: Agreed = terms.agreed  # what every connection is counted under
+        self.agreed: Agreed = terms.agreed  # every connection is counted under it
         self.proposed = proposed
         self.rnic = rnic
         self.config = config
@@ -163,49 +162,49 @@ class LinkGroup:
 
     @property
     def kind(self) -> LinkGroupKind:
-        """Single, asymmetric or symmetric, by the links there are now (2.2.2)."""
+        """Single, asymmetric or symmetric, by the current links (2.2.2)."""
         return self.links.kind
 
     @property
     def usable(self) -> bool:
-        """Whether connections may use the group."""
+        """True if connections may use the group."""
         return self.machine.state in USABLE and self.links.any_usable
 
     @property
     def forming(self) -> bool:
-        """Whether this is the first contact."""
+        """True during the first contact."""
         return self.machine.state == "FORMING"
 
-    def takes(self, size: int) -> bool:
-        """Whether a new connection with an RMB element of ``size`` bytes may use the group."""
+    def can_take(self, size: int) -> bool:
+        """True if a new connection with an RMB element of ``size`` bytes may use the group."""
         most = self.terms.max_connections
         if most is not None and len(self.connections) + self._requested >= most:
             return False
         for link in self.links.values():
-            if link.doubted:
+            if link.needs_test:
                 return False
         return self.usable and self.own_rmbs.has_room(size)
 
-    def is_of(self, proposed: tuple[bytes, bytes]) -> bool:
-        """Whether the client that a Proposal names has formed the group (`terms.proposed`).
+    def belongs_to(self, proposed: tuple[bytes, bytes]) -> bool:
+        """True if the client that a Proposal names has formed the group (`terms.proposed`).
 
-        It may propose by an RNIC whose link has just failed, or has yet to come; a software RNIC's
-        peer ID is random enough to name a process without a GID.
+        The Proposal may name an RNIC whose link has just failed, or is not added yet. The peer ID
+        of a software RNIC is random enough to identify a process without a GID.
         """
         peer_id, gid = proposed
         if self.proposed[0] != peer_id:
             return False
-        known = gid == self.proposed[1] or self.links.has_led_to(gid)
+        known = gid == self.proposed[1] or self.links.reaches_lately(gid)
         return known or self.rnic.kind == "software"
 
-    def doubt(self, peer_id: bytes) -> None:
-        """Its client says that there is no such group (C.4), or somebody else under the same ID.
+    def test_links(self, peer_id: bytes) -> None:
+        """Test the links, because a client with this peer ID does not know the group (C.4).
 
-        So the links are tested; without an answer they have failed.
+        A link whose test is not answered fails.
         """
         if peer_id == self.peer_id:
             for link in self.links.usable():
-                link.doubt()
+                link.test_now()
 
     # --- links -------------------------------------------------------------------------------
 
@@ -214,7 +213,7 @@ class LinkGroup:
         return self.links.least_loaded(but)
 
     def find_link(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
-        """The link whose peer end is this one, also if it has just gone (3.5.2.2, 3.5.2.3)."""
+        """The link with this peer end, even if it was just removed (3.5.2.2, 3.5.2.3)."""
         return self.links.find(gid, mac if self.terms.version == 1 else None, qp_number)
 
     def usable_rnics(self) -> list[Rnic]:
@@ -226,30 +225,33 @@ class LinkGroup:
         self, number: int, *, orderly: bool = True,
         reason: int = llc.DeleteLinkReason.OPERATOR,
     ) -> None:  # fmt: skip
-        """Delete one link; a client asks its server to (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
+        """Delete one link; a client requests it from its server (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
 
-        ``reason`` is a 32-bit reason code for the peer.  A group without links ends, and its
-        connections with an error.
+        A group without links ends, and its connections end with an error.
+
+        Args:
+          orderly: True if connections leave the link while it still works.
+          reason: a 32-bit reason code for the peer.
         """
         self.deletion.delete_link(number, reason, orderly=orderly)
 
     def rnic_available(self, rnic: Rnic) -> None:
         """An RNIC of the group's kind can carry links now (3.5.5.1.1, 3.5.5.1.2, C.8)."""
         used = any(link.rnic is rnic for link in self.links.usable())
-        if self.machine.state in USABLE and (not used or self.deletion.links_to_go):
+        if self.machine.state in USABLE and (not used or self.deletion.has_pending):
             self.demand.want()
 
     def rnic_unavailable(self, rnic: Rnic) -> None:
-        """An operator takes the RNIC out: its links go in order (3.5.5.1.3)."""
+        """An operator removes the RNIC: delete its links in order (3.5.5.1.3)."""
         for link in [link for link in self.links.values() if link.rnic is rnic]:
             if self.links.oldest(but=link) is not None:
-                # The path is what goes; the links that are left may be completed anew.
+                # LOST_PATH: only this path is removed, and links may be added to the others.
                 self.delete_link(link.number, reason=llc.DeleteLinkReason.LOST_PATH)
             else:
                 self.demand.replace(link)
 
     def rnic_lost(self, rnic: Rnic) -> None:
-        """The RNIC's port went down: so did its links."""
+        """The RNIC's port went down, and its links with it."""
         for link in [link for link in self.links.values() if link.rnic is rnic]:
             link.machine.send("failed")
 
@@ -260,21 +262,21 @@ class LinkGroup:
         self.machine.send("links_changed")
 
     def forget_link(self, link: Link) -> None:
-        """Free what the link had, registrations first."""
+        """Free the link's resources, registrations first."""
         self.rkeys.forget_link(link.number)
         link.close()
         self.links.forget(link)
 
-    # --- what a link asks for (`link.LinkOwner`) -----------------------------------------------
+    # --- calls of a link (`link.LinkOwner`) ----------------------------------------------------
 
     def link_failing(self, link: Link) -> None:
-        """Move its connections now, or keep the last link that is left."""
-        self.deletion.keep_last(link)
+        """Move the link's connections now, or keep the last link left."""
+        self.deletion.keep_last_link(link)
         self.mover.link_lost(link)
 
     def link_down(self, link: Link) -> None:
-        """A link has failed; its connections have moved if they could."""
-        if self.machine.state == "GONE" or self.adding.failed(link):
+        """A link has failed; its connections have moved if another link was usable."""
+        if self.machine.state == "GONE" or self.adding.new_link_failed(link):
             return
         if self.machine.state == "FORMING":
             self.machine.send("links_lost")
@@ -283,15 +285,15 @@ class LinkGroup:
         if self.links.for_llc() is None:
             self.machine.send("links_lost")
             return
-        if self.machine.state in USABLE and not self.deletion.told_to_delete(link.number):
-            # Before anything begins anew: a link offered on the same RNIC would be rejected.
+        if self.machine.state in USABLE and not self.deletion.server_deletes(link.number):
+            # Before any new link: a link offered on the same RNIC would be rejected.
             self.delete_link(link.number, orderly=False, reason=link.reason)
         self.exchanges.link_lost(link)
         self.deletion.link_lost(link)
         self.machine.send("links_changed")
 
     def remove_link(self, number: int) -> None:
-        """Both sides agree that the link goes; unknown numbers are of links that have failed."""
+        """Remove a link, on which both sides agree. An unknown number is of a failed link."""
         link = self.links.get(number)
         if link is None:
             return
@@ -308,10 +310,10 @@ class LinkGroup:
     def request_element(
         self, size: int, done: Callable[[Rmbe | None], None], over: Link | None = None
     ) -> None:
-        """Take an RMB element of ``size`` bytes; ``done(None)`` when none can be had.
+        """Call ``done`` with an RMB element of ``size`` bytes, or with None if there is none.
 
-        A new RMB is told to the peer first (RFC 7609, 3.5.5.2.1), so ``done`` may come later;
-        over the link ``over``, which is the connection's (A.3.5).
+        ``done`` may be called later, because a new RMB is announced to the peer first (RFC 7609,
+        3.5.5.2.1), over the connection's link ``over`` (A.3.5).
         """
         self._requested += 1
 
@@ -327,7 +329,7 @@ class LinkGroup:
         self.stop_timer()
 
     def remove_connection(self, token: int, user: ElementUser) -> None:
-        """Forget a closed connection; late messages for it are dropped and counted."""
+        """Remove a closed connection; late messages for it are dropped and counted."""
         self.connections.remove(token, user)
         if not self.connections and self.machine.state in USABLE:
             self.start_idle_timer()
@@ -338,11 +340,11 @@ class LinkGroup:
         return self.connections.test_interval
 
     def keep_alive(self, user: ElementUser, seconds: float | None) -> None:
-        """Test idle links this often while ``user`` is open; None: it asks for nothing."""
+        """Test idle links this often while ``user`` is open; None: no test for ``user``."""
         self.connections.keep_alive(user, seconds)
 
     def knows_rmb(self, link: Link, rkey: int, address: int) -> bool:
-        """Whether the peer's RMB with this RToken on ``link`` was confirmed."""
+        """True if the peer's RMB with this RToken on ``link`` was confirmed."""
         return self.peer_rmbs.find_named(link.number, RToken(rkey, address)) is not None
 
     # --- the group's life ----------------------------------------------------------------------
@@ -359,7 +361,7 @@ class LinkGroup:
         self._settled.append(callback)
 
     def on_llc_untrusted(self, link: Link, data: bytes) -> None:
-        """One LLC message from the peer; what breaks the rules costs the link (C.7.1)."""
+        """Process one LLC message of the peer; a violation of the rules fails the link (C.7.1)."""
         try:
             self.exchanges.dispatch_untrusted(link, data)
         except ProtocolError as error:
@@ -370,8 +372,10 @@ class LinkGroup:
 
     @property
     def reply_timeout(self) -> float:
-        """Seconds that we wait for an LLC message: longer at first contact, so that a write
-        time-out and a Decline fit in (C.7)."""
+        """Seconds to wait for an LLC message.
+
+        Longer at first contact, so that a write time-out and a Decline fit in (C.7).
+        """
         forming = self.machine.state == "FORMING"
         return self.config.first_contact_timeout if forming else self.config.llc_timeout
 
@@ -381,9 +385,9 @@ class LinkGroup:
         self.machine.send("terminate")
 
     def delete_all(self, reason: int) -> None:
-        """Comply with the peer's DELETE LINK for the whole group.
+        """Process the peer's DELETE LINK for the whole group.
 
-        A server's own DELETE LINK gives the client's reason, which is the cause (3.5.4, A.3.4).
+        The server's own DELETE LINK then repeats the client's reason (3.5.4, A.3.4).
         """
         self._ending_for = reason
         self.machine.send("delete_all")
@@ -407,25 +411,25 @@ class LinkGroup:
 
     @property
     def has_spare_link(self) -> bool:
-        """Whether DELETE LINK could be sent over another link than it was."""
+        """True if DELETE LINK could be sent again over another link."""
         link = self.links.for_llc(avoid=self._termination_link)
         return link is not None and link is not self._termination_link
 
     # --- actions: links come and go ------------------------------------------------------------
 
-    def tell_formed(self) -> None:
+    def report_formed(self) -> None:
         """Data may flow."""
         contact, self.first_contact = self.first_contact, None
         if contact is not None:
             contact.group_formed()
 
     def seek_links(self) -> None:
-        """The server adds links up to the maximum; the client only when it has news."""
+        """Let the server add links up to the maximum; a client does so only for a new RNIC."""
         if not self.client:
             self.demand.want(news=False)
 
     def delete_asymmetric_link(self) -> None:
-        """There are better ones now."""
+        """Delete asymmetric links, because there are symmetric ones now."""
         if not self.client:
             for link in self.links.asymmetric():
                 self.delete_link(link.number, reason=llc.DeleteLinkReason.ASYMMETRIC_NOT_NEEDED)
@@ -441,7 +445,7 @@ class LinkGroup:
 
     def _idle_too_long(self) -> None:
         if self.own_rmbs.busy:
-            # A connection is just coming, or not: the peer's reply decides, or its time.
+            # The reply to a CONFIRM RKEY, or its time-out, decides whether a connection comes.
             self._call_later(self.config.llc_timeout, self._idle_too_long)
         else:
             self.terminate()
@@ -450,21 +454,21 @@ class LinkGroup:
         self._timer = self.timers.call_later(seconds, callback)
 
     def stop_timer(self) -> None:
-        """The group is in use, or over."""
+        """The group is in use, or has ended."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     # --- actions: the end ----------------------------------------------------------------------
 
-    def tell_failed(self) -> None:
-        """The negotiation decides between Decline and reset."""
+    def report_failed(self) -> None:
+        """Notify the negotiation, which decides between Decline and reset."""
         contact, self.first_contact = self.first_contact, None
         if contact is not None:
             contact.group_failed(self.setup.failure, self.setup.error)
 
     def end_connections(self) -> None:
-        """4.8.3: no link is left for them."""
+        """End all connections: no link is left for them (4.8.3)."""
         if self._ending is None:
             self._end_some(self.timers.now() + _TURN)
 
@@ -489,11 +493,11 @@ class LinkGroup:
             self.host.group_gone(self)
 
     def give_up(self) -> None:
-        """End the group, whatever the peer thinks."""
+        """End the group without the peer."""
         self.machine.send("links_lost")
 
     def end_now(self) -> None:
-        """Nobody will do it later: free everything, whatever the peer thinks."""
+        """End the group without the peer, and free everything before returning."""
         self.give_up()
         if self._ending is not None:
             self._ending.cancel()
@@ -510,7 +514,7 @@ class LinkGroup:
         self.timers.in_turn(lambda: self.machine.send("delete_sent"))
 
     def start_termination_timer(self) -> None:
-        """Do not wait for ever for a peer that is gone."""
+        """Limit the wait for a peer that may be gone."""
         self.stop_timer()
         self._call_later(self.config.llc_timeout, self._termination_timed_out)
 
@@ -518,12 +522,12 @@ class LinkGroup:
         self.machine.send("termination_timeout")
 
     def fail_termination_link(self) -> None:
-        """The link that DELETE LINK was sent over is not usable either."""
+        """The link that carried DELETE LINK is not usable either."""
         if self._termination_link is not None:
             self._termination_link.machine.send("failed")
 
     def free_resources(self) -> None:
-        """Queue pairs and registrations; then connections and, after the last, memory."""
+        """Free queue pairs and registrations, then connections, and memory last."""
         self.stop_timer()
         self.deletion.close()
         self.adding.close()
@@ -532,12 +536,12 @@ class LinkGroup:
         self.own_rmbs.close_regions()
         for link in self.links.values():
             link.close()
-        # Who is told now finds a group that cannot be used any more.
+        # Last, because callbacks must find a group that is no longer usable.
         self.exchanges.end()
         self.end_connections()
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Tell observers, whoever waited, and at the end the stack."""
+        """Notify observers, waiting callbacks, and finally the stack."""
         if self.host.observer is not None:
             self.host.observer.state(self, old, new, event)
         if new in USABLE or new == "GONE":
@@ -547,11 +551,11 @@ class LinkGroup:
         if new == "GONE":
             self.end_connections()
         elif old == "FORMING":
-            self.exchanges.queued()
+            self.exchanges.start_queued()
 
 
 class Attachment(NamedTuple):
-    """Where a connection sends, and where the peer's element is there."""
+    """The link of a connection, with address and RKey of the peer's element on it."""
 
     link: Link
     address: int
@@ -568,7 +572,7 @@ class GroupConnections(dict[int, GroupConnection]):
     """The connections of one link group by our alert token, closing ones included."""
 
     def __init__(self, group: Group, placed: Callable[[], None]) -> None:
-        """``placed``: called when a connection got a link."""
+        """``placed``: called after a connection has got a link."""
         super().__init__()
         self._group = group
         self._placed = placed
@@ -585,7 +589,7 @@ class GroupConnections(dict[int, GroupConnection]):
                 return self._next_token
 
     def remove(self, token: int, user: ElementUser) -> None:
-        """Forget a closed connection; late messages for it are dropped and counted."""
+        """Remove a closed connection; late messages for it are dropped and counted."""
         connection = self.pop(token)
         self._keepalive.pop(user, None)
         self._leave(connection)
@@ -600,26 +604,26 @@ class GroupConnections(dict[int, GroupConnection]):
     ) -> Attachment:
         """Give a new connection the peer's element and a link to send on.
 
-        Which link that is, is this side's affair alone (2.3), whichever one ``peer`` names.
+        This side chooses the link (2.3); it need not be the one that ``peer`` names.
 
         Args:
           peer: the CLC message that names the element.
-          named: the link that it names; it may have just gone.
+          named: the link that it names, which may have just been removed.
 
         Raises:
-          ProtocolError: there are too many RMBs, or this one contradicts what is known, or nobody
-            told of it and its link is gone.
+          ProtocolError: there are too many RMBs; or the RMB contradicts known RTokens; or the RMB
+            is unknown and its link is gone.
         """
         self._take_peer_element_untrusted(connection, peer, named)
         link = self.link_for(connection)
         if link is None:
             if self._group.links.get(named.number) is not named:
                 raise ProtocolError("no link is left that reaches the peer's RMB")
-            link = named  # on its way out; its connections move or end with the others
+            link = named  # it is failing; this connection moves or ends with the others on it
         return self.move(connection, link)
 
     def move(self, connection: GroupConnection, link: Link) -> Attachment:
-        """From now on ``connection`` sends on ``link``, of which `link_for` says that it may."""
+        """Let ``connection`` send on ``link``, a link that `link_for` returned."""
         rmb, index, size = self._peer_elements[connection]
         token = rmb.tokens[link.number]
         self._place(connection, link)
@@ -647,12 +651,12 @@ class GroupConnections(dict[int, GroupConnection]):
     def _take_peer_element_untrusted(
         self, user: GroupConnection, peer: clc.Accept | clc.Confirm, link: Link
     ) -> None:
-        """Note which element of the peer's ``user`` writes into (RFC 7609, A.2.2, A.2.3)."""
+        """Note the peer's element that ``user`` writes into (RFC 7609, A.2.2, A.2.3)."""
         index, token = peer.rmbe_index, RToken(peer.rkey, peer.rmb_address)
         rmbs = self._group.peer_rmbs
         rmb = rmbs.find_named(link.number, token)
         if rmb is not None and index in rmb.elements:
-            # The last words of the element's last user may still wait on a link: TCP was quicker.
+            # TCP was faster: final messages of the element's last user may still wait on a link.
             self._group.mover.catch_up()
             rmb = rmbs.find_named(link.number, token)
         if rmb is None:
@@ -674,7 +678,7 @@ class GroupConnections(dict[int, GroupConnection]):
         return min([self._group.config.test_link_interval, *self._keepalive.values()])
 
     def keep_alive(self, user: ElementUser, seconds: float | None) -> None:
-        """Test idle links this often while ``user`` is open; None: it asks for nothing."""
+        """Test idle links this often while ``user`` is open; None: no test for ``user``."""
         before = self.test_interval
         if seconds is None:
             self._keepalive.pop(user, None)

@@ -1,31 +1,30 @@
-"""One SMC-R link: a reliably connected queue pair, its life, and what travels over it.
+"""One SMC-R link: a reliably connected queue pair, its states and its messages.
 
 Theory of operation
 -------------------
-A link posts three kinds of work: RDMA writes and CDC messages of connections, and LLC messages
-of its group.  All go through one queue pair in order, so one completed CDC message says that
-every write before it is in the peer's memory.  Only sends are signaled; a completion gives back
-the work requests of everything up to it.  What a queue pair does at once (`try_post`) has no
-completion: not while one is awaited, since completions come in order, nor while somebody waits for
-room, which only a completion tells of.
+A link posts three kinds of work: RDMA writes and CDC messages of connections, and LLC messages of
+its group. All go through one queue pair in order, so a completed CDC message shows that every write
+before it is in the peer's memory. Only sends are signaled; a completion frees the work requests of
+everything up to it. A post that a queue pair performs at once (`try_post`) has no completion. It is
+not possible while a completion is awaited, since completions come in order, nor while a connection
+waits for room, which only a completion can give.
 
-The send queue is bounded.  `capacity` keeps a reserve for LLC messages, so that a link full of
-data can still be tested and deleted; connections that find no room are called back in turn.  A
-peer that asks for replies faster than it takes them uses the reserve up and loses the link.
+The send queue is bounded. `capacity` keeps a reserve for LLC messages, so that a link full of data
+can still be tested and deleted; connections that find no room are called back in turn. If a peer
+requests replies faster than it receives them, the reserve is used up and the link fails.
 
 Receives are posted in bulk and replenished in quarters of the queue.
 
 Link implements `trio_smc.datapath.messenger.Channel` and is the model of `states.link`.
 
-A failover validation message that misses something (RFC 7609, 4.6.1) has to wait, and with it all
-that its link brings after it.  Whoever moves connections (`Mover`) puts a `Backlog` in the
-link's way for that time.
+If a failover validation message shows that a message is missing (RFC 7609, 4.6.1), it has to wait,
+and so does everything that its link receives after it. For that time the mover of connections
+(`Mover`) gives the link a `Backlog`.
 
-Before a queue pair is connected its RNIC must know the peer's address (`AddressWait`): one that is
-connected to an address which nobody answers for would hold up everything in this process
-(`Rnic.address_known`), and a peer may name any address.  So whoever connects one waits by a timer
-first, not for long, and then goes on in any case: connecting is refused at once if the address is
-still not known.
+Before a queue pair is connected, its RNIC must know the peer's address (`AddressWait`). A peer may
+name any address, and connecting to an address that no host answers would block the whole process
+(`Rnic.address_known`). So the link first waits a short time, by a timer, and then connects in any
+case: the RNIC refuses at once if it still does not know the address.
 """
 
 from __future__ import annotations
@@ -78,14 +77,14 @@ __all__ = [
 
 
 PATIENCE: Final = 1.0
-"""Seconds: the kernel's own, in which it asks the network once."""
+"""Seconds: the kernel's own limit, in which it queries the network once."""
 _FIRST_PAUSE: Final = 0.002
 _LAST_PAUSE: Final = 0.064
-"""Seconds between two looks: doubled each time."""
+"""Seconds between two checks: doubled each time."""
 
 
 class AddressWait:
-    """One wait at a time; a new one takes the place of the one before."""
+    """Waits for the address of a peer; a new wait replaces the previous one."""
 
     __slots__ = ("_timer", "_timers")
 
@@ -97,8 +96,8 @@ class AddressWait:
         """Call ``then`` once: when ``rnic`` knows the address of this GID, or after `PATIENCE`.
 
         Returns:
-          True: it was called already, as is the rule.  False: it will be called by a timer, and
-            anything may have happened until then.
+          True if ``then`` was called, the usual case. False if a timer will call it; the caller
+            must then check its conditions again.
         """
         self.cancel()
         if rnic.address_known(gid):
@@ -121,7 +120,7 @@ class AddressWait:
         return False
 
     def cancel(self) -> None:
-        """Nobody waits any more.  Idempotent."""
+        """End the wait.  Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -135,8 +134,8 @@ _unpack_cdc: Final = LAYOUT.unpack
 _UNBOUNDED: Final = 1 << 62
 _MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
 _LEAST_FREE: Final = _LLC_RESERVE + _MOST_PER_POST
-_LOOKS: Final = 4
-"""How often in a test interval a link looks whether anything was heard."""
+_CHECKS: Final = 4
+"""How often in a test interval a link checks whether a message has arrived."""
 
 
 class PeerPort(NamedTuple):
@@ -147,7 +146,7 @@ class PeerPort(NamedTuple):
 
 
 class PeerQueuePair:
-    """The peer's end of a link: what SMC Accept, SMC Confirm or ADD LINK say of it."""
+    """The peer's end of a link, from SMC Accept, SMC Confirm or ADD LINK."""
 
     __slots__ = ("gid", "mac", "mtu", "psn", "qp_number")
 
@@ -165,17 +164,17 @@ class PeerQueuePair:
 
 
 class LinkConnection(Poster, Protocol):
-    """What a link needs of a connection that uses it."""
+    """A connection, as seen by its link."""
 
     def on_cdc_untrusted(self, message: CdcItems) -> None:
         """A CDC message for this connection arrived.  Raises MessageMissing, ProtocolError."""
 
     def protocol_error(self, exc: ProtocolError) -> None:
-        """Abort, because of the peer."""
+        """Abort: the peer violated the protocol."""
 
 
 class LinkHost(Protocol):
-    """What a link wants of the stack."""
+    """The stack, as seen by a link."""
 
     observer: Observer | None
 
@@ -183,60 +182,63 @@ class LinkHost(Protocol):
         """Send a queue pair's completions to ``link.on_completion``."""
 
     def unregister(self, rnic: Rnic, qp: QueuePair) -> None:
-        """Stop doing so."""
+        """Undo `register`."""
 
     def count_unknown_token(self) -> None:
-        """A CDC message named no connection; it was dropped."""
+        """Count a CDC message that named no connection and was dropped."""
 
 
 class Backlog(Protocol):
-    """What a link brought behind a failover validation message that waits (4.6.1)."""
+    """The messages received after a failover validation message that waits (4.6.1)."""
 
     def append(self, message: bytes) -> None:
-        """One message more."""
+        """Add one message."""
 
 
 class Mover(Protocol):
     """Moves the connections of one link group between its links (RFC 7609, 2.3, 4.6).
 
-    Who sends on which link is in `Link.users`; `GroupConnections.move` changes it.
+    `Link.users` has the connections of each link; `GroupConnections.move` changes it.
     """
 
     def link_lost(self, link: Link) -> None:
         """The link is failing: move its connections now.
 
-        Called before the queue pair is closed.  Without another usable link nothing is done:
-        the group ends its connections then.
+        Called before the queue pair is closed. Without another usable link this does nothing, and
+        the group ends its connections.
         """
 
     def link_leaving(self, link: Link, done: Callable[[], None]) -> None:
-        """The link goes in order: move its connections off while it still works.
+        """The link is deleted in order: move its connections while it still works.
 
-        ``done()`` is called once nothing of them is in flight there, at once if nothing is.
+        ``done()`` is called when they have nothing in flight on the link, at once if that is so
+        already.
         """
 
     def link_ready(self, link: Link) -> None:
-        """A link became ACTIVE: connections may be spread anew."""
+        """A link became ACTIVE: connections may be distributed again."""
 
     def link_stays(self, link: Link) -> None:
-        """The link, which was to go in order, stays: `link_leaving`'s ``done`` is not called."""
+        """The link is not deleted after all: `link_leaving`'s ``done`` is not called."""
 
     def catch_up(self) -> None:
-        """Take what has arrived on all links: the peer knows of it already."""
+        """Process everything that has arrived on all links: the peer counts it as delivered."""
 
     def close(self) -> None:
         """The group is gone."""
 
     def message_missing(self, link: Link, message: bytes) -> None:
-        """A failover validation message on ``link`` misses one that another link may have brought
-        (4.6.1); it waits, in `Link.backlog`, if need be."""
+        """A failover validation message shows that a message is missing (4.6.1).
+
+        Another link may have received it. If necessary the message waits in `Link.backlog`.
+        """
 
     def link_ends(self, link: Link) -> None:
-        """Take what the link still brought; its queue pair is closed next."""
+        """Process everything that the link has received; its queue pair is closed next."""
 
 
 class LinkOwner(Protocol):
-    """What a link wants of the group that it belongs to."""
+    """The group, as seen by its links, which it imports."""
 
     client: bool
     peer_id: bytes
@@ -250,7 +252,7 @@ class LinkOwner(Protocol):
 
     @property
     def mover(self) -> Mover:
-        """Who moves connections between its links."""
+        """Moves connections between its links."""
 
     @property
     def connections(self) -> Mapping[int, LinkConnection]:
@@ -261,13 +263,13 @@ class LinkOwner(Protocol):
         """Seconds after which an idle link is tested."""
 
     def on_llc_untrusted(self, link: Link, data: bytes) -> None:
-        """An LLC message came."""
+        """Process an LLC message."""
 
     def link_failing(self, link: Link) -> None:
-        """Move its connections now: the queue pair is closed next."""
+        """Move the link's connections now: its queue pair is closed next."""
 
     def link_down(self, link: Link) -> None:
-        """It has failed; its connections have moved if they could."""
+        """The link has failed; its connections have moved if another link was usable."""
 
 
 class Link:
@@ -278,19 +280,19 @@ class Link:
       user_id, peer_user_id: 4-byte link user IDs, for display only.
       peer: the peer's queue pair, once known.
       users: the connections that send on this link.
-      empty_since: when the last of them went.
-      reason: why it fails, as the peer is told (A.3.4).
-      doubted: whether the peer has to answer a test before more connections come.
-      failing: whether it is failing or has failed, be its state DOWN yet or not.
-      heard: whether anything came since the idle timer was started last.
-      backlog: takes what comes while a failover validation message waits; None: none does.
+      empty_since: the time when the last of them left.
+      reason: the reason of a failure, for the peer (A.3.4).
+      needs_test: True if the peer must answer a test before more connections use the link.
+      failing: True if it is failing or has failed, even before its state is DOWN.
+      has_received: True if a message has arrived since the idle timer was last started.
+      backlog: receives the messages while a failover validation message waits; usually None.
     """
 
     __slots__ = (
-        "_broken", "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending",
-        "_post_send", "_post_write", "_quiet_looks", "_received", "_replenish", "_since_signal",
-        "_test_data", "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post", "doubted",
-        "empty_since", "failing", "group", "heard", "machine", "number", "pd", "peer",
+        "_qp_failed", "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending",
+        "_post_send", "_post_write", "_idle_checks", "_received", "_replenish", "_since_signal",
+        "_test_data", "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post", "needs_test",
+        "empty_since", "failing", "group", "has_received", "machine", "number", "pd", "peer",
         "peer_user_id", "psn", "qp", "reason", "rnic", "user_id", "users",
     )  # fmt: skip
 
@@ -316,11 +318,11 @@ class Link:
         self.user_id: int = secrets.randbits(32)
         self.peer_user_id: int = 0
         self.peer: PeerQueuePair | None = None
-        self.heard: bool = False
-        self._quiet_looks = 0
-        self.doubted: bool = False
+        self.has_received: bool = False
+        self._idle_checks = 0
+        self.needs_test: bool = False
         self.failing: bool = False
-        self._broken = False  # its queue pair has failed, and the link is to fail in its turn
+        self._qp_failed = False  # the queue pair has failed, and the link fails in its turn
         self.reason: llc.DeleteLinkReason = llc.DeleteLinkReason.LOST_PATH
         self.users: dict[LinkConnection, None] = {}
         self.empty_since: float = group.timers.now()
@@ -331,7 +333,7 @@ class Link:
         self._connection_of = group.connections
         self.backlog: Backlog | None = None
         self.copies_on_post: bool = rnic.copies_on_post
-        # What every message needs, looked up once.
+        # Every message needs these; they are looked up once.
         self._host = group.host
         self._post_send = self.qp.post_send
         self._post_write = self.qp.post_write
@@ -339,7 +341,7 @@ class Link:
         self._free = rnic.send_depth
         self._wr_id = 0
         self._since_signal = 0
-        # (wr_id, work requests it gives back, connection and sequence or callback)
+        # (wr_id, work requests that it frees, connection and sequence or callback)
         self._pending: deque[tuple[int, int, Poster | None, int, Callable[[], None] | None]] = (
             deque()
         )
@@ -358,28 +360,28 @@ class Link:
 
     @property
     def usable(self) -> bool:
-        """Whether more connections may send on it."""
+        """True if more connections may send on it."""
         return self.machine.state in ("ACTIVE", "TESTING") and not self.failing
 
     @property
     def confirmed(self) -> bool:
-        """Whether LLC messages may be sent on it."""
+        """True if LLC messages may be sent on it."""
         return self.machine.state in ("ACTIVE", "TESTING", "LEAVING") and not self.failing
 
     @property
     def load(self) -> int:
-        """How many connections send on it."""
+        """The number of connections that send on it."""
         return len(self.users)
 
     @property
     def unacknowledged(self) -> bool:
-        """Whether something was sent that is not known to have arrived."""
+        """True if something was sent that may not have arrived."""
         return bool(self._pending)
 
     # --- connections: trio_smc.datapath.messenger.Channel -------------------------------------
 
     def capacity(self) -> int:
-        """Bytes a connection may post now; 0 when the send queue has no room."""
+        """Bytes that a connection may post now; 0 if the send queue has no room."""
         if self._free < _LEAST_FREE or self.machine.state == "DOWN":
             return 0
         return self.qp.write_capacity() if self.copies_on_post else _UNBOUNDED
@@ -389,14 +391,14 @@ class Link:
         self._waiting[poster] = None
 
     def hand_over(self, poster: Poster, heir: Poster | None) -> None:
-        """Report completions of what ``poster`` posted to ``heir``; None: to nobody."""
+        """Report the completions of ``poster`` to ``heir``; None: drop them."""
         self._waiting.pop(poster, None)
         for place, (wr_id, weight, owner, sequence, on_sent) in enumerate(self._pending):
             if owner is poster:
                 self._pending[place] = (wr_id, weight, heir, sequence, on_sent)
 
     def post_write(self, poster: Poster, data: memoryview, address: int, rkey: int) -> None:
-        """RDMA-write ``data`` to ``address``; completes with the poster's next CDC."""
+        """RDMA-write ``data`` to ``address``; it completes with the poster's next CDC message."""
         self._free -= 1
         self._since_signal += 1
         self._wr_id = wr_id = self._wr_id + 1
@@ -433,7 +435,7 @@ class Link:
         return True
 
     def send_llc(self, message: llc.Message, on_sent: Callable[[], None] | None = None) -> None:
-        """Send an LLC message; ``on_sent`` is called when it reached the peer."""
+        """Send an LLC message; ``on_sent`` is called when it has reached the peer."""
         if self.machine.state == "DOWN":
             return
         if self._free <= 0:
@@ -457,7 +459,7 @@ class Link:
     # --- completions -----------------------------------------------------------------------
 
     def on_completion(self, completion: PlainCompletion) -> None:
-        """Take one completion of this link's queue pair."""
+        """Process one completion of this link's queue pair."""
         _, opcode, status, wr_id, data = completion
         if data is not None and not status:
             if self.backlog is None:
@@ -470,14 +472,14 @@ class Link:
             self._sent(wr_id)
 
     def receive_untrusted(self, data: bytes) -> None:
-        """Take one message of the peer's, past the backlog."""
-        self.heard = True
+        """Process one message of the peer, past the backlog."""
+        self.has_received = True
         self._received = count = self._received + 1
         if count >= self._replenish:
             self._received = 0
             if self.machine.state != "DOWN":
                 self.qp.post_receive(count)
-        # As `unpack_untrusted`, without a call.
+        # Like `unpack_untrusted`, without a call.
         try:
             message = _unpack_cdc(data)
         except struct.error:
@@ -501,13 +503,12 @@ class Link:
             LOGGER.warning("%r: %s", self, error)  # the connection has aborted itself
 
     def _other_untrusted(self, data: bytes) -> None:
-        """Take an LLC message; or a CDC message that cannot be read, which costs the connection
-        that it names, if any."""
+        """Process an LLC message, or an invalid CDC message, which aborts its connection."""
         observer = self._host.observer
         if not data or data[0] != CDC_TYPE:
             if observer is not None:
                 observer.llc(self, False, data)
-            if not self.failing:  # exchanges begin anew over another link (2.3)
+            if not self.failing:  # exchanges begin again over another link (2.3)
                 self.group.on_llc_untrusted(self, data)
             return
         if observer is not None:
@@ -537,9 +538,9 @@ class Link:
             waiter.on_room()
 
     def _failed(self, status: int) -> None:
-        if not self.failing and not self._broken:
+        if not self.failing and not self._qp_failed:
             LOGGER.info("%r failed: %s", self, _status_name(status))
-            self._broken = True
+            self._qp_failed = True
             self.group.timers.in_turn(self._fail)
 
     def _fail(self) -> None:
@@ -548,17 +549,17 @@ class Link:
 
     # --- actions of states.link: the end -----------------------------------------------------
 
-    def lose_connections(self) -> None:
-        """The connections carry on over another link, if there is one (4.6)."""
+    def move_connections(self) -> None:
+        """Move the connections to another link, if there is one (4.6)."""
         self.failing = True
         self.group.link_failing(self)
 
     def report_failure(self) -> None:
-        """Tell the group, which decides what that means."""
+        """Notify the group."""
         self.group.link_down(self)
 
     def close_queue_pair(self) -> None:
-        """Free what the link has; connections are told by the group."""
+        """Free the link's resources; the group ends its connections."""
         self.failing = True
         self.group.mover.link_ends(self)
         self._waiting.clear()
@@ -592,34 +593,34 @@ class Link:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing was heard for a whole test interval."""
-        return not self.heard and self._quiet_looks + 1 >= _LOOKS
+        """True if no message has arrived for a whole test interval."""
+        return not self.has_received and self._idle_checks + 1 >= _CHECKS
 
     def start_idle_timer(self) -> None:
-        """Look a few times in each test interval whether anything was heard.
+        """Check a few times in each test interval whether a message has arrived.
 
-        Looking once would notice a link that falls silent after up to two intervals.
+        With one check, a silent link would be noticed only after up to two intervals.
         """
-        self.doubted = False
-        self._quiet_looks = -1
-        self.look_again()
+        self.needs_test = False
+        self._idle_checks = -1
+        self.check_again()
 
-    def look_again(self) -> None:
+    def check_again(self) -> None:
         """The link is not idle yet."""
-        self._quiet_looks = 0 if self.heard else self._quiet_looks + 1
-        self.heard = False
-        self._restart_timer(self.group.test_interval / _LOOKS, "idle_timer")
+        self._idle_checks = 0 if self.has_received else self._idle_checks + 1
+        self.has_received = False
+        self._restart_timer(self.group.test_interval / _CHECKS, "idle_timer")
 
     def test_interval_shortened(self) -> None:
-        """Do not wait out an interval that is longer than what is wanted now."""
+        """Restart the timer with the shorter interval."""
         if self.machine.state == "ACTIVE":
-            self._restart_timer(self.group.test_interval / _LOOKS, "idle_timer")
+            self._restart_timer(self.group.test_interval / _CHECKS, "idle_timer")
 
-    def doubt(self) -> None:
-        """Somebody says that the peer has lost it: test it now, idle or not."""
-        self.doubted = True
-        self.heard = False
-        self._quiet_looks = _LOOKS
+    def test_now(self) -> None:
+        """Test the link now, idle or not, because the peer may have lost it."""
+        self.needs_test = True
+        self.has_received = False
+        self._idle_checks = _CHECKS
         if self.machine.state == "ACTIVE":
             self.machine.send("idle_timer")
 
@@ -630,7 +631,7 @@ class Link:
         self.send_llc(llc.TestLink(user_data=self._test_data))
 
     def on_test_reply_untrusted(self, message: llc.TestLink) -> None:
-        """Check the echoed data; raises ProtocolError when it differs (C.7.1)."""
+        """Check the echoed data.  Raises ProtocolError if it differs (C.7.1)."""
         if self.machine.state == "TESTING" and message.user_data != self._test_data:
             raise ProtocolError("TEST LINK reply with other data")
         self.machine.send("test_reply")
@@ -640,12 +641,12 @@ class Link:
         self.send_llc(llc.TestLink(reply=True, user_data=self._echo))
 
     def on_test_request(self, message: llc.TestLink) -> None:
-        """The peer's TEST LINK is answered at once (RFC 7609, 4.5.3)."""
+        """Answer the peer's TEST LINK at once (RFC 7609, 4.5.3)."""
         self._echo = message.user_data
         self.machine.send("test_request")
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Tell observers."""
+        """Notify observers."""
         observer = self.group.host.observer
         if observer is not None:
             observer.state(self, old, new, event)
@@ -656,7 +657,7 @@ class Link:
         self.machine.send("connect")
 
     def close(self) -> None:
-        """End the link without asking anybody.  Idempotent; regions must be closed first."""
+        """End the link without the peer.  Idempotent; regions must be closed first."""
         self.machine.send("delete")
         self.pd.close()
 
@@ -670,7 +671,7 @@ class Link:
         self.machine.send(event)
 
     def stop_timer(self) -> None:
-        """No test is due any more."""
+        """Stop the timer; no test is due."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,17 +1,17 @@
-"""The links of one group: which of them a connection or a message takes, and which may be added.
+"""The links of one group: the choice of a link to use, and of RNICs for a new one.
 
 Theory of operation
 -------------------
 A new connection sends on the usable link with the fewest connections (`Links.least_loaded`).
 
-Two links of a group never join the same two RNICs (a parallel link).  A link that shares an RNIC
-with another one at one end only is asymmetric; a group has at most one, as long as there is no
-symmetric pair, and it is not counted among the links that the two sides have agreed on as the
-most (RFC 7609, 2.2.2).
+Two links of a group never join the same two RNICs (that would be a parallel link). A link that
+shares an RNIC with another link at one end is asymmetric. A group has at most one such link, and
+only while it has no symmetric pair. It does not count towards the agreed maximum of links (RFC
+7609, 2.2.2).
 
-Which RNICs a new link joins is decided by both sides after these rules (3.5.1.6, 3.5.5.1).  The
-server picks its end first and names it in ADD LINK (`server_rnic`); the client picks the other
-end, or finds none and rejects (`client_rnic`).
+Both sides choose the RNICs of a new link by these rules (3.5.1.6, 3.5.5.1). The server chooses its
+end first and names it in ADD LINK (`server_rnic`). The client chooses the other end, or rejects the
+link if it finds none (`client_rnic`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 FIRST_LINK: Final = 1
 _NUMBERS: Final = 255
 GONE_LINKS: Final = 2 * LINK_LIMIT
-"""Links that are remembered after their end."""
+"""Links that can still be found after their end."""
 
 
 class LinkGroupKind(StrEnum):
@@ -54,7 +54,7 @@ class LinkGroupKind(StrEnum):
 
 
 class Links(dict[int, "Link"]):
-    """By number; links that failed or were deleted are not there any more."""
+    """The links by number, without those that have failed or were deleted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,19 +62,19 @@ class Links(dict[int, "Link"]):
         self._gone: deque[Link] = deque(maxlen=GONE_LINKS)
 
     def forget(self, link: Link) -> None:
-        """The link has failed or was deleted."""
+        """Remove a link that has failed or was deleted."""
         if self.get(link.number) is link:
             del self[link.number]
-            if link.peer is not None:  # else nobody can name it
+            if link.peer is not None:  # else no message can name it
                 self._gone.append(link)
 
-    def has_led_to(self, gid: bytes) -> bool:
-        """Whether a link joins that RNIC of the peer's, or did so lately."""
+    def reaches_lately(self, gid: bytes) -> bool:
+        """True if a link leads to this RNIC of the peer, or did so until lately."""
         links = (*self.values(), *self._gone)
         return any(link.peer is not None and link.peer.gid == gid for link in links)
 
     def next_number(self) -> int:
-        """A number that was not used before, until all of 1..255 were (2.2.4)."""
+        """The next link number. Numbers repeat only after all of 1 to 255 were used (2.2.4)."""
         for _ in range(_NUMBERS):
             self._last_number = self._last_number % _NUMBERS + 1
             if self._last_number not in self:
@@ -83,7 +83,7 @@ class Links(dict[int, "Link"]):
 
     @property
     def any_usable(self) -> bool:
-        """Whether a link may carry more connections; asked several times for each of them."""
+        """True if a link may carry more connections. Called several times for each connection."""
         for link in self.values():  # noqa: SIM110
             if link.usable:
                 return True
@@ -99,8 +99,8 @@ class Links(dict[int, "Link"]):
         """The usable link on which the fewest connections send: a new connection goes there.
 
         Args:
-          but: not this one.
-          among: the numbers that come into question; None: all.
+          but: a link to leave out.
+          among: the numbers of the links to choose from; None: all.
         """
         best: Link | None = None
         for link in self.values():
@@ -110,12 +110,14 @@ class Links(dict[int, "Link"]):
         return best
 
     def oldest(self, but: Link | None = None) -> Link | None:
-        """The usable link, and not ``but``, that has been there longest."""
+        """The oldest usable link, leaving out ``but``."""
         return next((link for link in self.values() if link.usable and link is not but), None)
 
     def for_llc(self, avoid: Link | None = None) -> Link | None:
-        """A link that can carry LLC messages; ``avoid``, or one that is being deleted, only if no
-        other can."""
+        """A link that can carry LLC messages.
+
+        ``avoid``, or a link that is being deleted, is returned only if there is no other.
+        """
         return min(
             (link for link in self.values() if link.confirmed),
             key=lambda link: (link is avoid, not link.usable),
@@ -123,10 +125,13 @@ class Links(dict[int, "Link"]):
         )
 
     def find(self, gid: bytes, mac: bytes | None, qp_number: int) -> Link | None:
-        """The link whose peer end is this one (RFC 7609, 3.5.2.2, 3.5.2.3); None: with any MAC.
+        """The link with this peer end (RFC 7609, 3.5.2.2, 3.5.2.3).
 
-        Also one that has just gone: SMC Accept and Confirm travel over TCP, and the link that
-        they name may have ended meanwhile.
+        Links that were just removed are found as well: SMC Accept and Confirm travel over TCP, and
+        the link that they name may have ended meanwhile.
+
+        Args:
+          mac: None: any MAC address.
         """
         for links in (self.values(), self._gone):
             for link in links:
@@ -136,7 +141,7 @@ class Links(dict[int, "Link"]):
                     and peer.qp_number == qp_number
                     and peer.gid == gid
                     and (mac is None or mac == peer.mac)
-                    # Links of a group that is over stay in it.
+                    # Links of a group that has ended stay in it.
                     and (link.confirmed or link.state == "DOWN")
                 ):
                     return link
@@ -151,20 +156,20 @@ class Links(dict[int, "Link"]):
         return found
 
     def asymmetric(self) -> list[Link]:
-        """The other usable links; in order there is at most one."""
+        """The other usable links; by the rules there is at most one."""
         symmetric = self.symmetric()
         return [link for link in self.usable() if link not in symmetric]
 
     @property
     def kind(self) -> LinkGroupKind:
-        """What these links make the group."""
+        """The kind of a group with these links."""
         symmetric = len(self.symmetric())
         if symmetric > 1:
             return LinkGroupKind.SYMMETRIC
         return LinkGroupKind.ASYMMETRIC if self.asymmetric() else LinkGroupKind.SINGLE
 
     def unused(self, rnics: Iterable[Rnic]) -> list[Rnic]:
-        """Those of ``rnics`` that no symmetric link uses, those without any link first."""
+        """The ``rnics`` that no symmetric link uses; RNICs without any link come first."""
         symmetric = {link.rnic for link in self.symmetric()}
         used = {link.rnic for link in self.usable()}
         return sorted((rnic for rnic in rnics if rnic not in symmetric), key=used.__contains__)
@@ -177,12 +182,12 @@ def _shares_rnic(one: Link, other: Link) -> bool:
 
 
 def server_rnic(links: Links, rnics: Sequence[Rnic], most: int, *, news: bool) -> Rnic | None:
-    """The server's end of one more link; None when there is no use in offering one.
+    """The server's end of one more link; None if no link should be offered.
 
     Args:
       rnics: this side's usable ones, the preferred one first.
       most: the agreed maximum of symmetric links.
-      news: whether an RNIC came since the client rejected the last one, at either end.
+      news: True if an RNIC was added at either end since the client rejected the last link.
     """
     symmetric = links.symmetric()
     unused = links.unused(rnics)
@@ -191,14 +196,16 @@ def server_rnic(links: Links, rnics: Sequence[Rnic], most: int, *, news: bool) -
             return None  # the client has no RNIC for a symmetric link
         return unused[0]
     if links.kind is LinkGroupKind.SINGLE:
-        # 3.5.1.6: the same one again, in case that the client has a second one.
+        # 3.5.1.6: the same RNIC again, because the client may have a second one.
         return next((rnic for rnic in rnics if rnic is symmetric[0].rnic), None)
     return None
 
 
 def client_rnic(links: Links, rnics: Sequence[Rnic], most: int, peer: PeerPort) -> Rnic | None:
-    """The client's end of the link that the server offers; None: it would be a parallel one, a
-    second asymmetric one, or one too many (3.5.1.6.1)."""
+    """The client's end of the link that the server offers.
+
+    None if the link would be parallel, a second asymmetric link, or one too many (3.5.1.6.1).
+    """
     symmetric = links.symmetric()
     unused = links.unused(rnics)
     single = links.kind is LinkGroupKind.SINGLE
@@ -212,13 +219,13 @@ def client_rnic(links: Links, rnics: Sequence[Rnic], most: int, peer: PeerPort) 
 
 
 def shares_peer_port(links: Links) -> bool:
-    """Whether the asymmetric link is one because the peer has too few RNICs."""
+    """True if the asymmetric link shares an RNIC at the peer's end."""
     symmetric = [link.peer.port for link in links.symmetric() if link.peer is not None]
     return any(link.peer is not None and link.peer.port in symmetric for link in links.asymmetric())
 
 
 def violates_rules(links: Links, rnic: Rnic, peer: PeerPort) -> bool:
-    """Whether a link between these two would be parallel, or asymmetric without need (C.7.1)."""
+    """True if a link between these two would be parallel, or needlessly asymmetric (C.7.1)."""
     shared = False
     for link in links.usable():
         here = link.rnic is rnic

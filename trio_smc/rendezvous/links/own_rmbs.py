@@ -1,25 +1,24 @@
-"""This side's RMBs in one link group: made on demand, registered on every link.
+"""This side's RMBs in one link group: created on demand, registered on every link.
 
-A new RMB of an established group is told to the peer by CONFIRM RKEY before one of its elements
-is named in a CLC message (RFC 7609, 3.5.5.2.1); the first RMB of a group needs none, as the CLC
-messages of the first contact carry its RToken.
+A new RMB of an established group is announced to the peer by CONFIRM RKEY before a CLC message
+names one of its elements (RFC 7609, 3.5.5.2.1). The first RMB of a group needs no CONFIRM RKEY, as
+the CLC messages of the first contact carry its RToken.
 
-While connections keep coming, the next RMB is made ahead of need, when the last free element of
-a size is taken; then only one in many connections of a burst waits for the peer's reply.
+During a burst of connections the next RMB is created ahead of need, when the last free element of a
+size is taken. So only one in many connections of a burst waits for the peer's reply.
 
 Theory of operation: idle RMBs
 ------------------------------
-An RMB without an element in use stays for the next connections; a program whose connections
-come in bursts finds it again.  Only when it was empty for a minute it is taken out of the pool
-and named in a DELETE RKEY, and its memory is freed when the peer has replied, be it negatively.
-The last RMB of a size stays as long as a group without connections would: a size that was used
-once is likely to be used again, but a large one must not pin its memory for ever.  When the
-group has no connections at all it soon goes as a whole, and nothing is deleted piece by piece.
+An RMB without an element in use is kept for the next connections, which may come in bursts. When it
+has been empty for a minute, it is removed from the pool and named in a DELETE RKEY. Its memory is
+freed when the peer has replied, even negatively. The last RMB of a size is kept as long as a group
+without connections would be: the size is likely to be used again, but a large RMB must not pin its
+memory for ever. A group without connections soon ends as a whole, so none of its RMBs is deleted.
 
-An RMB that is out of the pool never comes back: a reply that was lost with its link leaves open
-whether the peer still knows it.  Its deletion is asked for again at the next look.  The same
-holds for a new RMB whose CONFIRM RKEY had no reply and is then refused on another link: the peer
-may have learned of it the first time, so it is taken back like one that was in use.
+An RMB that was removed from the pool is never used again: if the reply is lost with its link, the
+peer may know the RMB or not. The next check repeats the DELETE RKEY. The same holds for a new RMB
+whose CONFIRM RKEY had no reply and is then refused over another link: the peer may have processed
+the first message, so the RMB is deleted like one that was in use.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ __all__ = [
     "MAX_DELETED",
     "RMB_IDLE",
     "OwnRmbs",
+    "PeerKnowledge",
+    "RmbAnnouncer",
     "RmbOwner",
-    "RmbTeller",
-    "Told",
 ]
 
 
@@ -56,53 +55,55 @@ LOGGER = logging.getLogger("trio_smc.link_group")
 
 _Done = Callable[["Rmbe | None"], None]
 _Waiter = tuple[_Done, "Link | None"]
-"""Whom to tell, and the link of its connection."""
+"""A callback, and the link of its connection."""
 
-_KEEP_COMING: Final = 1.0
-"""Seconds between two connections of a burst: far more than making an RMB takes, so that a spare
-is ready in time; connections that are rarer can wait for the peer's reply."""
+_BURST_GAP: Final = 1.0
+"""Seconds between two connections of a burst. That is far longer than creating an RMB takes, so a
+spare is ready in time. Less frequent connections can wait for the peer's reply."""
 
-_NOT_FOR_SPARES: Final = 16
-"""RMBs that only demand may make: one of each size there is (A.2.3)."""
+_RESERVED_RMBS: Final = 16
+"""RMBs that are created on demand only: one of each size (A.2.3)."""
 
 
 MAX_DELETED: Final = 8
 """RMBs that one DELETE RKEY names (RFC 7609, A.3.7)."""
 
 RMB_IDLE: Final = 60.0
-"""Seconds an RMB stays without users at least: a burst that comes every minute finds it again,
-and the memory of a peak is free soon after it."""
+"""Seconds that an RMB is kept without users: a burst in every minute finds it again, and the memory
+of a peak is freed soon after it."""
 
-_LOOK_EVERY: Final = 15.0
-"""Seconds between two looks: how much longer than needed an RMB may stay."""
+_CHECK_INTERVAL: Final = 15.0
+"""Seconds between two checks: an RMB may be kept so much longer than needed."""
 
 
-class Told(enum.Enum):
-    """What came of telling the peer of a new RMB."""
+class PeerKnowledge(enum.Enum):
+    """The outcome of announcing a new RMB to the peer."""
 
     KNOWN = enum.auto()
     """The peer knows it on all links."""
     REFUSED = enum.auto()
     """The peer does not know it."""
     IN_DOUBT = enum.auto()
-    """It was refused, but a request before that may have arrived: its reply was lost."""
+    """The peer refused it, but may have accepted an earlier request whose reply was lost."""
 
 
-class RmbTeller(Protocol):
-    """Who tells the peer of RMBs, and then calls ``finished`` with what came of it."""
+class RmbAnnouncer(Protocol):
+    """Announces RMBs to the peer; calls ``finished`` with the outcome."""
 
-    def confirm(self, rmb: Rmb, finished: Callable[[Told], None], over: Link | None) -> None:
-        """Tell the peer of a new RMB (3.5.5.2.1), over that link if it can be (A.3.5)."""
+    def confirm(
+        self, rmb: Rmb, finished: Callable[[PeerKnowledge], None], over: Link | None
+    ) -> None:
+        """Announce a new RMB (3.5.5.2.1), over the link ``over`` if it is usable (A.3.5)."""
 
     def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
-        """Take back up to `MAX_DELETED` RMBs that nobody uses (3.5.5.2.2).
+        """Delete up to `MAX_DELETED` unused RMBs (3.5.5.2.2).
 
-        ``finished`` gets whether the peer replied.
+        ``finished`` is called with True if the peer replied.
         """
 
 
 class RmbOwner(Protocol):
-    """What RMBs want of the group that they belong to."""
+    """The group, as seen by its RMBs, which it imports."""
 
     rnic: Rnic
     config: Config
@@ -114,41 +115,41 @@ class RmbOwner(Protocol):
 
     @property
     def forming(self) -> bool:
-        """Whether this is the first contact."""
+        """True during the first contact."""
 
     @property
     def usable(self) -> bool:
-        """Whether the peer can be told anything."""
+        """True if messages can be sent to the peer."""
 
     @property
-    def rkey_exchanges(self) -> RmbTeller:
-        """How the peer is told."""
+    def rkey_exchanges(self) -> RmbAnnouncer:
+        """Announces RMBs to the peer."""
 
 
 class OwnRmbs:
     """The RMBs of this side of one link group.
 
     Attributes:
-      pool: those whose elements may be handed out; the peer knows them on all links.
-      eye_catcher: whether elements of the group, the peer's too, begin with an eye catcher.
+      pool: the RMBs whose elements may be handed out; the peer knows them on all links.
+      eye_catcher: True if the elements of the group, also the peer's, begin with an eye catcher.
     """
 
     def __init__(self, owner: RmbOwner) -> None:
         self._owner = owner
         self.pool: RmbPool = RmbPool()
         self.eye_catcher: bool = owner.config.rmbe_eye_catcher
-        # Where new RMBs are registered, too.
+        # New RMBs are registered on these links, too.
         self._links: dict[int, Link] = {}
         # Registrations by RMB and link number: an RKey belongs to one protection domain.
         self._regions: dict[Rmb, dict[int, MemoryRegion]] = {}
-        # Who waits for the peer's reply, by element size; nobody, when an RMB is made ahead.
+        # Callbacks that wait for the peer's reply, by element size; none for a spare RMB.
         self._waiting: dict[int, list[_Waiter]] = {}
         self._last_request: dict[int, float] = {}
         self._idle = IdleRmbs(owner, self)
-        self._tidying: Timer | None = None
+        self._wiping: Timer | None = None
 
     def __len__(self) -> int:
-        """How many there are, those that come and go included."""
+        """The number of RMBs, including those being added or deleted."""
         return len(self._regions)
 
     def __iter__(self) -> Iterator[Rmb]:
@@ -161,26 +162,26 @@ class OwnRmbs:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for a new RMB."""
+        """True if a connection waits for a new RMB."""
         return any(self._waiting.values())
 
     def has_room(self, size: int) -> bool:
-        """Whether an element of ``size`` bytes is free or can be made (2.1: 255 RMBs)."""
+        """True if an element of ``size`` bytes is free or can be created (2.1: 255 RMBs)."""
         if len(self._regions) < MAX_RMBS:
             return True
         size = rmbe_size_for(size)
         return size in self._waiting or self.pool.has_free(size)
 
     def request(self, size: int, done: _Done, over: Link | None = None) -> None:
-        """Call ``done`` with an element of ``size`` bytes, or with None; now or later.
+        """Call ``done`` with an element of ``size`` bytes or with None, now or later.
 
-        ``over``: the link that the connection is to use.
+        ``over``: the link that the connection will use.
         """
         size = rmbe_size_for(size)
         self._serve(size, [(done, over)])
 
     def enable_eye_catchers(self) -> None:
-        """The peer's elements have eye catchers, so ours do.  No data may have come yet."""
+        """Use eye catchers, because the peer does. No data may have arrived yet."""
         self.eye_catcher = True
         for rmb in self._regions:
             rmb.enable_eye_catchers()
@@ -190,32 +191,32 @@ class OwnRmbs:
         return self._regions[rmb][link.number]
 
     def tokens(self, rmb: Rmb) -> dict[int, RToken]:
-        """How the peer reaches ``rmb``, by link number."""
+        """The RTokens of ``rmb``, by link number."""
         regions = self._regions[rmb].items()
         return {number: RToken(region.rkey, region.address) for number, region in regions}
 
     def known_to_peer(self) -> tuple[Rmb, ...]:
-        """The RMBs that the peer knows, those that it is asked to forget included."""
+        """The RMBs that the peer may know, including those being deleted."""
         return self.pool.rmbs + self.leaving
 
     def release(self, rmbe: Rmbe, used: int | None) -> None:
-        """Give an element back; ``used`` bytes of its ring were written, None: unknown."""
+        """Release an element; ``used`` bytes of its ring were written, None: unknown."""
         if rmbe.rmb in self._regions:
             self.pool.release(rmbe, used)
             if self.pool.is_empty(rmbe.rmb):
-                self._idle.emptied(rmbe.rmb)
-            self._tidy_later()
+                self._idle.on_empty(rmbe.rmb)
+            self._wipe_later()
 
-    def _tidy_later(self) -> None:
-        if self.pool.has_dirty and self._tidying is None:
-            self._tidying = self._owner.timers.call_later(0.0, self._tidy)
+    def _wipe_later(self) -> None:
+        if self.pool.has_dirty and self._wiping is None:
+            self._wiping = self._owner.timers.call_later(0.0, self._wipe)
 
-    def _tidy(self) -> None:
-        self._tidying = None
+    def _wipe(self) -> None:
+        self._wiping = None
         for rmb in set(self.pool.wipe_some(self._owner.timers.now)):
             if self.pool.is_empty(rmb):
-                self._idle.emptied(rmb)
-        self._tidy_later()
+                self._idle.on_empty(rmb)
+        self._wipe_later()
 
     def free(self, rmb: Rmb) -> None:
         """Revoke the RKeys of an RMB that is not in the pool and free its memory."""
@@ -248,7 +249,7 @@ class OwnRmbs:
                 region.close()
 
     def renumber(self, old: int, new: int) -> None:
-        """A link got its number from the server."""
+        """The server has assigned a number to a link."""
         self._links[new] = self._links.pop(old)
         for regions in self._regions.values():
             regions[new] = regions.pop(old)
@@ -256,18 +257,18 @@ class OwnRmbs:
     # --- the end of the group --------------------------------------------------------------------
 
     def close_regions(self) -> None:
-        """Revoke every RKey: the peer cannot write any more."""
+        """Revoke every RKey, so that the peer can no longer write."""
         self._idle.close()
         self.pool.close()
-        if self._tidying is not None:
-            self._tidying.cancel()
-            self._tidying = None
+        if self._wiping is not None:
+            self._wiping.cancel()
+            self._wiping = None
         for regions in self._regions.values():
             for region in regions.values():
                 region.close()
 
     def free_one(self) -> bool:
-        """Free the memory of one RMB; no connection uses it any more.  False: none was left."""
+        """Free the memory of one RMB that no connection uses; False if none was left."""
         if not self._regions:
             self._links.clear()
             return False
@@ -278,9 +279,10 @@ class OwnRmbs:
     # --- new RMBs -----------------------------------------------------------------------------
 
     def _serve(self, size: int, waiting: list[_Waiter]) -> None:
-        """Give each an element; those for whom there is none wait for one more RMB.
+        """Give each an element; if there are too few, the others wait for one more RMB.
 
-        Those whose element cannot have its pages get None: no other element would get them.
+        If the pages of an element cannot be allocated, its callback gets None, because another
+        element would not get them either.
         """
         taken: list[Rmbe | None] = []
         for _ in waiting:
@@ -302,12 +304,12 @@ class OwnRmbs:
                 self._add_rmb(size, rest)
         elif taken:
             self._make_ahead(size)
-        # Last: a link may have failed with the messages above, and who gets an element names one.
+        # Last, because a link may have failed with the messages above, and `done` names a link.
         for (done, _), each in zip(waiting, taken, strict=False):
             done(each)
 
     def _take_first(self, size: int) -> Rmbe | None:
-        """An element of an RMB that has just been added; None: it cannot have its pages."""
+        """An element of an RMB just added; None if its pages cannot be allocated."""
         try:
             return self.pool.take(size)
         except OSError as error:
@@ -322,10 +324,10 @@ class OwnRmbs:
         before = self._last_request.get(size, -math.inf)
         self._last_request[size] = now
         if (
-            now - before < _KEEP_COMING
+            now - before < _BURST_GAP
             and not self._waiting  # one at a time
             and not self.pool.has_free(size)
-            and len(self._regions) < MAX_RMBS - _NOT_FOR_SPARES
+            and len(self._regions) < MAX_RMBS - _RESERVED_RMBS
             and self._owner.usable
         ):
             self._add_rmb(size, [])
@@ -348,7 +350,7 @@ class OwnRmbs:
             return
         self._waiting[size] = waiting
         over = waiting[0][1] if waiting else None  # of the first connection (A.3.5)
-        owner.rkey_exchanges.confirm(rmb, lambda told: self._confirmed(rmb, told), over)
+        owner.rkey_exchanges.confirm(rmb, lambda known: self._confirmed(rmb, known), over)
 
     def _make_rmb(self, size: int) -> Rmb:
         owner = self._owner
@@ -368,82 +370,82 @@ class OwnRmbs:
         self._regions[rmb] = regions
         return rmb
 
-    def _confirmed(self, rmb: Rmb, told: Told) -> None:
+    def _confirmed(self, rmb: Rmb, known: PeerKnowledge) -> None:
         waiting = self._waiting.pop(rmb.element_size)
-        if told is not Told.KNOWN:
+        if known is not PeerKnowledge.KNOWN:
             if rmb not in self._regions:
                 pass  # the group has ended, and freed it
-            elif told is Told.IN_DOUBT:
-                self._idle.take_back(rmb)
+            elif known is PeerKnowledge.IN_DOUBT:
+                self._idle.withdraw(rmb)
             else:
                 self.free(rmb)
             for done, _ in waiting:
                 done(None)
             return
         self.pool.add(rmb)
-        self._idle.emptied(rmb)  # until somebody takes an element; a spare waits for that
+        self._idle.on_empty(rmb)  # until an element is taken, perhaps much later from a spare
         self._serve(rmb.element_size, waiting)
 
 
 class IdleRmbs:
-    """When this side's RMBs of one link group are deleted."""
+    """Decides when this side's RMBs of one link group are deleted."""
 
     def __init__(self, owner: RmbOwner, own: OwnRmbs) -> None:
         self._owner = owner
         self._own = own
         self._empty_since: dict[Rmb, float] = {}
-        # Out of the pool; the first of them may be named in a DELETE RKEY under way.
+        # Removed from the pool; a DELETE RKEY under way may name the first of them.
         self._leaving: dict[Rmb, None] = {}
-        self._asking = False
+        self._deleting = False
         self._timer: Timer | None = None
         self._closed = False
 
     @property
     def leaving(self) -> tuple[Rmb, ...]:
-        """RMBs that are out of the pool; the peer may know them still."""
+        """RMBs removed from the pool that the peer may still know."""
         return tuple(self._leaving)
 
-    def emptied(self, rmb: Rmb) -> None:
-        """Nobody uses an RMB of the pool any more."""
+    def on_empty(self, rmb: Rmb) -> None:
+        """No element of an RMB of the pool is in use any more."""
         self._empty_since[rmb] = self._owner.timers.now()
-        self._look_later()
+        self._check_later()
 
     def used(self, rmb: Rmb) -> None:
         """An element of an RMB was handed out."""
         self._empty_since.pop(rmb, None)
         if self._empty_since:
-            self._look_later()
+            self._check_later()
 
-    def take_back(self, rmb: Rmb) -> None:
-        """Have the peer forget an RMB that it refused and may know all the same."""
+    def withdraw(self, rmb: Rmb) -> None:
+        """Delete an RMB that the peer refused, but may know."""
         self._leaving[rmb] = None
-        self._look_later()
+        self._check_later()
 
     def close(self) -> None:
-        """The group ends; the memory is `OwnRmbs`'s to free."""
+        """The group ends; `OwnRmbs` frees the memory."""
         self._closed = True
         self._empty_since.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look_later(self) -> None:
+    def _check_later(self) -> None:
         if self._timer is None and not self._closed:
-            self._timer = self._owner.timers.call_later(_LOOK_EVERY, self._look)
+            self._timer = self._owner.timers.call_later(_CHECK_INTERVAL, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         for rmb in self._due():
             self._own.pool.remove(rmb)
             del self._empty_since[rmb]
             self._leaving[rmb] = None
         self._delete()
-        # A group without connections goes as a whole; with the next one, `used` looks again.
+        # A group without connections ends as a whole; `used` checks again with the next one.
         if self._leaving or (self._empty_since and self._owner.connections):
-            self._look_later()
+            self._check_later()
 
     def _due(self) -> list[Rmb]:
-        """Which RMBs have been empty long enough; of one size the newest go first."""
+        """The RMBs that have been empty long enough; the newest of a size come first."""
         now, owner = self._owner.timers.now(), self._owner
         if not owner.connections:
             return []
@@ -460,12 +462,12 @@ class IdleRmbs:
 
     def _delete(self) -> None:
         batch = tuple(islice(self._leaving, MAX_DELETED))
-        if batch and not self._asking and self._owner.usable:
-            self._asking = True
+        if batch and not self._deleting and self._owner.usable:
+            self._deleting = True
             self._owner.rkey_exchanges.delete(batch, lambda replied: self._deleted(batch, replied))
 
     def _deleted(self, batch: tuple[Rmb, ...], replied: bool) -> None:
-        self._asking = False
+        self._deleting = False
         if self._closed:
             return
         if replied:

@@ -1,8 +1,8 @@
-"""What the peer of a link group lets us write into: its RMBs and their RTokens.
+"""The RMBs of the peer of a link group, into which this side writes, and their RTokens.
 
-An RToken is the RKey and address of an RMB on one link (RFC 7609, 1.1).  An RMB is known under
-one RToken per link; all of them name the same elements, so that an element in use is found
-whichever link a new message names it on (RFC 7609, 3.5.2.2).
+An RToken is the RKey and address of an RMB on one link (RFC 7609, 1.1). An RMB has one RToken per
+link. All of them name the same elements, so that an element in use is found on whichever link a new
+message names it (RFC 7609, 3.5.2.2).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class RToken(NamedTuple):
-    """How one RMB is reached over one link."""
+    """RKey and address of one RMB on one link."""
 
     rkey: int
     address: int
@@ -54,7 +54,7 @@ class PeerRmbs:
     def __init__(self) -> None:
         self._by_token: dict[tuple[int, int], PeerRmb] = {}
         self._rmbs: dict[PeerRmb, None] = {}
-        # RTokens of links that have gone, by link number, the latest last.
+        # RTokens of removed links, by link number, the latest last.
         self._late: dict[int, dict[RToken, PeerRmb]] = {}
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class PeerRmbs:
         return self._by_token.get((link_number, rkey))
 
     def find_named(self, link_number: int, token: RToken) -> PeerRmb | None:
-        """The RMB that has this RToken on this link, or had it when the link has just gone."""
+        """The RMB that has this RToken on this link, or had it on a link that was just removed."""
         rmb = self.find(link_number, token.rkey)
         if rmb is not None:
             return rmb if rmb.tokens[link_number] == token else None
@@ -76,10 +76,10 @@ class PeerRmbs:
         return rmb if rmb in self._rmbs else None
 
     def learn_untrusted(self, tokens: dict[int, RToken]) -> PeerRmb:
-        """Note an RMB's RTokens, by link number; the same again is no change.
+        """Note an RMB's RTokens, by link number. Known ones change nothing.
 
-        Raises ProtocolError when the table is full or the tokens contradict what is known;
-        nothing is noted then.
+        Raises:
+          ProtocolError: the table is full, or the tokens contradict known ones. Nothing is noted.
         """
         keys = [(number, token.rkey) for number, token in tokens.items()]
         known = {self._by_token[key] for key in keys if key in self._by_token}
@@ -97,9 +97,10 @@ class PeerRmbs:
         return rmb
 
     def add_token_untrusted(self, rmb: PeerRmb, number: int, token: RToken) -> None:
-        """Note a known RMB's RToken on one more link; the same again is no change.
+        """Note a known RMB's RToken on one more link. A known one changes nothing.
 
-        Raises ProtocolError when it contradicts what is known.
+        Raises:
+          ProtocolError: it contradicts a known RToken.
         """
         self._check_untrusted(rmb, number, token)
         rmb.tokens[number] = token
@@ -112,7 +113,7 @@ class PeerRmbs:
             raise ProtocolError("an RMB's RToken changed")
 
     def covers(self, number: int) -> bool:
-        """Whether every RMB that a connection writes into has an RToken on this link."""
+        """True if every RMB that a connection writes into has an RToken on this link."""
         return all(number in rmb.tokens for rmb in self._rmbs if rmb.elements)
 
     def rkeys(self, number: int) -> list[int]:
@@ -120,7 +121,7 @@ class PeerRmbs:
         return [rmb.tokens[number].rkey for rmb in self._rmbs if number in rmb.tokens]
 
     def renumber(self, old: int, new: int) -> None:
-        """A link got its number from the server."""
+        """The server has assigned a number to a link."""
         if old == new:
             return
         for rmb in self._rmbs:
@@ -131,13 +132,13 @@ class PeerRmbs:
                 self._by_token[new, token.rkey] = rmb
 
     def forget(self, rmb: PeerRmb) -> None:
-        """Drop an RMB under all its RTokens."""
+        """Drop an RMB with all its RTokens."""
         del self._rmbs[rmb]
         for number, token in rmb.tokens.items():
             del self._by_token[number, token.rkey]
 
     def forget_link(self, number: int) -> None:
-        """Drop all RTokens of a link; an RMB that had no other cannot be reached any more."""
+        """Drop all RTokens of a link, and RMBs that have no other RToken."""
         self._late.pop(number, None)
         late = self._late[number] = {}
         if len(self._late) > GONE_LINKS:

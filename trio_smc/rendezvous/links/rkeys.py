@@ -1,29 +1,28 @@
-"""RKeys of a link group: what each side tells the other of its RMBs (RFC 7609, 3.5.5.2).
+"""RKeys of a link group: each side announces its RMBs to the other (RFC 7609, 3.5.5.2).
 
 Theory of operation
 -------------------
-An RMB has one RToken per link.  Four exchanges keep both sides' tables alike: CONFIRM RKEY tells
-a new RMB's RTokens on all links, DELETE RKEY takes RMBs back, the ADD LINK CONTINUATIONs of a new
-link pair what is known on an existing link with what is new (`pairs_for`,
-`learn_pairs_untrusted`), and the loss of a link takes its RTokens with it (`forget_link`).
+An RMB has one RToken per link. Four exchanges keep the tables of both sides equal: CONFIRM RKEY
+announces a new RMB's RTokens on all links; DELETE RKEY deletes RMBs; the ADD LINK CONTINUATIONs of
+a new link pair known RTokens on an existing link with new ones (`pairs_for`,
+`learn_pairs_untrusted`); and the loss of a link removes its RTokens (`forget_link`).
 
-CONFIRM RKEY has room for three links.  For more, CONTINUATIONs follow on the same link (A.3.6),
-all sent at once; each message is echoed by itself, and the exchange is over with the last echo.
-The peer's are put together link by link (`_Parts`): in order, counted, and no longer than the
-byte that counts them allows.  What is out of order is a protocol error; what cannot be used gets
-a negative reply.  Both messages and replies are made when their turn comes, so that they
-name the links there are by then.
+CONFIRM RKEY has room for three links. For more, CONTINUATIONs follow on the same link (A.3.6), all
+sent at once. Each message is echoed by itself, and the exchange ends with the last echo. The peer's
+messages are assembled for each link (`_Parts`), in order and counted; the counter of one byte
+limits their number. A message out of order is a protocol error; RTokens that cannot be used get a
+negative reply. Messages and replies are made when their turn comes, so that they name the links of
+that moment.
 
-`Rkeys` makes and reads all these messages.  `RkeyExchanges` has the requests of both sides wait for
-their turn, which `exchanges` decides; which RMBs there are is decided in `own_rmbs`.
+`Rkeys` makes and reads all these messages. In `RkeyExchanges` the requests of both sides wait for
+their turn, which `exchanges` decides; `own_rmbs` decides which RMBs there are.
 
-Our requests begin anew, with the links there are then: after a failed link, after a reply that
-says so, and when an ADD LINK or DELETE LINK of the server overtook them (3.5.5.3.3); the last kind
-stays `_current` until its reply has come.
+A request of this side begins again, with the links of that moment, after a failed link, after a
+reply that requires it, and if an ADD LINK or DELETE LINK of the server overtook it (3.5.5.3.3). In
+the last case the request stays `_current` until its reply has arrived.
 
-Requests of the peer are answered at once where the table allows it.  While links change, a
-CONFIRM RKEY is refused with "retry" (3.5.5.3.1) and a DELETE RKEY is answered when they have
-changed.
+Requests of the peer are answered at once if the state permits. While links change, a CONFIRM RKEY
+is refused with "retry" (3.5.5.3.1), and a DELETE RKEY is answered after the change.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous.links.own_rmbs import Told
+from trio_smc.rendezvous.links.own_rmbs import PeerKnowledge
 from trio_smc.rendezvous.links.peer_rmbs import RToken
 from trio_smc.wire import llc
 
@@ -61,7 +60,7 @@ LOGGER = logging.getLogger("trio_smc.link_group")
 _LLC_LOGGER = logging.getLogger("trio_smc.llc")
 
 _MAX_QUEUED: Final = 512
-_MAX_PUT_OFF: Final = 16
+_MAX_DEFERRED: Final = 16
 _RETRIES: Final = 3
 _RETRY_DELAY: Final = 0.05
 """Seconds before the first retry; four times as long before each further one."""
@@ -99,12 +98,12 @@ def confirm_rkey_messages(tokens: dict[int, RToken], number: int) -> list[llc.Me
 
 
 class _Parts:
-    """A CONFIRM RKEY of the peer, as far as it has come.
+    """The parts of a CONFIRM RKEY of the peer that have arrived.
 
     Attributes:
       tokens: by link number.
-      left: how many RTokens are still to come.
-      refused: whether a part of it got a negative reply; what follows gets one, too.
+      left: the number of RTokens that are still to come.
+      refused: True if a part got a negative reply; the following parts get one, too.
     """
 
     __slots__ = ("left", "refused", "tokens")
@@ -115,7 +114,7 @@ class _Parts:
         self.refused: bool = False
 
     def add_untrusted(self, others: Iterable[llc.LinkRToken]) -> None:
-        """Take what one message brings.  Raises ProtocolError when it names a link again."""
+        """Add the RTokens of one message.  Raises ProtocolError if it names a link again."""
         for other in others:
             if other.link_number in self.tokens:
                 raise ProtocolError(f"two RKeys for link {other.link_number}")
@@ -127,10 +126,10 @@ class PeerRequest(NamedTuple):
     """An RKey message of the peer, to be answered when its turn comes.
 
     Fields:
-      link: where it came, and where the answer goes.
+      link: the link of the message and of its answer.
       message: CONFIRM RKEY, its CONTINUATION, or DELETE RKEY.
-      parts: what it belongs to; None for DELETE RKEY.
-      last: whether no further part follows.
+      parts: all parts so far; None for DELETE RKEY.
+      last: True if no further part follows.
     """
 
     link: Link
@@ -140,7 +139,7 @@ class PeerRequest(NamedTuple):
 
 
 class Rkeys:
-    """What one link group tells and is told of RKeys."""
+    """Makes and reads the RKey messages of one link group."""
 
     def __init__(self, group: Group, own: OwnRmbs) -> None:
         self._group = group
@@ -156,14 +155,14 @@ class Rkeys:
     # --- links come and go --------------------------------------------------------------------
 
     def register_on(self, link: Link) -> None:
-        """Register all RMBs of this side, and those still to come, on a new link.
+        """Register all RMBs of this side, also future ones, on a new link.
 
-        Raises RnicError; then none is registered there.
+        Raises RnicError; then no RMB is registered on the link.
         """
         self._own.register_on(link)
 
     def forget_link(self, number: int) -> None:
-        """A link is gone, or was not added: close its registrations, forget its RTokens.
+        """Close the registrations and drop the RTokens of a link that is removed or not added.
 
         To be called before the link's protection domain is closed.  Idempotent.
         """
@@ -172,12 +171,12 @@ class Rkeys:
         self._group.peer_rmbs.forget_link(number)
 
     def renumber(self, old: int, new: int) -> None:
-        """The first link got its number from the server (3.5.1.5)."""
+        """The server has assigned a number to the first link (3.5.1.5)."""
         self._own.renumber(old, new)
         self._group.peer_rmbs.renumber(old, new)
 
     def pairs_for(self, old: Link, new: Link) -> list[llc.RTokenPair]:
-        """What ADD LINK CONTINUATION tells: every RMB of ours that the peer knows on ``old``."""
+        """The pairs for ADD LINK CONTINUATION: every RMB of ours that the peer knows on ``old``."""
         own = self._own
         pairs = []
         for rmb in own.known_to_peer():
@@ -193,13 +192,13 @@ class Rkeys:
         return pairs
 
     def learn_pairs_untrusted(self, old: Link, new: Link, pairs: Sequence[llc.RTokenPair]) -> None:
-        """Note the peer's RTokens on ``new``; `forget_link` drops them when it is not added.
+        """Note the peer's RTokens on ``new``; `forget_link` drops them if the link is not added.
 
-        A pair for an unknown RMB is ignored: our reply to its DELETE RKEY may be on its way over
-        another link.
+        A pair for an unknown RMB is ignored, because our reply to its DELETE RKEY may be in flight
+        on another link.
 
         Raises:
-          ProtocolError: a pair contradicts what is known.
+          ProtocolError: a pair contradicts known RTokens.
         """
         peer, strange = self._group.peer_rmbs, 0
         for pair in pairs:
@@ -208,22 +207,22 @@ class Rkeys:
                 strange += 1
                 continue
             peer.add_token_untrusted(rmb, new.number, RToken(pair.new_rkey, pair.new_address))
-        if strange:  # one line, whatever the peer sends
+        if strange:  # one line, however many pairs the peer sends
             LOGGER.info("%r: %d RKeys for another link name no RMB", old, strange)
 
     def covers(self, link: Link) -> bool:
-        """Whether every RMB of the peer that a connection writes into is known on ``link``."""
+        """True if every RMB of the peer that a connection writes into is known on ``link``."""
         return self._group.peer_rmbs.covers(link.number)
 
     # --- our RMBs -----------------------------------------------------------------------------
 
     def confirmation(self, rmb: Rmb, numbers: Iterable[int], link: Link) -> list[llc.Message]:
-        """What tells the peer of an RMB on the links of these numbers, sent over ``link``."""
+        """The messages that announce an RMB on the links of these numbers, sent over ``link``."""
         tokens = self._own.tokens(rmb)
         return confirm_rkey_messages({each: tokens[each] for each in numbers}, link.number)
 
     def deletion(self, rmbs: Sequence[Rmb], link: Link) -> list[llc.Message]:
-        """What takes RMBs back, sent over ``link``."""
+        """The messages that delete RMBs, sent over ``link``."""
         own = self._own
         return [llc.DeleteRkey(rkeys=tuple(own.tokens(rmb)[link.number].rkey for rmb in rmbs))]
 
@@ -235,7 +234,7 @@ class Rkeys:
     # --- RMBs of the peer -----------------------------------------------------------------------
 
     def request_untrusted(self, link: Link, message: RkeyMessage) -> PeerRequest:
-        """What the peer asks by CONFIRM RKEY, its CONTINUATION, or DELETE RKEY.
+        """Read a CONFIRM RKEY, its CONTINUATION, or a DELETE RKEY.
 
         Raises:
           ProtocolError: a CONTINUATION is missing, out of order, or names a link twice.
@@ -255,7 +254,7 @@ class Rkeys:
         return PeerRequest(link, message, parts, last=not parts.left)
 
     def answer(self, request: PeerRequest) -> None:
-        """Take over what the peer says, and echo it."""
+        """Apply the peer's request and echo it."""
         link, message, parts, last = request
         if isinstance(message, llc.DeleteRkey):
             unknown = self._forget_rkeys(link, message.rkeys)
@@ -274,7 +273,7 @@ class Rkeys:
                 self._fail_links_without_rkey(parts.tokens)
 
     def refuse(self, request: PeerRequest) -> None:
-        """Links are changing: the peer is to try again when they have (3.5.5.3.1, 3.5.5.3.2)."""
+        """Refuse a request while links change; the peer tries again (3.5.5.3.1, 3.5.5.3.2)."""
         message = request.message
         if request.parts is not None:
             request.parts.refused = True
@@ -299,7 +298,7 @@ class Rkeys:
         return True
 
     def _fail_links_without_rkey(self, tokens: dict[int, RToken]) -> None:
-        """C.7.1: a link for which the peer gives no RKey has failed there."""
+        """Fail the links for which the peer gives no RKey: they have failed there (C.7.1)."""
         for number in self.carrying():
             if number not in tokens and number in self._group.links:
                 link = self._group.links[number]
@@ -307,7 +306,7 @@ class Rkeys:
                 link.machine.send("failed")
 
     def _forget_rkeys(self, link: Link, rkeys: tuple[int, ...]) -> list[int]:
-        """The places of those that are not known."""
+        """Forget RMBs; return the places of the RKeys that are unknown."""
         unknown = []
         for position, rkey in enumerate(rkeys):
             rmb = self._group.peer_rmbs.find(link.number, rkey)
@@ -325,11 +324,11 @@ class RkeyRequest:
     """A CONFIRM RKEY with its CONTINUATIONs or a DELETE RKEY of ours, waiting or under way.
 
     Attributes:
-      messages: makes the request for the link it will travel on, when its turn has come.
-      finished: called once with whether the peer agreed.
-      over: the link to send it over, if that is still usable then.
-      in_doubt: whether it was sent and what became of that is not known: the peer may have done
-        it, even if it refuses to do it again.
+      messages: makes the request for the link that will carry it, when its turn comes.
+      finished: called once, with True if the peer agreed.
+      over: the link to send it over, if that is still usable.
+      in_doubt: True if it was sent and had no reply: the peer may have accepted it, even if it
+        refuses a repetition.
     """
 
     messages: Callable[[Link], list[llc.Message]]
@@ -350,34 +349,34 @@ class RkeyRequest:
             link.send_llc(message)
 
     def on_echo_untrusted(self, echo: RkeyMessage) -> bool:
-        """Whether this echo was the last.  Raises ProtocolError when it is not one."""
+        """Process an echo; True if it was the last one.  Raises ProtocolError if it is none."""
         if not self._awaited or type(echo) is not self._awaited.popleft():
             raise ProtocolError(f"{type(echo).__name__} reply without a request")
         if isinstance(echo, llc.DeleteRkey):
-            if echo.negative:  # nothing beyond logging (A.3.7)
+            if echo.negative:  # only logged (A.3.7)
                 _LLC_LOGGER.info(
                     "the peer did not know all RKeys: mask %#04x, or %d in version 2",
                     echo.error_mask, echo.unknown,
                 )  # fmt: skip
         elif echo.negative and not self._negative:
             self._negative = True
-            # Only CONFIRM RKEY has the C bit; what refuses a CONTINUATION is a change (3.5.5.3).
+            # Only CONFIRM RKEY has the C bit; a CONTINUATION is refused during a change (3.5.5.3).
             self._retry = not isinstance(echo, llc.ConfirmRkey) or echo.retry
         return not self._awaited
 
     @property
     def agreed(self) -> bool:
-        """Whether no echo was negative."""
+        """True if no echo was negative."""
         return not self._negative
 
     def next_delay(self) -> float:
-        """Seconds until it is to be tried again; each time longer."""
+        """Seconds until the next try; longer each time."""
         self.tries += 1
         return _RETRY_DELAY * float(4 ** (self.tries - 1))
 
     @property
     def to_be_retried(self) -> bool:
-        """Whether the peer wants it again when its configuration change is over."""
+        """True if the peer wants a repetition after its configuration change."""
         return self._negative and self._retry and self.tries < _RETRIES
 
 
@@ -392,9 +391,9 @@ class RkeyExchanges:
         self._current: RkeyRequest | None = None
         self._rkeys_link: Link | None = None
         self._rkeys_timer: Timer | None = None
-        # More than one when they come in the middle of an action: their events wait, too.
+        # More than one if they arrive during an action, when their events wait, too.
         self._peer_requests: deque[PeerRequest] = deque()
-        self._put_off: deque[PeerRequest] = deque()
+        self._deferred: deque[PeerRequest] = deque()
         self._retries: dict[RkeyRequest, Timer] = {}
 
     @property
@@ -409,55 +408,63 @@ class RkeyExchanges:
 
     # --- requests of this side ------------------------------------------------------------
 
-    def confirm(self, rmb: Rmb, finished: Callable[[Told], None], over: Link | None = None) -> None:
-        """Tell the peer of a new RMB on all links (3.5.5.2.1).
+    def confirm(
+        self, rmb: Rmb, finished: Callable[[PeerKnowledge], None], over: Link | None = None
+    ) -> None:
+        """Announce a new RMB to the peer on all links (3.5.5.2.1).
 
-        ``over``: the link of the first connection that uses it, which carries the message (A.3.5).
-        ``finished`` is called once with whether the peer knows it, now or later.
+        Args:
+          finished: called once with the outcome, now or later.
+          over: the link of the first connection that uses the RMB; it carries the message (A.3.5).
         """
         self._confirm(rmb, finished, over, in_doubt=False)
 
     def _confirm(
-        self, rmb: Rmb, finished: Callable[[Told], None], over: Link | None, *, in_doubt: bool
+        self,
+        rmb: Rmb,
+        finished: Callable[[PeerKnowledge], None],
+        over: Link | None,
+        *,
+        in_doubt: bool,
     ) -> None:
         rkeys = self._rkeys
-        told: set[int] = set()
+        confirmed_on: set[int] = set()
 
         def messages(link: Link) -> list[llc.Message]:
-            told.clear()
-            told.update([link.number, *rkeys.carrying()])
-            return rkeys.confirmation(rmb, told, link)
+            confirmed_on.clear()
+            confirmed_on.update([link.number, *rkeys.carrying()])
+            return rkeys.confirmation(rmb, confirmed_on, link)
 
         def answered(agreed: bool) -> None:
-            # A link that came up while the reply was on its way over another one.
-            if agreed and not told.issuperset(rkeys.carrying()):
+            # A link came up while the reply was in flight on another one.
+            if agreed and not confirmed_on.issuperset(rkeys.carrying()):
                 self._confirm(rmb, finished, over, in_doubt=True)
             elif agreed:
-                finished(Told.KNOWN)
+                finished(PeerKnowledge.KNOWN)
             else:
-                finished(Told.IN_DOUBT if request.in_doubt else Told.REFUSED)
+                finished(PeerKnowledge.IN_DOUBT if request.in_doubt else PeerKnowledge.REFUSED)
 
         request = RkeyRequest(messages, answered, over, in_doubt=in_doubt)
         self._change(request)
 
     def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
-        """Take back up to eight RMBs that nobody uses (3.5.5.2.2).
+        """Delete up to eight unused RMBs (3.5.5.2.2).
 
-        ``finished`` is called once with whether the peer replied: a negative reply, from a peer
-        that knew an RMB no more, is as good as another and only logged (A.3.7).
+        ``finished`` is called once, with True if the peer replied. A negative reply, of a peer that
+        did not know an RMB any more, counts as a reply and is only logged (A.3.7).
         """
         self._change(RkeyRequest(lambda link: self._rkeys.deletion(rmbs, link), finished))
 
     def _change(self, request: RkeyRequest) -> None:
-        """Confirm or delete RKeys, now or when the exchange under way is done."""
+        """Confirm or delete RKeys, now or after the exchange under way."""
         if self._exchange.state == "ENDED" or len(self._queue) >= _MAX_QUEUED:
             request.finished(False)
             return
         self._queue.append(request)
-        self._exchange.queued()
+        self._exchange.start_queued()
 
     def start(self) -> bool:
-        """Begin the request of ours that waits longest, if one does and may."""
+        """Begin the oldest waiting request of this side, if one may begin."""
         link = self._group.links.oldest()
         if not self._queue or link is None or self._current is not None:
             return False
@@ -468,7 +475,7 @@ class RkeyExchanges:
         return True
 
     def on_reply_untrusted(self, link: Link, reply: RkeyMessage) -> None:
-        """An echo of our RKey request; raises ProtocolError when there was none on ``link``."""
+        """Process an echo; raises ProtocolError if no request of ours was sent on ``link``."""
         request = self._current
         if request is None or link is not self._rkeys_link:
             raise ProtocolError(f"{type(reply).__name__} reply without a request")
@@ -476,7 +483,7 @@ class RkeyExchanges:
             self._exchange.send("rkeys_replied")
 
     def send(self) -> None:
-        """Our request; then wait for the echoes."""
+        """Send our request and start the timer for its echoes."""
         if self._current is not None and self._rkeys_link is not None:
             self._current.send(self._rkeys_link)
         self._rkeys_timer = self._group.timers.call_later(
@@ -484,18 +491,18 @@ class RkeyExchanges:
         )
 
     def stop_timer(self) -> None:
-        """They came, or do not matter any more."""
+        """The echoes came, or are no longer needed."""
         if self._rkeys_timer is not None:
             self._rkeys_timer.cancel()
             self._rkeys_timer = None
 
     def end(self) -> None:
-        """All echoes are there."""
+        """All echoes have arrived."""
         request, self._current, self._rkeys_link = self._current, None, None
         if request is None:
             return
         if request.to_be_retried:
-            # 3.5.5.3.1: begin anew when the peer's exchange is over; nothing tells when it is.
+            # 3.5.5.3.1: begin again after the peer's exchange, whose end is not announced.
             self._retries[request] = self._group.timers.call_later(
                 request.next_delay(), lambda: self._retry(request)
             )
@@ -503,18 +510,18 @@ class RkeyExchanges:
         request.finished(request.agreed)
 
     def redo(self) -> None:
-        """Links have changed meanwhile: begin anew, whatever the peer said (3.5.5.3.3)."""
+        """Begin again whatever the replies were, because links have changed (3.5.5.3.3)."""
         request, self._current, self._rkeys_link = self._current, None, None
         if request is not None:
             request.in_doubt = True
             self._queue.appendleft(request)
 
     def fail_link(self) -> None:
-        """The link over which the request was sent has failed (C.7.1)."""
+        """The link that carried the request has failed (C.7.1)."""
         fail(self._rkeys_link, self._exchange.state)
 
     def link_lost(self, link: Link, *, begun: bool) -> bool:
-        """What travels on ``link`` has failed; whether our request did."""
+        """``link`` has failed; True if it carried our request."""
         if link is not self._rkeys_link:
             return False
         if not begun:
@@ -527,7 +534,7 @@ class RkeyExchanges:
         self._change(request)
 
     def fail_queued(self) -> None:
-        """Tell everybody who waits (2.3)."""
+        """Let all waiting requests fail (2.3)."""
         waiting = [self._current] if self._current is not None else []
         waiting += self._queue
         waiting += self._retries
@@ -536,14 +543,14 @@ class RkeyExchanges:
         self._current = None
         self._queue.clear()
         self._retries.clear()
-        self._put_off.clear()
+        self._deferred.clear()
         for request in waiting:
             request.finished(False)
 
     # --- requests of the peer -------------------------------------------------------------
 
     def on_request_untrusted(self, link: Link, message: RkeyMessage) -> None:
-        """An RKey request of the peer.  Raises ProtocolError, see `Rkeys.request_untrusted`."""
+        """Process an RKey request of the peer.  Raises: see `Rkeys.request_untrusted`."""
         self._peer_requests.append(self._rkeys.request_untrusted(link, message))
         self._exchange.send("peer_rkeys")
 
@@ -551,22 +558,22 @@ class RkeyExchanges:
         """Answer the peer's RKey request."""
         self._answer(self._peer_requests.popleft())
 
-    def answer_put_off(self) -> None:
-        """Links have changed: answer what waited for that."""
-        while self._put_off:
-            self._answer(self._put_off.popleft())
+    def answer_deferred(self) -> None:
+        """Answer the deferred requests, because links have changed."""
+        while self._deferred:
+            self._answer(self._deferred.popleft())
 
     def _answer(self, request: PeerRequest) -> None:
         if request.link.state != "DOWN":
             self._rkeys.answer(request)
 
-    def put_off_peer(self) -> None:
-        """RKeys may not change while links do (3.5.5.3.1, 3.5.5.3.2)."""
+    def defer_peer(self) -> None:
+        """Refuse or defer a request, because links are changing (3.5.5.3.1, 3.5.5.3.2)."""
         request = self._peer_requests.popleft()
         if not isinstance(request.message, llc.DeleteRkey):
             self._rkeys.refuse(request)
-        elif len(self._put_off) < _MAX_PUT_OFF:
-            self._put_off.append(request)
+        elif len(self._deferred) < _MAX_DEFERRED:
+            self._deferred.append(request)
         else:
             _LLC_LOGGER.warning(
                 "%r: the peer does not wait for replies to DELETE RKEY", request.link
@@ -575,7 +582,7 @@ class RkeyExchanges:
 
 
 def fail(link: Link | None, state: str) -> None:
-    """An exchange on ``link`` was not answered."""
+    """Fail ``link``, because an exchange on it was not answered."""
     if link is not None:
         _LLC_LOGGER.info("%r: an LLC request was not answered: %s", link, state)
         link.machine.send("failed")
