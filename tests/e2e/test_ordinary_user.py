@@ -16,7 +16,7 @@ import trio
 
 NOBODY = 65534
 
-# Who is root becomes nobody, once all is imported: nobody may not be able to read the modules.
+# Root changes to another user after the imports: that user may not be able to read the modules.
 BOTH = """
     import encodings.idna, os, sys
     sys.path[:0] = {path!r}
