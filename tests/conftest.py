@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    # Who starts us in the background of a shell has it ignored, and so would the processes that
+    # A shell that starts the tests in the background ignores SIGINT, and so would processes that
     # tests interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -131,7 +131,7 @@ def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def full(request: pytest.FixtureRequest) -> bool:
-    """Whether --full was given: a test may then run more cases."""
+    """True with --full: a test may then run more cases."""
     return bool(request.config.getoption("--full"))
 
 
@@ -161,7 +161,7 @@ def _runtime_base() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _session_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What fixtures of wider scope opened must be gone at the end of the run."""
+    """Resources of fixtures with a wider scope must be gone at the end of the run."""
     before = leaks.take()
     yield
     _fail_if_leaked(request, before, ())

@@ -1,8 +1,8 @@
-"""What a hung async test ends with: the stack of every Trio task, and an orderly cancellation.
+"""End a hung async test with the stack of every Trio task, and an orderly cancellation.
 
 pytest-timeout raises from its signal handler, which inside Trio's scheduler breaks the run and
 buries the reason. Here the handler only notes the tasks' stacks and asks Trio to cancel the test,
-so that fixtures close what they opened. Whoever does not react (blocked in a system call, or
+so that fixtures close what they opened. A test that does not react (blocked in a system call, or
 shielded) meets pytest-timeout's own way a few seconds later.
 
 A test that only calculates (``@pytest.mark.calculates``) waits for nothing, so that a busy machine

@@ -1,4 +1,4 @@
-"""What this process holds: descriptors, threads, children, memfd mappings, files.
+"""The resources of this process: descriptors, threads, children, memfd mappings, files.
 
 A test takes a `Snapshot` before and after and asks `leaked(before, after)` for one line of text
 per thing that is there afterwards and was not before. Everything is read from /proc and from
@@ -21,7 +21,7 @@ _IDLE_TRIO_WORKER = "Trio thread "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What the process holds at one moment; each mapping goes from an identity to a description."""
+    """The resources at one moment; each mapping goes from an identity to a description."""
 
     descriptors: dict[tuple[int, str], str]
     threads: dict[int, str]
@@ -89,7 +89,7 @@ def _describe(pid: int) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except (FileNotFoundError, ProcessLookupError):
         return "gone"
-    return command or "zombie: nobody waited for it"
+    return command or "zombie: its parent did not wait for it"
 
 
 def _memfd_mappings() -> dict[str, str]:

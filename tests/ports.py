@@ -1,4 +1,4 @@
-"""Ports where nobody listens, and that the system gives to nobody else."""
+"""Ports without a listener, which the system assigns to no other socket."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def reserved_port(port: int = 0) -> Iterator[int]:
-    """A port of all addresses that is bound, so that whoever connects is refused.
+    """A port of all addresses that is bound, so that a connect to it is refused.
 
     A server that sets SO_REUSEADDR, as nearly all do, can listen there meanwhile.  A port that was
-    free a moment ago can be somebody else's by now, or that of the socket that connects to it,
+    free a moment ago can belong to another process by now, or to the socket that connects to it,
     which then is connected to itself.
 
     Args:

@@ -1,4 +1,4 @@
-"""What make does about Debian packages that are missing."""
+"""How make handles missing Debian packages."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _leak(self: OwnRmbs) -> None:
 
 
 def _no_end(self: Negotiation) -> None:
-    """A time-out that nobody hears of."""
+    """A time-out without a notification."""
 
 
 def _crash(self: Rkeys, *_: object) -> None:

@@ -46,7 +46,7 @@ def _crash(self: Rkeys, *_: object) -> None:
 
 
 def _deaf(self: LinkGroup) -> None:
-    """Connections that nobody tells that their link is lost."""
+    """Connections that are not notified of a lost link."""
 
 
 def _no_pairs(self: Rkeys, *_: object) -> list[object]:
@@ -100,7 +100,7 @@ def test_a_broken_link_group_is_noticed_and_its_schedule_replays(
         (Link, "start_idle_timer", _no_tests, "the server []", 745),
         (GroupTable, "rnic_changed", lambda *_: None, "RNICs", 249),
     ],
-    ids=["no TEST LINK", "RNICs that nobody hears of"],
+    ids=["no TEST LINK", "RNICs that are not reported"],
 )
 def test_a_rarely_noticed_defect_is_noticed_in_a_known_schedule(
     owner: type,

@@ -27,11 +27,11 @@ def test_who_lost_a_message_is_reset_and_nobody_else(seed: int, full: bool) -> N
 
 
 def _credulous(self: Connection, _: int) -> None:
-    """What the peer says was sent is taken to have arrived."""
+    """Data that the peer has sent counts as arrived."""
 
 
 def _hasty(self: GroupMover) -> None:
-    """What other links brought is not looked at."""
+    """Messages of other links are ignored."""
 
 
 @pytest.mark.parametrize(

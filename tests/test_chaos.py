@@ -27,7 +27,7 @@ Damage = Callable[[bytes], bytes]
 
 
 class Tampered:
-    """A stream whose received data somebody changes on the way."""
+    """A stream whose received data is changed on the way."""
 
     def __init__(self, stream: Any, damage: Damage) -> None:
         self._stream = stream
@@ -169,7 +169,7 @@ class TestWhole:
         assert sides.whole()
 
     async def test_so_must_one_that_was_coming(self) -> None:
-        """It may count as usable for a moment before anybody has noticed."""
+        """A struck link may count as usable for a moment, until the failure is noticed."""
         sides = self.sides()
         server, _ = sides.both
         self.report_links(sides, 1, 3, coming=True)
@@ -298,9 +298,9 @@ async def test_one_rnic(runtime_directory: object, seed: int) -> None:
 async def test_two_rnics(
     runtime_directory: object, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is lost, and nobody is reset but who met a message that was not placed.
+    """Nothing is lost, and only connections with a message that was not placed are reset.
 
-    Each fault tells which link it has met.
+    Each fault names the link that it has struck.
     """
     struck, met = Sides.on_struck, Counter[int]()
 

@@ -68,12 +68,12 @@ def test_unknown_and_uncovered_requirements_are_problems() -> None:
 
 
 def test_where_we_differ_is_not_counted_and_still_needs_a_test() -> None:
-    text = '["1.2"]\ntitle = "A section"\n1 = { must = "Do it.", differs = "Nobody does." }'
+    text = '["1.2"]\ntitle = "A section"\n1 = { must = "Do it.", differs = "It cannot." }'
     sections = read(text)
     assert problems(sections, {}) == ["1.2/1 has no test (must): Do it."]
     made = page(sections, {"1.2/1": {"tests/test_a.py::test_b"}})
     assert "0 of 0 requirements have a test.  In 1 more" in made
-    assert "| Do it. **Differs:** Nobody does. | `test_a: test_b` |" in made
+    assert "| Do it. **Differs:** It cannot. | `test_a: test_b` |" in made
 
 
 def test_the_page_names_the_tests() -> None:

@@ -50,7 +50,7 @@ def test_one_that_fails_is_said_and_the_others_run(
     first = make("bin", "python3.11", "echo 3 11 2")
     make("bin", "python3.12", "echo 3 12 1")
     monkeypatch.setenv("PATH", str(first.parent))
-    monkeypatch.setattr(Path, "home", lambda: first.parent / "nobody")
+    monkeypatch.setattr(Path, "home", lambda: first.parent / "absent")
     ran: list[str] = []
 
     def tested(_python: Path, environment: Path, tests: list[str]) -> bool:

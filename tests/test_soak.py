@@ -33,7 +33,7 @@ async def test_a_short_one(runtime_directory: object, seed: int) -> None:
 
 
 async def test_whoever_waits_is_woken_beside_another_one() -> None:
-    """The second who waited took the first one's wake away, for a minute."""
+    """The second waiter took the first one's wakeup away, for a minute."""
     one = Soak(15.0, 1, lambda _: None)
     ready: set[str] = set()
     seen: dict[str, bool] = {}
@@ -54,7 +54,7 @@ async def test_whoever_waits_is_woken_beside_another_one() -> None:
 
 
 def problems_of(**held: list[int]) -> list[str]:
-    """What an hour with such samples of the server comes to."""
+    """The problems of an hour with such samples of the server."""
     one = Soak(3600.0, 1, lambda _: None)
     for index in range(100):
         sample = LEVEL | {what: values[index % len(values)] for what, values in held.items()}

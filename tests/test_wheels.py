@@ -1,4 +1,4 @@
-"""What is published: the files of sdist and wheel, and who says that a build is compiled."""
+"""The published files of sdist and wheel, and the report that a build is compiled."""
 
 from __future__ import annotations
 

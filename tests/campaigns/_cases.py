@@ -22,7 +22,7 @@ _AnyCase = TypeVar("_AnyCase", bound=_Case)
 
 @dataclass
 class Outcome:
-    """What every campaign of schedules saw.
+    """The result that every campaign of schedules has.
 
     Fields:
       faults: how often each kind of fault happened.
@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether no case broke a rule."""
+        """True if no case broke a rule."""
         return not self.failures
 
 

@@ -35,7 +35,7 @@ class Broken(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cdc:
-    """What one CDC tells: bytes written before it, window opened by it, and one flag or none."""
+    """One CDC message: bytes written before it, window opened by it, and at most one flag."""
 
     data: int = 0
     window: int = 0

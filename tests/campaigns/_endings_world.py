@@ -1,6 +1,6 @@
 """The world of the endings campaign: two connection cores, two links, a TCP connection, no I/O.
 
-Real RMBEs lie in real memory, each with a neighbour that nobody may touch. An element is cleared
+Real RMBEs lie in real memory, each with a neighbour that must not change. An element is cleared
 when its connection gives it back, and from then on a write into it is a violation, unless its
 owner gave up on the peer (a timer, lost links, an RMBE conflict, an end before the peer's Confirm):
 then only 4.4.2 protects it.
@@ -157,7 +157,7 @@ class World:
         own.established()
 
     def flush(self) -> None:
-        """What the scheduler does before it sleeps."""
+        """Do what the scheduler does before it sleeps."""
         flushes, self.flushes[:] = list(self.flushes), []
         for flush in flushes:
             assert callable(flush)
@@ -211,7 +211,7 @@ class World:
                 return
 
     def check_neighbours(self) -> None:
-        """Nobody wrote behind an element."""
+        """No write went beyond an element."""
         for rmbe in self.neighbours:
             if rmbe.data.tobytes().strip(b"\xa5"):
                 raise Broken("a write into the neighbouring element")

@@ -1,4 +1,4 @@
-"""What can happen to the links and RNICs of two stacks."""
+"""Faults of the links and RNICs of two stacks."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Faults:
         return True
 
     def _fault_unanswered(self) -> bool:
-        """Nobody answers for the address of an RNIC, for a while or until the end."""
+        """There is no answer for the address of an RNIC, for a while or until the end."""
         self.world.fabric.looks[self._rnic().gid] = self.rng.choice((1, 5, 15, 100, 1 << 30))
         return True
 

@@ -1,4 +1,4 @@
-"""What a campaign finds comes again from the command that it prints."""
+"""A finding of a campaign can be repeated by the command that it prints."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ schedules:
 
 - ``wild``: both applications write, read, half-close, close and abort at will, and in the end
   each has closed or aborted. Then both machines must reach CLOSED without any timer.
-- ``polite``: nobody aborts, and who closes has read to the end of stream (or never had a
+- ``polite``: no side aborts, and a side that closes has read to the end of stream (or never had a
   writer). Then every byte arrives, no PeerConnAbort and no reset is ever sent.
 - ``early``: as wild, but the server learns the client's RMBE late (3.5.2.4), with CDCs
   overtaking the Confirm. An abort that meets a server without anywhere to answer may need the
@@ -40,7 +40,7 @@ KINDS = ("wild", "polite", "early", "faults")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a campaign saw: cases by kind, those in which a timer fired, pairs never seen.
+    """The result of a campaign: cases by kind, those in which a timer fired, pairs never seen.
 
     ``untaken`` are pairs of state and event that would act but never occurred.
     """
@@ -158,7 +158,7 @@ class Schedule:
         both = self.rng.random() < 0.5
         writers = self.sides if both else (self.rng.choice(self.sides),)
         plans = {side: self.rng.randrange(12) for side in writers}
-        # Who never receives anything may close without a half close before it.
+        # A side that never receives may close without a half close before it.
         direct = not both and self.rng.random() < 0.5
         while True:
             steps = [step for side in self.sides for step in side.network()]
@@ -177,7 +177,7 @@ class Schedule:
                 raise Broken(f"{side.name} did not end in peace")
 
     def polite_steps(self, side: Side, plan: int | None, direct: bool) -> list[Step]:
-        """What a side may do that writes ``plan`` bytes, or None for one that only reads."""
+        """The possible steps of a side that writes ``plan`` bytes; None: it only reads."""
         steps: list[Step] = [side.take] if side.unread else []
         if plan is not None and side.written < plan:
             return [*steps, side.write]

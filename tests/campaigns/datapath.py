@@ -16,7 +16,7 @@ carry on (RFC 7609, 4.6; `tests.campaigns._moves`). Then every unread byte is lo
 step: a replay that changes one that the peer was told of is found out.
 
 Checked: the bytes; that nothing is written outside of the window granted (the receiver would
-reset); that nobody is stuck while the other end reads and the links move; that both are CLOSED
+reset); that no side is stuck while the other end reads and the links move; that both are CLOSED
 in the end, by FIN (a wild case: by FIN or RST, no timer needed); that nothing follows the flags
 C and A; that everything was given back.
 """
@@ -45,7 +45,7 @@ Counts: TypeAlias = tuple[int, int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a campaign saw."""
+    """The result of a campaign."""
 
     cases: int
     bytes_moved: int

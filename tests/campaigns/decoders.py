@@ -53,7 +53,7 @@ _CODECS = list(_VALID)
 
 @dataclass
 class Result:
-    """What a campaign saw.
+    """The result of a campaign.
 
     Fields:
       cases, seed, seconds: how many, replayed how, in what time.
@@ -70,7 +70,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether no case broke the rule."""
+        """True if no case broke the rule."""
         return not self.failures
 
 
@@ -163,7 +163,7 @@ def _fast_path(data: bytes) -> bytes:
 
 
 def _fabric(data: bytes) -> bytes:
-    # It came with as many descriptors as its kind wants; what if not, the RNIC's own tests ask.
+    # Also with a wrong number of descriptors for its kind, which the RNIC's own tests cover.
     for descriptors in (0, 1, 3):
         with contextlib.suppress(ProtocolError):
             again = fabric.decode_untrusted(data, descriptors).encode()

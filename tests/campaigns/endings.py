@@ -10,14 +10,14 @@ With --case one schedule is run again and told step by step.
 
 Kinds of schedules:
 
-- ``polite``: nobody aborts, and who closes has read to the end. Every byte arrives, both end by
-  FIN, no timer fires.
+- ``polite``: no side aborts, and a side that closes has read to the end. Every byte arrives, both
+  end by FIN, no timer fires.
 - ``wild``: the applications half-close, close and abort at any time. Both reach CLOSED without
   any timer.
 - ``early``: as wild, with messages that overtake the end of the rendezvous (3.5.2.4). A timer may
   be needed: an abort can meet a side that has nowhere to answer.
 - ``faults``: as early, and timers fire at will, links are lost at different times for the two,
-  TCP is reset by somebody else, the peer gives our RMBE to another (4.4.2), user timeouts,
+  TCP is reset from outside, the peer gives our RMBE to another (4.4.2), user timeouts,
   violations of the protocol.
 
 Always: both reach CLOSED; no byte is lost, duplicated or reordered, and at the end of the stream
@@ -50,7 +50,7 @@ _TEXT = random.Random("text").randbytes(1 << 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a campaign saw.
+    """The result of a campaign.
 
     ``untaken`` are pairs of state and event that act but never did; ``half_closed`` applications
     waited to send while the peer had ended its side.
@@ -302,7 +302,7 @@ class Schedule:
         raise Broken("it never ends")
 
     def check_progress(self) -> None:
-        """Nobody is stuck while the other end reads and the links move."""
+        """No side is stuck while the other end reads and the links move."""
 
         def standing() -> object:
             return [(app.sent, app.position, app.it.state, app.ended) for app in self.apps]

@@ -1,4 +1,4 @@
-"""Thousands of failures of RNICs under mixed traffic: nothing is lost, nobody is reset in vain.
+"""Thousands of failures of RNICs under mixed traffic: nothing is lost, no needless reset.
 
     python -m tests.campaigns.failover --cases N --seed S [--rnics 2]
 

@@ -6,7 +6,7 @@ A case is one TCP connection between two stacks (one in ten: of a stack with its
 have talked before.  On its way something is damaged, on either side: CLC messages and LLC
 messages are changed bit by bit or with a lie in one field, cut short, lengthened, doubled,
 swapped, replaced or lost; the TCP connection falls silent, ends or is reset; a link breaks, a send
-fails, memory or queue pairs run out; nobody answers for an address, or not at once; bytes come
+fails, memory or queue pairs run out; an address gets no answer, or a late one; bytes come
 one by one.  Then both applications send, and everything is closed.  Time is a number, so time-outs
 cost nothing.
 
@@ -15,8 +15,8 @@ What holds in every case:
 1. Both sides come to an outcome, Established, FellBack or Failed, within the sum of the
    deadlines; nothing raises, nothing is logged with a traceback.
 2. A side that fell back has taken whole CLC messages from TCP and not a byte more; its
-   application gets exactly what follows.  So it gets no CLC byte, unless somebody on the way put
-   one behind a Decline, where nobody may look for it (RFC 7609, C.6), or took away a Decline.
+   application gets exactly what follows.  So it gets no CLC byte, unless damage on the way put
+   one behind a Decline, where no side may look for it (RFC 7609, C.6), or took away a Decline.
 3. When one side is Established and the other is not, no application gets a byte, and the
    established side is reset as soon as what the other sends, or its reset, arrives.
 4. Established on both sides: each application gets what the other sent and nothing else, or
@@ -58,7 +58,7 @@ _LONGEST = 45.0
 
 @dataclass
 class Result:
-    """What a campaign saw.
+    """The result of a campaign.
 
     Fields:
       outcomes: by (client's, server's) outcome.
@@ -75,7 +75,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether no case broke a rule."""
+        """True if no case broke a rule."""
         return not self.failures
 
 
@@ -311,7 +311,7 @@ class Case:
         self._later.sort(key=lambda item: item[0])
 
     def _known_numbers(self) -> list[int]:
-        """Numbers that mean something to somebody: the most plausible lies."""
+        """Numbers with a meaning in some field: the most plausible lies."""
         numbers = [1]
         for side in self.world.sides:
             numbers += list(side.rnic.qps)
@@ -480,7 +480,7 @@ class Case:
             side.rnic.no_memory = True
 
     def _plan_address(self) -> None:
-        """Nobody answers for the address of one side, at first or at all."""
+        """The address of one side gets no answer, at first or at all."""
         side: Side = self.rng.choice((self.call.client.side, self.call.server.side))
         looks = self.rng.choice((1, 3, 9, 17, _NEVER))
         self.world.fabric.looks[side.rnic.gid] = looks
@@ -525,7 +525,7 @@ class Case:
             self._check_mixed(got)
 
     def _whole(self, sender: int) -> bool:
-        """Whether what this side sent over TCP arrived as it was."""
+        """True if the bytes that this side sent over TCP arrived unchanged."""
         return sender not in self.damaged_streams
 
     def _check_mixed(self, got: list[tuple[bytes, bool]]) -> None:
@@ -535,7 +535,7 @@ class Case:
                 assert not data, f"3: {data!r}"
                 # Behind a FIN nothing of the other side arrives that could tell.
                 unheard = other.tcp.silent or end.tcp.ended == "fin"
-                assert error or unheard, "3: nobody told the established side"
+                assert error or unheard, "3: the established side was not notified"
             elif isinstance(end.outcome, FellBack) and self._whole(1 - place):
                 assert not data, f"3: {data!r}"
 
@@ -595,7 +595,7 @@ def _send(end: End, text: bytes) -> None:
 
 
 def _receive(end: End) -> tuple[bytes, bool]:
-    """What the application gets, and whether it then gets an error."""
+    """The bytes that the application gets; True if it then gets an error."""
     if isinstance(end.outcome, Established):
         connection: Connection = end.connection
         data = b""

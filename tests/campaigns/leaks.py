@@ -28,7 +28,7 @@ RESIDENT = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a campaign saw."""
+    """The result of a campaign."""
 
     connections: int
     traced: tuple[int, int]

@@ -25,7 +25,7 @@ CASES_PER_CLIENT = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a campaign saw."""
+    """The result of a campaign."""
 
     clients: int
     bytes_sent: int

@@ -9,8 +9,8 @@ requests of one queue pair are done, one side looks at its completions, a handsh
 application sends, receives, opens or closes.  Between them come, as far as the schedule has drawn
 them: requests that are lost, or whose acknowledgement is, or that are acknowledged and not placed;
 queue pairs that fail with or without the other side noticing; paths that are cut; addresses that
-nobody answers for; ports that go down and return; RNICs that appear, fail, run out of queue pairs
-or memory, are drained and put back; operators who delete links and terminate groups; time that
+get no answer; ports that go down and return; RNICs that appear, fail, run out of queue pairs
+or memory, are drained and put back; operators that delete links and terminate groups; time that
 passes.  Then all is left to settle.
 
 What holds in every schedule:
@@ -69,7 +69,7 @@ _WORKLOAD = {"nudge": 60, "send": 10, "receive": 6, "pass_time": 1, "open": 2, "
 
 @dataclass
 class Result(Outcome):
-    """What a campaign saw.
+    """The result of a campaign.
 
     Fields:
       endings: what became of cases: kinds of groups at the end, and "gone".

@@ -1,4 +1,4 @@
-"""Messages acknowledged and not placed, while links fail: who lost one is reset, and nobody else.
+"""Messages acknowledged and not placed, while links fail: only their connections are reset.
 
     python -m tests.campaigns.losses --cases 50000 [--seed N] [--case K]
 
@@ -6,7 +6,7 @@
 
 A schedule is two whole stacks with 3-6 RNICs each and up to 14 connections, whose queue pairs fail
 again and again: at once, with a request that is lost, or whose acknowledgement is, or that is
-acknowledged and not placed (RFC 7609, 4.6.1), or of which nobody can tell (`DeliveryUnknown`).
+acknowledged and not placed (RFC 7609, 4.6.1), or whose delivery is unknown (`DeliveryUnknown`).
 Failures do not wait for each other, so validation messages are lost as well, and wait for what lies
 behind others.  One link that works for both sides is always left.  In half of the schedules what
 need not wait is done at once, without a completion (`QueuePair.deliver`).  An application that
@@ -45,7 +45,7 @@ _FATES = {"lose": Fate.LOST, "unacknowledged": Fate.UNACKNOWLEDGED, "unplaced": 
 
 @dataclass
 class Result(Outcome):
-    """What a campaign saw.
+    """The result of a campaign.
 
     Fields:
       streams: connections that had to break, that may have, and that were to go on.
@@ -173,7 +173,7 @@ class Case:
         return self.rng.random() < 0.5
 
     def _spares(self, qp: PlainQueuePair) -> bool:
-        """Whether another link works for both sides."""
+        """True if another link works for both sides."""
         ends = {qp, qp.peer()}
         for side in self.world.sides:
             for group in side.groups:
@@ -241,7 +241,7 @@ class Case:
 
 
 def _acknowledged(qp: PlainQueuePair) -> bool:
-    """Whether the next request is a CDC message that the peer's RNIC would acknowledge."""
+    """True if the next request is a CDC message that the peer's RNIC would acknowledge."""
     message, peer = qp.work[0].message, qp.peer()
     is_cdc = message is not None and message[0] == CDC_TYPE
     return is_cdc and peer is not None and peer.places and qp.reaches(peer)

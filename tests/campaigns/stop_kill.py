@@ -36,7 +36,7 @@ def run(cases: int, seed: int, only: int | None = None) -> Outcome:
         outcome = trio.run(stop_and_kill, rounds, seed, only)
     # A machine that is busy with four other processes for each core gives up one in forty.
     assert outcome.early <= max(2, rounds // 8), (
-        f"{outcome.early} links given up with nobody stopped"
+        f"{outcome.early} links given up although no process was stopped"
     )
     if rounds >= 100:
         assert outcome.traced <= TRACED, f"{outcome.traced} bytes more of Python memory"

@@ -25,7 +25,7 @@ WHOLE = 50_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a campaign saw."""
+    """The result of a campaign."""
 
     bytes_each_way: int
     writes: int

@@ -133,7 +133,7 @@ class Walk:
             self._lend()
 
     def _lend(self) -> None:
-        """What `. .venv/bin/activate` finds: programs of the tests' environment."""
+        """The environment after `. .venv/bin/activate`: programs of the tests' environment."""
         programs = self._directory / ".venv" / "bin"
         programs.mkdir(parents=True)
         ours = shlex.quote(sys.executable)

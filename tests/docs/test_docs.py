@@ -81,7 +81,7 @@ def test_the_reference_names_everything_public() -> None:
 
 @pytest.mark.parametrize("source", sorted((DOCS / "figures").glob("*.dot")), ids=lambda p: p.stem)
 def test_drawn_figures_are_as_their_source_says(source: Path) -> None:
-    """What dot draws, apart from where it puts it."""
+    """The texts of the drawing are those of dot; the places may differ."""
     drawn = source.with_suffix(".svg").read_text()
     again = subprocess.run(["dot", "-Tsvg", source], capture_output=True, check=True, text=True)
     assert words_of(drawn) == words_of(again.stdout), "make figures"

@@ -1,4 +1,4 @@
-"""What scripts/check_docs.py sees by the browser: needs chromium, so only with --full."""
+"""The part of scripts/check_docs.py that needs chromium, so only with --full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README shows and `examples/` and `benchmarks/` hold works as it stands there."""
+"""The commands of the README, and the programs in `examples/` and `benchmarks/`, work."""
 
 from __future__ import annotations
 

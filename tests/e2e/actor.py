@@ -153,7 +153,7 @@ class Actor:
         self._stream.setsockopt(level, option, value if isinstance(value, int) else bytes(value))
 
     async def hold_for_ever(self) -> None:
-        """What a cork holds back is not sent because time is over."""
+        """A cork has no time limit: corked data is never sent because of time."""
         socket_options.MAX_MERGE_DELAY = 1e6  # type: ignore[misc]
 
     async def clog(self) -> None:
@@ -211,7 +211,7 @@ class Actor:
         return sum(rmb.in_use for group in self._stack.link_groups for rmb in group.rmbs)
 
     async def tcp_open(self) -> bool:
-        """Whether the TCP connection is still there."""
+        """True if the TCP connection still exists."""
         return self._stream.socket.fileno() >= 0
 
     async def all_free(self) -> None:
@@ -241,12 +241,12 @@ class End:
         return call
 
     async def finished(self) -> Any:
-        """What came of `Actor.start`."""
+        """The outcome of `Actor.start`."""
         return _outcome(await self.finish())
 
     @property
     def remote(self) -> bool:
-        """Whether it can be stopped."""
+        """True if this side is another process, which can be stopped."""
         return self._peer is not None
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""What `networks.Containers` runs: a server that says who it is, or a client of several.
+"""The program of `networks.Containers`: a server that sends its name, or a client of servers.
 
 A server answers each connection with its greeting, then with what it got; ``"plain"``: it is none
 of trio_smc; ``"onward"``: it is a proxy to there.  A client says what became of each connection, as
@@ -29,14 +29,14 @@ TEXT = Text(1).piece(0, 300_000)
 
 
 def write_line(line: str) -> None:
-    """Say it to who started this."""
+    """Write a line to the process that started this one."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 async def serve_one(stream: trio.abc.HalfCloseableStream, greeting: str) -> None:
-    """Say who it is, and what it got."""
-    # Who only looks ends with a reset what it has not read.
+    """Send the greeting, and echo the received bytes."""
+    # A client that closes without reading resets the connection.
     with contextlib.suppress(trio.BrokenResourceError):
         await echo(stream, greeting)
 

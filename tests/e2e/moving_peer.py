@@ -22,7 +22,7 @@ PIECE = 50_000
 
 
 class Watch:
-    """An observer that wakes whoever waits for states."""
+    """An observer that wakes tasks that wait for states."""
 
     def __init__(self) -> None:
         self._changed = trio.Event()
@@ -97,7 +97,7 @@ def _described(error: BaseException) -> str:
 
 
 class Peer:
-    """What the commands do."""
+    """The commands of the process."""
 
     def __init__(self, stack: Stack, rnics: dict[str, SoftRnic], nursery: trio.Nursery) -> None:
         self._stack = stack

@@ -2,7 +2,7 @@
 
 A namespace lives as long as the process that holds it, so nothing is left of one when a test ends
 or is killed.  Programs run in namespaces of processes, mounts and users of their own as well: as
-the root of one that knows nobody else, or as an ordinary user of a `UserNamespace`.
+the root of one without any other user, or as an ordinary user of a `UserNamespace`.
 """
 
 from __future__ import annotations
@@ -170,12 +170,12 @@ def unable() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a client says of a connection.
+    """A client's report about a connection.
 
     Attributes:
       mode: "smc-r" or "tcp".
       reason: of the latter.
-      greeting: who it spoke with.
+      greeting: the name of the server.
       pid: the client's process number, as it sees it.
       user: its user's number, likewise.
       seconds: what connecting took.
@@ -190,7 +190,7 @@ class Outcome:
 
     @property
     def what(self) -> tuple[str, str, str]:
-        """Mode, reason, and who it spoke with."""
+        """Mode, reason, and the name of the server."""
         return self.mode, self.reason, self.greeting
 
 
@@ -240,7 +240,7 @@ class Containers:
         self, network: Network, greeting: str, host: str = "0.0.0.0", port: int = 0,
         users: UserNamespace | None = None, **more: Any,
     ) -> AsyncIterator[int]:  # fmt: skip
-        """A server there that says who it is; its port."""
+        """Run a server there that sends its name; yield its port."""
         settings = {"greeting": greeting, "host": host, "port": port, **more}
         process = await trio.lowlevel.open_process(
             self.command(network, settings, users),
@@ -273,7 +273,7 @@ class Containers:
         self, network: Network, *there: tuple[str, int], users: UserNamespace | None = None,
         **more: Any,
     ) -> list[Outcome]:  # fmt: skip
-        """What a client there says of its connections to these addresses, one after the other."""
+        """Connect a client there to these addresses, one after the other; return its reports."""
         with trio.fail_after(2 * PATIENCE):
             done = await trio.run_process(
                 self.command(network, {"to": there, **more}, users),

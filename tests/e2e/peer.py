@@ -37,7 +37,7 @@ LIMIT = 600
 
 
 class Program:
-    """What the process can be asked to do: each public method is a command."""
+    """The commands of the process: each public method is one."""
 
     def __init__(self, stack: Stack | None, nursery: trio.Nursery) -> None:
         self._stack = stack
@@ -131,7 +131,7 @@ class Program:
             return await self._full_duplex(stream, **settings)
 
     async def exchanged(self) -> dict[str, Any]:
-        """What the `_exchange` handler saw."""
+        """The result of the `_exchange` handler."""
         await self._ended.wait()
         self._ended = trio.Event()
         return self._said
@@ -211,7 +211,7 @@ class Program:
         return {"mode": self._open[-1].mode}
 
     async def _pour(self, stream: SmcStream) -> None:
-        """Send as long as somebody reads."""
+        """Send as long as the peer reads."""
         while True:
             await stream.send_all(bytes(10_000))
 
@@ -219,7 +219,7 @@ class Program:
         await trio.sleep_forever()
 
     async def _swallow(self, stream: SmcStream) -> None:
-        """Read as long as somebody sends."""
+        """Read as long as the peer sends."""
         while await stream.receive_some():
             pass
 
@@ -253,7 +253,7 @@ class Program:
         return answer
 
     async def errors(self) -> dict[str, Any]:
-        """What handlers met since the last time."""
+        """The errors of handlers since the last call."""
         errors, self._errors = self._errors, []
         return {"errors": errors}
 
@@ -279,7 +279,7 @@ def _rss() -> int:
 
 
 async def lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[bytes]:
-    """What comes, line by line."""
+    """Yield the input line by line."""
     unread = b""
     async for data in stream:
         *whole, unread = (unread + data).split(b"\n")

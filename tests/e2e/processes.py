@@ -41,7 +41,7 @@ class Peer:
         await self.process.stdin.send_all(line.encode())
 
     async def answer(self) -> dict[str, Any]:
-        """What it says to the last command.  Raises PeerError."""
+        """Return the answer to the last command.  Raises PeerError."""
         assert self.process.stdout is not None
         while b"\n" not in self._unread:
             piece = await self.process.stdout.receive_some()

@@ -43,7 +43,7 @@ _LIFE = 20.0
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What happened.
+    """The result of the run.
 
     Attributes:
       killed, stopped: seconds from the signal until the survivor's last call had raised.
@@ -152,7 +152,7 @@ class Survivor:
             os.kill(pid, signal.SIGKILL if kill else signal.SIGSTOP)
             nursery.cancel_scope.deadline = at + CONFIGURED + SLACK
         if nursery.cancel_scope.cancelled_caught:
-            raise AssertionError("somebody still waited after the configured time")
+            raise AssertionError("a call still waited after the configured time")
         if early:
             self._outcome.early += 1
             os.kill(pid, signal.SIGKILL)  # it may wait for a stream that never came about
@@ -213,7 +213,7 @@ async def _annotated(survivor: Survivor, number: int, zygote: Peer) -> None:
 
 
 async def _clean(directory: Path) -> None:
-    """What killed processes left in the directory goes when the next one comes."""
+    """The next process removes what killed processes left in the directory."""
     async with trio_smc.open_stack(config()):
         [listener] = await trio_smc.open_listeners(0, host=HOST)
         await listener.aclose()

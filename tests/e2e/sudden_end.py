@@ -1,4 +1,4 @@
-"""What it costs a process when many connections end at once, and badly.
+"""The cost for a process when many connections end at once without an orderly close.
 
 ``python -m tests.e2e.sudden_end CASE CONNECTIONS`` says so in a line of JSON.  The server is this
 process, the clients are another, which says a few bytes on each connection and nothing more.  CASE:
@@ -9,8 +9,8 @@ left: the server leaves its stack while all of them are open.
 
 ``seconds`` and ``processor``: from then until all is closed.  ``memory``: bytes by
 which the peak of the server's resident memory grew.  ``pause``: the longest time in seconds that
-its loop took from one look at I/O to the next; where the system gave the processor to somebody else
-meanwhile only the time that the loop had it.  ``work``: the longest processor time of that.
+its loop took from one poll of I/O to the next; if the system ran another process
+meanwhile, only the running time of the loop.  ``work``: the longest processor time of that.
 ``open``, ``left``: descriptors of the server while they were open, and when all were closed.
 """
 
@@ -68,7 +68,7 @@ class Costs:
         self._start = time.perf_counter(), time.process_time()
 
     def end(self) -> dict[str, float]:
-        """What it was."""
+        """Return the costs."""
         seconds = time.perf_counter() - self._start[0]
         processor = time.process_time() - self._start[1]
         trio.lowlevel.remove_instrument(self._pauses)

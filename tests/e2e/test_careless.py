@@ -39,7 +39,7 @@ trio.run(main)
 
 
 class Seen:
-    """What the server saw of its clients."""
+    """The connections and ends that the server has seen."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[int, str]] = []
@@ -78,7 +78,7 @@ async def serving(handler: object) -> AsyncIterator[int]:
 
 
 async def clear_directory() -> None:
-    """What a process left there that did not end in order goes when the next one comes."""
+    """The next process removes what a killed process left there."""
     async with trio_smc.open_stack(Config(tcp_option="off")):
         [listener] = await trio_smc.open_listeners(0, host=careless.HOST)
         await listener.aclose()

@@ -171,7 +171,7 @@ async def test_half_close_then_close_with_unread_data(slow: Ends) -> None:
 
 
 async def test_data_that_comes_after_the_close_has_no_reader(slow: Ends) -> None:
-    """The peer's close is no half close: whoever writes on is told so (APPCLOSEWAIT1, C)."""
+    """The peer's close is no half close: a further write fails (APPCLOSEWAIT1, C)."""
     for way in WAYS:
         async with slow.joined(way) as (a, b):
             await a.aclose()
@@ -214,8 +214,8 @@ STATES = {
 """How to bring a and b into each pair of states that two living ends can rest in."""
 
 
-@pytest.mark.parametrize("who", [0, 1], ids=["a", "b"])
-async def test_abort_in_every_state(slow: Ends, who: int) -> None:
+@pytest.mark.parametrize("aborting", [0, 1], ids=["a", "b"])
+async def test_abort_in_every_state(slow: Ends, aborting: int) -> None:
     for states, steps in STATES.items():
         for way in WAYS:
             async with slow.joined(way) as ends:
@@ -224,16 +224,16 @@ async def test_abort_in_every_state(slow: Ends, who: int) -> None:
                     await getattr(ends["ab".index(end)], op)()
                 for each, state in zip(ends, states.split("/"), strict=True):
                     await each.reach(state=state.split()[0])
-                await ends[who].abort()
-                assert await ends[who].receive() == CLOSED
-                other = ends[1 - who]
+                await ends[aborting].abort()
+                assert await ends[aborting].receive() == CLOSED
+                other = ends[1 - aborting]
                 await other.reach(state="CLOSED")
-                if f"{'ba'[who]}.aclose" in steps:
+                if f"{'ba'[aborting]}.aclose" in steps:
                     assert await other.receive() == CLOSED, states
-                elif f"{'ab'[who]}.aclose" in steps:
+                elif f"{'ab'[aborting]}.aclose" in steps:
                     # Nothing but RST may follow C, and all that was sent before can be read.
                     assert await other.receive() == 0, states
-                    if f"{'ba'[who]}.send_eof" not in steps:
+                    if f"{'ba'[aborting]}.send_eof" not in steps:
                         assert await other.send() == BROKEN_BY_PEER, states
                 else:
                     assert await other.receive() == BROKEN_BY_PEER, states
@@ -344,7 +344,7 @@ async def test_a_half_close_has_no_timer(quick: Ends) -> None:
 
 @pytest.mark.rfc("4.8.2/7")
 async def test_abort_timer(quick: Ends) -> None:
-    """4.8.2, 1: the peer is stopped, so its answer comes when nobody waits for it any more."""
+    """4.8.2, 1: the peer is stopped, so its answer arrives after the wait for it has ended."""
     here, there = await quick.new()
     there.stop()
     try:

@@ -126,7 +126,7 @@ async def test_what_was_sent_before_the_close_arrives(pairs: Pairs, first: str) 
     await a.aclose()
     assert len(await read_all(b)) == SMALL_RING
     with pytest.raises(trio.BrokenResourceError):
-        await b.send_all(b"nobody reads this")
+        await b.send_all(b"this is not read")
     await b.aclose()
 
 
@@ -318,7 +318,7 @@ async def kill_while(
         await trio.sleep(0.05)  # so that much is under way
         victim.process.kill()
         nursery.cancel_scope.deadline = trio.current_time() + PROMPT
-    assert not nursery.cancel_scope.cancelled_caught, "somebody waited too long"
+    assert not nursery.cancel_scope.cancelled_caught, "a call waited too long"
 
 
 @pytest.mark.parametrize("while_", ["idle", "it does not read"])

@@ -1,4 +1,4 @@
-"""Containers with network namespaces of their own, which share a directory: who speaks SMC-R.
+"""Containers with network namespaces of their own, which share a directory, over SMC-R and TCP.
 
 TCP through the network between them is the rendezvous; where the network leads to another place,
 or translates addresses, they stay TCP.
@@ -26,7 +26,7 @@ UNPROVEN = "tcp", "path-not-proven"
 OTHER_USER = "tcp", "other-user"
 SERVICE, CLIENT, GROUP = 64201, 64202, 64210
 AT_ONCE = 5.0
-"""Seconds to connect for who announces nothing; who does, in vain, waits for twice as long."""
+"""Seconds to connect without an announcement; a useless announcement takes twice as long."""
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def of_a_group() -> Iterator[Containers]:
 async def test_a_service_and_users_in_containers(
     networks: Networks, of_a_group: Containers, network: str
 ) -> None:
-    """Who is in the group speaks SMC-R, whatever number it has in whose user namespace."""
+    """Members of the group use SMC-R, whatever its number is in their user namespaces."""
     here = there = networks.new()
     if network == "own":
         here = networks.new()
@@ -154,7 +154,7 @@ async def test_masquerading_between_two(networks: Networks, containers: Containe
 
 @pytest.mark.parametrize("alias", [False, True])
 async def test_a_published_port(networks: Networks, containers: Containers, alias: bool) -> None:
-    """Whoever connects to the router's address gets the server, which may have that one, too."""
+    """A client of the router's address gets the server, which may have that address, too."""
     here, router, there = routed(networks)
     if alias:
         there.run("ip addr add 10.77.0.1/32 dev lo")
@@ -167,8 +167,8 @@ async def test_a_published_port(networks: Networks, containers: Containers, alia
 
 
 async def test_a_port_that_leads_elsewhere(networks: Networks, containers: Containers) -> None:
-    """The address is the server's, and this port of it a stranger's, who gets no CLC message: the
-    stranger echoes what it got."""
+    """The address is the server's, but this port leads to a stranger. It gets no CLC message: it
+    echoes what it got."""
     here, there, stranger = networks.new(), networks.new(), networks.new()
     networks.bridge((here, "10.77.0.2/24"), (there, "10.77.0.1/24"), (stranger, "10.77.0.3/24"))
     async with (
@@ -186,7 +186,7 @@ async def test_a_port_that_leads_elsewhere(networks: Networks, containers: Conta
 async def test_a_port_that_is_redirected_within_one_network(
     networks: Networks, containers: Containers, rule: str
 ) -> None:
-    """The announced connection gets to a stranger, who echoes what it got: no CLC message."""
+    """The announced connection gets to a stranger, which echoes what it got: no CLC message."""
     pod = networks.new()
     networks.bridge((pod, "10.77.0.1/24"))
     async with (

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import trio
 
-NOBODY = 65534
+USER = 65534
 
-# Who is root becomes nobody, once all is imported: nobody may not be able to read the modules.
+# Root changes to another user after the imports: that user may not be able to read the modules.
 BOTH = """
     import encodings.idna, os, sys
     sys.path[:0] = {path!r}
@@ -25,8 +25,8 @@ BOTH = """
 
     if os.getuid() == 0:
         os.setgroups([])
-        os.setgid({nobody})
-        os.setuid({nobody})
+        os.setgid({user})
+        os.setuid({user})
     assert os.getuid() != 0
     text = Text(1).piece(0, 3_000_000)
 
@@ -60,7 +60,7 @@ def environment() -> Iterator[dict[str, str]]:
     """With a runtime directory that belongs to the user."""
     directory = Path(tempfile.mkdtemp(prefix="smc-", dir="/tmp"))
     if os.getuid() == 0:
-        os.chown(directory, NOBODY, NOBODY)
+        os.chown(directory, USER, USER)
     yield {
         "PATH": os.environ["PATH"],
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -73,7 +73,7 @@ def environment() -> Iterator[dict[str, str]]:
 @pytest.mark.timeout(120)  # two processes that import all of it, and may keep no bytecode
 async def test_two_processes_of_an_ordinary_user(environment: dict[str, str]) -> None:
     root = str(Path(__file__).parents[2])
-    program = textwrap.dedent(BOTH).format(path=[root, *sys.path], nobody=NOBODY)
+    program = textwrap.dedent(BOTH).format(path=[root, *sys.path], user=USER)
     command = [sys.executable, "-W", "error", "-c", program]
     with trio.fail_after(100):
         server = await trio.lowlevel.open_process(command, env=environment, stdout=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""Users who share a directory by their group, and processes in namespaces of their own."""
+"""Users that share a directory by their group, and processes in namespaces of their own."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def _outcome(
     client: tuple[int, Sequence[int], Path],
     inside: Sequence[Sequence[str]] = ((), ()),
 ) -> tuple[str, str]:
-    """What a client says of its connection, and the process numbers of both, as they see them.
+    """A client's report about its connection, and the process numbers of both, as they see them.
 
     Args:
       server, client: each one's user, groups and directory.
@@ -256,7 +256,7 @@ async def test_a_member_replaces_no_name_of_another(base: Path) -> None:
 
 @pytest.mark.timeout(120)
 async def test_a_member_without_the_directorys_rights_on_the_way_is_no_peer(base: Path) -> None:
-    """Who listens elsewhere, as the same user would, is not found."""
+    """A listener in another directory is not found."""
     path = shared(base)
     other = base / "other"
     other.mkdir()

@@ -12,6 +12,6 @@ async def test_twenty_rounds(seed: int) -> None:
     # core one in forty was given up early.
     assert outcome.early <= 5
     assert outcome.received > 0
-    # It is not the slack of a busy machine that they live on: the quickest of ten takes 0.8 s where
+    # The limit does not depend on the slack of a busy machine: the fastest of ten takes 0.8 s if
     # 1 s is configured, also beside four other processes for two cores.
     assert min(outcome.stopped) < 2 * CONFIGURED

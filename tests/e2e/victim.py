@@ -26,7 +26,7 @@ LARGEST = 100_000
 
 
 def config(**settings: Any) -> Config:
-    """What both sides use; links are tested often."""
+    """The settings of both sides; links are tested often."""
     return Config(receive_buffer=64 * 1024, **settings)
 
 
@@ -71,7 +71,7 @@ async def transfer_until_broken(
         except trio.BrokenResourceError:
             broken.append(trio.current_time())
         else:
-            raise AssertionError("the stream ended, and nobody had closed it")
+            raise AssertionError("the stream ended, but no side had closed it")
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(send)

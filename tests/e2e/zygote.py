@@ -53,7 +53,7 @@ async def _connect(port: int | None) -> SmcStream:
 
 
 def write_answer(answer: dict[str, Any]) -> None:
-    """One line to whoever asked."""
+    """Write one line to the caller."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""What tshark reads in the lab's captures: every SMC message, and nothing malformed.
+"""The lab's captures as tshark reads them: every SMC message, and nothing malformed.
 
 tshark 4.0's two known errors are in docs/decisions.md: it calls our Proposals, which have no growth
 area, malformed, and reads ADD LINK CONTINUATION two bytes early, which shows in values only.

@@ -1,4 +1,4 @@
-"""What a failed run in the lab tells: what failed, in short; the consoles for whoever asks.
+"""The report of a failed run in the lab: a short summary, and the consoles.
 
 The message of a failed assertion is the end of what pytest prints, and often all that is kept of
 it; so it has a screen at most. The consoles go to standard output, which pytest shows before it.

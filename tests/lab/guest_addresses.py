@@ -1,7 +1,7 @@
-"""Runs in one guest, by pytest: a queue pair is connected without waiting for anybody's address.
+"""Runs in one guest, by pytest: a queue pair is connected without a wait for the peer's address.
 
 To connect a queue pair the kernel asks the network for the peer's MAC address and waits up to a
-second for it, and whoever called it stands still for that long with all of its process.  So
+second for it, and blocks the calling process for that time.  So
 `Rnic.address_known` comes first.  Devices as for `tests.lab.guest_contract`; neighbours live in a
 network namespace of their own.
 """

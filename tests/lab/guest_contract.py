@@ -85,7 +85,7 @@ def test_what_is_short_goes_inline(ends: tuple[End, End]) -> None:
 
 
 def test_messages_are_solicited(ends: tuple[End, End]) -> None:
-    """Who asks for solicited events only is woken by messages, not by its own completions."""
+    """With solicited events only, messages wake the process, its own completions do not."""
     a, b = ends
     connect(a, b)
     cq = rnic_of(b)._cq

@@ -22,7 +22,7 @@ from trio_smc import Config, Mode, SmcStream, VerbsRnic
 
 PORT = 7900
 STANDSTILL = 0.8
-"""Seconds: less than the kernel waits for an address that nobody answers for."""
+"""Seconds: less than the kernel waits for an address without an answer."""
 TRIES = 4
 """A busy host stops a guest for as long now and then, but not each time that a lie is told."""
 CONFIG = Config(
@@ -62,7 +62,7 @@ async def serve(control: Control) -> None:
 
 
 class Chatter:
-    """What an honest stream sees meanwhile.
+    """An honest stream beside the attack.
 
     Attributes:
       longest: seconds until an answer came, at most.

@@ -37,7 +37,7 @@ UEID = "TRIO-SMC.LAB"
 
 
 class Diary(Seen, logging.Handler):
-    """What was told of RNICs and links, in order."""
+    """The events of RNICs and links, in order."""
 
     def __init__(self) -> None:
         Seen.__init__(self)
@@ -52,7 +52,7 @@ class Diary(Seen, logging.Handler):
             self.lines.append(f"{subject.rnic.name}'s link is down")
 
     def until_down(self, rnic: str) -> list[str]:
-        """What came before the first link on this RNIC was down."""
+        """The events before the first link on this RNIC was down."""
         return list(itertools.takewhile(lambda line: line != f"{rnic}'s link is down", self.lines))
 
 

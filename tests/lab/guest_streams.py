@@ -132,7 +132,7 @@ def interface(name: str, *networks: str, number: int) -> None:
 
 
 def show(side: Side, name: str, wire: Wire, chosen: Callable[[bytes], bool]) -> None:
-    """Print frames that were seen as a capture file, for whoever has a quick tshark."""
+    """Print frames that were seen as a capture file, for a host with a fast tshark."""
     wire.frames = [frame for frame in wire.frames if chosen(frame)][:_SHOWN]
     with tempfile.NamedTemporaryFile() as file:
         wire.write_pcap(Path(file.name))
@@ -235,7 +235,7 @@ async def bond(side: Side) -> None:
 
 
 async def port_down(side: Side) -> None:
-    """What serves the route is there, and down."""
+    """The port that serves the route exists, but is down."""
     async with trio_smc.open_stack(CONFIG) as stack:
         [rnic] = [each for each in stack.rnics if isinstance(each, VerbsRnic)]
         rnic.port_active = False

@@ -37,7 +37,7 @@ async def half_close(world: World) -> None:
 
 
 async def close_with_data(world: World) -> None:
-    """What was sent before the close is still received."""
+    """Data sent before the close is still received."""
     for _, connect in world.both_ways():
         async with world.stack() as (stack, _):
             both = await connect(stack)

@@ -177,7 +177,7 @@ async def link_down(world: World, size: int = FEW) -> None:
 
 @contextlib.asynccontextmanager
 async def impatient_kernel(world: World) -> AsyncIterator[None]:
-    """New links of the kernel's fail when nobody answers for a second, as those of adapters do.
+    """New links of the kernel fail without an answer for a second, as those of adapters do.
 
     Else soft-RoCE sends again for ever, and the kernel's server, which waits for the end of its
     sends on a link that the client has lost, changes nothing in the group any more.
@@ -204,7 +204,7 @@ async def survive(
     """The file both ways at once; in the middle one side's interface goes down for a while.
 
     Afterwards the group is symmetric again, although one try may come just when the interface does,
-    before anybody's address is known again, and the kernel makes only one.  The ``stock`` module,
+    before the addresses are known again, and the kernel makes only one.  The ``stock`` module,
     which is for version 2, has no other number of retries: as server it may stay as it is.
     """
     patient = ours and role == "client"
@@ -245,7 +245,7 @@ async def survive(
 
 
 def has_request(seen: Any) -> bool:
-    """Whether we have rejected an ADD LINK, and sent one that is no answer (3.5.5.1.2)."""
+    """True if this side has rejected an ADD LINK, and sent one that is no answer (3.5.5.1.2)."""
     sent = [m for _, outgoing, m in seen.llc_messages if outgoing and m[0] == ADD_LINK]
     return any(m[3] & 0x40 for m in sent) and any(not m[3] & 0x80 for m in sent)
 

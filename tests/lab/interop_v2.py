@@ -57,7 +57,7 @@ async def talk(both: Both) -> None:
 
 
 def terms_of(stack: Stack) -> Any:
-    """What the only link group was formed on."""
+    """The agreed parameters of the only link group."""
     [group] = stack.runtime.groups.groups
     return group.terms
 
@@ -323,7 +323,7 @@ def saying(first: dict[str, Any], **credentials: Any) -> Iterator[None]:
 
 
 async def kernel_checks(world: World) -> None:
-    """What the kernel says to an Accept or a Confirm of ours that it cannot take."""
+    """The kernel's answer to an Accept or a Confirm of trio_smc that it cannot use."""
     nowhere = ipaddress.ip_address("::ffff:192.0.2.1").packed
     for connect, first, more, code in (
         (world.to_kernel, {"release": 0}, {}, Diagnosis.RELEASE_MISMATCH),

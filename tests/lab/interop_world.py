@@ -1,4 +1,4 @@
-"""What steps of `tests.lab.guest_interop` share: connections between trio_smc and the kernel."""
+"""Connections between trio_smc and the kernel, for the steps of `tests.lab.guest_interop`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Both:
 
 @dataclass
 class World:
-    """Who talks to whom.
+    """The two ends of the lab.
 
     Attributes:
       here, there: addresses that our listener and the kernel's have.

@@ -244,7 +244,7 @@ class Agent:
         return number
 
     def modes_of(self, number: int) -> list[str]:
-        """What smc_diag says of the program's open connections (states of TCP: 1 is open)."""
+        """smc_diag's report of the program's open connections (states of TCP: 1 is open)."""
         place = f"/proc/{self._programs[number].pid}/fd"
         names = [os.readlink(f"{place}/{each}") for each in os.listdir(place)]
         known = smc_netlink.sockets()
@@ -312,7 +312,7 @@ def main() -> None:
     sys.stdout.write("ended\n")
     sys.stdout.flush()
     # Threads may be blocked in sockets, and the kernel takes its time to close those whose peer
-    # has gone: whoever started this goes by the line, not by the end of the process.
+    # has gone: the caller waits for the line, not for the end of the process.
     os._exit(0)
 
 

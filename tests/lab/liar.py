@@ -70,7 +70,7 @@ class Liar:
         )  # fmt: skip
 
     def answer(self, accept: clc.Accept) -> dict[str, Any]:
-        """What Confirm has besides the credentials."""
+        """The parts of Confirm besides the credentials."""
         return {}
 
     async def accepted(self, stream: trio.SocketStream) -> clc.Accept:
@@ -173,7 +173,7 @@ class Liar:
             await self.cut_off(stream)
 
     async def names_a_dead_gid(self) -> None:
-        """Nobody answers for its address."""
+        """Its address gets no answer."""
         async with self.first_contact(at(16, DEAD)) as (stream, _, _):
             await self.cut_off(stream)
 
@@ -238,7 +238,7 @@ class Liar:
             await self.cut_off(stream)
 
     async def lies_about_cursors_at_once(self) -> None:
-        """Right behind the first contact, before anybody uses the connection."""
+        """Right after the first contact, before the connection is used."""
         async with self.first_contact() as (stream, pair, accept):
             await self.confirmed(pair)
             self._cdc(pair, accept, 1, produced=1 << 30)

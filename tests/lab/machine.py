@@ -16,7 +16,7 @@ eth2        10.9.2.1            10.9.2.2
 
 `tests/lab/init.sh` says what commands find: ``PEER4``, ``rxe 0 eth0``, ``modules NAME...``, and
 ``cable 0 off`` for pulling out eth0's.  An interface that is only set down by its own guest would
-stop the other one's: QEMU's wires lose nothing, they hold back what nobody takes.
+stop the other one's: QEMU's wires lose nothing, they keep packets until they are read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ BOOT = "console=ttyS0 quiet panic=-1 mitigations=off nokaslr random.trust_cpu=on
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run of one or two guests left."""
+    """The result of a run of one or two guests."""
 
     returncode: int
     """0 when the commands ended with 0 in every guest."""

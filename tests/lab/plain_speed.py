@@ -78,7 +78,7 @@ async def serve(port: int) -> None:
 
 
 async def receive_report(stream: trio.SocketStream) -> float:
-    """What the server says at the end."""
+    """Receive the server's report at the end."""
     text = b""
     while data := await stream.receive_some():
         text += data

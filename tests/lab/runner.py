@@ -1,4 +1,4 @@
-"""What the lab's guests run: one function for each pair of programs.
+"""The programs of the lab's guests: one function for each pair of programs.
 
 By hand: ``python -m tests.lab.runner verbs [SEED]``, ``contract [SEED [ROOT]]`` (its first part),
 ``streams``, ``ours``, ``hostile``, ``overcommit [STEP]``, ``speed [profile]`` or

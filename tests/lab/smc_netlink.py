@@ -1,4 +1,4 @@
-"""What the kernel says of its own SMC sockets: smc_diag, and its generic netlink families.
+"""The kernel's reports about its own SMC sockets: smc_diag, and its generic netlink families.
 
 Numbers are those of the kernel's user interface (linux/smc_diag.h, linux/smc.h).  This is the
 witness of the tests: whether a connection is SMC-R is asked here, not of trio_smc.
@@ -84,7 +84,7 @@ def _command(
 
 
 def socket_info(fd: int) -> dict[str, Any] | None:
-    """What the kernel has of an SMC socket of this process; None: it knows no such socket.
+    """The kernel's data about an SMC socket of this process; None: there is no such socket.
 
     ``mode`` is "SMCR" or "TCP"; ``reason`` and ``peer_reason`` are the diagnosis words of a
     fallback.

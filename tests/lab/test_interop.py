@@ -15,7 +15,7 @@ MESSAGES = {
         "Proposal", "Accept", "Confirm", "Decline", "CONFIRM LINK", "ADD LINK", "CONFIRM RKEY",
         "DELETE RKEY", "CDC",
     },
-    # It does not know LLC messages of version 2 whose length is not big-endian.
+    # tshark does not know LLC messages of version 2 whose length is not big-endian.
     "v2": {"Proposal", "Accept", "Confirm", "Decline", "CDC"},
     "links": {
         "Proposal", "Accept", "Confirm", "CONFIRM LINK", "ADD LINK", "ADD LINK CONTINUATION",

@@ -1,4 +1,4 @@
-"""What the guests' programs share: a device that is drained, and queue pairs connected over TCP."""
+"""A device that is drained, and queue pairs connected over TCP: for the guests' programs."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ async def connected(
 
 
 def descriptors() -> list[str]:
-    """What this process has open, as sorted link texts."""
+    """The open descriptors of this process, as sorted link texts."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:

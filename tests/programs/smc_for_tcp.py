@@ -38,7 +38,7 @@ async def open_tcp_stream(host: str | bytes, port: int, **options: Any) -> trio_
 
     A TCP connection is in the listener's backlog when connect returns; the server's side of an
     SMC-R handshake ends a moment after the client's (RFC 7609, 3.5.2.1).  Tests that count on
-    the first get it, if the listener is in this run and anybody accepts.
+    the first get it, if the listener is in this run and a task accepts.
     """
     accepted = COUNTS["server", trio_smc.Mode.SMC_R]
     stream = await trio_smc.open_stream(host, port, **options)

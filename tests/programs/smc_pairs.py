@@ -34,7 +34,7 @@ used = 0
 
 @asynccontextmanager
 async def open_pairs(count: int) -> AsyncIterator[deque[Pair]]:
-    """Open pairs, give them away, and close what nobody closed."""
+    """Open pairs, hand them out, and close those that the test did not close."""
     pairs: deque[Pair] = deque()
     (listener,) = await trio_smc.open_listeners(0, host="127.0.0.1", config=CONFIG)
     async with listener:

@@ -203,7 +203,7 @@ async def test_an_idle_connection_that_the_server_closed_is_not_used_again() -> 
         request = bytearray()
         while not request.endswith(b"\r\n\r\n"):
             request += await stream.receive_some()
-        # It does not say that it will close.
+        # The response does not announce the close.
         await stream.send_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 
     async with trio.open_nursery() as nursery:
@@ -278,7 +278,7 @@ async def test_a_server_without_smc_is_served_over_tcp() -> None:
 async def test_httpcore_by_itself(
     server_context: ssl.SSLContext, client_context: ssl.SSLContext
 ) -> None:
-    """What httpcore's own tests ask of a network stream."""
+    """The requirements of httpcore's own tests for a network stream."""
     async with (
         site(server_context) as server,
         httpcore.AsyncConnectionPool(

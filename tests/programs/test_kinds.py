@@ -1,4 +1,4 @@
-"""What other projects ask about a stream before they use it."""
+"""The checks that other projects make of a stream before they use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that nobody here wrote, unmodified: `make programs`, in a venv that it makes."""
+"""Programs of other projects, unmodified: `make programs`, in a venv that it makes."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def running(theirs: Path, *command: str) -> list[str]:
 
 
 def output_of(theirs: Path, cwd: Path, program: str, *arguments: str, plain: bool = False) -> str:
-    """What a client says, over SMC-R; ``plain``: over TCP."""
+    """The output of a client, over SMC-R; ``plain``: over TCP."""
     (cwd / "client.py").write_text(program)
     command = [str(theirs / "python"), "client.py", *arguments]
     done = subprocess.run(
@@ -349,7 +349,7 @@ def test_chromium_through_two_proxies(theirs: Path, tmp_path: Path) -> None:
             done = subprocess.run(
                 ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom",
                  f"--user-data-dir={tmp_path / 'profile'}", f"http://127.0.0.1:{front}/page.html"],
-                # It leaves files in the runtime directory, which is looked at for what we leave.
+                # Chromium leaves files in the runtime directory, which a fixture checks.
                 env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
                 capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
             )  # fmt: skip

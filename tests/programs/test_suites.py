@@ -195,7 +195,7 @@ def test_a_suite_that_passes_without_smc_fails(tmp_path: Path, module: str, plug
         tmp_path,
         *plugins(*TRIOS_OWN, plugin),
         *("--pyargs", f"trio._tests.{module}"),
-        # Nothing can be made below it, so nobody is found who speaks SMC-R.
+        # No file can be made below it, so no peer with SMC-R is found.
         **({"XDG_RUNTIME_DIR": os.devnull} if plugin != "smc_pairs" else {}),
     )
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout

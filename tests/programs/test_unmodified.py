@@ -124,7 +124,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
 
 
 def run_client(cwd: Path, program: str, *arguments: str) -> str:
-    """What a client says that must not fall back to TCP."""
+    """The output of a client that must not fall back to TCP."""
     (cwd / "client.py").write_text(program)
     done = subprocess.run(
         [*RUN, "--require-smc", "--", sys.executable, "client.py", *arguments],
