@@ -17,7 +17,7 @@ class TestSoftRnic(RnicContract):
     def rnics(
         self, runtime_directory: Path, request: pytest.FixtureRequest
     ) -> Iterator[tuple[Rnic, Rnic]]:
-        """What wakes whoever waits: one descriptor for everything, or one for completions."""
+        """The descriptors to wait on: one for everything, or one for completions."""
         first, second = SoftRnic("soft0"), SoftRnic("soft1")
         for rnic in (first, second):
             rnic.open(runtime_directory / "smc")

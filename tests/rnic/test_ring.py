@@ -29,7 +29,7 @@ class Turns:
             self._may[self._rng.choice(sorted(self._left))].release()
 
     def step(self, who: int) -> None:
-        """The end of a step: it is somebody's turn."""
+        """End a step; a random side has the next one."""
         self._next()
         assert self._may[who].acquire(timeout=10)
 
@@ -73,7 +73,7 @@ def ends() -> Iterator[Callable[[], tuple[ReceiveRing, SendRing]]]:
             each.close()
         receiver = ReceiveRing(7)
         memory = PeerMemory(receiver.memory.fd, receiver.memory.size)
-        sender = SendRing(memory, lambda: None)  # nobody sleeps
+        sender = SendRing(memory, lambda: None)  # no receiver sleeps
         made[:] = receiver, sender
         return receiver, sender
 
@@ -89,7 +89,7 @@ def test_what_counts_as_sent_is_taken(
 ) -> None:
     """RFC 7609, 4.6.1 is for RNICs that break this; a receiver that ends must not."""
     partly = 0
-    doubts = [0, 0]  # of what nobody could tell: not taken, taken
+    doubts = [0, 0]  # of unknown results: not taken, taken
     for number in range(SCHEDULES):
         receiver, sender = ends()
         receiver.posted = 10
@@ -136,4 +136,4 @@ def test_each_receive_that_was_posted_can_be_used(
         assert receiver.take_untrusted(taken.append)
         assert len(taken) == receiver.tail == 3 * rounds
     receiver.head[0] += 1
-    assert not receiver.take_untrusted(taken.append), "nobody may use one more"
+    assert not receiver.take_untrusted(taken.append), "no more receives are posted"

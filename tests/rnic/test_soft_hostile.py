@@ -1,4 +1,4 @@
-"""What a broken or hostile process can do to the software RNIC: cost itself its connection."""
+"""Broken and hostile processes: the software RNIC ends their connections and no others."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Attacker:
         self.open: list[socket.socket] = []
         self.victim_ring: PeerMemory | None = None
         self.ropes: list[int] = []
-        """Of the bells of those who were connected to."""
+        """The write ends of the doorbells of its victims."""
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +159,7 @@ def state(qp: QueuePair) -> QpState:
 
 
 def ended(sock: socket.socket) -> bool:
-    """Whether the other side closed it."""
+    """True if the other side has closed it."""
     packet = receive(sock)
     return packet is not None and packet[0] == b""
 
@@ -338,7 +338,7 @@ class TestHello:
         attacker.connect(victim)
         looks = 0
         while rnic.accepting_later or not looks:
-            assert sleeper.poll(5), "nobody would look again"
+            assert sleeper.poll(5), "the sockets would not be polled again"
             rnic.service()
             looks += 1
         assert 10 <= looks <= 20
@@ -468,7 +468,7 @@ class TestAnnouncements:
         looks = 0
         unheard = struct.Struct("i")
         while unheard.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]:
-            assert sleeper.poll(5), "nobody would look again"
+            assert sleeper.poll(5), "the sockets would not be polled again"
             victim.rnic.service()
             looks += 1
         assert looks >= said // 64 - 2
@@ -521,7 +521,7 @@ class TestAnnouncements:
     def test_the_key_page_tells_what_is_registered_and_nothing_else(
         self, attacker: Attacker, victim: End
     ) -> None:
-        """A slot without a region is 0, which is nobody's RKey."""
+        """A slot without a region is 0, which is never an RKey."""
         attacker.connect(victim)
         assert attacker.victim_ring is not None
         keys = attacker.victim_ring.view[KEY_PAGE:].cast("I")
@@ -634,7 +634,7 @@ class TestRing:
                 while True:
                     os.write(bell.write_fd, bytes(4096))
         if how == "waits":
-            os.set_blocking(bell.write_fd, True)  # not that of the victim, who has opened its own
+            os.set_blocking(bell.write_fd, True)  # the victim has opened the pipe again
             os.set_blocking(bell.fd, True)
         if how == "gone":
             bell.close()

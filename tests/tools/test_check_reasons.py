@@ -195,7 +195,7 @@ def another_network(patch: Patch) -> None:
 
 
 def another_release(patch: Patch) -> None:
-    """What the checking side says comes from another release."""
+    """The messages of the checking side come from another release."""
     announce = messages.announce
 
     def from_the_future(connection: bytes, number: bytes, *, required: bool) -> bytes:

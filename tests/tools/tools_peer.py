@@ -27,7 +27,7 @@ def tell(told: dict[str, object]) -> None:
 
 async def main(mode: str) -> None:
     """``mode``: "pair": an SMC-R connection with data each way and a TCP one; "server": listen;
-    "require": listen with require_smc; "idle": listen to nobody; "off": without control socket;
+    "require": listen with require_smc; "idle": do not listen; "off": without control socket;
     "blocked": stand still."""
     config = trio_smc.Config(
         receive_buffer=16384, control=mode != "off", require_smc=mode == "require"
