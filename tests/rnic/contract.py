@@ -117,7 +117,7 @@ def find(a: End, b: End) -> None:
 _apart: WeakKeyDictionary[Rnic, int] = WeakKeyDictionary()
 
 
-def tell_apart(rnic: Rnic) -> None:
+def use_completion_fd(rnic: Rnic) -> None:
     """Have its completions told by a descriptor of their own from now on."""
     fd = rnic.completion_fd()
     assert fd is not None

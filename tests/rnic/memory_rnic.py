@@ -461,7 +461,7 @@ class MemoryRnic(Rnic):
         nobody uses notice nothing.  ``fatal``: the whole device, and its queue pairs fail."""
         if self.port_active:
             self.port_active = False
-            self._tell(RnicEvent.FATAL if fatal else RnicEvent.PORT_DOWN)
+            self._notify(RnicEvent.FATAL if fatal else RnicEvent.PORT_DOWN)
             for qp in list(self.qps.values()) if fatal else ():
                 qp.fail(notices=False)
 
@@ -469,9 +469,9 @@ class MemoryRnic(Rnic):
         """The port is back; queue pairs that did not fail work again."""
         if not self.port_active:
             self.port_active = True
-            self._tell(RnicEvent.PORT_UP)
+            self._notify(RnicEvent.PORT_UP)
 
-    def _tell(self, event: RnicEvent) -> None:
+    def _notify(self, event: RnicEvent) -> None:
         if self.on_event is not None:
             self.on_event(event)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rnic.contract import RnicContract, tell_apart
+from tests.rnic.contract import RnicContract, use_completion_fd
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Rnic
 
@@ -22,7 +22,7 @@ class TestSoftRnic(RnicContract):
         for rnic in (first, second):
             rnic.open(runtime_directory / "smc")
             if request.param == "apart":
-                tell_apart(rnic)
+                use_completion_fd(rnic)
         yield first, second
         first.close()
         second.close()

@@ -28,19 +28,19 @@ class Turns:
         if self._left:
             self._may[self._rng.choice(sorted(self._left))].release()
 
-    def step(self, who: int) -> None:
+    def step(self, side: int) -> None:
         """End a step; a random side has the next one."""
         self._next()
-        assert self._may[who].acquire(timeout=10)
+        assert self._may[side].acquire(timeout=10)
 
     def run(self, *sides: Callable[[], None]) -> None:
-        def whole(who: int) -> None:
-            assert self._may[who].acquire(timeout=10)
-            sides[who]()
-            self._left.discard(who)
+        def whole(side: int) -> None:
+            assert self._may[side].acquire(timeout=10)
+            sides[side]()
+            self._left.discard(side)
             self._next()
 
-        threads = [threading.Thread(target=whole, args=(who,)) for who in (0, 1)]
+        threads = [threading.Thread(target=whole, args=(side,)) for side in (0, 1)]
         for thread in threads:
             thread.start()
         self._next()
@@ -51,15 +51,15 @@ class Turns:
 class Words:
     """The words of a ring, as one side sees them; each access ends a step of it."""
 
-    def __init__(self, words: Any, turns: Turns, who: int) -> None:
-        self._words, self._turns, self._who = words, turns, who
+    def __init__(self, words: Any, turns: Turns, side: int) -> None:
+        self._words, self._turns, self._side = words, turns, side
 
     def __getitem__(self, index: int) -> Any:
-        self._turns.step(self._who)
+        self._turns.step(self._side)
         return self._words[index]
 
     def __setitem__(self, index: int, value: int) -> None:
-        self._turns.step(self._who)
+        self._turns.step(self._side)
         self._words[index] = value
 
 

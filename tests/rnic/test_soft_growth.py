@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.rnic.contract import End, connect, got, make_end, serve, sleep_on, tell_apart, until
+from tests.rnic.contract import (
+    End,
+    connect,
+    got,
+    make_end,
+    serve,
+    sleep_on,
+    until,
+    use_completion_fd,
+)
 from tests.rnic.packets import receive
 from tests.rnic.test_soft_hostile import ARMED, HEAD, Attacker, state
 from trio_smc.rnic.soft import peer_sockets
@@ -42,7 +51,7 @@ def rnics(runtime_directory: Path, request: pytest.FixtureRequest) -> Iterator[l
     for rnic in made:
         rnic.open(runtime_directory / "smc")
         if request.param == "trio":
-            tell_apart(rnic)
+            use_completion_fd(rnic)
     yield made
     for rnic in made:
         rnic.close()

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rnic.contract import RECEIVES, End, connect, got, make_end, tell_apart, until
+from tests.rnic.contract import RECEIVES, End, connect, got, make_end, until, use_completion_fd
 from tests.rnic.packets import receive
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
@@ -91,7 +91,7 @@ class Attacker:
         self.open.append(sock)
         return sock
 
-    def say(self, victim: End, data: bytes, fds: list[int]) -> socket.socket:
+    def dial_and_send(self, victim: End, data: bytes, fds: list[int]) -> socket.socket:
         sock = self.dial(victim)
         socket.send_fds(sock, [data], fds)
         return sock
@@ -112,7 +112,7 @@ class Attacker:
         os.close(packet[1].pop(0))
         self.ropes += packet[1]
         self.put(self.ring.view, POSTED, SLOTS)
-        sock = self.say(victim, self.hello(victim), [*self.fds(), *more])
+        sock = self.dial_and_send(victim, self.hello(victim), [*self.fds(), *more])
         victim.rnic.service()
         return sock
 
@@ -195,7 +195,7 @@ class TestHello:
     def test_a_mangled_one(
         self, attacker: Attacker, victim: End, mangle: Callable[[bytes], bytes]
     ) -> None:
-        sock = attacker.say(victim, mangle(attacker.hello(victim)), attacker.fds())
+        sock = attacker.dial_and_send(victim, mangle(attacker.hello(victim)), attacker.fds())
         victim.rnic.service()
         assert ended(sock)
 
@@ -204,7 +204,7 @@ class TestHello:
         self, attacker: Attacker, victim: End, count: int
     ) -> None:
         fds = (attacker.fds() * 100)[:count]
-        sock = attacker.say(victim, attacker.hello(victim), fds)
+        sock = attacker.dial_and_send(victim, attacker.hello(victim), fds)
         victim.rnic.service()
         assert ended(sock)
 
@@ -231,14 +231,14 @@ class TestHello:
 
     def test_to_a_queue_pair_that_does_not_exist(self, attacker: Attacker, victim: End) -> None:
         hello = Hello(gid=attacker.gid, qp_num=1, peer_qp_num=1, peer_psn=1).encode()
-        sock = attacker.say(victim, hello, attacker.fds())
+        sock = attacker.dial_and_send(victim, hello, attacker.fds())
         victim.rnic.service()
         assert ended(sock)
 
     def test_from_somebody_else(self, attacker: Attacker, victim: End) -> None:
         attacker.connect(victim)
-        sock = attacker.say(victim, attacker.hello(victim, qp_num=5), attacker.fds())
-        again = attacker.say(victim, attacker.hello(victim), attacker.fds())
+        sock = attacker.dial_and_send(victim, attacker.hello(victim, qp_num=5), attacker.fds())
+        again = attacker.dial_and_send(victim, attacker.hello(victim), attacker.fds())
         victim.rnic.service()
         assert ended(sock)
         assert ended(again)
@@ -261,7 +261,7 @@ class TestHello:
         victim.qp.to_rts(psn=PSN)
         with contextlib.ExitStack() as stack:
             fd = self._bad_descriptor(kind, stack, tmp_path)
-            sock = attacker.say(victim, attacker.hello(victim), [fd])
+            sock = attacker.dial_and_send(victim, attacker.hello(victim), [fd])
             victim.rnic.service()
         assert ended(sock)
         victim.qp.post_send(1, b"x")
@@ -296,7 +296,7 @@ class TestHello:
 
     def test_many_for_a_queue_pair_that_is_not_ready(self, attacker: Attacker, victim: End) -> None:
         socks = [
-            attacker.say(victim, attacker.hello(victim, qp_num=index), attacker.fds())
+            attacker.dial_and_send(victim, attacker.hello(victim, qp_num=index), attacker.fds())
             for index in range(1, 20)
         ]
         victim.rnic.service()
@@ -305,7 +305,7 @@ class TestHello:
     def test_a_stranger_who_was_early_is_not_taken_for_the_peer(
         self, attacker: Attacker, victim: End
     ) -> None:
-        stranger = attacker.say(victim, attacker.hello(victim, qp_num=1), attacker.fds())
+        stranger = attacker.dial_and_send(victim, attacker.hello(victim, qp_num=1), attacker.fds())
         victim.rnic.service()
         attacker.connect(victim)
         victim.qp.post_send(1, b"x")
@@ -313,7 +313,7 @@ class TestHello:
         assert ended(stranger)
 
     def test_a_peer_that_was_early_is_not_dialled(self, attacker: Attacker, victim: End) -> None:
-        sock = attacker.say(victim, attacker.hello(victim), attacker.fds())
+        sock = attacker.dial_and_send(victim, attacker.hello(victim), attacker.fds())
         victim.rnic.service()
         victim.qp.to_rtr(gid=attacker.gid, qp_num=attacker.qp_num, psn=PSN, mtu=5)
         attacker.listener.setblocking(False)
@@ -655,7 +655,7 @@ class TestRing:
 
     def test_a_bell_that_never_stops(self, attacker: Attacker, victim: End) -> None:
         """All of it is taken, a little at a time."""
-        tell_apart(victim.rnic)
+        use_completion_fd(victim.rnic)
         attacker.connect(victim)
         [rope] = attacker.ropes
         with contextlib.suppress(BlockingIOError):
