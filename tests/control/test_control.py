@@ -1,4 +1,4 @@
-"""The control protocol: bad input costs who sent it, and nothing else."""
+"""The control protocol: bad input affects only the client that sent it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def a_stack(**settings: Any) -> AsyncIterator[tuple[Stack, Path]]:
 
 
 async def answer(path: Path, *pieces: bytes, end: bool = False) -> list[dict[str, Any]]:
-    """What the stack says to a client that sends these bytes."""
+    """The answer of the stack to a client that sends these bytes."""
     data = bytearray()
     with trio.fail_after(LIMIT):
         async with await trio.open_unix_socket(str(path)) as stream:
@@ -211,7 +211,7 @@ async def test_a_capture_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch)
         with trio.move_on_after(1) as watched:
             while await taking.receive_some():
                 pass
-        assert watched.cancelled_caught, "who takes what there is may wait for more"
+        assert watched.cancelled_caught, "a client that reads may wait for more"
         # All that was sent is there, and then the end.
         with trio.fail_after(LIMIT):
             while await idle.receive_some():
@@ -337,7 +337,7 @@ async def test_a_forked_child_leaves_the_socket_to_its_parent() -> None:
 
 @contextlib.contextmanager
 def liar(directory: Path, reply: Callable[[socket.socket], None]) -> Iterator[None]:
-    """A control socket of this process at which somebody else answers."""
+    """A control socket of this process with another server behind it."""
     import threading
 
     place = directory / control.DIRECTORY
@@ -475,7 +475,7 @@ async def test_what_a_stack_says_of_links_and_rnics() -> None:
                 await trio.aclose_forcefully(end)
             await listener.aclose()
             with trio.fail_after(LIMIT):
-                while stack.link_groups:  # noqa: ASYNC110 - it tells nobody
+                while stack.link_groups:  # noqa: ASYNC110 - there is no event
                     await trio.sleep(0.01)
 
 

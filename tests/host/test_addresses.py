@@ -200,7 +200,7 @@ def test_plain_addresses() -> None:
 
 
 class Message(dict[str, Any]):
-    """What pyroute2 gives for one address."""
+    """A message of pyroute2 about one address."""
 
     def get_attr(self, name: str) -> str | None:
         return {"IFA_LOCAL": "192.0.2.7", "IFA_ADDRESS": "198.51.100.9"}[name]

@@ -88,7 +88,7 @@ def test_kept_until_something_changes(kernel: Kernel) -> None:
         assert double("others") == [14]
         assert kernel.asked == 4
     assert double() == [14]
-    assert kernel.asked == 5, "nobody listens to changes any more"
+    assert kernel.asked == 5, "no cache is open any more"
 
 
 def test_two_that_remember_share(kernel: Kernel) -> None:

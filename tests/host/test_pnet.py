@@ -159,7 +159,7 @@ async def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
         ("bond0", "bond0", (None, None), (), True),
         ("eth0", "eth1", (None, None), (("lo", "one"), ("lo", "other")), True),
         ("eth0", "eth1.7", (None, None), (("lo", "one"), ("lo", "other")), False),
-        # Who is in the table is with those that it names, and with nobody else.
+        # RNICs in the table share a network only with those in the same line.
         ("eth0", "eth1", ("192.0.2.0/24", "192.0.2.0/24"), (("lo", "one"),), False),
     ],
 )

@@ -1,4 +1,4 @@
-"""What every RNIC must do: one suite over `trio_smc.rnic.verbs`, whatever is behind it.
+"""One suite for every kind of RNIC, over the interface `trio_smc.rnic.verbs`.
 
 A test module subclasses `RnicContract` and gives it two RNICs that reach each other.  Nothing here
 is quicker than hardware: completions are awaited with a deadline, errors may take a second.
@@ -110,14 +110,14 @@ def find(a: End, b: End) -> None:
     """Until each RNIC knows the other one's address."""
     deadline = time.monotonic() + PATIENCE
     while not (a.rnic.address_known(b.rnic.gid) and b.rnic.address_known(a.rnic.gid)):
-        assert time.monotonic() < deadline, "nobody answers for the peer's address"
+        assert time.monotonic() < deadline, "no answer for the peer's address"
         time.sleep(0.002)
 
 
 _apart: WeakKeyDictionary[Rnic, int] = WeakKeyDictionary()
 
 
-def tell_apart(rnic: Rnic) -> None:
+def use_completion_fd(rnic: Rnic) -> None:
     """Have its completions told by a descriptor of their own from now on."""
     fd = rnic.completion_fd()
     assert fd is not None
@@ -125,7 +125,7 @@ def tell_apart(rnic: Rnic) -> None:
 
 
 def sleep_on(*rnics: Rnic) -> select.poll:
-    """What says whether one of them has something to tell."""
+    """A poll object on the descriptors of these RNICs."""
     sleeper = select.poll()
     for rnic in rnics:
         sleeper.register(rnic.wait_fd(), select.POLLIN)
@@ -518,7 +518,7 @@ class RnicContract:
         a.qp.close()
         until(lambda: len(b.received) == 20, a, b)
         assert bytes(b.memory.view[:4]) == b"data"
-        b.qp.post_send(1, b"anybody there?", signaled=False)
+        b.qp.post_send(1, b"hello?", signaled=False)
         until(lambda: bool(b.sent) and bool(b.flushed), b)
         assert b.sent[0][1] in (WcStatus.RETRY_EXC_ERR, WcStatus.WR_FLUSH_ERR)
         assert b.qp.state is QpState.ERR
@@ -562,7 +562,7 @@ class RnicContract:
         a.qp.post_send(1, b"x")
         told = [fd for fd, _ in sleep_on(b.rnic).poll(PATIENCE * 1000)]
         assert _apart.get(b.rnic, b.rnic.wait_fd()) in told, "no wakeup, or the wrong one"
-        # Somebody arms without having polled: there is something already.
+        # `arm` without a poll before it finds the completion.
         serve(b.rnic)
         deadline = time.monotonic() + PATIENCE
         while b.rnic.arm():

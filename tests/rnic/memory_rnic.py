@@ -79,7 +79,7 @@ class PlainMemory(Memory):
 
 
 class Fate(Enum):
-    """What becomes of a request."""
+    """The result of a request."""
 
     DONE = auto()
     LOST = auto()
@@ -147,7 +147,7 @@ class Fabric:
         return done
 
     def lose(self) -> None:
-        """What is on its way never arrives, and nobody is told."""
+        """Messages in flight never arrive, and neither side is notified."""
         for qp in self.busy:
             qp.work.clear()
         self.busy.clear()
@@ -224,7 +224,7 @@ class PlainQueuePair(QueuePair):
         if gid not in self.rnic.fabric.rnics:
             raise RnicError(errno.EHOSTUNREACH, "no such RNIC")
         if self.rnic.fabric.looks.get(gid):
-            raise RnicError(errno.EHOSTUNREACH, "nobody has answered for the address")
+            raise RnicError(errno.EHOSTUNREACH, "the address is not known yet")
         self._to(QpState.INIT, QpState.RTR)
         self.remote = (gid, qp_num)
         self.psns = (-1, psn)
@@ -461,7 +461,7 @@ class MemoryRnic(Rnic):
         nobody uses notice nothing.  ``fatal``: the whole device, and its queue pairs fail."""
         if self.port_active:
             self.port_active = False
-            self._tell(RnicEvent.FATAL if fatal else RnicEvent.PORT_DOWN)
+            self._notify(RnicEvent.FATAL if fatal else RnicEvent.PORT_DOWN)
             for qp in list(self.qps.values()) if fatal else ():
                 qp.fail(notices=False)
 
@@ -469,9 +469,9 @@ class MemoryRnic(Rnic):
         """The port is back; queue pairs that did not fail work again."""
         if not self.port_active:
             self.port_active = True
-            self._tell(RnicEvent.PORT_UP)
+            self._notify(RnicEvent.PORT_UP)
 
-    def _tell(self, event: RnicEvent) -> None:
+    def _notify(self, event: RnicEvent) -> None:
         if self.on_event is not None:
             self.on_event(event)
 

@@ -126,7 +126,7 @@ class World:
     news: trio.Event = field(default_factory=trio.Event)
 
     def come(self, *names: str) -> None:
-        """Their devices come, with active ports; nobody is told."""
+        """Add the devices with active ports, without a notification."""
         self.devices.update(names)
         self.active.update(names)
 

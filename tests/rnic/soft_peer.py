@@ -42,17 +42,17 @@ class Peer:
     def connect(self, end: End) -> dict[str, Any]:
         """Connect ``end`` to it; returns where it can be written to: rkey, address."""
         found: dict[str, Any] = json.loads(self.line())
-        self.say(json.dumps(describe(end)))
+        self.send_line(json.dumps(describe(end)))
         join(end, found)
         assert self.line() == "ready"
-        self.say("go")
+        self.send_line("go")
         return found
 
     def line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def say(self, text: str) -> None:
+    def send_line(self, text: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
@@ -93,10 +93,10 @@ def main() -> None:
     rnic = SoftRnic("peer")
     rnic.open(directory)
     end = make_end(rnic)
-    tell(json.dumps(describe(end)))
+    print_line(json.dumps(describe(end)))
     peer = json.loads(sys.stdin.readline())
     join(end, peer)
-    tell("ready")
+    print_line("ready")
     sys.stdin.readline()
     if mode == "echo":
         echo(end, random.Random(seed))
@@ -107,13 +107,13 @@ def main() -> None:
             rnic.abandon()
             sys.stdin.read()
             os._exit(0)
-        tell("forked")
+        print_line("forked")
     sys.stdin.read()
     end.close()
     rnic.close()
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -131,7 +131,7 @@ def burst(end: End, peer: dict[str, Any]) -> None:
         )
         end.qp.post_send(index + 1, b"message %4d" % index)
     statuses = {completion.status for completion in end.rnic.poll()}
-    tell("sent" if statuses == {0} else f"failed: {statuses}")
+    print_line("sent" if statuses == {0} else f"failed: {statuses}")
 
 
 def echo(end: End, rng: random.Random) -> None:

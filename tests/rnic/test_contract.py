@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rnic.contract import RnicContract, tell_apart
+from tests.rnic.contract import RnicContract, use_completion_fd
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Rnic
 
@@ -17,12 +17,12 @@ class TestSoftRnic(RnicContract):
     def rnics(
         self, runtime_directory: Path, request: pytest.FixtureRequest
     ) -> Iterator[tuple[Rnic, Rnic]]:
-        """What wakes whoever waits: one descriptor for everything, or one for completions."""
+        """The descriptors to wait on: one for everything, or one for completions."""
         first, second = SoftRnic("soft0"), SoftRnic("soft1")
         for rnic in (first, second):
             rnic.open(runtime_directory / "smc")
             if request.param == "apart":
-                tell_apart(rnic)
+                use_completion_fd(rnic)
         yield first, second
         first.close()
         second.close()

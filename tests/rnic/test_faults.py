@@ -270,7 +270,7 @@ class TestLinks:
         assert len(faulty.rnic._half_closed) <= 4
 
     def test_silent(self, faulty: Faulty) -> None:
-        """Nobody is told anything, and nothing is called sent that does not arrive."""
+        """Neither side is notified, and no lost message is reported as sent."""
         a, b = faulty.pair()
         b.qp.post_send(1, b"before")
         faulty.plan.inject(Fault.LINK_SILENT)
@@ -288,7 +288,7 @@ class TestLinks:
         assert b.received == []
 
     def test_delay(self, faulty: Faulty) -> None:
-        """Late, complete and in order; nobody sleeps over it."""
+        """Messages arrive late, complete and in order, and Trio does not sleep meanwhile."""
         faulty.plan.delay = 0.2
         a, b = faulty.pair()
         a.qp.post_send(1, b"before")
@@ -328,7 +328,7 @@ class TestPorts:
         a.rnic.service()
         assert events == [RnicEvent.PORT_DOWN, RnicEvent.PORT_UP]
         assert a.sent == [(1, FLUSHED)]
-        # Who did not use the port meanwhile goes on.
+        # A queue pair that was not used meanwhile goes on.
         c.qp.post_send(1, b"there")
         until(got(d, 1), c, d)
 
@@ -451,7 +451,7 @@ class TestRace:
     def test_what_is_delivered_at_once_may_have_been_taken(
         self, faulty: Faulty, monkeypatch: pytest.MonkeyPatch, before: bool
     ) -> None:
-        """Nobody can tell, and nobody says that it was, or was not."""
+        """It is unknown if the message arrived, and neither result is reported."""
         a, b = faulty.pair()
         until(lambda: b.qp.deliver(b"first", None, 0, 0), a, b)
         once_in_put(monkeypatch, a.qp.to_err, before=before)

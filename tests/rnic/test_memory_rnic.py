@@ -100,7 +100,7 @@ def test_a_failed_link_is_noticed_by_the_other_side_or_not(notices: bool) -> Non
     here, there = pair.qps[0]
     here.fail(notices=notices)
     assert (there.state is QpState.ERR) is notices
-    there.post_send(1, b"anybody?")
+    there.post_send(1, b"hello?")
     there.execute()
     assert there.state is QpState.ERR
 

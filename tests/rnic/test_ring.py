@@ -28,19 +28,19 @@ class Turns:
         if self._left:
             self._may[self._rng.choice(sorted(self._left))].release()
 
-    def step(self, who: int) -> None:
-        """The end of a step: it is somebody's turn."""
+    def step(self, side: int) -> None:
+        """End a step; a random side has the next one."""
         self._next()
-        assert self._may[who].acquire(timeout=10)
+        assert self._may[side].acquire(timeout=10)
 
     def run(self, *sides: Callable[[], None]) -> None:
-        def whole(who: int) -> None:
-            assert self._may[who].acquire(timeout=10)
-            sides[who]()
-            self._left.discard(who)
+        def whole(side: int) -> None:
+            assert self._may[side].acquire(timeout=10)
+            sides[side]()
+            self._left.discard(side)
             self._next()
 
-        threads = [threading.Thread(target=whole, args=(who,)) for who in (0, 1)]
+        threads = [threading.Thread(target=whole, args=(side,)) for side in (0, 1)]
         for thread in threads:
             thread.start()
         self._next()
@@ -51,15 +51,15 @@ class Turns:
 class Words:
     """The words of a ring, as one side sees them; each access ends a step of it."""
 
-    def __init__(self, words: Any, turns: Turns, who: int) -> None:
-        self._words, self._turns, self._who = words, turns, who
+    def __init__(self, words: Any, turns: Turns, side: int) -> None:
+        self._words, self._turns, self._side = words, turns, side
 
     def __getitem__(self, index: int) -> Any:
-        self._turns.step(self._who)
+        self._turns.step(self._side)
         return self._words[index]
 
     def __setitem__(self, index: int, value: int) -> None:
-        self._turns.step(self._who)
+        self._turns.step(self._side)
         self._words[index] = value
 
 
@@ -73,7 +73,7 @@ def ends() -> Iterator[Callable[[], tuple[ReceiveRing, SendRing]]]:
             each.close()
         receiver = ReceiveRing(7)
         memory = PeerMemory(receiver.memory.fd, receiver.memory.size)
-        sender = SendRing(memory, lambda: None)  # nobody sleeps
+        sender = SendRing(memory, lambda: None)  # no receiver sleeps
         made[:] = receiver, sender
         return receiver, sender
 
@@ -89,7 +89,7 @@ def test_what_counts_as_sent_is_taken(
 ) -> None:
     """RFC 7609, 4.6.1 is for RNICs that break this; a receiver that ends must not."""
     partly = 0
-    doubts = [0, 0]  # of what nobody could tell: not taken, taken
+    doubts = [0, 0]  # of unknown results: not taken, taken
     for number in range(SCHEDULES):
         receiver, sender = ends()
         receiver.posted = 10
@@ -136,4 +136,4 @@ def test_each_receive_that_was_posted_can_be_used(
         assert receiver.take_untrusted(taken.append)
         assert len(taken) == receiver.tail == 3 * rounds
     receiver.head[0] += 1
-    assert not receiver.take_untrusted(taken.append), "nobody may use one more"
+    assert not receiver.take_untrusted(taken.append), "no more receives are posted"

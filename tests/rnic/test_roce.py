@@ -1,4 +1,4 @@
-"""What `VerbsRnic` makes of a device, its GID table and its end, with verbs made up for it."""
+"""`VerbsRnic` with fake verbs: devices, GID tables and the end of a device."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_gid_of_a_port() -> None:
 
 
 class Refused(Exception):
-    """What the made-up verbs raise."""
+    """The error that the fake verbs raise."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -309,7 +309,7 @@ def test_events_of_a_port(device: Device, rnic: VerbsRnic) -> None:
 
 
 def test_completions_told_apart_from_events(device: Device, rnic: VerbsRnic) -> None:
-    """Who waits for completions alone is not told of a port, nor the other way round."""
+    """The descriptor of completions does not report a port, nor the other way round."""
     told: list[RnicEvent] = []
     rnic.on_event = told.append
     fd = rnic.completion_fd()
@@ -347,7 +347,7 @@ def test_a_device_that_fails(device: Device, rnic: VerbsRnic, how: str) -> None:
         rnic.look_at_port()
     elif how == "poll":
         assert rnic.poll() == []
-        assert told == [], "who polls may be in the middle of something"
+        assert told == [], "a poll must not call `on_event`"
         assert not rnic.arm(), "look again"
     else:
         assert not rnic.arm()
@@ -401,7 +401,7 @@ def test_which_uevents_are_news(uevent: bytes, expected: bool) -> None:
 
 
 class Kernel:
-    """What the kernel says of one route and one neighbour; `asked` has the neighbours."""
+    """A kernel with one route and one neighbour; `asked` lists the neighbours queried."""
 
     def __init__(self, route: object, state: int | OSError | None) -> None:
         self._route, self._state = route, state
@@ -445,7 +445,7 @@ VIA = {"family": 10, "addr": "fe80::9"}
         (Route(), 0x02, True, ["192.0.2.9"]),
         (Route(), 0x04, True, ["192.0.2.9"]),  # stale: the kernel takes it as it is
         (Route(), 0x80, True, ["192.0.2.9"]),
-        (Route(), 0x20, False, ["192.0.2.9"]),  # nobody answered
+        (Route(), 0x20, False, ["192.0.2.9"]),  # no answer
         (Route(), NO_ENTRY, False, ["192.0.2.9"]),
         (Route(), 0x01, False, ["192.0.2.9"]),  # is being asked for
         (Route(), UNKNOWN, True, ["192.0.2.9"]),  # Linux 4
@@ -511,7 +511,7 @@ def test_whether_a_gateway_is_between(
 
     monkeypatch.setattr(neighbours, "query", query)
     assert rnic.is_direct(gid("192.0.2.9")) is direct
-    assert kernel.asked == [], "nobody's MAC address is asked for"
+    assert kernel.asked == [], "no MAC address is queried"
     assert rnic.is_direct(gid("2001:db8::9")) is None, "another family than our GID's"
 
 
@@ -574,7 +574,7 @@ def test_nobody_need_be_asked_for_an_address(
 
 
 class Heap:
-    """What made-up SGEs and requests have allocated; freeing twice is what ends a process."""
+    """Allocations of fake SGEs and requests.  A real double free would end the process."""
 
     def __init__(self) -> None:
         self.lists: dict[int, Any] = {}

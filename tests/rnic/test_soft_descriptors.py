@@ -190,7 +190,7 @@ class TestLingering:
         intake = cast(SoftRnic, victim.rnic).intake
         stuck = threading.Event()
         intake.closer.run(stuck.wait)
-        socks = [attacker.say(victim, b"x", [0]) for _ in range(200)]
+        socks = [attacker.dial_and_send(victim, b"x", [0]) for _ in range(200)]
         for _ in range(20):
             victim.rnic.service()
         assert intake.closer.is_full

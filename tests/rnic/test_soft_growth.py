@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.rnic.contract import End, connect, got, make_end, serve, sleep_on, tell_apart, until
+from tests.rnic.contract import (
+    End,
+    connect,
+    got,
+    make_end,
+    serve,
+    sleep_on,
+    until,
+    use_completion_fd,
+)
 from tests.rnic.packets import receive
 from tests.rnic.test_soft_hostile import ARMED, HEAD, Attacker, state
 from trio_smc.rnic.soft import peer_sockets
@@ -42,7 +51,7 @@ def rnics(runtime_directory: Path, request: pytest.FixtureRequest) -> Iterator[l
     for rnic in made:
         rnic.open(runtime_directory / "smc")
         if request.param == "trio":
-            tell_apart(rnic)
+            use_completion_fd(rnic)
     yield made
     for rnic in made:
         rnic.close()
@@ -72,7 +81,7 @@ def test_idle_ones_are_not_looked_at(rnics: list[SoftRnic], pairs: list[tuple[En
     assert looked_at(rnics[0]) == MANY
     look(rnics[0])
     assert looked_at(rnics[0]) == 0
-    # Whoever says something is heard, asleep or awake, and looked at from then on.
+    # A peer that sends something is polled from then on, asleep or awake.
     for server, client in pairs:
         client.qp.post_send(1, b"x")
         until(got(server, 1), server, client)
@@ -119,7 +128,7 @@ def test_a_hostile_one_delays_only_itself(
     rnics: list[SoftRnic], pairs: list[tuple[End, End]], runtime_directory: Path, *, bell: bool
 ) -> None:
     """It rings all the time, takes the words that ask for its rings away, and rings no more."""
-    if bell:  # that of one who is gone
+    if bell:  # a peer has gone, so there is one for this peer
         for end in pairs.pop(0):
             end.close()
     victim, bystanders = make_end(rnics[0]), pairs[: FEW + 2]
@@ -156,7 +165,7 @@ def test_a_hostile_one_delays_only_itself(
         look(rnics[0])
         assert isinstance(victim.qp, SoftQueuePair)
         assert victim.qp.ring.interrupt_mode
-        # Its own message waits until it rings, and nobody else's does.
+        # Only the messages of this peer wait until it rings.
         attacker.word(ARMED, 0)
         attacker.word(HEAD, 1)
         look(rnics[0])
@@ -243,7 +252,7 @@ def test_without_bells(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, w
 
 
 def test_a_rope_outlives_its_bell() -> None:
-    """Who has one may have no handler of SIGPIPE."""
+    """A process may have no handler of SIGPIPE."""
     bell = Doorbell()
     rope = open_doorbell_untrusted(bell.write_fd)
     bell.close_write_end()
@@ -258,7 +267,7 @@ def test_a_rope_outlives_its_bell() -> None:
 
 
 def test_a_doorbell_is_taken_where_it_is_all_there_is() -> None:
-    """Anything else is left for those who can take what comes with it."""
+    """Other packets stay in the socket, because they may have descriptors."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         ours.setblocking(False)

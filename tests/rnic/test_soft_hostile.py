@@ -1,4 +1,4 @@
-"""What a broken or hostile process can do to the software RNIC: cost itself its connection."""
+"""Broken and hostile processes: the software RNIC ends their connections and no others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rnic.contract import RECEIVES, End, connect, got, make_end, tell_apart, until
+from tests.rnic.contract import RECEIVES, End, connect, got, make_end, until, use_completion_fd
 from tests.rnic.packets import receive
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
@@ -59,7 +59,7 @@ class Attacker:
         self.open: list[socket.socket] = []
         self.victim_ring: PeerMemory | None = None
         self.ropes: list[int] = []
-        """Of the bells of those who were connected to."""
+        """The write ends of the doorbells of its victims."""
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +91,7 @@ class Attacker:
         self.open.append(sock)
         return sock
 
-    def say(self, victim: End, data: bytes, fds: list[int]) -> socket.socket:
+    def dial_and_send(self, victim: End, data: bytes, fds: list[int]) -> socket.socket:
         sock = self.dial(victim)
         socket.send_fds(sock, [data], fds)
         return sock
@@ -112,7 +112,7 @@ class Attacker:
         os.close(packet[1].pop(0))
         self.ropes += packet[1]
         self.put(self.ring.view, POSTED, SLOTS)
-        sock = self.say(victim, self.hello(victim), [*self.fds(), *more])
+        sock = self.dial_and_send(victim, self.hello(victim), [*self.fds(), *more])
         victim.rnic.service()
         return sock
 
@@ -159,7 +159,7 @@ def state(qp: QueuePair) -> QpState:
 
 
 def ended(sock: socket.socket) -> bool:
-    """Whether the other side closed it."""
+    """True if the other side has closed it."""
     packet = receive(sock)
     return packet is not None and packet[0] == b""
 
@@ -195,7 +195,7 @@ class TestHello:
     def test_a_mangled_one(
         self, attacker: Attacker, victim: End, mangle: Callable[[bytes], bytes]
     ) -> None:
-        sock = attacker.say(victim, mangle(attacker.hello(victim)), attacker.fds())
+        sock = attacker.dial_and_send(victim, mangle(attacker.hello(victim)), attacker.fds())
         victim.rnic.service()
         assert ended(sock)
 
@@ -204,7 +204,7 @@ class TestHello:
         self, attacker: Attacker, victim: End, count: int
     ) -> None:
         fds = (attacker.fds() * 100)[:count]
-        sock = attacker.say(victim, attacker.hello(victim), fds)
+        sock = attacker.dial_and_send(victim, attacker.hello(victim), fds)
         victim.rnic.service()
         assert ended(sock)
 
@@ -231,14 +231,14 @@ class TestHello:
 
     def test_to_a_queue_pair_that_does_not_exist(self, attacker: Attacker, victim: End) -> None:
         hello = Hello(gid=attacker.gid, qp_num=1, peer_qp_num=1, peer_psn=1).encode()
-        sock = attacker.say(victim, hello, attacker.fds())
+        sock = attacker.dial_and_send(victim, hello, attacker.fds())
         victim.rnic.service()
         assert ended(sock)
 
     def test_from_somebody_else(self, attacker: Attacker, victim: End) -> None:
         attacker.connect(victim)
-        sock = attacker.say(victim, attacker.hello(victim, qp_num=5), attacker.fds())
-        again = attacker.say(victim, attacker.hello(victim), attacker.fds())
+        sock = attacker.dial_and_send(victim, attacker.hello(victim, qp_num=5), attacker.fds())
+        again = attacker.dial_and_send(victim, attacker.hello(victim), attacker.fds())
         victim.rnic.service()
         assert ended(sock)
         assert ended(again)
@@ -261,7 +261,7 @@ class TestHello:
         victim.qp.to_rts(psn=PSN)
         with contextlib.ExitStack() as stack:
             fd = self._bad_descriptor(kind, stack, tmp_path)
-            sock = attacker.say(victim, attacker.hello(victim), [fd])
+            sock = attacker.dial_and_send(victim, attacker.hello(victim), [fd])
             victim.rnic.service()
         assert ended(sock)
         victim.qp.post_send(1, b"x")
@@ -296,7 +296,7 @@ class TestHello:
 
     def test_many_for_a_queue_pair_that_is_not_ready(self, attacker: Attacker, victim: End) -> None:
         socks = [
-            attacker.say(victim, attacker.hello(victim, qp_num=index), attacker.fds())
+            attacker.dial_and_send(victim, attacker.hello(victim, qp_num=index), attacker.fds())
             for index in range(1, 20)
         ]
         victim.rnic.service()
@@ -305,7 +305,7 @@ class TestHello:
     def test_a_stranger_who_was_early_is_not_taken_for_the_peer(
         self, attacker: Attacker, victim: End
     ) -> None:
-        stranger = attacker.say(victim, attacker.hello(victim, qp_num=1), attacker.fds())
+        stranger = attacker.dial_and_send(victim, attacker.hello(victim, qp_num=1), attacker.fds())
         victim.rnic.service()
         attacker.connect(victim)
         victim.qp.post_send(1, b"x")
@@ -313,7 +313,7 @@ class TestHello:
         assert ended(stranger)
 
     def test_a_peer_that_was_early_is_not_dialled(self, attacker: Attacker, victim: End) -> None:
-        sock = attacker.say(victim, attacker.hello(victim), attacker.fds())
+        sock = attacker.dial_and_send(victim, attacker.hello(victim), attacker.fds())
         victim.rnic.service()
         victim.qp.to_rtr(gid=attacker.gid, qp_num=attacker.qp_num, psn=PSN, mtu=5)
         attacker.listener.setblocking(False)
@@ -338,7 +338,7 @@ class TestHello:
         attacker.connect(victim)
         looks = 0
         while rnic.accepting_later or not looks:
-            assert sleeper.poll(5), "nobody would look again"
+            assert sleeper.poll(5), "the sockets would not be polled again"
             rnic.service()
             looks += 1
         assert 10 <= looks <= 20
@@ -468,7 +468,7 @@ class TestAnnouncements:
         looks = 0
         unheard = struct.Struct("i")
         while unheard.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]:
-            assert sleeper.poll(5), "nobody would look again"
+            assert sleeper.poll(5), "the sockets would not be polled again"
             victim.rnic.service()
             looks += 1
         assert looks >= said // 64 - 2
@@ -521,7 +521,7 @@ class TestAnnouncements:
     def test_the_key_page_tells_what_is_registered_and_nothing_else(
         self, attacker: Attacker, victim: End
     ) -> None:
-        """A slot without a region is 0, which is nobody's RKey."""
+        """A slot without a region is 0, which is never an RKey."""
         attacker.connect(victim)
         assert attacker.victim_ring is not None
         keys = attacker.victim_ring.view[KEY_PAGE:].cast("I")
@@ -634,7 +634,7 @@ class TestRing:
                 while True:
                     os.write(bell.write_fd, bytes(4096))
         if how == "waits":
-            os.set_blocking(bell.write_fd, True)  # not that of the victim, who has opened its own
+            os.set_blocking(bell.write_fd, True)  # the victim has opened the pipe again
             os.set_blocking(bell.fd, True)
         if how == "gone":
             bell.close()
@@ -655,7 +655,7 @@ class TestRing:
 
     def test_a_bell_that_never_stops(self, attacker: Attacker, victim: End) -> None:
         """All of it is taken, a little at a time."""
-        tell_apart(victim.rnic)
+        use_completion_fd(victim.rnic)
         attacker.connect(victim)
         [rope] = attacker.ropes
         with contextlib.suppress(BlockingIOError):

@@ -36,7 +36,7 @@ def own_arguments(stack: trio_smc.Stack) -> list[str]:
 
 
 async def test_from_its_beginning_to_the_end_of_the_stack() -> None:
-    """What is said after the command is there, up to the last word of a closing stack."""
+    """The capture contains all messages after its start, up to the end of the stack."""
     received = bytearray()
     async with trio.open_nursery() as nursery, echo_port() as port:
         async with trio_smc.open_stack(smc_config()) as stack:
@@ -66,7 +66,7 @@ async def test_a_file_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFix
         arguments = own_arguments(stack)
         assert await run_command(capsys, *arguments, "-o", str(path), "--seconds", "0.2") == (0, "")
         with trio.fail_after(10):
-            # Until the stack has noticed that nobody listens.
+            # Until the stack has noticed that the client has gone.
             while stack.runtime.groups.observer is not None:
                 await trio.testing.wait_all_tasks_blocked()
     with path.open("rb") as file:

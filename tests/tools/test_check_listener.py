@@ -1,4 +1,4 @@
-"""What `trio-smc check` says of a listener of this host that does not speak SMC-R."""
+"""`trio-smc check` explains a listener of this host that does not speak SMC-R."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def server(
 
 
 def check(port: int) -> str:
-    """What the command prints for people; JSON has the same."""
+    """The text that the command prints; JSON has the same."""
     command = [sys.executable, "-m", "trio_smc.tools", "check", "127.0.0.1", str(port)]
     said = subprocess.run(
         command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False

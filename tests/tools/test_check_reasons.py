@@ -61,7 +61,7 @@ async def until_its_end(stream: trio.abc.ReceiveStream) -> None:
 
 
 @asynccontextmanager
-async def nobody(patch: Patch) -> AsyncIterator[int]:
+async def plain_tcp(patch: Patch) -> AsyncIterator[int]:
     """A server that has never heard of SMC-R."""
     async with plain_server() as listener:
         yield listener.socket.getsockname()[1]
@@ -195,7 +195,7 @@ def another_network(patch: Patch) -> None:
 
 
 def another_release(patch: Patch) -> None:
-    """What the checking side says comes from another release."""
+    """The messages of the checking side come from another release."""
     announce = messages.announce
 
     def from_the_future(connection: bytes, number: bytes, *, required: bool) -> bytes:
@@ -244,9 +244,9 @@ def served(reason: FallbackReason, **settings: Any) -> Case:
 
 
 OPTION = ("--discovery", "tcp-option")
-NOWHERE = checking_with(nobody, tcp_option="/nowhere")
+NOWHERE = checking_with(plain_tcp, tcp_option="/nowhere")
 CASES = [
-    Case(Reason.PEER_NOT_CAPABLE, LOCAL, nobody),
+    Case(Reason.PEER_NOT_CAPABLE, LOCAL, plain_tcp),
     declined(Reason.PEER_NOT_CAPABLE, Diagnosis.PEER_NOT_CAPABLE),
     Case(Reason.NO_RNIC, LOCAL, checking_with(ours, rnics=())),
     served(Reason.NO_RNIC, rnics=()),
@@ -275,11 +275,11 @@ CASES = [
     served(Reason.HANDSHAKE_LIMIT, handshake_limit=0),
     Case(Reason.TCP_OPTION_UNAVAILABLE, LOCAL, changed(NOWHERE, no_option(errno.ENOSYS)), OPTION),
     Case(Reason.TCP_OPTION_NOT_PERMITTED, LOCAL, changed(NOWHERE, no_option(errno.EPERM)), OPTION),
-    Case(Reason.DIRECTORY_UNUSABLE, LOCAL, changed(nobody, open_to_all)),
+    Case(Reason.DIRECTORY_UNUSABLE, LOCAL, changed(plain_tcp, open_to_all)),
     Case(Reason.OTHER_USER, LOCAL, changed(ours, another_user)),
     Case(Reason.PATH_NOT_PROVEN, LOCAL, changed(ours, another_network)),
     Case(Reason.LOCAL_VERSION_MISMATCH, LOCAL, changed(ours, another_release)),
-    Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, changed(nobody, another_processor)),
+    Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, changed(plain_tcp, another_processor)),
     Case(Reason.NOT_PERMITTED, LOCAL, checking_with(ours, deny=("127.0.0.0/8",))),
     served(Reason.NOT_PERMITTED, allow=("192.0.2.0/24",)),
     Case(Reason.SHORT_CONNECTIONS, PEER, bored),
@@ -307,10 +307,10 @@ async def test_check_explains(case: Case, monkeypatch: Patch) -> None:
             done = await quick_command("check", HOST, port, *case.arguments)
     assert (done.code, done.err) == (1, ""), done
     said = done.out.partition("\nThe server, process ")[0]
-    who = "this side" if case.origin is LOCAL else "the server"
+    decider = "this side" if case.origin is LOCAL else "the server"
     assert f"SMC-R is not used: {local.message}" in said
     assert ("(reported by the peer" in said) is (case.origin is PEER)
-    assert f"  reason     {case.reason}, decided by {who}\n" in said
+    assert f"  reason     {case.reason}, decided by {decider}\n" in said
     if case.reason is Reason.PEER_NOT_CAPABLE and case.origin is LOCAL:
         # The command looks at the listener itself; see test_check_listener.py.
         assert f"  listener   process {os.getpid()} " in said

@@ -253,7 +253,7 @@ async def test_check_of_another_address_of_this_host() -> None:
 
 
 async def test_check_names_what_the_server_declined_for() -> None:
-    """A Decline over the TCP connection: both sides' words, and who decided."""
+    """A Decline over the TCP connection: the words of both sides, and the side that decided."""
     from tests.api.api_peers import decline, read_clc
 
     async with plain_server() as listener, trio.open_nursery() as nursery:
@@ -395,7 +395,7 @@ async def test_a_process_whose_loop_stands_still(
         said = one_line(command_here(capsys, "ss", "--pid", str(blocked.pid)))
         assert "does not answer" in said
         async with running("server") as peer:
-            # It holds up nobody else.  That one may be slow, on a busy machine.
+            # Other processes are not delayed, although they may be slow on a busy machine.
             with trio.fail_after(LIMIT):
                 while not json.loads((done := command_here(capsys, "ss", "--json")).out):
                     await trio.lowlevel.checkpoint()

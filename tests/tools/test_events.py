@@ -166,7 +166,7 @@ async def test_nothing_observes_without_the_setting() -> None:
 
 
 def scrape(collector: SmcCollector) -> dict[str, float]:
-    """What Prometheus would read: samples by name and values of labels, by the labels' names."""
+    """The samples for Prometheus, by name and values of labels, in the order of the labels."""
     registry = CollectorRegistry()
     registry.register(collector)
     text = generate_latest(registry).decode()

@@ -223,7 +223,7 @@ def test_svg_shows_every_message() -> None:
 
 @pytest.mark.parametrize("missing", range(1, 60, 7))
 def test_a_capture_that_began_late(missing: int) -> None:
-    """What is not known is left open; directions and links stay together."""
+    """Unknown parts are omitted; directions and links are still right."""
     late = golden()[missing:]
     drawn = read_ladders(late)
     assert sum(len(each.rows) for each in drawn) == len(late)
@@ -254,7 +254,7 @@ def test_anything_can_be_drawn(rng: random.Random) -> None:
 
 
 async def test_a_failover_of_ours(tmp_path: Path) -> None:
-    """What docs/capture.md shows: the writes of both sides, before and after an RNIC fails."""
+    """The example of docs/capture.md: writes of both sides, before and after an RNIC fails."""
     first_contact, failover = await ladders.record(tmp_path / "private")
     assert titles(first_contact.rows)[:3] == titles(read_ladders(golden())[0].rows)[:3]
     assert {row.link_number for row in first_contact.rows} == {None, 1, 2}

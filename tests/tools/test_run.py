@@ -50,7 +50,7 @@ WORKERS = f"""{TRIO}
 import asyncio, multiprocessing, subprocess
 
 if __name__ == "__main__":
-    asyncio.run(asyncio.sleep(0))  # no connection: nobody's business
+    asyncio.run(asyncio.sleep(0))  # no connection, so no problem
     subprocess.run([sys.executable, "-I", "-c", "pass"], check=True)
     subprocess.run([sys.executable, "-c", "import asyncio; asyncio.run(asyncio.sleep(0))"])
     context = multiprocessing.get_context("spawn")
@@ -102,7 +102,7 @@ def test_a_trio_program_is_silent_and_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_service_that_is_killed_is_reported(number: int, tmp_path: Path) -> None:
-    """What it told from time to time; longer ago than that when it says that it has served."""
+    """The counters that it reported while it ran; old enough when it has served."""
     private = tmp_path / "private"
     (tmp_path / "smc.toml").write_text(f'directory = "{private}"')
     (tmp_path / "program.py").write_text(
@@ -127,7 +127,7 @@ trio.run(service)
         _, said = process.communicate(timeout=2 * PATIENCE)
     assert process.returncode == -number
     for left in (*private.glob("rnic-*"), *private.glob("control/*")):
-        left.unlink()  # nobody was there to do it
+        left.unlink()  # the killed process could not do it
     lines = said.splitlines()
     assert re.match(r"trio-smc run: +10 SMC-R, sent 9.8 KiB", lines[1]), said
     assert lines[-1].startswith("trio-smc run:   1 of 1 stacks were killed: ")
@@ -410,7 +410,7 @@ def test_the_program_does_not_outlive_the_command(tmp_path: Path) -> None:
             process.wait(2 * PATIENCE)
             _, status = os.waitpid(pid, 0)
         for left in tmp_path.glob("trio-smc-run-*/*"):
-            left.unlink()  # nobody was there to do it
+            left.unlink()  # the killed process could not do it
     finally:
         libc.prctl(SUBREAPER, 0, 0, 0, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL

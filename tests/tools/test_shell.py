@@ -15,7 +15,7 @@ BIN = Path(sys.executable).parent
 
 
 def made(program: str, *with_words: str) -> str:
-    """What the page's command line with this program and these words prints."""
+    """The output of the page's command line with this program and these words."""
     [line] = [
         line for line in re.findall(rf"^{program} .*$", PAGE.read_text(), re.MULTILINE)
         if all(word in line for word in with_words)

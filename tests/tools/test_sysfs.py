@@ -1,4 +1,4 @@
-"""What the kernel shows of RDMA devices, from a sysfs made for the purpose."""
+"""RDMA devices as read from sysfs, with a fake sysfs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands, events, metrics and captures tell of SMC-R version 2, and what `check` finds."""
+"""SMC-R version 2 in commands, events, metrics, captures and `check`."""
 
 from __future__ import annotations
 

@@ -19,26 +19,26 @@ async def hold(stream: trio.abc.Stream) -> None:
     await trio.sleep_forever()
 
 
-def tell(told: dict[str, object]) -> None:
+def print_json(values: dict[str, object]) -> None:
     """Print one line of JSON."""
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 
 async def main(mode: str) -> None:
     """``mode``: "pair": an SMC-R connection with data each way and a TCP one; "server": listen;
-    "require": listen with require_smc; "idle": listen to nobody; "off": without control socket;
+    "require": listen with require_smc; "idle": do not listen; "off": without control socket;
     "blocked": stand still."""
     config = trio_smc.Config(
         receive_buffer=16384, control=mode != "off", require_smc=mode == "require"
     )
     async with trio.open_nursery() as nursery, trio_smc.open_stack(config) as stack:
         if mode == "idle":
-            tell({})
+            print_json({})
             await trio.sleep_forever()
         [listener] = await stack.open_listeners(0, host="127.0.0.1")
         address = listener.socket.getsockname()
-        told: dict[str, object] = {"port": address[1]}
+        values: dict[str, object] = {"port": address[1]}
         if mode == "pair":
             mine = await stack.open_stream(*address)
             await mine.send_all(b"x" * 1500)
@@ -48,7 +48,7 @@ async def main(mode: str) -> None:
             plain = await trio.open_tcp_stream(*address)
             accepted = await listener.accept()
             await plain.send_all(b"unread")
-            told |= {
+            values |= {
                 "client": mine.socket.getsockname()[1],
                 "plain": plain.socket.getsockname()[1],
             }
@@ -57,7 +57,7 @@ async def main(mode: str) -> None:
             await accepted.receive_some(1000)
         else:
             nursery.start_soon(trio.serve_listeners, hold, [listener])
-        tell(told)
+        print_json(values)
         if mode == "blocked":
             sys.stdin.read()  # the event loop stands still, on purpose
         await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)

@@ -67,7 +67,7 @@ async def running(mode: str, module: str = "tests.tools.tools_peer") -> AsyncIte
 
 @dataclass
 class Done:
-    """What a command printed, and its exit code."""
+    """The output and the exit code of a command."""
 
     code: int
     out: str
