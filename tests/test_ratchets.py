@@ -76,9 +76,10 @@ def test_a_count_that_differs_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    listed = json.loads(ratchets.LIST.read_text())
-    kind, where = next((k, w) for k in ratchets.KINDS for w in listed[k])
-    listed[kind][where] += change
+    found: dict[str, dict[str, int]] = {kind: {} for kind in ratchets.KINDS}
+    found["words"]["trio_smc/rnic"] = 3
+    monkeypatch.setattr(ratchets, "counts", lambda: found)
+    listed = {**found, "words": {"trio_smc/rnic": 3 + change}}
     other = tmp_path / "list.json"
     other.write_text(json.dumps(listed))
     monkeypatch.setattr(ratchets, "LIST", other)

@@ -27,6 +27,7 @@ from trio_smc.connecting.connect import connect_socket
 HOST = "127.0.0.1"
 CONFIG = trio_smc.Config(receive_buffer=16384, close_timeout=20, shutdown_timeout=20)
 IP_LOCAL_PORT_RANGE = 51
+CONNECTIONS = 20
 SERVERS = 2
 
 
@@ -110,15 +111,20 @@ async def count() -> None:
 
 async def ports_used(wanted: tuple[int, int] | None) -> None:
     """Print the ports of 20 connections, by `open_stream` or by a socket with a port range."""
+    left, all_served = CONNECTIONS, trio.Event()
 
     async def handler(stream: trio_smc.SmcStream) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            all_served.set()
         with contextlib.suppress(trio.BrokenResourceError):
             await stream.receive_some()
 
     async with trio_smc.open_stack(CONFIG) as stack, trio.open_nursery() as nursery:
         await nursery.start(partial(stack.serve, handler, 50000, host=HOST))
         opened: list[trio_smc.SmcStream] = []
-        for _ in range(20):
+        for _ in range(CONNECTIONS):
             if wanted is None:
                 opened.append(await stack.open_stream(HOST, 50000))
                 continue
@@ -129,6 +135,8 @@ async def ports_used(wanted: tuple[int, int] | None) -> None:
             assert sock.getsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, 4) == value
         report(*sorted({str(stream.mode) for stream in opened}))
         report(*sorted(stream.socket.getsockname()[1] for stream in opened))
+        # A server that has not read SMC Confirm does not answer an abort; the stack would wait.
+        await all_served.wait()
         for stream in opened:
             stream.abort()
         nursery.cancel_scope.cancel()
