@@ -19,7 +19,7 @@ __all__ = ["load_config"]
 _LARGEST: Final = 1 << 20  # bytes of a file
 _DEEPEST: Final = 2  # nested lists, for (host, port) pairs
 _LONG_KEY: Final = re.compile(
-    r'''(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}''', re.ASCII
+    r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}""", re.ASCII
 )
 """A key of more than 32 parts.  tomllib takes 90 s for one of 50,000, in a file of 100 KB."""
 _LONGEST_RNIC: Final = 128  # characters
