@@ -124,6 +124,18 @@ def test_a_stack_that_does_not_listen_there() -> None:
     assert f"process {pid} has a stack of trio_smc, but does not use it for this listener\n" in said
 
 
+def test_a_stopped_process() -> None:
+    with server(WITH_STACK.format(module="trio_smc", kind="")) as (port, pid):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+            found = explain_listener("127.0.0.1", port, HERE())
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert found.text == f"process {pid} is stopped, by a signal or a debugger"
+    assert found.remedy == f"let it continue: kill -CONT {pid}"
+
+
 def test_what_is_no_python(tmp_path: Path) -> None:
     redis = shutil.which("redis-server")
     assert redis, "redis-server is missing"

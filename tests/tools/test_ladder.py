@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -329,6 +330,39 @@ async def test_our_own_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ET.parse(tmp_path / "x.svg")
     assert main(["ladder", str(path), "--svg", "-"]) == 0
     assert capsys.readouterr().out == (tmp_path / "x.svg").read_text(encoding="utf-8") + "\n"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_could_block_is_not_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    path = tmp_path / "capture.pcapng"
+    if kind == "fifo":
+        os.mkfifo(path)
+        # With a writer, so that an open of the FIFO would not wait.
+        writer = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        os.write(writer, b"no capture, but more than four bytes")
+    else:
+        path.symlink_to("/dev/null")
+        writer = os.open(path, os.O_RDONLY)
+    try:
+        assert main(["ladder", str(path)]) == 2
+    finally:
+        os.close(writer)
+        path.unlink()
+    assert capsys.readouterr().err == f"trio-smc: ladder: {path}: not a regular file\n"
+
+
+def test_a_pipe_that_the_shell_opened(capsys: pytest.CaptureFixture[str]) -> None:
+    """As bash passes the name of one for <(zcat capture.gz)."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "wb") as file:
+        file.write(GOLDEN.read_bytes()[:4096])
+    try:
+        main(["ladder", f"/dev/fd/{reader}", "--limit", "1"])
+    finally:
+        os.close(reader)
+    assert "Proposal" in capsys.readouterr().out
 
 
 def test_a_ladder_for_scripts_from_a_pipe(

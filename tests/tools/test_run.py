@@ -393,6 +393,20 @@ except* SystemExit as group:
         assert process.wait(2 * PATIENCE) == number + 1
 
 
+def test_a_caller_that_ignores_sigchld(tmp_path: Path) -> None:
+    """Python and sh inherit that; the kernel would keep no exit code of PROGRAM."""
+    (tmp_path / "program.py").write_text(
+        "import signal, sys, time; time.sleep(0.2)\n"
+        "sys.exit(6 if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN else 1)"
+    )
+    done = subprocess.run(
+        [*RUN, "--", sys.executable, "program.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )  # fmt: skip
+    assert done.returncode == 6, done.stderr
+
+
 def test_the_program_does_not_outlive_the_command(tmp_path: Path) -> None:
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     (tmp_path / "program.py").write_text(program)

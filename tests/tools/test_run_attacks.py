@@ -557,7 +557,7 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{OTHER}\n"
     assert done.stderr.startswith("trio-smc run: 0 connections of 1 processes\n"), done.stderr
-    assert "missing" not in done.stderr
+    assert "incomplete" not in done.stderr
 
 
 @needs_root
@@ -670,7 +670,7 @@ sys.exit(3)
         _, said = process.communicate("\n", timeout=2 * PATIENCE)
     assert process.returncode == 3
     assert "without" not in said, said
-    assert "missing" not in said, said
+    assert "incomplete" not in said, said
 
 
 def test_a_full_pipe_on_stderr_does_not_stop_the_reader(tmp_path: Path) -> None:

@@ -146,6 +146,17 @@ def test_a_full_backlog_is_not_waited_for_in_connect(
         assert seconds < 2 * TIMEOUT
 
 
+def test_a_capture_names_a_silent_process(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first command fills the backlog of the socket."""
+    with mute(runtime_directory, 1, backlog=0) as [number]:
+        for _ in range(2):
+            done, seconds = timed(capsys, "capture", str(number), "-o", "-", "--seconds", "1")
+            assert one_line(done).endswith("does not answer; its event loop may be blocked")
+            assert TIMEOUT <= seconds < 2 * TIMEOUT
+
+
 async def test_an_answer_without_end_costs_no_more(runtime_directory: Path) -> None:
     """A process sends a byte now and then, so that each single wait is short."""
     with mute(runtime_directory, 1) as [number]:

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-__all__ = ["read_regular_file"]
+__all__ = ["open_regular_file", "read_regular_file"]
 
 _FLAGS: Final = (
     os.O_RDONLY
@@ -17,6 +17,25 @@ _FLAGS: Final = (
     | getattr(os, "O_CLOEXEC", 0)
 )
 _PIECE: Final = 1 << 16
+
+
+def open_regular_file(path: Path | str) -> int:
+    """Open a file for reading, without waiting, and return its descriptor.
+
+    A FIFO or a device is not opened.
+
+    Raises:
+      OSError: the file cannot be opened.
+      ValueError: it is not a regular file.
+    """
+    _check(os.stat(path))  # before the open, because opening a device can have effects
+    descriptor = os.open(path, _FLAGS)
+    try:
+        _check(os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def read_regular_file(path: Path | str, limit: int) -> bytes:
@@ -29,10 +48,8 @@ def read_regular_file(path: Path | str, limit: int) -> bytes:
       OSError: the file cannot be read.
       ValueError: it is not a regular file, or it has more than ``limit`` bytes.
     """
-    _check(os.stat(path))  # before the open, because opening a device can have effects
-    descriptor = os.open(path, _FLAGS)
+    descriptor = open_regular_file(path)
     try:
-        _check(os.fstat(descriptor))
         data = bytearray()
         while piece := os.read(descriptor, _PIECE):
             data += piece

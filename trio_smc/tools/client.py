@@ -419,6 +419,18 @@ def _connect(sock: socket.socket, root: PrivateDirectory, name: str) -> bool:
     return True
 
 
+def _connect_before(
+    sock: socket.socket, root: PrivateDirectory, name: str, deadline: float
+) -> bool:
+    """`_connect`, but wait for room in a full backlog.  Raises TimeoutError at the deadline."""
+    while True:
+        sock.settimeout(_time_left(deadline))
+        try:
+            return _connect(sock, root, name)
+        except BlockingIOError:
+            time.sleep(min(_RETRY_INTERVAL, _time_left(deadline)))
+
+
 def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     """Add a message to the snapshot; False after the last one.
 
@@ -519,8 +531,7 @@ def _chosen(
             sock = exits.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             control.refuse_descriptors(sock)
             try:
-                sock.settimeout(_time_left(deadline))
-                if _connect(sock, root, name):
+                if _connect_before(sock, root, name, deadline):
                     sock.sendall(control.encode({"want": [control.CAPTURE], "payload": payload}))
                     begun = _read_message(sock, deadline)
                     found[_stack_untrusted(begun)] = sock

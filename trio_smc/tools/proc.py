@@ -88,19 +88,23 @@ class Process:
 
     def users(self) -> tuple[int, ...]:
         """Its real, effective, saved and file system user; empty if it has ended."""
-        return self._status("Uid")
+        return tuple(map(int, self._status("Uid")))
 
     def numbers(self) -> tuple[int, ...]:
         """Its number in each of its PID namespaces, the one of this process first."""
-        return self._status("NSpid") or (self.pid,)
+        return tuple(map(int, self._status("NSpid"))) or (self.pid,)
 
-    def _status(self, field: str) -> tuple[int, ...]:
+    def is_stopped(self) -> bool:
+        """True if a signal or a debugger has stopped it."""
+        return self._status("State")[:1] in ([b"T"], [b"t"])
+
+    def _status(self, field: str) -> list[bytes]:
         # The name of the process comes first.  The kernel escapes a line feed in the name, but not
         # a carriage return, at which `splitlines` would split.
         for line in self._read("status", _STATUS).split(b"\n"):
             if line.startswith(field.encode() + b":"):
-                return tuple(map(int, line.split()[1:]))
-        return ()
+                return line.split()[1:]
+        return []
 
     def command(self) -> list[str]:
         """Its command line, without a word that was cut off."""

@@ -254,6 +254,9 @@ def _numbers_of(holders: Sequence[Process]) -> str:
 def _explain_process(process: Process, directory: Path, proxy: str) -> Obstacle:
     """The obstacle of a process of this user."""
     pid, uid, program = process.pid, os.geteuid(), process.link("exe")
+    if process.is_stopped():
+        text = f"process {pid} is stopped, by a signal or a debugger"
+        return Obstacle(text, f"let it continue: kill -CONT {pid}", pid, uid)
     stacks = _stacks(process)
     if stacks:
         return _explain_stack(process, stacks, directory)

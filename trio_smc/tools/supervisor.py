@@ -297,8 +297,11 @@ def _start(
     parent = os.getpid()
     os.environ.clear()
     os.environ.update(environment)
+    # If the caller ignores SIGCHLD, the kernel keeps no exit code and sends no signal (wait(2)).
+    of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def child() -> None:
+        signal.signal(signal.SIGCHLD, of_children)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:

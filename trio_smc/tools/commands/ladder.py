@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from trio_smc._base.regular_file import open_regular_file
 from trio_smc.capture.dissection import Seen, dissect
 from trio_smc.capture.output_file import create
 from trio_smc.capture.pcapng import DamagedCapture, read
@@ -155,7 +156,13 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     if str(path) == "-":
         yield sys.stdin.buffer
         return
-    with path.open("rb") as file:
+    # Of this process itself, as a shell opens one for <(zcat smc.pcapng.gz).
+    is_inherited = path.parent == Path("/dev/fd")
+    try:
+        file = path.open("rb") if is_inherited else os.fdopen(open_regular_file(path), "rb")
+    except ValueError as error:
+        raise ToolError(f"ladder: {path}: {error}") from error
+    with file:
         yield file
 
 
