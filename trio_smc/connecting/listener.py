@@ -107,7 +107,7 @@ class Incoming:
             return await self._listener._finish_handshake(self._accepted)
         return self._accepted
 
-    async def served(self) -> None:
+    async def spin_for_next(self) -> None:
         """Spin for the next connection. To be awaited after the stream was closed."""
         await self._listener._spin_for_next()
 
@@ -440,7 +440,7 @@ async def _serve_one(handler: Callable[[SmcStream], Awaitable[object]], incoming
         else:
             await trio.aclose_forcefully(stream)
     if isinstance(stream, RdmaStream):
-        await incoming.served()
+        await incoming.spin_for_next()
 
 
 # A program that checks for a SocketListener wants its `socket`.

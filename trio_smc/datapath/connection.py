@@ -371,7 +371,7 @@ class Connection:
         """
         self.links_lost()
         receiver = self.receiver
-        return not receiver.purged and (receiver.done or receiver.received > 0)
+        return not receiver.purged and (receiver.peer_done or receiver.received > 0)
 
     def withdraw(self) -> None:
         """The rendezvous fell back to TCP: release the RMBE, but not the TCP connection."""
@@ -483,7 +483,7 @@ class Connection:
         self.sender.sendable = False
         self._application_closed = True
         self.messenger.urgent_goal = 0
-        self.receiver.finished = True
+        self.receiver.application_closed = True
         self.messenger.flush()
         self._process("close")
 
@@ -651,10 +651,10 @@ class Connection:
             self._errno = errno.ECONNRESET
             self._process("peer_abort")
         elif endings & CONNECTION_CLOSED:
-            self.receiver.done = True
+            self.receiver.peer_done = True
             self._process("peer_closed")
         elif endings & SENDING_DONE:
-            self.receiver.done = True
+            self.receiver.peer_done = True
             self._process("peer_done")
 
     def _on_overwritten(self, exc: ProtocolError) -> None:

@@ -125,7 +125,7 @@ _pack = cdc.LAYOUT.pack
 class Holder(Protocol):
     """Posts for a connection while it changes its link (`failover.replay`)."""
 
-    def over(self) -> None:
+    def connection_ended(self) -> None:
         """The connection is closed."""
 
 
@@ -400,7 +400,7 @@ class Messenger:
         self.channel = None
         holder, self.holder = self.holder, None
         if holder is not None:
-            holder.over()
+            holder.connection_ended()
 
     # --- urgent data (4.7.5) and changes of the link (4.6) ------------------------------------
 

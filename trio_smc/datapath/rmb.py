@@ -57,7 +57,7 @@ MAX_RMBS: Final = 255
 WARM: Final = 16 * 1024 * 1024
 """Bytes of pages that the free elements of a pool keep."""
 
-_AT_ONCE: Final = 64 * 1024
+_ZEROED_AT_ONCE: Final = 64 * 1024
 _STEP: Final = 256 * 1024
 """Bytes that are zeroed in one go: 0.3 ms where pages are given back."""
 _WIPE_TIME: Final = 0.0005
@@ -168,11 +168,11 @@ class Rmbe:
         """Zero one step, in a fraction of a millisecond; True if it was the last one (4.4.1)."""
         left, memory = self._to_wipe, self.rmb.memory
         if self.warm:
-            go_on = min(left.start + _STEP, left.stop)
-            memory.zero(left.start, go_on - left.start)
+            next_start = min(left.start + _STEP, left.stop)
+            memory.zero(left.start, next_start - left.start)
         else:
-            go_on = memory.wipe(left.start, left.stop, _STEP)
-        self._to_wipe = range(go_on, left.stop)
+            next_start = memory.wipe(left.start, left.stop, _STEP)
+        self._to_wipe = range(next_start, left.stop)
         return not self._to_wipe
 
 
@@ -375,7 +375,7 @@ class RmbPool:
         written = rmbe.size if used is None else min(rmbe.first + used, rmbe.size)
         warm = self._warm + max(rmbe.held, written)
         keep = used is not None and (warm <= WARM or rmbe.rmb.memory.pinned)
-        if used is not None and keep and written <= _AT_ONCE:
+        if used is not None and keep and written <= _ZEROED_AT_ONCE:
             rmbe.clear(used)
             rmbe.warm = max(rmbe.held, written)
             free.append(rmbe)

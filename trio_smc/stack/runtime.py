@@ -412,7 +412,7 @@ class Runtime:
         if self._forked:
             raise RuntimeError(_FORKED)
 
-    def in_forked_child(self, abandon: Callable[[], object]) -> None:
+    def call_in_forked_child(self, abandon: Callable[[], object]) -> None:
         """Call ``abandon`` in each process that is forked from this one."""
         self._in_forked_child.append(abandon)
 

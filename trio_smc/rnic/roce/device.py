@@ -32,7 +32,7 @@ from typing import Final, Literal, Self
 from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.roce import neighbours, pyverbs
-from trio_smc.rnic.roce.gids import choose, contains_mac, is_mapped, towards
+from trio_smc.rnic.roce.gids import choose_entry, contains_mac, entry_for_peer, is_ipv4_mapped
 from trio_smc.rnic.roce.pyverbs import CompChannel, Context, Cq, Gid, Verbs
 from trio_smc.rnic.roce.queue_pair import RECEIVES, Domain, RoceQueuePair
 from trio_smc.rnic.verbs import (
@@ -90,7 +90,7 @@ class VerbsRnic(Rnic):
         self._resolved_gid, self._resolved_until = b"", 0.0
         self._pairs: dict[int, RoceQueuePair] = {}
         self._domains: set[Domain] = set()
-        self._unpolled: list[Completion] = []
+        self._polled_early: list[Completion] = []
         self._refusal = ""
 
     def open(self, directory: Path) -> None:
@@ -125,12 +125,12 @@ class VerbsRnic(Rnic):
             table = lib.gids(self._context, self.port)
         self.port_active = port.state == lib.port_active
         self.mtu: int = port.active_mtu
-        gid = choose(table, self._gid_index)
+        gid = choose_entry(table, self._gid_index)
         if gid is None:
             raise RnicError(errno.ENODATA, f"{self.name} has no such GID")
         self._gid = gid
         self.gid: bytes = gid.value
-        self.routable: bool = gid.kind == pyverbs.ROCE_V2 and is_mapped(gid.value)
+        self.routable: bool = gid.kind == pyverbs.ROCE_V2 and is_ipv4_mapped(gid.value)
         netdev = socket.if_indextoname(gid.ifindex)
         address = Path(f"/sys/class/net/{netdev}/address").read_text(encoding="ascii")
         self.mac: bytes = bytes.fromhex(address.strip().replace(":", ""))
@@ -146,7 +146,7 @@ class VerbsRnic(Rnic):
             domain.close()
         opened = (self._cq, self._channel, self._context)
         self._cq = self._channel = None
-        self._unpolled.clear()
+        self._polled_early.clear()
         self._epoll.close()
         for each in opened:
             if each is not None:
@@ -194,14 +194,14 @@ class VerbsRnic(Rnic):
 
     def detach(self, pair: RoceQueuePair) -> None:
         """Drop the completions of a queue pair that closes: its number may be used again."""
-        self._poll_into(self._unpolled)
+        self._poll_into(self._polled_early)
         del self._pairs[pair.qp_num]
-        self._unpolled = [found for found in self._unpolled if found.qp_num != pair.qp_num]
+        self._polled_early = [found for found in self._polled_early if found.qp_num != pair.qp_num]
 
     def poll(self) -> list[Completion]:
-        found = self._unpolled
+        found = self._polled_early
         if found:
-            self._unpolled = []
+            self._polled_early = []
         else:
             found = []
         if self._lib is not None:
@@ -228,7 +228,7 @@ class VerbsRnic(Rnic):
     def arm(self) -> bool:
         lib = self._opened()
         if self.failed:
-            return not self._unpolled
+            return not self._polled_early
         if self._cq is not None:
             # 0: for each completion, because no rule makes a peer's messages solicited.
             try:
@@ -236,11 +236,11 @@ class VerbsRnic(Rnic):
             except lib.error as refused:
                 self._refusal = f"ibv_req_notify_cq: {refused}"
         # Completions from before `req_notify` cause no event.
-        self._poll_into(self._unpolled)
+        self._poll_into(self._polled_early)
         if self._refusal:
             self._fail(self._refusal)
             return False
-        return not self._unpolled
+        return not self._polled_early
 
     def wait_fd(self) -> int:
         self._opened()
@@ -354,7 +354,7 @@ class VerbsRnic(Rnic):
         lib = self._opened()
         with lib.refusals("ibv_query_gid_table"):
             table = lib.gids(self._context, self.port)
-        gid = towards(peer, table, self._gid, fixed=self.gid_is_fixed)
+        gid = entry_for_peer(peer, table, self._gid, fixed=self.gid_is_fixed)
         if gid is None:
             raise RnicError(errno.ENODATA, f"{self.name} has lost its GID")
         return gid

@@ -18,8 +18,8 @@ request is signaled although its caller wants no completion (`PostedSends.must_s
 `PostedSends.complete` maps a completion to the caller's request.
 
 Error completions contain neither opcode nor length, so the wr_id distinguishes the two queues: it
-is the slot plus `_RECEIVE` for a receive, and the number of the request for a send.  Work requests
-are created once, changed and posted again (`pyverbs`).
+is the slot plus `_RECEIVE_ID` for a receive, and the number of the request for a send.  Work
+requests are created once, changed and posted again (`pyverbs`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ RECEIVES: Final = 256
 _LONG_RECEIVES: Final = 64  # the same for receives of version 2, which fill 256 KiB
 _SLOT: Final = 64
 _RING_SIZE: Final = 1 << 20
-_RECEIVE: Final = 1 << 62
+_RECEIVE_ID: Final = 1 << 62
 _SIGNALED_PARTS: Final = 4
 """At least one request is signaled in each of so many parts of the slots and of the ring."""
 _INLINE: Final = 64
@@ -230,12 +230,12 @@ class RoceQueuePair(QueuePair):
         self.receive_depth = receives = RECEIVES if receive_size <= _SLOT else _LONG_RECEIVES
         self._receive_size = receive_size
         self._receive_slot = max(_SLOT, receive_size)
-        self._send_slots = -(-receives * self._receive_slot // _SLOT) * _SLOT
-        self._ring = self._send_slots + sends * _SLOT
+        self._send_slots_start = -(-receives * self._receive_slot // _SLOT) * _SLOT
+        self._ring_start = self._send_slots_start + sends * _SLOT
         self._posted = PostedSends(depth=sends, size=_RING_SIZE)
         self._free_slots = list(range(receives - 1, -1, -1))
-        self._long = -1  # the number of the last long message
-        self._memory = Memory(self._ring + _RING_SIZE + receive_size, name="trio_smc-qp")
+        self._last_long = -1  # the number of the last long message
+        self._memory = Memory(self._ring_start + _RING_SIZE + receive_size, name="trio_smc-qp")
         self._view, self._base = self._memory.view, self._memory.address
         try:
             self._make(cq)
@@ -262,7 +262,7 @@ class RoceQueuePair(QueuePair):
         self._receives = []
         for number in range(self.receive_depth):
             slot.addr = self._base + number * self._receive_slot
-            self._receives.append(lib.recv_wr(_RECEIVE + number, slot))
+            self._receives.append(lib.recv_wr(_RECEIVE_ID + number, slot))
         slot.close()
         self._send = lib.reusable(lkey, write=False)
         self._write = lib.reusable(lkey, write=True)
@@ -343,11 +343,11 @@ class RoceQueuePair(QueuePair):
         posted = self._posted
         posted.check(0)
         if len(data) <= _SLOT:
-            start = self._send_slots + posted.next_id % self._rnic.send_depth * _SLOT
+            start = self._send_slots_start + posted.next_id % self._rnic.send_depth * _SLOT
         else:
-            if posted.is_outstanding(self._long):
+            if posted.is_outstanding(self._last_long):
                 raise QueueFull
-            start, self._long = self._ring + _RING_SIZE, posted.next_id
+            start, self._last_long = self._ring_start + _RING_SIZE, posted.next_id
         self._view[start : start + len(data)] = data
         request, sge, _ = self._send
         sge.addr, sge.length = self._base + start, len(data)
@@ -379,13 +379,13 @@ class RoceQueuePair(QueuePair):
         flags = self._inline if length <= self._inline_limit else 0
         if first == length:
             request, entry, _ = self._write
-            entry.addr, entry.length = self._base + self._ring + start, first
+            entry.addr, entry.length = self._base + self._ring_start + start, first
             request.set_wr_rdma(rkey, address)
             self._post(request, wr_id, WcOpcode.RDMA_WRITE, length, flags, signaled)
         else:
             # The data wraps, once per turn of the ring.  A reusable request has one entry only.
-            sge = self._lib.sge(self._base + self._ring + start, first, self._mr.lkey)
-            rest = self._lib.sge(self._base + self._ring, length - first, self._mr.lkey)
+            sge = self._lib.sge(self._base + self._ring_start + start, first, self._mr.lkey)
+            rest = self._lib.sge(self._base + self._ring_start, length - first, self._mr.lkey)
             request = self._lib.gather_wr([sge, rest], write=True)
             try:
                 request.set_wr_rdma(rkey, address)
@@ -395,7 +395,7 @@ class RoceQueuePair(QueuePair):
                     each.close()
 
     def _copy(self, start: int, data: memoryview) -> None:
-        ring, view = self._ring, self._view
+        ring, view = self._ring_start, self._view
         first = min(len(data), _RING_SIZE - start)
         view[ring + start : ring + start + first] = data[:first]
         if first < len(data):
@@ -428,8 +428,8 @@ class RoceQueuePair(QueuePair):
         number, status = wc.wr_id, wc.status
         if status:
             self.state = QpState.ERR
-        if number >= _RECEIVE:
-            slot = number - _RECEIVE
+        if number >= _RECEIVE_ID:
+            slot = number - _RECEIVE_ID
             self._free_slots.append(slot)
             start = slot * self._receive_slot
             data = None if status else bytes(self._view[start : start + wc.byte_len])
