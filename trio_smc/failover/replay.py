@@ -29,15 +29,15 @@ sequence number. This module takes the second way, for three reasons.
 The connection posts nothing else between steps 2 and 4. A CDC message in between would announce
 bytes that are not there yet, or a producer cursor that goes back. So the connection is held while
 the link has no room for the whole replay, and its own requests wait. Only a signaled request makes
-room when it completes. Where the room ends, the validation message is therefore posted again; its
-repetition is no news to the peer.
+room when it completes. So if the room ends after a write, the validation message is posted again,
+signaled. The repetition changes nothing at the peer.
 
 Sequence numbers have 16 bits. If link after link is lost before any completion, no number is left
 that is newer than every number that the peer may have seen. Then the connection ends. A link holds
 far fewer messages (`Channel.capacity`), so this takes many losses in a row.
 
 A link that fails during a replay does not change the record from which the replay is made: the next
-move starts over. A link that is deleted while it works must not write any more once the new link
+move starts over. A link that is deleted while it works must no longer write once the new link
 writes. So `hold` stops posting and waits until no request is in flight. Then there is nothing to
 replay.
 """

@@ -6,8 +6,9 @@ the channel's descriptor and that of the asynchronous events; `wait_fd` returns 
 It is level-triggered, so that it stays readable until `service` has read the event.
 `completion_fd` removes the channel's descriptor from it and returns that descriptor.
 
-Verbs cannot check for completions without taking them, so `arm` keeps the completions that it
-polls for the next `poll`.
+The verbs have no call that checks for completions without taking them.  So `arm` takes them from
+the completion queue and keeps them (`_polled_early`); the next call of `VerbsRnic.poll` returns
+them.
 
 A device may fail or be removed at any moment.  Then it refuses every verb.  `service`, or at the
 latest `arm`, reports FATAL.  After that, refusals are ignored while objects are closed, and `poll`
@@ -53,10 +54,13 @@ __all__ = [
 _log = logging.getLogger("trio_smc.rnic")
 
 _BATCH: Final = 16
+"""Completions that one call of ibv_poll_cq takes at most.  Chosen; no measurement is recorded."""
 _CQ_SIZE: Final = 32767
-"""The largest queue of soft-RoCE: room for everything that 63 queue pairs can have posted."""
+"""The largest completion queue of soft-RoCE.  It has room for all requests that 63 queue pairs can
+have posted."""
 _RESOLVED_FOR: Final = 0.1
-"""Seconds for which a resolved address counts as known: the caller checks it and then connects."""
+"""Seconds for which a resolved address counts as known.  Chosen: the caller checks the address and
+connects at once, so this only saves the second query."""
 
 
 class VerbsRnic(Rnic):
@@ -187,7 +191,7 @@ class VerbsRnic(Rnic):
             raise RnicError(errno.EIO, f"{self.name} has failed")
         each = self.send_depth + RECEIVES
         if (len(self._pairs) + 1) * each > self._cq_size:
-            raise RnicError(errno.ENOMEM, f"{self.name} has no completion queue room left")
+            raise RnicError(errno.ENOMEM, f"the completion queue of {self.name} is full")
         pair = RoceQueuePair(self, pd, self._cq, self.detach, receive_size)
         self._pairs[pair.qp_num] = pair
         return pair

@@ -55,13 +55,23 @@ __all__ = [
 
 
 RECEIVES: Final = 256
-"""Largest number of posted receives of a queue pair."""
-_LONG_RECEIVES: Final = 64  # the same for receives of version 2, which fill 256 KiB
+"""Largest number of posted receives of a queue pair.  Chosen with `VerbsRnic.send_depth`: 63 queue
+pairs then fit into the completion queue of soft-RoCE (docs/rnic.md)."""
+_LONG_RECEIVES: Final = 64
+"""The same for the receives of version 2, which have 4,152 bytes each.  Chosen: 260 KiB
+together."""
 _SLOT: Final = 64
+"""Bytes of a slot.  Chosen: the smallest power of two that holds a receive of version 1, 48
+bytes."""
 _RING_SIZE: Final = 1 << 20
+"""Bytes of the send ring.  Chosen; no measurement is recorded.  It holds eight of the largest
+writes of one connection, 128 KiB each."""
 _RECEIVE_ID: Final = 1 << 62
+"""Added to the slot in the wr_id of a receive.  Larger than the number of any send."""
 _SIGNALED_PARTS: Final = 4
-"""At least one request is signaled in each of so many parts of the slots and of the ring."""
+"""The send slots and the ring have this many parts, and each part has at least one signaled
+request. So unsignaled requests occupy at most a part of them.  Chosen; no measurement is
+recorded."""
 _INLINE: Final = 64
 """Requested limit of inline data, in bytes: LLC and CDC messages have 44.  The adapter need not
 fetch inline data from memory."""
@@ -92,7 +102,9 @@ class Region(MemoryRegion):
         with lib.refusals("ibv_reg_mr"):
             self._mr: Mr | None = lib.mr(pd.pd, memory.address, memory.size, remote_write=True)
         self._pd = pd
-        memory.pinned = True  # or peers would write to pages that are not the memfd's any more
+        # `Memory.wipe` must not give pages back now: the adapter would still write to the old
+        # pages, which no longer belong to the memfd.
+        memory.pinned = True
         self._memory = memory  # peers can write to the pinned pages until the region is closed
         self.rkey: int = self._mr.rkey
         self.address: int = memory.address
@@ -296,7 +308,9 @@ class RoceQueuePair(QueuePair):
         if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 0 <= psn < 1 << 24:
             raise RnicError(errno.EINVAL, "invalid GID, queue pair number or PSN of a peer")
         if not 1 <= mtu <= self._rnic.mtu:
-            raise RnicError(errno.EINVAL, f"path MTU {mtu} is beyond the port's {self._rnic.mtu}")
+            raise RnicError(
+                errno.EINVAL, f"path MTU {mtu} is larger than the port's, {self._rnic.mtu}"
+            )
         own = self._rnic.gid_towards(gid)
         # The kernel would wait for the address and stop the whole process.
         if not self._rnic.address_known(gid):
@@ -319,7 +333,7 @@ class RoceQueuePair(QueuePair):
     def to_err(self) -> None:
         if self._closed:
             return
-        if self.state is not QpState.RESET:  # where nothing is posted; the verbs refuse it
+        if self.state is not QpState.RESET:  # in RESET nothing is posted, and the verbs refuse ERR
             with self._rnic.releasing("ibv_modify_qp to ERR"):
                 self._lib.modify_to_err(self._qp)
         self.state = QpState.ERR
