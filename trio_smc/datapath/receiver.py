@@ -75,7 +75,7 @@ _ANNOUNCE_EACH = UPDATE_REQUESTED | _URGENT
 
 
 class Updates(Protocol):
-    """The messenger, which itself imports `Receiver`."""
+    """The messenger, as seen by the receiver. (Its module imports this one.)"""
 
     def request_cdc(self) -> None:
         """Send a CDC message now, or as soon as there is room."""
@@ -211,7 +211,7 @@ class Receiver:
         consumed = self.consumed
         length = self.received - consumed - self._hidden
         if not length and max_bytes > 0 and self.error is None and not self._eye_catcher:
-            return b""  # like `_available`, without a call
+            return b""  # inlined `_available`
         if length > max_bytes:
             length = max_bytes
         if length <= 0 or self._eye_catcher or not self.open:
@@ -226,7 +226,7 @@ class Receiver:
             and not self._announce_each
             and not self.writer_waits
         ):
-            self.consumed = consumed + length  # like `_consume`, without a call
+            self.consumed = consumed + length  # inlined `_consume`
         else:
             self._consume(length)
         return data
@@ -256,8 +256,11 @@ class Receiver:
 
     @property
     def urgent(self) -> str:
-        """ "present": a byte can be taken by `receive_urgent` or, inline, is unread in the stream.
-        "pending": the peer has an urgent byte that it could not write yet."""
+        """The state of urgent data.
+
+        "present": `receive_urgent` returns a byte, or, inline, the byte is unread in the stream.
+        "pending": the peer has an urgent byte that it could not write yet. "none": neither.
+        """
         if self._urgent_byte is not None:
             return "present"
         if self.urgent_inline and self.urgent_mark > self.consumed:
