@@ -164,7 +164,7 @@ async def _capture_and_shut_down(stack: Stack) -> AsyncIterator[None]:
             from trio_smc.capture.sinks import FileCapture
 
             capture = FileCapture(stack, config.capture, config.capture_payload)
-            stack.runtime.in_forked_child(capture.abandon)
+            stack.runtime.call_in_forked_child(capture.abandon)
         yield
     finally:
         try:

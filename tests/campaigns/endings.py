@@ -101,7 +101,7 @@ class App:
     def check_waits(self) -> None:
         """No task waits for what cannot happen any more, or is there already."""
         it, receiver = self.it, self.it.receiver
-        self.half_closed = self.half_closed or ("writable" in self.parked and receiver.done)
+        self.half_closed = self.half_closed or ("writable" in self.parked and receiver.peer_done)
         over = {
             "writable": not it.sender.sendable,
             # Before `established` there is no stream, and nothing is shown.

@@ -74,8 +74,8 @@ def test_what_is_short_goes_inline(ends: tuple[End, End]) -> None:
     a.qp.post_send(1, b"m" * 44)  # waits for a receive, and with it all that follows
     a.write(2, b, 0, short[:20], short[20:])
     a.write(3, b, 1000, long)
-    ring = pair._ring
-    pair._view[pair._send_slots : ring + 1000] = b"x" * (ring + 1000 - pair._send_slots)
+    ring = pair._ring_start
+    pair._view[pair._send_slots_start : ring + 1000] = b"x" * (ring + 1000 - pair._send_slots_start)
     nothing_comes(a, b)
     b.qp.post_receive(1)
     until(lambda: len(a.sent) == 3 and len(b.received) == 1, a, b)

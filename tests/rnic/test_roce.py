@@ -67,7 +67,7 @@ V1_ONLY = [each for each in TABLE if each.kind == ROCE_V1]
     ],
 )
 def test_the_entry_for_a_peer(peer: bytes, own: int, expected: int) -> None:
-    found = gids.towards(peer, TABLE, TABLE[own], fixed=False)
+    found = gids.entry_for_peer(peer, TABLE, TABLE[own], fixed=False)
     assert found == TABLE[expected]
 
 
@@ -76,31 +76,31 @@ def test_the_entry_that_there_is(peer: bytes) -> None:
     """Soft-RoCE has v2 only; there may be adapters with v1 only."""
     for table in (V2_ONLY, V1_ONLY):
         for own in table:
-            assert gids.towards(peer, table, own, fixed=False) == own
+            assert gids.entry_for_peer(peer, table, own, fixed=False) == own
 
 
 @pytest.mark.parametrize("peer", [OTHER, gid("192.0.2.9")])
 def test_the_entry_that_the_user_chose(peer: bytes) -> None:
     for own in TABLE:
-        assert gids.towards(peer, TABLE, own, fixed=True) == own
-    assert gids.towards(peer, V2_ONLY, TABLE[0], fixed=True) is None
+        assert gids.entry_for_peer(peer, TABLE, own, fixed=True) == own
+    assert gids.entry_for_peer(peer, V2_ONLY, TABLE[0], fixed=True) is None
 
 
 def test_an_index_that_has_moved_and_a_gid_that_has_gone() -> None:
     moved = [each._replace(number=each.number + 8) for each in TABLE]
-    found = gids.towards(gid("192.0.2.9"), moved, TABLE[3], fixed=False)
+    found = gids.entry_for_peer(gid("192.0.2.9"), moved, TABLE[3], fixed=False)
     assert found is not None
     assert found.number == 11
     gone = [each for each in TABLE if each.value != IPV4]
-    assert gids.towards(gid("192.0.2.9"), gone, TABLE[3], fixed=False) is None
+    assert gids.entry_for_peer(gid("192.0.2.9"), gone, TABLE[3], fixed=False) is None
 
 
 def test_the_gid_of_a_port() -> None:
-    assert gids.choose(TABLE, None) == TABLE[3], "RoCE v2 and an IP address"
-    assert gids.choose(V1_ONLY, None) == TABLE[2]
-    assert gids.choose(TABLE, 4) == TABLE[4]
-    assert gids.choose(TABLE, 6) is None
-    assert gids.choose([], None) is None
+    assert gids.choose_entry(TABLE, None) == TABLE[3], "RoCE v2 and an IP address"
+    assert gids.choose_entry(V1_ONLY, None) == TABLE[2]
+    assert gids.choose_entry(TABLE, 4) == TABLE[4]
+    assert gids.choose_entry(TABLE, 6) is None
+    assert gids.choose_entry([], None) is None
 
 
 # --- a device that fails --------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def rnic(device: Device, tmp_path: Path) -> Iterator[VerbsRnic]:
 
 
 def test_a_queue_pair_takes_the_entry_of_its_peer(device: Device, rnic: VerbsRnic) -> None:
-    with pytest.raises(RnicError, match="beyond"):
+    with pytest.raises(RnicError, match="larger"):
         to_peer(rnic, OTHER, mtu=4)
     to_peer(rnic, OTHER, mtu=3)
     to_peer(rnic, gid("192.0.2.9"), mtu=1)

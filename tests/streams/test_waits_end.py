@@ -61,7 +61,7 @@ class Owner:
 class Holder:
     """A failover that has not finished (`failover.replay`)."""
 
-    def over(self) -> None:
+    def connection_ended(self) -> None:
         pass
 
 
@@ -179,7 +179,7 @@ def shut_down_both(it: Streamed) -> None:
 
 
 def more_data(it: Streamed) -> None:
-    if not it.it.receiver.done:
+    if not it.it.receiver.peer_done:
         it.peer(0, b"data")
 
 
@@ -230,7 +230,7 @@ def facts(it: Streamed) -> tuple[object, ...]:
     core = it.it
     return (
         core.state, *(bool(getattr(core, guard)) for guard in CONNECTION.guards),
-        core.sender.sendable, core.write_closed, core.receiver.done, core.receiver.purged,
+        core.sender.sendable, core.write_closed, core.receiver.peer_done, core.receiver.purged,
         core.error is None, core.channel is None, it.endpoint.closed_by_user, core.ending,
     )  # fmt: skip
 
@@ -287,7 +287,7 @@ class Waiting:
         if "writes" in self.kinds:
             assert sender.sendable or (sender.borrowed and core.channel is not None), description
         if "reads" in self.kinds:
-            assert not receiver.done, description
+            assert not receiver.peer_done, description
             assert receiver.error is None, description
             assert not self.it.read_shut, description
             assert not self.it.endpoint.closed_by_user, description

@@ -15,7 +15,7 @@ from typing import Any, Final
 __all__ = ["MAX_FOREIGN", "clean", "printable"]
 
 MAX_FOREIGN: Final = 1000
-"""Characters of one string from another process that are kept."""
+"""Characters of one string from another process that are kept.  Chosen."""
 _ELLIPSIS: Final = "..."
 _PLAIN: Final = re.compile(r"[ -~]*")
 _MARKS: Final = frozenset({"Mn", "Me"})

@@ -329,8 +329,8 @@ class Fallback:
 
         Args:
           diagnosis: the word.
-          ueids: this side offered version 2.  A Linux that has none of its UEIDs answers that it
-            has no device.
+          ueids: this side offered version 2.  If Linux has none of this side's UEIDs, it answers
+            with NO_DEVICE.
         """
         reason = _MEANING.get(diagnosis, FallbackReason.DECLINED)
         if ueids and diagnosis == Diagnosis.NO_DEVICE:

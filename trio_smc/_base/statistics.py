@@ -48,7 +48,7 @@ class StreamStatistics:
 
 
 STREAM_COUNTERS = tuple(field.name for field in fields(StreamStatistics))
-"""The names of the counters, in order."""
+"""The names of the counters, in the order of the fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,10 +28,11 @@ __all__ = [
 ]
 
 _TURN_LENGTH: Final = 0.001
-"""Seconds of processor time after which `Timers.run_due` leaves the rest to its next call.  The
-same as in other places that end many connections: other tasks do not notice so short a delay."""
+"""Seconds of processor time after which `Timers.run_due` leaves the rest to its next call.  Chosen;
+docs/decisions.md, "many ends at once", has the longest delays with this value."""
 _RECOVERY: Final = 0.25
-"""The share of the time that ends outside of `Timers.run_due` may take."""
+"""The share of all time that callbacks of `Timers.in_turn` may take before others are deferred.
+Chosen; no measurement is recorded."""
 
 
 class Timer:
@@ -68,7 +69,7 @@ class Timers:
         self._earlier = earlier
         self._heap: list[tuple[float, int, Timer]] = []
         self._number = count()
-        self._cancelled_bound = 64
+        self._cancelled_bound = 64  # timers in the heap before `_sweep`; chosen
         self._abandoned = False
         self._turn_end = 0.0  # when `run_due` leaves the rest to its next call
         # For `in_turn`: deferred callbacks and their charges; the processor time in seconds that
@@ -110,8 +111,8 @@ class Timers:
     def run_due(self) -> bool:
         """Call the due callbacks for about a millisecond, in the order of their deadlines.
 
-        The rest stays due: `next_deadline` is then in the past, and the next call goes on.  Before
-        that call the caller lets other tasks run.
+        The rest stays due: `next_deadline` is then in the past, and the next call continues.
+        Before that call the caller lets other tasks run.
 
         Returns:
           True: a callback was called.

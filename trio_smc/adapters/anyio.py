@@ -24,7 +24,7 @@ __all__ = ["SmcByteListener", "SmcByteStream", "open_listener", "open_stream"]
 
 # After these errors `accept` is retried, because descriptors or memory may become free.
 _CAPACITY_ERRORS: Final = LACK_ERRORS - {errno.EAGAIN}
-_CAPACITY_PAUSE: Final = 0.1
+_CAPACITY_PAUSE: Final = 0.1  # seconds, as in `trio.serve_listeners`
 
 
 @contextmanager
@@ -90,7 +90,7 @@ class SmcByteStream(ByteStream):
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
-        """Names of the TCP connection."""
+        """Addresses and ports of the TCP connection."""
         return {
             SocketAttribute.family: lambda: self.stream.socket.family,
             SocketAttribute.local_address: lambda: self.stream.socket.getsockname()[:2],
@@ -144,7 +144,7 @@ class SmcByteListener(Listener[SmcByteStream]):
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
-        """Names of the listening TCP socket."""
+        """Address and port of the listening TCP socket."""
         return {
             SocketAttribute.family: lambda: self.listener.socket.family,
             SocketAttribute.local_address: lambda: self.listener.socket.getsockname()[:2],

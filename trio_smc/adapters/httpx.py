@@ -1,4 +1,4 @@
-"""SMC-R for httpx:
+"""SMC-R for httpx.
 
 async with httpx.AsyncClient(transport=SmcTransport()) as client:
     await client.get("http://localhost:8000/")

@@ -30,17 +30,22 @@ from trio_smc.wire import cdc, clc, llc
 __all__ = ["End", "Event", "Seen", "Unreadable", "Write", "dissect"]
 
 _LINK_HEADERS: Final = {1: (14, 12), 113: (16, 14), 276: (20, 0)}
-"""By link type (Ethernet, two "cooked" ones): size of the link header, and offset of its type."""
+"""Size of the link header, and offset of its Ethernet type. By link type (tcpdump.org): Ethernet,
+Linux cooked capture, Linux cooked capture version 2."""
 _RAW_IP: Final = frozenset({12, 101, 228, 229})
+"""Link types without a link header."""
 _VLANS: Final = frozenset({0x8100, 0x88A8})
 _IPV4, _IPV6, _ROCE_V1 = 0x0800, 0x86DD, 0x8915
 _TCP, _UDP = 6, 17
 _GRH_SIZE, _BTH_SIZE, _ICRC_SIZE, _RETH_SIZE = 40, 12, 4, 16
+# Opcodes of reliable connections (InfiniBand Architecture Specification 1.4, 9.2): SENDs and RDMA
+# writes of one packet, and the first, middle and last packets of longer ones.
 _SENDS: Final = frozenset({0x04, 0x05, 0x17})
 _SEND_FIRST, _SEND_MIDDLE = 0x00, 0x01
 _SEND_LASTS: Final = frozenset({0x02, 0x03, 0x16})
 _WRITES: Final = frozenset({0x06, 0x0A, 0x0B})
 _MAX_RUNS: Final = 4096
+"""Runs of CLC messages, and incomplete SENDs, that are kept. Chosen: a bound on memory."""
 _SYN: Final = 0x02
 
 

@@ -45,7 +45,7 @@ _TCP, _UDP = 6, 17
 _PSH_ACK: Final = 0x18
 _HOPS: Final = 64
 _DEFAULT_PKEY: Final = 0xFFFF
-_UDP_SOURCE: Final = 0xC000
+_UDP_SOURCE: Final = 0xC000  # first source port of RoCEv2 (annex A17)
 _BTH: Final = struct.Struct(">BBHII")
 _RETH: Final = struct.Struct(">QII")
 # The invariant CRC replaces all fields that routers may change by ones.  8 bytes for the absent

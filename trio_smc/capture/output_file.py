@@ -3,9 +3,9 @@
 Theory of operation
 -------------------
 A path is safe if no other user can make it lead elsewhere.  Therefore its parts are opened one by
-one, each relative to the directory before.  Each directory must belong to this user or root, and
-only they may write to it, unless it is sticky like /tmp.  A symbolic link is followed only if it
-belongs to this user or root.
+one, each relative to the directory that was opened before it.  Each directory must belong to this
+user or root, and only they may write to it, unless it is sticky like /tmp.  A symbolic link is
+followed only if it belongs to this user or root.
 
 The file is created under a random name with O_EXCL and then renamed to its final name.  So an
 existing file is not written to: neither a FIFO, which could block, nor a file that another process
@@ -54,6 +54,7 @@ _MODE: Final = 0o600
 _MAX_LINKS: Final = 40
 """Largest number of symbolic links in one path, as in the kernel (MAXSYMLINKS)."""
 _ATTEMPTS: Final = 10
+"""Tries to replace a file that other processes replace at the same time. Chosen."""
 
 
 def create(path: Path | str) -> int:

@@ -33,7 +33,8 @@ _ORDER_MAGIC: Final = 0x1A2B3C4D
 _END_OF_OPTIONS, _USER_APPLICATION, _IF_NAME, _IF_TSRESOL, _ISB_IFDROP = 0, 4, 2, 9, 5
 _NANOSECONDS: Final = 9
 _MAX_BLOCK: Final = 1 << 24
-"""Largest accepted block, in bytes.  A frame has at most about 64 KiB."""
+"""Largest accepted block, in bytes.  Chosen: far more than a frame, which has at most about 64
+KiB."""
 
 # The magic numbers of pcap: byte order, and nanoseconds per unit of a time stamp's second half.
 _PCAP: Final = {

@@ -37,9 +37,12 @@ from trio_smc.capture import frames, pcapng
 __all__ = ["Capture"]
 
 _MAX_ENTRIES: Final = 4096
+"""Links, and connections, that are kept.  Chosen: a bound on memory."""
 _PSN_MASK: Final = 0xFFFFFF
 _PROPOSAL: Final = 1
 _NEXT_CONNECTION: Final = 1 << 16
+"""Added to the sequence numbers of a TCP connection that has the addresses and ports of an earlier
+one.  Chosen: larger than all CLC messages of a handshake together."""
 _Name: TypeAlias = tuple[bytes, int]
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")

@@ -49,8 +49,9 @@ __all__ = [
 LOGGER = logging.getLogger("trio_smc.capture")
 
 _WRITE_INTERVAL: Final = 0.02
+"""Seconds between two writes to the file.  Chosen; no measurement is recorded."""
 _MAX_QUEUED: Final = 16 * 1024 * 1024
-"""Largest number of bytes in the queue for the disk."""
+"""Largest number of bytes in the queue for the disk.  Chosen: a bound on memory."""
 
 
 class FileCapture:
@@ -187,13 +188,15 @@ class FileCapture:
 
 
 _SEND_INTERVAL: Final = 0.02
+"""Seconds between two sends.  Chosen, as `_WRITE_INTERVAL`."""
 _PATIENCE: Final = 1.0
-"""Seconds for which the end of a capture waits until the receiver has read the rest."""
+"""Seconds for which the end of a capture waits until the receiver has read the rest.  Chosen."""
 _MOST_UNSENT: Final = 4 * 1024 * 1024
-"""Largest number of bytes in the backlog of a slow receiver."""
+"""Largest number of bytes in the backlog of a slow receiver.  Chosen: a bound on memory."""
 _PIECE: Final = 64 * 1024
+"""Bytes that one `send_all` gets, so that `_STALLED` limits the time of each piece.  Chosen."""
 _STALLED: Final = 30.0
-"""Seconds after which a capture ends because its receiver reads nothing."""
+"""Seconds after which a capture ends because its receiver reads nothing.  Chosen."""
 
 
 class _Backlog:

@@ -123,7 +123,10 @@ DEFAULT_PINS = Path("/run/trio-smc/tcp-option")
 """The default directory in which ``trio-smc setup`` pins the BPF objects of the TCP option."""
 
 _MAX_SIZE_CODE = 15
+"""Largest code of four bits."""
 _RFC_MAX_SIZE_CODE = 5
+"""Largest code of RFC 7609, A.2.3: 512 KiB."""
+# Measured with rings of 1 to 16 MiB (docs/decisions.md, "size of a software RNIC's RMB element").
 _LEAST_SOFTWARE_RECEIVE_BUFFER = 4 * 1024 * 1024
 _MOST_SOFTWARE_RECEIVE_BUFFER = 8 * 1024 * 1024
 _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
@@ -220,7 +223,7 @@ class Config:
         connections are TCP at once. None: they wait for their turn. In both cases at most 128
         streams of a listener wait for `accept`, or as many as this limit if it is larger, and at
         most four times as many handshakes are under way. Beyond that, connections wait in the TCP
-        backlog, and handshakes that have made no progress for a second give way.
+        backlog, and connections whose handshake has made no progress for a second are reset.
       allow: connections that may use SMC-R; empty: all. Networks ("192.0.2.0/24"), (host, port)
         pairs and ports of the service. A client compares the address that it connects to. A
         listener compares its own address, and the client's with its own port.
@@ -250,6 +253,10 @@ class Config:
     spin: float = 50e-6
     wake: Literal["auto", "trio", "thread"] = "auto"
     checkpoints: Literal["strict", "amortised"] | None = None
+    # The next five times and `link_group_idle` are those of Linux: CLC_WAIT_TIME
+    # (net/smc/smc_clc.h), SMC_LLC_WAIT_FIRST_TIME, SMC_LLC_WAIT_TIME and
+    # SMC_LLC_TESTLINK_DEFAULT_TIME (smc_llc.h), SMC_LGR_FREE_DELAY_SERV (smc_core.c). The other
+    # times were chosen.
     handshake_timeout: float = 6
     first_contact_timeout: float = 5
     llc_timeout: float = 2
@@ -327,10 +334,10 @@ class Config:
 
 _DAY = 86400
 _YEAR = 365 * _DAY
-_MOST_ENTRIES = 4096  # of a list
-_LONGEST_NAME = 255  # characters of the name of a host or an interface
-_LONGEST_PATH = 4095  # bytes (limits.h: PATH_MAX, with its NUL)
-_MOST_RNICS = 64
+_MOST_ENTRIES = 4096  # of a list; chosen
+_LONGEST_NAME = 255  # characters of a host's name (RFC 1035, 2.3.4); an interface's has fewer
+_LONGEST_PATH = 4095  # bytes (limits.h: PATH_MAX, less its NUL)
+_MOST_RNICS = 64  # chosen
 _REPR_SIZE = 60  # characters of a wrong value
 
 _Check = Callable[[str, object], None]
@@ -472,7 +479,7 @@ _CHECKS: Final[Mapping[str, _Check]] = {
     "capture": _path(),
     "capture_payload": _integer(0, MAX_PAYLOAD, "bytes"),
 }
-"""The check of each field of `Config`. With a field missing here, no `Config` can be made."""
+"""The check of each field of `Config`. If a field has no check, no `Config` can be made."""
 
 
 @cache

@@ -16,13 +16,13 @@ from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["load_config"]
 
-_LARGEST: Final = 1 << 20  # bytes of a file
-_DEEPEST: Final = 2  # nested lists, for (host, port) pairs
+_LARGEST: Final = 1 << 20  # bytes of a file; chosen
+_DEEPEST: Final = 2  # depth to which lists become tuples; (host, port) pairs need 1
 _LONG_KEY: Final = re.compile(
     r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}""", re.ASCII
 )
 """A key of more than 32 parts.  tomllib takes 90 s for one of 50,000, in a file of 100 KB."""
-_LONGEST_RNIC: Final = 128  # characters
+_LONGEST_RNIC: Final = 128  # characters of "KIND:NAME"; chosen
 
 # Settings of earlier releases, with their replacements.
 _REMOVED: Final = {

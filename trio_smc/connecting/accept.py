@@ -44,9 +44,10 @@ __all__ = ["Arrival"]
 LOGGER = logging.getLogger("trio_smc")
 
 _EYE_CATCHER_SIZE: Final = len(clc.EYE_CATCHER)
-_PRESSURE_PAUSE: Final = 0.01  # seconds
-_TCP_CLOSE: Final = 7  # reset
-_TCP_CLOSE_WAIT: Final = 8  # the client's FIN has come
+_PRESSURE_PAUSE: Final = 0.01
+"""Seconds between two reads of the first bytes while the kernel is short of memory.  Chosen."""
+_TCP_CLOSE: Final = 7  # <linux/tcp_states.h>: reset
+_TCP_CLOSE_WAIT: Final = 8  # the client's FIN has arrived
 
 
 class Arrival:
@@ -269,12 +270,16 @@ class Arrival:
         return negotiation
 
     async def _confirm_client(self) -> Fallback | None:
-        """Wait until the client is bound to send CLC messages. Returns the reason if it is not."""
+        """Wait until it is certain that the client sends CLC messages.
+
+        Returns None then, and otherwise the fallback.
+        """
         sock, patience = self.sock, self._config.handshake_timeout
         if self._claim is not None:
             agreed = await self._claim.confirm(sock, trio.current_time() + patience)
-            # The client that announced the port may have lost it to another program. It then
-            # withdraws the announcement, or connects when the other connection is closed.
+            # Another program may have taken the port that the client announced, and this may be the
+            # connection of that program. The client then withdraws the announcement, or connects
+            # when this connection is closed.
             agreed = agreed and self._claim.is_right()
         else:
             # The option of the SYN-ACK may have been lost. Then the client speaks plain TCP, and
@@ -294,7 +299,7 @@ def _kind(route: Route) -> Literal["software", "roce"]:
 def _admit(
     proposal: clc.Proposal, route: Route, offer: Offer | None
 ) -> tuple[Rnic, Terms] | FallbackReason:
-    """Decide on a Proposal (RFC 7609, 3.5.1.2): the RNIC and the terms, or a reason for TCP."""
+    """Answer a Proposal (RFC 7609, 3.5.1.2): the RNIC and the terms, or a reason for TCP."""
     rnic = route.rnic
     if isinstance(rnic, FallbackReason):
         return rnic

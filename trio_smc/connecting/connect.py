@@ -39,8 +39,10 @@ __all__ = ["ConnectHost", "connect_socket", "connect_stream"]
 LOGGER = logging.getLogger("trio_smc")
 
 _HAPPY_EYEBALLS_DELAY: Final = 0.25
+"""Seconds between two attempts to connect: the value of RFC 8305, 5, and of Trio."""
 _CACHED_PROPOSALS: Final = 64
-# Found by this side: no peer has accepted, or its answer cannot be read or trusted.
+"""Proposals that are kept: one for each RNIC and set of local networks in use.  Chosen."""
+# Reasons that this side has found itself: no peer accepted, or its answer is invalid or untrusted.
 _NOT_ACCEPTED: Final = frozenset(
     {
         FallbackReason.PEER_NOT_CAPABLE,
@@ -101,7 +103,7 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
         with stack.track(attempt):
             outcome = await _negotiate(stack, attempt, config)
             if isinstance(outcome, Fallback):
-                await trio.lowlevel.checkpoint()  # perhaps the only one of this call
+                await trio.lowlevel.checkpoint()  # perhaps the call had no other checkpoint
         if attempt.cancelled:
             raise trio.ClosedResourceError("the stack was closed")
     except BaseException as error:
@@ -142,15 +144,17 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
     here = attempt.here or plain_address(sock.getsockname()[0])
     route = attempt.route
     if route is None or route.local != here:
-        # Under "assume" no step before needed a route; otherwise the system chose another address.
+        # No earlier step needed a route (under "assume"), or the kernel chose another local address
+        # than the one for which the route was chosen.
         route = choose_route(stack, config, here, attempt.peer, attempt.named)
     rnic = route.rnic
     if isinstance(rnic, FallbackReason):
-        # Decided before ACCEPTED is received, after which the server waits for a Proposal.
+        # Give up before the wait for ACCEPTED, by which the server's process says that it has
+        # accepted the connection: from then on the server waits for a Proposal.
         if not attempt.offers:
             return Fallback.local(rnic)
         return await _decline(stack, attempt, rnic, config)
-    # Prepared before the wait.
+    # The Proposal is made before the wait for ACCEPTED, so that it can be sent at once.
     negotiation = ClientNegotiation(
         host=stack.groups, receive_buffer=config.receive_buffer_for(rnic.kind)
     )

@@ -1,4 +1,4 @@
-"""The end of a rendezvous, the same for client and server: the stream of the new connection."""
+"""Makes the stream of a connection whose rendezvous is complete, for client and server."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def established_stream(
     if endpoint is None:
         return _ended_stream(stack, outcome, sock, config, accepted)
     if endpoint.reset:
-        # The first CDC message was impossible (4.8.2). The abort needs no stream.
+        # The peer's first CDC message was invalid (4.8.2). The abort needs no stream.
         endpoint.closed_by_user = True
         raise ConnectionAbortedError(errno.ECONNABORTED, "the new connection had to be reset")
     amortised = config.checkpoints == "amortised"

@@ -1,4 +1,6 @@
-"""`PendingHandshakes`: a listener's handshakes that wait for their clients, and which give way.
+"""`PendingHandshakes`: the handshakes of a listener that wait for their clients.
+
+If a listener has too many of them, some *give way*: their connections are reset.
 
 Theory of operation
 -------------------
@@ -9,18 +11,18 @@ quarter of the handshakes that the largest address holds, it is *spared* for ano
 first, so that a slow client does not pay for a flood from elsewhere. At most an eighth of the
 limit is spared at a time: many addresses with one handshake each gain little by it.
 
-If the listener is full, overdue handshakes give way, a batch in one pass. The address with the
-most overdue handshakes loses its oldest one first; among addresses with equally many, the one that
-has had so many for longest.
+If the listener is full, overdue handshakes give way, a batch in one pass. The oldest handshake of
+the address with the most overdue handshakes gives way first. If several addresses have that many,
+the address that reached the number first is chosen.
 
 An address is an IPv4 address or an IPv6 /64 (`trio_smc.host.addresses.address_block`), since a host
 chooses freely among the addresses of its /64.
 
 Cost: each event (`add`, `renew`, `discard`, one handshake that gives way) takes constant time,
 whatever the number of handshakes and addresses. Recent and spared handshakes are ordered by their
-last progress, so those whose time has come are a prefix; addresses are kept by their count, which
-changes by one at a time. The number of unread bytes is queried only once per handshake that is
-about to give way.
+last progress, so the expired ones are always the first ones. Addresses are grouped by their count,
+which changes by one at a time. The number of unread bytes is queried only once per handshake that
+is about to give way.
 """
 
 from __future__ import annotations
@@ -35,13 +37,16 @@ __all__ = ["GRACE", "Pending", "PendingHandshakes"]
 LOGGER = logging.getLogger("trio_smc")
 
 GRACE: Final = 1.0
-"""Seconds without progress after which a handshake may give way."""
+"""Seconds without progress after which a handshake may give way.  Chosen; docs/security.md has
+the cost of floods with this value."""
 _BATCHES: Final = 32
-"""A batch is the limit divided by this: 16 of 512."""
+"""The limit divided by this is the size of a batch: 16 of 512.  Chosen; docs/security.md has the
+cost of a flood with this value."""
 _SPARED: Final = 8
-"""As many may be spared as the limit divided by this: 64 of 512."""
+"""The limit divided by this is the largest number of spared handshakes: 64 of 512.  Chosen."""
 _SMALL: Final = 4
-"""An address is small if the largest one holds this many times as many handshakes."""
+"""An address is small if the largest address has at least this many times as many handshakes.
+Chosen."""
 
 
 class Pending(Protocol):
@@ -98,7 +103,7 @@ class _Counts:
                 del self._by_count[before]
         if after:
             self._by_count.setdefault(after, {})[block] = None
-        # If no block has as many as the largest had, this one was it, and it lost one handshake.
+        # If no block has `most` handshakes now, this block had them and has lost one.
         if after > self.most or self.most not in self._by_count:
             self.most = after
 
@@ -171,14 +176,14 @@ class PendingHandshakes:
                 handshake.cancel()
                 gone += 1
             else:
-                # This side is late, not the client.
+                # The client has sent something that this side has not processed yet.
                 self.renew(handshake, now)
         if gone:
-            LOGGER.info("%d handshakes gave way: their clients made no progress", gone)
+            LOGGER.info("%d handshakes without progress were reset to make room", gone)
         return now
 
     def _find_overdue(self, now: float) -> None:
-        """Move the handshakes whose time has come."""
+        """Move expired handshakes from `_recent` and `_spared` to `_spared` or `_overdue`."""
         for handshake in _older_than(2 * GRACE, self._spared, now):
             del self._spared[handshake]
             self._overdue.add(self._all[handshake], handshake)

@@ -9,11 +9,11 @@ Nothing here waits or reads a clock: the stream above sets `on_readable` and `on
 below calls `on_timer`.
 
 A received CDC message is applied in this order: sequence number, cursors (and with them data),
-producer flags, then the connection flags in the order A, C, D. If A is set, cursors and producer
-flags are not read, even if they are wrong: all data is dropped (A.4, A-bit; 4.8.2, 2A). C and D
-promise that the cursors announce all data, so they are ignored beside impossible cursors. A message
-that arrives before the end of the rendezvous is applied, but its data can be read only after
-`established` (3.5.2.4).
+producer flags, then the connection flags in the order A (abnormal close), C (connection closed), D
+(sending done). If A is set, cursors and producer flags are not read, even if they are invalid: all
+data is dropped (A.4, A-bit; 4.8.2, 2A). C and D promise that the cursors announce all data, so both
+are ignored if the cursors beside them are invalid. A message that arrives before the end of the
+rendezvous is applied, but its data can be read only after `established` (3.5.2.4).
 
 The states and all their edges are declared in `trio_smc.states.connection`, and a connection is the
 model of that machine: guards are attributes, actions are methods.
@@ -123,7 +123,8 @@ class Connection:
       host: the link group and stream, which are notified.
       close_timeout: seconds that the peer may take to answer an ending (4.8.1, 4.8.2).
       chunks: True to cut sends into pieces of a quarter of the peer's ring.
-      copy_limit: largest changeable buffer, in bytes, that is copied and not borrowed.
+      copy_limit: largest changeable buffer, in bytes, that is copied and not borrowed. The default
+        was chosen; no measurement is recorded.
       flush_later: called with `Messenger.flush` if a CDC message may wait until the scheduler
         sleeps; None: every send posts its own.
 
@@ -366,12 +367,12 @@ class Connection:
         """End the connection, because its link group ended before the rendezvous.
 
         Returns:
-          True if data or an ending had arrived. The caller then calls `established` all the same:
+          True if data or an ending had arrived. Then the caller still calls `established`, because
           an application on TCP would receive them too.
         """
         self.links_lost()
         receiver = self.receiver
-        return not receiver.purged and (receiver.done or receiver.received > 0)
+        return not receiver.purged and (receiver.peer_done or receiver.received > 0)
 
     def withdraw(self) -> None:
         """The rendezvous fell back to TCP: release the RMBE, but not the TCP connection."""
@@ -380,7 +381,7 @@ class Connection:
         self._process("close")
 
     def links_lost(self) -> None:
-        """No link is left in the group: nothing can be sent any more (4.8.3)."""
+        """No link is left in the group: nothing more can be sent (4.8.3)."""
         self.messenger.cdc_requested = False
         self.messenger.stop()
         self._process("links_lost")
@@ -483,7 +484,7 @@ class Connection:
         self.sender.sendable = False
         self._application_closed = True
         self.messenger.urgent_goal = 0
-        self.receiver.finished = True
+        self.receiver.application_closed = True
         self.messenger.flush()
         self._process("close")
 
@@ -581,7 +582,7 @@ class Connection:
           MessageMissing: failover validation failed, and nothing has happened. The caller processes
             everything that other links have received and calls this again. If the error stays, data
             is lost, and the caller calls `protocol_error`.
-          ProtocolError: the message is impossible; the connection has been aborted.
+          ProtocolError: the message is invalid; the connection has been aborted.
         """
         _, sequence, _, wrap, offset, taken_wrap, taken_offset, flags, endings = message
         arrived = False
@@ -651,10 +652,10 @@ class Connection:
             self._errno = errno.ECONNRESET
             self._process("peer_abort")
         elif endings & CONNECTION_CLOSED:
-            self.receiver.done = True
+            self.receiver.peer_done = True
             self._process("peer_closed")
         elif endings & SENDING_DONE:
-            self.receiver.done = True
+            self.receiver.peer_done = True
             self._process("peer_done")
 
     def _on_overwritten(self, exc: ProtocolError) -> None:
@@ -718,7 +719,7 @@ class Connection:
     # --- model of the state machine ----------------------------------------------------------
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Called by the machine after each transition; `_process` wakes."""
+        """Called by the machine after each transition; `_process` wakes the tasks."""
         if new in _ABORTING:
             self._applied_all = new == "CLOSED" and not self._aborting
             self._aborting = True
@@ -755,7 +756,7 @@ class Connection:
         host, self._host = self._host, _NO_HOST
         self.receiver.messenger = self.messenger.poster = _NO_HOST
         self.receiver.on_overwritten = _no_op
-        self.wake_all()  # nothing is borrowed or in flight any more
+        self.wake_all()  # now nothing is borrowed or in flight
         host.connection_closed(self)
 
     def open_to_application(self) -> None:

@@ -75,7 +75,7 @@ _ANNOUNCE_EACH = UPDATE_REQUESTED | _URGENT
 
 
 class Updates(Protocol):
-    """The messenger, which itself imports `Receiver`."""
+    """The messenger, as seen by the receiver. (Its module imports this one.)"""
 
     def request_cdc(self) -> None:
         """Send a CDC message now, or as soon as there is room."""
@@ -95,7 +95,7 @@ class Receiver:
       received_wrap, received_offset: the peer's producer cursor, as received.
       usable: bytes of the ring.
       first: offset of the ring in the element.
-      done: True after D or C: the peer sends nothing more.
+      peer_done: True after D or C: the peer sends nothing more.
       purged: True if unread data was dropped.
       open: True if the application may read.
       replayed: True after the peer has changed links: its cursor may go back.
@@ -103,7 +103,7 @@ class Receiver:
       urgent_mark: the count of bytes up to and including the last urgent byte.
       urgent_inline: True if urgent bytes that arrive from now on stay in the stream.
       flags_pending: True if the last CDC message had flags, which the next one may clear.
-      finished: True after the application has closed: it reads nothing more.
+      application_closed: True after the application has closed: it reads nothing more.
     """
 
     __slots__ = (
@@ -118,9 +118,9 @@ class Receiver:
         "_urgent_byte",
         "_urgent_flags",
         "consumed",
-        "done",
+        "peer_done",
         "error",
-        "finished",
+        "application_closed",
         "first",
         "messenger",
         "on_overwritten",
@@ -150,9 +150,9 @@ class Receiver:
         self.lay_out()
         self.consumed: int = 0
         self.announced: int = 0
-        self.done: bool = False
+        self.peer_done: bool = False
         self.purged: bool = False
-        self.finished: bool = False
+        self.application_closed: bool = False
         self.open: bool = False
         self.replayed: bool = False
         self._cursor_replayed = False  # the current message has an old cursor; its flags come next
@@ -187,11 +187,11 @@ class Receiver:
     @property
     def at_eof(self) -> bool:
         """True if the peer is done writing and everything was read: `receive` returns b""."""
-        return self.done and self.received == self.consumed and not self.purged and self.open
+        return self.peer_done and self.received == self.consumed and not self.purged and self.open
 
     def is_blank(self) -> bool:
         """True if no byte, end or error has arrived."""
-        return self.received == self.consumed and not self.done and self.error is None
+        return self.received == self.consumed and not self.peer_done and self.error is None
 
     @property
     def bytes_received(self) -> int:
@@ -211,7 +211,7 @@ class Receiver:
         consumed = self.consumed
         length = self.received - consumed - self._hidden
         if not length and max_bytes > 0 and self.error is None and not self._eye_catcher:
-            return b""  # like `_available`, without a call
+            return b""  # inlined `_available`
         if length > max_bytes:
             length = max_bytes
         if length <= 0 or self._eye_catcher or not self.open:
@@ -226,7 +226,7 @@ class Receiver:
             and not self._announce_each
             and not self.writer_waits
         ):
-            self.consumed = consumed + length  # like `_consume`, without a call
+            self.consumed = consumed + length  # inlined `_consume`
         else:
             self._consume(length)
         return data
@@ -256,8 +256,11 @@ class Receiver:
 
     @property
     def urgent(self) -> str:
-        """ "present": a byte can be taken by `receive_urgent` or, inline, is unread in the stream.
-        "pending": the peer has an urgent byte that it could not write yet."""
+        """The state of urgent data.
+
+        "present": `receive_urgent` returns a byte, or, inline, the byte is unread in the stream.
+        "pending": the peer has an urgent byte that it could not write yet. "none": neither.
+        """
         if self._urgent_byte is not None:
             return "present"
         if self.urgent_inline and self.urgent_mark > self.consumed:
@@ -270,7 +273,7 @@ class Receiver:
     def urgent_over(self) -> bool:
         """True if no urgent byte can come for the application: the peer is done, the connection
         has failed, or the application has closed it."""
-        return self.done or self.error is not None or self.finished
+        return self.peer_done or self.error is not None or self.application_closed
 
     def receive_urgent(self) -> int | None:
         """Take the urgent byte; None if there is none, or if it stays in the stream.
@@ -279,7 +282,7 @@ class Receiver:
           OSError: the connection has failed.
         """
         byte = self._urgent_byte
-        if byte is None and self.error is not None and not (self.done and not self.purged):
+        if byte is None and self.error is not None and not (self.peer_done and not self.purged):
             raise failure(self.error)
         self._urgent_byte = None
         return byte
@@ -292,7 +295,7 @@ class Receiver:
             self.on_overwritten(ProtocolError(_OVERWRITTEN))
         length = self.received - self.consumed - self._hidden
         if not length or not self.open:
-            if self.error is not None and not (self.done and not self.purged):
+            if self.error is not None and not (self.peer_done and not self.purged):
                 raise failure(self.error)
             return 0
         if length > max_bytes:
@@ -360,7 +363,7 @@ class Receiver:
             if count < received:
                 self._cursor_replayed = self.flags_pending = True
                 return False
-        if self.done and count != self.received:
+        if self.peer_done and count != self.received:
             raise ProtocolError("data after the end of the data")
         if self.urgent_mark > self.announced:
             raise ProtocolError("data behind urgent data that was not acknowledged")
@@ -422,7 +425,7 @@ class Receiver:
                 raise ProtocolError("urgent data where no data is")
             self.urgent_mark = mark
             # After the application has closed, it is data without a reader, like the rest.
-            inline = self.urgent_inline or self.finished
+            inline = self.urgent_inline or self.application_closed
             self._urgent_byte = None if inline else self._byte_before(mark)
             if not inline and mark > self.consumed:
                 self._hidden = 1

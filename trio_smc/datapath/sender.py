@@ -11,7 +11,8 @@ The window, usable - (produced - taken), is the number of bytes that may still b
 the size of the *peer's* ring. A send is cut into chunks of at most a quarter of the ring, so that
 the peer reads one chunk while the next is written. Each chunk is one RDMA write, or two if the ring
 wraps, and a CDC message with the new producer cursor, which also carries the consumer cursor of our
-own RMBE.
+own RMBE. A quarter was measured: with half of the ring 64 KiB writes were 18 % slower, with less
+not faster (docs/decisions.md).
 
 Writer blocked (B) is set in the CDC message that fills the window while more data waits, or in a
 message of its own if a send finds the window closed. It requests a cursor update from the peer for
@@ -29,8 +30,8 @@ the connection began::
     taken, delivered <= announced <= produced
 
 A bytes object is kept without a copy. Other buffers are copied if they are small. Large ones are
-only borrowed, since a copy would cost more than waiting: then `borrowed` is not 0, and the caller
-waits until it is, or calls `keep_copies` before it reuses the buffer.
+only borrowed, since a copy would cost more than waiting. Before the caller reuses such a buffer, it
+waits until `borrowed` is 0, or calls `keep_copies`.
 
 Urgent data (4.7.5, 4.7.6)
 --------------------------
@@ -255,7 +256,7 @@ class Sender:
         limit = self.send_limit
         assert limit is not None
         if self.unacknowledged >= limit and self._messenger.flush_pending:
-            self._messenger.flush()  # or no completion could lower it
+            self._messenger.flush()  # otherwise no completion would lower `unacknowledged`
         allowed = max(0, limit - self.unacknowledged)
         return data if allowed >= len(data) else data[:allowed]
 
@@ -437,7 +438,7 @@ class Sender:
         """A CDC message, and every write before it, has reached the peer.
 
         Returns:
-          True if nothing is `borrowed` any more.
+          True if nothing is `borrowed` now.
         """
         record = self._record
         if self.borrowed:

@@ -7,10 +7,11 @@ validation message (RFC 7609, 4.6). So each side moves its own connections when 
 failure. `failover.replay` describes how one connection moves.
 
 A link fails. First its queue pair goes to ERR. From then on the queue pair writes nothing, so no
-old write can land on a write of the new link, and it acknowledges nothing more to the peer. Then
-all completions are drained. A CDC message that the peer counts as delivered (its SS) must be
-counted here (as SR) before the peer's validation message arrives over another link. Also, each
-completed request of our own is one less to send again. After that the connections move.
+old write can overwrite a write of the new link. The queue pair also acknowledges nothing more to
+the peer. Then all completions are drained, for two reasons. A CDC message that the peer counts as
+delivered (SS of 4.6.1) must be counted as received here (SR) before the peer's validation message
+arrives over another link. And a completed request of our own need not be sent again. After that the
+connections move.
 
 A link is deleted while it works. Its connections stop posting there. Each of them moves as soon as
 none of its requests is in flight. If the link becomes the only usable one meanwhile, its
@@ -93,7 +94,7 @@ class GroupMover:
             self._move(connection, link)
 
     def link_leaving(self, link: Link, done: Callable[[], None]) -> None:
-        """The link is being deleted in order: move its connections while it still works.
+        """The link still works and will be deleted: move its connections first.
 
         Args:
           done: called once, as soon as the link has no request of a connection in flight.
@@ -129,8 +130,8 @@ class GroupMover:
         """Drain the link: the peer counts the messages on it as delivered."""
         with contextlib.suppress(RnicError):
             link.qp.to_err()
-        # The group may have removed the link already. A validation message on it may still need
-        # the messages of the other links.
+        # The group may have removed the link already. If a validation message on this link names a
+        # message of another link, `catch_up` has to drain both.
         self._ending.append(link)
         try:
             self._drain(link.rnic, link.qp)
@@ -163,7 +164,7 @@ class GroupMover:
     # --- moving -------------------------------------------------------------------------------
 
     def _left(self, link: Link, departure: _Departure, connection: Connection) -> None:
-        """The connection has no request in flight on ``link`` any more."""
+        """The connection no longer has a request in flight on ``link``."""
         if connection.channel is link:
             if link.usable:
                 replay.stay(connection)  # the link was kept

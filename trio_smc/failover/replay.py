@@ -29,15 +29,15 @@ sequence number. This module takes the second way, for three reasons.
 The connection posts nothing else between steps 2 and 4. A CDC message in between would announce
 bytes that are not there yet, or a producer cursor that goes back. So the connection is held while
 the link has no room for the whole replay, and its own requests wait. Only a signaled request makes
-room when it completes. Where the room ends, the validation message is therefore posted again; its
-repetition is no news to the peer.
+room when it completes. So if the room ends after a write, the validation message is posted again,
+signaled. The repetition changes nothing at the peer.
 
 Sequence numbers have 16 bits. If link after link is lost before any completion, no number is left
 that is newer than every number that the peer may have seen. Then the connection ends. A link holds
 far fewer messages (`Channel.capacity`), so this takes many losses in a row.
 
 A link that fails during a replay does not change the record from which the replay is made: the next
-move starts over. A link that is deleted while it works must not write any more once the new link
+move starts over. A link that is deleted while it works must no longer write once the new link
 writes. So `hold` stops posting and waits until no request is in flight. Then there is nothing to
 replay.
 """
@@ -79,7 +79,7 @@ def move(connection: Connection, link: Channel, address: int, rkey: int) -> None
         connection.links_lost()
         return
     if not messenger.final_posted or messenger.completed != messenger.sequence:
-        _Replay(connection, link).go()
+        _Replay(connection, link).proceed()
     # Else the peer has our last CDC message (A.4: no message may follow it).
 
 
@@ -97,7 +97,7 @@ def hold(connection: Connection, ready: Callable[[], None]) -> None:
     elif isinstance(mover, _Mover):
         mover.hold_later(ready)
     else:
-        _Hold(connection, link, ready).go()
+        _Hold(connection, link, ready).proceed()
 
 
 def stay(connection: Connection) -> None:
@@ -124,13 +124,13 @@ class _Mover:
     def on_room(self) -> None:
         """The link has room again."""
         if self._connection.messenger.holder is self:
-            self.go()
+            self.proceed()
 
     def on_cdc_complete(self, sequence: int) -> None:
         """A CDC message has reached the peer."""
 
     @abstractmethod
-    def go(self) -> None:
+    def proceed(self) -> None:
         """Post as many requests as the link has room for."""
 
     @abstractmethod
@@ -138,7 +138,7 @@ class _Mover:
         """See `hold`."""
 
     @abstractmethod
-    def over(self) -> None:
+    def connection_ended(self) -> None:
         """The connection has ended."""
 
 
@@ -153,7 +153,7 @@ class _Replay(_Mover):
         self._validated = False
         self._ready: Callable[[], None] | None = None
 
-    def go(self) -> None:
+    def proceed(self) -> None:
         connection, link = self._connection, self.link
         if not self._validated:
             if not self._room():
@@ -188,7 +188,7 @@ class _Replay(_Mover):
         """The new link is being deleted, too: finish the replay first."""
         self._ready = ready
 
-    def over(self) -> None:
+    def connection_ended(self) -> None:
         if self._ready is not None:
             self._ready()
 
@@ -202,7 +202,7 @@ class _Hold(_Mover):
         super().__init__(connection, link)
         self._ready: Callable[[], None] | None = ready
 
-    def go(self) -> None:
+    def proceed(self) -> None:
         connection, link = self._connection, self.link
         messenger = connection.messenger
         if messenger.announced != messenger.produced and not messenger.final_posted:
@@ -223,14 +223,17 @@ class _Hold(_Mover):
     def _check(self) -> None:
         messenger = self._connection.messenger
         if messenger.holder is self and messenger.is_idle:
-            self.over()
+            self._notify_ready()
 
     def hold_later(self, ready: Callable[[], None]) -> None:
         """The connection is held already: notify another caller instead."""
         self._ready = ready
         self._check()
 
-    def over(self) -> None:
+    def connection_ended(self) -> None:
+        self._notify_ready()
+
+    def _notify_ready(self) -> None:
         ready, self._ready = self._ready, None
         if ready is not None:
             ready()

@@ -3,13 +3,14 @@
 Theory of operation
 -------------------
 A failover validation message may overtake the CDC message that it names. That CDC message came over
-another link: its completion has not been polled yet, or it lies there behind another validation
-message. So the validation message waits, and with it every later message of its own link
-(`Backlog`). All links of the group are polled (`Validation`), and then the message is checked
-again, or given up.
+another link: either its completion has not been polled yet, or it waits in the backlog of that link
+behind another validation message. So the validation message waits, and with it every later message
+of its own link (`Backlog`). All links of the group are polled (`Validation`), and then the
+validation message is checked again. If the named CDC message is still missing and no link holds it,
+that message is lost.
 
 The first message of a link's backlog is the validation message that waits. Nearly every link has no
-backlog, and costs one test for None per message.
+backlog; then the check costs one test for None per message.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class Backlog:
         """True if the missing message may be in the backlog ``other``.
 
         A validation message is never the missing one, and neither is a message with a later
-        sequence number. A connection that lost a message and moved twice has both kinds on several
-        links.
+        sequence number. If a connection lost a message and moved twice, the backlogs of several
+        links can contain messages of both kinds.
         """
         missing = self._messages[0]
         token, sequence = missing[4:8], missing[2] << 8 | missing[3]
@@ -131,12 +132,16 @@ class Validation:
     def missing(self, link: Link, message: bytes) -> None:
         """A validation message on ``link`` names a message that has not been received.
 
-        First the other links are drained. They may deliver validation messages that wait as well,
-        for a message behind the first one. So each link stops at a message that waits, and all
-        links are resumed in turn. If a message waits for one that no link holds, that one is lost
-        (4.6.1). Honest validation messages cannot wait for each other in a circle: the missing
-        message completed before the validation message was sent, and it was sent after the
-        validation message that it lies behind.
+        First the other links are drained, because one of them may deliver the missing message.
+        Meanwhile another link may deliver a validation message that has to wait as well, perhaps
+        for a message in the backlog of ``link``. So each link stops at a message that waits, and
+        all waiting messages are checked in turn. A missing message that no link holds is lost
+        (4.6.1).
+
+        The validation messages of an honest peer cannot wait for each other in a circle. A
+        validation message is sent after the message that it names, and each message in a backlog
+        was sent after the validation message at its front. So in a circle each message would have
+        been sent before itself.
         """
         backlog = self._waiting.get(link)
         if backlog is None:
@@ -176,4 +181,4 @@ class Validation:
         for one in waiting:
             if not any(one.waits_for(other) for other in waiting if other is not one):
                 return one
-        return waiting[0]  # a circle: the peer sent impossible messages
+        return waiting[0]  # a circle: the peer sent invalid messages

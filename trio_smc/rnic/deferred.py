@@ -9,7 +9,8 @@ __all__ = ["DEFERRED_PASSES", "Deferred"]
 
 DEFERRED_PASSES: Final = 16
 """Passes of a loop that does not sleep, after which work that was added with `Deferred.add_soon`
-runs."""
+runs.  Chosen: docs/decisions.md has a measurement with this value only (the update of a blocked
+writer: a write of 1 MiB took 327 µs before, 285 after)."""
 
 Work = Callable[[], None]
 
@@ -18,7 +19,7 @@ class Deferred:
     """Work for the end of this pass, and work that may wait a few passes more.
 
     Args:
-      on_failure: gets the exception of a piece of work; the other work runs all the same.
+      on_failure: gets the exception of a piece of work; the other work still runs.
 
     Attributes:
       now: runs before the scheduler sleeps or polls for I/O.
@@ -49,7 +50,7 @@ class Deferred:
             self.run()
 
     def run(self) -> None:
-        """Run `now`, and what that adds to it."""
+        """Run `now`, and the work that this adds to `now`."""
         while self.now:
             work, self.now = self.now, []
             for each in work:

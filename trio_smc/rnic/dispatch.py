@@ -20,8 +20,8 @@ __all__ = ["CompletionSink", "Dispatcher", "Lane"]
 _log = logging.getLogger("trio_smc.rnic")
 
 _PROBES_PER_ROUND: Final = 6
-"""Probes of each RNIC in a round of a spin, which ends with a look at the clock and a yield of the
-processor."""
+"""Probes of each RNIC in a round of a spin.  A round ends with a read of the clock and a yield of
+the processor, which take longer than a probe.  Chosen; no measurement is recorded."""
 
 
 class CompletionSink(Protocol):
@@ -134,7 +134,7 @@ class Dispatcher:
     def drain(self) -> bool:
         """Poll every RNIC and dispatch all completions; True if there were any.
 
-        Quick if there are none.  If a sink calls it, it returns False, and the outer call goes on.
+        Quick if there are none.  A nested call by a sink returns False; the outer call continues.
         """
         if self._draining:
             return False
@@ -145,7 +145,7 @@ class Dispatcher:
                 if self._backlog:
                     found = True
                     self._dispatch_backlog()  # older than the completions polled below
-                poll = lane.poll  # calling a method through a slot takes the slower look-up
+                poll = lane.poll  # a local variable: `lane.poll()` through the slot would be slower
                 completions = poll()
                 if completions:
                     found = True
@@ -223,7 +223,7 @@ def _dispatch(lane: Lane, completion: PlainCompletion) -> None:
 
 
 def _close_queue_pair(lane: Lane, completion: PlainCompletion) -> None:
-    _log.exception("%s: queue pair %d is given up", lane.rnic.name, completion[0])
+    _log.exception("%s: queue pair %d fails: its sink raised", lane.rnic.name, completion[0])
     qp = lane.queue_pairs.get(completion[0])
     if qp is not None:
         qp.to_err()

@@ -20,22 +20,24 @@ Which of these hooks are installed is the mode of the pump, a state of the machi
 * SLEEPY: both hooks.
 * SOLO: no hook.  One reader waits on the doorbell descriptor itself; see `solo`.
 
-`Pump.resume_hooks` leaves IDLE and SOLO.  Whatever is about to use the pump calls it, and so do
-a doorbell and an RNIC's thread.
+`Pump.resume_hooks` leaves IDLE and SOLO.  All code that is about to use the pump calls it, and so
+do a doorbell and an RNIC's thread.
 
 What wakes a sleeping Trio is either the RNIC's `Rnic.completion_fd`, or the RNIC's thread
 (`poller`), which writes to the wake eventfd (the parameter ``wake``).  With the thread each wait
 costs two wakeups, its own and Trio's; over RoCE the network's round trip hides the second.  In both
 cases the thread waits for all other reports of the RNIC: events, ports, peers that come and go.
 
-To wake a sleeping thread costs more than all other work for a small message, hence the spin
-(`spinner`), one for each task that begins to wait.  There is no spin while no task waits for a
-completion or none has begun to since the last spin: what Trio sleeps for then may arrive by another
-way, as a new connection does.  And there is none after a pause (`waits`), when the peer is asleep.
+To wake a sleeping thread costs more than all other work for a small message.  So the pump polls for
+a moment before a sleep: it *spins* (`spinner`), once for each task that begins to wait.  If no task
+has begun to wait for a completion since the last spin, there is no spin: then Trio may be sleeping
+for an event that no completion announces, such as a new TCP connection.  There is no spin after a
+pause (`waits`) either, because the peer is asleep by then.
 
 After a sleep, tasks whose data arrived run first, and the descriptor that reported the data is
-acknowledged before the next wait.  A task that has sent something and waits for the answer first
-yields the processor: Linux often wakes the peer on the same one, and the peer cannot begin before.
+acknowledged before the next wait.  A task that has sent something and waits for the answer yields
+the processor before it sleeps: Linux often wakes the peer on the same processor, where the peer
+cannot run before this process yields.
 
 When ``before_io_wait`` is called, Trio has already computed how long to sleep.  If the drain woke
 a task, the wake eventfd is made readable, so that the sleep ends at once.
@@ -70,10 +72,12 @@ UNHOOKED: Final = frozenset({"STOPPED", "IDLE", "SOLO"})
 """States of a pump that has no hook in Trio's loop."""
 
 AWAKE_PASSES: Final = 32
-"""Passes without a sleep after which the hook after the sleep is removed."""
+"""Passes without a sleep after which the hook after the sleep is removed.  Chosen; no measurement
+is recorded."""
 
 UNUSED_PASSES: Final = 64
-"""Passes without a connection after which all hooks are removed."""
+"""Passes without a connection after which all hooks are removed.  Chosen: docs/decisions.md has a
+measurement of IDLE with this value only."""
 
 _now: Final = time.perf_counter_ns
 
@@ -94,11 +98,11 @@ class Pump:
       waiting: tasks that are parked until a completion arrives.  Each task adds 1 before it parks
         and subtracts 1 afterwards.  `try_spin` polls only for the first.
       spin_due: a task has parked since the last spin and since the last completions; set by tasks
-        that park.  For the other tasks a spin was made, and a spinning loop delays all others.
+        that park.  Each wait gets one spin only, because a spinning loop delays all other tasks.
       woken: parked tasks that were rescheduled and have not run yet.  The code that reschedules a
-        task adds 1, and the task subtracts 1 when it runs.  The last of them drains before it
-        parks again: what it finds for others wakes them without the wake eventfd, which costs more
-        than a small message.
+        task adds 1, and the task subtracts 1 when it runs.  The last of these tasks drains before
+        it parks again.  This drain wakes the tasks whose completions it finds without the wake
+        eventfd, which costs more than a small message.
       unused: the stack has no connection; kept by the table of connections, which calls
         `resume_hooks` when that ends.
       broken: the exception of a hook, of deferred work or of `Rnic.service`, which ends `run`; None
@@ -269,8 +273,8 @@ class Pump:
         """Yield the processor if that is worthwhile, and drain; True if ``ready`` then."""
         if not spin.should_yield():
             return False
-        # A solo reader has no other runnable task to check for, and the check takes as long as all
-        # the rest.
+        # A solo reader has no other runnable task to check for, and the check takes as long as the
+        # rest of this method.
         if self.machine.state != "SOLO" and trio.lowlevel.current_statistics().tasks_runnable:
             spin.yield_was_useless()
             return False
@@ -353,7 +357,7 @@ class Pump:
         self.solo.end()
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """The state is the whole mode: nothing else has to follow."""
+        """No-op: the pump keeps no other record of its mode than the state."""
 
     # -- inside Trio's loop --------------------------------------------------------------
 
@@ -390,9 +394,9 @@ class Pump:
         try:
             lane.poller = Poller(lane.rnic, self._wake)
         except NoThread as problem:
-            # A program that needs no thread over TCP, as where the memory for one is refused, must
-            # not need one here.
-            _log.warning("%s: Trio waits in place of a thread: %s", lane.rnic.name, problem)
+            # A program that needs no thread over TCP must not fail here because the system refuses
+            # the memory for a thread.
+            _log.warning("%s: Trio waits instead of a thread: %s", lane.rnic.name, problem)
             self._nursery.start_soon(self._wait_without_thread, lane)
         if lane.fd is not None:
             self._nursery.start_soon(self._watch, lane, lane.fd)
@@ -477,7 +481,7 @@ class Pump:
     def fail(self, problem: BaseException) -> None:
         """Have `run` raise ``problem``; only the first one counts."""
         if self.broken is None:
-            _log.error("the stack cannot go on", exc_info=problem)
+            _log.error("the stack failed", exc_info=problem)
             self.broken = problem
             if self.machine.state != "STOPPED":
                 self._wake()
@@ -578,7 +582,7 @@ class Pump:
                 self.fail(problem)
 
 
-# Trio's hooks: bound methods, so that no call lies between Trio and the pump.
+# The hooks are bound methods of the pump, so that Trio calls the pump directly.
 
 
 class _BeforeWait(trio.abc.Instrument):

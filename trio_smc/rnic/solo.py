@@ -32,20 +32,26 @@ if TYPE_CHECKING:
 __all__ = ["MAX_GAP", "SOLO_AFTER_WAITS", "WATCHDOG_INTERVAL", "SoloHost", "SoloReader"]
 
 SOLO_AFTER_WAITS: Final = 8
-"""Consecutive long waits by a single task before it becomes the solo reader."""
+"""Consecutive long waits by a single task before it becomes the solo reader.  Chosen; after pauses
+`_WAITS_PER_PAUSE` was measured with it."""
 
 _WAITS_PER_PAUSE: Final = 4
-"""How many long waits one after a pause counts for, as no spin is made then anyway: with 100
-requests 10 ms apart 0.93 times TCP's rate, and 0.85 times without (docs/decisions.md)."""
+"""Number of long waits that a wait after a pause counts for.  No spin is made after a pause, so
+solo mode loses nothing.  With 4 the third such wait is solo: 100 requests 10 ms apart had 0.93
+times TCP's rate, and 0.85 times with 1 (docs/decisions.md)."""
 
 MAX_GAP: Final = 0.05
-"""Seconds between two waits that count as consecutive."""
+"""Seconds: two long waits further apart do not count as consecutive.  Chosen; no measurement is
+recorded."""
 
 _MIN_READS: Final = 4
-"""Reads without waiting that show a busy reader, in the passes between two `reads_alone`."""
+"""Reads without waiting between two calls of `reads_alone` that show a busy reader.  Chosen; no
+measurement is recorded."""
 
 WATCHDOG_INTERVAL: Final = 0.5
-"""Seconds between checks that a solo reader that is not waiting still polls."""
+"""Seconds between checks that a solo reader that is not waiting still polls.  With 0.05 the
+watchdog woke both processes for 200 µs for five requests 10 ms apart (docs/decisions.md); 0.5 was
+chosen, so that completions for other tasks are noticed within a second."""
 
 _wait_readable: Final = trio.lowlevel.wait_readable
 
@@ -123,13 +129,15 @@ class SoloReader:
         return self.streak > SOLO_AFTER_WAITS
 
     def reads_alone(self) -> bool:
-        """True if a single reader has read in most passes since the last call."""
+        """True if a single reader found data at least `_MIN_READS` times since the last call, and
+        no task waits."""
         reads, self._reads_before = self.reads - self._reads_before, self.reads
         several, self._several_readers = self._several_readers, False
         return reads >= _MIN_READS and not several and not self._host.waiting
 
     def change_reader(self, reader: object) -> None:
-        """Another reader finds data without waiting: with several, none becomes solo."""
+        """Note that another reader finds data without waiting.  Of several readers none becomes
+        solo."""
         self.last_reader = reader
         self._several_readers = True
         if self._host.machine.state == "SOLO":
@@ -245,7 +253,7 @@ class SoloReader:
     # -- the watchdog --------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Return when solo mode has ended; end it if the solo reader does not poll any more.
+        """Return when solo mode has ended; end it if the solo reader no longer polls.
 
         While the solo reader waits on the doorbell the watchdog sleeps: an idle program is not
         woken.  Its interval begins when that wait ends.

@@ -4,23 +4,25 @@ Theory of operation.  To sleep and to be woken costs more than all other work fo
 so a task that waits alone polls for a moment first.  That pays if the peer answers at once and has
 a processor of its own.  `AdaptiveSpin` finds out if it does:
 
-* After several failures it tries only every so many waits, for example because both ends are in
-  one process or share a processor, and less and less often while the tries fail.  A success brings
-  it back, and keeps it while one of three tries succeeds.
+* After several failures, for example because both ends are in one process or share a processor, it
+  is *discouraged*: it spins only at one of many waits, and at fewer and fewer waits while these
+  spins fail.  After a success it spins at each wait again, as long as at least one of three spins
+  succeeds.
 * How long answers take depends on the machine and on the program at the other end.  If the last
-  waits were only somewhat longer than the spin, so that each paid for a spin and for a sleep, the
-  spin becomes as long as they are.  A long spin that fails as often as it succeeds only takes the
-  processor from the peer; each time it takes twice as many such waits until it is tried again.
+  waits were only somewhat longer than the spin, each of them cost a spin and a sleep.  Then the
+  spin is *stretched* to four times its length.  A stretched spin that fails as often as it succeeds
+  only takes the processor from the peer.  Then the stretch ends, and twice as many such waits are
+  needed before the next one.
 * For a peer that makes pauses there is no spin.
 
 If no spin is worthwhile, a task that has sent something may at least yield the processor: Linux
-wakes a peer mostly on the processor of the task that woke it.  That too is done less often if it
-does not help.
+wakes a peer mostly on the processor of the task that woke it.  If yielding does not help, it too is
+done less often.
 
 Three parts of the package wait like this: `rnic.pump` for completions; `Spinner` in handshakes, for
 a message of a peer on this host, which answers within some 100 µs; and `AcceptSpin` in a server
-whose connections are short, for the next one, of which only Trio's loop can tell.  A loop that has
-other work to do sleeps instead: the time is for that work.
+whose connections are short, for the next connection, which only Trio's loop can report.  The
+first two do not spin while other tasks are runnable, and `AcceptSpin` lets other tasks run.
 """
 
 from __future__ import annotations
@@ -46,34 +48,45 @@ Probe = Callable[[], bool]
 
 
 PAUSE_NS: Final = 800_000
-"""Nanoseconds after which the peer sleeps.  Waking it takes longer than any spin."""
+"""Nanoseconds without an answer after which the peer is assumed to sleep.  It then takes 50 to 150
+µs to wake, and spins succeeded or failed by chance (docs/decisions.md).  Chosen; other values were
+not compared."""
 
 _PAUSE_FAILURES: Final = 3
-"""A wait of that length counts for so many more failures: a peer that makes pauses will make
-others."""
+"""Failures that a wait of that length adds: a peer that makes a pause will make others.  Without
+them eight spins failed after each busy phase, 4 % of the processor time of 100 requests 10 ms
+apart."""
 
 _SUCCESS_WEIGHT: Final = 2
-"""Failures that one success outweighs: sleeping costs half a spin."""
+"""Failures that one success cancels, so the spin pays if one of three succeeds.  When one success
+cancelled all failures, each success by chance cost eight failed spins (docs/decisions.md)."""
 
 _MAX_RETRY_EVERY: Final = 1024
+"""Largest number of waits between two tries while discouraged.  Chosen (docs/decisions.md)."""
 
 _STRETCH: Final = 4
-"""How many times its normal length a spin may last: sleeping costs about as much.  With 8 and 16 a
-websocket echo became slower (docs/decisions.md)."""
+"""Length of a stretched spin, in multiples of the normal length.  Measured: with 4 a TLS echo went
+from 0.71 to 1.13 times TCP; with 8 and 16 a websocket echo became slower (docs/decisions.md)."""
 
 _WAITS_TO_STRETCH: Final = 4
-"""Consecutive waits that a stretched spin would have covered before the spin is stretched."""
+"""Consecutive waits that are shorter than a stretched spin before the spin is stretched.
+Chosen."""
 
 _MAX_WAITS_TO_STRETCH: Final = 1024
-"""The same, after stretched spins that failed."""
+"""Upper limit of that number, which doubles when stretched spins fail.  Chosen.  When a stretch was
+tried again after each fourth wait, it took a third of a websocket echo's time
+(docs/decisions.md)."""
 
 
 _MAX_FRUITLESS_YIELDS: Final = 64
+"""Consecutive yields without a peer that ran, after which only some waits yield.  Chosen."""
 _NO_TURN_NS: Final = 10_000
-"""Nanoseconds: less than a peer needs to be scheduled, to take a message and to answer it."""
+"""Nanoseconds: a yield that was shorter ran no peer.  Chosen: a peer needs longer to be scheduled,
+to take a message and to answer it."""
 _LONG_TURN_NS: Final = 1_000_000
-"""Nanoseconds: a task that keeps the processor for so long is no peer."""
+"""Nanoseconds: a process that keeps the processor for longer is no peer that answers.  Chosen."""
 _YIELD_BACKOFF: Final = 64
+"""Waits without a yield after yields that did not help.  Chosen."""
 
 
 class AdaptiveSpin:
@@ -81,13 +94,12 @@ class AdaptiveSpin:
 
     Args:
       seconds: how long to poll; 0: never.
-      max_failures: consecutive failures before it is discouraged; one success outweighs two.
-      retry_every: when discouraged, it tries at every so-many-th wait, and less and less often
-        while the tries fail.
+      max_failures: failures before it is discouraged; a success cancels `_SUCCESS_WEIGHT` of them.
+      retry_every: number of waits for each try while discouraged; doubles while the tries fail.
 
     Attributes:
       ns: how long to poll, in nanoseconds: ``seconds``, or four times that.
-      discouraged: recent spins all failed.
+      discouraged: too many of the recent spins failed, so only some waits have one.
     """
 
     __slots__ = (
@@ -155,8 +167,8 @@ class AdaptiveSpin:
     def yield_processor(self) -> None:
         """Let a peer run that waits for this processor, because it was woken on it.
 
-        If no peer ran, several times in a row, it is done less often; and so it is if another
-        process keeps the processor for long.
+        If no peer ran, several times in a row, or if another process kept the processor for long,
+        `should_yield` is False for the next waits.
         """
         began = time.perf_counter_ns()
         os.sched_yield()
@@ -178,8 +190,8 @@ class AdaptiveSpin:
         """Call the probes round and round; returns the first that succeeds.
 
         Args:
-          probes: one round.  It should be long enough: the look at the clock and the yield of the
-            processor that follow a round take longer than a probe.
+          probes: one round.  A round should contain several probes, because the read of the clock
+            and the yield of the processor that follow it take longer than a probe.
           end: the time of `time.perf_counter_ns` at which the spin fails and returns None.
         """
         now = time.perf_counter_ns
@@ -202,7 +214,8 @@ class AdaptiveSpin:
         self._gain += 1
 
     def spin_skipped(self) -> None:
-        """Not tried, because other tasks are runnable.  To find that out takes time as well."""
+        """Not tried, because other tasks are runnable.  Counts as a failure, because the check for
+        them takes as long as a short spin."""
         self._note_failures(1)
 
     def spin_failed(self) -> None:
@@ -220,16 +233,18 @@ class AdaptiveSpin:
 
 
 _PROBES_PER_ROUND: Final = 4
+"""Probes for each drain in a round.  Chosen; no measurement is recorded."""
 _ROUNDS_BEFORE_DRAIN: Final = 8
-"""Rounds, some 50 µs, without a drain, if the answer is expected any moment."""
+"""Rounds without a drain, about 50 µs, if the answer is expected at once.  A drain may end another
+connection, which takes 60 µs, and 37 of them were spent waiting (docs/decisions.md)."""
 
 
 class Spinner:
     """Spins for all handshakes of a stack.
 
-    Completions that arrive meanwhile are drained, too.  A completion may end another connection,
-    which takes longer than an answer that is expected any moment; if the peer has more to do before
-    it answers, there is time for that.
+    Completions that arrive meanwhile are drained, too.  But a completion may end another
+    connection, which takes longer than an answer that is expected at once.  So for such an answer
+    the drain begins only after `_ROUNDS_BEFORE_DRAIN` rounds.
 
     Args:
       seconds: how long to poll; 0: never.
@@ -249,7 +264,7 @@ class Spinner:
     def until(self, ready: Probe, *, soon: bool = False) -> bool:
         """Call ``ready`` until it is true.  False: a spin is not worthwhile, or took too long.
 
-        ``soon``: the peer needs no longer than some 50 µs to answer.
+        ``soon``: the peer needs at most about 50 µs to answer.
         """
         spin = self._spin
         if not spin.ns or self.sleeping or not spin.should_spin():

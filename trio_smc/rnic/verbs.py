@@ -64,8 +64,9 @@ __all__ = [
 ]
 
 RECEIVE_SIZE: Final = 48
-"""Bytes of a posted receive buffer: an LLC or CDC message has 44 (RFC 7609, A.3, A.4), unless
-SMC-R version 2 asks for more."""
+"""Bytes of a posted receive buffer.  An LLC or CDC message has 44 (RFC 7609, A.3, A.4); 48 is what
+Linux uses (SMC_WR_BUF_SIZE).  LLC messages of SMC-R version 2 are longer and need larger
+buffers."""
 
 
 class RnicError(OSError):
@@ -357,7 +358,7 @@ class Rnic(ABC):
     def has_pending(self) -> bool:
         """True if `poll` may return something.  Cheaper than `poll`; used while spinning.
 
-        Always True for an RNIC that cannot tell.
+        Always True for an RNIC that cannot find out without polling.
         """
         return True
 

@@ -218,7 +218,7 @@ async def _handle(listening: DropInSocket, incoming: Incoming, handler: _Handler
     finally:
         accepted.close()  # like `trio.aclose_forcefully`, in fewer steps
     if made.mode is Mode.SMC_R:
-        await incoming.served()
+        await incoming.spin_for_next()
 
 
 def _with_fast_path(init: Callable[..., None]) -> Callable[..., None]:

@@ -100,9 +100,9 @@ class Endpoint:
     def is_unfinished(self) -> bool:
         """True if the peer could lose something when the stack is left now.
 
-        A stream that the program has closed must end in order. For an abandoned one it is enough
-        that data and C have arrived. On RoCE the peer must have read the data, too: a kernel drops
-        unread data when its link group ends.
+        A stream that the program has closed must end orderly (4.8.1). For an abandoned one it is
+        enough that its data and C, the flag that it is closed, have arrived. On RoCE the peer must
+        have read the data, too: a kernel drops unread data when its link group ends.
         """
         connection = self.connection
         if not self.abandoned or connection.ending:

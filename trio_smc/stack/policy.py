@@ -1,13 +1,14 @@
 """Which connections may use SMC-R: the lists of the configuration, load, and short connections.
 
-A refusal by this module is handled like a connection without an RNIC. So each way of discovery, and
-a Proposal that arrives in spite of it, gets the right answer.
+A refusal by this module is handled like a connection without an RNIC. So discovery reports the
+reason, and a Proposal that still arrives is declined with the same reason.
 
 Short connections (`Config.learn_short`): to set up an SMC-R connection takes a round trip and a few
 hundred microseconds more than TCP. A connection that carries one small request never gains as much.
 After `SHORT_AFTER` such connections in a row with one peer and port, the next ones are TCP for
 `RETRY_AFTER` seconds. Then one connection uses SMC-R, and its size decides about the next ones. A
-peer on this host that requires SMC-R announces this with each connection, which does not count.
+peer on this host that requires SMC-R announces this with each connection. Such a connection stays
+SMC-R, and its size is ignored.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ Peer = tuple[str, int]
 """The peer's address, and the port of the service, which may be on either side."""
 
 SHORT_SIZE: Final = 64 * 1024
-"""Bytes of both directions together. A connection with less is short."""
+"""Bytes of both directions together. A connection with less is short. Chosen."""
 SHORT_AFTER: Final = 16
-"""Short connections in a row after which the next ones are TCP."""
+"""Short connections in a row after which the next ones are TCP. Chosen; docs/decisions.md has the
+gain for connections of 200 bytes."""
 RETRY_AFTER: Final = 300.0
-"""Seconds until a connection tries SMC-R again."""
+"""Seconds until a connection tries SMC-R again. Chosen."""
 _MAX_PEERS: Final = 4096
+"""Peers with a record. Chosen: a bound on memory; the oldest record is dropped."""
 
 
 class RouteHost(Protocol):
@@ -141,7 +144,8 @@ class ShortConnections:
         self._records.clear()
 
     def opened(self, connection: object, peer: Peer) -> None:
-        """Note a new SMC-R connection. While one tries again, further ones are TCP."""
+        """Note a new SMC-R connection. If it is a new try, further connections are TCP
+        meanwhile."""
         self._open[connection] = peer
         record = self._records.get(peer)
         if record is not None and record.short_in_a_row >= SHORT_AFTER:

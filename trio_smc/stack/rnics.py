@@ -1,4 +1,4 @@
-"""`StackRnics`: the RNICs of a stack. They appear and disappear, and one serves a connection.
+"""`StackRnics`: opens and closes the RNICs of a stack, and chooses one for each connection.
 
 Theory of operation
 -------------------
@@ -58,10 +58,13 @@ __all__ = ["RnicChange", "StackRnics"]
 LOGGER = logging.getLogger("trio_smc.rnic")
 
 _RETRY_AFTER: Final = (0.3, 1.0, 5.0)
-"""Seconds from a notification to the first repetition, and from each to the next."""
+"""Seconds from a notification to the first repetition, and from each to the next. Chosen: udev
+needs a fraction of a second for a new node, and on a busy host a port needs seconds to become
+active."""
 
 _INSTANCES_TRIED: Final = 64
-"""Instance numbers that are tried. So many are taken only if a process holds them on purpose."""
+"""Random instance numbers that are tried. Chosen: of 65,536 numbers 64 drawn ones are all taken
+only if a process reserves numbers on purpose."""
 
 
 class RnicChange(Enum):
@@ -70,7 +73,7 @@ class RnicChange(Enum):
     AVAILABLE = auto()
     """The port came up, or the RNIC was undrained: links may be added on it."""
     DRAINED = auto()
-    """An operator drains the RNIC: delete its links in order."""
+    """An operator drains the RNIC: delete its links orderly, after their connections have moved."""
     LOST = auto()
     """The port went down, or the device failed: the RNIC's links fail."""
 
@@ -159,7 +162,7 @@ class StackRnics:
             return []
 
     def close(self) -> None:
-        """Close all RNICs; no link uses them any more."""
+        """Close all RNICs; no link uses them now."""
         self._network.close()
         if self._instance is not None:
             self._instance.close()
@@ -269,7 +272,7 @@ class StackRnics:
                 self._failure = trio.Event()
                 retries = ()
             if kernel_notified:
-                retries = _RETRY_AFTER  # also when a device has failed: another may have its name
+                retries = _RETRY_AFTER  # even after a failure: a new device may have the name
             if not self.find_changes() and not retries:
                 retries = _RETRY_AFTER[-1:]
 
@@ -336,14 +339,14 @@ class StackRnics:
         except OSError as error:
             self._log_unusable(rnic, error)
             return
-        LOGGER.info("%s has come", rnic.name)
+        LOGGER.info("%s has appeared", rnic.name)
         if rnic in self._missing:
             self._missing.remove(rnic)
         self.on_change(rnic, RnicChange.AVAILABLE)
 
     def _remove_port(self, rnic: VerbsRnic) -> None:
         """Close an RNIC whose device, with all its links, has disappeared."""
-        LOGGER.info("%s has gone", rnic.name)
+        LOGGER.info("%s has disappeared", rnic.name)
         self.opened.remove(rnic)
         self._drained.discard(rnic)
         self.on_change(rnic, RnicChange.LOST)
@@ -357,7 +360,7 @@ class StackRnics:
     def _event(self, rnic: Rnic, event: RnicEvent) -> None:
         LOGGER.info("%s: %s", rnic.name, event)
         if event is RnicEvent.FATAL:
-            # `follow` closes the RNIC; here the device is calling.
+            # The device is the caller, so `follow` closes the RNIC later.
             self._failure.set()
         elif rnic.port_active is not (event is RnicEvent.PORT_UP):
             return  # outdated: the port has changed again since

@@ -4,8 +4,8 @@ Theory of operation
 -------------------
 A stack is a peer in the terms of RFC 7609. Its background tasks run in one nursery: the pump with
 the RNICs' threads, one task for all timers, one for all TCP connections, and the tasks of
-listeners. All other code is cores, which these tasks and the user's tasks call. So all state
-changes on the Trio thread.
+listeners. All other code has no task of its own: these tasks and the user's tasks call it. So only
+the Trio thread changes state.
 
 `open_stack` opens this nursery around the user's block. Calls outside any `open_stack` share a
 default stack, which runs in a system task of the Trio run. It is closed when the run's main task
@@ -14,8 +14,8 @@ has ended.
 Leaving a stack (`Runtime.shut_down`): Listeners are closed, and calls under way end with
 ClosedResourceError. Streams that are still open are closed as close(2) closes a socket, with a
 ResourceWarning. Connections get `shutdown_timeout` seconds, all together, to finish. Link groups
-are terminated in order. Then the nursery is cancelled and the RNICs are closed. SIGINT ends all
-waits (`_Interrupts`).
+are terminated orderly (3.5.4). Then the nursery is cancelled and the RNICs are closed. SIGINT ends
+all waits (`_Interrupts`).
 
 A forked child shares the memory and sockets of its parent's stacks, but has none of their threads
 and cannot use them. So a fork hook makes all stacks unusable in the child. Since streams hold
@@ -63,11 +63,14 @@ __all__ = ["Attached", "Cancellable", "Closable", "Runtime", "Tracked"]
 LOGGER = logging.getLogger("trio_smc")
 
 _HANDSHAKE_SPINS: Final = 4
-"""A peer takes longer to answer a message of a handshake than one of a stream."""
+"""The longest spin of a handshake, in multiples of `Config.spin`. A peer takes longer to answer a
+message of a handshake than one of a stream. Chosen: with these spins opening a connection took
+530 µs, with sleeps 730 (docs/decisions.md)."""
 _MAX_TURN: Final = 0.001
-"""Seconds of work on many streams or link groups before other tasks run."""
+"""Seconds of work on many streams or link groups before other tasks run. Chosen; docs/decisions.md,
+"many ends at once", has the longest passes with this value."""
 _MIN_GROUP_TIME: Final = 0.5
-"""Seconds that link groups have at least to end in order, even after `shutdown_timeout`."""
+"""Seconds that link groups have at least to end orderly, even after `shutdown_timeout`. Chosen."""
 _FORKED: Final = "trio_smc cannot be used in a forked child; start a new process"
 
 
@@ -200,7 +203,7 @@ class Runtime:
         self._something_ended = trio.Event()
         self._forked = False
         self._in_forked_child: list[Callable[[], object]] = []
-        self._stops_waiting = False  # `shut_down` waits for nothing any more
+        self._stops_waiting = False  # `shut_down` no longer waits
         self._supported = sys.platform == "linux"
         self.rnic_set: StackRnics = StackRnics(
             config, self.discovery, self.pump, self._rnic_changed
@@ -346,7 +349,7 @@ class Runtime:
             raise trio.ClosedResourceError("the stack is closed") from self.failure
 
     async def shut_down(self) -> None:
-        """Finish in order, within about `shutdown_timeout` or until SIGINT, and end `run`."""
+        """Finish orderly, within about `shutdown_timeout` or until SIGINT, and end `run`."""
         if self._forked:
             return  # everything belongs to the parent
         with trio.CancelScope(shield=True):
@@ -412,7 +415,7 @@ class Runtime:
         if self._forked:
             raise RuntimeError(_FORKED)
 
-    def in_forked_child(self, abandon: Callable[[], object]) -> None:
+    def call_in_forked_child(self, abandon: Callable[[], object]) -> None:
         """Call ``abandon`` in each process that is forked from this one."""
         self._in_forked_child.append(abandon)
 
@@ -420,7 +423,7 @@ class Runtime:
         """Make the stack unusable in a forked child, without touching anything of the parent.
 
         The parent's other threads do not exist here and may have held locks, so no lock is taken.
-        If abandoning one part fails, the other parts are abandoned all the same.
+        If abandoning one part fails, the other parts are still abandoned.
         """
         self._forked = self.closing = True
         with contextlib.ExitStack() as parts:
@@ -491,7 +494,7 @@ class _Interrupts:
             self._leaving.remove(runtime)
             if not self._leaving and signal.getsignal(signal.SIGINT) == self._interrupted:
                 signal.signal(signal.SIGINT, self._before)
-                self._before = None  # a reference to the whole run
+                self._before = None  # it refers to the whole Trio run
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         for runtime in list(self._leaving):

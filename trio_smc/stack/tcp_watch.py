@@ -27,13 +27,14 @@ from trio_smc.host.tcp import unread_bytes
 __all__ = ["TcpWatch", "TcpWatcher"]
 
 _REGISTER_DELAY: Final = 0.05
-"""Seconds until new connections are registered. An early reset is noticed so much later."""
+"""Seconds until new connections are registered. An early reset is noticed that much later. Chosen;
+a connection that ends before takes 25 µs less of 765, together with another change."""
 
 _EVENTS_AT_ONCE: Final = 32
-"""Events handled in one pass of the scheduler."""
+"""Events handled in one pass of the scheduler. Chosen; no measurement is recorded."""
 
 _RETRY_DELAY: Final = 0.25
-"""Seconds before the next try, if the kernel has no more epoll watches."""
+"""Seconds before the next try, if the kernel has no more epoll watches. Chosen."""
 
 
 class TcpWatcher(Protocol):

@@ -334,7 +334,7 @@ class RdmaStream(SmcStream):
             receiver, parking = self._receiver, self._parking
             parked = False
             if receiver.received == receiver.consumed and not (
-                receiver.done or receiver.error or self._read_shut
+                receiver.peer_done or receiver.error or self._read_shut
             ):
                 # Inlined `Receiver.is_blank`; trying to receive would find nothing.
                 parked = await parking.reader()
@@ -348,7 +348,7 @@ class RdmaStream(SmcStream):
                     data = receiver.receive(most)
                 except OSError as error:
                     raise self._translated(error) from error
-                if data or (receiver.done and receiver.at_eof):
+                if data or (receiver.peer_done and receiver.at_eof):
                     break
                 parked = await parking.reader() or parked
             if not parked:

@@ -6,8 +6,9 @@ the channel's descriptor and that of the asynchronous events; `wait_fd` returns 
 It is level-triggered, so that it stays readable until `service` has read the event.
 `completion_fd` removes the channel's descriptor from it and returns that descriptor.
 
-Verbs cannot check for completions without taking them, so `arm` keeps the completions that it
-polls for the next `poll`.
+The verbs have no call that checks for completions without taking them.  So `arm` takes them from
+the completion queue and keeps them (`_polled_early`); the next call of `VerbsRnic.poll` returns
+them.
 
 A device may fail or be removed at any moment.  Then it refuses every verb.  `service`, or at the
 latest `arm`, reports FATAL.  After that, refusals are ignored while objects are closed, and `poll`
@@ -32,7 +33,7 @@ from typing import Final, Literal, Self
 from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.roce import neighbours, pyverbs
-from trio_smc.rnic.roce.gids import choose, contains_mac, is_mapped, towards
+from trio_smc.rnic.roce.gids import choose_entry, contains_mac, entry_for_peer, is_ipv4_mapped
 from trio_smc.rnic.roce.pyverbs import CompChannel, Context, Cq, Gid, Verbs
 from trio_smc.rnic.roce.queue_pair import RECEIVES, Domain, RoceQueuePair
 from trio_smc.rnic.verbs import (
@@ -53,10 +54,13 @@ __all__ = [
 _log = logging.getLogger("trio_smc.rnic")
 
 _BATCH: Final = 16
+"""Completions that one call of ibv_poll_cq takes at most.  Chosen; no measurement is recorded."""
 _CQ_SIZE: Final = 32767
-"""The largest queue of soft-RoCE: room for everything that 63 queue pairs can have posted."""
+"""The largest completion queue of soft-RoCE.  It has room for all requests that 63 queue pairs can
+have posted."""
 _RESOLVED_FOR: Final = 0.1
-"""Seconds for which a resolved address counts as known: the caller checks it and then connects."""
+"""Seconds for which a resolved address counts as known.  Chosen: the caller checks the address and
+connects at once, so this only saves the second query."""
 
 
 class VerbsRnic(Rnic):
@@ -90,7 +94,7 @@ class VerbsRnic(Rnic):
         self._resolved_gid, self._resolved_until = b"", 0.0
         self._pairs: dict[int, RoceQueuePair] = {}
         self._domains: set[Domain] = set()
-        self._unpolled: list[Completion] = []
+        self._polled_early: list[Completion] = []
         self._refusal = ""
 
     def open(self, directory: Path) -> None:
@@ -125,12 +129,12 @@ class VerbsRnic(Rnic):
             table = lib.gids(self._context, self.port)
         self.port_active = port.state == lib.port_active
         self.mtu: int = port.active_mtu
-        gid = choose(table, self._gid_index)
+        gid = choose_entry(table, self._gid_index)
         if gid is None:
             raise RnicError(errno.ENODATA, f"{self.name} has no such GID")
         self._gid = gid
         self.gid: bytes = gid.value
-        self.routable: bool = gid.kind == pyverbs.ROCE_V2 and is_mapped(gid.value)
+        self.routable: bool = gid.kind == pyverbs.ROCE_V2 and is_ipv4_mapped(gid.value)
         netdev = socket.if_indextoname(gid.ifindex)
         address = Path(f"/sys/class/net/{netdev}/address").read_text(encoding="ascii")
         self.mac: bytes = bytes.fromhex(address.strip().replace(":", ""))
@@ -146,7 +150,7 @@ class VerbsRnic(Rnic):
             domain.close()
         opened = (self._cq, self._channel, self._context)
         self._cq = self._channel = None
-        self._unpolled.clear()
+        self._polled_early.clear()
         self._epoll.close()
         for each in opened:
             if each is not None:
@@ -187,21 +191,21 @@ class VerbsRnic(Rnic):
             raise RnicError(errno.EIO, f"{self.name} has failed")
         each = self.send_depth + RECEIVES
         if (len(self._pairs) + 1) * each > self._cq_size:
-            raise RnicError(errno.ENOMEM, f"{self.name} has no completion queue room left")
+            raise RnicError(errno.ENOMEM, f"the completion queue of {self.name} is full")
         pair = RoceQueuePair(self, pd, self._cq, self.detach, receive_size)
         self._pairs[pair.qp_num] = pair
         return pair
 
     def detach(self, pair: RoceQueuePair) -> None:
         """Drop the completions of a queue pair that closes: its number may be used again."""
-        self._poll_into(self._unpolled)
+        self._poll_into(self._polled_early)
         del self._pairs[pair.qp_num]
-        self._unpolled = [found for found in self._unpolled if found.qp_num != pair.qp_num]
+        self._polled_early = [found for found in self._polled_early if found.qp_num != pair.qp_num]
 
     def poll(self) -> list[Completion]:
-        found = self._unpolled
+        found = self._polled_early
         if found:
-            self._unpolled = []
+            self._polled_early = []
         else:
             found = []
         if self._lib is not None:
@@ -228,7 +232,7 @@ class VerbsRnic(Rnic):
     def arm(self) -> bool:
         lib = self._opened()
         if self.failed:
-            return not self._unpolled
+            return not self._polled_early
         if self._cq is not None:
             # 0: for each completion, because no rule makes a peer's messages solicited.
             try:
@@ -236,11 +240,11 @@ class VerbsRnic(Rnic):
             except lib.error as refused:
                 self._refusal = f"ibv_req_notify_cq: {refused}"
         # Completions from before `req_notify` cause no event.
-        self._poll_into(self._unpolled)
+        self._poll_into(self._polled_early)
         if self._refusal:
             self._fail(self._refusal)
             return False
-        return not self._unpolled
+        return not self._polled_early
 
     def wait_fd(self) -> int:
         self._opened()
@@ -354,7 +358,7 @@ class VerbsRnic(Rnic):
         lib = self._opened()
         with lib.refusals("ibv_query_gid_table"):
             table = lib.gids(self._context, self.port)
-        gid = towards(peer, table, self._gid, fixed=self.gid_is_fixed)
+        gid = entry_for_peer(peer, table, self._gid, fixed=self.gid_is_fixed)
         if gid is None:
             raise RnicError(errno.ENODATA, f"{self.name} has lost its GID")
         return gid

@@ -2,7 +2,7 @@
 
 The table has one entry of a GID for each encapsulation that the adapter supports: RoCE v1 (an
 Ethernet type of its own) and RoCE v2 (UDP).  Both ends of a link must use the same encapsulation.
-No message of RFC 7609 names it, but the peer's GID shows it (`towards`).
+No message of RFC 7609 names it, but the peer's GID shows it (`entry_for_peer`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Final
 from trio_smc.rnic.roce.pyverbs import ROCE_V1, ROCE_V2, Gid
 
 __all__ = [
-    "choose",
+    "choose_entry",
     "contains_mac",
-    "is_mapped",
-    "towards",
+    "entry_for_peer",
+    "is_ipv4_mapped",
 ]
 
 
 _LINK_LOCAL: Final = b"\xfe\x80" + bytes(6)
 
 
-def choose(table: Sequence[Gid], index: int | None) -> Gid | None:
+def choose_entry(table: Sequence[Gid], index: int | None) -> Gid | None:
     """The entry at ``index``.  If that is None, an entry of RoCE v2 with a global address is
     preferred."""
     if index is not None:
@@ -33,7 +33,7 @@ def choose(table: Sequence[Gid], index: int | None) -> Gid | None:
     return order[0] if order else None
 
 
-def towards(peer: bytes, table: Sequence[Gid], own: Gid, *, fixed: bool) -> Gid | None:
+def entry_for_peer(peer: bytes, table: Sequence[Gid], own: Gid, *, fixed: bool) -> Gid | None:
     """The entry of ``own``'s GID for a link to the peer with this GID; None: the GID was removed.
 
     An address that is removed and added again gets another index, so the current table is searched.
@@ -52,7 +52,7 @@ def towards(peer: bytes, table: Sequence[Gid], own: Gid, *, fixed: bool) -> Gid 
     return min(same, key=lambda gid: (gid.kind != wanted, gid.kind != own.kind), default=None)
 
 
-def is_mapped(gid: bytes) -> bool:
+def is_ipv4_mapped(gid: bytes) -> bool:
     """True if the GID was made from an IPv4 address."""
     return gid[:12] == bytes(10) + b"\xff\xff"
 

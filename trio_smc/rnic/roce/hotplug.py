@@ -30,8 +30,8 @@ __all__ = [
 
 _NETLINK_KOBJECT_UEVENT: Final = 15  # <linux/netlink.h>
 _KERNEL_UEVENTS: Final = 1  # udev sends its own messages to another group
-_RTMGRP_LINK: Final = 1
-_MAX_MESSAGE: Final = 1 << 16
+_RTMGRP_LINK: Final = 1  # <linux/rtnetlink.h>
+_MAX_MESSAGE: Final = 1 << 16  # chosen, bytes: far more than a notification has
 _SYSFS: Final = Path("/sys/class")
 _ACTIVE: Final = "4:"  # IBV_PORT_ACTIVE and its name
 

@@ -58,8 +58,10 @@ ROCE_V1 = 1
 ROCE_V2 = 2
 """``enum ibv_gid_type`` in the result of `ibv_query_gid_table`."""
 
-# The values of Linux SMC except for the retry count: with 7, soft-RoCE retries for ever and never
-# reports a lost peer.  With 15 and 6 it gives up after 0.95 s (4.096 us x 2^15 x 7).
+# The values of Linux (net/smc/smc_ib.c: SMC_QP_TIMEOUT, SMC_QP_RETRY_CNT, SMC_QP_RNR_RETRY,
+# SMC_QP_MIN_RNR_TIMER) except for the retry count, which is 7 there: with 7 soft-RoCE retries for
+# ever and never reports a lost peer.  With 15 and 6 soft-RoCE reports the loss after 0.94 s
+# (4.096 µs x 2^15 x 7).
 _ACK_TIMEOUT = 15
 _RETRY_COUNT = 6
 _RNR_RETRY = 7

@@ -18,8 +18,8 @@ request is signaled although its caller wants no completion (`PostedSends.must_s
 `PostedSends.complete` maps a completion to the caller's request.
 
 Error completions contain neither opcode nor length, so the wr_id distinguishes the two queues: it
-is the slot plus `_RECEIVE` for a receive, and the number of the request for a send.  Work requests
-are created once, changed and posted again (`pyverbs`).
+is the slot plus `_RECEIVE_ID` for a receive, and the number of the request for a send.  Work
+requests are created once, changed and posted again (`pyverbs`).
 """
 
 from __future__ import annotations
@@ -55,13 +55,23 @@ __all__ = [
 
 
 RECEIVES: Final = 256
-"""Largest number of posted receives of a queue pair."""
-_LONG_RECEIVES: Final = 64  # the same for receives of version 2, which fill 256 KiB
+"""Largest number of posted receives of a queue pair.  Chosen with `VerbsRnic.send_depth`: 63 queue
+pairs then fit into the completion queue of soft-RoCE (docs/rnic.md)."""
+_LONG_RECEIVES: Final = 64
+"""The same for the receives of version 2, which have 4,152 bytes each.  Chosen: 260 KiB
+together."""
 _SLOT: Final = 64
+"""Bytes of a slot.  Chosen: the smallest power of two that holds a receive of version 1, 48
+bytes."""
 _RING_SIZE: Final = 1 << 20
-_RECEIVE: Final = 1 << 62
+"""Bytes of the send ring.  Chosen; no measurement is recorded.  It holds eight of the largest
+writes of one connection, 128 KiB each."""
+_RECEIVE_ID: Final = 1 << 62
+"""Added to the slot in the wr_id of a receive.  Larger than the number of any send."""
 _SIGNALED_PARTS: Final = 4
-"""At least one request is signaled in each of so many parts of the slots and of the ring."""
+"""The send slots and the ring have this many parts, and each part has at least one signaled
+request. So unsignaled requests occupy at most a part of them.  Chosen; no measurement is
+recorded."""
 _INLINE: Final = 64
 """Requested limit of inline data, in bytes: LLC and CDC messages have 44.  The adapter need not
 fetch inline data from memory."""
@@ -92,7 +102,9 @@ class Region(MemoryRegion):
         with lib.refusals("ibv_reg_mr"):
             self._mr: Mr | None = lib.mr(pd.pd, memory.address, memory.size, remote_write=True)
         self._pd = pd
-        memory.pinned = True  # or peers would write to pages that are not the memfd's any more
+        # `Memory.wipe` must not give pages back now: the adapter would still write to the old
+        # pages, which no longer belong to the memfd.
+        memory.pinned = True
         self._memory = memory  # peers can write to the pinned pages until the region is closed
         self.rkey: int = self._mr.rkey
         self.address: int = memory.address
@@ -230,12 +242,12 @@ class RoceQueuePair(QueuePair):
         self.receive_depth = receives = RECEIVES if receive_size <= _SLOT else _LONG_RECEIVES
         self._receive_size = receive_size
         self._receive_slot = max(_SLOT, receive_size)
-        self._send_slots = -(-receives * self._receive_slot // _SLOT) * _SLOT
-        self._ring = self._send_slots + sends * _SLOT
+        self._send_slots_start = -(-receives * self._receive_slot // _SLOT) * _SLOT
+        self._ring_start = self._send_slots_start + sends * _SLOT
         self._posted = PostedSends(depth=sends, size=_RING_SIZE)
         self._free_slots = list(range(receives - 1, -1, -1))
-        self._long = -1  # the number of the last long message
-        self._memory = Memory(self._ring + _RING_SIZE + receive_size, name="trio_smc-qp")
+        self._last_long = -1  # the number of the last long message
+        self._memory = Memory(self._ring_start + _RING_SIZE + receive_size, name="trio_smc-qp")
         self._view, self._base = self._memory.view, self._memory.address
         try:
             self._make(cq)
@@ -262,7 +274,7 @@ class RoceQueuePair(QueuePair):
         self._receives = []
         for number in range(self.receive_depth):
             slot.addr = self._base + number * self._receive_slot
-            self._receives.append(lib.recv_wr(_RECEIVE + number, slot))
+            self._receives.append(lib.recv_wr(_RECEIVE_ID + number, slot))
         slot.close()
         self._send = lib.reusable(lkey, write=False)
         self._write = lib.reusable(lkey, write=True)
@@ -296,7 +308,9 @@ class RoceQueuePair(QueuePair):
         if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 0 <= psn < 1 << 24:
             raise RnicError(errno.EINVAL, "invalid GID, queue pair number or PSN of a peer")
         if not 1 <= mtu <= self._rnic.mtu:
-            raise RnicError(errno.EINVAL, f"path MTU {mtu} is beyond the port's {self._rnic.mtu}")
+            raise RnicError(
+                errno.EINVAL, f"path MTU {mtu} is larger than the port's, {self._rnic.mtu}"
+            )
         own = self._rnic.gid_towards(gid)
         # The kernel would wait for the address and stop the whole process.
         if not self._rnic.address_known(gid):
@@ -319,7 +333,7 @@ class RoceQueuePair(QueuePair):
     def to_err(self) -> None:
         if self._closed:
             return
-        if self.state is not QpState.RESET:  # where nothing is posted; the verbs refuse it
+        if self.state is not QpState.RESET:  # in RESET nothing is posted, and the verbs refuse ERR
             with self._rnic.releasing("ibv_modify_qp to ERR"):
                 self._lib.modify_to_err(self._qp)
         self.state = QpState.ERR
@@ -343,11 +357,11 @@ class RoceQueuePair(QueuePair):
         posted = self._posted
         posted.check(0)
         if len(data) <= _SLOT:
-            start = self._send_slots + posted.next_id % self._rnic.send_depth * _SLOT
+            start = self._send_slots_start + posted.next_id % self._rnic.send_depth * _SLOT
         else:
-            if posted.is_outstanding(self._long):
+            if posted.is_outstanding(self._last_long):
                 raise QueueFull
-            start, self._long = self._ring + _RING_SIZE, posted.next_id
+            start, self._last_long = self._ring_start + _RING_SIZE, posted.next_id
         self._view[start : start + len(data)] = data
         request, sge, _ = self._send
         sge.addr, sge.length = self._base + start, len(data)
@@ -379,13 +393,13 @@ class RoceQueuePair(QueuePair):
         flags = self._inline if length <= self._inline_limit else 0
         if first == length:
             request, entry, _ = self._write
-            entry.addr, entry.length = self._base + self._ring + start, first
+            entry.addr, entry.length = self._base + self._ring_start + start, first
             request.set_wr_rdma(rkey, address)
             self._post(request, wr_id, WcOpcode.RDMA_WRITE, length, flags, signaled)
         else:
             # The data wraps, once per turn of the ring.  A reusable request has one entry only.
-            sge = self._lib.sge(self._base + self._ring + start, first, self._mr.lkey)
-            rest = self._lib.sge(self._base + self._ring, length - first, self._mr.lkey)
+            sge = self._lib.sge(self._base + self._ring_start + start, first, self._mr.lkey)
+            rest = self._lib.sge(self._base + self._ring_start, length - first, self._mr.lkey)
             request = self._lib.gather_wr([sge, rest], write=True)
             try:
                 request.set_wr_rdma(rkey, address)
@@ -395,7 +409,7 @@ class RoceQueuePair(QueuePair):
                     each.close()
 
     def _copy(self, start: int, data: memoryview) -> None:
-        ring, view = self._ring, self._view
+        ring, view = self._ring_start, self._view
         first = min(len(data), _RING_SIZE - start)
         view[ring + start : ring + start + first] = data[:first]
         if first < len(data):
@@ -428,8 +442,8 @@ class RoceQueuePair(QueuePair):
         number, status = wc.wr_id, wc.status
         if status:
             self.state = QpState.ERR
-        if number >= _RECEIVE:
-            slot = number - _RECEIVE
+        if number >= _RECEIVE_ID:
+            slot = number - _RECEIVE_ID
             self._free_slots.append(slot)
             start = slot * self._receive_slot
             data = None if status else bytes(self._view[start : start + wc.byte_len])
