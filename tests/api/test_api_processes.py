@@ -69,7 +69,7 @@ FORK = """
         except StopIteration:
             pass
         listener.publication._made.remove()
-        stack.runtime._free()
+        stack.runtime.free()
 
     async def main():
         async with trio_smc.open_stack(Config(receive_buffer=16384)) as stack:

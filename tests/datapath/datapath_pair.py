@@ -38,7 +38,7 @@ class Write(NamedTuple):
 
 
 class Cdc(NamedTuple):
-    """What a CDC message says: the fields the figures show."""
+    """The fields of a CDC message that the figures show."""
 
     sequence: int
     producer: tuple[int, int]  # (cursor, wrap), in the order of the figures
@@ -48,7 +48,7 @@ class Cdc(NamedTuple):
 
 
 def receive_cdc(connection: Connection, message: bytes) -> None:
-    """Hand over a message as a link does."""
+    """Deliver a message, like a link."""
     try:
         unpacked = cdc.unpack_untrusted(message)
     except ProtocolError as error:
@@ -58,7 +58,7 @@ def receive_cdc(connection: Connection, message: bytes) -> None:
 
 
 def arrive(connection: Connection, message: bytes) -> None:
-    """The same, as a link that is the only one."""
+    """Deliver a message, like the only link."""
     try:
         receive_cdc(connection, message)
     except cdc.MessageMissing as error:
@@ -305,7 +305,7 @@ class Pair:
         return self.ab, self.ba
 
     def know(self, side: int) -> None:
-        """Tell one side what Accept or Confirm say of the other."""
+        """Give one side the contents of the other's Accept or Confirm."""
         other = 1 - side
         channel = self.channels[side]
         self.connections[side].peer_known(
@@ -352,7 +352,7 @@ class Pair:
         return old
 
     def flush(self) -> None:
-        """What the scheduler does before it sleeps."""
+        """Flush, like the scheduler before it sleeps."""
         flushes, self.flushes[:] = list(self.flushes), []
         for flush in flushes:
             assert callable(flush)

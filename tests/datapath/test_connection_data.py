@@ -333,7 +333,7 @@ def test_a_send_limit_bounds_unacknowledged_bytes(pairs: list[Pair]) -> None:
 
 
 def test_a_writer_that_waits_for_any_window_is_woken(pairs: list[Pair]) -> None:
-    """The ring is full, but nothing was refused: nobody was told that the writer is blocked."""
+    """The ring is full, but nothing was refused, so B was not set."""
     pair = make(pairs)
     pair.a.send(memoryview(bytes(RING)))
     pair.ab.deliver()

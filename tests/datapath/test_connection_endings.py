@@ -449,7 +449,7 @@ def test_sending_to_a_peer_that_has_closed_is_an_abort() -> None:
         lone.peer(C)
         assert not lone.it.sender.can_send
         with pytest.raises(ConnectionAbortedError):
-            lone.it.send(memoryview(b"nobody reads this"))
+            lone.it.send(memoryview(b"this is not read"))
         assert lone.it.state == PROCESS
         assert [entry for entry in lone.channel.log if isinstance(entry, Write)] == []
 
@@ -492,7 +492,7 @@ def test_data_after_close_is_dropped_with_the_ring() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.it.close()
-        lone.peer(data=b"nobody reads this")
+        lone.peer(data=b"this is not read")
         assert lone.it.state == PW1
         lone.peer(C)
         assert lone.it.state == "CLOSED"

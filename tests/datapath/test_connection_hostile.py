@@ -420,7 +420,7 @@ def test_urgent_data_before_any_data_is_an_error() -> None:
 
 
 def test_the_last_unread_byte_may_become_urgent_later(pair: Pair) -> None:
-    """U without a byte that is new, but with one that nobody has read."""
+    """U without new data, for a byte that was not read yet."""
     receive_cdc(pair.b, message(pair, producer=(0, 1011)))
     assert pair.b.receiver.readable == 10
     receive_cdc(pair.b, message(pair, producer=(0, 1011), sequence=4, flags=BOTH))

@@ -66,11 +66,12 @@ def _clear_less(original: Callable[..., None]) -> Callable[..., None]:
     return lambda self, used: original(self, max(0, used - 1))
 
 
-def _announced_again(original: Callable[..., None]) -> Callable[..., None]:
-    def update(self: Any, flags: int, arrived: bool) -> None:
-        original(self, flags, arrived)
+def _announced_again(original: Callable[..., bool]) -> Callable[..., bool]:
+    def update(self: Any, flags: int, arrived: bool) -> bool:
+        changed = original(self, flags, arrived)
         if self.urgent_mark and self._urgent_byte is None and not self.urgent_inline:
             self._urgent_byte = self._byte_before(self.urgent_mark)
+        return changed
 
     return update
 
@@ -85,7 +86,7 @@ def _wake_at_moves_only(self: Any, event: str) -> None:
 MUTATIONS: dict[str, tuple[type, str, Any]] = {
     "the wrong urgent byte": (Receiver, "_byte_before", _next_byte),
     "the urgent byte twice": (
-        Receiver, "_urgent_untrusted", _announced_again(Receiver._urgent_untrusted)
+        Receiver, "flags_untrusted", _announced_again(Receiver.flags_untrusted)
     ),
     "the urgent byte in the stream too": (Receiver, "_available", _take_more),
     "the urgent byte not skipped": (Receiver, "_skip_hidden", _forget),
@@ -112,7 +113,7 @@ def test_the_model_notices(name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 
 
 def failure(seed: int) -> Exception | None:
-    """What a campaign ends with: a promise broken, or a core that breaks down itself."""
+    """The error of a campaign: a broken promise, or an exception of the core; or None."""
     try:
         endings.run(20_000, seed)
     except Exception as error:

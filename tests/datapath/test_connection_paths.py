@@ -103,7 +103,7 @@ def test_fig22_active_close_3a_pending_until_the_data_is_sent(pair: Pair, how: s
 
 @pytest.mark.rfc("4.8.1/4")
 def test_fig22_active_close_3a_with_unread_data_is_abnormal(pair: Pair) -> None:
-    send(pair.b, b"nobody reads this")
+    send(pair.b, b"this is not read")
     pair.settle()
     pair.a.close()
     assert pair.a.state == PEERABORT
@@ -475,7 +475,7 @@ def test_fig23_tcp_reset_after_the_peers_abort_changes_nothing(pair: Pair) -> No
 
 
 def test_fig23_tcp_reset_on_both_sides(pair: Pair) -> None:
-    """Somebody between the two resets TCP: both are active."""
+    """A host between the two resets TCP: both sides abort."""
     pair.a.tcp_reset()
     pair.b.tcp_reset()
     assert pair.states() == (PEERABORT, PEERABORT)

@@ -88,7 +88,7 @@ def test_a_byte_alone(pair: Pair, inline: bool) -> None:
         assert pair.ba.log == []
         assert pair.b.receiver.receive(9) == b"!"
     else:
-        # Remembered, and nothing before it: told at once, whoever reads (4.7.5, step 3).
+        # The byte was copied, and no data is before it: announced at once (4.7.5, step 3).
         assert pair.ba.log == [Cdc(1, producer=(0, 0), consumer=(1, 0))]
         assert pair.b.receiver.receive(9) == b""
         assert urgent(pair.b) == b"!"

@@ -1,4 +1,4 @@
-"""Small writes told of together, bounded sends, user timeout: on two cores, without a clock."""
+"""Merged small writes, bounded sends, user timeout: on two cores, without a clock."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_corked_writes_are_announced_when_the_cork_is_removed(pair: Pair) -> Non
     pair.a.sender.merge_messages(None)
     assert announced_counts(pair) == [30]
     later[0]()
-    assert announced_counts(pair) == [30], "a timer that comes late tells nothing twice"
+    assert announced_counts(pair) == [30], "a late timer announces nothing again"
     assert send(pair, 1) == 1
     assert announced_counts(pair) == [30, 31]
 
@@ -179,7 +179,7 @@ def _without_timer(end: Connection) -> Callable[[Callable[[], None]], None]:
 
 
 def test_random_transfers_under_every_combination(rng: random.Random, full: bool) -> None:
-    """Corks, Nagle's algorithm and send limits lose, double and move nothing, nobody is stuck."""
+    """Corks, Nagle's algorithm and send limits lose, repeat and move no byte, and no task hangs."""
     for _ in range(2000 if full else 150):
         sizes = (int(2 ** rng.uniform(4, 14)), int(2 ** rng.uniform(4, 14)))
         pair = Pair(sizes, copy_limit=rng.choice([0, 16, 65536]))
@@ -218,7 +218,9 @@ def test_only_the_first_two_sends_since_a_wait_are_announced_at_once(instant: Pa
         send(instant, 10)
         assert announced_counts(instant)[-1] == begin + 20, "they share a message"
         instant.a.messenger.flush_before_wait()
-        assert announced_counts(instant)[-1] == begin + 40, "who waits may wait for the answer"
+        assert announced_counts(instant)[-1] == begin + 40, (
+            "a task that waits may wait for the answer"
+        )
     assert instant.a.sender.unacknowledged == 0
     assert instant.ab.complete() == 0
 

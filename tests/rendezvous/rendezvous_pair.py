@@ -123,7 +123,7 @@ class Tcp:
     """One end of a TCP connection.
 
     Attributes:
-      taken: all bytes that were read, whoever read them.
+      taken: all bytes that were read.
       tamper: called with each piece that is sent; returns what arrives in its place.
       cut: how this end was ended: "", "fin" or "rst".
     """
@@ -170,16 +170,16 @@ class Tcp:
             self.peer.wake()
 
     def wake(self) -> None:
-        """Something changes here: whoever watches it sees that later."""
+        """Note a change; `World` processes it later."""
         self.news.append(self)
 
     def look(self) -> None:
-        """What was sent arrives; `TcpWatch` looks at connections that speak SMC-R."""
+        """Deliver sent bytes; on an SMC-R connection notify it, like `TcpWatch`."""
         if self._arriving:
             what = self._arriving.popleft()
             if isinstance(what, bytes):
                 if self.cut:
-                    self._transmit("rst")  # nobody is there any more
+                    self._transmit("rst")  # the socket is closed
                 elif not self.ended:
                     self.inbox += what
             elif what == "rst":
@@ -272,8 +272,8 @@ class Side:
         return cast(list[Connection], list(self.stack.groups.endpoints))
 
     def free(self) -> None:
-        """What the end of a stack does without waiting for anybody."""
-        self.stack._free()
+        """Free the stack without waiting for a peer."""
+        self.stack.free()
 
 
 class End:
@@ -393,7 +393,7 @@ class End:
 
 
 def proposal_of(client: Side) -> clc.Proposal:
-    """What a client proposes, as `connecting.connect` does."""
+    """The Proposal of a client, like that of `connecting.connect`."""
     rnic, groups = client.serving(), client.stack.groups
     proposal = clc.Proposal(
         peer_id=groups.peer_id,

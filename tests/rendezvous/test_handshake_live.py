@@ -39,7 +39,7 @@ from trio_smc.wire import clc
 QUICK = replace(
     ASSUME, handshake_timeout=1.5, first_contact_timeout=1.5, llc_timeout=1.5, shutdown_timeout=5
 )
-# A first contact that somebody has left hanging holds up the next one until its time is over.
+# A first contact that stalls delays the next one until its time-out.
 PATIENT = replace(QUICK, handshake_timeout=20)
 FROM_CLIENT, FROM_SERVER = b"client's application " * 50, b"server's application " * 50
 
@@ -217,7 +217,7 @@ async def _one_client(
 
 
 async def _one_damaged_handshake(client: Stack, proxy: Proxy) -> tuple[str, bytes]:
-    """What the client's side came to, and what its application got."""
+    """The outcome of the client's side, and the bytes that its application received."""
     got = bytearray()
     async with _one_client(proxy.carry) as (host, port):
         with trio.fail_after(PATIENCE):
@@ -318,7 +318,7 @@ async def a_listener() -> AsyncIterator[tuple[Stack, SmcListener]]:
 
 
 async def expect_reset(stream: trio.SocketStream) -> bytes:
-    """What came before the peer reset or ended the connection."""
+    """The bytes that arrived before the peer reset or ended the connection."""
     data = b""
     with trio.fail_after(PATIENCE), contextlib.suppress(trio.BrokenResourceError):
         while piece := await stream.receive_some():

@@ -1,4 +1,4 @@
-"""Who may decline when, and what else ends a rendezvous (RFC 7609, appendix C, row by row)."""
+"""Declines and other ends of a rendezvous (RFC 7609, appendix C, row by row)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def decline(side: Side, **fields: Any) -> bytes:
 def check_both_fell_back(
     world: World, call: Call, *, by_client: bool, reason: FallbackReason, code: int
 ) -> None:
-    """Both sides are on TCP, say who decided, and their applications' bytes arrive whole."""
+    """Both sides are on TCP, name the side that decided, and carry their applications' bytes."""
     assert call.states == ("FALLEN_BACK", "FALLEN_BACK")
     decider, other = call.ends if by_client else call.ends[::-1]
     assert decider.fallback.origin is Origin.LOCAL
@@ -716,7 +716,7 @@ def test_a_lost_link_without_a_decline_is_given_up_in_time(end: int) -> None:
 
 
 def test_a_server_link_that_cannot_be_connected_is_declined() -> None:
-    """SMC Confirm names an RNIC that nobody has."""
+    """SMC Confirm names an unknown RNIC."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)

@@ -266,7 +266,7 @@ def test_a_client_that_has_sent_nothing_before_its_end_is_not_accepted() -> None
 
 @pytest.mark.rfc("2.2/4", "2.2.3/2")
 def test_link_groups_are_separate_by_role() -> None:
-    """A group belongs to who was client at first contact; the other direction has its own."""
+    """A group belongs to the client at first contact; the other direction has its own group."""
     with World() as world:
         one, two = world.side(), world.side()
         forth, back = world.connect(one, two), world.connect(two, one)
@@ -376,7 +376,7 @@ def test_delete_rkey_of_an_rmb_in_use_resets_its_connections_only() -> None:
         record = client.record()
         link.send_llc(llc.DeleteRkey(rkeys=(region.rkey, 0x123)))
         with pytest.MonkeyPatch.context() as patch:
-            # Nobody here ever sends DELETE RKEY, so its reply would be a protocol error.
+            # No side sends DELETE RKEY here, so its reply would be a protocol error.
             patch.setattr(server.group, "on_llc_untrusted", lambda *_: None)
             world.settle()
         reply = llc.decode_untrusted(record.messages()[1][2])

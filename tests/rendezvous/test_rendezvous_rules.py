@@ -1,6 +1,6 @@
-"""Rules of the rendezvous that no single figure shows: which link carries what, who may reach an
-RMB, what both queue pairs of a link agree on, and what a Decline must wait for (RFC 7609, 2.1,
-3.3, 3.5.1, 3.5.2.2, appendix C)."""
+"""Rules of the rendezvous that no single figure shows: the links of messages, access to RMBs, the
+settings that both queue pairs share, and waits before a Decline (RFC 7609, 2.1, 3.3, 3.5.1,
+3.5.2.2, appendix C)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_confirm_link_and_test_link_travel_on_their_own_link(world: World) -> No
     def note(qp: PlainQueuePair, data: bytes) -> list[bytes] | None:
         if data[0] == llc.MessageType.CONFIRM_LINK:
             message: Any = llc.decode_untrusted(data)
-            # Its sender's queue pair: that of the link it is about.
+            # The message names its sender's queue pair on the new link.
             assert (message.qp_number, message.gid) == (qp.qp_num, qp.rnic.gid)
             confirmed.append(message.link_number)
         return listen(qp, data)
@@ -253,8 +253,10 @@ def test_the_point_of_no_return_with_two_links(world: World) -> None:
 async def declined_proposal(
     stack: Stack, listener: trio.SocketListener, more: bytes = b"", answer: bytes = b""
 ) -> clc.Proposal:
-    """What our client proposes to a server that declines; the server's application then says
-    ``more`` and the client's ``answer``."""
+    """The Proposal of our client to a server that declines.
+
+    The server's application then sends ``more``, and the client's ``answer``.
+    """
     proposals: list[clc.Message] = []
 
     async def serve() -> None:

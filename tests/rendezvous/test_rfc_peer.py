@@ -125,7 +125,7 @@ class RfcPeer:
         self._qp.post_send(4, (head + cursors).ljust(44, b"\0"))
 
     def received_data(self, cdc: bytes) -> bytes:
-        """What the peer wrote, as its CDC message says."""
+        """The bytes that the peer has written, by its CDC message."""
         token, wrap, cursor = struct.unpack(">I2xHI", cdc[4:16])
         assert (token, wrap) == (TOKEN, 0)
         return bytes(self.memory.view[4:cursor])
@@ -144,7 +144,7 @@ def tcp_pair(world: World) -> tuple[Tcp, Tcp]:
 
 
 class _Single:
-    """What a `World` steps: one end of ours, whose peer is stepped by hand."""
+    """A call for `World`: one end of ours, whose peer is stepped by the test."""
 
     def __init__(self, end: End) -> None:
         self.ends = (end,)

@@ -32,7 +32,7 @@ def pair(world: World, config: Config = V2, **options: Any) -> tuple[Side, Side]
 
 
 def offering(side: Side, **changes: Any) -> None:
-    """Have a side offer something else."""
+    """Change the offer of a side."""
     assert side.stack.groups.offer is not None
     side.stack.groups.offer = replace(side.stack.groups.offer, **changes)
 
@@ -150,7 +150,7 @@ def test_groups_of_both_versions_beside_each_other() -> None:
 
 
 def nameless(client: Side) -> clc.Proposal:
-    """What Linux proposes over soft-RoCE: nothing but version 2, and no peer ID, GID and MAC."""
+    """The Proposal of Linux over soft-RoCE: version 2 alone, without peer ID, GID and MAC."""
     return replace(
         proposal_of(client), peer_id=bytes(8), gid=bytes(16), mac=bytes(6), ipv4_subnet=bytes(4),
         ipv4_mask_length=0, flags=clc.proposal_flags(v1=False, v2=True),
@@ -398,7 +398,7 @@ def first_accept(**changes: Any) -> Callable[[clc.Message], clc.Message]:
 
 
 def tamper_with(call: Call, end: int, lie: Callable[[clc.Message], clc.Message]) -> None:
-    """Have one end say something else."""
+    """Change the messages of one end."""
 
     def tamper(piece: bytes) -> bytes:
         return lie(clc.decode_untrusted(piece)).encode()
@@ -633,7 +633,7 @@ def test_a_request_from_the_wrong_side_costs_the_link() -> None:
 
 @pytest.mark.v2("v2.1/3")
 def test_offers_stay_within_their_bounds() -> None:
-    """What this side offers is what CLC's codec takes."""
+    """The codec accepts every offer of this side."""
     with World() as world:
         side = world.side(Config(ueids=tuple(f"N{n}" for n in range(8))), routable=True)
         assert isinstance(side.stack.groups.offer, Offer)

@@ -1,4 +1,4 @@
-"""What a side of `rendezvous_pair` has said and heard, as lines and as messages."""
+"""The messages of a side of `rendezvous_pair`, as lines and decoded."""
 
 from __future__ import annotations
 

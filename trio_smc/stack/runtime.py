@@ -301,7 +301,7 @@ class Runtime:
         finally:
             self.closing = True
             try:
-                self._free()
+                self.free()
             finally:
                 self._ended.set()
 
@@ -397,7 +397,7 @@ class Runtime:
         for listener in self.listeners:
             listener.close()
 
-    def _free(self) -> None:
+    def free(self) -> None:
         if self._forked:
             return
         self._close_listeners()

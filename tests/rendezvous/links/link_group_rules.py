@@ -1,4 +1,4 @@
-"""What two sides of link groups that were left to settle must agree on."""
+"""Rules that both sides of a settled link group must fulfil."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def kind_of(group: LinkGroup) -> str:
 
 
 def is_sound(world: GroupWorld) -> bool:
-    """Whether there are groups, symmetric, whose links all work and which nobody is changing."""
+    """True if there are groups, all symmetric, with working links and no exchange under way."""
     groups = [group for side in world.sides for group in side.groups]
     if not groups or any(kind_of(group) != "symmetric" for group in groups):
         return False

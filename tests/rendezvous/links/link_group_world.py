@@ -71,12 +71,12 @@ class Stream:
 
     @property
     def settled(self) -> bool:
-        """Whether the rendezvous is over on both sides."""
+        """True if the rendezvous has ended on both sides."""
         return all(end.outcome is not None for end in self.call.ends)
 
     @property
     def both(self) -> bool:
-        """Whether both sides took it for SMC-R."""
+        """True if the connection is SMC-R on both sides."""
         return all(isinstance(end.outcome, Established) for end in self.call.ends)
 
     def connection(self, place: int) -> Connection | None:
@@ -85,7 +85,7 @@ class Stream:
         return end.connection if isinstance(end.outcome, Established) else None
 
     def alive(self, place: int) -> bool:
-        """Whether this end can still be used."""
+        """True if this end is still usable."""
         connection = self.connection(place)
         return not (
             connection is None
@@ -284,7 +284,7 @@ class GroupWorld(World):
 
 
 def _waits(qp: PlainQueuePair) -> bool:
-    """Whether the next request is a SEND that the peer has no buffer for: RC tries again."""
+    """True if the next request is a SEND without a buffer at the peer: RC tries again."""
     if not qp.work or qp.work[0].message is None:
         return False
     peer = qp.peer()

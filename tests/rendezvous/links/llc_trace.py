@@ -1,4 +1,4 @@
-"""What two sides say to each other and which states they pass, for whoever replays."""
+"""A trace of the messages and states of two sides, for a replay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Trace"]
 
 
 class Trace:
-    """An observer that writes down LLC messages and states, in order, for whoever replays."""
+    """An observer that writes LLC messages and states, in order, for a replay."""
 
     def __init__(self, name: str, world: World, write: Callable[[str], None]) -> None:
         self._name = name
@@ -52,7 +52,7 @@ class Trace:
 
 
 def _brief(message: llc.Message) -> str:
-    """What is in an LLC message, without what is nothing and what only addresses it."""
+    """The fields of an LLC message, without empty ones and without addresses."""
     text = type(message).__name__
     for each in dataclasses.fields(message):
         value = getattr(message, each.name)

@@ -41,7 +41,7 @@ class Wire:
 
     def lose(self, name: str, count: int = 1) -> None:
         """The next ``count`` messages of this name (a regular expression) are acknowledged, and
-        nobody gets them."""
+        they are dropped."""
         self._rules.append((re.compile(name), count, lambda _: []))
 
     def fail(self, name: str, count: int = 1) -> None:
@@ -143,11 +143,11 @@ class Stage:
         return mine
 
     def works(self) -> bool:
-        """Whether the connection carries bytes in both directions."""
+        """True if the connection carries bytes in both directions."""
         return exchange(self.world, self.call, (b"ping", b"pong")) == (b"pong", b"ping")
 
     def is_over(self) -> bool:
-        """Whether nothing is left of the group on either side, and TCP was reset."""
+        """True if the group has ended on both sides, and TCP was reset."""
         assert [tcp.cut for tcp in self.call.tcp] == ["rst", "rst"] or self.call.tcp[0].ended
         for end in self.call.ends:
             connection = end.connection

@@ -61,7 +61,7 @@ def ping_pong(client: LinkGroup, server: LinkGroup, *, old: int, ends: tuple[Lin
 
 
 def known_alike(group: LinkGroup, peer: LinkGroup) -> bool:
-    """Whether ``peer`` knows exactly the RMBs of ``group``, under the same RTokens."""
+    """True if ``peer`` knows exactly the RMBs of ``group``, with the same RTokens."""
     own = [group.own_rmbs.tokens(rmb) for rmb in group.own_rmbs.known_to_peer()]
     assert all(set(tokens) == set(group.links) for tokens in own)
     known = []

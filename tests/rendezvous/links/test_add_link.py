@@ -1,4 +1,4 @@
-"""Links being added: who picks which RNIC, what is exchanged, and what when a message is lost
+"""Adding links: the choice of RNICs, the messages, and lost messages
 (RFC 7609, 2.2.2, 3.5.1.6, 3.5.5.1.1, 3.5.5.2.3, C.8)."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def lose_once(
     return tamper
 
 
-# --- who picks what -------------------------------------------------------------------------------
+# --- choice of RNICs ------------------------------------------------------------------------------
 
 
 @pytest.mark.rfc(
@@ -189,7 +189,7 @@ def test_the_lower_link_limit_counts(limit: int, links: int) -> None:
 @pytest.mark.rfc("A.3.3/1", "A.3.3/2", "A.3.3/3", "A.3.3/4", "3.5.5.2.3/1", "2.1/7")
 @pytest.mark.parametrize("counts", [(1, 1), (3, 8), (8, 3), (5, 1), (1, 6)])
 def test_all_rtokens_are_exchanged_for_any_numbers_of_them(counts: tuple[int, int]) -> None:
-    """3.5.5.2.3, A.3.3: two in a message; who has told all sends empty ones."""
+    """3.5.5.2.3, A.3.3: two in a message; a side that has sent all sends empty ones."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=1)
         world.connect(client, server)

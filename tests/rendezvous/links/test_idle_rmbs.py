@@ -128,7 +128,7 @@ def test_the_last_rmb_of_a_size_stays_as_long_as_an_idle_group(end: int) -> None
 
 
 def test_a_group_without_connections_ends_as_a_whole() -> None:
-    """What would be deleted piece by piece is found by the next connection, or ends with it."""
+    """Its RMBs are used by the next connection, or end with the group; none is deleted alone."""
     with World() as world:
         client, server = world.side(), world.side()
         calls = [world.connect(client, server, size=BIG) for _ in range(4)]

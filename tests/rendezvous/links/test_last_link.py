@@ -1,5 +1,5 @@
-"""What a link still brings counts, and the last one stays: links that go while others fail
-(RFC 7609, 4.6.1, 4.8.3), and messages over TCP that are quicker (3.5.2.3, 4.4.2)."""
+"""Links that are deleted while others fail: messages that have arrived are processed, and the last
+link is kept (RFC 7609, 4.6.1, 4.8.3). Messages over TCP may be faster (3.5.2.3, 4.4.2)."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_an_element_reused_before_its_final_messages_arrived(world: World, place
     here.close()
     world.settle()
     there.close()
-    world.fabric.deliver()  # heard by nobody yet
+    world.fabric.deliver()  # not processed yet
     stage.end(1 - place).stack.pump.drain()
     assert there.state == "CLOSED"
     assert here.state != "CLOSED"
@@ -158,7 +158,7 @@ def test_confirm_overtakes_the_reply_to_confirm_link(world: World, alone: bool) 
     stage.server.rnics[1].port_up()
     links, theirs = stage.client.group.links, stage.server.group.links
     world.until(lambda: 3 in links and links[3].state == "ACTIVE")
-    world.fabric.deliver()  # but nobody looks
+    world.fabric.deliver()  # but nothing is polled
     assert stage.server.group.exchanges.state == "ADD_LINK_CONFIRM"
     if alone:
         for number in (1, 2):

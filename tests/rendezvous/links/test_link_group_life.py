@@ -329,7 +329,7 @@ def test_the_last_links_loss_frees_everything(end: int, tells_death: bool) -> No
 def test_the_end_of_many_connections_takes_many_turns(
     monkeypatch: pytest.MonkeyPatch, leave: bool
 ) -> None:
-    """One turn ends connections, and frees RMBs, for one millisecond; who leaves ends all."""
+    """One turn ends connections and frees RMBs for one millisecond; leaving the stack ends all."""
     with World() as world:
         client, server = world.side(alternative()), world.side(alternative())
         for _ in range(20):
@@ -499,7 +499,7 @@ def test_delete_rkey_during_delete_link_is_answered_afterwards() -> None:
         assert transcript(server) == ["out DELETE_RKEY reply"]
         assert server.group.peer_rmbs.find(1, rkey) is None
         world.fabric.lose()
-        # A peer that does not wait for replies is not listened to for ever.
+        # A peer that does not wait for replies is ignored at some point.
         server.group.exchanges.begin("delete_link", link_of(server))
         link = link_of(server)
         for _ in range(17):
@@ -641,7 +641,7 @@ def test_the_peers_256th_rmb_gets_a_negative_reply() -> None:
 
 
 def test_a_peer_that_reads_no_replies_loses_the_link() -> None:
-    """The send queue is bounded, and nobody is asked to wait."""
+    """The send queue is bounded, and no sender waits."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)

@@ -20,8 +20,8 @@ DELETED = ["in DELETE_LINK", "out DELETE_LINK reply"]
 def states(side: Side) -> list[str]:
     """The states that the side's link group came to."""
     return [
-        names[1] for what, who, names in side.recorder.events
-        if what == "state" and who == "LinkGroup"
+        names[1] for what, subject, names in side.recorder.events
+        if what == "state" and subject == "LinkGroup"
     ]  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def test_a_lost_link_is_deleted_at_both_ends_and_replaced(end: int) -> None:
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_port_that_goes_down_takes_its_links(end: int) -> None:
-    """What is left becomes as good as it can; with the port the second path returns."""
+    """The remaining links are as redundant as possible; the second path returns with the port."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)

@@ -1,4 +1,4 @@
-"""What several links must do for connections, RMBs and each other (RFC 7609, 2.2, 2.3, 3.5.5)."""
+"""Rules of several links for connections, RMBs and each other (RFC 7609, 2.2, 2.3, 3.5.5)."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ def test_connections_move_before_the_peer_is_notified(world: World, place: int) 
     world.settle()
     events = [
         "moved" if what == "state" and names[2] == "move" else "told"
-        for what, who, names in side.recorder.events
-        if (what == "state" and who == "Connection")
-        or (what == "llc" and who == "out" and names[0] == llc.MessageType.DELETE_LINK)
+        for what, subject, names in side.recorder.events
+        if (what == "state" and subject == "Connection")
+        or (what == "llc" and subject == "out" and names[0] == llc.MessageType.DELETE_LINK)
     ]
     assert events[:2] == ["moved", "told"]
     assert peer.receiver.receive(100) == b"into the void"

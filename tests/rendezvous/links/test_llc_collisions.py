@@ -56,9 +56,9 @@ def send_test_link(side: Side) -> None:
 
 
 def answers_test_next(side: Side) -> bool:
-    """Whether the reply is the next thing that ``side`` said after TEST LINK came."""
-    told = transcript(side)
-    return told[told.index("in TEST_LINK") + 1] == "out TEST_LINK reply"
+    """True if the reply is the next message of ``side`` after TEST LINK has arrived."""
+    lines = transcript(side)
+    return lines[lines.index("in TEST_LINK") + 1] == "out TEST_LINK reply"
 
 
 # --- 3.5.5.3.1: during ADD LINK -------------------------------------------------------------------
@@ -120,11 +120,12 @@ def test_add_link_and_the_clients_delete_link(state: str, orderly: bool) -> None
 
 
 def test_the_clients_delete_link_names_a_higher_number_than_the_link_that_is_added() -> None:
-    """2.2.4: after 255 the numbers begin anew, and link 255 is not the one that is being added."""
+    """2.2.4: after 255 the numbers begin again, and link 255 is not the one that is being added."""
     with World() as world:
         client, server = world.side(rnics=3), world.side(rnics=1)
         world.connect(client, server)
-        server.group.links._last_number = 254
+        while server.group.links.next_number() != 254:
+            pass
         server.add_rnic()
         world.settle()
         assert list(server.group.links) == [1, 255]

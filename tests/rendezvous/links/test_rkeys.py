@@ -125,7 +125,7 @@ def test_a_links_tokens_go_with_it() -> None:
 
 class _User:
     def rmbe_conflict(self) -> None:
-        raise AssertionError("nobody took the element")
+        raise AssertionError("the element was not taken")
 
 
 # --- CONFIRM RKEY -------------------------------------------------------------------------------
