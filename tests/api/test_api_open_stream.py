@@ -387,3 +387,25 @@ async def test_a_server_that_resets_after_the_connect(
         async with await stack.open_stream(*address_of(server)) as stream:
             assert stream.mode is Mode.TCP
             assert isinstance(await read_to_end(stream), ConnectionResetError)
+
+
+@pytest.mark.parametrize("contact", ["first", "subsequent"])
+@pytest.mark.parametrize("serving", [True, False], ids=["served", "cancelled"])
+async def test_a_stream_that_is_aborted_at_once_is_freed(contact: str, serving: bool) -> None:
+    """The server may not have read SMC Confirm yet. It answers A, or resets TCP."""
+    async with trio_smc.open_stack(QUICK) as server, trio.open_nursery() as nursery:
+        serve = partial(server.serve, echo_until_reset, 0, host=HOST)
+        [listener] = await nursery.start(serve)
+        async with trio_smc.open_stack(Config(close_timeout=4 * PATIENCE)) as client:
+            streams = [await client.open_stream(*address_of(listener))]
+            if contact == "subsequent":
+                await check_echo(streams[0])
+                streams.append(await client.open_stream(*address_of(listener)))
+            assert streams[-1].mode is Mode.SMC_R
+            streams[-1].abort()
+            if not serving:
+                nursery.cancel_scope.cancel()
+            with trio.CancelScope(shield=True):
+                streams[0].abort()
+                await all_freed(client)
+        nursery.cancel_scope.cancel()

@@ -66,6 +66,7 @@ class Lone:
     def open(self) -> None:
         self.know()
         self.raise_("established")
+        self.peer()  # before its first CDC message, `reset_tcp` does not reset at once
 
     def peer(self, endings: int = 0, data: bytes = b"", flags: int = 0) -> None:
         """A CDC message of the peer, with ``data`` written before it."""

@@ -154,6 +154,7 @@ class Connection:
         "_released",
         "_rmbe",
         "_keep_unread",
+        "_reset_due",
         "_tcp_ended",
         "_timer",
         "cdcs_received",
@@ -211,6 +212,7 @@ class Connection:
         self._released = False
         self._keep_unread = False
         self._tcp_ended = False
+        self._reset_due = False  # see `reset_tcp`
         self.write_closed: bool = False
         self.sent_closed: bool = False
         self.got_closed: bool = False
@@ -394,12 +396,22 @@ class Connection:
         self._process("rmbe_conflict")
         self._release_if_due()
 
-    def tcp_reset(self) -> None:
+    def tcp_reset(self, *, no_more_writes: bool = False) -> None:
         """The TCP connection was reset by the peer (4.8.2).
 
         A peer that had closed has only given up waiting for our answer. It gets the answer, and all
         its data can still be read, like after a loss of the links (4.8.3).
+
+        If this side has aborted, and the peer has never sent a CDC message, the peer has given up
+        the handshake and does not answer A.
+
+        no_more_writes: no RDMA write of the peer can arrive any more. Otherwise the RMBE is kept for
+          the full time-out.
         """
+        if self._reset_due:
+            if no_more_writes:
+                self._process("abort_timeout")
+            return
         self._errno = errno.ECONNRESET
         self._keep_unread = self.got_closed
         self._process("abort")
@@ -608,6 +620,8 @@ class Connection:
                         self._on_consumer(opened, sender.delivered != delivered)
                 if (flags or receiver.flags_pending) and receiver.flags_untrusted(flags, arrived):
                     self._wake_urgent()
+            elif self._reset_due:
+                self.reset_tcp()
         except ProtocolError as exc:
             self._abort_for(exc)
         if endings and endings & ~self._peer_flags:
@@ -732,6 +746,8 @@ class Connection:
             if self._timer is not None:
                 self._timer = None
                 self._host.set_timer(self, None)
+            if self._reset_due:
+                self.reset_tcp()
             self.close_tcp()
             self._release_if_due()
 
@@ -786,10 +802,20 @@ class Connection:
         self.messenger.request_cdc()
 
     def reset_tcp(self) -> None:
-        """Action: RST, unless TCP has ended."""
-        if not self._tcp_ended:
-            self._tcp_ended = True
-            self._host.reset_tcp(self)
+        """Action: RST, unless TCP has ended.
+
+        After the handshake, a peer that has not sent any CDC message may not have read SMC Confirm
+        yet. RST would discard Confirm, and without the token in it the peer cannot answer A (4.8.2
+        (1B)). Then RST waits for a CDC message, or for the state CLOSED.
+        """
+        if self._tcp_ended:
+            return
+        if self.receiver.open and not self.cdcs_received and self._machine.state != "CLOSED":
+            self._reset_due = True
+            return
+        self._tcp_ended = True
+        self._reset_due = False
+        self._host.reset_tcp(self)
 
     def close_tcp(self) -> None:
         """Action: FIN, unless TCP has ended."""

@@ -154,7 +154,8 @@ class Endpoint:
     def tcp_reset(self) -> None:
         """Abort, because the TCP connection was reset (4.8.2)."""
         self._stack.pump.drain()  # messages that the peer sent before
-        self.connection.tcp_reset()
+        # The RDMA writes of a peer on this host are complete when they are posted.
+        self.connection.tcp_reset(no_more_writes=self.group.rnic.kind == "software")
 
     def tcp_data(self) -> None:
         """Abort, because the peer sent bytes on the TCP connection after the switch."""
