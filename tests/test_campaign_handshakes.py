@@ -46,7 +46,7 @@ def _crash(self: Rkeys, *_: object) -> None:
     [
         (OwnRmbs, "free_one", _leak, "memory"),
         (Negotiation, "timed_out", _no_end, "PROPOSED"),
-        (Rkeys, "answer", _crash, "given up"),
+        (Rkeys, "answer", _crash, "sink raised"),
         (Negotiation, "may_decline", property(lambda self: self.may_fall_back), "2: "),
         (Negotiation, "sent", lambda self: self.tcp_lost(), "5: "),
     ],

@@ -67,7 +67,7 @@ def _no_tests(self: Link) -> None:
     [
         (OwnRmbs, "free_one", _leak, "open are"),
         (Rkeys, "_forget_rkeys", _keep, "the peer knows"),
-        (Rkeys, "answer", _crash, "given up"),
+        (Rkeys, "answer", _crash, "sink raised"),
         (LinkGroup, "end_connections", _deaf, ""),
         (Rkeys, "pairs_for", _no_pairs, ""),
         (GroupMover, "link_lost", _unmoved, ""),

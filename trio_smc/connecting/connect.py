@@ -143,9 +143,9 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         return _discovery_failed(announcement or FallbackReason.PEER_NOT_CAPABLE)
     here = attempt.here or plain_address(sock.getsockname()[0])
     route = attempt.route
-    if route is None or route.local != here:
+    if route is None or route.local != here or not route.is_usable(stack):
         # No earlier step needed a route (under "assume"), or the kernel chose another local address
-        # than the one for which the route was chosen.
+        # than the one for which the route was chosen, or the RNIC has failed since.
         route = choose_route(stack, config, here, attempt.peer, attempt.named)
     rnic = route.rnic
     if isinstance(rnic, FallbackReason):

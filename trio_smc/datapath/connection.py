@@ -405,8 +405,8 @@ class Connection:
         If this side has aborted, and the peer has never sent a CDC message, the peer has given up
         the handshake and does not answer A.
 
-        no_more_writes: no RDMA write of the peer can arrive any more. Otherwise the RMBE is kept for
-          the full time-out.
+        no_more_writes: no RDMA write of the peer can arrive any more. Otherwise the RMBE is kept
+          for the full time-out.
         """
         if self._reset_due:
             if no_more_writes:
@@ -587,7 +587,7 @@ class Connection:
 
     # --- from the peer -----------------------------------------------------------------------
 
-    def on_cdc_untrusted(self, message: CdcItems) -> None:
+    def on_cdc_untrusted(self, message: CdcItems) -> None:  # noqa: C901  # the hot path
         """Apply a CDC message that names our token, unpacked.
 
         Raises:

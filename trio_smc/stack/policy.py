@@ -62,6 +62,9 @@ class RouteHost(Protocol):
           near: the peer is on this host, whatever its address says.
         """
 
+    def is_usable(self, rnic: Rnic) -> bool:
+        """True if an RNIC that `rnic_for` returned still serves new connections."""
+
 
 class Route(NamedTuple):
     """The RNIC of a connection, or the reason for TCP; decided once for each connection.
@@ -78,6 +81,10 @@ class Route(NamedTuple):
     def reason(self) -> FallbackReason | None:
         """The reason for TCP; None if an RNIC serves the connection."""
         return self.rnic if isinstance(self.rnic, FallbackReason) else None
+
+    def is_usable(self, stack: RouteHost) -> bool:
+        """False if the RNIC has failed, or is drained, since the decision."""
+        return isinstance(self.rnic, FallbackReason) or stack.is_usable(self.rnic)
 
 
 def choose_route(

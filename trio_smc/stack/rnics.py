@@ -373,9 +373,10 @@ class StackRnics:
 
     def usable(self, kind: str) -> list[Rnic]:
         """RNICs of this kind that can have links now, the preferred one first."""
-        return [rnic for rnic in self.opened if rnic.kind == kind and self._is_usable(rnic)]
+        return [rnic for rnic in self.opened if rnic.kind == kind and self.is_usable(rnic)]
 
-    def _is_usable(self, rnic: Rnic) -> bool:
+    def is_usable(self, rnic: Rnic) -> bool:
+        """True if an RNIC can have links now: its port is up, and it is not drained."""
         return rnic.port_active and not self.is_drained(rnic)
 
     def serving(self, local: str, remote: str, *, near: bool = False) -> Rnic | FallbackReason:
@@ -386,7 +387,7 @@ class StackRnics:
         """
         if near or is_same_host(local, remote):
             for rnic in self.opened:  # `usable` would build a list for each connection
-                if rnic.kind == "software" and self._is_usable(rnic):
+                if rnic.kind == "software" and self.is_usable(rnic):
                     return rnic
             if any(rnic.kind == "software" for rnic in self.opened):
                 return FallbackReason.RNIC_DOWN
@@ -417,7 +418,7 @@ class StackRnics:
         )
         for gid in chosen:
             port = ports[gid.port]
-            if self._is_usable(port):
+            if self.is_usable(port):
                 rnic = self._with_gid(port, gid)
                 if rnic is not None:
                     return rnic
@@ -440,7 +441,7 @@ class StackRnics:
                 and (rnic.device, rnic.port) == (port.device, port.port)
                 and rnic.gid_entry[1:] == wanted
             ):
-                return rnic if self._is_usable(rnic) else None
+                return rnic if self.is_usable(rnic) else None
         other = port.with_gid(gid.number)
         try:
             other.open(self._directory)
@@ -527,7 +528,7 @@ class StackRnics:
         if rnic in self._drained:
             self._drained.discard(rnic)
             for each in self.on_port(rnic):
-                if self._is_usable(each):
+                if self.is_usable(each):
                     self.on_change(each, RnicChange.AVAILABLE)
 
     def is_drained(self, rnic: Rnic) -> bool:

@@ -232,6 +232,10 @@ class Runtime:
             return FallbackReason.UNSUPPORTED_PLATFORM
         return self.rnic_set.serving(local, remote, near=near)
 
+    def is_usable(self, rnic: Rnic) -> bool:
+        """True if an RNIC that `rnic_for` returned still serves new connections."""
+        return self.rnic_set.is_usable(rnic)
+
     def spinner_for(self, rnic: Rnic | FallbackReason) -> Spinner:
         """The spinner for a handshake. A peer on another host answers too slowly for a spin."""
         local = not isinstance(rnic, FallbackReason) and rnic.kind == "software"
