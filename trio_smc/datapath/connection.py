@@ -157,6 +157,7 @@ class Connection:
         "_reset_due",
         "_tcp_ended",
         "_timer",
+        "_validation_received",
         "cdcs_received",
         "close_pending",
         "eof_pending",
@@ -213,6 +214,7 @@ class Connection:
         self._keep_unread = False
         self._tcp_ended = False
         self._reset_due = False  # see `reset_tcp`
+        self._validation_received = False  # a failover validation, which `cdcs_received` omits
         self.write_closed: bool = False
         self.sent_closed: bool = False
         self.got_closed: bool = False
@@ -587,7 +589,7 @@ class Connection:
 
     # --- from the peer -----------------------------------------------------------------------
 
-    def on_cdc_untrusted(self, message: CdcItems) -> None:  # noqa: C901  # the hot path
+    def on_cdc_untrusted(self, message: CdcItems) -> None:
         """Apply a CDC message that names our token, unpacked.
 
         Raises:
@@ -601,6 +603,7 @@ class Connection:
         receiver, sender = self.receiver, self.sender
         try:
             if flags & FAILOVER_VALIDATION and not self._released:
+                self._validation_received = True
                 self._validate_untrusted(sequence)
                 return
             if (sequence - self._last_received) & 0x8000 or self._released:
@@ -620,8 +623,6 @@ class Connection:
                         self._on_consumer(opened, sender.delivered != delivered)
                 if (flags or receiver.flags_pending) and receiver.flags_untrusted(flags, arrived):
                     self._wake_urgent()
-            elif self._reset_due:
-                self.reset_tcp()
         except ProtocolError as exc:
             self._abort_for(exc)
         if endings and endings & ~self._peer_flags:
@@ -806,13 +807,16 @@ class Connection:
 
         After the handshake, a peer that has not sent any CDC message may not have read SMC Confirm
         yet. RST would discard Confirm, and without the token in it the peer cannot answer A (4.8.2
-        (1B)). Then RST waits for a CDC message, or for the state CLOSED.
+        (1B)). Then RST waits until the state is CLOSED. After C there is no A, and RST is the only
+        way to notify the peer.
         """
         if self._tcp_ended:
             return
-        if self.receiver.open and not self.cdcs_received and self._machine.state != "CLOSED":
-            self._reset_due = True
-            return
+        peer_is_established = self.cdcs_received or self._validation_received
+        if self.receiver.open and not (peer_is_established or self.sent_closed):
+            self._reset_due = self._machine.state != "CLOSED"
+            if self._reset_due:
+                return
         self._tcp_ended = True
         self._reset_due = False
         self._host.reset_tcp(self)

@@ -37,8 +37,8 @@ Guards are attributes of the model:
 Actions are methods of the model. ``send_done``, ``send_closed`` and ``send_abort`` post a CDC
 message with D, C or A. ``send_abort`` sends the event ``abort_sent`` when its message is complete,
 or if there is no way to send it. ``send_closed`` makes ``sent_closed`` true. ``reset_tcp`` does
-nothing if TCP has ended; while the peer may not have read SMC Confirm, RST waits for the peer's
-first CDC message. The ``fail_*`` actions end pending and later calls of the application with
+nothing if TCP has ended; while the peer may not have read SMC Confirm, RST waits until the state is
+CLOSED. The ``fail_*`` actions end pending and later calls of the application with
 an error; the first error stays: ECONNABORTED for our own abort, ECONNRESET for the peer's.
 ``purge`` drops unread and unsent data. ``set_close_pending`` replaces ``eof_pending``. In
 ``state_changed``, when the state becomes CLOSED, the model frees the RMBE, cancels the timers and

@@ -269,12 +269,14 @@ def supervise(
             environment.pop(REPORT_EVERY, None)
             if report:
                 environment[REPORT_EVERY] = str(_REPORT_INTERVAL)
+            _adopt_orphans(True)
             child = _start(program, environment, mask)
             started = executable(child.pid)
             reports.start(child.pid)
             _wait(child, tree, reports, require)
             reports.finish()
         finally:
+            _adopt_orphans(False)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     tree.incomplete |= reports.overflowed
     tree.conclude(child.pid, started)
@@ -289,11 +291,14 @@ def supervise(
     return child.returncode or (_FAILED if require and tree.problem else 0)
 
 
+def _adopt_orphans(adopt: bool) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
 def _start(
     program: Sequence[str], environment: dict[str, str], mask: set[signal.Signals | int]
 ) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     parent = os.getpid()
     os.environ.clear()
     os.environ.update(environment)
