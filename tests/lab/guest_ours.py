@@ -101,7 +101,7 @@ async def fail(stream: SmcStream, diary: Diary, step: str) -> str:
     diary.lines.clear()
     if "device" in step:
         await here(f"rdma link delete {name}")
-        event = f"{name} has gone"
+        event = f"{name} has disappeared"
     else:
         await here(f"cable {number} off; ip link set eth{number} down")
         event = f"{name}: port-down"
