@@ -1,11 +1,11 @@
 """What no handshake of these messages can beat: the transport `limit-messages`.
 
-A connection of Trio's own, over which both ends say what two trio_smc processes of one host say
-before data may flow (docs/performance.md, "What opening a connection costs"): messages as long,
-on the same sockets, in the same order, each awaited awake.  But they are zeros, and nobody looks at
-them: no announcement is searched, no message decoded, no state, RMB element or queue pair is there,
-and the data goes over TCP afterwards.  What is left of the difference to plain TCP is the system
-calls, and that each end needs the other one's word before it can go on.
+A connection of Trio's own, over which both ends exchange what two trio_smc processes of one host
+exchange before data may flow (docs/performance.md, "What opening a connection costs"): messages as
+long, on the same kinds of sockets, in the same order, each awaited awake.  But the messages are
+zeros, and are not decoded; there is no state, RMB element or queue pair, and the data goes over TCP
+afterwards.  The rest of the difference to plain TCP is the system calls, and that each end needs
+the other end's message before it can go on.
 """
 
 from __future__ import annotations
@@ -21,20 +21,15 @@ from trio_smc.rendezvous.discovery import messages
 
 __all__ = ["connect", "serve"]
 
-_FOUR_TUPLE = messages.four_tuple(("127.0.0.1", 1), ("127.0.0.1", 1))
-_NUMBER = messages.packed_number(1)
-_ANNOUNCE = bytes(len(messages.announce(_FOUR_TUPLE, _NUMBER)))
-_ACCEPTED = bytes(len(messages.accepted(_FOUR_TUPLE, _NUMBER)))
+_ACCEPTED = bytes(len(messages.accepted(bytes(messages.TOKEN_SIZE), 0)))
 _PROPOSAL = bytes(52)  # RFC 7609, A.2.1
 _ACCEPT = _CONFIRM = bytes(68)  # A.2.2, A.2.3
 _LOOKS = 4
 
-_channels: dict[int, socket.socket] = {}
-"""A client's Unix connections, by the port of the server."""
 
-
-def _name(port: int) -> str:
-    return f"\0trio-smc-benchmark-messages-{port}"
+def _name(server: int, client: int) -> str:
+    """The name of the socket that stands for a connection between two ports."""
+    return f"\0trio-smc-benchmark-messages-{server}-{client}"
 
 
 async def _take(number: int, size: int) -> None:
@@ -55,44 +50,35 @@ async def _take(number: int, size: int) -> None:
 
 
 async def connect(host: str, port: int) -> trio.abc.HalfCloseableStream:
-    """A TCP connection on which all has been said."""
-    channel = _channels.get(port)
-    if channel is None:
-        channel = _channels[port] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        channel.connect(_name(port))
-        channel.setblocking(False)
-    channel.send(_ANNOUNCE)
-    stream = await trio.open_tcp_stream(host, port)
-    number = stream.socket.fileno()
-    await _take(channel.fileno(), len(_ACCEPTED))
+    """A TCP connection on which all messages were exchanged."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as answers:
+        sock = trio.socket.socket()
+        await sock.bind((host, 0))
+        answers.bind(_name(port, sock.getsockname()[1]))
+        await sock.connect((host, port))
+        number = sock.fileno()
+        await _take(answers.fileno(), len(_ACCEPTED))
     os.write(number, _PROPOSAL)
     await _take(number, len(_ACCEPT))
     os.write(number, _CONFIRM)
-    return stream
+    return trio.SocketStream(sock)
 
 
 async def serve(
     host: str, handler: Callable[[Any], Awaitable[object]], started: Callable[[int], None]
 ) -> None:
-    """Serve connections of one client process until cancelled; ``started`` gets the port."""
+    """Serve connections until cancelled; ``started`` gets the port."""
     [listener] = await trio.open_tcp_listeners(0, host=host)
     port = listener.socket.getsockname()[1]
-    channels: list[socket.socket] = []
 
     async def talk(stream: trio.SocketStream) -> None:
         number = stream.socket.fileno()
-        if not channels:
-            channels.append(waiting.accept()[0])
-            channels[0].setblocking(False)
-        await _take(channels[0].fileno(), len(_ANNOUNCE))
-        channels[0].send(_ACCEPTED)
+        sender.sendto(_ACCEPTED, _name(port, stream.socket.getpeername()[1]))
         await _take(number, len(_PROPOSAL))
         os.write(number, _ACCEPT)
         await _take(number, len(_CONFIRM))
         await handler(stream)
 
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
-        waiting.bind(_name(port))
-        waiting.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         started(port)
         await trio.serve_listeners(talk, [listener])

@@ -222,15 +222,16 @@ async def test_a_directory_that_cannot_be_used_by_named_rnics(runtime_directory:
 
 
 async def test_the_directory_vanishes(runtime_directory: Path) -> None:
-    """A cleaner removes the directory: new connections are TCP, and nothing breaks."""
+    """A cleaner removes it: new connections of the same link group are SMC-R."""
     directory = runtime_directory / "private"
     async with listening(Config(directory=directory)) as (stack, listener):
         mine, other = await connect(stack, listener)
         shutil.rmtree(directory)
         await check_talk(mine, other)
-        tcp, accepted = await connect(stack, listener)
-        assert reason_of(tcp) is FallbackReason.PEER_NOT_CAPABLE
-        await close_all(mine, other, tcp, accepted)
+        again, accepted = await connect(stack, listener)
+        await check_talk(again, accepted)
+        assert (again.mode, accepted.mode) == (Mode.SMC_R, Mode.SMC_R)
+        await close_all(mine, other, again, accepted)
 
 
 OTHER_USERS_SERVER = """

@@ -32,6 +32,7 @@ from tests.api.api_peers import (
 from tests.timing import PATIENCE
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, SoftRnic
 from trio_smc._base.reasons import Diagnosis
+from trio_smc.rendezvous.discovery import announcing as _announcing
 from trio_smc.rendezvous.discovery import messages as _local_protocol
 from trio_smc.rendezvous.discovery import publication as _claims
 from trio_smc.wire import clc
@@ -277,27 +278,34 @@ async def test_out_of_memory(side: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert there.reason is Reason.OUT_OF_RESOURCES
 
 
-async def test_discovery_has_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_claims, "_MAX_PENDING", 0)
+async def test_discovery_has_too_many_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_announcing, "_MOST_OPEN", 0)
     assert await both(QUICK, QUICK) == (
-        Fallback(reason=Reason.HANDSHAKE_LIMIT, origin=PEER),
+        local(Reason.OUT_OF_RESOURCES),
         local(Reason.PEER_NOT_CAPABLE),
     )
 
 
 async def test_discovery_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    announce = _local_protocol.announce
+    accepted = _local_protocol.accepted
 
-    def newer_version(connection: bytes, number: bytes, *, required: bool) -> bytes:
-        message = bytearray(announce(connection, number, required=required))
+    def from_the_future(token: bytes, rnic_version: int, *, required: bool) -> bytes:
+        message = bytearray(accepted(token, rnic_version, required=required))
         message[4:6] = b"\xfe\xff"
         return bytes(message)
 
-    monkeypatch.setattr(_local_protocol, "announce", newer_version)
+    monkeypatch.setattr(_local_protocol, "accepted", from_the_future)
     mine, other = await both(QUICK, QUICK)
-    assert mine is not None
-    assert mine.reason is Reason.LOCAL_VERSION_MISMATCH
-    assert other == local(Reason.PEER_NOT_CAPABLE)
+    assert mine == local(Reason.LOCAL_VERSION_MISMATCH)
+    assert other == Fallback.from_peer(0x030C0000)
+    assert other.reason is Reason.VERSION_MISMATCH
+
+
+async def test_a_software_rnic_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_claims, "VERSION", 99)
+    mine, other = await both(QUICK, QUICK)
+    assert mine == local(Reason.VERSION_MISMATCH)
+    assert other == Fallback.from_peer(0x030C0000)
 
 
 async def test_no_directory_for_the_software_rnic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +333,7 @@ async def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # The tests of the reasons that this file does not cover.
 ELSEWHERE = {
+    Reason.HANDSHAKE_LIMIT: "stack.test_policy.test_too_many_handshakes",
     Reason.DIRECTORY_UNUSABLE: "api.test_api_discovery.test_a_hostile_directory",
     Reason.OTHER_USER: "api.test_api_discovery.test_a_process_of_another_user",
     Reason.PATH_NOT_PROVEN: "e2e.test_networks.test_masquerading_between_two",

@@ -42,11 +42,12 @@ _VALID["fabric"] = [
     fabric.Revoke(rkey=77).encode(),
 ]
 _VALID["local"] = [
-    local.announce(local.four_tuple(("127.0.0.1", 1), ("127.0.0.2", 65535))),
-    local.announce(local.four_tuple(("::1", 40000), ("fe80::1%2", 7))),
+    local.prove(local.four_tuple(("127.0.0.1", 1), ("127.0.0.2", 65535)), bytes(range(16))),
+    local.listening(local.four_tuple(("::1", 40000), ("fe80::1%2", 7)), 80, bytes(range(16))),
     *(local.refused(reason) for reason in FallbackReason),
-    local.refused(FallbackReason.NO_RNIC, bytes(36)),
-    *(say(bytes(range(36))) for say in (local.accepted, local.withdraw)),
+    local.accepted(bytes(range(8)), 4),
+    local.accepted(bytes(range(8)), 4, required=True),
+    local.not_mine(bytes(range(8))),
 ]
 _CODECS = list(_VALID)
 
@@ -174,8 +175,9 @@ def _fabric(data: bytes) -> bytes:
 def _local(data: bytes) -> bytes:
     # What a later version may append is skipped, so only this much comes back.
     message = local.decode_untrusted(data)
-    end = 8 + len(message.connection)
-    return data[:8] + message.connection + data[end:]
+    body = message.token + message.connection + message.name
+    end = 8 + len(body)
+    return data[:8] + body + data[end:]
 
 
 def _clc(data: bytes) -> bytes:

@@ -19,6 +19,7 @@ import trio_smc
 from trio_smc import Config, SoftRnic
 from trio_smc.config import config as config_module
 from trio_smc.config.config import software_receive_buffer
+from trio_smc.host import private_directory
 from trio_smc.host.caches import private_cache
 from trio_smc.host.pnet import read_table
 from trio_smc.wire.fields import rmbe_size_code, rmbe_size_of
@@ -190,7 +191,12 @@ def test_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Config().private_directory() == Path("/run/user/7/trio-smc")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "")
     monkeypatch.setattr("os.getuid", lambda: 77)
-    assert Config().private_directory() == Path("/tmp/trio-smc-77")
+    for is_usable, place in ((True, "/dev/shm"), (False, "/tmp")):
+        with monkeypatch.context() as patch:
+            patch.setattr(private_directory, "is_for_all_users", lambda path: is_usable)  # noqa: B023
+            assert Config().private_directory() == Path(place, "trio-smc-77")
+            for each in ("/dev/shm", "/tmp"):
+                assert not private_directory.is_named(Path(each, "trio-smc-77"))
     assert Config(directory="/x").private_directory() == Path("/x")
 
 

@@ -18,12 +18,14 @@ import trio_smc
 from tests.api.api_peers import QUICK
 from tests.lingering import AT_ONCE, full_table, give_away, join_closers, lingering
 from tests.peers import check_echo, echo_until_reset
+from tests.rendezvous.discovery.world import reached
 from trio_smc import SmcStream, Stack
 from trio_smc.control import protocol as control
 from trio_smc.host import descriptors
-from trio_smc.rendezvous.discovery import messages
+from trio_smc.rendezvous.discovery import directory, messages, names
 from trio_smc.rendezvous.links import link_demand
 from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.soft.messages import VERSION
 from trio_smc.rnic.soft.peer_sockets import Peer
 from trio_smc.rnic.soft.regions import PeerRegions
 from trio_smc.tools import client
@@ -32,7 +34,7 @@ from trio_smc.tools.output import ToolError
 pytestmark = pytest.mark.pure
 
 REQUEST = control.encode({"want": ["statistics"]})
-ANNOUNCE = messages.announce(messages.four_tuple(("127.0.0.1", 9), ("127.0.0.1", 10)))
+DENIAL = messages.not_mine(bytes(8))
 
 
 @pytest.fixture(params=["refused", "dropped"])
@@ -68,13 +70,19 @@ async def connected(path: Path) -> AsyncIterator[tuple[Stack, SmcStream, int]]:
         nursery.cancel_scope.cancel()
 
 
+MODES = {
+    "control": socket.SOCK_STREAM,
+    "rnic": socket.SOCK_SEQPACKET,
+    "discovery": socket.SOCK_DGRAM,
+}
+
+
 def sockets(path: Path) -> Iterator[tuple[str, socket.socket]]:
     """A connection to each Unix socket below the directory, and what kind that is."""
-    for root, _, names in os.walk(path):
-        for name in names:
+    for root, _, files in os.walk(path):
+        for name in files:
             kind = "control" if "control" in root else "rnic" if "rnic" in name else "discovery"
-            mode = socket.SOCK_STREAM if kind == "control" else socket.SOCK_SEQPACKET
-            sock = socket.socket(socket.AF_UNIX, mode)
+            sock = socket.socket(socket.AF_UNIX, MODES[kind])
             try:
                 sock.connect(f"{root}/{name}")
                 yield kind, sock
@@ -94,7 +102,7 @@ async def longest_pause(seconds: float = 0.3) -> float:
 
 @pytest.mark.parametrize("when", ["first", "after a message", "253", "unread"])
 async def test_all_sockets(runtime_directory: Path, way: str, when: str) -> None:
-    proper = {"control": REQUEST[:6], "discovery": ANNOUNCE, "rnic": b""}
+    proper = {"control": REQUEST[:6], "discovery": DENIAL, "rnic": b""}
     reached = []
     async with connected(runtime_directory / "d") as (_, stream, _):
         for kind, sock in sockets(runtime_directory / "d"):
@@ -163,16 +171,13 @@ async def test_of_a_process_that_is_asked(runtime_directory: Path, way: str, bef
     os.unlink(directory / "control" / f"{os.getpid()}-{'0' * 16}")
 
 
-async def test_of_a_process_that_listens(runtime_directory: Path, way: str) -> None:
-    """One that answers an announcement with a descriptor is none that speaks SMC-R."""
-    directory = runtime_directory / "d"
-    async with connected(directory) as (clients, stream, port):
-        [place] = [Path(root) for root, _, names in os.walk(directory) if root.endswith(str(port))]
-        for name in os.listdir(place):
-            os.unlink(place / name)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, lingering() as fd:
-            listener.bind(str(place / f"{os.getpid()}-{'0' * 16}"))
-            listener.listen()
+async def test_of_a_process_that_answers(runtime_directory: Path, way: str) -> None:
+    """An answer to an announcement with a descriptor is not one."""
+    path = runtime_directory / "d"
+    async with connected(path) as (clients, stream, _):
+        with socket.create_server(("127.0.0.1", 0)) as plain, lingering() as fd:
+            port = plain.getsockname()[1]
+            made = directory.NewSocket(path, f"4-127.0.0.1-{port}")
             results: list[SmcStream] = []
 
             async def dial() -> None:
@@ -180,18 +185,26 @@ async def test_of_a_process_that_listens(runtime_directory: Path, way: str) -> N
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(dial)
-                await trio.lowlevel.wait_readable(listener)
-                sock, _ = listener.accept()
-                taken = give_away(sock, b"x" * 40, fd)
-                assert taken is (way == "dropped")
-                if not taken:
-                    sock.close()
-                assert await longest_pause() < AT_ONCE
+                await trio.lowlevel.wait_readable(plain)
+                (name,) = (path / names.KIND).iterdir()
+                with (
+                    reached(name) as address,
+                    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw,
+                ):
+                    raw.connect(address)
+                    taken = give_away(raw, messages.accepted(bytes(8), VERSION), fd)
+                    assert taken is (way == "dropped")
+                    assert await longest_pause() < AT_ONCE
+                accepted, _ = plain.accept()
+                accepted.send(b"220 ready")
             assert results[0].mode == "tcp"
+            assert await results[0].receive_some() == b"220 ready"
             await results[0].aclose()
-            sock.close()
-            os.unlink(place / f"{os.getpid()}-{'0' * 16}")
+            accepted.close()
+            made.remove()
+            made.socket.close()
         await check_echo(stream)
+    join_closers()
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16])

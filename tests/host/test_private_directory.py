@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trio_smc.host import private_directory
 from trio_smc.host.private_directory import (
     DirectoryUnusable,
     PrivateDirectory,
@@ -317,3 +318,16 @@ def test_another_user(opened: PrivateDirectory, monkeypatch: pytest.MonkeyPatch)
     with opened.listen("name", 1), opened.connect("name") as connection:
         monkeypatch.setattr(os, "geteuid", lambda: real + 1)
         assert not is_same_user(connection)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [(0o1777, True), (0o777, False), (0o1755, False), (None, False)]
+)
+def test_a_place_for_all_users(tmp_path: Path, mode: int | None, expected: bool) -> None:
+    """Without the sticky bit another user could replace the directory."""
+    place = tmp_path / "place"
+    if mode is not None:
+        place.mkdir()
+        place.chmod(mode)
+    as_root = os.geteuid() == 0
+    assert private_directory.is_for_all_users(str(place)) is (expected and as_root)

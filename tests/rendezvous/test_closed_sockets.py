@@ -28,8 +28,6 @@ from trio_smc.states.tables import CLC_CLIENT
 
 REPEATS = 60
 """One order in six is the dangerous one: chance misses it once in 50,000 runs."""
-LOOK_AGAIN = 0.1
-"""Seconds, by the test's clock, after which a claim looks whether its client withdrew."""
 LATE = 1000.0
 """Seconds; the test itself says when that is over."""
 
@@ -136,13 +134,12 @@ async def test_an_answer_goes_to_no_other_socket() -> None:
                                 pair[1].recv(1)
 
 
-async def test_a_claim_that_checks_again_wakes_no_other_task(
-    runtime_directory: Path, mock_clock: trio.testing.MockClock
-) -> None:
+async def test_a_claim_that_times_out_reaches_no_other_task(runtime_directory: Path) -> None:
     """Its timer fires in the pass in which the connection is closed."""
-    private = runtime_directory / "smc"
+    private, clock = runtime_directory / "smc", Clock()
     with trio.fail_after(PATIENCE):
         async with serving(private) as server:
+            server.publication.answerer.timers = clock.timers
             for _ in range(REPEATS):
                 ours, theirs = socket.socketpair()
                 sock = trio.socket.from_stdlib_socket(ours)
@@ -154,14 +151,14 @@ async def test_a_claim_that_checks_again_wakes_no_other_task(
                         sock.close()
                         with reusing(number) as pair:
                             victim = Victim(*pair)
-                            nursery.start_soon(victim.run)
-                            mock_clock.jump(LOOK_AGAIN)
+                            start_both(nursery, victim, clock.expire)
                             await wait_all_tasks_blocked()
                             pair[1].send(b"x")
                             await wait_all_tasks_blocked()
                             assert victim.data == [b"x"]
+            server.publication.answerer.close()
 
 
 async def _wait_for_the_client(publication: Any, sock: trio.socket.SocketType) -> None:
     with pytest.raises(trio.ClosedResourceError):
-        await publication.wait(sock)
+        await publication.wait(sock, LATE)

@@ -282,9 +282,6 @@ async def test_a_new_process_at_an_avoided_port_may_require_smc() -> None:
     async with trio_smc.open_stack(Config(learn_short=True)) as client:
         async with _serving(Config()) as port:
             assert (await _modes(client, port, SHORT_AFTER + 1))[-1] is Mode.TCP
-        with trio.fail_after(10):
-            while client.runtime.short_connections.avoids((HOST, port)):  # noqa: ASYNC110
-                await trio.sleep(0.01)
         async with _serving(Config(require_smc=True), port) as same:
             assert same == port
             assert await _modes(client, port, 20) == [Mode.SMC_R] * 20

@@ -20,8 +20,8 @@ from tests.tools.tools_processes import quick_command
 from trio_smc import Config, Fallback, FallbackReason, Origin, SoftRnic, Stack
 from trio_smc._base.reasons import Diagnosis
 from trio_smc.rendezvous.discovery import (
-    announcing,
     directory,
+    lookup,
     messages,
     publication,
     same_host,
@@ -176,14 +176,14 @@ def open_to_all(patch: Patch) -> None:
 
 
 def another_user(patch: Patch) -> None:
-    """The process that answers for the port is another user's."""
-    patch.setattr(announcing, "is_admitted", lambda connection, group: False)
+    """The process that listens is another user's."""
+    patch.setattr(lookup, "admits_user", lambda user, group: False)
 
 
 def another_network(patch: Patch) -> None:
     """The listener is in another network namespace, which does not have the address."""
 
-    def not_mine(connection: bytes) -> None:
+    def not_mine(connection: bytes, user: int) -> None:
         raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
 
     for place in ("connecting.dial", "stack.rnics"):
@@ -195,15 +195,15 @@ def another_network(patch: Patch) -> None:
 
 
 def another_release(patch: Patch) -> None:
-    """The messages of the checking side come from another release."""
-    announce = messages.announce
+    """The other side answers as another release would do."""
+    accepted = messages.accepted
 
-    def from_the_future(connection: bytes, number: bytes, *, required: bool) -> bytes:
-        message = bytearray(announce(connection, number, required=required))
+    def from_the_future(token: bytes, rnic_version: int, *, required: bool) -> bytes:
+        message = bytearray(accepted(token, rnic_version, required=required))
         message[4:6] = b"\xfe\xff"
         return bytes(message)
 
-    patch.setattr(messages, "announce", from_the_future)
+    patch.setattr(messages, "accepted", from_the_future)
 
 
 def another_processor(patch: Patch) -> None:

@@ -179,7 +179,7 @@ class Config:
       directory: the private directory, for software RNICs, same-host discovery and control
         sockets: the user's own (mode 0700, owner checked), or that of a group (mode 3770) whose
         members trust each other with their connections (docs/security.md). None:
-        ``$XDG_RUNTIME_DIR/trio-smc``, else ``/tmp/trio-smc-UID``. Processes in other network
+        ``$XDG_RUNTIME_DIR/trio-smc``, else ``/dev/shm/trio-smc-UID``. Processes in other network
         namespaces, such as containers, can be peers only if the directory is named.
       discovery: how this side learns that a peer speaks SMC-R. "auto": by same-host discovery, by
         the TCP option of RFC 7609, 3.1 for other hosts that an RNIC can reach, and by `assume`.

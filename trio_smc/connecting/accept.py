@@ -21,7 +21,6 @@ from trio_smc.host.addresses import (
     plain_address,
 )
 from trio_smc.host.tcp import close_with_reset, has_urgent_byte, unread_bytes
-from trio_smc.rendezvous.discovery.same_host import Search
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rendezvous.server import ServerNegotiation
@@ -69,7 +68,7 @@ class Arrival:
 
     __slots__ = ("_accepted_from", "_at_limit", "_bare", "_claim", "_clc_begun", "_client",
                  "_config", "_failure", "_fallback", "_local", "_publication", "_remote", "_route",
-                 "_search", "_stack", "on_progress", "progressed", "sock")  # fmt: skip
+                 "_stack", "on_progress", "progressed", "sock")  # fmt: skip
 
     _route: Route  # once discovery is over
 
@@ -92,7 +91,6 @@ class Arrival:
         self._at_limit = at_limit
         self.progressed: float = trio.current_time()
         self.on_progress: Callable[[Arrival, float], object] | None = None
-        self._search: Search | None = None
         self._claim: Claim | None = None
         self._fallback: Fallback | None = None
         self._failure: Exception | None = None
@@ -105,11 +103,7 @@ class Arrival:
     def _start_discovery(self, remote: tuple[str, int]) -> None:
         self._local, self._remote = _plain_name(self.sock.getsockname()), _plain_name(remote)
         self._client = (self._remote[0], self._local[1])
-        found = self._publication.claim(self._local, self._remote, self._bare)
-        if isinstance(found, Search):
-            self._search = found
-        else:
-            self._on_claim(found)
+        self._on_claim(self._publication.claim(self._local, self._remote, self._bare))
 
     def _on_claim(self, claim: Claim | None) -> None:
         """Discovery on this host is over.
@@ -226,8 +220,6 @@ class Arrival:
         try:
             if self._failure is not None:
                 raise self._failure
-            if self._search is not None:
-                self._on_claim(await self._search.finish())
             if self._fallback is not None:
                 return self._fallback
             # Prepared while the client sends its Proposal.

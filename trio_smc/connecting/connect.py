@@ -149,9 +149,9 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         route = choose_route(stack, config, here, attempt.peer, attempt.named)
     rnic = route.rnic
     if isinstance(rnic, FallbackReason):
-        # Give up before the wait for ACCEPTED, by which the server's process says that it has
-        # accepted the connection: from then on the server waits for a Proposal.
-        if not attempt.offers:
+        # The server may expect a CLC message by now.
+        expected = isinstance(announcement, Announcement) and announcement.withdraw()
+        if not attempt.offers and not expected:
             return Fallback.local(rnic)
         return await _decline(stack, attempt, rnic, config)
     # The Proposal is made before the wait for ACCEPTED, so that it can be sent at once.
@@ -168,6 +168,9 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         refusal = await announcement.accepted(deadline)
         if refusal is not None:
             return _discovery_failed(refusal, by_peer=True)
+        mismatch = announcement.mismatch(rnic.kind)
+        if mismatch is not None:
+            return await _decline(stack, attempt, mismatch, config)
     attempt.spoke = True
     with stack.groups.handshake():
         negotiation.propose(rnic, proposal)
@@ -185,7 +188,7 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
 async def _decline(
     stack: ConnectHost, attempt: Attempt, reason: FallbackReason, config: Config
 ) -> Fallback:
-    """Send a Decline in place of the Proposal that the TCP option announced (RFC 7609, C.1)."""
+    """Send a Decline in place of the Proposal that the server expects (RFC 7609, C.1)."""
     negotiation = ClientNegotiation(host=stack.groups, receive_buffer=1)
     attempt.spoke = True
     with stack.groups.handshake():

@@ -36,7 +36,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.addresses import is_same_host, plain_address, source_address
 from trio_smc.host.private_directory import is_named
 from trio_smc.host.tcp import close_with_reset
-from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Lookup
+from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Found
 from trio_smc.stack.policy import Route, RouteHost, choose_route
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ _REMEMBERED = 256  # numeric addresses looked up last
 _PORTS_TRIED = 32  # for one connection, before it is TCP
 _PORTS_BOUND = 256  # likewise, where that is all that it takes to see that a port is taken
 _PORTS_SHARED = 1024  # likewise, where the kernel finds none
+_PLACE_PATIENCE = 1.0  # how long to wait until an announcement may be made, seconds
 _PORTS_KNOWN = 10.0  # how long the system's range of ports is taken for granted, seconds
 _IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
 _USUAL_PORTS = 32768, 60999
@@ -95,7 +96,7 @@ class Attempt:
     offers: bool = False
     here: str | None = None
     route: Route | None = None
-    elsewhere: Lookup | None = None
+    elsewhere: Found | None = None
     bare: stdlib_socket.socket | None = None
     plain: stdlib_socket.socket | None = None
     spoke: bool = False
@@ -329,19 +330,17 @@ async def _connect_announced(
         return await _connect_bound(stack, attempt, address, source, config)
     opened = False
     try:
-        free = (
-            port
-            for port in _ports(wanted)
-            if not stack.discovery.is_announced((attempt.here, port), attempt.peer)
-        )
-        for port in islice(free, _PORTS_TRIED):
+        for port in islice(_ports(wanted), _PORTS_TRIED):
             await _announce(stack, attempt, config, (attempt.here, port))
-            if not isinstance(attempt.announcement, Announcement):
+            announced = attempt.announcement
+            if announced is None:
+                continue  # another connection from that port is announced
+            if not isinstance(announced, Announcement):
                 return False
             if given:
                 await _bind(attempt, source, numeric=True)
             _set_option(sock, _RANGE.pack(port << 16 | port))
-            if await _connected(stack, attempt, address):
+            if not announced.is_too_late() and await _connected(stack, attempt, address):
                 opened = True
                 name = sock.getsockname()
                 if (plain_address(name[0]), name[1]) != (attempt.here, port):
@@ -349,6 +348,8 @@ async def _connect_announced(
                     attempt.refrain()
                 return True
             attempt.refrain()
+        if attempt.announcement is None:
+            attempt.announcement = FallbackReason.OUT_OF_RESOURCES
         return False
     finally:
         # Nothing asks a connected socket for ports any more, but who made it may read the option.
@@ -392,7 +393,7 @@ async def _connect_bound(
             return True
         attempt.renew()
         tries += 1
-        if not isinstance(announced, Announcement) or tries == _PORTS_TRIED:
+        if isinstance(announced, FallbackReason) or tries == _PORTS_TRIED:
             break
     return False
 
@@ -418,27 +419,23 @@ async def _connect_shared(
 async def _announce(
     stack: DialHost, attempt: Attempt, config: Config, source: tuple[str, int] | None = None
 ) -> None:
-    """``source``: None where the socket is bound to it."""
+    """Announce; ``attempt.announcement`` is None if another connection with these addresses is
+    announced.  ``source``: None where the socket is bound to it.
+    """
     if source is None:
         name = attempt.sock.getsockname()
         source = name[0], name[1]
         attempt.here = plain_address(name[0])
-    sock, required = attempt.plain or attempt.sock, config.require_smc
-    if attempt.elsewhere is None:
-        attempt.announcement = stack.discovery.announce_now(
-            source, attempt.peer, sock, required=required
-        )
-        if attempt.announcement is not None:
-            return
-    with stack.call():
-        attempt.announcement = await stack.discovery.announce(
-            source,
-            attempt.peer,
-            trio.current_time() + config.handshake_timeout,
-            sock,
-            required=required,
-            elsewhere=attempt.elsewhere,
-        )
+    if stack.discovery.is_full:
+        with stack.call():
+            await stack.discovery.wait_for_place(trio.current_time() + _PLACE_PATIENCE)
+    attempt.announcement = stack.discovery.announce(
+        source,
+        attempt.peer,
+        attempt.plain or attempt.sock,
+        required=config.require_smc,
+        elsewhere=attempt.elsewhere,
+    )
 
 
 async def _connected(stack: DialHost, attempt: Attempt, address: Any) -> bool:
@@ -544,12 +541,18 @@ async def _announced_source(
         near = choose_route(stack, config, plain, attempt.peer, attempt.named, near=True)
         with stack.call():
             found = await _prove(stack, attempt, near, config)
-        if isinstance(found, Lookup):
+        if isinstance(found, Found):
             attempt.elsewhere, attempt.route = found, near
             return source
         unproven = found
     attempt.route = choose_route(stack, config, plain, attempt.peer, attempt.named)
     reason = attempt.route.reason
+    if reason is FallbackReason.SHORT_CONNECTIONS and stack.discovery.has_ended(
+        plain, attempt.peer, attempt.plain or attempt.sock
+    ):
+        # What was learned of them is cleared.
+        attempt.route = choose_route(stack, config, plain, attempt.peer, attempt.named)
+        reason = attempt.route.reason
     if reason is not None:
         return reason if unproven is FallbackReason.PEER_NOT_CAPABLE else unproven
     if config.discovery == "tcp-option" or not here:
@@ -560,7 +563,7 @@ async def _announced_source(
 
 async def _prove(
     stack: DialHost, attempt: Attempt, near: Route, config: Config
-) -> Lookup | FallbackReason:
+) -> Found | FallbackReason:
     """The listeners in other network namespaces of this host, or why none was found.
 
     ``near``: the route to a peer on this host.

@@ -46,6 +46,7 @@ __all__ = [
     "is_anonymous_pipe",
     "is_memfd",
     "receive_bytes",
+    "receive_with_sender",
     "refuse_descriptors",
 ]
 
@@ -57,6 +58,10 @@ _PEEK: Final = socket.MSG_PEEK | getattr(socket, "MSG_DONTWAIT", 0)
 _TRUNCATED: Final = getattr(socket, "MSG_CTRUNC", 0)
 _NO_LINGER: Final = struct.pack("ii", 0, 0)
 _MAX_RESETS: Final = 4
+_MAX_ATTACHED: Final = 253  # descriptors with one message (SCM_MAX_FD, linux/net/scm.h)
+_MAX_DATAGRAMS: Final = 1024  # in a socket's queue: net.unix.max_dgram_qlen is 10 by default
+_CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
+_SENDER_SPACE: Final = socket.CMSG_SPACE(_CREDENTIALS.size) if sys.platform == "linux" else 0
 _MAX_PENDING: Final = 64
 _JOIN_TIMEOUT: Final = 0.05
 """Seconds for which the end of a stack waits for a close that hangs."""
@@ -97,6 +102,42 @@ def receive_bytes(sock: socket.socket, size: int) -> bytes:
         raise ProtocolError("a descriptor arrived where none is expected")
     # Not more than the peek returned: a packet with descriptors may have arrived behind that.
     return sock.recv(len(data)) if data else data
+
+
+def receive_with_sender(sock: socket.socket, size: int, closer: Closer) -> tuple[bytes, int | None]:
+    """Receive a datagram of at most ``size`` bytes; returns it and the user that sent it.
+
+    Descriptors that are attached in spite of `refuse_descriptors` are given to ``closer``, and the
+    datagram counts as empty.  If the table of descriptors is full, the kernel closes those that
+    have no place in it, before Linux 6.16 only.
+
+    sock: a Unix datagram socket with SO_PASSCRED, for which `refuse_descriptors` was called.
+
+    Raises:
+      OSError: as `socket.socket.recvmsg`.
+    """
+    if _kernel_refuses:
+        data, ancillary, _, _ = sock.recvmsg(size, _SENDER_SPACE)
+        return data, sender_of(ancillary)
+    space = _SENDER_SPACE + socket.CMSG_SPACE(4 * _MAX_ATTACHED)
+    data, ancillary, _, _ = sock.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
+    fds = descriptors_in(ancillary)
+    if fds:
+        closer.close(fds)
+        data = b""
+    return data, sender_of(ancillary)
+
+
+def sender_of(ancillary: list[tuple[int, int, bytes]]) -> int | None:
+    """The user that has sent a datagram (SCM_CREDENTIALS, unix(7)); None: it does not say.
+
+    ``ancillary``: as `socket.socket.recvmsg` returns it.
+    """
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            user: int = _CREDENTIALS.unpack(payload[: _CREDENTIALS.size])[1]
+            return user
+    return None
 
 
 def descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
@@ -179,6 +220,19 @@ class Closer:
             sock.close()
         else:
             self.run(sock.close)
+
+    def discard_datagrams(self, sock: socket.socket) -> None:
+        """Close a Unix datagram socket, for which `receive_with_sender` may be called.  Idempotent.
+
+        Nothing can be sent to it from now on.
+        """
+        if not _kernel_refuses and sock.fileno() >= 0:
+            sock.setblocking(False)
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RD)
+                for _ in range(_MAX_DATAGRAMS):
+                    receive_with_sender(sock, 1, self)
+        sock.close()
 
     def discard_listener(self, listener: socket.socket) -> None:
         """Close a listening Unix socket that does not block, and the sockets in its backlog."""

@@ -57,12 +57,16 @@ from trio_smc.host.overcommit import commit_is_limited
 __all__ = [
     "DirectoryUnusable",
     "PrivateDirectory",
+    "admits_user",
     "default_directories",
     "is_admitted",
+    "is_for_all_users",
     "is_named",
     "is_same_user",
+    "own_credentials",
     "peer_user",
     "shared_group",
+    "socket_path",
     "unusable",
 ]
 
@@ -112,11 +116,28 @@ def unusable(error: OSError, path: Path) -> DirectoryUnusable:
 
 
 def default_directories() -> tuple[Path, ...]:
-    """Where the private directory is when no other is named; the first is the one to use."""
+    """Where the private directory is if no other is named; the first is the one to use.
+
+    Without XDG_RUNTIME_DIR it is on a tmpfs, if there is one for all users: discovery makes a name
+    there for each connection, which on a disk may wait for a journal (docs/decisions.md).
+    """
     # Not every system has user numbers; those that have none have no use for the directory.
-    last = Path(f"/tmp/trio-smc-{os.getuid() if hasattr(os, 'getuid') else 0}")
+    name = f"trio-smc-{os.getuid() if hasattr(os, 'getuid') else 0}"
+    places = [Path("/dev/shm", name), Path("/tmp", name)]
+    if not is_for_all_users("/dev/shm"):
+        places.reverse()
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return (Path(runtime) / "trio-smc", last) if runtime else (last,)
+    return (Path(runtime) / "trio-smc", *places) if runtime else tuple(places)
+
+
+def is_for_all_users(path: str) -> bool:
+    """True for a directory like /tmp: every user may write there, and only the owner of a name
+    removes or replaces it."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == 0 and found.st_mode & 0o1777 == 0o1777
 
 
 def is_named(path: Path) -> bool:
@@ -361,19 +382,23 @@ class PrivateDirectory:
     ) -> socket.socket:
         """A listening socket, which does not block; it gets its name only when it listens.
 
+        ``kind``: a datagram socket is bound and receives the credentials of its senders.
         ``descriptors``: its clients may send some; else the kernel refuses them, where it can.
         """
         listener, hidden = socket.socket(socket.AF_UNIX, kind), _HIDDEN + name
         try:
             if not descriptors:
                 refuse_descriptors(listener)
+            if kind == socket.SOCK_DGRAM:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             listener.setblocking(False)
             os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the name
             listener.bind(self._reach(hidden))
             try:
                 if self.group is not None:
                     self._share(hidden)
-                listener.listen(backlog)
+                if kind != socket.SOCK_DGRAM:
+                    listener.listen(backlog)
                 os.rename(hidden, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
             except BaseException:
                 self.remove(hidden)
@@ -386,9 +411,10 @@ class PrivateDirectory:
     def _share(self, name: str) -> None:
         """Let the group connect to a socket of ours, whatever the umask left."""
         with self.socket_at(name) as path:
-            if os.stat(path).st_uid != os.geteuid():
+            found = os.stat(path)
+            if found.st_uid != os.geteuid():
                 raise FileNotFoundError(errno.ENOENT, "another took its place", name)
-            os.chmod(path, 0o660)
+            os.chmod(path, found.st_mode & stat.S_ISVTX | 0o660)
 
     @contextlib.contextmanager
     def socket_at(self, name: str) -> Iterator[str]:
@@ -396,13 +422,58 @@ class PrivateDirectory:
 
         Raises OSError: it is missing, or no socket.
         """
-        descriptor = os.open(name, _NAME_FLAGS, dir_fd=self.descriptor)
+        descriptor, _ = self.open_socket(name)
         try:
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), name)
             yield f"/proc/self/fd/{descriptor}"
         finally:
             os.close(descriptor)
+
+    def open_socket(self, name: str) -> tuple[int, os.stat_result]:
+        """A descriptor (O_PATH) of the socket ``name``, for `socket_path`, and its attributes.
+
+        Raises OSError: the name is missing, or is not that of a socket.
+        """
+        descriptor = self.open_name(name)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISSOCK(found.st_mode):
+                raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), name)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor, found
+
+    def open_name(self, name: str) -> int:
+        """A descriptor (O_PATH) of what has this name, a symbolic link included, which never waits.
+
+        Raises OSError: the name is missing.
+        """
+        return os.open(name, _NAME_FLAGS, dir_fd=self.descriptor)
+
+    def bind(self, sock: socket.socket, name: str) -> None:
+        """Give a Unix socket a name, at once; every user that may enter the directory may send.
+
+        Raises OSError: EADDRINUSE, if there is such a name.
+        """
+        sock.bind(self._reach(name))
+        if self.group is not None:
+            self._share(name)
+
+    def was_removed(self) -> bool:
+        """True if the directory itself has been removed since it was opened."""
+        return os.fstat(self.descriptor).st_nlink == 0
+
+    def remove_dead(self, name: str) -> bool:
+        """Remove the socket ``name`` if its process is gone, and not just binding it."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            try:
+                with self.socket_at(name) as path:
+                    sock.connect(path)
+            except ConnectionRefusedError:
+                if self._is_old(name):
+                    self.remove(name)
+                    return True
+        return False
 
     def has(self, name: str) -> bool:
         """True if there is a socket of this user with that name."""
@@ -452,6 +523,12 @@ class PrivateDirectory:
         """The names of the sockets, at most `_MOST_SOCKETS`."""
         return [name for name in self._sockets() if not name.startswith(_HIDDEN)]
 
+    def remove_dead_sockets(self) -> None:
+        """Remove old sockets of processes that are gone, in a directory where sockets are bound
+        under their final names."""
+        for name in self._sockets():
+            self.remove_dead(name)
+
     def remove_stale(self, prefix: str = "") -> None:
         """Remove the sockets that dead processes left behind, of names that begin so."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
@@ -478,14 +555,47 @@ class PrivateDirectory:
         return found
 
     def _is_new(self, name: str) -> bool:
-        """Whether it is just being made: for a moment nobody seems to be there."""
-        if not name.startswith(_HIDDEN):
-            return False
+        """True if it is just being made: for a moment it looks like a dead process's."""
+        return name.startswith(_HIDDEN) and not self._is_old(name)
+
+    def _is_old(self, name: str) -> bool:
+        """True if the name was made so long ago that its socket must have been bound by now."""
         made = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mtime
-        return time.time() - made < _STALE_AFTER
+        return time.time() - made >= _STALE_AFTER
 
     def _reach(self, name: str) -> str:
         return f"/proc/self/fd/{self.descriptor}/{name}"
+
+
+def socket_path(descriptor: int) -> str:
+    """The address of the socket that `PrivateDirectory.open_socket` has opened."""
+    return f"/proc/self/fd/{descriptor}"
+
+
+def own_credentials() -> list[tuple[int, int, bytes]]:
+    """What to send with a datagram so that it bears the effective user, as Unix connections do.
+
+    The kernel attaches the real one by itself, which nearly always is the same.
+    """
+    user = os.geteuid()
+    if user == os.getuid():
+        return []
+    credentials = _CREDENTIALS.pack(os.getpid(), user, os.getegid())
+    return [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, credentials)]
+
+
+def admits_user(user: int, group: int | None) -> bool:
+    """True if this process talks to processes of a user whose names or datagrams it has met.
+
+    The kernel lets only members of ``group`` into a directory of that group, so the user of a name
+    or datagram there is one.  `is_admitted` tells where members are not admitted.
+
+    user: the owner of the name, or the sender.
+    group: `PrivateDirectory.group`.
+    """
+    if user == os.geteuid() and not _is_nobody(user, "uid"):
+        return True
+    return group is not None and not commit_is_limited()
 
 
 def peer_user(connection: socket.socket) -> int:

@@ -14,7 +14,9 @@ __all__ = [
     "carried_bytes",
     "close_with_reset",
     "end_waits",
+    "has_news",
     "has_urgent_byte",
+    "is_established",
     "resets_on_close",
     "unread_bytes",
     "unsent_bytes",
@@ -30,6 +32,7 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _CARRIED = struct.Struct("=B127xQ8xI52xQQ")
 """Of struct tcp_info (linux/tcp.h, since Linux 4.19): tcpi_state, bytes_received, notsent_bytes,
 bytes_sent, bytes_retrans."""
+_ESTABLISHED = 1  # linux/tcp_states.h
 _PEER_HAS_ENDED = {6, 7, 8, 9, 11}
 """TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING (linux/tcp_states.h)."""
 
@@ -41,13 +44,26 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
     sock.close()
 
 
-def end_waits(sock: trio.socket.SocketType) -> None:
+def end_waits(sock: trio.socket.SocketType | socket.socket) -> None:
     """Make all tasks that wait for a socket raise ClosedResourceError.
 
     No-op if the socket is closed, because its number may belong to another file by now.
     """
     if sock.fileno() >= 0:
         trio.lowlevel.notify_closing(sock)
+
+
+def has_news(sock: trio.socket.SocketType | socket.socket) -> bool:
+    """True if the peer has sent something over a TCP connection, or the connection is not open."""
+    try:
+        return not is_established(sock) or unread_bytes(sock.fileno()) > 0
+    except OSError:
+        return True  # closed
+
+
+def is_established(sock: trio.socket.SocketType | socket.socket) -> bool:
+    """True if a TCP connection is open in both directions.  Raises OSError if it is closed."""
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
 
 
 def has_urgent_byte(sock: trio.socket.SocketType) -> bool:

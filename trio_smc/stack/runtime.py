@@ -186,7 +186,7 @@ class Runtime:
         self.spinner: Spinner = Spinner(_HANDSHAKE_SPINS * config.spin, self.pump.drain)
         self.short_connections: ShortConnections = ShortConnections(clock)
         self.discovery: Discovery = Discovery(
-            config.private_directory(), self.spinner, self.short_connections.clear
+            config.private_directory(), self.timers, self.spinner, self.short_connections.clear
         )
         self.tcp_option: TcpOption = TcpOption(Path(config.tcp_option))
         self.attached: list[Attached] = []
@@ -289,11 +289,11 @@ class Runtime:
                     self.trio_token = trio.lowlevel.current_trio_token()
                     if self._supported:
                         self.groups.tcp_watch = TcpWatch()
-                        self.discovery.open()
+                        if self.config.discovery != "tcp-option":
+                            self.discovery.open()
                         await nursery.start(self.pump.run)
                         await nursery.start(self.rnic_set.follow)
                         nursery.start_soon(self.groups.tcp_watch.run)
-                        nursery.start_soon(self.discovery.run)
                     nursery.start_soon(self._run_timers)
                     started = True
                     task_status.started()

@@ -28,7 +28,7 @@ _DESCRIPTION = """
 Show and check the SMC-R connections of this user's processes.
 
 A running process that uses trio_smc has a control socket in the user's private directory
-($XDG_RUNTIME_DIR/trio-smc, or /tmp/trio-smc-UID).  These commands query that socket.  Nothing
+($XDG_RUNTIME_DIR/trio-smc, or /dev/shm/trio-smc-UID).  These commands query that socket.  Nothing
 leaves the machine, and only the user receives answers.
 """
 

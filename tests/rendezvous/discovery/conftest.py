@@ -18,16 +18,18 @@ def private(runtime_directory: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def all_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Discovery]]:
+def all_closed(
+    runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Discovery]]:
     """Every Discovery of a test is closed at its end, as that of a stack is."""
     made: list[Discovery] = []
     create = Discovery.__init__
 
-    def note(self: Discovery, *args: Any) -> None:
-        create(self, *args)
+    def note(self: Discovery, *args: Any, **options: Any) -> None:
+        create(self, *args, **options)
         made.append(self)
 
     monkeypatch.setattr(Discovery, "__init__", note)
     yield made
     for each in made:
-        each._announcer.abandon()
+        each.close()

@@ -127,13 +127,13 @@ async def test_ends_in_parallel_always_agree(private: Path, rng: random.Random, 
         destination = await receive_address.receive()
         for _ in range(rounds):
             async with bound() as client:
-                announcement = await announce(asking, client, destination)
-                await client.connect(destination)
-                wait = rng.choice((0.0, 50e-6, 100e-6, 200e-6, 1.0))
-                went = await announcement.accepted(soon(wait)) is None
-                says["client"][client.getsockname()[:2]] = went
-                await client.send(b"C" if went else b"A")
-                assert await client.recv(1) == b"!"
+                with await announce(asking, client, destination) as announcement:
+                    await client.connect(destination)
+                    wait = rng.choice((0.0, 50e-6, 100e-6, 200e-6, 1.0))
+                    went = await announcement.accepted(soon(wait)) is None
+                    says["client"][client.getsockname()[:2]] = went
+                    await client.send(b"C" if went else b"A")
+                    assert await client.recv(1) == b"!"
     for peer, said in says["client"].items():
         assert says["server"][peer] in (said, None)
     assert set(says["client"].values()) == {True, False}, "the race was no race"

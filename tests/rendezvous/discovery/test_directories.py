@@ -10,64 +10,106 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.rendezvous.discovery.world import agree, serving, sockets_below, soon
+from tests.rendezvous.discovery.world import (
+    SHORT,
+    Both,
+    agree,
+    announce,
+    both_go,
+    bound,
+    claimed,
+    names_below,
+    reached,
+    serving,
+    sockets_below,
+    soon,
+)
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import announcing, directory, messages, publication
-from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
+from trio_smc.rendezvous.discovery import directory, lookup, messages, publication
+from trio_smc.rendezvous.discovery.names import AllNames
+from trio_smc.rendezvous.discovery.same_host import Discovery
+from trio_smc.rnic.soft.messages import VERSION
 
 
 async def test_a_client_of_another_user_is_refused(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publication, "is_admitted", lambda connection, group: False)
-    async with serving(private) as server:
-        outcome = await Discovery(private).announce(("127.0.0.1", 1), server.address, soon())
-        assert isinstance(outcome, Announcement)
-        assert await outcome.accepted(soon()) is FallbackReason.OTHER_USER
+    monkeypatch.setattr(AllNames, "are_own", False)
+    monkeypatch.setattr(publication, "admits_user", lambda user, group: False)
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        await client.connect(server.address)
+        connection, claim = await server.accept()
+        with connection:
+            assert claim is None
+            assert await announcement.accepted(soon()) is FallbackReason.OTHER_USER
 
 
 async def test_a_listener_of_another_user_is_not_believed(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcing, "is_admitted", lambda connection, group: False)
+    monkeypatch.setattr(lookup, "admits_user", lambda user, group: False)
     async with serving(private) as server:
-        outcome = await Discovery(private).announce(("127.0.0.1", 1), server.address, soon())
+        outcome = Discovery(private).announce(("127.0.0.1", 1), server.address)
         assert outcome is FallbackReason.OTHER_USER
 
 
-def announce_as_nobody(path: str) -> bytes:
-    """The answer to an announcement that another user makes."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        child = os.fork()
-        if child == 0:
-            try:
-                os.setgroups([])
-                os.setgid(65534)
-                os.setuid(65534)
-                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
-                    raw.connect(path)
-                    raw.send(messages.announce(bytes(36)))
-                    theirs.send(raw.recv(100))
-            finally:
-                os._exit(0)
-        theirs.close()
-        answer = ours.recv(100)
-        os.waitpid(child, 0)
-    return answer
+def send_as_nobody(name: Path, message: bytes) -> None:
+    """Send a datagram as another user."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            with reached(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+                raw.sendto(message, path)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-async def test_the_kernel_tells_who_a_client_is(private: Path) -> None:
-    async with serving(private):
-        (name,) = sockets_below(private)
+@pytest.mark.parametrize("answers", [True, False])
+async def test_the_kernel_shows_who_has_sent_an_answer(private: Path, answers: bool) -> None:
+    """The datagrams of another user are ignored, and do not end the wait for the server's."""
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        (name,) = names_below(private)
         # Open everything, so that only the credentials are left to refuse.
+        name.chmod(0o777)
+        opened = [each for each in name.parents if each.is_relative_to(private.parent.parent)]
+        for directory in opened:
+            directory.chmod(0o755)
+        forged = messages.accepted(bytes(8), VERSION)
+        await trio.to_thread.run_sync(send_as_nobody, name, forged)
+        for directory in opened:
+            directory.chmod(0o700)
+        await client.connect(server.address)
+        connection, claim = await server.accept()
+        with connection:
+            assert claim is not None
+            if answers:
+                await both_go(Both(client, announcement, connection, claim))
+            else:
+                claim.forget()
+                reason = await announcement.accepted(soon(SHORT))
+                assert reason is FallbackReason.PEER_NOT_CAPABLE
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+async def test_the_kernel_shows_who_has_sent_a_denial(private: Path) -> None:
+    """Another user who knows the token cannot make a connection plain TCP."""
+    async with claimed(private) as both:
+        both.claim.accept()
+        [token] = both.claim.tokens
+        (name,) = sockets_below(private)
         name.chmod(0o777)
         for directory in name.parents:
             if directory.is_relative_to(private.parent.parent):
                 directory.chmod(0o755)
-        answer = await trio.to_thread.run_sync(announce_as_nobody, str(name))
-        assert answer == messages.refused(FallbackReason.OTHER_USER)
+        await trio.to_thread.run_sync(send_as_nobody, name, messages.not_mine(token))
+        await both_go(both)
 
 
 async def unavailable(private: Path) -> FallbackReason:
@@ -77,7 +119,7 @@ async def unavailable(private: Path) -> FallbackReason:
         assert publication.unavailable is not None
         assert publication.claim(("127.0.0.1", 9), ("127.0.0.1", 1)) is None
         publication.close()
-    outcome = await Discovery(private).announce(("127.0.0.1", 1), ("127.0.0.1", 9), soon())
+    outcome = Discovery(private).announce(("127.0.0.1", 1), ("127.0.0.1", 9))
     assert outcome is publication.unavailable
     return outcome
 
@@ -123,19 +165,19 @@ async def test_a_full_file_system(private: Path, monkeypatch: pytest.MonkeyPatch
 
 async def test_entries_that_are_no_sockets_are_left_alone(private: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "s"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as decoy:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as decoy:
         decoy.bind(str(elsewhere))
-        decoy.listen()
-        decoy.setblocking(False)
         async with serving(private) as server:
             (name,) = sockets_below(private)
             (name.parent / "1-link").symlink_to(elsewhere)
             (name.parent / "2-file").touch()
+            os.mkfifo(name.parent / "3-pipe")
             await agree(private, server, server.address)
-            with pytest.raises(BlockingIOError):
-                decoy.accept()
-            (name.parent / "1-link").unlink()
-            (name.parent / "2-file").unlink()
+            name.unlink()
+            outcome = Discovery(private).announce(("127.0.0.1", 1), server.address)
+            assert outcome is FallbackReason.PEER_NOT_CAPABLE
+            for each in ("1-link", "2-file", "3-pipe"):
+                (name.parent / each).unlink()
     elsewhere.unlink()
 
 
@@ -150,9 +192,9 @@ async def test_publishers_that_come_and_go_do_not_disturb_each_other(private: Pa
 
     def come_and_go() -> None:
         for _ in range(200):
-            made = directory.NewSocket(private, "4-127.0.0.1-9", 1)
+            made = directory.NewSocket(private, "4-127.0.0.1-9")
             made.remove()
-            made.listener.close()
+            made.socket.close()
 
     async with trio.open_nursery() as nursery:
         for _ in range(3):

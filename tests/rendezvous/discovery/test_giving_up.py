@@ -2,48 +2,61 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
 from tests.rendezvous.discovery.world import (
+    LONG,
     SHORT,
     Both,
     announce,
     both_go,
     bound,
     claimed,
+    reached,
     serving,
     sockets_below,
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import messages, publication
-from trio_smc.rendezvous.discovery.publication import Announced, Claim, Claims, Client
-from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
+from trio_smc._base.timers import Timers
+from trio_smc.rendezvous.discovery import messages
+from trio_smc.rendezvous.discovery.same_host import Discovery
+from trio_smc.wire.clc import EYE_CATCHER
 
 
-async def test_a_client_that_withdraws(private: Path) -> None:
+async def test_a_client_that_withdraws_before_the_answer(private: Path) -> None:
     async with claimed(private) as both:
-        both.announcement.close()
+        assert not both.announcement.withdraw()
+        assert not both.claim.accept()
         assert not await both.claim.confirm(both.connection, soon())
 
 
-async def test_a_client_that_withdraws_and_lets_the_server_speak_first(private: Path) -> None:
-    """Nothing comes over TCP that would wake the server."""
+async def test_a_client_that_withdraws_after_the_answer_owes_a_message(private: Path) -> None:
+    """It may have no RNIC any more: it sends a Decline, and the server goes on waiting."""
+    async with claimed(private) as both:
+        both.claim.accept()
+        assert both.announcement.withdraw()
+        await both.client.send(b"C")
+        both.announcement.close()
+        assert await both.claim.confirm(both.connection, soon())
+
+
+async def test_a_client_that_denies_and_lets_the_server_speak_first(private: Path) -> None:
+    """The connection is not the announced one; no byte over TCP wakes the server."""
     async with claimed(private) as both, trio.open_nursery() as nursery:
 
-        async def withdraw() -> None:
+        async def close() -> None:
             await trio.testing.wait_all_tasks_blocked()
             both.announcement.close()
 
-        nursery.start_soon(withdraw)
-        assert not await both.claim.confirm(both.connection, soon())
+        nursery.start_soon(close)
+        with trio.fail_after(LONG):
+            assert not await both.claim.confirm(both.connection, soon(60))
 
 
 async def test_a_client_that_withdraws_before_the_claim(private: Path) -> None:
@@ -54,18 +67,17 @@ async def test_a_client_that_withdraws_before_the_claim(private: Path) -> None:
         announcement.close()
         connection, claim = await server.accept()
         with connection:
-            # Found before the withdrawal behind it was read: then that ends it.
-            assert claim is None or not await claim.confirm(connection, soon())
+            assert claim is None
 
 
-async def test_a_client_that_is_tired_of_waiting(private: Path) -> None:
+async def test_a_client_whose_patience_ends(private: Path) -> None:
     async with claimed(private) as both:
         assert await both.client_says(SHORT) is FallbackReason.PEER_NOT_CAPABLE
         assert not await both.server_says()
 
 
-async def test_a_server_that_is_tired_of_waiting(private: Path) -> None:
-    """It does not know what the client is going to say: no fallback (RFC 7609, C.5)."""
+async def test_a_server_whose_patience_ends(private: Path) -> None:
+    """It does not know what the client is going to send: no fallback (RFC 7609, C.5)."""
     async with claimed(private) as both:
         with pytest.raises(TimeoutError):
             await both.claim.confirm(both.connection, soon(SHORT))
@@ -73,22 +85,14 @@ async def test_a_server_that_is_tired_of_waiting(private: Path) -> None:
         assert await both.client_says() is None
 
 
-async def test_bytes_of_an_application_come_after_a_withdrawal(private: Path) -> None:
-    """Both are there when the server looks at the TCP connection for the first time."""
+async def test_a_denial_is_known_before_the_bytes_behind_it(private: Path) -> None:
+    """Both are there when the server looks at the TCP connection for the first time; the bytes of
+    the application look like CLC."""
     async with claimed(private) as both:
-        assert await both.client_says(0) is FallbackReason.PEER_NOT_CAPABLE
-        assert not await both.server_says()
-
-
-async def test_a_client_whose_queue_is_full_ends_its_unix_connection(private: Path) -> None:
-    async with claimed(private) as both:
-        (server,) = both.announcement.asked
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                server.connection.send(messages.withdraw(bytes(36)))
-        assert await both.client_says(0) is FallbackReason.PEER_NOT_CAPABLE
-        assert not server.is_open
-        assert not await both.server_says()
+        both.claim.accept()
+        both.announcement.close()
+        await both.client.send(EYE_CATCHER)
+        assert not await both.claim.confirm(both.connection, soon())
 
 
 @pytest.mark.parametrize(
@@ -132,107 +136,69 @@ async def test_a_publication_closed_before_its_task_ran(private: Path) -> None:
     assert sockets_below(private) == []
 
 
-async def test_an_announcement_that_no_connection_follows_is_forgotten(
-    private: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publication, "_PENDING_TIMEOUT", 0)
-    asking = Discovery(private)
-    async with serving(private) as server, bound() as one, bound() as two:
-        first = await announce(asking, one, server.address)
-        second = await announce(asking, two, server.address)
-        await trio.testing.wait_all_tasks_blocked()
-        (client,) = server.publication.clients.values()
-        server.publication.hear_all(client)
-        assert list(server.publication.claims.pending) == [second.key]
-        first.close()
-        second.close()
-        server.publication.hear_all(client)
-        assert server.publication.claims.pending == {}
-        assert client.pending == set()
-
-
 @pytest.mark.parametrize("stacks", [1, 2])
 async def test_two_announcements_of_one_connection(stacks: int, private: Path) -> None:
-    """Sockets may share a port, and one of them connects: who announced it nobody can tell."""
+    """Sockets may share a port; the second one that wants it takes another one."""
     one = Discovery(private)
     other = one if stacks == 1 else Discovery(private)
     async with serving(private) as server, bound() as client:
         first = await announce(one, client, server.address)
-        second = await other.announce(client.getsockname(), server.address, soon(), client)
+        assert other.announce(client.getsockname(), server.address, client) is None
         await client.connect(server.address)
         connection, claim = await server.accept()
         with connection:
-            assert await first.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
-            if stacks == 1:
-                assert second is FallbackReason.PEER_NOT_CAPABLE
-                assert claim is None or not await claim.confirm(connection, soon())
-            else:
-                assert claim is None
-                assert isinstance(second, Announcement)
-                assert await second.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
-
-
-@pytest.mark.parametrize("connects", ["first", "second"])
-async def test_an_announcement_of_a_connection_that_was_accepted(
-    connects: str, private: Path
-) -> None:
-    """The other one, which cannot connect, withdraws; whose connection it was is answered."""
-    async with claimed(private) as both:
-        again = await announce(private, both.client, both.connection.getsockname())
-        if connects == "first":
-            again.close()
-            await both_go(both)
-        else:
-            both.announcement.close()
-            assert not await both.claim.confirm(both.connection, soon())
-            assert await again.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
+            assert claim is not None
+            await both_go(Both(client, first, connection, claim))
 
 
 @pytest.mark.parametrize("impatient", [0, 1, 2])
-async def test_of_three_who_wait_one_gives_up(impatient: int, private: Path) -> None:
-    """A stack's own task ends the wait, of the one that reads for all or of another."""
-    asking = Discovery(private)
-    asking.open()
+async def test_of_three_that_wait_one_gives_up(impatient: int, private: Path) -> None:
+    """With the timers of a stack."""
+    timers = Timers(trio.current_time, lambda: None)
+    asking = Discovery(private, timers)
     answers: dict[int, FallbackReason | None] = {}
 
     async def wait(number: int, both: Both, deadline: float) -> None:
-        answers[number] = await both.announcement.accepted(deadline)
+        with both.announcement:
+            answers[number] = await both.announcement.accepted(deadline)
 
     async with (
         claimed(private, asking=asking) as first,
         claimed(private, asking=asking) as second,
         claimed(private, asking=asking) as third,
-        trio.open_nursery() as background,
+        trio.open_nursery() as nursery,
     ):
-        background.start_soon(asking.run)
+        for number, both in enumerate((first, second, third)):
+            deadline = soon(SHORT) if number == impatient else soon()
+            nursery.start_soon(wait, number, both, deadline)
+        while impatient not in answers:
+            await trio.sleep(SHORT / 10)
+            timers.run_due()
+        assert answers == {impatient: FallbackReason.PEER_NOT_CAPABLE}
+        for number, both in enumerate((first, second, third)):
+            if number != impatient:
+                both.claim.accept()
+    assert answers.pop(impatient) is FallbackReason.PEER_NOT_CAPABLE
+    assert set(answers.values()) == {None}
+
+
+async def test_a_denial_with_another_token_is_ignored(private: Path) -> None:
+    """Every process of the user can send it."""
+    async with claimed(private) as both:
+        both.claim.accept()
+        (name,) = sockets_below(private)
+        with reached(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+            raw.sendto(messages.not_mine(bytes(8)), path)
+        await both_go(both)
+
+
+async def test_an_announcement_that_is_cancelled_ends_the_wait(private: Path) -> None:
+    async with claimed(private) as both, trio.open_nursery() as nursery:
+
+        async def wait() -> None:
+            reason = await both.announcement.accepted(soon(60))
+            assert reason is FallbackReason.PEER_NOT_CAPABLE
+
+        nursery.start_soon(wait)
         await trio.testing.wait_all_tasks_blocked()
-        async with trio.open_nursery() as nursery:
-            for number, both in enumerate((first, second, third)):
-                deadline = soon(SHORT) if number == impatient else soon()
-                nursery.start_soon(wait, number, both, deadline)
-                await trio.testing.wait_all_tasks_blocked()
-            while impatient not in answers:  # noqa: ASYNC110
-                await trio.sleep(SHORT / 10)
-            assert answers == {impatient: FallbackReason.PEER_NOT_CAPABLE}
-            for number, both in enumerate((first, second, third)):
-                if number != impatient:
-                    both.claim.accept()
-        assert answers.pop(impatient) is FallbackReason.PEER_NOT_CAPABLE
-        assert set(answers.values()) == {None}
-        background.cancel_scope.cancel()
-    asking.close()
-
-
-def test_another_clients_withdrawal_is_not_heard() -> None:
-    """Every process of the user can say that it withdraws a connection."""
-    key = bytes(range(36))
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        client, stranger = Client(ours), Client(theirs)
-        claims = Claims()
-        unused: Any = None
-        claim = claims.taken[key] = Claim(unused, Announced(client, key))
-        claims.withdrawn(stranger, key)
-        assert not claim.withdrawn
-        claims.withdrawn(client, key)
-        assert claim.withdrawn
+        both.announcement.cancel()

@@ -1,47 +1,59 @@
-"""Same-host discovery: what listeners may answer a client."""
+"""Same-host discovery: datagrams of listeners, and of others, to a client that waits."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
-from tests.rendezvous.discovery.world import SHORT, sockets_below, soon
+from tests.rendezvous.discovery.world import (
+    LONG,
+    SHORT,
+    announce,
+    bound,
+    names_below,
+    reached,
+    serving,
+    soon,
+)
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import directory, messages
+from trio_smc.rendezvous.discovery import announcing, directory, messages
 from trio_smc.rendezvous.discovery.messages import Kind
 from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
+from trio_smc.rnic.soft.messages import VERSION
+
+HERE, THERE = ("127.0.0.1", 1), ("127.0.0.1", 9)
 
 
 class FakeListener:
-    """A raw socket in the place of a publication, answering one client with given packets."""
+    """A socket in the place of a publication, and a client that takes it for one."""
 
-    def __init__(self, private: Path, *answers: bytes, backlog: int = 5) -> None:
-        self.name = directory.listener_name("127.0.0.1", 9, dual_stack=False)
-        self.made = directory.NewSocket(private, self.name, backlog)
-        self.answers = answers
+    def __init__(self, private: Path) -> None:
+        name = directory.listener_name(*THERE, dual_stack=False)
+        self.made = directory.NewSocket(private, name)
+        announced = Discovery(private).announce(HERE, THERE)
+        assert isinstance(announced, Announcement)
+        self.announcement: Announcement = announced
+        (self.name,) = names_below(private)
 
-    async def serve(self) -> None:
-        await trio.lowlevel.wait_readable(self.made.listener)
-        connection, _ = self.made.listener.accept()
-        with connection:
-            await trio.lowlevel.wait_readable(connection)
-            connection.recv(100)
-            for answer in self.answers:
-                connection.send(answer)
-            with contextlib.suppress(OSError):
-                await trio.lowlevel.wait_readable(connection)
+    def answer(self, *packets: bytes) -> None:
+        with reached(self.name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+            for each in packets:
+                raw.sendto(each, path)
 
     def close(self) -> None:
+        self.announcement.close()
         self.made.remove()
-        self.made.listener.close()
+        self.made.socket.close()
 
 
-NAME = messages.four_tuple(("127.0.0.1", 1), ("127.0.0.1", 9))
+ACCEPTED = messages.accepted(bytes(8), VERSION)
 
 
 @pytest.mark.parametrize(
@@ -49,74 +61,161 @@ NAME = messages.four_tuple(("127.0.0.1", 1), ("127.0.0.1", 9))
     [
         (b"", FallbackReason.PEER_NOT_CAPABLE),
         (b"HTTP/1.0 400 Bad Request", FallbackReason.PEER_NOT_CAPABLE),
-        (messages.announce(NAME), FallbackReason.PEER_NOT_CAPABLE),
-        (messages.accepted(NAME)[:-1], FallbackReason.PEER_NOT_CAPABLE),
-        (
-            struct.pack(">4sBBBB", b"TSMC", 7, 9, Kind.ACCEPTED, 0) + NAME,
-            FallbackReason.LOCAL_VERSION_MISMATCH,
-        ),
-        (
-            struct.pack(">4sBBBB", b"TSMC", 7, 9, Kind.REFUSED, 1),
-            FallbackReason.LOCAL_VERSION_MISMATCH,
-        ),
+        (messages.not_mine(bytes(8)), FallbackReason.PEER_NOT_CAPABLE),
+        (ACCEPTED[:-1], FallbackReason.PEER_NOT_CAPABLE),
+        (struct.pack(">4sBBBB", b"TSMC", 7, 9, Kind.REFUSED, 1), "local-version-mismatch"),
         (messages.refused(FallbackReason.NO_RNIC), FallbackReason.NO_RNIC),
-        (messages.refused(FallbackReason.NO_RNIC, NAME), FallbackReason.NO_RNIC),
+        (ACCEPTED, None),
+        (ACCEPTED + b"of a later version", None),
     ],
 )
 async def test_what_a_listener_may_answer(
-    answer: bytes, reason: FallbackReason, private: Path
+    answer: bytes, reason: FallbackReason | None, private: Path
 ) -> None:
-    fake = FakeListener(private, answer)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(fake.serve)
-        there = ("127.0.0.1", 9)
-        outcome = await Discovery(private).announce(("127.0.0.1", 1), there, soon())
-        assert isinstance(outcome, Announcement)
-        assert await outcome.accepted(soon()) is reason
-        nursery.cancel_scope.cancel()
+    fake = FakeListener(private)
+    fake.answer(answer)
+    assert await fake.announcement.accepted(soon(SHORT)) == reason
     fake.close()
 
 
-async def test_an_answer_for_a_connection_that_was_not_announced_is_ignored(private: Path) -> None:
-    other = messages.four_tuple(("127.0.0.1", 2), ("127.0.0.1", 9))
-    fake = FakeListener(private, messages.accepted(other), messages.accepted(NAME))
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(fake.serve)
-        outcome = await Discovery(private).announce(("127.0.0.1", 1), ("127.0.0.1", 9), soon())
-        assert isinstance(outcome, Announcement)
-        assert await outcome.accepted(soon()) is None
-        nursery.cancel_scope.cancel()
+@pytest.mark.parametrize(
+    ("answer", "software", "roce"),
+    [
+        (ACCEPTED, None, None),
+        (messages.accepted(bytes(8), VERSION + 1), FallbackReason.VERSION_MISMATCH, None),
+        (
+            struct.pack(">4sBBBB", b"TSMC", 7, 9, Kind.ACCEPTED, 0),
+            FallbackReason.LOCAL_VERSION_MISMATCH,
+            FallbackReason.LOCAL_VERSION_MISMATCH,
+        ),
+    ],
+)
+async def test_an_acceptance_by_another_release(
+    answer: bytes,
+    software: FallbackReason | None,
+    roce: FallbackReason | None,
+    private: Path,
+) -> None:
+    """The server expects a CLC message all the same, and is to be sent a Decline."""
+    fake = FakeListener(private)
+    fake.answer(answer)
+    assert await fake.announcement.accepted(soon()) is None
+    assert fake.announcement.mismatch("software") is software
+    assert fake.announcement.mismatch("roce") is roce
     fake.close()
 
 
-async def test_a_listener_whose_backlog_stays_full(private: Path) -> None:
-    fake = FakeListener(private, backlog=0)
-    waiting = []
-    try:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                waiting[-1].setblocking(False)
-                waiting[-1].connect(str(sockets_below(private)[0]))
-        there = ("127.0.0.1", 9)
-        outcome = await Discovery(private).announce(("127.0.0.1", 1), there, soon(SHORT))
-        assert outcome is FallbackReason.PEER_NOT_CAPABLE
-        # Once there is room again, a client that is still waiting gets through.
+async def test_what_is_no_answer_is_ignored(private: Path) -> None:
+    fake = FakeListener(private)
+    fake.answer(b"", b"?", messages.not_mine(bytes(8)), ACCEPTED)
+    assert await fake.announcement.accepted(soon()) is None
+    fake.close()
+
+
+async def test_an_acceptance_behind_a_refusal_counts(private: Path) -> None:
+    """They are about two connections with the same addresses, and the server expects CLC."""
+    fake = FakeListener(private)
+    fake.answer(messages.refused(FallbackReason.NO_RNIC), ACCEPTED)
+    assert await fake.announcement.accepted(soon()) is None
+    fake.close()
+
+
+async def test_a_flood_ends_the_wait(private: Path) -> None:
+    """The connection is plain TCP then, and the server knows: its answer has not arrived."""
+    fake = FakeListener(private)
+    result: list[FallbackReason | None] = []
+
+    async def wait() -> None:
+        result.append(await fake.announcement.accepted(soon(60)))
+
+    with trio.fail_after(LONG):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(drain, fake.made.listener)
-            found = await Discovery(private).announce(("127.0.0.1", 1), there, soon())
-            assert isinstance(found, Announcement)
-            found.close()
-            nursery.cancel_scope.cancel()
-    finally:
-        for each in waiting:
-            each.close()
-        fake.close()
+            nursery.start_soon(wait)
+            for _ in range(announcing._MOST_IGNORED + 1):
+                fake.answer(b"?")
+                await trio.testing.wait_all_tasks_blocked()
+                if result:
+                    break
+    assert result == [FallbackReason.PEER_NOT_CAPABLE]
+    fake.close()
 
 
-async def drain(listener: socket.socket) -> None:
-    """Accept everybody."""
-    while True:
-        await trio.lowlevel.wait_readable(listener)
-        connection, _ = listener.accept()
-        connection.close()
+async def test_a_full_queue_is_no_answer(private: Path) -> None:
+    """The server cannot send ACCEPTED, and both sides have plain TCP."""
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        (name,) = names_below(private)
+        with reached(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+            raw.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    raw.sendto(b"?", path)
+        await client.connect(server.address)
+        connection, claim = await server.accept()
+        with connection:
+            assert claim is not None
+            assert not claim.accept()
+            assert not await claim.confirm(connection, soon())
+            assert await announcement.accepted(soon(SHORT)) is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_a_listener_that_dies_ends_the_wait(private: Path) -> None:
+    fake = FakeListener(private)
+    result: list[FallbackReason | None] = []
+
+    async def wait() -> None:
+        result.append(await fake.announcement.accepted(soon(60)))
+
+    with trio.fail_after(LONG):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            await trio.testing.wait_all_tasks_blocked()
+            fake.made.socket.close()
+    assert result == [FallbackReason.PEER_NOT_CAPABLE]
+    fake.close()
+
+
+@pytest.mark.parametrize("news", ["bytes", "reset", "no name"])
+async def test_the_wait_ends_when_no_answer_can_come(news: str, private: Path) -> None:
+    """A plain server speaks first, the process that has accepted ends, or a cleaner was there."""
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        await client.connect(server.address)
+        await trio.lowlevel.wait_readable(server.plain)
+        accepted, _ = server.plain.accept()
+        if news == "bytes":
+            accepted.send(b"220 ready")
+        elif news == "reset":
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            accepted.close()
+        else:
+            os.unlink(names_below(private)[0])
+        with accepted, trio.fail_after(LONG):
+            assert await announcement.accepted(soon(60)) is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_the_server_that_has_the_connection_answers_after_the_first_checks(
+    private: Path,
+) -> None:
+    """A client checks now and then that an answer may come, and goes on waiting if so."""
+    async with serving(private) as server, bound() as client, trio.open_nursery() as nursery:
+        announcement = await announce(private, client, server.address)
+        await client.connect(server.address)
+
+        async def answer() -> None:
+            await trio.sleep(3 * announcing._FIRST_CHECK)
+            connection, claim = await server.accept()
+            nursery.start_soon(hold, connection)
+            assert claim is not None
+            assert await claim.confirm(connection, soon())
+
+        async def hold(connection: trio.socket.SocketType) -> None:
+            with connection:
+                await trio.sleep_forever()
+
+        nursery.start_soon(answer)
+        with announcement:
+            assert await announcement.accepted(soon()) is None
+        await client.send(b"C")
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()

@@ -11,63 +11,72 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.messages import Kind
+from trio_smc.rendezvous.discovery.names import announced_name
 
 
-@given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: b"TSMC\x02\x02" + tail))
+@given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: b"TSMC\x05\x05" + tail))
 def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         message = messages.decode_untrusted(data)
         assert (message.kind is Kind.REFUSED) == (message.reason is not None)
-        everything = message.kind in (None, Kind.REFUSED)
-        assert len(message.connection) in ((0, 36) if everything else (36,))
+        with_token = message.is_common and message.kind in (Kind.ACCEPTED, Kind.NOT_MINE)
+        assert len(message.token) == (8 if with_token else 0)
+        with_addresses = message.kind in (Kind.PROVE, Kind.LISTENING)
+        assert len(message.connection) == (36 if with_addresses else 0)
+        assert len(message.name) == (16 if message.kind is Kind.PROVE else 0)
 
 
 @given(st.ip_addresses(), st.integers(0, 65535), st.ip_addresses(), st.integers(0, 65535))
-def test_an_announcement_names_its_connection(
+def test_a_name_shows_the_connection_and_fits_into_an_address(
     source: object, source_port: int, destination: object, port: int
 ) -> None:
-    name = messages.four_tuple((str(source), source_port), (str(destination), port))
-    message = messages.decode_untrusted(messages.announce(name))
-    assert message.kind is Kind.ANNOUNCE
-    assert message.connection == name
+    key = messages.four_tuple((str(source), source_port), (str(destination), port))
+    name = announced_name("4294967295", key)
+    assert len(f"/proc/self/fd/9999999/{name}".encode()) < 108
     other = messages.four_tuple((str(source), source_port), (str(destination), port ^ 1))
-    assert other != name
+    assert announced_name("4294967295", other) != name
+    assert announced_name("4294967294", key) != name
 
 
-def test_the_layout_of_an_announcement() -> None:
-    name = messages.four_tuple(("192.0.2.1", 0x1234), ("2001:db8::1%eth0", 0x5678))
-    expected = (
-        "54534d43 02 04 01 00"
-        "00000000000000000000ffffc0000201 1234"
-        "20010db8000000000000000000000001 5678"
-        "00000102"
+def test_the_name_of_an_announcement() -> None:
+    key = messages.four_tuple(("192.0.2.1", 0x1234), ("2001:db8::1%eth0", 0x5678))
+    assert announced_name("4026531840", key) == (
+        "4026531840-00000000000000000000ffffc0000201123420010db80000000000000000000000015678"
     )
-    assert messages.announce(name, messages.packed_number(258)) == bytes.fromhex(expected)
 
 
-def test_an_answer_carries_the_number_of_the_announcement() -> None:
-    name = messages.four_tuple(("127.0.0.1", 1), ("127.0.0.1", 2))
-    number = messages.packed_number((1 << 32) + 7)
-    refused = messages.refused(FallbackReason.NO_RNIC, name, number)
-    for said in (messages.announce(name, number), messages.accepted(name, number), refused):
-        message = messages.decode_untrusted(said)
-        assert message.number == bytes([0, 0, 0, 7])
-        assert message.connection == name
-        # What earlier versions say.
-        assert messages.decode_untrusted(said[:44]).number == b""
+def test_the_layout() -> None:
+    token = bytes(range(8))
+    head = "54534d43 05 05"
+    assert messages.accepted(token, 4) == bytes.fromhex(f"{head} 03 00 0001020304050607 04")
+    said = messages.accepted(token, 4, required=True)
+    assert said == bytes.fromhex(f"{head} 03 01 0001020304050607 04")
+    assert messages.not_mine(token) == bytes.fromhex(f"{head} 08 00 0001020304050607")
+    assert messages.refused(FallbackReason.NO_RNIC) == bytes.fromhex(f"{head} 05 05")
 
 
-def test_who_requires_smc_says_so() -> None:
-    name = messages.four_tuple(("127.0.0.1", 1), ("127.0.0.1", 2))
-    for make in (messages.announce, messages.accepted):
-        for required in (False, True):
-            said = make(name, required=required)
-            assert said[7] == required
-            assert messages.decode_untrusted(said).required is required
-            # As a later version of the same protocol says it.
-            later = said[:5] + b"\x09" + said[6:]
-            assert messages.decode_untrusted(later).required is required
-    assert not messages.decode_untrusted(messages.withdraw(name)).required
+def test_an_answer_arrives() -> None:
+    token = bytes(range(8))
+    for required in (False, True):
+        said = messages.accepted(token, 4, required=required)
+        # As a later version of the same protocol says it, with bytes behind.
+        for each in (said, said[:5] + b"\x09" + said[6:] + b"more"):
+            message = messages.decode_untrusted(each)
+            assert message == messages.Message(
+                Kind.ACCEPTED, required=required, token=token, rnic_version=4
+            )
+    denied = messages.decode_untrusted(messages.not_mine(token))
+    assert denied == messages.Message(Kind.NOT_MINE, token=token)
+
+
+def test_an_answer_of_another_version_still_says_what_the_server_expects() -> None:
+    for said, kind in (
+        (messages.accepted(bytes(8), 4), Kind.ACCEPTED),
+        (messages.refused(FallbackReason.NO_RNIC), Kind.REFUSED),
+    ):
+        for versions in (b"\x06\x09", b"\x01\x04"):
+            message = messages.decode_untrusted(said[:4] + versions + said[6:8])
+            assert (message.kind, message.is_common) == (kind, False)
 
 
 def test_every_reason_with_a_code_arrives() -> None:

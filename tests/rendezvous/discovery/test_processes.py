@@ -18,6 +18,7 @@ from tests.rendezvous.discovery.world import (
     agree,
     announce,
     bound,
+    reached,
     serving,
     sockets_below,
     soon,
@@ -81,11 +82,11 @@ async def worker(
 async def call_worker(private: Path, port: int, wait: float = LONG) -> tuple[bool, bytes]:
     """Connect; whether we agreed on SMC-R, and what the worker thinks."""
     async with bound() as client:
-        announcement = await announce(private, client, ("127.0.0.1", port))
-        await client.connect(("127.0.0.1", port))
-        agreed = await announcement.accepted(soon(wait)) is None
-        await client.send(b"C" if agreed else b"A")
-        return agreed, await client.recv(100)
+        with await announce(private, client, ("127.0.0.1", port)) as announcement:
+            await client.connect(("127.0.0.1", port))
+            agreed = await announcement.accepted(soon(wait)) is None
+            await client.send(b"C" if agreed else b"A")
+            return agreed, await client.recv(100)
 
 
 async def test_two_processes(private: Path) -> None:
@@ -139,7 +140,7 @@ async def test_the_socket_of_a_killed_process_is_removed(private: Path) -> None:
         await killed.process.wait()
         assert len(sockets_below(private)) == 1
         there = ("127.0.0.1", port)
-        outcome = await Discovery(private).announce(("127.0.0.1", 1), there, soon())
+        outcome = Discovery(private).announce(("127.0.0.1", 1), there)
         assert outcome is FallbackReason.PEER_NOT_CAPABLE
         assert sockets_below(private) == []
 
@@ -154,12 +155,20 @@ async def test_who_publishes_removes_what_dead_processes_left(private: Path) -> 
     assert sockets_below(private) == []
 
 
-async def test_a_stopped_process_delays_nobody(private: Path) -> None:
+async def test_a_stopped_process_delays_no_other(private: Path) -> None:
+    """Its queue is full of messages that it does not receive."""
     async with serving(private) as server:
         (name,) = sockets_below(private)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-            silent.bind(str(name.parent / "1-silent"))
-            silent.listen(1)
+        with (
+            reached(name.parent / "1-stopped") as path,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stopped,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
+        ):
+            stopped.bind(path)
+            sender.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sender.sendto(b"?", path)
             with trio.fail_after(LONG / 2):
                 await agree(private, server, server.address)
-            (name.parent / "1-silent").unlink()
+            os.unlink(path)

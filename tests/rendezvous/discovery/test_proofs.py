@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import socket
 import struct
 from pathlib import Path
@@ -15,13 +16,23 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.rendezvous.discovery.world import SHORT, Both, both_go, bound, serving, soon
+from tests.rendezvous.discovery.world import (
+    SHORT,
+    Both,
+    both_go,
+    bound,
+    reached,
+    serving,
+    sockets_below,
+)
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.host.private_directory import PrivateDirectory
-from trio_smc.rendezvous.discovery import announcing, directory, messages, publication, same_host
+from trio_smc.host.descriptors import Closer
+from trio_smc.rendezvous.discovery import directory, messages, proofs, publication, same_host
 from trio_smc.rendezvous.discovery.messages import Kind
-from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery, Lookup
+from trio_smc.rendezvous.discovery.names import OwnNames
+from trio_smc.rendezvous.discovery.proofs import reply_name
+from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery, Found
 
 HOST = "127.0.0.1"
 Patch = pytest.MonkeyPatch
@@ -29,42 +40,41 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def two_namespaces(monkeypatch: Patch) -> None:
-    """Who asks takes the namespace of who listens for another one, in a directory that is named."""
+    """A client takes the namespace of a listener for another one, in a directory that is named."""
     monkeypatch.setattr(directory, "other_namespaces", directory.namespace_paths)
     for module in (directory, same_host):
         monkeypatch.setattr(module, "is_named", lambda path: True)
 
 
-async def prove(private: Path, port: int) -> Lookup | FallbackReason:
-    """What a client learns that asks for a proof."""
+async def prove(private: Path, port: int) -> Found | FallbackReason:
+    """The result for a client that asks for a proof."""
     with trio.socket.socket() as client:
         return await Discovery(private).prove(HOST, (HOST, port), client)
 
 
-async def raw_proof(
-    private: Path, port: int, there: str = HOST
-) -> tuple[socket.socket, messages.Message]:
-    """A client's Unix connection, and what it hears after a PROVE."""
-    root = PrivateDirectory.open(private, create=False)
-    try:
-        name = directory.listener_name(HOST, port, dual_stack=False)
-        [path] = directory.namespace_paths(root, directory.namespace_name())
-        listeners = directory.Listeners(root, path, name, directory.Listings())
-        [found] = listeners.waiting
-        connection = listeners.connect_to(found)
-        listeners.close()
-    finally:
-        root.close()
-    assert connection is not None
-    connection.send(messages.prove(messages.four_tuple((HOST, 0), (there, 0))))
-    await trio.lowlevel.wait_readable(connection)
-    said = messages.take(connection)
+async def raw_proof(private: Path, there: str = HOST) -> messages.Message:
+    """The message that a client receives after a PROVE."""
+    names, token, closer = OwnNames(private), secrets.token_bytes(16), Closer("test")
+    (listener,) = sockets_below(private)
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as waiting,
+        reached(listener) as path,
+    ):
+        waiting.setblocking(False)
+        waiting.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        names.bind(waiting, reply_name(token))
+        key = messages.four_tuple((HOST, 0), (there, 0))
+        waiting.sendto(messages.prove(key, token), path)
+        await trio.lowlevel.wait_readable(waiting)
+        said, _ = messages.receive(waiting, closer)
+        names.remove(reply_name(token))
+    names.close()
     assert said is not None
-    return connection, said
+    return said
 
 
 async def read_all(port: int, source: str = HOST) -> bytes:
-    """What the listener of a proof says to who connects."""
+    """The bytes that the listener of a proof sends to a client that connects."""
     with trio.socket.socket() as client:
         await client.bind((source, 0))
         await client.connect((HOST, port))
@@ -78,9 +88,9 @@ async def test_a_proven_path_is_announced_to(private: Path) -> None:
     asking = Discovery(private)
     async with serving(private) as server, bound() as client:
         found = await asking.prove(HOST, server.address, client)
-        assert isinstance(found, Lookup)
+        assert isinstance(found, Found)
         source: tuple[str, int] = client.getsockname()[:2]
-        said = await asking.announce(source, server.address, soon(), client, elsewhere=found)
+        said = asking.announce(source, server.address, client, elsewhere=found)
         assert isinstance(said, Announcement)
         await client.connect(server.address)
         connection, claim = await server.accept()
@@ -119,13 +129,14 @@ async def test_a_proof_that_is_none(change: str, private: Path, monkeypatch: Pat
     async with serving(private) as server:
         said = []
 
-        def say(self: publication.Probe) -> None:
+        def say(self: proofs.Probe) -> bool:
             with self.listener.accept()[0] as connection:
                 here, there = connection.getsockname(), connection.getpeername()
                 said.append(other(self._nonce, there, here))
                 connection.send(said[-1])
+            return True
 
-        monkeypatch.setattr(publication.Probe, "answer", say)
+        monkeypatch.setattr(proofs.Probe, "answer", say)
         assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
     assert len(said) == 1
 
@@ -133,91 +144,77 @@ async def test_a_proof_that_is_none(change: str, private: Path, monkeypatch: Pat
 async def test_who_answers_nothing_costs_no_more_than_the_time(
     private: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(announcing, "_PROOF_PATIENCE", SHORT)
-    monkeypatch.setattr(publication.Probe, "answer", lambda self: None)
+    monkeypatch.setattr(proofs, "_PROOF_PATIENCE", SHORT)
+    monkeypatch.setattr(proofs.Probe, "answer", lambda self: False)
     async with serving(private) as server:
         with trio.fail_after(5):
             assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
 
 
-async def test_a_stranger_is_told_nothing(private: Path) -> None:
-    """Who comes from another address than the one that is to be proven."""
-    async with serving(private) as server:
-        connection, said = await raw_proof(private, server.address[1])
-        with connection:
-            assert said.kind is Kind.LISTENING
-            assert await read_all(said.port, "127.0.0.2") == b""
-            got = await read_all(said.port)
-            assert got.startswith(said.nonce)
-            assert len(got) == messages.PROOF_SIZE
+async def test_another_client_is_sent_nothing(private: Path) -> None:
+    """It connects from another address than the one that is to be proven."""
+    async with serving(private):
+        said = await raw_proof(private)
+        assert said.kind is Kind.LISTENING
+        assert await read_all(said.port, "127.0.0.2") == b""
+        got = await read_all(said.port)
+        assert got.startswith(said.nonce)
+        assert len(got) == messages.PROOF_SIZE
 
 
-async def test_it_listens_as_long_as_the_client_stays(private: Path) -> None:
+@pytest.mark.parametrize("comes", [True, False])
+async def test_it_listens_until_the_client_has_come(
+    comes: bool, private: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(proofs, "_PROBE_TIMEOUT", 2.0 if comes else SHORT)
     async with serving(private) as server:
-        connection, said = await raw_proof(private, server.address[1])
-        connection.close()
+        said = await raw_proof(private)
+        if comes:
+            await read_all(said.port)
         with trio.fail_after(10):
-            while server.publication._probes:  # noqa: ASYNC110 - the publication tells nobody
+            while server.publication.probes:  # noqa: ASYNC110 - nothing notifies of that
                 await trio.sleep(0.01)
         with pytest.raises(ConnectionRefusedError):
             await read_all(said.port)
 
 
-async def test_it_ends_when_the_client_announces_something(private: Path) -> None:
-    async with serving(private) as server:
-        connection, said = await raw_proof(private, server.address[1])
-        with connection:
-            connection.send(messages.announce(messages.four_tuple((HOST, 1), server.address)))
-            with trio.fail_after(10):
-                while server.publication._probes:  # noqa: ASYNC110 - as above
-                    await trio.sleep(0.01)
-            with pytest.raises(ConnectionRefusedError):
-                await read_all(said.port)
-            assert server.publication.clients, "it stays"
-
-
 async def test_a_listener_of_another_address(private: Path) -> None:
     """Asked for one that is this host's, too."""
-    async with serving(private) as server:
-        connection, said = await raw_proof(private, server.address[1], there="127.0.0.2")
-        connection.close()
-        assert said.kind is Kind.REFUSED
+    async with serving(private):
+        assert (await raw_proof(private, there="127.0.0.2")).kind is Kind.REFUSED
 
 
 async def test_no_descriptors_for_who_connects(private: Path, monkeypatch: Patch) -> None:
-    def full(self: publication.Probe) -> None:
+    def full(self: proofs.Probe) -> bool:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(publication.Probe, "answer", full)
+    monkeypatch.setattr(proofs.Probe, "answer", full)
     async with serving(private) as server:
         with trio.fail_after(5):
             assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
-        assert not server.publication._probes
+        assert not server.publication.probes
 
 
 def test_who_has_gone_before_it_is_let_in_holds_nobody_up() -> None:
-    probe = publication.Probe(messages.four_tuple((HOST, 0), (HOST, 0)))
+    probe = proofs.Probe(messages.four_tuple((HOST, 0), (HOST, 0)), 0)
     with probe.listener:
-        probe.answer()
+        assert not probe.answer()
 
 
 async def test_only_some_at_a_time(private: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(publication, "_MAX_PROBES", 1)
-    async with serving(private) as server:
-        first, said = await raw_proof(private, server.address[1])
-        second, refused = await raw_proof(private, server.address[1])
-        with first, second:
-            assert (said.kind, refused.kind) == (Kind.LISTENING, Kind.REFUSED)
+    async with serving(private):
+        said = await raw_proof(private)
+        refused = await raw_proof(private)
+        assert (said.kind, refused.kind) == (Kind.LISTENING, Kind.REFUSED)
 
 
 async def test_a_directory_at_a_default_place_proves_nothing(
     private: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(directory, "is_named", lambda path: False)
-    async with serving(private) as server:
-        connection, said = await raw_proof(private, server.address[1])
-        connection.close()
-        assert said.kind is Kind.REFUSED
+    async with serving(private):
+        assert (await raw_proof(private)).kind is Kind.REFUSED
 
 
 async def test_a_socket_that_goes_another_way(private: Path) -> None:
@@ -231,21 +228,21 @@ async def test_a_socket_that_goes_another_way(private: Path) -> None:
 
 async def test_what_is_proven_is_not_asked_again(private: Path, monkeypatch: Patch) -> None:
     asked = 0
-    real = publication.Probe.answer
+    real = proofs.Probe.answer
 
-    def count(self: publication.Probe) -> None:
+    def count(self: proofs.Probe) -> bool:
         nonlocal asked
         asked += 1
-        real(self)
+        return real(self)
 
-    monkeypatch.setattr(publication.Probe, "answer", count)
+    monkeypatch.setattr(proofs.Probe, "answer", count)
     monkeypatch.setattr(directory.Stamps, "settled", lambda self: True)
     asking = Discovery(private)
     async with serving(private) as server, bound() as client:
         first = await asking.prove(HOST, server.address, client)
         assert await asking.prove(HOST, server.address, client) is first
         assert asked == 1
-        assert isinstance(first, Lookup)
+        assert isinstance(first, Found)
         first.disprove()
         assert await asking.prove(HOST, server.address, client) is FallbackReason.PATH_NOT_PROVEN
     assert asked == 1
@@ -254,10 +251,11 @@ async def test_what_is_proven_is_not_asked_again(private: Path, monkeypatch: Pat
 def test_the_layout() -> None:
     key = messages.four_tuple(("192.0.2.1", 0), ("2001:db8::1", 0))
     assert messages.parties(key) == ("192.0.2.1", "2001:db8::1")
-    asked = messages.decode_untrusted(messages.prove(key))
-    assert (asked.kind, asked.connection) == (Kind.PROVE, key)
+    name = bytes(range(16))
+    asked = messages.decode_untrusted(messages.prove(key, name))
+    assert (asked.kind, asked.connection, asked.name) == (Kind.PROVE, key, name)
     told = messages.listening(key, 0x1234, bytes(range(16)))
-    head = struct.pack(">4sBBBB", b"TSMC", 2, 4, 7, 0)
+    head = struct.pack(">4sBBBB", b"TSMC", 5, 5, 7, 0)
     assert told == head + key + b"\x12\x34" + bytes(range(16))
     said = messages.decode_untrusted(told)
     assert (said.port, said.nonce) == (0x1234, bytes(range(16)))

@@ -18,7 +18,6 @@ from tests.rendezvous.discovery.world import (
     bound,
     serving,
     sockets_below,
-    soon,
 )
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery.same_host import Discovery
@@ -62,19 +61,19 @@ async def test_mapped_addresses_are_ipv4(private: Path) -> None:
 async def test_an_ipv6_only_wildcard_is_not_asked_for_ipv4(private: Path) -> None:
     async with serving(private, "::") as server:
         destination = ("127.0.0.1", server.address[1])
-        outcome = await Discovery(private).announce(("127.0.0.1", 1), destination, soon())
+        outcome = Discovery(private).announce(("127.0.0.1", 1), destination)
         assert outcome is FallbackReason.PEER_NOT_CAPABLE
 
 
 async def test_our_wildcard_listener_says_nothing_about_other_hosts(private: Path) -> None:
     async with serving(private, "0.0.0.0") as server:
         destination = ("203.0.113.9", server.address[1])
-        outcome = await Discovery(private).announce(("192.0.2.1", 1), destination, soon())
+        outcome = Discovery(private).announce(("192.0.2.1", 1), destination)
         assert outcome is FallbackReason.PEER_NOT_CAPABLE
 
 
 async def test_nobody_published(private: Path) -> None:
-    outcome = await Discovery(private).announce(("127.0.0.1", 1), ("127.0.0.1", 2), soon())
+    outcome = Discovery(private).announce(("127.0.0.1", 1), ("127.0.0.1", 2))
     assert outcome is FallbackReason.PEER_NOT_CAPABLE
     assert os.listdir(private.parent) == [], "a client makes no directory"
 
@@ -93,11 +92,13 @@ async def test_another_network_namespace_does_not_see_our_loopback(private: Path
     code = (
         "import sys, trio\n"
         "from pathlib import Path\n"
-        "from trio_smc.rendezvous.discovery.same_host import Discovery\n"
+        "from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery\n"
         "async def main():\n"
         "    there = ('127.0.0.1', int(sys.argv[2]))\n"
         "    d = Discovery(Path(sys.argv[1]))\n"
-        "    print(await d.announce(('127.0.0.1', 1), there, trio.current_time() + 10))\n"
+        "    said = d.announce(('127.0.0.1', 1), there)\n"
+        "    print(said)\n"
+        "    if isinstance(said, Announcement): said.close()\n"
         "trio.run(main)\n"
     )
     async with serving(private) as server:

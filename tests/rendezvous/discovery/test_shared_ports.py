@@ -1,6 +1,6 @@
 """Same-host discovery where connections of several sockets have the same port, one after another.
 
-The server takes an announcement for the connection of somebody else who had the port first.
+The server answers the announcement for the connection of another client, which had the port first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
-from tests.rendezvous.discovery.world import Both, Server, announce, both_go, serving, soon
-from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery.publication import Claim
-from trio_smc.rendezvous.discovery.same_host import Discovery
+from tests.rendezvous.discovery.world import LONG, Both, Server, announce, both_go, serving, soon
+from trio_smc.rendezvous.discovery.same_host import Announcement, Claim
 
 HOST = "127.0.0.1"
 RESET = struct.pack("ii", 1, 0)
@@ -40,93 +39,115 @@ async def claimed(server: Server) -> tuple[trio.socket.SocketType, Claim]:
     return connection, claim
 
 
-@pytest.mark.parametrize("settled", ["before the next", "after it"])
-async def test_an_answer_to_the_announcement_before(private: Path, settled: str) -> None:
-    """It arrives when the same addresses have been announced again."""
-    asking = Discovery(private)
-    async with serving(private) as server:
-        with sharing() as stranger:
-            port = stranger.getsockname()[1]
-            with sharing(port) as first:
-                announcement = await announce(asking, first, server.address)
-                await stranger.connect(server.address)
-                theirs, mistaken = await claimed(server)
-                mistaken.accept()
-                announcement.close()  # `first` cannot connect
-            with sharing(port) as second:
-                again = await announce(asking, second, server.address)
-                if settled == "before the next":
-                    assert not await mistaken.confirm(theirs, soon())
-                stranger.close()
-                await second.connect(server.address)
-                ours, claim = await server.accept()
-                with theirs, ours:
-                    if claim is not None:
-                        await both_go(Both(second, again, ours, claim))
-                    else:
-                        assert await again.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
-                    assert not await mistaken.confirm(theirs, soon())
-    asking.close()
+@pytest.mark.parametrize("then", ["waits", "ends"])
+async def test_a_connection_of_another_client_with_the_announced_addresses(
+    private: Path, then: str
+) -> None:
+    """The announced one cannot be made; the server is told, and has plain TCP at once."""
+    async with serving(private) as server, trio.open_nursery() as nursery:
+        with sharing() as other, sharing(other.getsockname()[1]) as client:
+            announcement = await announce(private, client, server.address)
+            await other.connect(server.address)
+            theirs, mistaken = await claimed(server)
+            mistaken.accept()
+            with pytest.raises(OSError, match="Cannot assign requested address"):
+                await client.connect(server.address)
+            if then == "ends":
+                other.close()
+                nursery.start_soon(close_soon, announcement)
+                assert await agreement(mistaken, theirs) in ("plain", "ended")
+            else:
+                nursery.start_soon(close_soon, announcement)
+                with trio.fail_after(LONG):
+                    assert await agreement(mistaken, theirs) == "plain"
+            theirs.close()
 
 
-@pytest.mark.parametrize("ends", ["speaking", "reset", "reset before anybody looks"])
-async def test_an_announcement_that_a_strangers_connection_took(private: Path, ends: str) -> None:
-    """Whose connection it was connects, and has it back."""
-    asking = Discovery(private)
+async def close_soon(announcement: Announcement) -> None:
+    await trio.testing.wait_all_tasks_blocked()
+    announcement.close()
+
+
+async def agreement(claim: Claim, connection: trio.socket.SocketType) -> str:
+    """The result for a server and a connection whose client was sent ACCEPTED."""
+    try:
+        if await claim.confirm(connection, soon(60)) and claim.is_right():
+            return "smc"
+    except ConnectionResetError:
+        return "ended"
+    return "plain"
+
+
+@pytest.mark.parametrize("ends", ["speaking", "reset"])
+async def test_an_announcement_that_another_connection_was_answered_for(
+    private: Path, ends: str
+) -> None:
+    """The client connects then, and its own connection is answered for, too."""
     async with serving(private) as server:
-        with sharing() as stranger, sharing(stranger.getsockname()[1]) as client:
-            announcement = await announce(asking, client, server.address)
-            await stranger.connect(server.address)
+        with sharing() as other, sharing(other.getsockname()[1]) as client:
+            announcement = await announce(private, client, server.address)
+            await other.connect(server.address)
             theirs, mistaken = await claimed(server)
             mistaken.accept()
             if ends == "speaking":
-                await stranger.send(b"GET /")
-                assert await mistaken.confirm(theirs, soon())
-                assert not mistaken.is_right()
-            stranger.close()
+                await other.send(b"GET /")
+                assert await agreement(mistaken, theirs) == "plain"
+                assert await theirs.recv(10) == b"GET /"
+            other.close()
             if ends == "reset":
-                assert await mistaken.confirm(theirs, soon())
-                with pytest.raises(ConnectionResetError):
-                    mistaken.is_right()
+                assert await agreement(mistaken, theirs) == "ended"
             await client.connect(server.address)
             ours, claim = await claimed(server)
             with theirs, ours:
                 await both_go(Both(client, announcement, ours, claim))
-                assert not await mistaken.confirm(theirs, soon())
-    asking.close()
 
 
-async def test_a_stranger_after_the_announced_connection(private: Path) -> None:
-    """That one has said CLC, so the announcement is not the stranger's."""
+async def test_a_connection_that_has_ended_is_not_answered_for(private: Path) -> None:
+    """It is still in the backlog when the announced one is made."""
     async with serving(private) as server:
-        with sharing() as client, sharing(client.getsockname()[1]) as stranger:
+        with sharing() as other, sharing(other.getsockname()[1]) as client:
+            await other.connect(server.address)
+            other.close()
             announcement = await announce(private, client, server.address)
             await client.connect(server.address)
+            theirs, none = await server.accept()
+            with theirs:
+                assert none is None
             ours, claim = await claimed(server)
-            claim.accept()
-            assert await announcement.accepted(soon()) is None
-            await client.send(b"\xe2\xd4\xc3\xd9")
+            with ours:
+                await both_go(Both(client, announcement, ours, claim))
+
+
+async def test_another_client_after_the_announced_connection(private: Path) -> None:
+    """The announcement has ended, so the connection is plain TCP."""
+    async with serving(private) as server:
+        with sharing() as client, sharing(client.getsockname()[1]) as other:
+            with await announce(private, client, server.address) as announcement:
+                await client.connect(server.address)
+                ours, claim = await claimed(server)
+                claim.accept()
+                assert await announcement.accepted(soon()) is None
+                await client.send(b"\xe2\xd4\xc3\xd9")
             client.close()
-            await stranger.connect(server.address)
+            await other.connect(server.address)
             theirs, none = await server.accept()
             with ours, theirs:
                 assert none is None
-                assert await claim.confirm(ours, soon())
+                assert await agreement(claim, ours) == "smc"
 
 
-async def test_an_acceptance_before_the_connection_is_open(private: Path) -> None:
-    """It is somebody else's, and is withdrawn although it was answered."""
-    asking = Discovery(private)
-    async with serving(private) as server:
-        with sharing() as stranger, sharing(stranger.getsockname()[1]) as client:
-            announcement = await announce(asking, client, server.address)
+async def test_an_answer_before_the_connection_is_open(private: Path) -> None:
+    """It is about another connection, and the server is told although the client has not failed to
+    connect yet."""
+    async with serving(private) as server, trio.open_nursery() as nursery:
+        with sharing() as other, sharing(other.getsockname()[1]) as client:
+            announcement = await announce(private, client, server.address)
             assert not announcement.is_too_late()
-            await stranger.connect(server.address)
+            await other.connect(server.address)
             theirs, mistaken = await claimed(server)
             mistaken.accept()
             assert announcement.is_too_late()
-            announcement.close()
-            with theirs:
-                assert not await mistaken.confirm(theirs, soon())
-                assert server.publication.claims.pending == {}
-    asking.close()
+            nursery.start_soon(close_soon, announcement)
+            with theirs, trio.fail_after(LONG):
+                assert await agreement(mistaken, theirs) == "plain"
+            assert server.publication.claims == {}

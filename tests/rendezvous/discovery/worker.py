@@ -13,7 +13,7 @@ from pathlib import Path
 
 import trio
 
-from trio_smc.rendezvous.discovery.same_host import Discovery, Publication, Search
+from trio_smc.rendezvous.discovery.same_host import Discovery, Publication
 
 WAIT = 10.0
 
@@ -23,8 +23,7 @@ async def serve(stream: trio.SocketStream, publication: Publication | None) -> N
         word = "tcp"
         if publication is not None:
             local, remote = stream.socket.getsockname(), stream.socket.getpeername()
-            found = publication.claim(local[:2], remote[:2])
-            claim = await found.finish() if isinstance(found, Search) else found
+            claim = publication.claim(local[:2], remote[:2])
             if claim is not None and await claim.confirm(stream.socket, trio.current_time() + WAIT):
                 word = "smc-r"
         sys.stdout.write(word + "\n")

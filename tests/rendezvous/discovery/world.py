@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import trio
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc.rendezvous.discovery import directory, names
 from trio_smc.rendezvous.discovery.same_host import (
     Announcement,
     Claim,
     Discovery,
     Publication,
-    Search,
 )
 
 LONG = 10.0  # a deadline that is not meant to pass, seconds
@@ -41,8 +42,7 @@ class Server:
         accepted, remote = self.plain.accept()
         connection = trio.socket.from_stdlib_socket(accepted)
         local = accepted.getsockname()[:2]
-        found = self.publication.claim(local, remote[:2], accepted)
-        return connection, await found.finish() if isinstance(found, Search) else found
+        return connection, self.publication.claim(local, remote[:2], accepted)
 
 
 @contextlib.asynccontextmanager
@@ -80,7 +80,7 @@ async def announce(
     if isinstance(asking, Path):
         asking = Discovery(asking)
     source: tuple[str, int] = client.getsockname()[:2]
-    outcome = await asking.announce(source, destination, soon(), client)
+    outcome = asking.announce(source, destination, client)
     assert isinstance(outcome, Announcement)
     return outcome
 
@@ -105,13 +105,13 @@ class Both(NamedTuple):
     claim: Claim
 
     async def client_says(self, patience: float = LONG) -> FallbackReason | None:
-        """What the client knows; it sends CLC, or as an application."""
+        """The client's result; it sends CLC, or as an application."""
         reason = await self.announcement.accepted(soon(patience))
         await self.client.send(b"C" if reason is None else b"A")
         return reason
 
     async def server_says(self, patience: float = LONG) -> bool:
-        """What the server knows; the client must have sent what goes with it."""
+        """The server's result; the client must have sent the bytes that go with it."""
         agreed = await self.claim.confirm(self.connection, soon(patience))
         assert await self.connection.recv(1) == (b"C" if agreed else b"A")
         return agreed
@@ -126,11 +126,33 @@ async def both_go(both: Both) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask_server)
         assert await both.client_says() is None
+    both.announcement.close()
     assert answers == [True]
 
 
 def sockets_below(private: Path) -> list[Path]:
-    return [path for path in private.rglob("*") if path.is_socket()]
+    """The sockets of listeners."""
+    return _sockets(private, directory.TOP)
+
+
+def names_below(private: Path) -> list[Path]:
+    """The names of announcements."""
+    return _sockets(private, names.KIND)
+
+
+@contextlib.contextmanager
+def reached(name: Path) -> Iterator[str]:
+    """An address of a socket, whose path may be too long for one."""
+    directory = os.open(name.parent, os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{directory}/{name.name}"
+    finally:
+        os.close(directory)
+
+
+def _sockets(private: Path, kind: str) -> list[Path]:
+    below = private.glob(f"{kind}*/**/*")
+    return [path for path in below if path.is_socket()]
 
 
 @contextlib.asynccontextmanager
@@ -141,4 +163,6 @@ async def claimed(private: Path, *, asking: Discovery | None = None) -> AsyncIte
         connection, claim = await server.accept()
         with connection:
             assert claim is not None
-            yield Both(client, announcement, connection, claim)
+            with announcement:
+                yield Both(client, announcement, connection, claim)
+            claim.forget()

@@ -1,1 +1,1 @@
-"""Who speaks SMC-R, agreed before CLC begins: the TCP option, and same-host discovery."""
+"""Agreeing on SMC-R before CLC begins: the TCP option, and same-host discovery."""

@@ -1,191 +1,239 @@
 """Announcing TCP connections to other processes of this host: the client's half of discovery.
 
-What is said, and why both sides come to one answer, `trio_smc.rendezvous.discovery.same_host`
-tells.
+`trio_smc.rendezvous.discovery.same_host` describes the protocol, and why both sides always agree.
 
-Theory of operation: a Unix connection to each listening process, a `Server`, is made once and kept.
-Which of them may be behind a TCP address the directories of `discovery.directory` say.  What such a
-`Lookup` came to is kept as long as the directories have not changed: looking at their time of
-change is all that a connection costs then.
+Theory of operation
+-------------------
+An announcement is a datagram socket with a name.  The server that accepts the connection sends one
+datagram to it: ACCEPTED or REFUSED.  The task that connects waits for that datagram itself, so
+there is no other task between the datagram and the task.
 
-Whoever waits for an answer reads for all who wait: one of them sleeps on an epoll of all Unix
-connections, hands the others what is theirs, and leaves the reading to one of them when it goes.
-So there is no task between a packet and the task that wants it.  The one task of a stack (`run`)
-sleeps until a process ends, to let go of its Unix connections, or until somebody has waited for too
-long, to end that wait.
+To withdraw, the client removes the name, shuts the socket down for receiving, and then receives
+what is in its queue.  The kernel checks the shutdown and appends a datagram to the queue under one
+lock.  So either the datagram is in the queue, and the client complies with it, or the server's call
+of sendto(2) fails, and the server treats the connection as plain TCP.
 
-Ports are shared (see `trio_smc.connecting.dial`), so somebody else's connection with the announced
-addresses may be accepted first, and be over when the announced one is opened.  Answers carry the
-number of the announcement, so that one that was withdrawn is not taken for the next one of the same
-addresses; and who was told ACCEPTED and sends no CLC withdraws all the same.
+After ACCEPTED the client keeps the name until the handshake is over.  The server may have accepted
+another connection with the same addresses first, the one of the process that had the port before.
+That server, or the other one, then finds the name again when it accepts the announced connection.
 
-Listening processes of other network namespaces are first asked for a proof, each on a Unix
-connection for that alone.  What a `Lookup` of them came to counts for ten seconds at most.
+If the answer does not come at once, the client checks from time to time that it may still come: the
+name is there, a listener is alive, and the TCP connection is open and has carried nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
-import math
-import secrets
-import select
 import socket
+import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
 import trio
 
+# Imported early: a program that has dropped its privileges may be unable to read the module.
+with contextlib.suppress(ImportError):  # only Unix has it
+    import resource
+
 from trio_smc._base.reasons import FallbackReason
-from trio_smc._base.resources import is_lack
-from trio_smc._base.timers import Timer, Timers
-from trio_smc.host.addresses import is_same_host
-from trio_smc.host.descriptors import Closer
-from trio_smc.host.private_directory import PrivateDirectory, is_admitted
-from trio_smc.rendezvous.discovery import directory, messages
-from trio_smc.rendezvous.discovery.messages import Kind, Message, take
+from trio_smc._base.timers import Timers
+from trio_smc.host.descriptors import Closer, refuse_descriptors
+from trio_smc.host.private_directory import DirectoryUnusable
+from trio_smc.host.tcp import has_news
+from trio_smc.rendezvous.discovery import messages
+from trio_smc.rendezvous.discovery.lookup import AnySocket, Found, Lookups
+from trio_smc.rendezvous.discovery.messages import Kind
+from trio_smc.rendezvous.discovery.names import (
+    DATAGRAM,
+    OwnNames,
+    announced_name,
+    mark_required,
+)
+from trio_smc.rendezvous.discovery.waiting import wait_readable_until
+from trio_smc.rnic.soft.messages import VERSION
 from trio_smc.rnic.spinner import NEVER, Spinner
 
-__all__ = [
-    "Announcement",
-    "Announcer",
-    "AnySocket",
-    "Lookup",
-]
+__all__ = ["Announcement", "Announcer"]
 
-
-_MOST_SERVERS = 256  # Unix connections that are kept, each of them a descriptor
-_RETRY_INTERVAL = 0.005  # after a full queue or backlog, seconds
-_EVENTS_AT_ONCE = 64
-_ANSWERS = (Kind.ACCEPTED, Kind.REFUSED)
-_MAX_ASKED = 64  # listening processes that a client asks
-_PROOF_PATIENCE = 1.0  # for all that are asked for a proof together, seconds
-_PROOF_HOLDS = 10.0  # how long what came of it counts, seconds
-_DISPROOF_HOLDS = 60.0  # how long it counts that a connection did not arrive where it was proven
-_MOST_LOOKUPS = 1024  # TCP addresses that are remembered
 _log = logging.getLogger(__name__)
-_IFNAMSIZ = 16
-_SO_NETNS_COOKIE = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
-_GIVEN_UP: Final = 0.0001
-"""Seconds of processor time that a task takes to go on without an answer, as by TCP."""
 
-AnySocket = trio.socket.SocketType | socket.socket
-
-
-class Server:
-    """A process that listens, at the other end of a Unix connection."""
-
-    __slots__ = ("announced", "connection", "entry")
-
-    def __init__(self, connection: socket.socket, entry: tuple[int, int, str]) -> None:
-        self.connection: socket.socket = connection
-        self.entry: tuple[int, int, str] = entry  # device and inode of the directory, name there
-        self.announced: set[Announcement] = set()
-
-    @property
-    def is_open(self) -> bool:
-        return self.connection.fileno() >= 0
-
-    def send(self, message: bytes) -> None:
-        """Send a packet without waiting.  Raises OSError, BlockingIOError: not now."""
-        self.connection.send(message, socket.MSG_NOSIGNAL)
+_FIRST_CHECK: Final = 0.02
+"""Seconds until the first check that the answer may still come; each next one is twice as late."""
+_LONGEST_CHECK: Final = 1.0
+_MOST_IGNORED: Final = 64  # datagrams of other senders, and such as are no answer
+_MOST_OPEN: Final = 4096  # announcements, each of them a descriptor
+_DESCRIPTOR_SHARE: Final = 4  # and at most the process's limit of descriptors divided by this
 
 
 class Announcement:
-    """A TCP connection that was announced; settled by `accepted` or `close`.
+    """A TCP connection that was announced, until it is settled by `accepted` and `close`.
 
-    Leaving it as a context manager withdraws, when it is not settled yet.
+    Leaving it as a context manager closes it.
 
     Attributes:
-      required: this side takes SMC-R or nothing.
-      wanted: the process that accepted it does.
+      name: of its socket.
+      found: the listeners that may answer.
+      source, destination: the address that the connection comes from; address and port where to.
+      wanted: True if the process that accepted it takes SMC-R or nothing.
     """
 
     __slots__ = (
-        "_acceptor", "_owner", "answered", "asked", "elsewhere", "key", "number", "reason",
-        "required", "wanted",
+        "_accepted", "_committed", "_ignored", "_owner", "_reason", "destination", "name", "source",
+        "_rnic_version", "_sock", "_tcp", "_token", "found", "wanted",
     )  # fmt: skip
 
     def __init__(
         self,
         owner: Announcer,
-        key: bytes,
-        number: bytes,
-        required: bool,
-        elsewhere: Lookup | None = None,
+        sock: socket.socket,
+        name: str,
+        found: Found,
+        source: str,
+        destination: tuple[str, int],
+        tcp: AnySocket | None,
     ) -> None:
         self._owner = owner
-        self._acceptor: Server | None = None
-        self.elsewhere: Lookup | None = elsewhere
-        self.key: bytes = key
-        self.number: bytes = number
-        self.required: bool = required
+        self._sock = sock
+        self.name: str = name
+        self.source: str = source
+        self.destination: tuple[str, int] = destination
+        self._tcp = tcp
+        self._accepted = False
+        self._committed = False  # the caller knows that it was accepted
+        self._reason: FallbackReason | None = None  # of a REFUSED
+        self._token = b""
+        self._ignored = 0
+        self.found: Found = found
         self.wanted: bool = False
-        self.asked: list[Server] = []  # who may still say that it is theirs
-        self.answered: bool = False
-        self.reason: FallbackReason | None = FallbackReason.PEER_NOT_CAPABLE
+        self._rnic_version: int | None = None  # of the server; None: it speaks no common version
 
     async def accepted(self, deadline: float) -> FallbackReason | None:
-        """Wait until the process that accepted the TCP connection says so; settles in any case.
+        """Wait until the process that accepted the TCP connection answers.
 
         deadline: when to stop waiting, as `trio.current_time`.
 
-        None: both sides start SMC-R; send the Proposal, or end the TCP connection.  A reason:
-        both sides stay on TCP.
+        None: the server expects a CLC message; send it, or end the TCP connection.  A reason: both
+        sides stay on TCP.
+        """
+        if not self._receive() and not self._owner.spinner.until(self._receive, soon=True):
+            self._owner.spinner.sleeping += 1
+            try:
+                await self._wait(deadline)
+            finally:
+                self._owner.spinner.sleeping -= 1
+        if not self._accepted:
+            self._withdraw()
+        if self._accepted:
+            self._committed = True
+            return None
+        return self._reason or self._unanswered()
+
+    def mismatch(self, kind: str) -> FallbackReason | None:
+        """Why the accepted connection cannot be SMC-R, so that the server is to be sent a Decline.
+
+        kind: of the RNIC that serves it, as `Rnic.kind`.
+        """
+        if self._rnic_version is None:
+            return FallbackReason.LOCAL_VERSION_MISMATCH
+        if kind == "software" and self._rnic_version != VERSION:
+            return FallbackReason.VERSION_MISMATCH
+        return None
+
+    async def _wait(self, deadline: float) -> None:
+        """Wait until there is an answer, none can come any more, or another task closes this."""
+        pause = _FIRST_CHECK
+        while self._sock.fileno() >= 0:
+            until = min(deadline, trio.current_time() + pause)
+            if await wait_readable_until(self._sock, self._owner.timers, until):
+                if self._receive():
+                    return
+                if self._ignored >= _MOST_IGNORED:
+                    _log.info("same-host discovery: gave up, as others send to %s", self.name)
+                    return
+            elif trio.current_time() >= deadline or not self._is_expected():
+                return
+            else:
+                pause = min(2 * pause, _LONGEST_CHECK)
+
+    def _is_expected(self) -> bool:
+        """True if the answer may still come."""
+        if self._tcp is not None and has_news(self._tcp):
+            return False
+        return self._owner.may_be_answered(self)
+
+    def _unanswered(self) -> FallbackReason:
+        if self.found.reason is FallbackReason.PATH_NOT_PROVEN:
+            return FallbackReason.PATH_NOT_PROVEN
+        return FallbackReason.PEER_NOT_CAPABLE
+
+    def _receive(self, *, everything: bool = False) -> bool:
+        """Receive what has come; True if the server has answered.
+
+        ``everything``: nothing more can come.
         """
         try:
-            if not self.answered and not self._owner.spin(self):
-                await self._owner.wait(self, deadline)
-            self._acceptor = None  # which gets a Proposal
-        finally:
-            self.close()
-        return self.reason
-
-    def tell(self, server: Server) -> bool:
-        """Announce it there; False when nothing can be sent now, or ever."""
-        try:
-            server.send(messages.announce(self.key, self.number, required=self.required))
+            while not self._accepted:
+                message, sender = messages.receive(self._sock, self._owner.closer)
+                if message is None or not self._owner.is_server(self, sender):
+                    self._ignored += 1
+                    if self._ignored >= _MOST_IGNORED and not everything:
+                        break
+                elif message.kind is Kind.ACCEPTED:
+                    self._accepted = True
+                    self._token = message.token
+                    self.wanted = message.required
+                    self._rnic_version = message.rnic_version if message.is_common else None
+                elif message.kind is Kind.REFUSED:
+                    self._reason = message.reason
         except BlockingIOError:
-            return False
-        except OSError as error:
-            if not is_lack(error):
-                self._owner.drop(server)
-            return False
-        self.asked.append(server)
-        server.announced.add(self)
-        return True
+            pass
+        return self._accepted or self._reason is not None
 
-    def heard(self, server: Server, message: Message | None) -> None:
-        """What a listening process answered; None: its Unix connection ended."""
-        self.asked.remove(server)
-        server.announced.discard(self)
-        if message is not None and message.kind is Kind.ACCEPTED:
-            self.reason = None
-            self.wanted = message.required
-            self._acceptor = server
-        elif message is not None and message.reason not in (None, FallbackReason.PEER_NOT_CAPABLE):
-            self.reason = message.reason
-        self.answered = self.reason is None or not self.asked
+    def is_too_late(self) -> bool:
+        """True if a connection was accepted although the announced one is not open yet: it is
+        another process's."""
+        self._receive()
+        return self._accepted
 
-    def give_up(self) -> None:
-        """Nobody has answered in time."""
-        if self.elsewhere is not None and self.asked:
-            # The connection went to somebody else than the proof did.
-            self.elsewhere.disprove()
-            self.reason = FallbackReason.PATH_NOT_PROVEN
-        self.close()
+    def withdraw(self) -> bool:
+        """Withdraw: the connection, which is open, is going to be plain TCP.
+
+        To be called before anything is sent over TCP.  True: the server expects a CLC message all
+        the same.
+        """
+        self._withdraw()
+        self._committed = self._accepted
+        return self._accepted
+
+    def close(self) -> None:
+        """Withdraw; if the server has accepted a connection, it is another one's.  Idempotent.
+
+        After `accepted` or `withdraw`: the handshake is over.
+        """
+        self._withdraw()
+        if self._accepted and not self._committed:
+            self._committed = True
+            self._owner.deny(self._token, self.found, self.destination)
 
     def cancel(self) -> None:
         """Withdraw, and end the wait for an answer."""
+        if self._sock.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._sock)
         self.close()
-        self._owner.end_wait(self)
 
-    def is_too_late(self) -> bool:
-        """Whether the connection was accepted that is not open yet: that is somebody else's."""
-        self._owner.hear(self)
-        return self.answered and self.reason is None
+    def _withdraw(self) -> None:
+        if self._sock.fileno() < 0:
+            return
+        self._owner.remove(self.name)
+        if not self._accepted:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RD)
+            self._receive(everything=True)
+        self._owner.closer.discard_datagrams(self._sock)
+        self._owner.settled()
 
     def __enter__(self) -> Self:
         return self
@@ -193,689 +241,172 @@ class Announcement:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Withdraw: the connection is plain TCP, or was never opened; idempotent.
-
-        To be called before anything is sent over TCP.
-        """
-        self.answered = True
-        asked, self.asked = self.asked, []
-        if self._acceptor is not None:
-            asked.append(self._acceptor)
-            self._acceptor = None
-        for server in asked:
-            server.announced.discard(self)
-            try:
-                server.send(messages.withdraw(self.key))
-            except OSError:
-                # The end of the Unix connection tells the other side the same.
-                self._owner.drop(server)
-        self._owner.forget(self)
-
-
-class Lookup:
-    """Who may be behind a TCP address, while the directories are as they were.
-
-    Attributes:
-      until: when it ends to count at the latest, as `trio.current_time`.
-      reason: why there is nobody.
-    """
-
-    __slots__ = ("reason", "servers", "stamps", "until")
-
-    def __init__(self, servers: list[Server], stamps: directory.Stamps) -> None:
-        self.servers: list[Server] = servers
-        self.stamps: directory.Stamps = stamps
-        self.until: float = math.inf
-        self.reason: FallbackReason = FallbackReason.PEER_NOT_CAPABLE
-
-    def disprove(self) -> None:
-        """The servers were asked in vain."""
-        self.servers = []
-        self.until = trio.current_time() + _DISPROOF_HOLDS
-        self.reason = FallbackReason.PATH_NOT_PROVEN
-
-    def holds(self) -> bool:
-        """Whether nobody came or went since."""
-        for server in self.servers:
-            if not server.is_open:
-                return False
-        return self.stamps.unchanged()
-
-
-class Lookups:
-    """What one stack knows of the TCP addresses that it has connected to.
-
-    Attributes:
-      known: by namespace, address and port; each to be asked first whether it still holds.
-      elsewhere: the same of other namespaces, by our own, source, address and port.
-    """
-
-    def __init__(self, private: Path, owner: Announcer) -> None:
-        """`private`: the user's private directory (`Config.private_directory`)."""
-        self._private = private
-        self._owner = owner
-        self._listings = directory.Listings()
-        self._namespaces: dict[bytes, str] = {}
-        self.known: dict[tuple[str, str, int], Lookup] = {}
-        self.elsewhere: dict[tuple[str, str, str, int], Lookup] = {}
-
-    def namespace(self, sock: AnySocket | None) -> str:
-        """How the directories of a socket's network namespace are named."""
-        if sock is None:
-            return directory.namespace_name()
-        try:
-            cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
-        except OSError:
-            return directory.namespace_name()  # Linux before 5.14
-        known = self._namespaces.get(cookie)
-        if known is None:
-            known = directory.namespace_name()
-            # The thread may have changed its namespace since the socket was made.
-            with socket.socket(sock.family, socket.SOCK_DGRAM) as ours:
-                if ours.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8) == cookie:
-                    self._namespaces[cookie] = known
-        return known
-
-    async def look_up(
-        self, servers: list[Server], namespace: str, source: str, destination: tuple[str, int]
-    ) -> FallbackReason:
-        """Add everyone who might accept the TCP connection to ``servers``; why there is none."""
-        address, port = destination
-        try:
-            root = PrivateDirectory.open(self._private, create=False)
-        except FileNotFoundError:
-            return FallbackReason.PEER_NOT_CAPABLE
-        listeners: list[directory.Listeners] = []
-        try:
-            stamps = self._find_listeners(root, namespace, destination, listeners)
-            # Our own wildcard listener says nothing about the same port of another host.
-            wildcards = [each for each in listeners if each.is_wildcard]
-            others = any(each.waiting for each in wildcards) and not is_same_host(source, address)
-            if others:
-                for each in wildcards:
-                    each.waiting.clear()
-            for each in listeners:
-                self._owner.connect(each, servers, _MAX_ASKED)
-                while each.waiting and len(servers) < _MAX_ASKED:
-                    await trio.sleep(_RETRY_INTERVAL)
-                    self._owner.connect(each, servers, _MAX_ASKED)
-        finally:
-            for each in listeners:
-                each.close()
-            root.close()
-        ours = [each for each in servers if is_admitted(each.connection, root.group)]
-        if not others and ours == servers and stamps.settled():
-            if len(self.known) >= _MOST_LOOKUPS:
-                self.known.clear()
-            self.known[namespace, address, port] = Lookup(ours, stamps)
-        foreign = [server for server in servers if server not in ours]
-        for server in foreign:
-            self._owner.drop(server)
-        servers[:] = ours
-        return FallbackReason.OTHER_USER if foreign else FallbackReason.PEER_NOT_CAPABLE
-
-    def _find_listeners(
-        self,
-        root: PrivateDirectory,
-        namespace: str,
-        destination: tuple[str, int],
-        listeners: list[directory.Listeners],
-    ) -> directory.Stamps:
-        """Add the directories of all that may listen at ``destination`` to ``listeners``, one by
-        one, as another may not open; the stamps of what was looked at."""
-        stamps = directory.Stamps(self._private)
-        stamps.add_root(root)
-        exact = directory.listener_name(*destination, dual_stack=False)
-        for path in directory.namespace_paths(root, namespace):
-            if root.group is not None:
-                stamps.add(root, path.rpartition("/")[0])
-            stamps.add(root, path)
-            for name in (exact, *directory.wildcard_names(*destination)):
-                each = directory.Listeners(root, path, name, self._listings)
-                each.is_wildcard = name != exact
-                listeners.append(each)
-                stamps.add(root, f"{path}/{name}")
-        return stamps
-
-    async def look_elsewhere(
-        self, source: str, destination: tuple[str, int], sock: AnySocket
-    ) -> Lookup:
-        """Who listens there in other network namespaces, and proves that the address leads there.
-
-        What is found is not announced to before that.
-        """
-        namespace = self.namespace(sock)
-        key = (namespace, source, *destination)
-        known = self.elsewhere.get(key)
-        if known is not None and trio.current_time() < known.until and known.holds():
-            return known
-        found = Lookup([], directory.Stamps(self._private))
-        try:
-            root = PrivateDirectory.open(self._private, create=False)
-        except FileNotFoundError:
-            return found
-        listeners: list[directory.Listeners] = []
-        try:
-            found.stamps.add_root(root)
-            for top in root.member_directories(directory.TOP):
-                found.stamps.add(root, top)
-            for other in directory.other_namespaces(root, namespace):
-                found.stamps.add(root, other)
-                self._list_elsewhere(root, other, destination, found, listeners)
-            asked = _Proofs(source, destination[0], sock, root.group, self._owner.closer)
-            await asked.ask(listeners)
-            if asked.lack is not None:
-                raise asked.lack
-            found.reason = asked.reason
-            for each in listeners:
-                while each.waiting:  # those that have proven it
-                    self._owner.connect(each, found.servers, _MAX_ASKED)
-                    if each.waiting:
-                        await trio.sleep(_RETRY_INTERVAL)
-        finally:
-            for each in listeners:
-                each.close()
-            root.close()
-        found.until = trio.current_time() + _PROOF_HOLDS
-        if found.stamps.settled():
-            if len(self.elsewhere) >= _MOST_LOOKUPS:
-                self.elsewhere.clear()
-            self.elsewhere[key] = found
-        return found
-
-    def _list_elsewhere(
-        self,
-        root: PrivateDirectory,
-        namespace: str,
-        destination: tuple[str, int],
-        found: Lookup,
-        listeners: list[directory.Listeners],
-    ) -> None:
-        """Add the listeners of one other network namespace, and the stamps of their directories."""
-        exact = directory.listener_name(*destination, dual_stack=False)
-        for name in (exact, *directory.wildcard_names(*destination)):
-            try:
-                listeners.append(directory.Listeners(root, namespace, name, self._listings))
-                found.stamps.add(root, f"{namespace}/{name}")
-            except OSError as error:
-                if is_lack(error):
-                    raise
-
-
-class _Proofs:
-    """Asking listening processes of other network namespaces to prove that an address leads there.
-
-    Args:
-      source, destination: the addresses of the TCP connections to come.
-      sock: the socket of the first of them.
-      group: `PrivateDirectory.group`.
-      closer: of the sockets that were asked.
-
-    Attributes:
-      reason: why nobody has proven it.
-      lack: what kept this process from asking one of them.
-    """
-
-    def __init__(
-        self,
-        source: str,
-        destination: str,
-        sock: AnySocket,
-        group: int | None,
-        closer: Closer,
-    ) -> None:
-        self._closer = closer
-        self.lack: OSError | None = None
-        self._source, self._destination = source, destination
-        self._key = messages.four_tuple((source, 0), (destination, 0))
-        self._sock = sock
-        self._group = group
-        self.reason = FallbackReason.PEER_NOT_CAPABLE
-
-    async def ask(self, listeners: list[directory.Listeners]) -> None:
-        """Ask all who wait there at once; those that prove nothing wait no more."""
-        with trio.move_on_after(_PROOF_PATIENCE):
-            async with trio.open_nursery() as nursery:
-                for each in listeners:
-                    names, each.waiting = each.waiting[:_MAX_ASKED], []
-                    for name in names:
-                        nursery.start_soon(self._ask, each, name)
-
-    async def _ask(self, listeners: directory.Listeners, name: str) -> None:
-        try:
-            connection = listeners.connect_to(name)
-        except OSError as error:
-            self.lack = error
-            return
-        if connection is None:
-            return
-        try:
-            if not is_admitted(connection, self._group):
-                self.reason = FallbackReason.OTHER_USER
-                return
-            self.reason = FallbackReason.PATH_NOT_PROVEN
-            try:
-                connection.send(messages.prove(self._key), socket.MSG_NOSIGNAL)
-                await trio.lowlevel.wait_readable(connection)
-                said = take(connection)
-                if said is None or said.kind is not Kind.LISTENING or said.connection != self._key:
-                    return
-                if await self._is_true(said):
-                    listeners.waiting.append(name)
-            except OSError as error:
-                _log.debug("same-host discovery: no proof: %s", error)
-        finally:
-            trio.lowlevel.notify_closing(connection.fileno())
-            self._closer.discard(connection)
-
-    async def _is_true(self, said: Message) -> bool:
-        """Whether the address leads from here to who said so, and untranslated.  Raises OSError."""
-        family = socket.AF_INET6 if ":" in self._destination else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as plain:
-            if not _goes_the_same_way(plain, self._sock):
-                return False
-            plain.bind((self._source, 0))
-            with trio.socket.from_stdlib_socket(plain) as probe:
-                await probe.connect((self._destination, said.port))
-                here, there = probe.getsockname()[:2], probe.getpeername()[:2]
-                wanted = messages.proof(said.nonce, here, there)
-                got = b""
-                while len(got) < len(wanted):
-                    more = await probe.recv(len(wanted) - len(got))
-                    if not more:
-                        return False
-                    got += more
-        return secrets.compare_digest(got, wanted)
-
-
-def _goes_the_same_way(plain: socket.socket, sock: AnySocket) -> bool:
-    """Whether nothing but its addresses decides where a socket's packets go, as for a plain one."""
-    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_MARK) or any(
-        sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _IFNAMSIZ)
-    ):
-        return False
-    try:
-        cookies = [
-            each.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8) for each in (plain, sock)
-        ]
-    except OSError:
-        return True  # Linux before 5.14
-    return cookies[0] == cookies[1]
-
 
 class Announcer:
-    """The Unix connections of one stack to listening processes of this host."""
+    """The announcements of one stack.
+
+    Attributes:
+      closer: of what other processes may have sent.
+      timers, spinner: of the stack.
+    """
 
     def __init__(
-        self, private: Path, spinner: Spinner = NEVER, gone: Callable[[], object] = lambda: None
+        self,
+        private: Path,
+        timers: Timers | None = None,
+        spinner: Spinner = NEVER,
+        ended: Callable[[], object] = lambda: None,
     ) -> None:
-        """`private`: the user's private directory (`Config.private_directory`).  `gone`: called
-        when a listening process has ended: what was learned of it may be so no more."""
-        self._spinner = spinner
-        self._gone = gone
-        self._lookups = Lookups(private, self)
-        self._servers: dict[int, Server] = {}  # by descriptor; oldest first
-        self._entries: dict[tuple[int, int, str], Server] = {}
-        self._announced: dict[bytes, Announcement] = {}
-        self._count = 0  # announcements so far
+        """
+        Args:
+          private: the user's private directory (`Config.private_directory`).
+          timers: of the stack; None: each wait has a cancel scope.
+          spinner: of the stack.
+          ended: called when listening processes are found to have ended: what was learned of them
+            may be true no more.
+        """
+        self.timers = timers
+        self.spinner = spinner
         self.closer = Closer("announcements")
-        # Who says something; and who is gone, which is what the task sleeps for.
-        self._epoll: select.epoll | None = None
-        self._ends: select.epoll | None = None
-        self._reading = False
-        self._timers = Timers(trio.current_time, self._timer_is_earlier)  # who waits, until when
-        self._nap: trio.CancelScope | None = None  # around the sleep of `run`
-        # Who waits while another one reads.
-        self._others: dict[Announcement, trio.lowlevel.Task] = {}
+        self._names = OwnNames(private)
+        self._lookups = Lookups(private, self._names, ended)
+        self._open = 0
+        self._most_open = _most_open()
+        self._places = trio.lowlevel.ParkingLot()
 
     def open(self) -> None:
-        """Make what `run` needs.  Raises OSError: there are no descriptors."""
-        self._epoll = select.epoll()
-        self._ends = select.epoll()
-
-    async def run(self) -> None:
-        """Let go of processes that have ended, until cancelled; after `open`."""
-        try:
-            while self._ends is not None:
-                with trio.CancelScope(deadline=self._timers.next_deadline()) as self._nap:
-                    await trio.lowlevel.wait_readable(self._ends.fileno())
-                self._hear_ends()
-                self._timers.run_due()
-        finally:
-            self._nap = None
-            self._timers.run_all()
-
-    def _timer_is_earlier(self) -> None:
-        if self._nap is not None:
-            self._nap.deadline = self._timers.next_deadline()
-
-    def _give_up(self, announcement: Announcement) -> None:
-        """End a wait that has taken too long."""
-        self._timers.charge(_GIVEN_UP)
-        announcement.give_up()
-        self.end_wait(announcement)
-
-    def end_wait(self, announcement: Announcement) -> None:
-        """Let its task see that it is over."""
-        if announcement in self._others:
-            self.wake(announcement)
-        elif self._epoll is not None:
-            trio.lowlevel.notify_closing(self._epoll.fileno())  # it is the one that reads
-
-    def _hear_ends(self) -> None:
-        """Let go of processes that have ended by now."""
-        if self._ends is None:
-            return
-        for number, _ in self._ends.poll(0, _EVENTS_AT_ONCE):
-            server = self._servers.get(number)
-            while server is not None and self._hear_one(server):
-                pass  # the end is the last
-
-    def close(self) -> None:
-        """Withdraw what is not settled and end all Unix connections."""
-        for server in list(self._servers.values()):
-            self.drop(server)
-        for each in (self._epoll, self._ends):
-            if each is not None:
-                trio.lowlevel.notify_closing(each.fileno())
-                each.close()
-        self._epoll = self._ends = None
-        self.closer.join()
-
-    def abandon(self) -> None:
-        """Let go of the descriptors: this process is a forked child, they are its parent's."""
-        self._timers.abandon()
-        for server in self._servers.values():
-            server.connection.close()
-        for each in (self._epoll, self._ends):
-            if each is not None:
-                each.close()
-        # Nothing may be changed in the sets of watched descriptors, which the parent shares.
-        self._epoll = self._ends = None
-        self._servers.clear()
-        self._entries.clear()
+        """Open this user's directory of announcements.  Raises DirectoryUnusable, OSError."""
+        self._names.open()
 
     # --- announcing --------------------------------------------------------------------------
 
-    def announce_now(
-        self,
-        source: tuple[str, int],
-        destination: tuple[str, int],
-        sock: AnySocket | None,
-        *,
-        required: bool,
-    ) -> Announcement | FallbackReason | None:
-        """Announce a TCP connection; None when that takes looking around, or waiting."""
-        address, port = destination
-        lookups = self._lookups
-        found = lookups.known.get((lookups.namespace(sock), address, port))
-        if found is None or not found.holds():
-            return None
-        if not found.servers:
-            return FallbackReason.PEER_NOT_CAPABLE
-        announcement = self._new(source, destination, required)
-        if announcement is None:
-            return FallbackReason.PEER_NOT_CAPABLE
-        for server in found.servers:
-            if not announcement.tell(server):
-                announcement.close()
-                return None
-        return announcement
+    @property
+    def is_full(self) -> bool:
+        """True if so many announcements are open that another one waits (`wait_for_place`)."""
+        return self._open >= self._most_open
 
-    async def announce(
+    async def wait_for_place(self, deadline: float) -> None:
+        """Wait until another announcement may be made, at most until ``deadline``."""
+        with trio.move_on_at(deadline):
+            while self.is_full:
+                await self._places.park()
+
+    def announce(
         self,
         source: tuple[str, int],
         destination: tuple[str, int],
         sock: AnySocket | None,
         *,
         required: bool,
-        elsewhere: Lookup | None = None,
-    ) -> Announcement | FallbackReason:
-        """Announce a TCP connection to all who might accept it.
+        elsewhere: Found | None = None,
+    ) -> Announcement | FallbackReason | None:
+        """Announce a TCP connection; None if another one with these addresses is announced.
 
         ``elsewhere``: what `prove` returned; None: in the network namespace of ``sock``.
 
         Raises:
-          DirectoryUnusable, OSError: nobody can be asked.
+          DirectoryUnusable, OSError: it cannot be announced.
         """
-        servers: list[Server] = []
-        # The name of a process that is gone is removed only by who cannot connect to it.
-        self._hear_ends()
-        if elsewhere is None:
-            namespace = self._lookups.namespace(sock)
-            reason = await self._lookups.look_up(servers, namespace, source[0], destination)
-        else:
-            servers, reason = elsewhere.servers, FallbackReason.PATH_NOT_PROVEN
-        announcement = self._new(source, destination, required, elsewhere)
-        if announcement is None:
-            return FallbackReason.PEER_NOT_CAPABLE
+        found = elsewhere
+        if found is None:
+            found = self._lookups.find(self._lookups.namespace(sock), source[0], destination)
+        if not found:
+            return found.reason
+        if self.is_full:
+            return FallbackReason.OUT_OF_RESOURCES
+        name = announced_name(found.namespace, messages.four_tuple(source, destination))
+        waiting = socket.socket(socket.AF_UNIX, DATAGRAM)
         try:
-            for server in servers:
-                # Nobody says when its queue has room.
-                while server.is_open and not announcement.tell(server):  # noqa: ASYNC110
-                    await trio.sleep(_RETRY_INTERVAL)
-        except BaseException:
-            announcement.close()
+            refuse_descriptors(waiting)
+            waiting.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            if required:
+                mark_required(waiting)
+            self._names.bind(waiting, name)
+        except OSError as error:
+            waiting.close()
+            if error.errno == errno.EADDRINUSE:
+                return None
             raise
-        if announcement.asked:
-            return announcement
-        announcement.close()
-        return reason
+        except BaseException:
+            waiting.close()
+            raise
+        self._open += 1
+        return Announcement(self, waiting, name, found, source[0], destination, sock)
 
     async def prove(
         self, source: str, destination: tuple[str, int], sock: AnySocket
-    ) -> Lookup | FallbackReason:
-        """Who listens there in other network namespaces, for `announce`; why nobody does.
+    ) -> Found | FallbackReason:
+        """The listeners in other network namespaces, for `announce`; why there are none.
 
         Raises:
-          DirectoryUnusable, OSError: nobody can be asked.
+          DirectoryUnusable, OSError: they cannot be asked.
         """
-        self._hear_ends()
-        found = await self._lookups.look_elsewhere(source, destination, sock)
-        return found if found.servers else found.reason
+        found = await self._lookups.find_elsewhere(source, destination, sock, self.closer)
+        return found or found.reason
 
-    def _new(
-        self,
-        source: tuple[str, int],
-        destination: tuple[str, int],
-        required: bool,
-        elsewhere: Lookup | None = None,
-    ) -> Announcement | None:
-        """An announcement that nobody knows of yet; None: another one has these addresses."""
-        key = messages.four_tuple(source, destination)
-        self._count += 1
-        number = messages.packed_number(self._count)
-        announcement = Announcement(self, key, number, required, elsewhere)
-        older = self._announced.get(announcement.key)
-        if older is not None:
-            # Two sockets want one port, and one of them is going to have it: nobody could tell
-            # which, so both are TCP.
-            older.close()
-            self.wake(older)
-            return None
-        self._announced[announcement.key] = announcement
-        return announcement
+    def has_ended(self, source: str, destination: tuple[str, int], sock: AnySocket | None) -> bool:
+        """True if the listeners of an address that were known are found to be gone.
 
-    def is_announced(self, source: tuple[str, int], destination: tuple[str, int]) -> bool:
-        """Whether a connection with these addresses is on its way already."""
-        return messages.four_tuple(source, destination) in self._announced
-
-    def forget(self, announcement: Announcement) -> None:
-        """It is settled."""
-        if self._announced.get(announcement.key) is announcement:
-            del self._announced[announcement.key]
-
-    # --- answers -----------------------------------------------------------------------------
-
-    def hear(self, announcement: Announcement) -> None:
-        """Take the answers that are there."""
-        for server in announcement.asked.copy():
-            while self._hear_one(server):
-                pass
-
-    def spin(self, announcement: Announcement) -> bool:
-        """Whether ``announcement`` is answered within a moment, with nothing else to do."""
-        if self._reading or not announcement.asked:
-            return False
-        server = announcement.asked[-1]  # nearly always the only one
-
-        def answered() -> bool:
-            return self._hear_one(server) and announcement.answered
-
-        return self._spinner.until(answered, soon=True)
-
-    async def wait(self, announcement: Announcement, deadline: float) -> None:
-        """Wait until ``announcement`` is answered, or given up at ``deadline``."""
-        self._spinner.sleeping += 1
-        timer: Timer | None = None
-        try:
-            if self._nap is None:
-                with trio.CancelScope(deadline=deadline) as scope:
-                    await self._wait(announcement)
-                if scope.cancelled_caught:
-                    announcement.give_up()
-                return
-            timer = self._timers.call_at(deadline, partial(self._give_up, announcement))
-            await self._wait(announcement)
-        finally:
-            self._spinner.sleeping -= 1
-            if timer is not None:
-                timer.cancel()
-            self._others.pop(announcement, None)
-            if not self._reading and self._others:
-                self.wake(next(iter(self._others)))
-
-    async def _wait(self, announcement: Announcement) -> None:
-        while not announcement.answered:
-            if self._reading:
-                await self._park(announcement)
-                continue
-            if self._epoll is None:
-                raise trio.ClosedResourceError
-            self._reading = True
-            try:
-                await trio.lowlevel.wait_readable(self._epoll.fileno())
-            except trio.ClosedResourceError:
-                continue  # given up, or there is no epoll any more
-            finally:
-                self._reading = False
-            self._look()
-
-    async def _park(self, announcement: Announcement) -> None:
-        def abort(_: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:
-            del self._others[announcement]
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        self._others[announcement] = trio.lowlevel.current_task()
-        await trio.lowlevel.wait_task_rescheduled(abort)
-
-    def wake(self, announcement: Announcement) -> None:
-        """Let it look again, when it waits."""
-        task = self._others.pop(announcement, None)
-        if task is not None:
-            trio.lowlevel.reschedule(task)
-
-    def _look(self) -> None:
-        """Take answers; more than one of a process only while others wait for theirs."""
-        if self._epoll is None:
-            return
-        for number, _ in self._epoll.poll(0, _EVENTS_AT_ONCE):
-            server = self._servers.get(number)
-            while server is not None and self._hear_one(server) and self._others:
-                pass
-
-    def _hear_one(self, server: Server) -> bool:
-        """Take one packet, or the end; False: there is nothing."""
-        if not server.is_open:
-            return False
-        try:
-            message = take(server.connection)
-        except BlockingIOError:
-            return False
-        self._hear(server, message)
-        return True
-
-    def _hear(self, server: Server, message: Message | None) -> None:
-        if message is not None and message.connection:
-            if message.kind in _ANSWERS:
-                announcement = self._announced.get(message.connection)
-                if (
-                    announcement is not None
-                    and server in announcement.asked
-                    and message.number in (announcement.number, b"")
-                ):
-                    self._answer(announcement, server, message)
-                return
-            message = None  # no listener says so
-        if message is not None and message.kind is None:
-            message = Message(Kind.REFUSED, FallbackReason.LOCAL_VERSION_MISMATCH)
-        self.drop(server, message)
-
-    def _answer(self, announcement: Announcement, server: Server, message: Message | None) -> None:
-        announcement.heard(server, message)
-        if announcement.answered:
-            self.wake(announcement)
-
-    def drop(self, server: Server, message: Message | None = None) -> None:
-        """End a Unix connection; what was announced there is answered by ``message``."""
-        number = server.connection.fileno()
-        if self._servers.pop(number, None) is None:
-            return
-        for each in (self._epoll, self._ends):
-            if each is not None:
-                each.unregister(number)
-        if self._entries.get(server.entry) is server:
-            del self._entries[server.entry]
-        self.closer.discard(server.connection)
-        self._gone()
-        for announcement in list(server.announced):
-            self._answer(announcement, server, message)
-
-    def connect(self, listeners: directory.Listeners, servers: list[Server], limit: int) -> None:
-        """Add those of ``listeners`` that are connected to, and that can be now.
-
-        limit: the most that ``servers`` may hold.
+        Raises DirectoryUnusable, OSError: it cannot be found out.
         """
-        for name in listeners.waiting.copy():
-            known = self._entries.get((*listeners.place, name))
-            if known is not None:
-                listeners.waiting.remove(name)
-                servers.append(known)
-        if self._epoll is None:
-            self._epoll = select.epoll()
-        if self.closer.is_full:
-            raise OSError(errno.ENOBUFS, "closing what listening processes sent takes long")
-        connected = listeners.connect(limit - len(servers))
-        while connected:
-            name, connection = connected.pop(0)
-            if len(self._servers) >= _MOST_SERVERS:
-                self._drop_idle(servers)
-            try:
-                self._watch(connection)
-            except OSError:
-                for _, each in ((name, connection), *connected):
-                    self.closer.discard(each)
-                raise
-            server = Server(connection, (*listeners.place, name))
-            self._servers[connection.fileno()] = self._entries[server.entry] = server
-            servers.append(server)
+        return self._lookups.has_ended(self._lookups.namespace(sock), source, destination)
 
-    def _watch(self, connection: socket.socket) -> None:
-        """Raises OSError: there are too many epoll watches."""
-        if self._epoll is not None:
-            self._epoll.register(connection, select.EPOLLIN)
-        try:
-            if self._ends is not None:
-                self._ends.register(connection, select.EPOLLRDHUP)
-        except OSError:
-            if self._epoll is not None:
-                self._epoll.unregister(connection)
-            raise
+    # --- for announcements -------------------------------------------------------------------
 
-    def _drop_idle(self, wanted: list[Server]) -> None:
-        """Let go of the oldest of which no answer is waited for."""
-        for server in self._servers.values():
-            if not server.announced and server not in wanted:
-                self.drop(server)
-                return
+    def is_server(self, announcement: Announcement, sender: int | None) -> bool:
+        """True if the sender of a datagram is the user of a listener that may answer."""
+        found = announcement.found
+        if sender is None:
+            return False
+        if sender in found.users:
+            return True
+        # A listener of another user may have come since.
+        return sender in self._may_answer(announcement)
+
+    def may_be_answered(self, announcement: Announcement) -> bool:
+        """True if the name is still there, and a process that may send to it."""
+        return self._names.has(announcement.name) and bool(self._may_answer(announcement))
+
+    def _may_answer(self, announcement: Announcement) -> set[int]:
+        """The users of listeners that may answer by now."""
+        each = announcement
+        with contextlib.suppress(OSError, DirectoryUnusable):
+            return self._lookups.may_answer(each.found, each.source, each.destination).users
+        return set()
+
+    def remove(self, name: str) -> None:
+        """Remove the name of an announcement."""
+        self._names.remove(name)
+
+    def settled(self) -> None:
+        """An announcement has been withdrawn."""
+        self._open -= 1
+        if self._places:
+            self._places.unpark()
+
+    def deny(self, token: bytes, found: Found, destination: tuple[str, int]) -> None:
+        """Send NOT_MINE to all listeners: only the one that made the token knows it."""
+        if token:
+            with contextlib.suppress(OSError, DirectoryUnusable):
+                self._lookups.send_to_all(found, destination, messages.not_mine(token))
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close all descriptors but those of announcements.  Idempotent."""
+        self._names.close()
+        self.closer.join()
+
+    def abandon(self) -> None:
+        """Close the descriptors: this process is a forked child, and they are its parent's."""
+        self._names.close()
+
+
+def _most_open() -> int:
+    """How many announcements there may be: they must not use up the descriptors."""
+    if sys.platform != "linux":
+        return _MOST_OPEN
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MOST_OPEN
+    return min(_MOST_OPEN, max(limit // _DESCRIPTOR_SHARE, 1))

@@ -183,7 +183,7 @@ def open_pinned(path: Path) -> int:
 
 
 def map_kind(fd: int) -> tuple[bool, bool]:
-    """Whether ``fd`` is a map of sockets' words, and whether it was frozen against updates."""
+    """Two booleans: ``fd`` is a map of sockets' words; it was frozen against updates."""
     lines = Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines()
     fields = {line.partition(b":")[0]: line.partition(b":")[2].strip() for line in lines}
     storage = fields.get(b"map_type") == b"%d" % _SK_STORAGE and fields.get(b"value_size") == b"4"

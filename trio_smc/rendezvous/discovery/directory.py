@@ -3,14 +3,20 @@
 ::
 
     <private directory>/tcp/<network namespace>/<family>-<address>-<port>/<pid>-<random>
+    <private directory>/announced/<network namespace>-<four-tuple>
 
-In a directory that a group shares, each member has a directory ``tcp-<random>`` of its own instead
-of ``tcp`` (`trio_smc.host.private_directory`).  Listeners are looked for in all of them.
+In a directory that a group shares, each member has directories ``tcp-<random>`` and
+``announced-<random>`` of its own (`trio_smc.host.private_directory`).  Names are looked up in those
+of all members.
 
-One directory per TCP address that is listened on, in it one Unix socket per listening process
-(or stack): several of them when workers share the port.  An address means something only within
-its network namespace, whose inode number is therefore part of the path.  <family> is "4" or "6",
-or "d" for an IPv6 wildcard that takes IPv4 connections as well.
+There is one directory per TCP address that is listened on.  It contains one Unix socket per
+listening process (or stack): several if workers share the port.  An address means something only
+within its network namespace, whose inode number is therefore part of the path.  <family> is "4" or
+"6", or "d" for an IPv6 wildcard that takes IPv4 connections as well.
+
+The announcements are in a directory of their own (`trio_smc.rendezvous.discovery.names`), since
+each of them changes its directory, and a client that knows the listeners of an address looks at the
+change times of their directories only.
 """
 
 from __future__ import annotations
@@ -32,8 +38,6 @@ from trio_smc.host.private_directory import (
 
 __all__ = [
     "TOP",
-    "Listeners",
-    "Listings",
     "NewSocket",
     "Stamps",
     "listener_name",
@@ -50,7 +54,6 @@ TOP = "tcp"
 # Publishers that come and go may remove a directory while another wants to use it.
 _ATTEMPTS = 20
 _TICKS_NS = 100_000_000
-_MOST_KNOWN = 256
 _MOST_NAMESPACES = 64  # network namespaces that share a directory
 
 
@@ -74,20 +77,22 @@ def wildcard_names(address: str, port: int) -> tuple[str, ...]:
 
 
 class NewSocket:
-    """A listening Unix socket in the directory `name`, reachable until `remove`.
+    """A datagram socket in the directory `name`, which stands for a listener until `remove`.
 
     Attributes:
       group: `PrivateDirectory.group`.
+      namespace: the network namespace where it was made.
+      socket: does not block, and receives the credentials of senders.
     """
 
-    def __init__(self, private: Path, name: str, backlog: int) -> None:
+    def __init__(self, private: Path, name: str) -> None:
         """Make it.
 
         Raises:
           DirectoryUnusable: why it cannot be made.
         """
-        self._private, self._below, self._backlog = private, name, backlog
-        self._namespace = namespace_name()
+        self._private, self._below = private, name
+        self.namespace: str = namespace_name()
         self._path = ""
         self._pid = os.getpid()
         self._name = f"{self._pid}-{secrets.token_hex(8)}"
@@ -96,10 +101,12 @@ class NewSocket:
             self.group: int | None = root.group
             try:
                 top = root.member_directory(TOP, create=True)
-                self._path = f"{top}/{self._namespace}/{name}"
+                self._path = f"{top}/{self.namespace}/{name}"
                 self._directory = root.below(self._path, create=True)
                 try:
-                    self.listener: socket.socket = self._directory.listen(self._name, backlog)
+                    self.socket: socket.socket = self._directory.listen(
+                        self._name, 0, socket.SOCK_DGRAM
+                    )
                 except BaseException:
                     self._directory.close()
                     raise
@@ -115,9 +122,9 @@ class NewSocket:
         self._directory.remove_stale()
 
     def may_prove(self) -> bool:
-        """Whether this thread may show which addresses lead to the listener: the directory was
+        """True if this thread may prove which addresses lead to the listener: the directory was
         named outright, and the thread is still in the namespace where it was published."""
-        return is_named(self._private) and namespace_name() == self._namespace
+        return is_named(self._private) and namespace_name() == self.namespace
 
     def is_there(self) -> bool:
         """True if its name still leads to it, by the way that clients take."""
@@ -139,15 +146,15 @@ class NewSocket:
 
     def renewed(self) -> NewSocket:
         """Another one for the same listener.  Raises DirectoryUnusable."""
-        return NewSocket(self._private, self._below, self._backlog)
+        return NewSocket(self._private, self._below)
 
     def abandon(self) -> None:
         """Close the descriptors: this process is a forked child, the name is its parent's."""
         self._directory.close()
-        self.listener.close()
+        self.socket.close()
 
     def remove(self) -> None:
-        """Remove the name, and empty directories; the listener stays open."""
+        """Remove the name, and empty directories; the socket stays open."""
         if self._pid != os.getpid():
             self._directory.close()
             return  # a forked child; the listener is its parent's
@@ -162,35 +169,13 @@ class NewSocket:
                 root.close()
 
 
-class Listings:
-    """The names in directories as they were listed last, for those that have not changed since."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[int, list[str]]] = {}
-
-    def sockets(self, directory: PrivateDirectory) -> list[str]:
-        """The names of the sockets in an open directory, a list of the caller's own."""
-        found = os.fstat(directory.descriptor)
-        place, changed = (found.st_dev, found.st_ino), found.st_ctime_ns
-        known = self._known.get(place)
-        if known is not None and known[0] == changed:
-            return known[1].copy()
-        names = directory.sockets()
-        # The clock of a directory ticks slowly: what changes right after may not show.
-        if time.time_ns() - changed > _TICKS_NS:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[place] = changed, names.copy()
-        return names
-
-
 Stamp = tuple[str, int, int, int]
 """Path of a directory below the private one, device, inode, and when its names changed last, in
 ns."""
 
 
 class Stamps:
-    """What directories looked like when listeners were looked up in them.
+    """The change times of directories when listeners were looked up in them.
 
     As long as they look the same, a lookup need not be done again.  A directory that is missing
     shows when the one above it changes.
@@ -279,85 +264,6 @@ def _stamp(path: str, found: os.stat_result) -> Stamp:
 
 def _is_same(found: os.stat_result, stamp: Stamp) -> bool:
     return _stamp(stamp[0], found) == stamp
-
-
-class Listeners:
-    """The sockets in the directory `name`, to be connected to one by one.
-
-    Attributes:
-      waiting: names still to be tried; none when the directory does not exist.
-      place: device and inode of the directory.
-      is_wildcard: they listen at a wildcard address, as the caller of this knows.
-    """
-
-    def __init__(
-        self, root: PrivateDirectory, namespace: str, name: str, listings: Listings
-    ) -> None:
-        """`root`: the open private directory; `namespace`: one of `namespace_paths`."""
-        self._directory: PrivateDirectory | None = None
-        self.waiting: list[str] = []
-        self.place: tuple[int, int] = (0, 0)
-        self.is_wildcard: bool = False
-        try:
-            self._directory = root.below(f"{namespace}/{name}")
-            found = os.fstat(self._directory.descriptor)
-            self.place = found.st_dev, found.st_ino
-            self.waiting = listings.sockets(self._directory)
-        except FileNotFoundError:
-            self.close()
-        except OSError:
-            self.close()
-            if root.group is None:
-                raise
-            # Of another member: its listeners are not reached, and those of others are.
-        except BaseException:
-            self.close()
-            raise
-
-    def connect(self, limit: int) -> list[tuple[str, socket.socket]]:
-        """Non-blocking connections to those that take one, each with its name; the sockets of the
-        dead are removed.
-
-        limit: connections to make, at most.
-
-        Listeners that have too many connections to accept stay in `waiting`: try again later.
-
-        Raises OSError: this process lacks descriptors or memory.
-        """
-        connected: list[tuple[str, socket.socket]] = []
-        names, self.waiting = self.waiting[:limit], []
-        if self._directory is None:
-            return connected
-        for name in names:
-            try:
-                connected.append((name, self._directory.connect(name)))
-            except BlockingIOError:
-                self.waiting.append(name)
-            except OSError as error:
-                if not is_lack(error):
-                    continue
-                # That process is there: nothing may be concluded from not reaching it.
-                if not connected:
-                    raise
-                self.waiting.append(name)
-        return connected
-
-    def connect_to(self, name: str) -> socket.socket | None:
-        """A non-blocking connection to one of them; None: there is nobody, or too many wait.
-
-        Raises OSError: this process lacks descriptors or memory.
-        """
-        try:
-            return None if self._directory is None else self._directory.connect(name)
-        except OSError as error:
-            if is_lack(error) and not isinstance(error, BlockingIOError):
-                raise
-            return None
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._directory is not None:
-            self._directory.close()
 
 
 def namespace_name() -> str:

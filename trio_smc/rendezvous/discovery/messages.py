@@ -1,99 +1,101 @@
-"""The messages of same-host discovery: their bytes, and taking one from a Unix connection.
+"""The messages of same-host discovery: their bytes, and receiving one from a Unix socket.
 
-One message is one packet of a Unix SOCK_SEQPACKET connection::
+One message is one datagram::
 
     bytes 0-3    b"TSMC"
     byte  4      lowest version the sender speaks
     byte  5      highest version the sender speaks
     byte  6      kind
-    byte  7      REFUSED: why; ANNOUNCE and ACCEPTED: 1 when its sender takes SMC-R or nothing;
-                 otherwise 0
-    bytes 8-43   the TCP connection: source address (16, IPv4 as ::ffff:a.b.c.d), source
-                 port (2), destination address (16), destination port (2); big-endian, as its
-                 client sees it; PROVE: of the TCP connections to come, both ports zero
-    bytes 44-61  LISTENING only: port to connect to (2), nonce (16)
-    bytes 44-47  ANNOUNCE: a number of the sender's; ACCEPTED and REFUSED: that of the ANNOUNCE
+    byte  7      REFUSED: why; ACCEPTED: 1 if the server takes SMC-R or nothing; otherwise 0
+    bytes 8-15   ACCEPTED and NOT_MINE: the token, random
+    byte  16     ACCEPTED: the version of the server's software RNIC
+    bytes 8-43   PROVE and LISTENING: the TCP connections to come: source address (16, IPv4 as
+                 ::ffff:a.b.c.d), source port (2), destination address (16), destination port (2);
+                 big-endian, as the client sees them; both ports are zero
+    bytes 44-59  PROVE: the name of the socket that waits for the answer
+    bytes 44-61  LISTENING: port to connect to (2), nonce (16)
 
-The number tells announcements of the same addresses apart: an answer may arrive after its
-announcement was withdrawn and the next one made.  Versions before 4 have none.
+A client that connects to that port receives a TCP proof, and then the end: the nonce, and the TCP
+connection in the form of bytes 8-43 as the server sees it.
 
-Who connects to that port gets a TCP proof, and then the end: the nonce, and the TCP connection in
-the form of bytes 8-43 as the server sees it.
-
-A REFUSED of eight bytes is about everything that was said on its Unix connection.  The first
-eight bytes, and such a REFUSED, are the same in every version for ever, so that two programs with
-no version in common can tell each other so.  A later version may append bytes, which earlier ones
-skip.
+The first eight bytes, and the meaning of ACCEPTED and REFUSED, stay the same in every version.  So
+a client that has no version in common with the server still knows what the server expects, and
+that the versions are the reason.  A later version may append bytes, which earlier ones skip.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
+import os
 import socket
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
-from trio_smc._base.resources import is_lack
-from trio_smc.host.descriptors import receive_bytes
+from trio_smc.host.descriptors import Closer, receive_with_sender
 
 __all__ = [
     "HIGHEST_VERSION",
     "LOWEST_VERSION",
     "MAX_SIZE",
+    "NAME_SIZE",
     "NONCE_SIZE",
     "PROOF_SIZE",
+    "TOKEN_SIZE",
     "Kind",
     "Message",
     "accepted",
-    "announce",
     "decode_untrusted",
     "four_tuple",
     "listening",
-    "packed_number",
+    "not_mine",
     "parties",
     "proof",
     "prove",
+    "receive",
     "refused",
-    "take",
-    "withdraw",
 ]
 
 
-LOWEST_VERSION = 2
-HIGHEST_VERSION = 4  # 3: PROVE and LISTENING; 4: numbers of announcements
-MAX_SIZE = 512
-"""Bytes to receive at most; what a longer packet has beyond is cut off."""
+LOWEST_VERSION: Final = 5
+HIGHEST_VERSION: Final = 5
+MAX_SIZE: Final = 512
+"""Bytes to receive at most; what a longer datagram has beyond is cut off."""
 
 _log = logging.getLogger(__name__)
 
-_REMEMBERED = 256  # addresses packed last
-_MAGIC = b"TSMC"
-_HEAD = struct.Struct(">4sBBBB")
-_FOUR_TUPLE = struct.Struct(">16sH16sH")
-_PROBE = struct.Struct(">H16s")
-_NUMBER = struct.Struct(">L")
-_MAPPED = bytes(10) + b"\xff\xff"
+_REMEMBERED: Final = 256  # addresses packed last
+_MAGIC: Final = b"TSMC"
+_HEAD: Final = struct.Struct(">4sBBBB")
+_FOUR_TUPLE: Final = struct.Struct(">16sH16sH")
+_PROBE: Final = struct.Struct(">H16s")
+_MAPPED: Final = bytes(10) + b"\xff\xff"
+TOKEN_SIZE: Final = 8
+NAME_SIZE: Final = 16
+NONCE_SIZE: Final = 16
+PROOF_SIZE: Final = NONCE_SIZE + _FOUR_TUPLE.size
+"""Bytes of a TCP proof."""
+_TOKEN_END: Final = _HEAD.size + TOKEN_SIZE
+_TUPLE_END: Final = _HEAD.size + _FOUR_TUPLE.size
 
 
 class Kind(IntEnum):
-    """What a message says of a TCP connection."""
+    """The kinds of messages about a TCP connection."""
 
-    ANNOUNCE = 1
-    """Client: I am about to open it and speak SMC-R."""
     ACCEPTED = 3
-    """Server: I accepted it; send SMC Proposal, or WITHDRAW."""
-    WITHDRAW = 4
-    """Client: it is plain TCP, or was never opened."""
+    """Server: I accepted it, and expect a CLC message."""
     REFUSED = 5
     """Server: it is plain TCP, with the reason; or its network does not have that address."""
     PROVE = 6
-    """Client in another network namespace: let me see that this address leads to you."""
+    """Client in another network namespace: show that this address leads to you."""
     LISTENING = 7
     """Server: connect to this port of that address, and read."""
+    NOT_MINE = 8
+    """Client: the connection that you accepted is not the announced one."""
 
 
 _REASONS = {
@@ -106,6 +108,7 @@ _REASONS = {
     7: FallbackReason.OUT_OF_RESOURCES,
     8: FallbackReason.NOT_PERMITTED,
     9: FallbackReason.SHORT_CONNECTIONS,
+    10: FallbackReason.PATH_NOT_PROVEN,
 }
 _REASON_CODES = {reason: code for code, reason in _REASONS.items()}
 
@@ -114,19 +117,26 @@ class Message(NamedTuple):
     """A decoded message.
 
     Fields:
-      kind: what it says; None when its sender speaks no version that we do.
+      kind: what it says.
+      is_common: False if its sender speaks no version that this side speaks; ``kind`` is ACCEPTED
+        or REFUSED then, and nothing else is known.
       reason: of REFUSED, else None.
-      connection: the `four_tuple`; b"" in a REFUSED of everything.
-      required: an ANNOUNCE or ACCEPTED of who takes SMC-R or nothing.
-      number: of the announcement, packed; b"" from who knows none.
+      required: an ACCEPTED of a server that takes SMC-R or nothing.
+      token: of ACCEPTED and NOT_MINE.
+      rnic_version: of ACCEPTED, the server's software RNIC.
+      connection: the `four_tuple` of PROVE and LISTENING.
+      name: of PROVE.
       port, nonce: of LISTENING.
     """
 
-    kind: Kind | None
+    kind: Kind
+    is_common: bool = True
     reason: FallbackReason | None = None
-    connection: bytes = b""
     required: bool = False
-    number: bytes = b""
+    token: bytes = b""
+    rnic_version: int = 0
+    connection: bytes = b""
+    name: bytes = b""
     port: int = 0
     nonce: bytes = b""
 
@@ -153,48 +163,27 @@ def _head(kind: Kind, detail: int = 0) -> bytes:
     return _HEAD.pack(_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, kind, detail)
 
 
-# By whether SMC-R is required.
-_ANNOUNCE = tuple(_head(Kind.ANNOUNCE, required) for required in (False, True))
-_ACCEPTED = tuple(_head(Kind.ACCEPTED, required) for required in (False, True))
-_WITHDRAW = _head(Kind.WITHDRAW)
-# How the messages begin that are exchanged for every connection.
-_USUAL = {
-    _ANNOUNCE[False]: (Kind.ANNOUNCE, False),
-    _ANNOUNCE[True]: (Kind.ANNOUNCE, True),
-    _ACCEPTED[False]: (Kind.ACCEPTED, False),
-    _ACCEPTED[True]: (Kind.ACCEPTED, True),
-    _WITHDRAW: (Kind.WITHDRAW, False),
-}
-_SIZE = _HEAD.size + _FOUR_TUPLE.size
-_NUMBERED_SIZE = _SIZE + _NUMBER.size
-NONCE_SIZE = 16
-PROOF_SIZE = NONCE_SIZE + _FOUR_TUPLE.size
-"""Bytes of a TCP proof."""
+_ACCEPTED: Final = tuple(_head(Kind.ACCEPTED, required) for required in (False, True))
 
 
-def packed_number(number: int) -> bytes:
-    """The number of an announcement, as messages have it."""
-    return _NUMBER.pack(number & 0xFFFFFFFF)
+def accepted(token: bytes, rnic_version: int, *, required: bool = False) -> bytes:
+    """An ACCEPTED; ``required``: this side takes SMC-R or nothing."""
+    return b"%b%b%c" % (_ACCEPTED[required], token, rnic_version)
 
 
-def announce(connection: bytes, number: bytes = b"", *, required: bool = False) -> bytes:
-    """An ANNOUNCE of the `four_tuple`; ``number``: packed."""
-    return _ANNOUNCE[required] + connection + number
+def refused(reason: FallbackReason) -> bytes:
+    """A REFUSED; reasons without a code arrive as PEER_NOT_CAPABLE."""
+    return _head(Kind.REFUSED, _REASON_CODES.get(reason, 0))
 
 
-def accepted(connection: bytes, number: bytes = b"", *, required: bool = False) -> bytes:
-    """An ACCEPTED of the `four_tuple`, in answer to the ANNOUNCE with that number."""
-    return _ACCEPTED[required] + connection + number
+def not_mine(token: bytes) -> bytes:
+    """A NOT_MINE, in answer to the ACCEPTED with that token."""
+    return _head(Kind.NOT_MINE) + token
 
 
-def withdraw(connection: bytes) -> bytes:
-    """A WITHDRAW of the `four_tuple`."""
-    return _WITHDRAW + connection
-
-
-def prove(connection: bytes) -> bytes:
-    """A PROVE of the `four_tuple` without ports."""
-    return _head(Kind.PROVE) + connection
+def prove(connection: bytes, name: bytes) -> bytes:
+    """A PROVE of the `four_tuple` without ports; the answer goes to ``name``."""
+    return _head(Kind.PROVE) + connection + name
 
 
 def listening(connection: bytes, port: int, nonce: bytes) -> bytes:
@@ -207,47 +196,49 @@ def proof(nonce: bytes, source: tuple[str, int], destination: tuple[str, int]) -
     return nonce + four_tuple(source, destination)
 
 
-def refused(reason: FallbackReason, connection: bytes = b"", number: bytes = b"") -> bytes:
-    """A REFUSED; reasons without a code arrive as PEER_NOT_CAPABLE."""
-    return _head(Kind.REFUSED, _REASON_CODES.get(reason, 0)) + connection + number
-
-
 def decode_untrusted(data: bytes) -> Message:
-    """What a peer's packet says.
+    """Decode a peer's datagram.
 
     Raises:
-      ProtocolError: it is no message of this protocol.
+      ProtocolError: the bytes are not a message of this protocol.
     """
-    usual = _USUAL.get(data[:8])
-    if usual is not None and len(data) >= _SIZE:
-        return Message(usual[0], None, data[8:_SIZE], usual[1], _number(data))
     if len(data) < _HEAD.size:
         raise ProtocolError(f"same-host discovery: {len(data)} bytes are no message")
     magic, lowest, highest, code, detail = _HEAD.unpack_from(data)
     if magic != _MAGIC or not 1 <= lowest <= highest:
         raise ProtocolError(f"same-host discovery: {data[:8].hex()} starts no message")
-    whole = len(data) >= _SIZE
-    connection = data[_HEAD.size : _SIZE] if whole else b""
+    is_common = lowest <= HIGHEST_VERSION and highest >= LOWEST_VERSION
     if code == Kind.REFUSED:
         reason = _REASONS.get(detail, FallbackReason.PEER_NOT_CAPABLE)
-        return Message(Kind.REFUSED, reason, connection, number=_number(data))
-    if lowest > HIGHEST_VERSION or highest < LOWEST_VERSION:
-        return Message(None)
-    if code not in Kind.__members__.values():
-        raise ProtocolError(f"same-host discovery: kind {code}")
-    if not whole:
-        raise ProtocolError("same-host discovery: a message is cut short")
+        return Message(Kind.REFUSED, is_common, reason)
+    if not is_common:
+        if code == Kind.ACCEPTED:
+            return Message(Kind.ACCEPTED, is_common=False)
+        raise ProtocolError(f"same-host discovery: versions {lowest} to {highest}")
+    if code == Kind.ACCEPTED:
+        _check_length(data, _TOKEN_END + 1)
+        token = data[_HEAD.size : _TOKEN_END]
+        required = bool(detail & 1)
+        return Message(Kind.ACCEPTED, required=required, token=token, rnic_version=data[_TOKEN_END])
+    if code == Kind.NOT_MINE:
+        _check_length(data, _TOKEN_END)
+        return Message(Kind.NOT_MINE, token=data[_HEAD.size : _TOKEN_END])
+    connection = data[_HEAD.size : _TUPLE_END]
+    if code == Kind.PROVE:
+        _check_length(data, _TUPLE_END + NAME_SIZE)
+        name = data[_TUPLE_END : _TUPLE_END + NAME_SIZE]
+        return Message(Kind.PROVE, connection=connection, name=name)
     if code == Kind.LISTENING:
-        if len(data) < _SIZE + _PROBE.size:
-            raise ProtocolError("same-host discovery: a message is cut short")
-        port, nonce = _PROBE.unpack_from(data, _SIZE)
-        return Message(Kind.LISTENING, None, connection, port=port, nonce=nonce)
-    wanted = code in (Kind.ANNOUNCE, Kind.ACCEPTED) and bool(detail & 1)
-    return Message(Kind(code), None, connection, wanted, _number(data))
+        _check_length(data, _TUPLE_END + _PROBE.size)
+        port, nonce = _PROBE.unpack_from(data, _TUPLE_END)
+        return Message(Kind.LISTENING, connection=connection, port=port, nonce=nonce)
+    raise ProtocolError(f"same-host discovery: kind {code}")
 
 
-def _number(data: bytes) -> bytes:
-    return data[_SIZE:_NUMBERED_SIZE] if len(data) >= _NUMBERED_SIZE else b""
+def _check_length(data: bytes, least: int) -> None:
+    """Raise ProtocolError if a message is cut short."""
+    if len(data) < least:
+        raise ProtocolError("same-host discovery: a message is cut short")
 
 
 @functools.lru_cache(_REMEMBERED)
@@ -263,21 +254,24 @@ def _text(packed: bytes) -> str:
     return socket.inet_ntop(socket.AF_INET6, packed)
 
 
-def take(connection: socket.socket) -> Message | None:
-    """The packet that has arrived; None when the peer is gone or sent none of our messages.
+def receive(sock: socket.socket, closer: Closer) -> tuple[Message | None, int | None]:
+    """Receive one datagram; returns the message, None if it is not one, and the sending user.
 
-    After None give the connection to `Closer.discard`: a descriptor may wait in it.
+    sock: as for `receive_with_sender`; it must not block.
 
     Raises:
-      BlockingIOError: nothing has arrived, or cannot be taken for lack of memory.
+      BlockingIOError: nothing has arrived, or this process lacks memory.
     """
     try:
-        data = receive_bytes(connection, MAX_SIZE)
-        return decode_untrusted(data) if data else None
+        data, sender = receive_with_sender(sock, MAX_SIZE, closer)
     except BlockingIOError:
         raise
-    except (OSError, ProtocolError) as error:
-        if isinstance(error, OSError) and is_lack(error):
-            raise BlockingIOError(error.errno, str(error)) from error
-        _log.debug("same-host discovery: a peer is ignored: %s", error)
-        return None
+    except OSError as error:
+        raise BlockingIOError(error.errno, str(error)) from error
+    if not data and sender is None:  # shut down, and empty
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    try:
+        return decode_untrusted(data), sender
+    except ProtocolError as error:
+        _log.debug("a datagram is ignored: %s", error)
+        return None, sender

@@ -186,7 +186,7 @@ GUARD_KEY_SIZE: Final = 16
 
 # struct bpf_sock_ops, byte offsets.
 _OP, _ARG0, _LOCAL_PORT, _CB_FLAGS, _SK, _TCP_FLAGS = 0, 4, 68, 84, 184, 212
-# Its `op`.
+# Values of `op`.
 _TCP_CONNECT, _ACTIVE_ESTABLISHED, _PASSIVE_ESTABLISHED, _TCP_LISTEN = 3, 4, 5, 11
 _HDR_OPT_LEN, _WRITE_HDR_OPT = 14, 15
 _CB_WRITE_HDR_OPT: Final = 1 << 6
@@ -310,7 +310,7 @@ class _Program(Assembler):
         self.jump("leave")
 
     def established(self) -> None:
-        """What did the peer's SYN-ACK, or its SYN, carry?"""
+        """Note the options of the peer's SYN-ACK, or of its SYN."""
         self.label("established")
         self._find_word("leave")
         self._option_to_stack()

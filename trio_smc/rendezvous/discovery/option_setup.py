@@ -46,7 +46,7 @@ def set_up_tcp_option(
     """Let the users of a group announce SMC-R by the TCP option (RFC 7609, 3.1).
 
     It lasts until `tear_down_tcp_option` or the next start of the system.  What is set up already
-    and works is kept; only who may use it is changed.
+    and works is kept; only the users that may use it change.
 
     Args:
       group: whose members may use it; None: root only.
@@ -80,7 +80,7 @@ def set_up_tcp_option(
             with _explained(f"pinning in {pins}"):
                 _bpf.pin(loaded.link, pins / LINK_NAME)
                 os.chmod(pins / LINK_NAME, 0o600)
-                # Last: whoever finds the map finds the program running.
+                # Last: a process that finds the map finds the program running.
                 _bpf.pin(loaded.words, pins / MAP_NAME)
         except OSError:
             _remove(pins)
@@ -116,7 +116,7 @@ def tear_down_tcp_option(*, pins: Path | str = DEFAULT_PINS) -> bool:
                 _bpf.unmount(pins)
             removed = True
     for directory in (pins, pins.parent) if pins == DEFAULT_PINS else (pins,):
-        with contextlib.suppress(OSError):  # missing, or somebody else uses it
+        with contextlib.suppress(OSError):  # missing, or in use
             directory.rmdir()
     return removed
 
@@ -163,7 +163,7 @@ def check_path(pins: Path) -> None:
 
 
 def _is_set_up(pins: Path, cgroup: Path) -> bool:
-    """Whether map and link are there, usable, and for this cgroup."""
+    """True if map and link are there, usable, and for this cgroup."""
     try:
         link = _bpf.open_pinned(pins / LINK_NAME)
         try:

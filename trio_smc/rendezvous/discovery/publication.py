@@ -1,21 +1,23 @@
-"""Hearing which TCP connections were announced to a listener: the server's half of discovery.
+"""Answering the clients that announced a TCP connection: the server's half of discovery.
 
-What is said, and why both sides come to one answer, `trio_smc.rendezvous.discovery.same_host`
-tells.
+`trio_smc.rendezvous.discovery.same_host` describes the protocol, and why both sides always agree.
 
-Theory of operation: clients keep their Unix connections, and what they say waits there until it
-is needed.  A client has announced a TCP connection before the kernel hears of it, so whoever looks
-for an announcement takes what waits first, and finds it or knows that there is none.  Nothing is
-woken by an announcement: the one task of a publication sleeps until a client comes or goes, and
-wakes claims that wait for long, to look again; a cancel scope for each of them would cost a
-short-lived connection as much as two system calls.
+Theory of operation
+-------------------
+The listener has a datagram socket with a name in the directory of its address, so that clients find
+out that it speaks SMC-R and is alive.  When a TCP connection is accepted, the server looks for the
+name of its announcement and sends one datagram to it.  If that fails, the connection is plain TCP,
+which is known at once.  The server keeps nothing about clients but the claims whose handshakes are
+under way.
 
-A client of another network namespace asks for a proof before it announces anything.  It gets a TCP
-socket that listens at the very address the client is going to connect to, and says to who connects
-there what nobody else knows.  That socket goes with the client's Unix connection, within seconds.
+Ports are shared (`trio_smc.connecting.dial`), so the accepted connection may be another one than
+the announced one, which had the port before.  Then the client sends NOT_MINE, or the first bytes
+are not CLC, or the connection has ended; in each case it is plain TCP.  A connection that has ended
+before it was accepted is not answered for.
 
-Unix connections and announcements are counted by user (`trio_smc.rendezvous.discovery.shares`).
-If no place is left, the user that has most of them loses the oldest one to a user that has fewer.
+A client of another network namespace asks for a proof first (`discovery.proofs`).  Proofs are
+counted by user (`discovery.shares`): if no place is left, the user that has most of them loses the
+oldest one to a user that has fewer.
 """
 
 from __future__ import annotations
@@ -23,398 +25,208 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import secrets
-import select
+import os
 import socket
-from collections import defaultdict
-from functools import partial
-from typing import NamedTuple
+import stat
+from typing import Final
 
 import trio
 
-# Imported early: a program that has dropped its privileges may be unable to read the module.
-with contextlib.suppress(ImportError):  # only Unix has it
-    import resource
-
 from trio_smc._base.reasons import FallbackReason
-from trio_smc._base.resources import LACK_ERRORS, is_lack
-from trio_smc._base.timers import Timer, Timers
-from trio_smc.host.addresses import plain_address
+from trio_smc._base.timers import Timers
+from trio_smc.host.addresses import is_same_host
 from trio_smc.host.descriptors import Closer
-from trio_smc.host.private_directory import DirectoryUnusable, is_admitted, peer_user
-from trio_smc.host.tcp import end_waits, unread_bytes
+from trio_smc.host.private_directory import DirectoryUnusable, admits_user
+from trio_smc.host.tcp import end_waits, is_established, unread_bytes
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
-from trio_smc.rendezvous.discovery.messages import Kind, take
+from trio_smc.rendezvous.discovery.messages import Kind, Message
+from trio_smc.rendezvous.discovery.names import (
+    DATAGRAM,
+    AllNames,
+    announced_name,
+    requires_smc,
+    send_to,
+)
+from trio_smc.rendezvous.discovery.proofs import Probe, reply_name
 from trio_smc.rendezvous.discovery.shares import Shares
-from trio_smc.rnic.spinner import NEVER, Spinner
+from trio_smc.rendezvous.discovery.waiting import wait_readable_until
+from trio_smc.rnic.soft.messages import VERSION
+from trio_smc.rnic.spinner import Spinner
 from trio_smc.wire.clc import EYE_CATCHER
 
-__all__ = [
-    "BACKLOG",
-    "Announced",
-    "Claim",
-    "Claims",
-    "Client",
-    "Publication",
-    "Search",
-]
-
+__all__ = ["Answerer", "Claim", "Publication"]
 
 _log = logging.getLogger(__name__)
 
-BACKLOG = 1024  # Unix connections that wait to be let in
-_MAX_CLIENTS = 1024  # Unix connections per publication, each of them a descriptor
-_DESCRIPTOR_SHARE = 4  # and at most the process's limit of descriptors divided by this
-_ACCEPTS_AT_ONCE = 64  # before other tasks have their turn
-_EVENTS_AT_ONCE = 64
-_AT_ONCE = 64  # packets and clients that a claim looks through before other tasks have their turn
-_MOST_QUEUED = 1024  # packets of one client that nobody has read: many times what a queue holds
-_LOOK_INTERVAL = 0.05  # how often a claim that waits looks whether its client withdrew, seconds
-_NAME_INTERVAL = 10.0  # how often to look whether the socket still has its name, seconds
-_EXHAUSTED_INTERVAL = 0.1  # after an accept that found no descriptors or memory, seconds
-
-_MAX_PENDING = 4096  # announcements per publication
-_ANNOUNCE_TIMEOUT = 2.0  # from a Unix connection to its first announcement, seconds
-_ANY = ("0.0.0.0", "::")
-_MAX_PROBES = 16  # TCP sockets that listen at a time for clients that ask for a proof
-_PENDING_TIMEOUT = 60.0  # from an announcement to the accepted TCP connection, seconds
+_MESSAGES_AT_ONCE: Final = 64  # before other tasks have their turn
+_NAME_INTERVAL: Final = 10.0
+"""Seconds between checks that the socket still has its name."""
+_ANY: Final = ("0.0.0.0", "::")
+_MAX_PROBES: Final = 16  # at a time, each of them a descriptor
 
 
-class Client:
-    """A client's Unix connection."""
-
-    __slots__ = ("connection", "pending", "probe", "user")
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection: socket.socket = connection
-        self.user: int = peer_user(connection)
-        self.pending: set[bytes] = set()  # what it announced, and nobody claimed
-        self.probe: Probe | None = None
-
-    def tell(self, message: bytes) -> bool:
-        """Send a packet without waiting; False when it is gone or takes nothing more."""
-        try:
-            self.connection.send(message, socket.MSG_NOSIGNAL)
-        except OSError:
-            return False
-        return True
-
-
-class Probe:
-    """A TCP socket that shows who connects to it that an address leads to this network namespace.
-
-    Args:
-      connection: the `messages.four_tuple` of the PROVE.
-
-    Raises OSError: the address is none of this namespace's.
+class Answerer:
+    """The sockets and names that all listeners of a stack use to answer clients.
 
     Attributes:
-      said: what the client is to be told.
+      names: of announcements.
+      timers, spinner: of the stack.
+      is_named: True if the private directory was named outright, so clients of other network
+        namespaces may share it.
     """
 
-    __slots__ = ("_nonce", "_source", "listener", "said")
+    def __init__(
+        self, names: AllNames, timers: Timers | None, spinner: Spinner, *, is_named: bool
+    ) -> None:
+        self.names = names
+        self.timers = timers
+        self.spinner = spinner
+        self.is_named: bool = is_named
+        self._sender: socket.socket | None = None
 
-    def __init__(self, connection: bytes) -> None:
-        source, address = messages.parties(connection)
-        self._source = plain_address(source)
-        self._nonce = secrets.token_bytes(messages.NONCE_SIZE)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.listener: socket.socket = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self.listener.setblocking(False)
-            self.listener.bind((address, 0))
-            self.listener.listen()
-            port = self.listener.getsockname()[1]
-        except BaseException:
-            self.listener.close()
-            raise
-        self.said: bytes = messages.listening(connection, port, self._nonce)
+    def open(self) -> None:
+        """Open the descriptors; again if a directory was replaced.  Raises DirectoryUnusable,
+        OSError."""
+        self.names.open()
+        if self._sender is None:
+            self._sender = socket.socket(socket.AF_UNIX, DATAGRAM)
 
-    def answer(self) -> None:
-        """Let in who waits: the client itself is shown what it asked for, others nothing.
+    def send(self, descriptor: int, message: bytes) -> bool:
+        """Send a datagram, as `names.send_to`."""
+        return self._sender is not None and send_to(self._sender, descriptor, message)
 
-        Raises OSError when there are no descriptors to let anybody in.
-        """
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            connection, name = self.listener.accept()
-            with connection:
-                connection.setblocking(False)
-                here = connection.getsockname()
-                if plain_address(name[0]) == self._source:
-                    connection.send(messages.proof(self._nonce, name[:2], here[:2]))
-
-
-class Announced(NamedTuple):
-    """A TCP connection that a client has announced.
-
-    Fields:
-      key: the `messages.four_tuple`.
-      number: which of the client's announcements it is.
-      required: the client takes SMC-R or nothing.
-    """
-
-    client: Client
-    key: bytes
-    number: bytes = b""
-    required: bool = False
-
-    def refuse(self, reason: FallbackReason) -> None:
-        self.client.tell(messages.refused(reason, self.key, self.number))
+    def close(self) -> None:
+        """Close the descriptors, in a forked child, too.  Idempotent."""
+        self.names.close()
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
 
 
 class Claim:
-    """An accepted TCP connection whose client announced it: to be confirmed or refused.
+    """An accepted TCP connection that was announced: to be accepted or refused, then confirmed.
 
     Args:
-      announced: what the client said.
-      accepted: the connection, which nobody has read from; None: only its addresses are known.
-
-    Attributes:
-      required: the client takes SMC-R or nothing.
-      withdrawn: the client says that its connection is plain TCP, or will never be opened.
+      found: descriptors of what has the name of the announcement, nearly always one.
+      accepted: the connection, which was not read from; None: only its addresses are known.
     """
 
-    __slots__ = ("_accepted", "_publication", "_settled", "_told", "announced", "withdrawn")
+    __slots__ = (
+        "_accepted", "_connection", "_found", "_is_settled", "_publication", "_required", "tokens",
+    )  # fmt: skip
 
     def __init__(
-        self, publication: Publication, announced: Announced, accepted: socket.socket | None = None
+        self,
+        publication: Publication,
+        found: list[int],
+        accepted: socket.socket | None = None,
     ) -> None:
         self._publication = publication
-        self.announced: Announced = announced
+        self._found = found
         self._accepted = accepted
-        self._settled = False
-        self._told = False
-        self.withdrawn: bool = False
+        self._connection: trio.socket.SocketType | None = None  # that `confirm` waits for
+        self.tokens: set[bytes] = set()
+        self._is_settled = False
+        self._required: bool | None = None
 
     @property
     def required(self) -> bool:
-        return self.announced.required
+        """True if the client takes SMC-R or nothing."""
+        if self._required is None:
+            self._required = any(map(requires_smc, self._found))
+        return self._required
 
-    def accept(self, *, required: bool = False) -> None:
-        """Tell the client at once that its connection was accepted; `confirm` is to follow.
+    def is_withdrawn(self) -> bool:
+        """True if no client sends CLC messages over the connection."""
+        return self._is_settled or not self.tokens
+
+    def accept(self, *, required: bool = False) -> bool:
+        """Send ACCEPTED at once; `confirm` is to follow.  False: the client has given up.
 
         required: this side takes SMC-R or nothing.
         """
-        to = self.announced
-        said = messages.accepted(to.key, to.number, required=required)
-        self._told = not self._is_over() and to.client.tell(said)
-
-    async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
-        """Tell the client that its connection was accepted; whether it goes on with SMC-R.
-
-        connection: the accepted TCP connection, which nobody has read from.
-        deadline: when to stop waiting for the client, as `trio.current_time`.
-
-        True: the client's next bytes on the TCP connection are CLC, and they are there.  False:
-        the connection is plain TCP, and the client knows.
-
-        Raises OSError (ETIMEDOUT) when the client decided nothing in time.  Then, and when this
-        is cancelled, nobody knows here what the client is going to say: close the TCP connection.
-        """
-        publication = self._publication
-        try:
-            if not self._told:
-                self.accept()
-            if self._is_over() or not self._told:
-                return False
-            while not await publication.wait(connection):
-                self._hear()
-                if self._is_over():
-                    return False
-                if trio.current_time() >= deadline:
-                    raise OSError(errno.ETIMEDOUT, "the client announced SMC-R and says nothing")
-            # Before a client sends anything else than CLC it withdraws.
-            self._hear()
-            return not self._is_over()
-        finally:
-            self._settle()
+        for descriptor in self._found:
+            token = os.urandom(messages.TOKEN_SIZE)
+            message = messages.accepted(token, VERSION, required=required)
+            if self._publication.answerer.send(descriptor, message):
+                self.tokens.add(token)
+                self._publication.claims[token] = self
+        self._close_descriptors()
+        return bool(self.tokens)
 
     def refuse(self, reason: FallbackReason) -> None:
         """Tell the client at once that its connection is plain TCP, and why."""
-        if not self._settled:
-            self.announced.refuse(reason)
+        for descriptor in self._found:
+            self._publication.answerer.send(descriptor, messages.refused(reason))
+        self._settle()
+
+    async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
+        """Wait until the client has sent something; True if it goes on with SMC-R.
+
+        connection: the accepted TCP connection, which was not read from.
+        deadline: when to stop waiting for the client, as `trio.current_time`.
+
+        True: the client's first bytes on the TCP connection are there, and are CLC unless the
+        connection is another one's (`is_right`).  False: the connection is plain TCP, and the
+        client knows.
+
+        Raises OSError (ETIMEDOUT) if the client sends nothing in time.  Then, and if this is
+        cancelled, it is not known what the client is going to send: close the TCP connection.
+        """
+        try:
+            if self._found:
+                self.accept()
+            if self.is_withdrawn():
+                return False
+            self._connection = connection
+            while not await self._publication.wait(connection, deadline):
+                if self.is_withdrawn():
+                    return False
+                if trio.current_time() >= deadline:
+                    raise OSError(errno.ETIMEDOUT, "the client announced SMC-R and sends nothing")
+            # A client sends NOT_MINE before anything but CLC.
+            self._publication.receive()
+            return not self.is_withdrawn()
+        finally:
             self._settle()
 
     def is_right(self) -> bool:
-        """Whether the bytes that are there, and stay unread, may be CLC.
+        """True if the bytes that are there, and stay unread, may be CLC.
 
-        Otherwise it is the connection of somebody else, who had the port before the client, and
-        what the client has announced waits for its own connection.
+        Otherwise it is another connection than the announced one, whose client had the port before.
 
         Raises OSError: there are none, or the connection was reset.
         """
-        right = False
-        try:
-            right = self._begins_with_clc()
-        finally:
-            if not right:
-                self._settle()
-                if not self.withdrawn:
-                    self._publication.claims.restore(self.announced)
-        return right
-
-    def _begins_with_clc(self) -> bool:
         if self._accepted is None:
             raise OSError(errno.ENOTCONN, "only the addresses of the connection are known")
         # Trio's `recv` takes a pass of the scheduler.
         first = self._accepted.recv(len(EYE_CATCHER), socket.MSG_PEEK)
         return bool(first) and EYE_CATCHER.startswith(first)
 
-    def _hear(self) -> None:
-        if not self._publication.hear_all(self.announced.client):
-            raise OSError(errno.ECONNABORTED, "the client says more than anybody could read")
+    def forget(self) -> None:
+        """Send nothing."""
+        self._settle()
 
-    def _is_over(self) -> bool:
-        return self._settled or self.withdrawn
+    def deny(self, token: bytes) -> None:
+        """Note a NOT_MINE of one client."""
+        self.tokens.discard(token)
+        if not self.tokens and self._connection is not None:
+            end_waits(self._connection)
 
     def _settle(self) -> None:
-        self._settled = True
-        self._publication.claims.forget(self)
+        self._is_settled = True
+        self._connection = None
+        for token in self.tokens:
+            self._publication.claims.pop(token, None)
+        self._close_descriptors()
 
-
-class Search:
-    """Looking for the announcement of an accepted TCP connection, in turns.
-
-    It lies in some queue since before the TCP connection was made.  So who has been read for
-    longer than a queue holds has not announced it, and whoever came meanwhile neither.
-
-    Attributes:
-      claim: what was found.
-    """
-
-    def __init__(
-        self, publication: Publication, key: bytes, accepted: socket.socket | None = None
-    ) -> None:
-        self._publication = publication
-        self._key = key
-        self._accepted = accepted
-        self._heard: defaultdict[Client | None, int] = defaultdict(int)
-        self.claim: Claim | None = None
-
-    def look(self) -> bool:
-        """Have a turn; whether that was all."""
-        came = 0
-        while True:
-            self.claim = self._publication.take_pending(self._key, self._accepted)
-            if self.claim is not None:
-                return True
-            some = self._publication.hear_some(self._heard)
-            if not some:
-                if self._publication.claims.release(self._key):
-                    continue
-                return True
-            came += some
-            if came >= _AT_ONCE:
-                return False
-
-    async def finish(self) -> Claim | None:
-        """The claim, or None; other tasks have their turns."""
-        while not self.look():
-            await trio.lowlevel.checkpoint()
-        return self.claim
-
-
-class Claims:
-    """The announced connections of one listening socket.
-
-    Attributes:
-      pending: those that wait to be claimed, by four-tuple, with the time when to forget them, as
-        `trio.current_time`; oldest first.
-      taken: the claims that are not settled.
-    """
-
-    def __init__(self) -> None:
-        self.pending: dict[bytes, tuple[Announced, float]] = {}
-        self._shares: Shares[bytes] = Shares()  # of the four-tuples in `pending`
-        self.taken: dict[bytes, Claim] = {}
-
-    def add(self, announced: Announced) -> None:
-        """It waits to be claimed, or the client is told that too many wait."""
-        client, key = announced.client, announced.key
-        now = trio.current_time()
-        while self.pending:
-            oldest, until = next(iter(self.pending.values()))
-            if until > now:
-                break
-            self.withdrawn(oldest.client, oldest.key)
-        if key in self.pending:
-            older, _ = self.pending[key]
-            self._remove(older.client, key)
-            if older.client is not client:
-                # Two want one port, and one of them is going to have it: nobody can tell which.
-                for each in (older, announced):
-                    each.refuse(FallbackReason.PEER_NOT_CAPABLE)
-                return
-        if len(self.pending) >= _MAX_PENDING:
-            loser = self._shares.oldest_of_largest(client.user)
-            refused = announced if loser is None else self.pending[loser][0]
-            refused.refuse(FallbackReason.HANDSHAKE_LIMIT)
-            if loser is None:
-                return
-            self._remove(refused.client, loser)
-        self.pending[key] = announced, now + _PENDING_TIMEOUT
-        client.pending.add(key)
-        self._shares.add(client.user, key)
-
-    def _remove(self, client: Client, key: bytes) -> None:
-        """An announcement of ``client`` waits no more."""
-        del self.pending[key]
-        client.pending.discard(key)
-        self._shares.remove(client.user, key)
-
-    def withdrawn(self, client: Client, key: bytes) -> None:
-        """It is plain TCP, or will never be opened; a claim is told."""
-        if key in client.pending:
-            # Announced after the claim that there may be: somebody has drawn a port that is taken.
-            self._remove(client, key)
-            return
-        claim = self.taken.get(key)
-        if claim is not None and claim.announced.client is client:
-            claim.withdrawn = True
-
-    def take(self, key: bytes) -> Announced | None:
-        """What was announced waits no more."""
-        found = self.pending.get(key)
-        if found is None:
-            return None
-        announced = found[0]
-        self._remove(announced.client, key)
-        return announced
-
-    def forget(self, claim: Claim) -> None:
-        """A claim is settled."""
-        key = claim.announced.key
-        if self.taken.get(key) is not claim:
-            return
-        del self.taken[key]
-        other = self.take(key)
-        if other is not None:
-            # It may be the connection of this one; it is in the hands of the program by now.
-            other.refuse(FallbackReason.PEER_NOT_CAPABLE)
-
-    def restore(self, announced: Announced) -> None:
-        """What was claimed waits again, unless its client is gone or has announced it anew."""
-        if announced.client.connection.fileno() >= 0 and announced.key not in self.pending:
-            self.add(announced)
-
-    def release(self, key: bytes) -> bool:
-        """Whether the announcement waits again that another connection of these addresses took.
-
-        That one is over, as there is a new one.
-        """
-        claim = self.taken.get(key)
-        if claim is None:
-            return False
-        with contextlib.suppress(OSError):
-            if claim.is_right():
-                return False
-        return key in self.pending
-
-    def lost(self, client: Client) -> None:
-        """Nothing it has announced can be claimed any more; claims know already."""
-        for key in list(client.pending):
-            self._remove(client, key)
+    def _close_descriptors(self) -> None:
+        if self._found:
+            self._required = self.required  # which asks the descriptors
+        found, self._found = self._found, []
+        for descriptor in found:
+            os.close(descriptor)
 
 
 class Publication:
@@ -423,9 +235,9 @@ class Publication:
     Attributes:
       address: the address and port listened on.
       unavailable: why nothing is published, or None.
-      claims: what clients have announced to it.
-      clients: the Unix connections of clients, by descriptor number.
-      most_clients: Unix connections that are accepted at most; set by `start`.
+      answerer: of the stack.
+      claims: those whose clients were sent ACCEPTED, by token.
+      probes: the proofs that are under way.
     """
 
     def __init__(
@@ -433,401 +245,209 @@ class Publication:
         address: tuple[str, int],
         made: NewSocket | None,
         unavailable: FallbackReason | None,
-        spinner: Spinner = NEVER,
+        answerer: Answerer,
     ) -> None:
         self.address = address
-        self.spinner = spinner
-        self._closer = Closer("same-host discovery")
+        self.unavailable = unavailable
+        self.answerer = answerer
         self._made = made
         self._group = made.group if made is not None else None
-        self.unavailable = unavailable
+        self._namespace = made.namespace if made is not None else ""
+        self._closer = Closer("same-host discovery")
         self._scope = trio.CancelScope()
-        self.clients: dict[int, Client] = {}  # by descriptor
-        self._shares: Shares[Client] = Shares()
-        self.most_clients = 0  # set by `start`
-        self._probes: dict[int, Client] = {}  # by descriptor of the probe's listener
-        self._silent: dict[Client, Timer] = {}  # nothing announced yet, and not for ever
-        self.claims: Claims = Claims()
-        self._timers = Timers(trio.current_time, self._timer_is_earlier)
-        self._listener: socket.socket | None = None
-        # Who says something; and who comes or goes, which is what the task sleeps for.
-        self._heard: select.epoll | None = None
-        self._moves: select.epoll | None = None
-        self._nap = trio.CancelScope()  # around the task's sleep
+        self._nursery: trio.Nursery | None = None
         self._abandoned = False
+        self.claims: dict[bytes, Claim] = {}
+        self.probes: set[Probe] = set()
+        self._shares: Shares[Probe] = Shares()
 
     def claim(
         self,
         local: tuple[str, int],
         remote: tuple[str, int],
         accepted: socket.socket | None = None,
-    ) -> Claim | Search | None:
-        """Look an accepted TCP connection up; None when its client did not announce itself.
+    ) -> Claim | None:
+        """Look an accepted TCP connection up; None if its client did not announce it.
 
         local, remote: its two addresses, text and port.
-        accepted: the connection, which nobody has read from.
+        accepted: the connection, which was not read from.
 
-        Never waits: who announces does so before it connects.  Every claim is to be confirmed
-        or refused, or the client waits in vain.  A search: so much is to be read first that other
-        tasks must have their turn.
+        Never waits: a client announces a connection before it connects.  Every claim is to be
+        accepted or refused, or its client waits in vain.
         """
-        if self._heard is None:
+        if self._made is None:
             return None
-        search = Search(self, messages.four_tuple(remote, local), accepted)
-        return search.claim if search.look() else search
-
-    def take_pending(self, key: bytes, accepted: socket.socket | None = None) -> Claim | None:
-        """The claim of a four-tuple that was announced, as far as anybody has listened."""
-        announced = self.claims.take(key)
-        if announced is None:
+        answerer = self.answerer
+        if not answerer.is_named and not is_same_host(local[0], remote[0]):
             return None
-        claim = self.claims.taken[key] = Claim(self, announced, accepted)
+        name = announced_name(self._namespace, messages.four_tuple(remote, local))
+        found = answerer.names.find(name)
+        if not found:
+            return None
+        if not answerer.names.are_own:
+            found = self._admitted(found)
+        claim = Claim(self, found, accepted) if found else None
+        if claim is not None and accepted is not None and not is_established(accepted):
+            # Of an earlier client with this port, or the announced one, which has given up.
+            claim.forget()
+            return None
         return claim
 
-    async def wait(self, connection: trio.socket.SocketType) -> bool:
-        """Wait for bytes on an accepted TCP connection; False: it is time to look again."""
+    def _admitted(self, found: list[int]) -> list[int]:
+        """Those of ``found`` that are sockets of users to whom this process talks; the others are
+        refused."""
+        admitted: list[int] = []
+        for descriptor in found:
+            attributes = os.fstat(descriptor)
+            if not stat.S_ISSOCK(attributes.st_mode):
+                os.close(descriptor)
+            elif admits_user(attributes.st_uid, self._group):
+                admitted.append(descriptor)
+            else:
+                Claim(self, [descriptor]).refuse(FallbackReason.OTHER_USER)
+        return admitted
+
+    async def wait(self, connection: trio.socket.SocketType, deadline: float) -> bool:
+        """Wait for bytes on an accepted TCP connection; False: look what has happened.
+
+        Raises trio.ClosedResourceError: another task has closed it.
+        """
         number = connection.fileno()
         if number < 0:
             raise trio.ClosedResourceError("given up while this task was to go on")
-        if unread_bytes(number) or self.spinner.until(lambda: unread_bytes(number) > 0, soon=True):
+        spinner = self.answerer.spinner
+        if unread_bytes(number) or spinner.until(lambda: unread_bytes(number) > 0, soon=True):
             return True
-        self.spinner.sleeping += 1
-        timer: Timer | None = None
+        spinner.sleeping += 1
         try:
-            if self._moves is None:  # closed meanwhile
-                with trio.move_on_after(_LOOK_INTERVAL):
-                    await trio.lowlevel.wait_readable(number)
-                    return True
-                return False
-            # A closed connection's number may be another file's when the timer fires.
-            look_again = partial(end_waits, connection)
-            timer = self._timers.call_later(_LOOK_INTERVAL, look_again)
-            await trio.lowlevel.wait_readable(number)
-        except trio.ClosedResourceError:
-            if connection.fileno() < 0:
-                raise trio.ClosedResourceError("given up while this task waited") from None
-            return False
-        else:
-            return True
+            readable = await wait_readable_until(connection, self.answerer.timers, deadline)
         finally:
-            self.spinner.sleeping -= 1
-            if timer is not None:
-                timer.cancel()
-
-    def _timer_is_earlier(self) -> None:
-        self._nap.deadline = self._timers.next_deadline()
+            spinner.sleeping -= 1
+        if connection.fileno() < 0:
+            raise trio.ClosedResourceError("given up while this task waited")
+        return readable
 
     def close(self) -> None:
-        """Take the listener's name away and drop all pending announcements; idempotent."""
+        """Take the listener's name away; idempotent."""
         made, self._made = self._made, None
         if made is not None and not self._abandoned:
             made.remove()
+            end_waits(made.socket)
+            self._closer.discard_datagrams(made.socket)
             self._scope.cancel()
 
     def abandon(self) -> None:
-        """Let go of the descriptors: this process is a forked child, they are its parent's."""
+        """Close the descriptors: this process is a forked child, and they are its parent's."""
         self._abandoned = True
-        self._timers.abandon()
-        for client in self.clients.values():
-            client.connection.close()
-            if client.probe is not None:
-                client.probe.listener.close()
-        for each in (self._heard, self._moves):
-            if each is not None:
-                each.close()
+        for probe in self.probes:
+            probe.listener.close()
         if self._made is not None:
             self._made.abandon()
-        # Nothing may be changed in the sets of watched descriptors, which the parent shares.
-        self._heard = self._moves = self._listener = None
-        self.clients.clear()
-        self._probes.clear()
-        self._silent.clear()
+        self.claims.clear()
+        self.probes.clear()
 
     def start(self, nursery: trio.Nursery) -> None:
-        """Serve clients in a background task of `nursery`, until `close`.
+        """Receive messages in a background task of `nursery`, until `close`."""
+        nursery.start_soon(self._run, name="trio_smc same-host discovery")
 
-        Raises OSError when descriptors have run out; it is closed then.
-        """
-        made = self._made
-        if made is None:
-            return
-        with contextlib.ExitStack() as undo:
-            undo.callback(made.listener.close)
-            undo.callback(self.close)
-            # Here and not in the task, which nobody could tell that there are no descriptors.
-            heard = undo.enter_context(select.epoll())
-            moves = undo.enter_context(select.epoll())
-            for each in (heard, moves):
-                each.register(made.listener, select.EPOLLIN)
-            name = "trio_smc same-host discovery"
-            nursery.start_soon(self._run, heard, moves, name=name)
-            self._listener, self._heard, self._moves = made.listener, heard, moves
-            self.most_clients = _most_clients()
-            self._timers.call_later(_NAME_INTERVAL, self._keep_name)
-            undo.pop_all()
-
-    async def _run(self, heard: select.epoll, moves: select.epoll) -> None:
+    async def _run(self) -> None:
         try:
-            with heard, moves, self._scope:
-                try:
-                    while True:
-                        with trio.move_on_at(self._timers.next_deadline()) as self._nap:
-                            await trio.lowlevel.wait_readable(moves.fileno())
-                        if self._abandoned:
-                            await trio.sleep_forever()
-                        self._look(moves)
-                finally:
-                    if self._listener is not None:
-                        self._closer.discard_listener(self._listener)
-                    for client in list(self.clients.values()):
-                        self._drop(client)
-                    self._heard = self._moves = self._listener = None
-                    self._timers.run_all()  # claims look again
+            with self._scope:
+                async with trio.open_nursery() as self._nursery:
+                    while self._made is not None and not self._abandoned:
+                        with trio.move_on_after(_NAME_INTERVAL) as timeout:
+                            await self._receive_some()
+                        if timeout.cancelled_caught:
+                            self._keep_name()
         except Exception:
             # A defect; the connections of this listener are TCP from now on.
             _log.exception("same-host discovery ends for one listener")
         finally:
+            self._nursery = None
             self.close()
             self._closer.join()
 
-    def _look(self, moves: select.epoll) -> None:
-        """Attend to whoever came or went, and to what is due."""
-        waiting = False
-        for number, events in moves.poll(0, _EVENTS_AT_ONCE):
-            listener = self._listener
-            if listener is not None and number == listener.fileno():
-                waiting = True
-            elif (client := self.clients.get(number)) is not None:
-                self.hear_all(client)
-                if events & ~select.EPOLLIN:
-                    self._drop(client)
-            elif (client := self._probes.get(number)) is not None and client.probe is not None:
-                try:
-                    client.probe.answer()
-                except OSError:
-                    self._drop(client)
-        if waiting and self._listener is not None:
-            # Last: a new client may have the number of one that is dropped for it, and the events
-            # above are those of the dropped one.
-            error = self._accept(self._listener)
-            if error in LACK_ERRORS and error != errno.EAGAIN:
-                moves.modify(self._listener, 0)
-                self._timers.call_later(_EXHAUSTED_INTERVAL, self._accept_again)
-        self._timers.run_due()
-
-    def _accept_again(self) -> None:
-        if self._moves is not None and self._listener is not None:
-            self._moves.modify(self._listener, select.EPOLLIN)
+    async def _receive_some(self) -> None:
+        """Wait for messages, and handle them, until cancelled."""
+        while self._made is not None:
+            with contextlib.suppress(trio.ClosedResourceError):
+                await trio.lowlevel.wait_readable(self._made.socket)
+            if self._abandoned:
+                await trio.sleep_forever()
+            self.receive()
+            await trio.lowlevel.checkpoint()
 
     def _keep_name(self) -> None:
-        """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
-        made, heard, moves = self._made, self._heard, self._moves
-        if made is None or heard is None or moves is None or self._abandoned:
-            return
-        self._timers.call_later(_NAME_INTERVAL, self._keep_name)
-        if made.is_there():
+        """Make another name if this one was removed, as cleaners of /tmp do."""
+        made = self._made
+        if made is None or self._abandoned or made.is_there():
             return
         try:
             renewed = made.renewed()
-        except DirectoryUnusable as error:
-            _log.info("same-host discovery cannot listen again: %s", error)
+            self.answerer.open()
+        except (DirectoryUnusable, OSError) as error:
+            _log.info("same-host discovery cannot publish again: %s", error)
             return
-        try:
-            heard.register(renewed.listener, select.EPOLLIN)
-            moves.register(renewed.listener, select.EPOLLIN)
-        except OSError as error:  # there are too many epoll watches; again at the next look
-            _log.info("same-host discovery cannot listen again: %s", error)
-            with contextlib.suppress(OSError):
-                heard.unregister(renewed.listener)
-            renewed.listener.close()
-            renewed.remove()
-            return
-        for each in (heard, moves):
-            each.unregister(made.listener)
-        self._closer.discard_listener(made.listener)
         made.remove()
-        self._made, self._listener = renewed, renewed.listener
+        self._closer.discard_datagrams(made.socket)
+        self._made = renewed
 
-    def _waited_enough(self, client: Client) -> None:
-        """Who comes and announces nothing has to go."""
-        self.hear_all(client)
-        if client in self._silent:
-            self._drop(client)
-
-    def _heard_of(self, client: Client) -> None:
-        """It has announced something, or is gone; it wants no proof any more."""
-        timer = self._silent.pop(client, None)
-        if timer is not None:
-            timer.cancel()
-        probe, client.probe = client.probe, None
-        if probe is not None:
-            del self._probes[probe.listener.fileno()]
-            if self._moves is not None:
-                self._moves.unregister(probe.listener)
-            probe.listener.close()
-
-    def _accept(self, listener: socket.socket) -> int:
-        """Let clients in; the error number that ended it, EAGAIN for no more; 0: all it may."""
-        heard, moves = self._heard, self._moves
-        if heard is None or moves is None:
-            return errno.EBADF
-        for _ in range(_ACCEPTS_AT_ONCE):
-            if self._closer.is_full:
-                return errno.ENOBUFS
+    def receive(self) -> None:
+        """Handle the messages that have come; some of them, if there are many."""
+        for _ in range(_MESSAGES_AT_ONCE):
+            if self._made is None or self._abandoned:
+                return
             try:
-                connection, _ = listener.accept()
-            except ConnectionAbortedError:
+                message, sender = messages.receive(self._made.socket, self._closer)
+            except BlockingIOError:
+                return
+            if message is None or sender is None or not admits_user(sender, self._group):
                 continue
-            except OSError as error:
-                if is_lack(error) and not isinstance(error, BlockingIOError):
-                    _log.warning("same-host discovery cannot accept: %s", error)
-                return error.errno or errno.EBADF
-            connection.setblocking(False)
-            client = Client(connection)
-            if not self._has_place(client) or not _watch(connection, heard, moves):
-                self._turn_away(client)
-                continue
-            self._shares.add(client.user, client)
-            timer = self._timers.call_later(_ANNOUNCE_TIMEOUT, partial(self._waited_enough, client))
-            self._silent[client] = timer
-            self.clients[connection.fileno()] = client
-            self.hear_all(client)
-        return 0
+            if message.kind is Kind.NOT_MINE:
+                claim = self.claims.pop(message.token, None)
+                if claim is not None:
+                    claim.deny(message.token)
+            elif message.kind is Kind.PROVE:
+                self._prove(message, sender)
 
-    def _has_place(self, client: Client) -> bool:
-        """True if another client may be let in; the user with most clients may lose one to it."""
-        if len(self.clients) < self.most_clients:
-            return True
-        # The client of a claim may still withdraw, for which it needs its Unix connection.
-        kept = {claim.announced.client for claim in self.claims.taken.values()}
-        loser = self._shares.oldest_of_largest(client.user, kept)
-        if loser is None or not is_admitted(client.connection, self._group):
-            return False
-        loser.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT))
-        self._drop(loser)
-        return True
-
-    def hear_some(self, heard: defaultdict[Client | None, int]) -> int:
-        """Take one packet of each client that has sent some; how many, and clients let in.
-
-        heard: to be counted up for each; None stands for who waits to be let in.
-        """
-        if self._heard is None:
-            return 0
-        came = 0
-        for number, _ in self._heard.poll(0, _EVENTS_AT_ONCE):
-            client = self.clients.get(number)
-            if client is not None:
-                came += self._take(client)
-                heard[client] += 1
-                if heard[client] > _MOST_QUEUED:
-                    self._drop(client)
-            elif self._listener is not None and heard[None] <= BACKLOG:
-                # Beyond that, who waits to be let in has come after the search began.
-                came += 1
-                # Without descriptors it goes on being ready.
-                exhausted = self._accept(self._listener) not in (0, errno.EAGAIN)
-                heard[None] += BACKLOG + 1 if exhausted else _ACCEPTS_AT_ONCE
-        return came
-
-    def hear_all(self, client: Client) -> bool:
-        """Take all that a client has said; it is dropped when it went or broke the messages.
-
-        False: it goes on saying things, more than its queue can have held, and is dropped.
-        """
-        for _ in range(_MOST_QUEUED):
-            if client.connection.fileno() < 0 or not self._take(client):
-                return True
-        self._drop(client)
-        return False
-
-    def _take(self, client: Client) -> bool:
-        """Take one packet; False: there is none."""
+    def _prove(self, message: Message, user: int) -> None:
+        """Listen where a client of another network namespace is going to connect to."""
         try:
-            message = take(client.connection)
-        except BlockingIOError:
-            return False
-        if message is None:
-            self._drop(client)
-        elif client in self._silent and not is_admitted(client.connection, self._group):
-            client.tell(messages.refused(FallbackReason.OTHER_USER))
-            self._drop(client)
-        elif message.kind is Kind.PROVE and client in self._silent and client.probe is None:
-            self._prove(client, message.connection)
-        elif message.kind is Kind.ANNOUNCE:
-            if client in self._silent and self._moves is not None:
-                self._moves.modify(client.connection, select.EPOLLRDHUP)
-            self._heard_of(client)
-            self.claims.add(Announced(client, message.connection, message.number, message.required))
-        elif message.kind is Kind.WITHDRAW:
-            self.claims.withdrawn(client, message.connection)
-        else:
-            if message.kind is None:
-                client.tell(messages.refused(FallbackReason.LOCAL_VERSION_MISMATCH))
-            self._drop(client)
-        return True
-
-    def _prove(self, client: Client, connection: bytes) -> None:
-        """Listen where the client of another network namespace is going to connect to."""
-        made, moves = self._made, self._moves
-        try:
-            if made is None or moves is None or not made.may_prove():
-                raise OSError(errno.EPERM, "a default directory, or not the listener's network")
-            if self.address[0] not in (*_ANY, messages.parties(connection)[1]):
-                raise OSError(errno.EADDRNOTAVAIL, "this listener has another address")
-            if len(self._probes) >= _MAX_PROBES:
-                raise OSError(errno.EMFILE, "many ask for a proof")
-            client.probe = Probe(connection)
-            moves.register(client.probe.listener, select.EPOLLIN)
+            answer = self._probe(message.connection, user).message
         except OSError as error:
-            if client.probe is not None:
-                client.probe.listener.close()
-                client.probe = None
             _log.debug("same-host discovery: no proof of an address: %s", error)
-            client.tell(messages.refused(FallbackReason.PATH_NOT_PROVEN, connection))
-            return
-        number = client.probe.listener.fileno()
-        self._probes[number] = client
-        client.tell(client.probe.said)
+            answer = messages.refused(FallbackReason.PATH_NOT_PROVEN)
+        for descriptor in self.answerer.names.find(reply_name(message.name)):
+            attributes = os.fstat(descriptor)
+            if stat.S_ISSOCK(attributes.st_mode) and attributes.st_uid == user:
+                self.answerer.send(descriptor, answer)
+            os.close(descriptor)
 
-    def _drop(self, client: Client) -> None:
-        """Its Unix connection ends, and with it what it announced; claims know already."""
-        number = client.connection.fileno()
-        if self.clients.pop(number, None) is None:
-            return
-        self._shares.remove(client.user, client)
-        for each in (self._heard, self._moves):
-            if each is not None:
-                each.unregister(number)
-        self.claims.lost(client)
-        self._heard_of(client)
-        self._closer.discard(client.connection)
+    def _probe(self, connection: bytes, user: int) -> Probe:
+        """Raises OSError: this listener cannot prove anything about the address."""
+        if self._made is None or self._nursery is None or not self._made.may_prove():
+            raise OSError(errno.EPERM, "a default directory, or not the listener's network")
+        if self.address[0] not in (*_ANY, messages.parties(connection)[1]):
+            raise OSError(errno.EADDRNOTAVAIL, "this listener has another address")
+        if len(self.probes) >= _MAX_PROBES:
+            loser = self._shares.oldest_of_largest(user)
+            if loser is None:
+                raise OSError(errno.EMFILE, "many ask for a proof")
+            loser.cancel()
+            self._end_probe(loser)
+        probe = Probe(connection, user)
+        self.probes.add(probe)
+        self._shares.add(user, probe)
+        self._nursery.start_soon(self._run_probe, probe)
+        return probe
 
-    def _turn_away(self, client: Client) -> None:
-        # Unread data would turn our answer into a reset.
-        with contextlib.suppress(BlockingIOError):
-            take(client.connection)
-        client.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT))
-        self._closer.discard(client.connection)
+    async def _run_probe(self, probe: Probe) -> None:
+        try:
+            await probe.run()
+        finally:
+            self._end_probe(probe)
 
-
-def _most_clients() -> int:
-    """How many Unix connections one listener may have: clients must not use up the descriptors."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return _MAX_CLIENTS
-    return min(_MAX_CLIENTS, max(limit // _DESCRIPTOR_SHARE, 1))
-
-
-def _watch(connection: socket.socket, heard: select.epoll, moves: select.epoll) -> bool:
-    """Have both report a client; False: there are too many epoll watches."""
-    try:
-        heard.register(connection, select.EPOLLIN)
-        # Until it has announced something it may want to have an answer.
-        moves.register(connection, select.EPOLLIN | select.EPOLLRDHUP)
-    except OSError as error:
-        _log.warning("same-host discovery refuses a client: %s", error)
-        with contextlib.suppress(OSError):
-            heard.unregister(connection)
-        return False
-    return True
+    def _end_probe(self, probe: Probe) -> None:
+        if probe in self.probes:
+            self.probes.remove(probe)
+            self._shares.remove(probe.user, probe)

@@ -5,7 +5,7 @@ A socket that shall offer SMC-R is marked before it connects or listens; a BPF p
 sockets of the process stay as they are.
 
 Loading the program takes CAP_BPF and CAP_NET_ADMIN.  So an administrator does it once for a group
-of users and pins program and map (`_option_setup`); whoever may open the pinned map may mark
+of users and pins program and map (`_option_setup`); a user that may open the pinned map may mark
 its own sockets.  A process that finds no pinned map it may use loads a program for itself, which
 lasts as long as it does; where it may not do that either there is no option, and a reason.
 
@@ -67,7 +67,7 @@ _Socket = socket.socket | trio.socket.SocketType
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `load_option` made; descriptors.
+    """The descriptors that `load_option` made.
 
     Attributes:
       words: the map of sockets' words.
@@ -78,7 +78,7 @@ class Loaded:
     link: int
 
     def close(self) -> None:
-        """The option goes on as long as somebody else holds both, or they are pinned."""
+        """The option goes on as long as another process holds both, or they are pinned."""
         os.close(self.link)
         os.close(self.words)
 
@@ -91,7 +91,7 @@ def load_option(cgroup: Path) -> Loaded:
         guard = _bpf.create_hash(GUARD_KEY_SIZE, _GUARDED_LISTENERS)
         temporary.callback(os.close, guard)  # the program keeps it
         program = _bpf.load_sock_ops(option_program(words, guard))
-        # Nobody else may get it: attaching a program takes no privilege.
+        # No other process may get it: attaching a program takes no privilege.
         temporary.callback(os.close, program)
         link = _bpf.attach_to_cgroup(program, cgroup)
         undo.pop_all()
@@ -175,12 +175,12 @@ class TcpOption:
             try:
                 _bpf.update(self._words, sock.fileno(), OFFER)
             except OSError as error:
-                # Somebody of the group froze the map, or memory ran out.
+                # A member of the group froze the map, or memory ran out.
                 self._trouble = self._failed("offering", error)
         return self._trouble
 
     def answer(self, sock: _Socket) -> FallbackReason | None:
-        """What came of it; for a connected or an accepted socket.
+        """The result for a connected or an accepted socket.
 
         Returns None when both ends offered SMC-R, or why the connection is plain TCP.
         """

@@ -49,6 +49,7 @@ if sys.platform == "linux":  # on other systems this code does not run
 __all__ = [
     "DOORBELL",
     "DOORBELL_READ_SIZE",
+    "VERSION",
     "Directory",
     "Doorbell",
     "Hello",
@@ -64,7 +65,8 @@ __all__ = [
 
 
 _MAGIC: Final = b"SMCN"
-_VERSION: Final = 4
+VERSION: Final = 4
+"""Of the messages and of the memory that software RNICs share."""
 DOORBELL: Final = b"\0"
 """A packet, or a byte in a pipe, that makes the peer poll its ring."""
 _HELLO: Final = 1
@@ -104,7 +106,7 @@ class Hello:
     peer_psn: int
 
     def encode(self) -> bytes:
-        return _HEADER.pack(_MAGIC, _VERSION, _HELLO) + _HELLO_BODY.pack(
+        return _HEADER.pack(_MAGIC, VERSION, _HELLO) + _HELLO_BODY.pack(
             self.gid, self.qp_num, self.peer_qp_num, self.peer_psn
         )
 
@@ -126,7 +128,7 @@ class Register:
     length: int
 
     def encode(self) -> bytes:
-        return _HEADER.pack(_MAGIC, _VERSION, _REGISTER) + _REGISTER_BODY.pack(
+        return _HEADER.pack(_MAGIC, VERSION, _REGISTER) + _REGISTER_BODY.pack(
             self.rkey, self.slot, self.address, self.length
         )
 
@@ -138,7 +140,7 @@ class Revoke:
     rkey: int
 
     def encode(self) -> bytes:
-        return _HEADER.pack(_MAGIC, _VERSION, _REVOKE) + _REVOKE_BODY.pack(self.rkey)
+        return _HEADER.pack(_MAGIC, VERSION, _REVOKE) + _REVOKE_BODY.pack(self.rkey)
 
 
 Message = Hello | Register | Revoke
@@ -150,7 +152,7 @@ def decode_untrusted(data: bytes, fds: int) -> Message:
     try:
         magic, version, kind = _HEADER.unpack_from(data)
         body = data[_HEADER.size :]
-        if magic != _MAGIC or version != _VERSION:
+        if magic != _MAGIC or version != VERSION:
             raise ProtocolError("the peer is not a software RNIC of this version")
         message: Message
         if kind == _HELLO:

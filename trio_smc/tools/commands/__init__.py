@@ -104,7 +104,7 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
         type=directory,
         metavar="DIR",
         help="the private directory of Config(directory=...); default: $XDG_RUNTIME_DIR/trio-smc, "
-        "else /tmp/trio-smc-UID",
+        "else /dev/shm/trio-smc-UID",
     )
 
 

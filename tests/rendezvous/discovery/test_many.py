@@ -1,0 +1,226 @@
+"""Same-host discovery: many connections at a time, forks, and full tables."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import random
+import struct
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from tests.lingering import full_table
+from tests.rendezvous.discovery.world import (
+    Server,
+    agree,
+    announce,
+    bound,
+    names_below,
+    serving,
+    soon,
+)
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.rendezvous.discovery import announcing, directory
+from trio_smc.rendezvous.discovery.names import AllNames
+from trio_smc.rendezvous.discovery.publication import Answerer
+from trio_smc.rendezvous.discovery.same_host import Announcement, Claim, Discovery, Publication
+from trio_smc.rnic.spinner import NEVER
+
+COUNT = 600
+HOST = "127.0.0.1"
+
+
+async def test_many_at_once(private: Path) -> None:
+    results: list[bool] = []
+
+    async def serve(server: Server, nursery: trio.Nursery) -> None:
+        for _ in range(COUNT):
+            connection, claim = await server.accept()
+            assert claim is not None
+            nursery.start_soon(confirm, connection, claim)
+
+    async def confirm(connection: trio.socket.SocketType, claim: Claim) -> None:
+        with connection:
+            results.append(await claim.confirm(connection, soon()))
+
+    asking = Discovery(private)
+
+    async def call(server: Server) -> None:
+        async with bound() as client:
+            with await announce(asking, client, server.address) as announcement:
+                await client.connect(server.address)
+                results.append(await announcement.accepted(soon()) is None)
+                await client.send(b"C")
+                with contextlib.suppress(ConnectionResetError):
+                    await client.recv(1)
+
+    async with serving(private) as server, trio.open_nursery() as nursery:
+        nursery.start_soon(serve, server, nursery)
+        for _ in range(COUNT):
+            nursery.start_soon(call, server)
+    assert results == [True] * (2 * COUNT)
+    assert names_below(private) == []
+
+
+async def test_races_of_giving_up(private: Path, seed: int, full: bool) -> None:
+    """A client that withdraws and a server, another process, that answers at the same time: both
+    come to the same."""
+    rounds, there = 20_000 if full else 500, ("127.0.0.1", 9)
+    step = struct.Struct("Q")
+    shared, verdicts = mmap.mmap(-1, 16), mmap.mmap(-1, rounds)  # announced, answered; theirs
+    made = directory.NewSocket(private, directory.listener_name(*there, dual_stack=False))
+    everyone = AllNames(private)
+    answerer = Answerer(everyone, None, NEVER, is_named=False)
+    answerer.open()
+    publication = Publication(there, made, None, answerer)
+    asking = Discovery(private)
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            rng = random.Random(seed + 1)
+            for number in range(rounds):
+                while step.unpack_from(shared, 0)[0] <= number and os.getppid() == parent:
+                    os.sched_yield()
+                for _ in range(rng.randrange(600)):
+                    pass
+                claim = publication.claim(there, ("127.0.0.1", number + 1))
+                verdicts[number] = claim is not None and claim.accept()
+                if claim is not None:
+                    claim.forget()
+                step.pack_into(shared, 8, number + 1)
+        os._exit(0)
+    rng = random.Random(seed)
+    agreed = smc = 0
+    pause = 300.0
+    for number in range(rounds):
+        announcement = asking.announce(("127.0.0.1", number + 1), there)
+        assert isinstance(announcement, Announcement)
+        step.pack_into(shared, 0, number + 1)
+        for _ in range(int(pause * rng.random())):
+            pass
+        ours = announcement.withdraw()
+        # As close to the answer as the machine makes it.
+        pause = max(10.0, pause * (0.95 if ours else 1.05))
+        while step.unpack_from(shared, 8)[0] <= number:
+            os.sched_yield()
+        agreed += ours == bool(verdicts[number])
+        smc += ours
+    assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222 - it has ended
+    assert agreed == rounds, f"seed {seed}: {agreed} of {rounds} agreed"
+    assert rounds // 20 < smc < rounds - rounds // 20, "the races were none"
+    answerer.close()
+    made.remove()
+    made.socket.close()
+
+
+def left_in_a_child(made: list[Discovery], descriptors: list[int]) -> int:
+    """How many of these descriptors are open in a forked child that has abandoned them."""
+    child = os.fork()
+    if child == 0:
+        left = 99
+        with contextlib.suppress(BaseException):
+            for each in made:
+                each.abandon()
+            left = sum(os.path.exists(f"/proc/self/fd/{each}") for each in descriptors)
+        os._exit(left)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> None:
+    asking = Discovery(private)
+    async with trio.open_nursery() as nursery, serving(private) as server:
+        before = set(map(int, os.listdir("/proc/self/fd")))
+        await agree(asking, server, server.address)
+        publishing = Discovery(private)
+        publication = publishing.publish(("127.0.0.1", 9), nursery)
+        await trio.testing.wait_all_tasks_blocked()
+        held = sorted(set(map(int, os.listdir("/proc/self/fd"))) - before)
+        assert len(held) >= 4  # the listener's, its directory's, and those of announcements
+        # One is of the listing itself.
+        assert left_in_a_child([asking, publishing], held) <= 1
+        await agree(asking, server, server.address)
+        publication.close()
+
+
+async def test_what_is_remembered_of_listeners(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that ends is noticed when its answer does not come; the next one is found."""
+    ended: list[bool] = []
+    asking = Discovery(private, None, ended=lambda: ended.append(True))
+    async with serving(private) as server:
+        await agree(asking, server, server.address)
+        assert not asking.has_ended(HOST, server.address)
+        port = server.address[1]
+        server.publication.close()
+        async with bound() as client:
+            announcement = await announce(asking, client, server.address)
+            await client.connect(server.address)
+            with trio.fail_after(5):
+                reason = await announcement.accepted(soon(60))
+            assert reason is FallbackReason.PEER_NOT_CAPABLE
+            assert ended == [True]
+            assert asking.announce(("127.0.0.1", 1), server.address) is reason
+    async with serving(private, port=port) as server:
+        with trio.fail_after(5):
+            while True:
+                found = asking.announce(("127.0.0.1", 1), server.address)
+                if isinstance(found, Announcement):
+                    break
+                await trio.sleep(0.01)
+        found.close()
+
+
+async def test_listeners_that_are_gone_are_known_before_they_are_asked(private: Path) -> None:
+    asking = Discovery(private)
+    async with serving(private) as server:
+        await agree(asking, server, server.address)
+        server.publication.close()
+        assert asking.has_ended(HOST, server.address)
+        assert not asking.has_ended(HOST, server.address), "nothing is known any more"
+
+
+async def test_a_full_table_does_not_hide_a_listener(private: Path) -> None:
+    """If a connection cannot be announced for lack of descriptors, the next one can."""
+    async with serving(private) as server:
+        discovery = Discovery(private)
+        await trio.sleep(0.15)  # until the clock of the directories has ticked
+        reasons = []
+        for room in range(1, 6):
+            with full_table(room):
+                found = discovery.announce(("127.0.0.1", 9), server.address)
+                reasons.append(found)
+                if isinstance(found, Announcement):
+                    found.close()
+        assert FallbackReason.OUT_OF_RESOURCES in reasons
+        assert FallbackReason.PEER_NOT_CAPABLE not in reasons
+        found = discovery.announce(("127.0.0.1", 9), server.address)
+        assert isinstance(found, Announcement)
+        found.close()
+
+
+@pytest.mark.parametrize("first", [0.001, 0.05])
+async def test_a_wait_costs_a_check_now_and_then(
+    first: float, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcing, "_FIRST_CHECK", first)
+    checks = 0
+    real = announcing.Announcer.may_be_answered
+
+    def count(self: announcing.Announcer, *args: object) -> bool:
+        nonlocal checks
+        checks += 1
+        return real(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(announcing.Announcer, "may_be_answered", count)
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        await client.connect(server.address)
+        reason = await announcement.accepted(soon(1))
+        assert reason is FallbackReason.PEER_NOT_CAPABLE
+    assert 2 <= checks <= 12

@@ -1,0 +1,450 @@
+"""Same-host discovery: the names of announcements, and what may lie in their place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from tests.rendezvous.discovery.world import (
+    LONG,
+    Both,
+    agree,
+    announce,
+    both_go,
+    bound,
+    claimed,
+    names_below,
+    reached,
+    serving,
+    sockets_below,
+)
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.host import private_directory
+from trio_smc.rendezvous.discovery import messages, names, publication
+from trio_smc.rendezvous.discovery.announcing import Announcement
+from trio_smc.rendezvous.discovery.directory import namespace_name
+from trio_smc.rendezvous.discovery.names import AllNames, OwnNames, announced_name, requires_smc
+from trio_smc.rendezvous.discovery.same_host import Discovery
+
+DATAGRAM = socket.SOCK_DGRAM
+
+
+def name_of(client: trio.socket.SocketType, address: tuple[str, int]) -> str:
+    """The name of the announcement of a connection."""
+    key = messages.four_tuple(client.getsockname()[:2], address)
+    return announced_name(namespace_name(), key)
+
+
+@pytest.fixture
+def announced(private: Path) -> Iterator[Path]:
+    """The directory of announcements, with permissions as they must be."""
+    os.makedirs(private / names.KIND, mode=0o700)
+    private.chmod(0o700)
+    yield private / names.KIND
+    shutil.rmtree(private)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "file", "directory", "dead", "stream"])
+async def test_what_is_no_socket_of_a_client_is_no_announcement(
+    kind: str, private: Path, tmp_path: Path
+) -> None:
+    """The server never waits, follows no link, and sends nothing to another service."""
+    with socket.socket(socket.AF_UNIX, DATAGRAM) as other, serving_socket(tmp_path) as stream:
+        other.bind(str(tmp_path / "other"))
+        other.setblocking(False)
+        async with serving(private) as server, bound() as client:
+            with AllNamesOpen(private):
+                pass
+            place = private / names.KIND / name_of(client, server.address)
+            if kind == "link":
+                place.symlink_to(tmp_path / "other")
+            elif kind == "fifo":
+                os.mkfifo(place)
+            elif kind == "file":
+                place.touch()
+            elif kind == "directory":
+                place.mkdir()
+            elif kind == "dead":
+                with socket.socket(socket.AF_UNIX, DATAGRAM) as dead, reached(place) as path:
+                    dead.bind(path)
+            else:
+                os.link(stream, place)
+            await client.connect(server.address)
+            with trio.fail_after(LONG):
+                connection, claim = await server.accept()
+                with connection:
+                    if claim is not None:
+                        assert not claim.accept()
+                        assert not await claim.confirm(connection, trio.current_time() + LONG)
+            with pytest.raises(BlockingIOError):
+                other.recv(100)
+            place.rmdir() if kind == "directory" else place.unlink()
+    (tmp_path / "other").unlink()
+    stream.unlink()
+
+
+class serving_socket:  # noqa: N801 - a context manager
+    """A listening Unix socket of another type; entering gives its path."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "stream"
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def __enter__(self) -> Path:
+        self.sock.bind(str(self.path))
+        self.sock.listen()
+        return self.path
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.sock.close()
+
+
+class AllNamesOpen:
+    """All directories of announcements, open."""
+
+    def __init__(self, private: Path) -> None:
+        self.names = AllNames(private)
+
+    def __enter__(self) -> AllNames:
+        self.names.open()
+        return self.names
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.names.close()
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import trio
+from trio_smc.rendezvous.discovery.same_host import Discovery
+where = sys.argv[2], int(sys.argv[3])
+
+async def main():
+    client = Discovery(Path(sys.argv[1]))
+    kept = [client.announce(("127.0.0.1", port), where) for port in (1, 2, 3)]
+    print(kept[0], flush=True)
+    sys.stdin.read()
+
+trio.run(main)
+"""
+
+
+def killed_after_announcing(private: Path, address: tuple[str, int]) -> None:
+    """A process announces connections from ports 1 to 3, and is killed."""
+    command = [sys.executable, "-c", KILLED, str(private), address[0], str(address[1])]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert "Announcement" in process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize("finder", ["the next client", "the next stack"])
+async def test_names_of_a_killed_process_are_removed(
+    finder: str, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(private) as server:
+        client = Discovery(private)
+        before = client.announce(("127.0.0.1", 9), server.address)
+        assert isinstance(before, Announcement)
+        before.close()
+        await trio.to_thread.run_sync(killed_after_announcing, private, server.address)
+        assert len(names_below(private)) == 3
+        # Not at once: for a moment a name that is being bound looks like that of a dead process.
+        assert client.announce(("127.0.0.1", 1), server.address) is None
+        monkeypatch.setattr(private_directory, "_STALE_AFTER", 0.0)
+        if finder == "the next client":
+            found = client.announce(("127.0.0.1", 1), server.address)
+            left = 2
+        else:
+            found = Discovery(private).announce(("127.0.0.1", 4), server.address)
+            left = 0
+        assert isinstance(found, Announcement)
+        found.close()
+        assert len(names_below(private)) == left
+        Discovery(private).announce(("127.0.0.1", 5), ("127.0.0.1", 1))
+        for each in names_below(private):
+            each.unlink()
+
+
+async def test_a_server_that_was_killed_while_a_client_waits(private: Path) -> None:
+    """Its connection ends, so no answer can come."""
+    async with claimed(private) as both:
+        both.claim.forget()
+        both.connection.close()
+        with trio.fail_after(LONG):
+            reason = await both.announcement.accepted(trio.current_time() + 60)
+        assert reason is FallbackReason.PEER_NOT_CAPABLE
+
+
+@pytest.mark.parametrize("removed", ["names", "directory", "everything"])
+async def test_a_cleaner_removes_it(
+    removed: str, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old names go, and the next connections are SMC-R."""
+    monkeypatch.setattr(publication, "_NAME_INTERVAL", 0.01)
+    asking = Discovery(private)
+    async with serving(private) as server:
+        await agree(asking, server, server.address)
+        if removed == "names":
+            async with bound() as client:
+                announcement = await announce(asking, client, server.address)
+                await client.connect(server.address)
+                names_below(private)[0].unlink()
+                connection, claim = await server.accept()
+                with connection, trio.fail_after(LONG):
+                    assert claim is None
+                    reason = await announcement.accepted(trio.current_time() + 60)
+                    assert reason is FallbackReason.PEER_NOT_CAPABLE
+        elif removed == "directory":
+            shutil.rmtree(private / names.KIND)
+        else:
+            shutil.rmtree(private)
+            with trio.fail_after(LONG):
+                while not sockets_below(private):  # noqa: ASYNC110 - nothing notifies of that
+                    await trio.sleep(0.01)
+        for _ in range(3):
+            await agree(asking, server, server.address)
+
+
+async def test_a_full_directory(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is TCP, and the next one SMC-R."""
+
+    def full(number: int, *_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    async with serving(private) as server:
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOMEM):
+            with monkeypatch.context() as patch:
+                patch.setattr(OwnNames, "bind", partial(full, number))
+                outcome = Discovery(private).announce(("127.0.0.1", 1), server.address)
+                assert outcome is FallbackReason.OUT_OF_RESOURCES
+        await agree(private, server, server.address)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_file_system_without_room(tmp_path: Path) -> None:
+    """No inode is left for the name."""
+    code = (
+        "import os, subprocess, sys, trio\n"
+        "from pathlib import Path\n"
+        "place = sys.argv[1]\n"
+        "mount = ['mount', '-t', 'tmpfs', '-o', 'nr_inodes=40', 'none', place]\n"
+        "subprocess.run(mount, check=True)\n"
+        "from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery\n"
+        "async def main():\n"
+        "    private, where = Path(place) / 'private', ('127.0.0.1', 9)\n"
+        "    async with trio.open_nursery() as nursery:\n"
+        "        publication = Discovery(private).publish(where, nursery)\n"
+        "        client, said = Discovery(private), []\n"
+        "        for port in range(1, 60):\n"
+        "            said.append(client.announce(('127.0.0.1', port), where))\n"
+        "            if not isinstance(said[-1], Announcement):\n"
+        "                break\n"
+        "        print(said[-1], len(said) > 5)\n"
+        "        said[0].close()\n"
+        "        again = client.announce(('127.0.0.1', 99), where)\n"
+        "        print(isinstance(again, Announcement))\n"
+        "        publication.close()\n"
+        "trio.run(main)\n"
+    )
+    alone = ["unshare", "-m"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    done = subprocess.run(
+        [*alone, sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["out-of-resources", "True", "True"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o177])
+async def test_a_client_that_takes_smc_or_nothing_says_so(umask: int, private: Path) -> None:
+    async with serving(private) as server, bound() as client:
+        before = os.umask(umask)
+        try:
+            for required in (True, False):
+                announcement = Discovery(private).announce(
+                    client.getsockname(), server.address, client, required=required
+                )
+                assert isinstance(announcement, Announcement)
+                with announcement, AllNamesOpen(private) as found:
+                    (descriptor,) = found.find(name_of(client, server.address))
+                    assert requires_smc(descriptor) is required
+                    os.close(descriptor)
+        finally:
+            os.umask(before)
+
+
+def test_a_name_that_is_taken(announced: Path, private: Path) -> None:
+    own = OwnNames(private)
+    with (
+        socket.socket(socket.AF_UNIX, DATAGRAM) as one,
+        socket.socket(socket.AF_UNIX, DATAGRAM) as two,
+    ):
+        own.bind(one, "x")
+        with pytest.raises(OSError, match="in use") as refused:
+            own.bind(two, "x")
+        assert refused.value.errno == errno.EADDRINUSE
+        own.remove("x")
+        own.bind(two, "x")
+    own.close()
+
+
+# --- directories that a group shares ------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(private: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private directory that this process's group shares."""
+    if os.geteuid():
+        pytest.skip("makes files of other users")
+    private.mkdir()
+    os.chown(private, 0, os.getegid())
+    private.chmod(0o3770)
+    monkeypatch.setattr(private_directory, "is_named", lambda path: True)
+    return private
+
+
+def member(shared: Path, user: int, name: str = "member") -> Path:
+    """A directory of announcements of another member."""
+    path = shared / f"{names.KIND}-{name}"
+    path.mkdir()
+    os.chown(path, user, os.getegid())
+    path.chmod(0o2750)
+    return path
+
+
+@pytest.mark.usefixtures("shared")
+async def test_in_a_directory_of_a_group(private: Path) -> None:
+    asking = Discovery(private)
+    async with serving(private) as server:
+        for _ in range(3):
+            await agree(asking, server, server.address)
+
+
+async def test_a_name_of_another_member_for_the_same_connection(shared: Path) -> None:
+    """Both get the answer, so the announced connection is SMC-R, and no denial of the other one
+    makes it plain TCP."""
+    place = member(shared, 64201)
+    async with serving(shared) as server, bound() as client:
+        name = place / name_of(client, server.address)
+        with socket.socket(socket.AF_UNIX, DATAGRAM) as theirs:
+            with reached(name) as path:
+                theirs.bind(path)
+            os.chown(name, 64201, os.getegid())
+            announcement = await announce(shared, client, server.address)
+            await client.connect(server.address)
+            connection, claim = await server.accept()
+            with connection:
+                assert claim is not None
+                assert claim.accept()
+                said = messages.decode_untrusted(theirs.recv(100))
+                claim.deny(said.token)
+                await both_go(Both(client, announcement, connection, claim))
+        name.unlink()
+    place.rmdir()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "dead", "inner link", "open", "stolen"])
+async def test_a_hostile_member(kind: str, shared: Path, tmp_path: Path) -> None:
+    """Whatever it puts in its directory, or in place of it, others are SMC-R, and nothing is sent
+    to another service."""
+    place = member(shared, 64201)
+    with socket.socket(socket.AF_UNIX, DATAGRAM) as other:
+        other.bind(str(tmp_path / "other"))
+        other.setblocking(False)
+        async with serving(shared) as server, bound() as client:
+            name = place / name_of(client, server.address)
+            if kind == "link":
+                name.symlink_to(tmp_path / "other")
+            elif kind == "fifo":
+                os.mkfifo(name)
+            elif kind == "dead":
+                with socket.socket(socket.AF_UNIX, DATAGRAM) as dead, reached(name) as path:
+                    dead.bind(path)
+            elif kind == "inner link":
+                place.rmdir()
+                place.symlink_to(tmp_path)
+                (tmp_path / name.name).symlink_to(tmp_path / "other")
+            elif kind == "open":
+                place.chmod(0o2777)
+                os.link(tmp_path / "other", name)
+            else:
+                os.link(tmp_path / "other", name)
+                os.chown(place, 64201, 64201)
+            announcement = await announce(shared, client, server.address)
+            await client.connect(server.address)
+            with trio.fail_after(LONG):
+                connection, claim = await server.accept()
+            with connection:
+                assert claim is not None
+                await both_go(Both(client, announcement, connection, claim))
+            with pytest.raises(BlockingIOError):
+                other.recv(100)
+    empty(place, tmp_path)
+
+
+def empty(place: Path, tmp_path: Path) -> None:
+    """Remove what a hostile member has made."""
+    for each in (*place.glob("*"), *tmp_path.iterdir()):
+        each.unlink(missing_ok=True)
+    place.unlink() if place.is_symlink() else place.rmdir()
+
+
+async def test_a_member_that_comes_later_is_found(shared: Path) -> None:
+    """As soon as it has its directory."""
+    with AllNamesOpen(shared) as found:
+        assert found.find("x") == []
+        place = member(shared, 64201)
+        with socket.socket(socket.AF_UNIX, DATAGRAM) as theirs, reached(place / "x") as path:
+            theirs.bind(path)
+            with trio.fail_after(LONG):
+                while not (descriptors := found.find("x")):  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+        for each in descriptors:
+            os.close(each)
+        (place / "x").unlink()
+        place.rmdir()
+        assert found.find("x") == []
+
+
+async def test_a_member_that_changes_the_directory_all_the_time(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server lists the directory for a tenth of the time at most."""
+    clock = [1]
+    listed = 0
+    real = private_directory.PrivateDirectory.member_directories
+
+    def slow(self: private_directory.PrivateDirectory, kind: str) -> list[str]:
+        nonlocal listed
+        listed += 1
+        clock[0] += 5_000_000
+        return real(self, kind)
+
+    with AllNamesOpen(shared) as found:
+        monkeypatch.setattr(time, "monotonic_ns", lambda: clock[0])
+        monkeypatch.setattr(private_directory.PrivateDirectory, "member_directories", slow)
+        for _ in range(1000):
+            (shared / "x").mkdir()
+            (shared / "x").rmdir()
+            found.find("y")
+            clock[0] += 1_000_000
+        assert 10 <= listed <= 1000 / 50 + 2

@@ -1,0 +1,333 @@
+"""Which listeners of this host may accept a TCP connection: the client's view of the directories.
+
+Theory of operation
+-------------------
+A `Found` is the result of one look into the directories of `discovery.directory`.  If there are
+no listeners, it counts until the directories change.  If there are some, it counts until a client
+looks again, because an answer does not come, or because it relies on what was learned of them.
+Other listeners that have come since make no difference, as each of them answers the announcement if
+it accepts the connection.
+
+A listener is alive if a datagram socket connects to its name: that fails if no process has the
+socket.
+
+Listeners of another network namespace are kept apart, since they must prove first that the address
+leads to them (`discovery.proofs`).  What came of that counts for ten seconds at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.resources import is_lack
+from trio_smc.host.addresses import is_same_host
+from trio_smc.host.descriptors import Closer
+from trio_smc.host.private_directory import PrivateDirectory, admits_user, socket_path
+from trio_smc.rendezvous.discovery import directory
+from trio_smc.rendezvous.discovery.names import DATAGRAM, OwnNames, send_to
+from trio_smc.rendezvous.discovery.proofs import Candidate, Proofs
+
+__all__ = ["AnySocket", "Found", "Lookups"]
+
+_SO_NETNS_COOKIE: Final = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
+_MOST_CANDIDATES: Final = 64  # listening processes that are looked at for one address
+_MOST_LOOKUPS: Final = 1024  # TCP addresses that are remembered
+_LOOK_INTERVAL: Final = 1.0
+"""Seconds between two looks for listeners that may have been killed, which changes no directory."""
+_PROOF_HOLDS: Final = 10.0  # how long a proof counts, seconds
+_DISPROOF_HOLDS: Final = 60.0  # how long it counts that no process accepted a connection, seconds
+
+AnySocket = trio.socket.SocketType | socket.socket
+
+
+class Found:
+    """The listeners that may accept connections to a TCP address; false if there are none.
+
+    Attributes:
+      namespace: the network namespace where they are.
+      users: their owners.
+      names: of their sockets.
+      stamps: of the directories that were looked at.
+      is_general: False if this holds for one source address only.
+      looked: when that was, as `trio.current_time`.
+      until: when this ends to count at the latest.
+      reason: why there are none.
+    """
+
+    __slots__ = (
+        "is_general", "looked", "names", "namespace", "reason", "stamps", "until", "users",
+    )  # fmt: skip
+
+    def __init__(self, namespace: str, stamps: directory.Stamps) -> None:
+        self.namespace: str = namespace
+        self.stamps: directory.Stamps = stamps
+        self.users: set[int] = set()
+        self.names: set[str] = set()
+        self.is_general: bool = True
+        self.looked: float = trio.current_time()
+        self.until: float = math.inf
+        self.reason: FallbackReason = FallbackReason.PEER_NOT_CAPABLE
+
+    def __bool__(self) -> bool:
+        return bool(self.users)
+
+    def add(self, candidate: Candidate) -> None:
+        """Add a listener."""
+        self.users.add(candidate.user)
+        self.names.add(candidate.name)
+
+    def disprove(self) -> None:
+        """No process accepted a connection, although the address was proven to lead there."""
+        self.users.clear()
+        self.until = trio.current_time() + _DISPROOF_HOLDS
+        self.reason = FallbackReason.PATH_NOT_PROVEN
+
+
+class Lookups:
+    """The listeners of the TCP addresses that one stack has connected to.
+
+    Attributes:
+      known: by namespace, address and port.
+      elsewhere: the same for other namespaces, by our own, source, address and port.
+    """
+
+    def __init__(self, private: Path, names: OwnNames, ended: Callable[[], object]) -> None:
+        """
+        Args:
+          private: the user's private directory (`Config.private_directory`).
+          names: where the announcements are made.
+          ended: called when listeners that were known are gone.
+        """
+        self._private = private
+        self._names = names
+        self._ended = ended
+        self._namespaces: dict[bytes, str] = {}
+        self.known: dict[tuple[str, str, int], Found] = {}
+        self.elsewhere: dict[tuple[str, str, str, int], Found] = {}
+
+    def namespace(self, sock: AnySocket | None) -> str:
+        """The name of a socket's network namespace in the directories."""
+        if sock is None:
+            return directory.namespace_name()
+        try:
+            cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
+        except OSError:
+            return directory.namespace_name()  # Linux before 5.14
+        known = self._namespaces.get(cookie)
+        if known is None:
+            known = directory.namespace_name()
+            # The thread may have changed its namespace since the socket was made.
+            with socket.socket(sock.family, socket.SOCK_DGRAM) as ours:
+                if ours.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8) == cookie:
+                    self._namespaces[cookie] = known
+        return known
+
+    def find(self, namespace: str, source: str, destination: tuple[str, int]) -> Found:
+        """The listeners that may accept connections from ``source`` to ``destination``.
+
+        Raises DirectoryUnusable, OSError.
+        """
+        known = self.known.get((namespace, *destination))
+        if known is not None and (known or known.stamps.unchanged()):
+            return known
+        return self.look(namespace, source, destination)
+
+    def look(self, namespace: str, source: str, destination: tuple[str, int]) -> Found:
+        """As `find`, but look into the directories.  Raises DirectoryUnusable, OSError."""
+        key = (namespace, *destination)
+        before = self.known.pop(key, None)
+        found = Found(namespace, directory.Stamps(self._private))
+        try:
+            root = PrivateDirectory.open(self._private, create=False)
+        except FileNotFoundError:
+            pass
+        else:
+            with contextlib.closing(root):
+                self._look(root, found, source, destination)
+            if found.is_general and (found or found.stamps.settled()):
+                if len(self.known) >= _MOST_LOOKUPS:
+                    self.known.clear()
+                    self._ended()
+                self.known[key] = found
+        if before and not before.names & found.names:
+            self._ended()
+        return found
+
+    def _look(
+        self, root: PrivateDirectory, found: Found, source: str, destination: tuple[str, int]
+    ) -> None:
+        if not self._names.is_current():
+            self._names.close()
+        found.stamps.add_root(root)
+        is_here = is_same_host(source, destination[0])
+        paths = directory.namespace_paths(root, found.namespace)
+        for path in paths:
+            if root.group is not None:
+                found.stamps.add(root, path.rpartition("/")[0])
+            found.stamps.add(root, path)
+        for each in _listeners(root, paths, destination, found.stamps):
+            # Our own wildcard listener says nothing about the same port of another host.
+            if each.is_wildcard and not is_here:
+                found.is_general = False
+            elif not admits_user(each.user, root.group):
+                found.reason = FallbackReason.OTHER_USER
+            else:
+                found.add(each)
+
+    def may_answer(self, found: Found, source: str, destination: tuple[str, int]) -> Found:
+        """Those of the listeners of ``found`` that are alive, and others that have come since.
+
+        Raises DirectoryUnusable, OSError.
+        """
+        if math.isinf(found.until):
+            return self.look(found.namespace, source, destination)
+        alive = Found(found.namespace, found.stamps)
+        with contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root:
+            paths = directory.namespace_paths(root, found.namespace)
+            for each in _listeners(root, paths, destination):
+                if each.name in found.names:
+                    alive.add(each)
+        return alive
+
+    def send_to_all(self, found: Found, destination: tuple[str, int], message: bytes) -> None:
+        """Send a datagram to all listeners of the namespace of ``found`` that may have accepted a
+        connection.  Raises DirectoryUnusable, OSError."""
+        with (
+            contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root,
+            socket.socket(socket.AF_UNIX, DATAGRAM) as sender,
+        ):
+            paths = directory.namespace_paths(root, found.namespace)
+            for each in _listeners(root, paths, destination):
+                send_to(sender, each.descriptor, message)
+
+    def has_ended(self, namespace: str, source: str, destination: tuple[str, int]) -> bool:
+        """True if all listeners of an address that were known are found to be gone.
+
+        Looks at once if a directory has changed, and once a second otherwise.
+        """
+        known = self.known.get((namespace, *destination))
+        if not known or (
+            trio.current_time() < known.looked + _LOOK_INTERVAL and known.stamps.unchanged()
+        ):
+            return False
+        return not known.names & self.look(namespace, source, destination).names
+
+    async def find_elsewhere(
+        self, source: str, destination: tuple[str, int], sock: AnySocket, closer: Closer
+    ) -> Found:
+        """The listeners of another network namespace that prove that the address leads there.
+
+        They are not announced to before that.
+
+        Raises DirectoryUnusable, OSError.
+        """
+        namespace = self.namespace(sock)
+        key = (namespace, source, *destination)
+        known = self.elsewhere.get(key)
+        if known is not None and trio.current_time() < known.until and known.stamps.unchanged():
+            return known
+        found = Found(namespace, directory.Stamps(self._private))
+        with contextlib.ExitStack() as opened:
+            try:
+                root = PrivateDirectory.open(self._private, create=False)
+            except FileNotFoundError:
+                return found
+            opened.callback(root.close)
+            found.stamps.add_root(root)
+            for top in root.member_directories(directory.TOP):
+                found.stamps.add(root, top)
+            paths = directory.other_namespaces(root, namespace)
+            for path in paths:
+                found.stamps.add(root, path)
+            candidates: list[Candidate] = []
+            for each in _listeners(root, paths, destination, found.stamps):
+                candidates.append(each.taken())
+                opened.callback(os.close, candidates[-1].descriptor)
+                if len(candidates) == _MOST_CANDIDATES:
+                    break
+            asked = Proofs(source, destination[0], sock, root.group, self._names, closer)
+            proven = await asked.request(candidates)
+            found.reason = asked.reason
+            for each in candidates:
+                there = each.name.split("/")[1]
+                # One announcement has one name, in one namespace.
+                if each in proven and (not found or there == found.namespace):
+                    found.namespace = there
+                    found.add(each)
+        found.until = trio.current_time() + _PROOF_HOLDS
+        if found.stamps.settled():
+            if len(self.elsewhere) >= _MOST_LOOKUPS:
+                self.elsewhere.clear()
+            self.elsewhere[key] = found
+        return found
+
+
+def _listeners(
+    root: PrivateDirectory,
+    paths: list[str],
+    destination: tuple[str, int],
+    stamps: directory.Stamps | None = None,
+) -> Iterator[Candidate]:
+    """The listeners that are alive in the directories of network namespaces, for one address.
+
+    Each descriptor is closed behind its turn, unless it was taken.  The names of dead sockets are
+    removed.
+
+    stamps: where to add the directories that were looked at.
+
+    Raises OSError: this process lacks descriptors, or cannot use its own directory.
+    """
+    exact = directory.listener_name(*destination, dual_stack=False)
+    with socket.socket(socket.AF_UNIX, DATAGRAM) as probe:
+        for namespace in paths:
+            for place in (exact, *directory.wildcard_names(*destination)):
+                path = f"{namespace}/{place}"
+                if stamps is not None:
+                    stamps.add(root, path)
+                try:
+                    below = root.below(path)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    # Of another member: its listeners are not reached, and those of others are.
+                    if root.group is None or is_lack(error):
+                        raise
+                    continue
+                with contextlib.closing(below):
+                    for name in below.sockets()[:_MOST_CANDIDATES]:
+                        listener = _open(below, name, probe)
+                        if listener is not None:
+                            listener.name = f"{path}/{name}"
+                            listener.is_wildcard = place != exact
+                            with contextlib.closing(listener):
+                                yield listener
+
+
+def _open(below: PrivateDirectory, name: str, probe: socket.socket) -> Candidate | None:
+    """The listener with this name, if it is alive; the name of a dead socket is removed.
+
+    Raises OSError: this process lacks descriptors.
+    """
+    descriptor = -1
+    try:
+        descriptor, attributes = below.open_socket(name)
+        probe.connect(socket_path(descriptor))
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        if is_lack(error):
+            raise
+        if isinstance(error, ConnectionRefusedError):
+            with contextlib.suppress(OSError):
+                below.remove(name)
+        return None
+    return Candidate(descriptor, attributes.st_uid)
