@@ -66,7 +66,6 @@ __all__ = [
     "own_credentials",
     "peer_user",
     "shared_group",
-    "socket_path",
     "unusable",
 ]
 
@@ -393,7 +392,7 @@ class PrivateDirectory:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             listener.setblocking(False)
             os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the name
-            listener.bind(self._reach(hidden))
+            listener.bind(self.reach(hidden))
             try:
                 if self.group is not None:
                     self._share(hidden)
@@ -422,46 +421,22 @@ class PrivateDirectory:
 
         Raises OSError: it is missing, or no socket.
         """
-        descriptor, _ = self.open_socket(name)
+        descriptor = os.open(name, _NAME_FLAGS, dir_fd=self.descriptor)
         try:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), name)
             yield f"/proc/self/fd/{descriptor}"
         finally:
             os.close(descriptor)
-
-    def open_socket(self, name: str) -> tuple[int, os.stat_result]:
-        """A descriptor (O_PATH) of the socket ``name``, for `socket_path`, and its attributes.
-
-        Raises OSError: the name is missing, or is not that of a socket.
-        """
-        descriptor = self.open_name(name)
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISSOCK(found.st_mode):
-                raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), name)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor, found
-
-    def open_name(self, name: str) -> int:
-        """A descriptor (O_PATH) of what has this name, a symbolic link included, which never waits.
-
-        Raises OSError: the name is missing.
-        """
-        return os.open(name, _NAME_FLAGS, dir_fd=self.descriptor)
 
     def bind(self, sock: socket.socket, name: str) -> None:
         """Give a Unix socket a name, at once; every user that may enter the directory may send.
 
         Raises OSError: EADDRINUSE, if there is such a name.
         """
-        sock.bind(self._reach(name))
+        sock.bind(self.reach(name))
         if self.group is not None:
             self._share(name)
-
-    def was_removed(self) -> bool:
-        """True if the directory itself has been removed since it was opened."""
-        return os.fstat(self.descriptor).st_nlink == 0
 
     def remove_dead(self, name: str) -> bool:
         """Remove the socket ``name`` if its process is gone, and not just binding it."""
@@ -563,13 +538,9 @@ class PrivateDirectory:
         made = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mtime
         return time.time() - made >= _STALE_AFTER
 
-    def _reach(self, name: str) -> str:
+    def reach(self, name: str) -> str:
+        """The address of the socket ``name``; a symbolic link of this name is followed."""
         return f"/proc/self/fd/{self.descriptor}/{name}"
-
-
-def socket_path(descriptor: int) -> str:
-    """The address of the socket that `PrivateDirectory.open_socket` has opened."""
-    return f"/proc/self/fd/{descriptor}"
 
 
 def own_credentials() -> list[tuple[int, int, bytes]]:

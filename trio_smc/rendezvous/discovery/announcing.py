@@ -40,18 +40,14 @@ with contextlib.suppress(ImportError):  # only Unix has it
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
-from trio_smc.host.descriptors import Closer, refuse_descriptors
-from trio_smc.host.private_directory import DirectoryUnusable
+from trio_smc.host.addresses import plain_address
+from trio_smc.host.descriptors import Closer
+from trio_smc.host.private_directory import DirectoryUnusable, is_named, unusable
 from trio_smc.host.tcp import has_news
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.lookup import AnySocket, Found, Lookups
 from trio_smc.rendezvous.discovery.messages import Kind
-from trio_smc.rendezvous.discovery.names import (
-    DATAGRAM,
-    OwnNames,
-    announced_name,
-    mark_required,
-)
+from trio_smc.rendezvous.discovery.names import Names, announced_name
 from trio_smc.rendezvous.discovery.waiting import wait_readable_until
 from trio_smc.rnic.soft.messages import VERSION
 from trio_smc.rnic.spinner import NEVER, Spinner
@@ -63,6 +59,7 @@ _log = logging.getLogger(__name__)
 _FIRST_CHECK: Final = 0.02
 """Seconds until the first check that the answer may still come; each next one is twice as late."""
 _LONGEST_CHECK: Final = 1.0
+_LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _MOST_IGNORED: Final = 64  # datagrams of other senders, and such as are no answer
 _MOST_OPEN: Final = 4096  # announcements, each of them a descriptor
 _DESCRIPTOR_SHARE: Final = 4  # and at most the process's limit of descriptors divided by this
@@ -227,7 +224,7 @@ class Announcement:
     def _withdraw(self) -> None:
         if self._sock.fileno() < 0:
             return
-        self._owner.remove(self.name)
+        self._owner.names.remove(self.name)
         if not self._accepted:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RD)
@@ -245,9 +242,17 @@ class Announcement:
 class Announcer:
     """The announcements of one stack.
 
+    Args:
+      private: the user's private directory (`Config.private_directory`).
+      timers: of the stack; None: each wait has a cancel scope.
+      spinner: of the stack.
+      ended: called when listening processes are found to have ended: what was learned of them may
+        be true no more.
+
     Attributes:
+      timers, spinner: as above.
       closer: of what other processes may have sent.
-      timers, spinner: of the stack.
+      names: of announcements.
     """
 
     def __init__(
@@ -257,26 +262,16 @@ class Announcer:
         spinner: Spinner = NEVER,
         ended: Callable[[], object] = lambda: None,
     ) -> None:
-        """
-        Args:
-          private: the user's private directory (`Config.private_directory`).
-          timers: of the stack; None: each wait has a cancel scope.
-          spinner: of the stack.
-          ended: called when listening processes are found to have ended: what was learned of them
-            may be true no more.
-        """
+        self._private = private
         self.timers = timers
         self.spinner = spinner
         self.closer = Closer("announcements")
-        self._names = OwnNames(private)
-        self._lookups = Lookups(private, self._names, ended)
+        self.names: Names = Names(private)
+        self._lookups = Lookups(private, self.names, ended)
         self._open = 0
         self._most_open = _most_open()
         self._places = trio.lowlevel.ParkingLot()
-
-    def open(self) -> None:
-        """Open this user's directory of announcements.  Raises DirectoryUnusable, OSError."""
-        self._names.open()
+        self._warned = False
 
     # --- announcing --------------------------------------------------------------------------
 
@@ -295,77 +290,105 @@ class Announcer:
         self,
         source: tuple[str, int],
         destination: tuple[str, int],
-        sock: AnySocket | None,
+        sock: AnySocket | None = None,
         *,
-        required: bool,
+        required: bool = False,
         elsewhere: Found | None = None,
     ) -> Announcement | FallbackReason | None:
-        """Announce a TCP connection; None if another one with these addresses is announced.
+        """Announce a TCP connection, before it is opened.
 
-        ``elsewhere``: what `prove` returned; None: in the network namespace of ``sock``.
+        source: local address and port of the TCP socket.
+        destination: where it is going to connect.
+        sock: the TCP socket, whose network namespace counts; None: that of this thread.
+        required: the connection is to be SMC-R, or closed.
+        elsewhere: what `prove` returned, for an address of another network namespace.
 
-        Raises:
-          DirectoryUnusable, OSError: it cannot be announced.
+        Returns an announcement, whose `Announcement.accepted` is to be called when the TCP
+        connection is open, or which is to be closed; or why the connection is plain TCP:
+        PEER_NOT_CAPABLE if there is no listener, OTHER_USER, or what is wrong with the private
+        directory.  None: another connection with these addresses is announced.
         """
-        found = elsewhere
-        if found is None:
-            found = self._lookups.find(self._lookups.namespace(sock), source[0], destination)
-        if not found:
-            return found.reason
-        if self.is_full:
-            return FallbackReason.OUT_OF_RESOURCES
-        name = announced_name(found.namespace, messages.four_tuple(source, destination))
-        waiting = socket.socket(socket.AF_UNIX, DATAGRAM)
+        if sys.platform != "linux":
+            return FallbackReason.UNSUPPORTED_PLATFORM
+        destination = _reached(destination)
         try:
-            refuse_descriptors(waiting)
-            waiting.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            if required:
-                mark_required(waiting)
-            self._names.bind(waiting, name)
-        except OSError as error:
-            waiting.close()
-            if error.errno == errno.EADDRINUSE:
+            found = elsewhere
+            if found is None:
+                namespace = self._lookups.namespace(sock)
+                found = self._lookups.find(namespace, source[0], destination)
+            if not found:
+                return found.reason
+            if self.is_full:
+                return FallbackReason.OUT_OF_RESOURCES
+            name = announced_name(found.namespace, messages.four_tuple(source, destination))
+            waiting = self.names.listen(name, required=required)
+        except (DirectoryUnusable, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 return None
-            raise
-        except BaseException:
-            waiting.close()
-            raise
+            return self.why_not(error)
         self._open += 1
         return Announcement(self, waiting, name, found, source[0], destination, sock)
 
     async def prove(
         self, source: str, destination: tuple[str, int], sock: AnySocket
     ) -> Found | FallbackReason:
-        """The listeners in other network namespaces, for `announce`; why there are none.
+        """The listeners in another network namespace of this host that prove that the network leads
+        to them unchanged; none unless the directory was named outright.
 
-        Raises:
-          DirectoryUnusable, OSError: they cannot be asked.
+        source: local address that the TCP socket is going to connect from.
+        destination: where to; an address that is not one of this network namespace.
+        sock: the TCP socket.
+
+        Returns what `announce` takes as `elsewhere`; or PEER_NOT_CAPABLE if there is no listener,
+        PATH_NOT_PROVEN if there is one and it proves nothing, or another reason.
         """
-        found = await self._lookups.find_elsewhere(source, destination, sock, self.closer)
+        if sys.platform != "linux" or not is_named(self._private):
+            return FallbackReason.PEER_NOT_CAPABLE
+        try:
+            found = await self._lookups.find_elsewhere(source, destination, sock, self.closer)
+        except (DirectoryUnusable, OSError) as error:
+            return self.why_not(error)
         return found or found.reason
 
-    def has_ended(self, source: str, destination: tuple[str, int], sock: AnySocket | None) -> bool:
+    def has_ended(
+        self, source: str, destination: tuple[str, int], sock: AnySocket | None = None
+    ) -> bool:
         """True if the listeners of an address that were known are found to be gone.
 
-        Raises DirectoryUnusable, OSError: it cannot be found out.
+        source, destination: the local address; the listeners' address and port.
         """
-        return self._lookups.has_ended(self._lookups.namespace(sock), source, destination)
+        try:
+            namespace = self._lookups.namespace(sock)
+            return self._lookups.has_ended(namespace, source, _reached(destination))
+        except (DirectoryUnusable, OSError) as error:
+            self.why_not(error)
+            return False
+
+    def why_not(self, error: DirectoryUnusable | OSError) -> FallbackReason:
+        """Log what kept a connection from discovery; returns why it is plain TCP."""
+        # A warning once: every connection has its reason, the log needs the details only.
+        level = logging.DEBUG if self._warned else logging.WARNING
+        self._warned = True
+        _log.log(level, "no SMC-R between processes of this host: %s", error)
+        if isinstance(error, DirectoryUnusable):
+            return error.reason
+        if isinstance(error, PermissionError | NotADirectoryError):
+            return unusable(error, self._private).reason
+        # No descriptors, no /proc, no room: the TCP connection does not fail for it.
+        return FallbackReason.OUT_OF_RESOURCES
 
     # --- for announcements -------------------------------------------------------------------
 
     def is_server(self, announcement: Announcement, sender: int | None) -> bool:
         """True if the sender of a datagram is the user of a listener that may answer."""
-        found = announcement.found
-        if sender is None:
-            return False
-        if sender in found.users:
-            return True
         # A listener of another user may have come since.
-        return sender in self._may_answer(announcement)
+        return sender is not None and (
+            sender in announcement.found.users or sender in self._may_answer(announcement)
+        )
 
     def may_be_answered(self, announcement: Announcement) -> bool:
         """True if the name is still there, and a process that may send to it."""
-        return self._names.has(announcement.name) and bool(self._may_answer(announcement))
+        return self.names.has(announcement.name) and bool(self._may_answer(announcement))
 
     def _may_answer(self, announcement: Announcement) -> set[int]:
         """The users of listeners that may answer by now."""
@@ -373,10 +396,6 @@ class Announcer:
         with contextlib.suppress(OSError, DirectoryUnusable):
             return self._lookups.may_answer(each.found, each.source, each.destination).users
         return set()
-
-    def remove(self, name: str) -> None:
-        """Remove the name of an announcement."""
-        self._names.remove(name)
 
     def settled(self) -> None:
         """An announcement has been withdrawn."""
@@ -390,16 +409,11 @@ class Announcer:
             with contextlib.suppress(OSError, DirectoryUnusable):
                 self._lookups.send_to_all(found, destination, messages.not_mine(token))
 
-    # --- the end -----------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Close all descriptors but those of announcements.  Idempotent."""
-        self._names.close()
-        self.closer.join()
-
-    def abandon(self) -> None:
-        """Close the descriptors: this process is a forked child, and they are its parent's."""
-        self._names.close()
+def _reached(destination: tuple[str, int]) -> tuple[str, int]:
+    """Connecting to a wildcard address connects to loopback."""
+    host = plain_address(destination[0])
+    return _LOOPBACK_OF.get(host, host), destination[1]
 
 
 def _most_open() -> int:

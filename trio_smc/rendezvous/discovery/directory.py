@@ -127,22 +127,13 @@ class NewSocket:
         return is_named(self._private) and namespace_name() == self.namespace
 
     def is_there(self) -> bool:
-        """True if its name still leads to it, by the way that clients take."""
+        """True if its name still leads to it."""
         try:
-            root = PrivateDirectory.open(self._private, create=False)
-        except (OSError, DirectoryUnusable):
-            return False
-        try:
-            found = root.below(self._path)
+            place = os.stat(f"{self._private}/{self._path}", follow_symlinks=False)
         except OSError:
             return False
-        finally:
-            root.close()
-        try:
-            ours = os.fstat(self._directory.descriptor)
-            return os.path.samestat(ours, os.fstat(found.descriptor)) and found.has(self._name)
-        finally:
-            found.close()
+        ours = os.fstat(self._directory.descriptor)
+        return os.path.samestat(place, ours) and self._directory.has(self._name)
 
     def renewed(self) -> NewSocket:
         """Another one for the same listener.  Raises DirectoryUnusable."""

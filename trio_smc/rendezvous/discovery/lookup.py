@@ -22,6 +22,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator
+from itertools import islice, product
 from pathlib import Path
 from typing import Final
 
@@ -31,15 +32,15 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
 from trio_smc.host.addresses import is_same_host
 from trio_smc.host.descriptors import Closer
-from trio_smc.host.private_directory import PrivateDirectory, admits_user, socket_path
+from trio_smc.host.private_directory import PrivateDirectory, admits_user
 from trio_smc.rendezvous.discovery import directory
-from trio_smc.rendezvous.discovery.names import DATAGRAM, OwnNames, send_to
-from trio_smc.rendezvous.discovery.proofs import Candidate, Proofs
+from trio_smc.rendezvous.discovery.names import DATAGRAM, Names, send_to
+from trio_smc.rendezvous.discovery.proofs import Listener, Proofs
 
 __all__ = ["AnySocket", "Found", "Lookups"]
 
 _SO_NETNS_COOKIE: Final = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
-_MOST_CANDIDATES: Final = 64  # listening processes that are looked at for one address
+_MOST_LISTENERS: Final = 64  # that are looked at for one address
 _MOST_LOOKUPS: Final = 1024  # TCP addresses that are remembered
 _LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks for listeners that may have been killed, which changes no directory."""
@@ -80,10 +81,10 @@ class Found:
     def __bool__(self) -> bool:
         return bool(self.users)
 
-    def add(self, candidate: Candidate) -> None:
+    def add(self, listener: Listener) -> None:
         """Add a listener."""
-        self.users.add(candidate.user)
-        self.names.add(candidate.name)
+        self.users.add(listener.user)
+        self.names.add(listener.name)
 
     def disprove(self) -> None:
         """No process accepted a connection, although the address was proven to lead there."""
@@ -100,7 +101,7 @@ class Lookups:
       elsewhere: the same for other namespaces, by our own, source, address and port.
     """
 
-    def __init__(self, private: Path, names: OwnNames, ended: Callable[[], object]) -> None:
+    def __init__(self, private: Path, names: Names, ended: Callable[[], object]) -> None:
         """
         Args:
           private: the user's private directory (`Config.private_directory`).
@@ -174,7 +175,7 @@ class Lookups:
             if root.group is not None:
                 found.stamps.add(root, path.rpartition("/")[0])
             found.stamps.add(root, path)
-        for each in _listeners(root, paths, destination, found.stamps):
+        for each, _ in _listeners(root, paths, destination, found.stamps):
             # Our own wildcard listener says nothing about the same port of another host.
             if each.is_wildcard and not is_here:
                 found.is_general = False
@@ -193,7 +194,7 @@ class Lookups:
         alive = Found(found.namespace, found.stamps)
         with contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root:
             paths = directory.namespace_paths(root, found.namespace)
-            for each in _listeners(root, paths, destination):
+            for each, _ in _listeners(root, paths, destination):
                 if each.name in found.names:
                     alive.add(each)
         return alive
@@ -201,13 +202,10 @@ class Lookups:
     def send_to_all(self, found: Found, destination: tuple[str, int], message: bytes) -> None:
         """Send a datagram to all listeners of the namespace of ``found`` that may have accepted a
         connection.  Raises DirectoryUnusable, OSError."""
-        with (
-            contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root,
-            socket.socket(socket.AF_UNIX, DATAGRAM) as sender,
-        ):
+        with contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root:
             paths = directory.namespace_paths(root, found.namespace)
-            for each in _listeners(root, paths, destination):
-                send_to(sender, each.descriptor, message)
+            for _, connected in _listeners(root, paths, destination):
+                send_to(connected, message)
 
     def has_ended(self, namespace: str, source: str, destination: tuple[str, int]) -> bool:
         """True if all listeners of an address that were known are found to be gone.
@@ -236,33 +234,30 @@ class Lookups:
         if known is not None and trio.current_time() < known.until and known.stamps.unchanged():
             return known
         found = Found(namespace, directory.Stamps(self._private))
-        with contextlib.ExitStack() as opened:
-            try:
-                root = PrivateDirectory.open(self._private, create=False)
-            except FileNotFoundError:
-                return found
-            opened.callback(root.close)
+        try:
+            root = PrivateDirectory.open(self._private, create=False)
+        except FileNotFoundError:
+            return found
+        with (
+            contextlib.closing(root),
+            Proofs(source, destination[0], sock, root.group, self._names, closer) as proofs,
+        ):
             found.stamps.add_root(root)
             for top in root.member_directories(directory.TOP):
                 found.stamps.add(root, top)
             paths = directory.other_namespaces(root, namespace)
             for path in paths:
                 found.stamps.add(root, path)
-            candidates: list[Candidate] = []
-            for each in _listeners(root, paths, destination, found.stamps):
-                candidates.append(each.taken())
-                opened.callback(os.close, candidates[-1].descriptor)
-                if len(candidates) == _MOST_CANDIDATES:
-                    break
-            asked = Proofs(source, destination[0], sock, root.group, self._names, closer)
-            proven = await asked.request(candidates)
-            found.reason = asked.reason
-            for each in candidates:
+            listeners = _listeners(root, paths, destination, found.stamps)
+            for each, connected in islice(listeners, _MOST_LISTENERS):
+                proofs.request(each, connected)
+            for each in await proofs.collect():
                 there = each.name.split("/")[1]
                 # One announcement has one name, in one namespace.
-                if each in proven and (not found or there == found.namespace):
+                if not found or there == found.namespace:
                     found.namespace = there
                     found.add(each)
+            found.reason = proofs.reason
         found.until = trio.current_time() + _PROOF_HOLDS
         if found.stamps.settled():
             if len(self.elsewhere) >= _MOST_LOOKUPS:
@@ -276,58 +271,52 @@ def _listeners(
     paths: list[str],
     destination: tuple[str, int],
     stamps: directory.Stamps | None = None,
-) -> Iterator[Candidate]:
-    """The listeners that are alive in the directories of network namespaces, for one address.
+) -> Iterator[tuple[Listener, socket.socket]]:
+    """The listeners that are alive in the directories of network namespaces, for one address; with
+    a datagram socket that is connected to each in its turn.
 
-    Each descriptor is closed behind its turn, unless it was taken.  The names of dead sockets are
-    removed.
+    The names of dead sockets are removed.
 
     stamps: where to add the directories that were looked at.
 
     Raises OSError: this process lacks descriptors, or cannot use its own directory.
     """
     exact = directory.listener_name(*destination, dual_stack=False)
+    places = exact, *directory.wildcard_names(*destination)
     with socket.socket(socket.AF_UNIX, DATAGRAM) as probe:
-        for namespace in paths:
-            for place in (exact, *directory.wildcard_names(*destination)):
-                path = f"{namespace}/{place}"
-                if stamps is not None:
-                    stamps.add(root, path)
-                try:
-                    below = root.below(path)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    # Of another member: its listeners are not reached, and those of others are.
-                    if root.group is None or is_lack(error):
-                        raise
-                    continue
-                with contextlib.closing(below):
-                    for name in below.sockets()[:_MOST_CANDIDATES]:
-                        listener = _open(below, name, probe)
-                        if listener is not None:
-                            listener.name = f"{path}/{name}"
-                            listener.is_wildcard = place != exact
-                            with contextlib.closing(listener):
-                                yield listener
+        for namespace, place in product(paths, places):
+            path = f"{namespace}/{place}"
+            if stamps is not None:
+                stamps.add(root, path)
+            try:
+                below = root.below(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                # Of another member: its listeners are not reached, and those of others are.
+                if root.group is None or is_lack(error):
+                    raise
+                continue
+            with contextlib.closing(below):
+                for name in below.sockets()[:_MOST_LISTENERS]:
+                    user = _connect(probe, below, name)
+                    if user is not None:
+                        yield Listener(user, f"{path}/{name}", place != exact), probe
 
 
-def _open(below: PrivateDirectory, name: str, probe: socket.socket) -> Candidate | None:
-    """The listener with this name, if it is alive; the name of a dead socket is removed.
+def _connect(probe: socket.socket, below: PrivateDirectory, name: str) -> int | None:
+    """Connect to a listener; returns its user, or None if it is dead, and removes its name then.
 
     Raises OSError: this process lacks descriptors.
     """
-    descriptor = -1
     try:
-        descriptor, attributes = below.open_socket(name)
-        probe.connect(socket_path(descriptor))
+        with below.socket_at(name) as path:
+            probe.connect(path)
+            return os.stat(path).st_uid
     except OSError as error:
-        if descriptor >= 0:
-            os.close(descriptor)
         if is_lack(error):
             raise
         if isinstance(error, ConnectionRefusedError):
             with contextlib.suppress(OSError):
                 below.remove(name)
         return None
-    return Candidate(descriptor, attributes.st_uid)

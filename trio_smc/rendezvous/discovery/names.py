@@ -1,4 +1,4 @@
-"""The names of announcements: binding one, and finding the socket behind one.
+"""The names of announcements: binding one, and sending to the socket behind one.
 
 Theory of operation
 -------------------
@@ -7,11 +7,11 @@ connection.  It does so in a directory of its own, so in a directory that a grou
 can remove, replace or occupy the names of another one.  A server looks a name up in the directories
 of all members: one system call for each, at most `_MOST_DIRECTORIES`.
 
-A member may put anything under a name: a symbolic link to a socket of another service, a FIFO, a
-socket whose process has stopped.  So the server opens the name without following a link and without
-opening what is behind it (O_PATH, O_NOFOLLOW), uses it only if it is a socket of a user to whom it
-talks, and sends without waiting.  The address is that of the open descriptor, so the name may
-change meanwhile.
+A name counts only if it is a socket that belongs to the owner of the directory, so a symbolic link,
+a FIFO or another user's socket does not.  In a private directory only this user can make names, so
+the name itself is the address to send to.  A member of a group may replace a name between the look
+and the datagram.  There the server opens the name without following a link and without opening what
+is behind it (O_PATH, O_NOFOLLOW), and sends to the socket that is open.  The server never waits.
 
 If two members have a name for the same connection, both get the answer.  So a member gains nothing
 by occupying the names of others.
@@ -19,8 +19,8 @@ by occupying the names of others.
 The mode of the name has the sticky bit, which means nothing for a socket, if the client takes SMC-R
 or nothing.
 
-A cleaner of /tmp may remove the directories.  A removed directory has no links any more, so each
-side notices and opens the new one.
+A cleaner of /tmp may remove the directories.  A client makes its directory again as soon as it
+cannot bind a name there, and a server checks its directories every few seconds.
 
 A process that was killed leaves its names behind.  Each stack removes the old ones when it opens
 its directory, and a client that meets one under the name that it wants removes that.
@@ -38,23 +38,13 @@ from pathlib import Path
 from typing import Final
 
 from trio_smc._base.resources import is_lack
+from trio_smc.host.descriptors import refuse_descriptors
 from trio_smc.host.private_directory import (
-    DirectoryUnusable,
     PrivateDirectory,
     own_credentials,
-    socket_path,
 )
 
-__all__ = [
-    "DATAGRAM",
-    "KIND",
-    "AllNames",
-    "OwnNames",
-    "announced_name",
-    "mark_required",
-    "requires_smc",
-    "send_to",
-]
+__all__ = ["DATAGRAM", "KIND", "Names", "announced_name", "send_to"]
 
 DATAGRAM: Final = int(socket.SOCK_DGRAM) | int(getattr(socket, "SOCK_NONBLOCK", 0))
 """The type of all sockets of discovery."""
@@ -77,41 +67,111 @@ def announced_name(namespace: str, key: bytes) -> str:
     return f"{namespace}-{key.hex()}"
 
 
-def send_to(sender: socket.socket, descriptor: int, message: bytes) -> bool:
-    """Send a datagram to the socket that `PrivateDirectory.open_socket` has opened.
+def send_to(sender: socket.socket, message: bytes, path: str | None = None) -> bool:
+    """Send a datagram without waiting.
 
     sender: a datagram socket that does not block.
+    path: where to; None: to the socket that ``sender`` is connected to.
 
     False: it was not sent, as the socket is closed or shut down, its queue is full, or this process
     lacks memory.  The receiver has nothing of it then.
     """
-    path = socket_path(descriptor)
     try:
-        if credentials := own_credentials():
-            sender.sendmsg([message], credentials, 0, path)
-        else:
-            sender.sendto(message, path)
+        sender.sendmsg([message], own_credentials(), 0, path)
     except OSError:
         return False
     return True
 
 
-class OwnNames:
-    """This user's directory of announcements, for a client."""
+class Names:
+    """The names of announcements in one private directory: this user's, and those of all members.
+
+    Args:
+      private: the private directory (`Config.private_directory`).
+    """
 
     def __init__(self, private: Path) -> None:
-        """``private``: the user's private directory (`Config.private_directory`)."""
         self._private = private
-        self._directory: PrivateDirectory | None = None
+        self._own: PrivateDirectory | None = None  # this user's directory of names
+        self._path = ""  # where it is
+        self._root: PrivateDirectory | None = None  # the private directory, if a group shares it
+        self._members: list[PrivateDirectory] = []  # directories of names in it
+        self._stamp = 0  # change time of `_root` when `_members` was made; 0: look again
+        self._not_before = 0  # no listing before that, by `time.monotonic_ns`
+        self._sender: socket.socket | None = None
 
-    def bind(self, sock: socket.socket, name: str) -> None:
-        """Give a socket a name; the name of a process that is gone is taken over.
+    def open(self) -> PrivateDirectory:
+        """Open this user's directory, again if it was replaced; it is made if it is missing.
+
+        Raises DirectoryUnusable, OSError.
+        """
+        self.close()
+        self._sender = socket.socket(socket.AF_UNIX, DATAGRAM)
+        root = PrivateDirectory.open(self._private, create=True)
+        try:
+            name = root.member_directory(KIND, create=True)
+            self._path = f"{self._private}/{name}"
+            self._own = root.below(name, create=True)
+        except BaseException:
+            root.close()
+            raise
+        if root.group is None:
+            root.close()
+        else:
+            self._root = root
+        self._own.remove_dead_sockets()
+        return self._own
+
+    def is_current(self) -> bool:
+        """True if other processes look at the directory that is open here."""
+        if self._own is None:
+            return False
+        try:
+            found = os.stat(self._path, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(self._own.descriptor))
+
+    def close(self) -> None:
+        """Close all descriptors, in a forked child, too.  Idempotent."""
+        self._close_members()
+        for each in (self._own, self._root, self._sender):
+            if each is not None:
+                each.close()
+        self._own = self._root = self._sender = None
+
+    def _close_members(self) -> None:
+        for each in self._members:
+            each.close()
+        self._members = []
+        self._stamp = 0
+
+    # --- for a client ------------------------------------------------------------------------
+
+    def listen(self, name: str, *, required: bool = False) -> socket.socket:
+        """A datagram socket with this name, for `messages.receive`; the name of a process that is
+        gone is taken over.
+
+        required: the client takes SMC-R or nothing.
 
         Raises:
           DirectoryUnusable, OSError: it cannot be done; EADDRINUSE: the name is another socket's.
         """
+        sock = socket.socket(socket.AF_UNIX, DATAGRAM)
+        try:
+            refuse_descriptors(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            if required:
+                os.fchmod(sock.fileno(), stat.S_ISVTX | 0o700)  # becomes the mode of the name
+            self._bind(sock, name)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _bind(self, sock: socket.socket, name: str) -> None:
         for attempt in range(_ATTEMPTS):
-            directory = self._directory or self.open()
+            directory = self._own or self.open()
             try:
                 directory.bind(sock, name)
             except FileNotFoundError:
@@ -126,109 +186,52 @@ class OwnNames:
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), name)
 
     def has(self, name: str) -> bool:
-        """True if the name is still there."""
-        return self._directory is not None and self._directory.has(name)
+        """True if a name of this user is still there."""
+        return self._own is not None and self._own.has(name)
 
     def remove(self, name: str) -> None:
-        """Remove a name; one that is gone already is fine."""
-        if self._directory is not None:
+        """Remove a name of this user; one that is gone already is fine."""
+        if self._own is not None:
             with contextlib.suppress(OSError):
-                self._directory.remove(name)
+                self._own.remove(name)
 
-    def is_current(self) -> bool:
-        """True if servers look at the directory that is open here, or none is open."""
-        if self._directory is None:
-            return True
-        with contextlib.suppress(OSError, DirectoryUnusable):
-            root = PrivateDirectory.open(self._private, create=False)
-            try:
-                found = root.below(root.member_directory(KIND))
-            finally:
-                root.close()
-            try:
-                ours = os.fstat(self._directory.descriptor)
-                return os.path.samestat(ours, os.fstat(found.descriptor))
-            finally:
-                found.close()
+    # --- for a server ------------------------------------------------------------------------
+
+    def find(self, name: str) -> tuple[list[PrivateDirectory], bool]:
+        """The directories with a socket of this name, and if one of the clients takes SMC-R or
+        nothing.
+
+        Never waits.  Nothing is found if this process lacks descriptors: the client gives up after
+        a time, as if the server did not speak SMC-R.
+        """
+        found: list[PrivateDirectory] = []
+        is_required = False
+        for directory in self._directories():
+            number = directory.descriptor
+            if not os.access(name, os.F_OK, dir_fd=number, follow_symlinks=False):
+                continue
+            with contextlib.suppress(OSError):
+                attributes = os.stat(name, dir_fd=number, follow_symlinks=False)
+                if stat.S_ISSOCK(attributes.st_mode) and attributes.st_uid == directory.owner:
+                    found.append(directory)
+                    is_required |= bool(attributes.st_mode & stat.S_ISVTX)
+        return found, is_required
+
+    def send(self, directory: PrivateDirectory, name: str, message: bytes) -> bool:
+        """Send a datagram to a name that was found, as `send_to`."""
+        if self._sender is None:
+            return False
+        if directory.group is None:
+            return send_to(self._sender, message, directory.reach(name))
+        with contextlib.suppress(OSError), directory.socket_at(name) as path:
+            return send_to(self._sender, message, path)
         return False
 
-    def close(self) -> None:
-        """Close the directory; it is opened anew when it is needed.  Idempotent."""
-        directory, self._directory = self._directory, None
-        if directory is not None:
-            directory.close()
-
-    def open(self) -> PrivateDirectory:
-        """Open the directory, and make it if it is missing.  Raises DirectoryUnusable, OSError."""
-        self.close()
-        root = PrivateDirectory.open(self._private, create=True)
-        try:
-            name = root.member_directory(KIND, create=True)
-            self._directory = root.below(name, create=True)
-        finally:
-            root.close()
-        self._directory.remove_dead_sockets()
-        return self._directory
-
-
-class AllNames:
-    """The directories of announcements of all users, for a server."""
-
-    def __init__(self, private: Path) -> None:
-        """``private``: the user's private directory (`Config.private_directory`)."""
-        self._private = private
-        self._root: PrivateDirectory | None = None
-        self._directories: list[PrivateDirectory] = []
-        self._stamp = 0  # change time of `_root` when `_directories` was made; 0: look again
-        self._not_before = 0  # no listing before that, by `time.monotonic_ns`
-
-    def open(self) -> None:
-        """Open the directories; of a user that has none the directory is made.
-
-        Raises DirectoryUnusable, OSError.
-        """
-        self.close()
-        self._root = PrivateDirectory.open(self._private, create=True)
-        if self._root.group is None:
-            name = self._root.member_directory(KIND, create=True)
-            self._directories = [self._root.below(name, create=True)]
-
-    @property
-    def are_own(self) -> bool:
-        """True if only this user can have names: no group shares the private directory."""
-        return self._root is not None and self._root.group is None
-
-    def find(self, name: str) -> list[int]:
-        """Descriptors (O_PATH) of all that has this name, as `PrivateDirectory.open_name` returns
-        them.
-
-        Never waits.  The caller closes the descriptors.  Returns nothing if this process lacks
-        descriptors: the client gives up after a time, as if the server did not speak SMC-R.
-        """
-        root = self._root
-        if root is None:
-            return []
-        if root.group is not None:
-            self._list_members(root)
-        found = self._look(name)
-        if not found and any(each.was_removed() for each in (root, *self._directories)):
-            try:
-                self.open()
-            except (OSError, DirectoryUnusable):
-                return []
-            if self._root is not None and self._root.group is not None:
-                self._list_members(self._root)
-            found = self._look(name)
-        return found
-
-    def _look(self, name: str) -> list[int]:
-        found: list[int] = []
-        for directory in self._directories:
-            try:
-                found.append(directory.open_name(name))
-            except OSError:
-                continue
-        return found
+    def _directories(self) -> list[PrivateDirectory]:
+        if self._root is not None:
+            self._list_members(self._root)
+            return self._members
+        return [self._own] if self._own is not None else []
 
     def _list_members(self, root: PrivateDirectory) -> None:
         """Open the directories of all members of the group, if the names in ``root`` changed."""
@@ -236,13 +239,11 @@ class AllNames:
         began = time.monotonic_ns()
         if changed == self._stamp or began < self._not_before:
             return
-        for each in self._directories:
-            each.close()
-        self._directories = []
+        self._close_members()
         with contextlib.suppress(OSError):
             for name in root.member_directories(KIND)[:_MOST_DIRECTORIES]:
                 try:
-                    self._directories.append(root.below(name))
+                    self._members.append(root.below(name))
                 except OSError as error:
                     if is_lack(error):
                         raise
@@ -251,23 +252,3 @@ class AllNames:
         self._stamp = changed if settled else 0
         now = time.monotonic_ns()
         self._not_before = now + _LISTING_SHARE * (now - began)
-
-    def close(self) -> None:
-        """Close the directories.  Idempotent."""
-        for each in self._directories:
-            each.close()
-        self._directories = []
-        root, self._root = self._root, None
-        if root is not None:
-            root.close()
-        self._stamp = 0
-
-
-def requires_smc(descriptor: int) -> bool:
-    """True if the client with this name takes SMC-R or nothing."""
-    return bool(os.fstat(descriptor).st_mode & stat.S_ISVTX)
-
-
-def mark_required(sock: socket.socket) -> None:
-    """Have the name of a socket say so, before it is bound."""
-    os.fchmod(sock.fileno(), stat.S_ISVTX | 0o700)

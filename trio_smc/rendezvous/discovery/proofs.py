@@ -22,23 +22,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 import socket
-from typing import Final
+from typing import Final, NamedTuple, Self
 
 import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
 from trio_smc.host.addresses import plain_address
-from trio_smc.host.descriptors import Closer, refuse_descriptors
+from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import admits_user
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.messages import Kind, Message
-from trio_smc.rendezvous.discovery.names import DATAGRAM, OwnNames, send_to
+from trio_smc.rendezvous.discovery.names import Names, send_to
 
-__all__ = ["Candidate", "Probe", "Proofs", "reply_name"]
+__all__ = ["Listener", "Probe", "Proofs", "reply_name"]
 
 _PROOF_PATIENCE: Final = 1.0  # for all that are asked together, seconds
 _PROBE_TIMEOUT: Final = 2.0  # seconds
@@ -53,40 +52,24 @@ def reply_name(name: bytes) -> str:
     return f"proof-{name.hex()}"
 
 
-class Candidate:
+class Listener(NamedTuple):
     """A listener that was found.
 
-    Attributes:
-      descriptor: of its socket, as `PrivateDirectory.open_socket` returns it; -1: closed or taken.
+    Fields:
       user: the owner of its name.
       name: path of the socket below the private directory.
       is_wildcard: True if it listens at a wildcard address.
     """
 
-    __slots__ = ("descriptor", "is_wildcard", "name", "user")
-
-    def __init__(
-        self, descriptor: int, user: int, name: str = "", *, is_wildcard: bool = False
-    ) -> None:
-        self.descriptor: int = descriptor
-        self.user: int = user
-        self.name: str = name
-        self.is_wildcard: bool = is_wildcard
-
-    def taken(self) -> Candidate:
-        """The same, for another owner of the descriptor."""
-        descriptor, self.descriptor = self.descriptor, -1
-        return Candidate(descriptor, self.user, self.name, is_wildcard=self.is_wildcard)
-
-    def close(self) -> None:
-        """Idempotent."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+    user: int
+    name: str
+    is_wildcard: bool
 
 
 class Proofs:
     """Asking listeners of other network namespaces to prove that an address leads to them.
+
+    Leaving it as a context manager closes the sockets.
 
     Args:
       source, destination: the addresses of the TCP connections to come.
@@ -105,7 +88,7 @@ class Proofs:
         destination: str,
         sock: trio.socket.SocketType | socket.socket,
         group: int | None,
-        names: OwnNames,
+        names: Names,
         closer: Closer,
     ) -> None:
         self._source, self._destination = source, destination
@@ -114,58 +97,69 @@ class Proofs:
         self._group = group
         self._names = names
         self._closer = closer
-        self._lack: Exception | None = None
-        self._proven: list[Candidate] = []
+        self._waiting: dict[str, tuple[socket.socket, Listener]] = {}  # by name
         self.reason = FallbackReason.PEER_NOT_CAPABLE
 
-    async def request(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Ask all at once; returns those that have proven it.
+    def request(self, listener: Listener, connected: socket.socket) -> None:
+        """Send PROVE to a listener; ``connected``: a datagram socket that is connected to it.
 
-        Raises DirectoryUnusable, OSError: what kept this process from asking one of them.
+        Raises DirectoryUnusable, OSError: this process cannot receive the answer.
         """
-        with trio.move_on_after(_PROOF_PATIENCE):
-            async with trio.open_nursery() as nursery:
-                for each in candidates:
-                    nursery.start_soon(self._request, each)
-        if self._lack is not None:
-            raise self._lack
-        return self._proven
-
-    async def _request(self, candidate: Candidate) -> None:
-        if not admits_user(candidate.user, self._group):
+        if not admits_user(listener.user, self._group):
             self.reason = FallbackReason.OTHER_USER
             return
         self.reason = FallbackReason.PATH_NOT_PROVEN
         name = secrets.token_bytes(messages.NAME_SIZE)
-        waiting = socket.socket(socket.AF_UNIX, DATAGRAM)
-        try:
-            refuse_descriptors(waiting)
-            waiting.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            self._names.bind(waiting, reply_name(name))
-            with socket.socket(socket.AF_UNIX, DATAGRAM) as sender:
-                if not send_to(sender, candidate.descriptor, messages.prove(self._key, name)):
-                    return
-            said = await self._answer(waiting, candidate)
-            if said.kind is not Kind.LISTENING or said.connection != self._key:
-                return
-            if await self._is_true(said):
-                self._proven.append(candidate)
-        except Exception as error:
-            if not isinstance(error, OSError) or is_lack(error):
-                self._lack = error
-            _log.debug("same-host discovery: no proof: %s", error)
-        finally:
-            self._names.remove(reply_name(name))
-            trio.lowlevel.notify_closing(waiting)
-            self._closer.discard_datagrams(waiting)
+        self._waiting[reply_name(name)] = self._names.listen(reply_name(name)), listener
+        if not send_to(connected, messages.prove(self._key, name)):
+            self._close(reply_name(name))
 
-    async def _answer(self, waiting: socket.socket, candidate: Candidate) -> Message:
+    async def collect(self) -> list[Listener]:
+        """Wait for the answers; returns the listeners that have proven it.
+
+        Raises OSError: what kept this process from receiving one of the proofs.
+        """
+        proven: list[Listener] = []
+        lacks: list[Exception] = []
+
+        async def receive(waiting: socket.socket, listener: Listener) -> None:
+            try:
+                said = await self._answer(waiting, listener)
+                is_answer = said.kind is Kind.LISTENING and said.connection == self._key
+                if is_answer and await self._is_true(said):
+                    proven.append(listener)
+            except OSError as error:
+                if is_lack(error):
+                    lacks.append(error)
+                _log.debug("same-host discovery: no proof: %s", error)
+
+        with trio.move_on_after(_PROOF_PATIENCE):
+            async with trio.open_nursery() as nursery:
+                for waiting, listener in self._waiting.values():
+                    nursery.start_soon(receive, waiting, listener)
+        if lacks:
+            raise lacks[0]
+        return proven
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for name in tuple(self._waiting):
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        waiting, _ = self._waiting.pop(name)
+        self._names.remove(name)
+        self._closer.discard_datagrams(waiting)
+
+    async def _answer(self, waiting: socket.socket, listener: Listener) -> Message:
         """The first message that the listener sends; datagrams of others are ignored."""
         while True:
             await trio.lowlevel.wait_readable(waiting)
             with contextlib.suppress(BlockingIOError):
                 said, sender = messages.receive(waiting, self._closer)
-                if said is not None and sender == candidate.user:
+                if said is not None and sender == listener.user:
                     return said
 
     async def _is_true(self, said: Message) -> bool:

@@ -27,8 +27,7 @@ import errno
 import logging
 import os
 import socket
-import stat
-from typing import Final
+from typing import Final, NamedTuple
 
 import trio
 
@@ -36,18 +35,12 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import is_same_host
 from trio_smc.host.descriptors import Closer
-from trio_smc.host.private_directory import DirectoryUnusable, admits_user
+from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, admits_user
 from trio_smc.host.tcp import end_waits, is_established, unread_bytes
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
 from trio_smc.rendezvous.discovery.messages import Kind, Message
-from trio_smc.rendezvous.discovery.names import (
-    DATAGRAM,
-    AllNames,
-    announced_name,
-    requires_smc,
-    send_to,
-)
+from trio_smc.rendezvous.discovery.names import Names, announced_name
 from trio_smc.rendezvous.discovery.proofs import Probe, reply_name
 from trio_smc.rendezvous.discovery.shares import Shares
 from trio_smc.rendezvous.discovery.waiting import wait_readable_until
@@ -66,100 +59,80 @@ _ANY: Final = ("0.0.0.0", "::")
 _MAX_PROBES: Final = 16  # at a time, each of them a descriptor
 
 
-class Answerer:
-    """The sockets and names that all listeners of a stack use to answer clients.
+class Answerer(NamedTuple):
+    """The parts of a stack that all of its listeners use to answer clients.
 
-    Attributes:
+    Fields:
       names: of announcements.
       timers, spinner: of the stack.
       is_named: True if the private directory was named outright, so clients of other network
         namespaces may share it.
     """
 
-    def __init__(
-        self, names: AllNames, timers: Timers | None, spinner: Spinner, *, is_named: bool
-    ) -> None:
-        self.names = names
-        self.timers = timers
-        self.spinner = spinner
-        self.is_named: bool = is_named
-        self._sender: socket.socket | None = None
-
-    def open(self) -> None:
-        """Open the descriptors; again if a directory was replaced.  Raises DirectoryUnusable,
-        OSError."""
-        self.names.open()
-        if self._sender is None:
-            self._sender = socket.socket(socket.AF_UNIX, DATAGRAM)
-
-    def send(self, descriptor: int, message: bytes) -> bool:
-        """Send a datagram, as `names.send_to`."""
-        return self._sender is not None and send_to(self._sender, descriptor, message)
-
-    def close(self) -> None:
-        """Close the descriptors, in a forked child, too.  Idempotent."""
-        self.names.close()
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
+    names: Names
+    timers: Timers | None
+    spinner: Spinner
+    is_named: bool
 
 
 class Claim:
     """An accepted TCP connection that was announced: to be accepted or refused, then confirmed.
 
     Args:
-      found: descriptors of what has the name of the announcement, nearly always one.
+      name: of the announcement.
+      found: the directories with that name, nearly always one.
+      required: True if the client takes SMC-R or nothing.
       accepted: the connection, which was not read from; None: only its addresses are known.
+
+    Attributes:
+      tokens: of the clients that were sent ACCEPTED and have not denied.
     """
 
     __slots__ = (
-        "_accepted", "_connection", "_found", "_is_settled", "_publication", "_required", "tokens",
+        "_accepted", "_connection", "_found", "_name", "_publication", "required", "tokens",
     )  # fmt: skip
 
     def __init__(
         self,
         publication: Publication,
-        found: list[int],
-        accepted: socket.socket | None = None,
+        name: str,
+        found: list[PrivateDirectory],
+        required: bool,
+        accepted: socket.socket | None,
     ) -> None:
         self._publication = publication
-        self._found = found
+        self._name = name
+        self._found = found  # not yet answered
         self._accepted = accepted
         self._connection: trio.socket.SocketType | None = None  # that `confirm` waits for
         self.tokens: set[bytes] = set()
-        self._is_settled = False
-        self._required: bool | None = None
-
-    @property
-    def required(self) -> bool:
-        """True if the client takes SMC-R or nothing."""
-        if self._required is None:
-            self._required = any(map(requires_smc, self._found))
-        return self._required
-
-    def is_withdrawn(self) -> bool:
-        """True if no client sends CLC messages over the connection."""
-        return self._is_settled or not self.tokens
+        self.required: bool = required
 
     def accept(self, *, required: bool = False) -> bool:
         """Send ACCEPTED at once; `confirm` is to follow.  False: the client has given up.
 
         required: this side takes SMC-R or nothing.
         """
-        for descriptor in self._found:
+        publication = self._publication
+        for directory in self._found:
+            if directory.group is not None and not admits_user(directory.owner, directory.group):
+                self._send(directory, messages.refused(FallbackReason.OTHER_USER))
+                continue
             token = os.urandom(messages.TOKEN_SIZE)
-            message = messages.accepted(token, VERSION, required=required)
-            if self._publication.answerer.send(descriptor, message):
+            if self._send(directory, messages.accepted(token, VERSION, required=required)):
                 self.tokens.add(token)
-                self._publication.claims[token] = self
-        self._close_descriptors()
+                publication.claims[token] = self
+        self._found = []
         return bool(self.tokens)
 
     def refuse(self, reason: FallbackReason) -> None:
         """Tell the client at once that its connection is plain TCP, and why."""
-        for descriptor in self._found:
-            self._publication.answerer.send(descriptor, messages.refused(reason))
-        self._settle()
+        for directory in self._found:
+            self._send(directory, messages.refused(reason))
+        self.forget()
+
+    def _send(self, directory: PrivateDirectory, message: bytes) -> bool:
+        return self._publication.answerer.names.send(directory, self._name, message)
 
     async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Wait until the client has sent something; True if it goes on with SMC-R.
@@ -177,19 +150,19 @@ class Claim:
         try:
             if self._found:
                 self.accept()
-            if self.is_withdrawn():
+            if not self.tokens:
                 return False
             self._connection = connection
             while not await self._publication.wait(connection, deadline):
-                if self.is_withdrawn():
+                if not self.tokens:
                     return False
                 if trio.current_time() >= deadline:
                     raise OSError(errno.ETIMEDOUT, "the client announced SMC-R and sends nothing")
             # A client sends NOT_MINE before anything but CLC.
             self._publication.receive()
-            return not self.is_withdrawn()
+            return bool(self.tokens)
         finally:
-            self._settle()
+            self.forget()
 
     def is_right(self) -> bool:
         """True if the bytes that are there, and stay unread, may be CLC.
@@ -205,28 +178,18 @@ class Claim:
         return bool(first) and EYE_CATCHER.startswith(first)
 
     def forget(self) -> None:
-        """Send nothing."""
-        self._settle()
+        """Send nothing, and ignore denials.  Idempotent."""
+        self._connection = None
+        self._found = []
+        for token in self.tokens:
+            self._publication.claims.pop(token, None)
+        self.tokens = set()
 
     def deny(self, token: bytes) -> None:
         """Note a NOT_MINE of one client."""
         self.tokens.discard(token)
         if not self.tokens and self._connection is not None:
             end_waits(self._connection)
-
-    def _settle(self) -> None:
-        self._is_settled = True
-        self._connection = None
-        for token in self.tokens:
-            self._publication.claims.pop(token, None)
-        self._close_descriptors()
-
-    def _close_descriptors(self) -> None:
-        if self._found:
-            self._required = self.required  # which asks the descriptors
-        found, self._found = self._found, []
-        for descriptor in found:
-            os.close(descriptor)
 
 
 class Publication:
@@ -277,35 +240,14 @@ class Publication:
         """
         if self._made is None:
             return None
-        answerer = self.answerer
-        if not answerer.is_named and not is_same_host(local[0], remote[0]):
+        if not self.answerer.is_named and not is_same_host(local[0], remote[0]):
             return None
         name = announced_name(self._namespace, messages.four_tuple(remote, local))
-        found = answerer.names.find(name)
-        if not found:
+        found, required = self.answerer.names.find(name)
+        # One that has ended is of an earlier client with this port, or its client has given up.
+        if not found or (accepted is not None and not is_established(accepted)):
             return None
-        if not answerer.names.are_own:
-            found = self._admitted(found)
-        claim = Claim(self, found, accepted) if found else None
-        if claim is not None and accepted is not None and not is_established(accepted):
-            # Of an earlier client with this port, or the announced one, which has given up.
-            claim.forget()
-            return None
-        return claim
-
-    def _admitted(self, found: list[int]) -> list[int]:
-        """Those of ``found`` that are sockets of users to whom this process talks; the others are
-        refused."""
-        admitted: list[int] = []
-        for descriptor in found:
-            attributes = os.fstat(descriptor)
-            if not stat.S_ISSOCK(attributes.st_mode):
-                os.close(descriptor)
-            elif admits_user(attributes.st_uid, self._group):
-                admitted.append(descriptor)
-            else:
-                Claim(self, [descriptor]).refuse(FallbackReason.OTHER_USER)
-        return admitted
+        return Claim(self, name, found, required, accepted)
 
     async def wait(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Wait for bytes on an accepted TCP connection; False: look what has happened.
@@ -378,13 +320,17 @@ class Publication:
             await trio.lowlevel.checkpoint()
 
     def _keep_name(self) -> None:
-        """Make another name if this one was removed, as cleaners of /tmp do."""
-        made = self._made
-        if made is None or self._abandoned or made.is_there():
+        """Make another name if this one was removed, as cleaners of /tmp do, and look into the
+        directory of announcements that clients use by now."""
+        made, names = self._made, self.answerer.names
+        if made is None or self._abandoned:
             return
         try:
+            if not names.is_current():
+                names.open()
+            if made.is_there():
+                return
             renewed = made.renewed()
-            self.answerer.open()
         except (DirectoryUnusable, OSError) as error:
             _log.info("same-host discovery cannot publish again: %s", error)
             return
@@ -417,11 +363,10 @@ class Publication:
         except OSError as error:
             _log.debug("same-host discovery: no proof of an address: %s", error)
             answer = messages.refused(FallbackReason.PATH_NOT_PROVEN)
-        for descriptor in self.answerer.names.find(reply_name(message.name)):
-            attributes = os.fstat(descriptor)
-            if stat.S_ISSOCK(attributes.st_mode) and attributes.st_uid == user:
-                self.answerer.send(descriptor, answer)
-            os.close(descriptor)
+        name = reply_name(message.name)
+        for directory in self.answerer.names.find(name)[0]:
+            if directory.owner == user:
+                self.answerer.names.send(directory, name, answer)
 
     def _probe(self, connection: bytes, user: int) -> Probe:
         """Raises OSError: this listener cannot prove anything about the address."""

@@ -51,7 +51,6 @@ state per client is bounded by the handshakes that are under way.
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -66,23 +65,17 @@ from trio_smc.host.private_directory import (
     DirectoryUnusable,
     PrivateDirectory,
     is_named,
-    unusable,
 )
 from trio_smc.rendezvous.discovery import directory
 from trio_smc.rendezvous.discovery.announcing import Announcement, Announcer
 from trio_smc.rendezvous.discovery.lookup import AnySocket, Found
-from trio_smc.rendezvous.discovery.names import AllNames
 from trio_smc.rendezvous.discovery.publication import Answerer, Claim, Publication
 from trio_smc.rnic.spinner import NEVER, Spinner
 
 __all__ = ["Announcement", "AnySocket", "Claim", "Discovery", "Found", "Publication"]
 
-_log = logging.getLogger(__name__)
 
-_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
-
-class Discovery:
+class Discovery(Announcer):
     """Same-host discovery of one stack: publishes its listeners, announces its connections."""
 
     def __init__(
@@ -92,39 +85,28 @@ class Discovery:
         spinner: Spinner = NEVER,
         ended: Callable[[], object] = lambda: None,
     ) -> None:
-        """
-        Args:
-          private: the user's private directory (`Config.private_directory`).
-          timers: of the stack; None: each wait has a cancel scope.
-          spinner: of the stack.
-          ended: called when listening processes are found to have ended: what was learned of them
-            may be true no more.
-        """
-        self._private = private
-        self._announcer = Announcer(private, timers, spinner, ended)
-        self._answerer = Answerer(AllNames(private), timers, spinner, is_named=is_named(private))
+        """As `Announcer`."""
+        super().__init__(private, timers, spinner, ended)
+        self._answerer = Answerer(self.names, timers, spinner, is_named(private))
         self._publications: weakref.WeakSet[Publication] = weakref.WeakSet()
-        self._warned = False
 
     def open(self) -> None:
         """Open the descriptors that a stack keeps, as far as the private directory is there.
 
-        Each is opened when it is needed otherwise.
+        They are opened when they are needed otherwise.
         """
         with contextlib.suppress(OSError, DirectoryUnusable):
             PrivateDirectory.open(self._private, create=False).close()
-            self._answerer.open()
-            self._announcer.open()
+            self.names.open()
 
     def close(self) -> None:
-        """Close what announcing and answering need; neither is done any more."""
-        self._announcer.close()
-        self._answerer.close()
+        """Close what announcing and answering need; neither is done any more.  Idempotent."""
+        self.names.close()
+        self.closer.join()
 
     def abandon(self) -> None:
         """Close all descriptors: this process is a forked child, and they are its parent's."""
-        self._announcer.abandon()
-        self._answerer.close()
+        self.names.close()
         for publication in self._publications:
             publication.abandon()
 
@@ -152,10 +134,11 @@ class Discovery:
             return self.publish_nothing(address, FallbackReason.UNSUPPORTED_PLATFORM)
         name = directory.listener_name(*address, dual_stack=dual_stack)
         try:
-            self._answerer.open()
+            if not self.names.is_current():
+                self.names.open()
             made = directory.NewSocket(self._private, name)
         except (DirectoryUnusable, OSError) as error:
-            return self.publish_nothing(address, self._why_not(error))
+            return self.publish_nothing(address, self.why_not(error))
         publication = Publication(address, made, None, self._answerer)
         publication.start(nursery)
         self._publications.add(publication)
@@ -165,98 +148,3 @@ class Discovery:
         """The publication of a listener to which no connection shall be announced, and why."""
         address = plain_address(sockname[0]), sockname[1]
         return Publication(address, None, reason, self._answerer)
-
-    @property
-    def is_full(self) -> bool:
-        """True if so many announcements are open that another one waits (`wait_for_place`)."""
-        return self._announcer.is_full
-
-    async def wait_for_place(self, deadline: float) -> None:
-        """Wait until another announcement may be made, at most until ``deadline``."""
-        await self._announcer.wait_for_place(deadline)
-
-    def has_ended(
-        self, source: str, destination: tuple[str, int], sock: AnySocket | None = None
-    ) -> bool:
-        """True if the listeners of an address that were known are found to be gone.
-
-        source, destination: the local address; the listeners' address and port.
-        """
-        try:
-            return self._announcer.has_ended(source, _reached(destination), sock)
-        except (DirectoryUnusable, OSError) as error:
-            self._warn(error)
-            return False
-
-    def announce(
-        self,
-        source: tuple[str, int],
-        destination: tuple[str, int],
-        sock: AnySocket | None = None,
-        *,
-        required: bool = False,
-        elsewhere: Found | None = None,
-    ) -> Announcement | FallbackReason | None:
-        """Announce a TCP connection, before it is opened.
-
-        source: local address and port of the TCP socket.
-        destination: where it is going to connect.
-        sock: the TCP socket, whose network namespace counts; None: that of this thread.
-        required: the connection is to be SMC-R, or closed.
-        elsewhere: what `prove` returned, for an address of another network namespace.
-
-        Returns an announcement, whose `Announcement.accepted` is to be called when the TCP
-        connection is open, or which is to be closed; or why the connection is plain TCP:
-        PEER_NOT_CAPABLE if there is no listener, OTHER_USER, or what is wrong with the private
-        directory.  None: another connection with these addresses is announced.
-        """
-        if sys.platform != "linux":
-            return FallbackReason.UNSUPPORTED_PLATFORM
-        try:
-            return self._announcer.announce(
-                source, _reached(destination), sock, required=required, elsewhere=elsewhere
-            )
-        except (DirectoryUnusable, OSError) as error:
-            return self._why_not(error)
-
-    async def prove(
-        self, source: str, destination: tuple[str, int], sock: AnySocket
-    ) -> Found | FallbackReason:
-        """The listeners in another network namespace of this host that prove that the network leads
-        to them unchanged; none unless the directory was named outright.
-
-        source: local address that the TCP socket is going to connect from.
-        destination: where to; an address that is not one of this network namespace.
-        sock: the TCP socket.
-
-        Returns what `announce` takes as `elsewhere`; or PEER_NOT_CAPABLE if there is no listener,
-        PATH_NOT_PROVEN if there is one and it proves nothing, or another reason.
-        """
-        if sys.platform != "linux" or not is_named(self._private):
-            return FallbackReason.PEER_NOT_CAPABLE
-        try:
-            return await self._announcer.prove(source, destination, sock)
-        except (DirectoryUnusable, OSError) as error:
-            return self._why_not(error)
-
-    def _why_not(self, error: DirectoryUnusable | OSError) -> FallbackReason:
-        """Warn of what kept a connection from discovery; returns why it is plain TCP."""
-        self._warn(error)
-        if isinstance(error, DirectoryUnusable):
-            return error.reason
-        if isinstance(error, PermissionError | NotADirectoryError):
-            return unusable(error, self._private).reason
-        # No descriptors, no /proc, no room: the TCP connection does not fail for it.
-        return FallbackReason.OUT_OF_RESOURCES
-
-    def _warn(self, error: Exception) -> None:
-        # Once: every connection has its reason, the log needs the details only.
-        level = logging.DEBUG if self._warned else logging.WARNING
-        self._warned = True
-        _log.log(level, "no SMC-R between processes of this host: %s", error)
-
-
-def _reached(destination: tuple[str, int]) -> tuple[str, int]:
-    """Connecting to a wildcard address connects to loopback."""
-    host = plain_address(destination[0])
-    return _LOOPBACK_OF.get(host, host), destination[1]
