@@ -67,8 +67,8 @@ class Arrival:
     """
 
     __slots__ = ("_accepted_from", "_at_limit", "_bare", "_claim", "_clc_begun", "_client",
-                 "_config", "_failure", "_fallback", "_local", "_publication", "_remote", "_route",
-                 "_stack", "on_progress", "progressed", "sock")  # fmt: skip
+                 "_config", "_failure", "_fallback", "_local", "_publication", "_remote",
+                 "_required", "_route", "_stack", "on_progress", "progressed", "sock")  # fmt: skip
 
     _route: Route  # once discovery is over
 
@@ -92,6 +92,7 @@ class Arrival:
         self.progressed: float = trio.current_time()
         self.on_progress: Callable[[Arrival, float], object] | None = None
         self._claim: Claim | None = None
+        self._required = False  # the client takes SMC-R or nothing; only `learn_short` needs it
         self._fallback: Fallback | None = None
         self._failure: Exception | None = None
         self._clc_begun = False  # CLC messages were exchanged
@@ -112,11 +113,12 @@ class Arrival:
           claim: the client's announcement; None if there is none.
         """
         self._claim = claim
+        self._required = claim is not None and self._config.learn_short and claim.is_required()
         # A client that has announced itself is on this host, whatever its address says.
         self._route = choose_route(
             self._stack, self._config, self._local[0], self._client, self._local,
             self._publication.address, at_limit=self._at_limit, near=claim is not None,
-            required=claim is not None and claim.required,
+            required=self._required,
         )  # fmt: skip
         if claim is not None:
             reason = self._route.reason
@@ -238,8 +240,7 @@ class Arrival:
                 stack.spinner_for(self._route.rnic),
             )  # fmt: skip
             if isinstance(outcome, Established):
-                wanted = self._claim is not None and self._claim.required
-                client = None if wanted else self._client
+                client = None if self._required else self._client
                 return established_stream(
                     stack, outcome, sock, config, client, options, self._accepted_from
                 )

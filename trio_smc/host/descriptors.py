@@ -118,7 +118,7 @@ def receive_with_sender(sock: socket.socket, size: int, closer: Closer) -> tuple
     """
     if _kernel_refuses:
         data, ancillary, _, _ = sock.recvmsg(size, _SENDER_SPACE)
-        return data, sender_of(ancillary)
+        return data, sender_of(ancillary) if ancillary else None
     space = _SENDER_SPACE + socket.CMSG_SPACE(4 * _MAX_ATTACHED)
     data, ancillary, _, _ = sock.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
     fds = descriptors_in(ancillary)

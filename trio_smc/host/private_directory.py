@@ -172,6 +172,14 @@ class PrivateDirectory:
         self.group = group
         self.owner: int | None = owner
 
+    def is_admitted(self) -> bool:
+        """True if this process talks to processes of the user to whom it belongs (`admits_user`).
+
+        A private directory that could be opened is this user's, and so is all below it."""
+        return self.group is None or (
+            self.owner is not None and admits_user(self.owner, self.group)
+        )
+
     @property
     def _is_shared(self) -> bool:
         """True if several users have names in it: the directory of a group itself."""

@@ -43,10 +43,10 @@ from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import plain_address
 from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import DirectoryUnusable, is_named, unusable
-from trio_smc.host.tcp import has_news
+from trio_smc.host.tcp import has_news, unread_bytes
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.lookup import AnySocket, Found, Lookups
-from trio_smc.rendezvous.discovery.messages import Kind
+from trio_smc.rendezvous.discovery.messages import Kind, Message
 from trio_smc.rendezvous.discovery.names import Names, announced_name
 from trio_smc.rendezvous.discovery.waiting import wait_readable_until
 from trio_smc.rnic.soft.messages import VERSION
@@ -74,12 +74,11 @@ class Announcement:
       name: of its socket.
       found: the listeners that may answer.
       source, destination: the address that the connection comes from; address and port where to.
-      wanted: True if the process that accepted it takes SMC-R or nothing.
     """
 
     __slots__ = (
-        "_accepted", "_committed", "_ignored", "_owner", "_reason", "destination", "name", "source",
-        "_rnic_version", "_sock", "_tcp", "_token", "found", "wanted",
+        "_acceptance", "_committed", "_ignored", "_owner", "_refusal", "_sock", "_tcp",
+        "destination", "found", "name", "source",
     )  # fmt: skip
 
     def __init__(
@@ -95,17 +94,19 @@ class Announcement:
         self._owner = owner
         self._sock = sock
         self.name: str = name
+        self.found: Found = found
         self.source: str = source
         self.destination: tuple[str, int] = destination
         self._tcp = tcp
-        self._accepted = False
+        self._acceptance: Message | None = None  # ACCEPTED
+        self._refusal: Message | None = None  # REFUSED
         self._committed = False  # the caller knows that it was accepted
-        self._reason: FallbackReason | None = None  # of a REFUSED
-        self._token = b""
-        self._ignored = 0
-        self.found: Found = found
-        self.wanted: bool = False
-        self._rnic_version: int | None = None  # of the server; None: it speaks no common version
+        self._ignored = 0  # datagrams
+
+    @property
+    def wanted(self) -> bool:
+        """True if the process that accepted it takes SMC-R or nothing."""
+        return self._acceptance is not None and self._acceptance.required
 
     async def accepted(self, deadline: float) -> FallbackReason | None:
         """Wait until the process that accepted the TCP connection answers.
@@ -115,27 +116,32 @@ class Announcement:
         None: the server expects a CLC message; send it, or end the TCP connection.  A reason: both
         sides stay on TCP.
         """
-        if not self._receive() and not self._owner.spinner.until(self._receive, soon=True):
-            self._owner.spinner.sleeping += 1
+        spinner = self._owner.spinner
+        arrived = self._has_arrived() or spinner.until(self._has_arrived, soon=True)
+        if not (arrived and self._receive()):
+            spinner.sleeping += 1
             try:
                 await self._wait(deadline)
             finally:
-                self._owner.spinner.sleeping -= 1
-        if not self._accepted:
-            self._withdraw()
-        if self._accepted:
+                spinner.sleeping -= 1
+        if self._acceptance is not None or self.withdraw():
             self._committed = True
             return None
-        return self._reason or self._unanswered()
+        if self._refusal is not None:
+            return self._refusal.reason
+        if self.found.reason is FallbackReason.PATH_NOT_PROVEN:
+            return FallbackReason.PATH_NOT_PROVEN
+        return FallbackReason.PEER_NOT_CAPABLE
 
     def mismatch(self, kind: str) -> FallbackReason | None:
         """Why the accepted connection cannot be SMC-R, so that the server is to be sent a Decline.
 
         kind: of the RNIC that serves it, as `Rnic.kind`.
         """
-        if self._rnic_version is None:
+        said = self._acceptance
+        if said is None or not said.is_common:
             return FallbackReason.LOCAL_VERSION_MISMATCH
-        if kind == "software" and self._rnic_version != VERSION:
+        if kind == "software" and said.rnic_version != VERSION:
             return FallbackReason.VERSION_MISMATCH
         return None
 
@@ -161,39 +167,35 @@ class Announcement:
             return False
         return self._owner.may_be_answered(self)
 
-    def _unanswered(self) -> FallbackReason:
-        if self.found.reason is FallbackReason.PATH_NOT_PROVEN:
-            return FallbackReason.PATH_NOT_PROVEN
-        return FallbackReason.PEER_NOT_CAPABLE
-
     def _receive(self, *, everything: bool = False) -> bool:
         """Receive what has come; True if the server has answered.
 
         ``everything``: nothing more can come.
         """
+        owner, sock = self._owner, self._sock
         try:
-            while not self._accepted:
-                message, sender = messages.receive(self._sock, self._owner.closer)
-                if message is None or not self._owner.is_server(self, sender):
+            while self._acceptance is None:
+                message, sender = messages.receive(sock, owner.closer)
+                if message is None or not owner.is_server(self, sender):
                     self._ignored += 1
                     if self._ignored >= _MOST_IGNORED and not everything:
                         break
                 elif message.kind is Kind.ACCEPTED:
-                    self._accepted = True
-                    self._token = message.token
-                    self.wanted = message.required
-                    self._rnic_version = message.rnic_version if message.is_common else None
+                    self._acceptance = message
                 elif message.kind is Kind.REFUSED:
-                    self._reason = message.reason
+                    self._refusal = message
         except BlockingIOError:
             pass
-        return self._accepted or self._reason is not None
+        return self._acceptance is not None or self._refusal is not None
 
     def is_too_late(self) -> bool:
         """True if a connection was accepted although the announced one is not open yet: it is
         another process's."""
-        self._receive()
-        return self._accepted
+        return self._has_arrived() and self._receive() and self._acceptance is not None
+
+    def _has_arrived(self) -> bool:
+        """True if the first datagram is not empty; faster than `_receive` if there is none."""
+        return unread_bytes(self._sock.fileno()) > 0
 
     def withdraw(self) -> bool:
         """Withdraw: the connection, which is open, is going to be plain TCP.
@@ -201,36 +203,34 @@ class Announcement:
         To be called before anything is sent over TCP.  True: the server expects a CLC message all
         the same.
         """
-        self._withdraw()
-        self._committed = self._accepted
-        return self._accepted
+        sock, owner = self._sock, self._owner
+        if sock.fileno() >= 0:
+            owner.names.remove(self.name)
+            if self._acceptance is None:
+                # With credentials an empty datagram differs from an empty queue.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+                sock.shutdown(socket.SHUT_RD)
+                self._receive(everything=True)
+            owner.closer.discard_datagrams(sock)
+            owner.settled()
+            self._committed |= self._acceptance is not None
+        return self._acceptance is not None
 
     def close(self) -> None:
         """Withdraw; if the server has accepted a connection, it is another one's.  Idempotent.
 
         After `accepted` or `withdraw`: the handshake is over.
         """
-        self._withdraw()
-        if self._accepted and not self._committed:
-            self._committed = True
-            self._owner.deny(self._token, self.found, self.destination)
+        known = self._committed
+        if self.withdraw() and not known:
+            assert self._acceptance is not None
+            self._owner.deny(self._acceptance.token, self.found, self.destination)
 
     def cancel(self) -> None:
         """Withdraw, and end the wait for an answer."""
         if self._sock.fileno() >= 0:
             trio.lowlevel.notify_closing(self._sock)
         self.close()
-
-    def _withdraw(self) -> None:
-        if self._sock.fileno() < 0:
-            return
-        self._owner.names.remove(self.name)
-        if not self._accepted:
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RD)
-            self._receive(everything=True)
-        self._owner.closer.discard_datagrams(self._sock)
-        self._owner.settled()
 
     def __enter__(self) -> Self:
         return self
@@ -381,6 +381,8 @@ class Announcer:
 
     def is_server(self, announcement: Announcement, sender: int | None) -> bool:
         """True if the sender of a datagram is the user of a listener that may answer."""
+        if not self.names.are_shared:
+            return True
         # A listener of another user may have come since.
         return sender is not None and (
             sender in announcement.found.users or sender in self._may_answer(announcement)

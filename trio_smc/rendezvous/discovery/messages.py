@@ -208,6 +208,10 @@ def decode_untrusted(data: bytes) -> Message:
     if magic != _MAGIC or not 1 <= lowest <= highest:
         raise ProtocolError(f"same-host discovery: {data[:8].hex()} starts no message")
     is_common = lowest <= HIGHEST_VERSION and highest >= LOWEST_VERSION
+    if code == Kind.ACCEPTED and is_common:
+        _check_length(data, _TOKEN_END + 1)
+        token = data[_HEAD.size : _TOKEN_END]
+        return Message(Kind.ACCEPTED, True, None, bool(detail & 1), token, data[_TOKEN_END])
     if code == Kind.REFUSED:
         reason = _REASONS.get(detail, FallbackReason.PEER_NOT_CAPABLE)
         return Message(Kind.REFUSED, is_common, reason)
@@ -215,11 +219,6 @@ def decode_untrusted(data: bytes) -> Message:
         if code == Kind.ACCEPTED:
             return Message(Kind.ACCEPTED, is_common=False)
         raise ProtocolError(f"same-host discovery: versions {lowest} to {highest}")
-    if code == Kind.ACCEPTED:
-        _check_length(data, _TOKEN_END + 1)
-        token = data[_HEAD.size : _TOKEN_END]
-        required = bool(detail & 1)
-        return Message(Kind.ACCEPTED, required=required, token=token, rnic_version=data[_TOKEN_END])
     if code == Kind.NOT_MINE:
         _check_length(data, _TOKEN_END)
         return Message(Kind.NOT_MINE, token=data[_HEAD.size : _TOKEN_END])

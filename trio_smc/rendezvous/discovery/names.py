@@ -7,11 +7,15 @@ connection.  It does so in a directory of its own, so in a directory that a grou
 can remove, replace or occupy the names of another one.  A server looks a name up in the directories
 of all members: one system call for each, at most `_MOST_DIRECTORIES`.
 
-A name counts only if it is a socket that belongs to the owner of the directory, so a symbolic link,
-a FIFO or another user's socket does not.  In a private directory only this user can make names, so
-the name itself is the address to send to.  A member of a group may replace a name between the look
-and the datagram.  There the server opens the name without following a link and without opening what
-is behind it (O_PATH, O_NOFOLLOW), and sends to the socket that is open.  The server never waits.
+In a private directory only this user can make names, so the server sends to the name itself.  In a
+group's directory a name counts only if it is a socket that belongs to the owner of the member's
+directory.  The member may put a symbolic link, a FIFO or another user's socket there, and may
+replace it at any moment.  So the server opens the name without following a link and without opening
+what is behind it (O_PATH, O_NOFOLLOW), and sends to the socket that is open.  The server never
+waits.
+
+The directory is named by its descriptor, because another user may make a directory with its path
+when a cleaner of /tmp has removed it.
 
 If two members have a name for the same connection, both get the answer.  So a member gains nothing
 by occupying the names of others.
@@ -50,7 +54,6 @@ DATAGRAM: Final = int(socket.SOCK_DGRAM) | int(getattr(socket, "SOCK_NONBLOCK", 
 """The type of all sockets of discovery."""
 KIND: Final = "announced"
 """The kind of directories (`PrivateDirectory.member_directory`) that contain the names."""
-_ATTEMPTS: Final = 4
 _MOST_DIRECTORIES: Final = 64
 _TICKS_NS: Final = 100_000_000  # the clock of a directory's change time ticks at least so often
 _LISTING_SHARE: Final = 10
@@ -95,7 +98,7 @@ class Names:
         self._own: PrivateDirectory | None = None  # this user's directory of names
         self._path = ""  # where it is
         self._root: PrivateDirectory | None = None  # the private directory, if a group shares it
-        self._members: list[PrivateDirectory] = []  # directories of names in it
+        self._members: list[PrivateDirectory] = []  # the directories of names of all users
         self._stamp = 0  # change time of `_root` when `_members` was made; 0: look again
         self._not_before = 0  # no listing before that, by `time.monotonic_ns`
         self._sender: socket.socket | None = None
@@ -117,10 +120,17 @@ class Names:
             raise
         if root.group is None:
             root.close()
+            self._members = [self._own]
         else:
             self._root = root
         self._own.remove_dead_sockets()
         return self._own
+
+    @property
+    def are_shared(self) -> bool:
+        """True if users of a group can have names; otherwise only this user can, and send to
+        them."""
+        return self._root is not None
 
     def is_current(self) -> bool:
         """True if other processes look at the directory that is open here."""
@@ -160,30 +170,23 @@ class Names:
         sock = socket.socket(socket.AF_UNIX, DATAGRAM)
         try:
             refuse_descriptors(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             if required:
                 os.fchmod(sock.fileno(), stat.S_ISVTX | 0o700)  # becomes the mode of the name
-            self._bind(sock, name)
+            directory = self._own or self.open()
+            if directory.group is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            try:
+                directory.bind(sock, name)
+            except FileNotFoundError:
+                self.open().bind(sock, name)  # a cleaner has removed the directory
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or not directory.remove_dead(name):
+                    raise
+                directory.bind(sock, name)
         except BaseException:
             sock.close()
             raise
         return sock
-
-    def _bind(self, sock: socket.socket, name: str) -> None:
-        for attempt in range(_ATTEMPTS):
-            directory = self._own or self.open()
-            try:
-                directory.bind(sock, name)
-            except FileNotFoundError:
-                self.close()  # a cleaner has removed the directory
-                if attempt == _ATTEMPTS - 1:
-                    raise
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or not directory.remove_dead(name):
-                    raise
-            else:
-                return
-        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), name)
 
     def has(self, name: str) -> bool:
         """True if a name of this user is still there."""
@@ -192,46 +195,47 @@ class Names:
     def remove(self, name: str) -> None:
         """Remove a name of this user; one that is gone already is fine."""
         if self._own is not None:
-            with contextlib.suppress(OSError):
-                self._own.remove(name)
+            try:  # noqa: SIM105 - each connection comes here, and this takes half the time
+                os.unlink(name, dir_fd=self._own.descriptor)
+            except OSError:
+                pass
 
     # --- for a server ------------------------------------------------------------------------
 
-    def find(self, name: str) -> tuple[list[PrivateDirectory], bool]:
-        """The directories with a socket of this name, and if one of the clients takes SMC-R or
-        nothing.
+    def find(self, name: str) -> list[PrivateDirectory]:
+        """The directories with this name, nearly always none or one.
 
         Never waits.  Nothing is found if this process lacks descriptors: the client gives up after
         a time, as if the server did not speak SMC-R.
         """
-        found: list[PrivateDirectory] = []
-        is_required = False
-        for directory in self._directories():
-            number = directory.descriptor
-            if not os.access(name, os.F_OK, dir_fd=number, follow_symlinks=False):
-                continue
-            with contextlib.suppress(OSError):
-                attributes = os.stat(name, dir_fd=number, follow_symlinks=False)
-                if stat.S_ISSOCK(attributes.st_mode) and attributes.st_uid == directory.owner:
-                    found.append(directory)
-                    is_required |= bool(attributes.st_mode & stat.S_ISVTX)
-        return found, is_required
+        if self._root is not None:
+            self._list_members(self._root)
+        return [
+            each
+            for each in self._members
+            if os.access(name, os.F_OK, dir_fd=each.descriptor, follow_symlinks=False)
+        ]
+
+    def is_required(self, directory: PrivateDirectory, name: str) -> bool:
+        """True if the client with a name that was found takes SMC-R or nothing."""
+        with contextlib.suppress(OSError):
+            found = os.stat(name, dir_fd=directory.descriptor, follow_symlinks=False)
+            return bool(found.st_mode & stat.S_ISVTX)
+        return False
 
     def send(self, directory: PrivateDirectory, name: str, message: bytes) -> bool:
         """Send a datagram to a name that was found, as `send_to`."""
         if self._sender is None:
             return False
-        if directory.group is None:
-            return send_to(self._sender, message, directory.reach(name))
-        with contextlib.suppress(OSError), directory.socket_at(name) as path:
-            return send_to(self._sender, message, path)
-        return False
-
-    def _directories(self) -> list[PrivateDirectory]:
-        if self._root is not None:
-            self._list_members(self._root)
-            return self._members
-        return [self._own] if self._own is not None else []
+        try:
+            if directory.group is None:
+                self._sender.sendto(message, directory.reach(name))
+                return True
+            with directory.socket_at(name) as path:
+                is_its_own = os.stat(path).st_uid == directory.owner
+                return is_its_own and send_to(self._sender, message, path)
+        except OSError:
+            return False
 
     def _list_members(self, root: PrivateDirectory) -> None:
         """Open the directories of all members of the group, if the names in ``root`` changed."""

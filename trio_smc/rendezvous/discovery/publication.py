@@ -81,7 +81,6 @@ class Claim:
     Args:
       name: of the announcement.
       found: the directories with that name, nearly always one.
-      required: True if the client takes SMC-R or nothing.
       accepted: the connection, which was not read from; None: only its addresses are known.
 
     Attributes:
@@ -89,7 +88,7 @@ class Claim:
     """
 
     __slots__ = (
-        "_accepted", "_connection", "_found", "_name", "_publication", "required", "tokens",
+        "_accepted", "_connection", "_found", "_name", "_publication", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -97,7 +96,6 @@ class Claim:
         publication: Publication,
         name: str,
         found: list[PrivateDirectory],
-        required: bool,
         accepted: socket.socket | None,
     ) -> None:
         self._publication = publication
@@ -106,20 +104,25 @@ class Claim:
         self._accepted = accepted
         self._connection: trio.socket.SocketType | None = None  # that `confirm` waits for
         self.tokens: set[bytes] = set()
-        self.required: bool = required
+
+    def is_required(self) -> bool:
+        """True if the client takes SMC-R or nothing; to be called before it is answered."""
+        names = self._publication.answerer.names
+        return any(names.is_required(directory, self._name) for directory in self._found)
 
     def accept(self, *, required: bool = False) -> bool:
         """Send ACCEPTED at once; `confirm` is to follow.  False: the client has given up.
 
         required: this side takes SMC-R or nothing.
         """
-        publication = self._publication
+        publication, name = self._publication, self._name
+        send = publication.answerer.names.send
         for directory in self._found:
-            if directory.group is not None and not admits_user(directory.owner, directory.group):
-                self._send(directory, messages.refused(FallbackReason.OTHER_USER))
+            if not directory.is_admitted():
+                send(directory, name, messages.refused(FallbackReason.OTHER_USER))
                 continue
             token = os.urandom(messages.TOKEN_SIZE)
-            if self._send(directory, messages.accepted(token, VERSION, required=required)):
+            if send(directory, name, messages.accepted(token, VERSION, required=required)):
                 self.tokens.add(token)
                 publication.claims[token] = self
         self._found = []
@@ -128,11 +131,9 @@ class Claim:
     def refuse(self, reason: FallbackReason) -> None:
         """Tell the client at once that its connection is plain TCP, and why."""
         for directory in self._found:
-            self._send(directory, messages.refused(reason))
+            names = self._publication.answerer.names
+            names.send(directory, self._name, messages.refused(reason))
         self.forget()
-
-    def _send(self, directory: PrivateDirectory, message: bytes) -> bool:
-        return self._publication.answerer.names.send(directory, self._name, message)
 
     async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Wait until the client has sent something; True if it goes on with SMC-R.
@@ -243,11 +244,11 @@ class Publication:
         if not self.answerer.is_named and not is_same_host(local[0], remote[0]):
             return None
         name = announced_name(self._namespace, messages.four_tuple(remote, local))
-        found, required = self.answerer.names.find(name)
+        found = self.answerer.names.find(name)
         # One that has ended is of an earlier client with this port, or its client has given up.
         if not found or (accepted is not None and not is_established(accepted)):
             return None
-        return Claim(self, name, found, required, accepted)
+        return Claim(self, name, found, accepted)
 
     async def wait(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Wait for bytes on an accepted TCP connection; False: look what has happened.
@@ -364,7 +365,7 @@ class Publication:
             _log.debug("same-host discovery: no proof of an address: %s", error)
             answer = messages.refused(FallbackReason.PATH_NOT_PROVEN)
         name = reply_name(message.name)
-        for directory in self.answerer.names.find(name)[0]:
+        for directory in self.answerer.names.find(name):
             if directory.owner == user:
                 self.answerer.names.send(directory, name, answer)
 
