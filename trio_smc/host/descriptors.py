@@ -26,6 +26,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import socket
 import struct
 import sys
@@ -43,6 +44,7 @@ if sys.platform == "linux":  # on other systems nothing here is used
 __all__ = [
     "Closer",
     "descriptors_in",
+    "has_datagram",
     "is_anonymous_pipe",
     "is_memfd",
     "receive_bytes",
@@ -126,6 +128,13 @@ def receive_with_sender(sock: socket.socket, size: int, closer: Closer) -> tuple
         closer.close(fds)
         data = b""
     return data, sender_of(ancillary)
+
+
+def has_datagram(sock: socket.socket) -> bool:
+    """True if a datagram has arrived; this takes half as long as to receive none."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def sender_of(ancillary: list[tuple[int, int, bytes]]) -> int | None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import socket
 import sys
@@ -41,9 +42,9 @@ with contextlib.suppress(ImportError):  # only Unix has it
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import plain_address
-from trio_smc.host.descriptors import Closer
+from trio_smc.host.descriptors import Closer, has_datagram
 from trio_smc.host.private_directory import DirectoryUnusable, is_named, unusable
-from trio_smc.host.tcp import has_news, unread_bytes
+from trio_smc.host.tcp import has_news
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.lookup import AnySocket, Found, Lookups
 from trio_smc.rendezvous.discovery.messages import Kind, Message
@@ -61,6 +62,7 @@ _FIRST_CHECK: Final = 0.02
 _LONGEST_CHECK: Final = 1.0
 _LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _MOST_IGNORED: Final = 64  # datagrams of other senders, and such as are no answer
+_REMEMBERED: Final = 256  # addresses that were connected to last
 _MOST_OPEN: Final = 4096  # announcements, each of them a descriptor
 _DESCRIPTOR_SHARE: Final = 4  # and at most the process's limit of descriptors divided by this
 
@@ -194,8 +196,8 @@ class Announcement:
         return self._has_arrived() and self._receive() and self._acceptance is not None
 
     def _has_arrived(self) -> bool:
-        """True if the first datagram is not empty; faster than `_receive` if there is none."""
-        return unread_bytes(self._sock.fileno()) > 0
+        """True if there is a datagram; faster than to receive none."""
+        return has_datagram(self._sock)
 
     def withdraw(self) -> bool:
         """Withdraw: the connection, which is open, is going to be plain TCP.
@@ -412,6 +414,7 @@ class Announcer:
                 self._lookups.send_to_all(found, destination, messages.not_mine(token))
 
 
+@functools.lru_cache(_REMEMBERED)
 def _reached(destination: tuple[str, int]) -> tuple[str, int]:
     """Connecting to a wildcard address connects to loopback."""
     host = plain_address(destination[0])

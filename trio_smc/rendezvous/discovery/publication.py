@@ -34,7 +34,7 @@ import trio
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import is_same_host
-from trio_smc.host.descriptors import Closer
+from trio_smc.host.descriptors import Closer, has_datagram
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, admits_user
 from trio_smc.host.tcp import end_waits, is_established, unread_bytes
 from trio_smc.rendezvous.discovery import messages
@@ -160,7 +160,7 @@ class Claim:
                 if trio.current_time() >= deadline:
                     raise OSError(errno.ETIMEDOUT, "the client announced SMC-R and sends nothing")
             # A client sends NOT_MINE before anything but CLC.
-            self._publication.receive()
+            self._publication.receive_now()
             return bool(self.tokens)
         finally:
             self.forget()
@@ -338,6 +338,11 @@ class Publication:
         made.remove()
         self._closer.discard_datagrams(made.socket)
         self._made = renewed
+
+    def receive_now(self) -> None:
+        """`receive`, for a caller that does not know if there are any."""
+        if self._made is not None and not self._abandoned and has_datagram(self._made.socket):
+            self.receive()
 
     def receive(self) -> None:
         """Handle the messages that have come; some of them, if there are many."""
