@@ -139,7 +139,8 @@ async def test_a_claim_that_times_out_reaches_no_other_task(runtime_directory: P
     private, clock = runtime_directory / "smc", Clock()
     with trio.fail_after(PATIENCE):
         async with serving(private) as server:
-            server.publication.answerer.timers = clock.timers
+            answerer = server.publication.answerer
+            server.publication.answerer = answerer._replace(timers=clock.timers)
             for _ in range(REPEATS):
                 ours, theirs = socket.socketpair()
                 sock = trio.socket.from_stdlib_socket(ours)
@@ -156,7 +157,7 @@ async def test_a_claim_that_times_out_reaches_no_other_task(runtime_directory: P
                             pair[1].send(b"x")
                             await wait_all_tasks_blocked()
                             assert victim.data == [b"x"]
-            server.publication.answerer.close()
+            answerer.names.close()
 
 
 async def _wait_for_the_client(publication: Any, sock: trio.socket.SocketType) -> None:

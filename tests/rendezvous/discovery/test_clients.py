@@ -24,9 +24,8 @@ from tests.rendezvous.discovery.world import (
 )
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import announcing, messages
-from trio_smc.rendezvous.discovery.announcing import Announcer
 from trio_smc.rendezvous.discovery.messages import Kind
-from trio_smc.rendezvous.discovery.same_host import Announcement
+from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
 
 def send(private: Path, packet: bytes) -> None:
@@ -91,14 +90,14 @@ def test_announcements_leave_descriptors_to_the_program(
     private: Path, monkeypatch: pytest.MonkeyPatch, limit: int, most: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert Announcer(private)._most_open == most
+    assert Discovery(private)._most_open == most
 
 
 async def test_an_announcement_waits_for_a_place(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcing, "_MOST_OPEN", 1)
-    asking = Announcer(private)
+    asking = Discovery(private)
     async with serving(private) as server, trio.open_nursery() as nursery:
         first = asking.announce(("127.0.0.1", 1), server.address, None, required=False)
         assert isinstance(first, Announcement)
@@ -117,7 +116,6 @@ async def test_an_announcement_waits_for_a_place(
         first.close()
         await trio.testing.wait_all_tasks_blocked()
         assert waited == [True]
-    asking.close()
 
 
 async def test_a_program_that_can_import_nothing_more_listens(

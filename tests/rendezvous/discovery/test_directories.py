@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import trio
 
 from tests.rendezvous.discovery.world import (
-    SHORT,
-    Both,
     agree,
     announce,
     both_go,
@@ -25,23 +26,25 @@ from tests.rendezvous.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import directory, lookup, messages, publication
-from trio_smc.rendezvous.discovery.names import AllNames
+from trio_smc.host.private_directory import PrivateDirectory
+from trio_smc.rendezvous.discovery import directory, lookup, messages
 from trio_smc.rendezvous.discovery.same_host import Discovery
-from trio_smc.rnic.soft.messages import VERSION
+
+_CLONE_NEWUSER = 0x10000000  # linux/sched.h
 
 
 async def test_a_client_of_another_user_is_refused(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AllNames, "are_own", False)
-    monkeypatch.setattr(publication, "admits_user", lambda user, group: False)
+    monkeypatch.setattr(PrivateDirectory, "is_admitted", lambda self: False)
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)
         connection, claim = await server.accept()
         with connection:
-            assert claim is None
+            assert claim is not None
+            assert not claim.accept()
+            assert not await claim.confirm(connection, soon())
             assert await announcement.accepted(soon()) is FallbackReason.OTHER_USER
 
 
@@ -70,31 +73,63 @@ def send_as_nobody(name: Path, message: bytes) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("answers", [True, False])
-async def test_the_kernel_shows_who_has_sent_an_answer(private: Path, answers: bool) -> None:
-    """The datagrams of another user are ignored, and do not end the wait for the server's."""
+@pytest.mark.parametrize("namespace", [False, True])
+async def test_another_user_reaches_no_name_in_a_private_directory(
+    namespace: bool, private: Path
+) -> None:
+    """Not as root of a user namespace of its own either. So a datagram there needs no credentials,
+    and a name there no check of its owner."""
+    libc = ctypes.CDLL(None)
     async with serving(private) as server, bound() as client:
-        announcement = await announce(private, client, server.address)
-        (name,) = names_below(private)
-        # Open everything, so that only the credentials are left to refuse.
-        name.chmod(0o777)
-        opened = [each for each in name.parents if each.is_relative_to(private.parent.parent)]
-        for directory in opened:
-            directory.chmod(0o755)
-        forged = messages.accepted(bytes(8), VERSION)
-        await trio.to_thread.run_sync(send_as_nobody, name, forged)
-        for directory in opened:
-            directory.chmod(0o700)
-        await client.connect(server.address)
-        connection, claim = await server.accept()
-        with connection:
-            assert claim is not None
-            if answers:
-                await both_go(Both(client, announcement, connection, claim))
-            else:
-                claim.forget()
-                reason = await announcement.accepted(soon(SHORT))
-                assert reason is FallbackReason.PEER_NOT_CAPABLE
+        with await announce(private, client, server.address):
+            (name,) = names_below(private)
+            for directory in private.parents:  # of this test's
+                if directory.is_relative_to(private.parent.parent):
+                    directory.chmod(0o755)
+            assert attempts_of_nobody(name, libc if namespace else None) == [errno.EACCES] * 2
+        for directory in private.parents:
+            if directory.is_relative_to(private.parent.parent):
+                directory.chmod(0o700)
+
+
+def attempts_of_nobody(name: Path, libc: ctypes.CDLL | None) -> list[int]:
+    """The errors of another user that sends to a name, and binds another one; 0: none.
+
+    libc: to enter a user namespace first.
+    """
+    read, write = os.pipe()
+    directory = os.open(name.parent.parent.parent, os.O_PATH)
+    below = f"/proc/self/fd/{directory}/{name.relative_to(name.parent.parent.parent)}"
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            if libc is not None and libc.unshare(_CLONE_NEWUSER):
+                os.write(write, b"none")
+                return []
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+                failed = bytes([failure(raw.sendto, b"?", below), failure(raw.bind, below + "x")])
+            os.write(write, failed)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(read, 4)
+    for each in (read, write, directory):
+        os.close(each)
+    if said == b"none":
+        pytest.skip("no user namespaces here")
+    return list(said)
+
+
+def failure(call: Callable[..., object], *arguments: object) -> int:
+    """The error number with which a call fails."""
+    try:
+        call(*arguments)
+    except OSError as error:
+        return error.errno or 0
+    return 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -25,7 +25,7 @@ from tests.rendezvous.discovery.world import (
 )
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import announcing, directory
-from trio_smc.rendezvous.discovery.names import AllNames
+from trio_smc.rendezvous.discovery.names import Names
 from trio_smc.rendezvous.discovery.publication import Answerer
 from trio_smc.rendezvous.discovery.same_host import Announcement, Claim, Discovery, Publication
 from trio_smc.rnic.spinner import NEVER
@@ -73,10 +73,9 @@ async def test_races_of_giving_up(private: Path, seed: int, full: bool) -> None:
     step = struct.Struct("Q")
     shared, verdicts = mmap.mmap(-1, 16), mmap.mmap(-1, rounds)  # announced, answered; theirs
     made = directory.NewSocket(private, directory.listener_name(*there, dual_stack=False))
-    everyone = AllNames(private)
-    answerer = Answerer(everyone, None, NEVER, is_named=False)
-    answerer.open()
-    publication = Publication(there, made, None, answerer)
+    names = Names(private)
+    names.open()
+    publication = Publication(there, made, None, Answerer(names, None, NEVER, False))
     asking = Discovery(private)
     parent = os.getpid()
     child = os.fork()
@@ -113,7 +112,7 @@ async def test_races_of_giving_up(private: Path, seed: int, full: bool) -> None:
     assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222 - it has ended
     assert agreed == rounds, f"seed {seed}: {agreed} of {rounds} agreed"
     assert rounds // 20 < smc < rounds - rounds // 20, "the races were none"
-    answerer.close()
+    names.close()
     made.remove()
     made.socket.close()
 

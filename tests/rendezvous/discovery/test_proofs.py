@@ -28,9 +28,16 @@ from tests.rendezvous.discovery.world import (
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.descriptors import Closer
-from trio_smc.rendezvous.discovery import directory, messages, proofs, publication, same_host
+from trio_smc.rendezvous.discovery import (
+    announcing,
+    directory,
+    messages,
+    proofs,
+    publication,
+    same_host,
+)
 from trio_smc.rendezvous.discovery.messages import Kind
-from trio_smc.rendezvous.discovery.names import OwnNames
+from trio_smc.rendezvous.discovery.names import Names
 from trio_smc.rendezvous.discovery.proofs import reply_name
 from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery, Found
 
@@ -42,7 +49,7 @@ Patch = pytest.MonkeyPatch
 def two_namespaces(monkeypatch: Patch) -> None:
     """A client takes the namespace of a listener for another one, in a directory that is named."""
     monkeypatch.setattr(directory, "other_namespaces", directory.namespace_paths)
-    for module in (directory, same_host):
+    for module in (directory, announcing, same_host):
         monkeypatch.setattr(module, "is_named", lambda path: True)
 
 
@@ -54,15 +61,9 @@ async def prove(private: Path, port: int) -> Found | FallbackReason:
 
 async def raw_proof(private: Path, there: str = HOST) -> messages.Message:
     """The message that a client receives after a PROVE."""
-    names, token, closer = OwnNames(private), secrets.token_bytes(16), Closer("test")
+    names, token, closer = Names(private), secrets.token_bytes(16), Closer("test")
     (listener,) = sockets_below(private)
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as waiting,
-        reached(listener) as path,
-    ):
-        waiting.setblocking(False)
-        waiting.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        names.bind(waiting, reply_name(token))
+    with names.listen(reply_name(token)) as waiting, reached(listener) as path:
         key = messages.four_tuple((HOST, 0), (there, 0))
         waiting.sendto(messages.prove(key, token), path)
         await trio.lowlevel.wait_readable(waiting)
