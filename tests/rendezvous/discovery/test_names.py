@@ -393,17 +393,17 @@ async def test_a_member_without_a_listener_cannot_answer(shared: Path) -> None:
     async with serving(shared) as server, bound() as client:
         announcement = await announce(shared, client, server.address)
         (name,) = names_below(shared)
-        child = os.fork()
-        if child == 0:
-            try:
-                os.setgroups([])
-                os.setuid(64201)
-                with reached(name) as path, socket.socket(socket.AF_UNIX, DATAGRAM) as raw:
-                    raw.sendto(messages.accepted(bytes(8), VERSION), path)
-            except BaseException:
+        with reached(name) as path:
+            child = os.fork()
+            if child == 0:
+                with contextlib.suppress(BaseException):
+                    os.setgroups([])
+                    os.setuid(64201)
+                    with socket.socket(socket.AF_UNIX, DATAGRAM) as raw:
+                        raw.sendto(messages.accepted(bytes(8), VERSION), path)
+                    os._exit(0)
                 os._exit(1)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222 - it ends at once
+            assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222 - it ends at once
         assert not announcement.is_too_late()
         await client.connect(server.address)
         connection, claim = await server.accept()
