@@ -120,6 +120,16 @@ async def test_an_acceptance_behind_a_refusal_counts(private: Path) -> None:
     fake.close()
 
 
+async def test_an_empty_datagram_does_not_hide_the_answer_from_a_client_that_gives_up(
+    private: Path,
+) -> None:
+    """The server expects a CLC message, and the client knows."""
+    fake = FakeListener(private)
+    fake.answer(b"", ACCEPTED)
+    assert fake.announcement.withdraw()
+    fake.close()
+
+
 async def test_a_flood_ends_the_wait(private: Path) -> None:
     """The connection is plain TCP then, and the server knows: its answer has not arrived."""
     fake = FakeListener(private)

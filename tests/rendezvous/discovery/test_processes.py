@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
+import pytest
 import trio
+import trio.testing
 
+import trio_smc
 from tests.rendezvous.discovery.world import (
     LONG,
     SHORT,
@@ -23,7 +28,7 @@ from tests.rendezvous.discovery.world import (
     sockets_below,
     soon,
 )
-from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.reasons import FallbackReason, Origin
 from trio_smc.rendezvous.discovery.same_host import Discovery
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -49,9 +54,15 @@ class Worker:
 
 @contextlib.asynccontextmanager
 async def worker(
-    private: Path, kind: str = "smc", port: int = 0, address: str = "127.0.0.1"
+    private: Path,
+    kind: str = "smc",
+    port: int = 0,
+    address: str = "127.0.0.1",
+    inherited: socket.socket | None = None,
 ) -> AsyncIterator[tuple[Worker, int]]:
     command = [sys.executable, str(WORKER), str(private), address, str(port), kind]
+    descriptors = () if inherited is None else (inherited.fileno(),)
+    command += map(str, descriptors)
     environment = os.environ | {"PYTHONPATH": str(WORKER.parents[3])}
     async with trio.open_nursery() as nursery:
 
@@ -61,6 +72,7 @@ async def worker(
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
+                pass_fds=descriptors,
                 check=False,
                 task_status=task_status,
             )
@@ -172,3 +184,89 @@ async def test_a_stopped_process_delays_no_other(private: Path) -> None:
             with trio.fail_after(LONG / 2):
                 await agree(private, server, server.address)
             os.unlink(path)
+
+
+@pytest.mark.parametrize("shared", ["port", "socket"])
+async def test_a_worker_that_is_killed(shared: str, private: Path) -> None:
+    """Connections that it alone could accept end.  All others are the other worker's, SMC-R."""
+    results: list[tuple[bool, bytes]] = []
+    connected = 0
+
+    async def call(port: int) -> None:
+        nonlocal connected
+        async with bound() as client:
+            with await announce(private, client, ("127.0.0.1", port)) as announcement:
+                await client.connect(("127.0.0.1", port))
+                connected += 1
+                agreed = await announcement.accepted(soon()) is None
+                word = b""
+                with contextlib.suppress(ConnectionError):
+                    await client.send(b"C" if agreed else b"A")
+                    word = await client.recv(100)
+                results.append((agreed, word))
+
+    with socket.socket() as listening, contextlib.ExitStack() as stopped:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(100)
+        inherited = listening if shared == "socket" else None
+        async with (
+            worker(private, inherited=inherited) as (first, port),
+            worker(private, port=port, inherited=inherited) as (second, _),
+        ):
+            for each in (first, second):
+                each.process.send_signal(signal.SIGSTOP)
+                stopped.callback(each.process.send_signal, signal.SIGCONT)
+            async with trio.open_nursery() as nursery:
+                for _ in range(16):
+                    nursery.start_soon(call, port)
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                assert connected == 16
+                first.process.kill()
+                await first.process.wait()
+                second.process.send_signal(signal.SIGCONT)
+            # Sixteen hashes that all pick one process come once in 32,768 runs.
+            ended = {(False, b"")} if shared == "port" else set()
+            assert set(results) == {(True, b"smc-r")} | ended
+            for _ in range(10):
+                assert await call_worker(private, port) == (True, b"smc-r")
+            assert len(sockets_below(private)) == 1
+
+
+OTHER_RELEASE = """
+import trio
+import trio_smc
+from trio_smc.rendezvous.discovery import announcing, publication
+from trio_smc.rnic.soft import messages
+
+for module in (announcing, publication, messages):
+    module.VERSION += 1
+
+async def main():
+    async with trio_smc.open_stack() as stack:
+        (listener,) = await stack.open_listeners(0, host="127.0.0.1")
+        async with listener:
+            print(listener.socket.getsockname()[1], flush=True)
+            async with await listener.accept() as stream:
+                await stream.send_all(f"{stream.fallback.origin} {stream.fallback.reason}".encode())
+
+trio.run(main)
+"""
+
+
+async def test_two_releases_side_by_side(runtime_directory: Path) -> None:
+    """Their software RNICs differ: both processes have TCP, and know why."""
+    environment = os.environ | {"PYTHONPATH": str(WORKER.parents[3])}
+    command = [sys.executable, "-c", OTHER_RELEASE]
+    async with trio_smc.open_stack() as stack, trio.open_nursery() as nursery:
+        run = partial(trio.run_process, command, stdout=subprocess.PIPE, env=environment)
+        process: trio.Process = await nursery.start(run)
+        port = int(await Worker(process).line())
+        with trio.fail_after(LONG):
+            async with await stack.open_stream("127.0.0.1", port) as stream:
+                assert stream.fallback is not None
+                assert stream.fallback.reason is FallbackReason.VERSION_MISMATCH
+                assert stream.fallback.origin is Origin.LOCAL
+                assert await stream.receive_some() == b"peer version-mismatch"
+        assert process.stdout is not None
+        await process.wait()
+        await process.stdout.aclose()

@@ -1,8 +1,9 @@
 """A listening process for the tests of same-host discovery.
 
-Arguments: the private directory, address and port (0: any), "smc" or "plain".  It prints its port,
-then one line per accepted connection: "smc-r" or "tcp".  Each client gets that word and the end
-of stream.  It runs until standard input ends.  SO_REUSEPORT is set.
+Arguments: the private directory, address and port (0: any), "smc" or "plain"; and the descriptor of
+a listening socket that it inherits, if it has none of its own.  It prints its port, then one line
+per accepted connection: "smc-r" or "tcp".  Each client gets that word and the end of stream.  It
+runs until standard input ends.  SO_REUSEPORT is set.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ async def serve(stream: trio.SocketStream, publication: Publication | None) -> N
         await stream.send_all(word.encode())
 
 
-async def main(private: Path, address: str, port: int, kind: str) -> None:
+async def main(private: Path, address: str, port: int, kind: str, *inherited: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = trio.socket.socket(family)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    await listening.bind((address, port))
-    listening.listen(100)
+    if inherited:
+        listening = trio.socket.from_stdlib_socket(socket.socket(fileno=int(inherited[0])))
+    else:
+        listening = trio.socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        await listening.bind((address, port))
+        listening.listen(100)
     async with trio.open_nursery() as nursery:
         publication = None
         if kind == "smc":
@@ -55,4 +59,4 @@ async def main(private: Path, address: str, port: int, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    trio.run(main, Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    trio.run(main, Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], *sys.argv[5:])

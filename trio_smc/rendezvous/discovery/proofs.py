@@ -159,7 +159,8 @@ class Proofs:
             await trio.lowlevel.wait_readable(waiting)
             with contextlib.suppress(BlockingIOError):
                 said, sender = messages.receive(waiting, self._closer)
-                if said is not None and sender == listener.user:
+                is_known = sender == listener.user or not self._names.are_shared
+                if said is not None and is_known:
                     return said
 
     async def _is_true(self, said: Message) -> bool:
