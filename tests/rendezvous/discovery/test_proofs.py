@@ -100,6 +100,23 @@ async def test_a_proven_path_is_announced_to(private: Path) -> None:
             await both_go(Both(client, said, connection, claim))
 
 
+async def test_a_proven_path_on_which_another_process_accepts(private: Path) -> None:
+    """The listener does not answer, and for a minute no connection is announced to it."""
+    asking = Discovery(private)
+    async with serving(private) as server, bound() as client:
+        found = await asking.prove(HOST, server.address, client)
+        assert isinstance(found, Found)
+        source: tuple[str, int] = client.getsockname()[:2]
+        said = asking.announce(source, server.address, client, elsewhere=found)
+        assert isinstance(said, Announcement)
+        await client.connect(server.address)
+        reason = await said.accepted(trio.current_time() + SHORT)
+        assert reason is FallbackReason.PATH_NOT_PROVEN
+        again = asking.announce(source, server.address, client, elsewhere=found)
+        assert again is FallbackReason.PATH_NOT_PROVEN
+        assert found.until > trio.current_time() + 30
+
+
 async def test_nobody_listens(private: Path) -> None:
     async with serving(private) as server:
         assert await prove(private, server.address[1] ^ 1) is FallbackReason.PEER_NOT_CAPABLE

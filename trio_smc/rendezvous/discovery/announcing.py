@@ -131,9 +131,7 @@ class Announcement:
             return None
         if self._refusal is not None:
             return self._refusal.reason
-        if self.found.reason is FallbackReason.PATH_NOT_PROVEN:
-            return FallbackReason.PATH_NOT_PROVEN
-        return FallbackReason.PEER_NOT_CAPABLE
+        return self.found.disprove()
 
     def mismatch(self, kind: str) -> FallbackReason | None:
         """Why the accepted connection cannot be SMC-R, so that the server is to be sent a Decline.

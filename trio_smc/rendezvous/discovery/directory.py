@@ -14,9 +14,9 @@ listening process (or stack): several if workers share the port.  An address mea
 within its network namespace, whose inode number is therefore part of the path.  <family> is "4" or
 "6", or "d" for an IPv6 wildcard that takes IPv4 connections as well.
 
-The announcements are in a directory of their own (`trio_smc.rendezvous.discovery.names`), since
-each of them changes its directory, and a client that knows the listeners of an address looks at the
-change times of their directories only.
+A listener that comes or goes changes the time of its user's directory ``tcp``, so a client looks at
+these times only to find out if there may be other listeners.  The announcements are in directories
+of their own (`trio_smc.rendezvous.discovery.names`), since each of them changes its directory.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class NewSocket:
                     self.socket: socket.socket = self._directory.listen(
                         self._name, 0, socket.SOCK_DGRAM
                     )
+                    _touch(root, top)
                 except BaseException:
                     self._directory.close()
                     raise
@@ -156,105 +157,54 @@ class NewSocket:
             root = PrivateDirectory.open(self._private, create=False)
             try:
                 root.remove_empty(self._path)
+                _touch(root, self._path.partition("/")[0])
             finally:
                 root.close()
 
 
-Stamp = tuple[str, int, int, int]
-"""Path of a directory below the private one, device, inode, and when its names changed last, in
-ns."""
+def _touch(root: PrivateDirectory, top: str) -> None:
+    """Show to clients that a listener has come or gone (`Stamps`)."""
+    os.utime(top, dir_fd=root.descriptor, follow_symlinks=False)
 
 
 class Stamps:
     """The change times of directories when listeners were looked up in them.
 
-    As long as they look the same, a lookup need not be done again.  A directory that is missing
-    shows when the one above it changes.
+    Each listener that comes or goes changes its user's directory of the kind `TOP`.  As long as
+    these look the same, a lookup need not be done again.
+
+    Args:
+      private: the private directory.
+      root: the same, open; None: it is missing.
     """
 
-    def __init__(self, private: Path) -> None:
-        """``private``: the private directory."""
-        self._private = private
-        self._known: list[Stamp] = []
-        self._shared = False
+    def __init__(self, private: Path, root: PrivateDirectory | None) -> None:
+        tops = root.member_directories(TOP) if root is not None else []
+        self._paths = [f"{private}/{each}" for each in ("", *tops)]
+        self._known = self._look()
 
-    def add(self, root: PrivateDirectory, path: str) -> None:
-        """Add the directory ``path`` below ``root``, the open private one, if it is there.
-
-        One of another member that cannot be entered is left out.  Raises OSError for any other
-        problem, a lack of descriptors among them.
-        """
-        parent, _, name = path.rpartition("/")
-        try:
-            above = root.below(parent) if parent else root
+    def _look(self) -> list[tuple[int, int, int]]:
+        """Device, inode and change time in ns of each directory; zeros: it is missing."""
+        found = []
+        for path in self._paths:
             try:
-                found = os.stat(name, dir_fd=above.descriptor, follow_symlinks=False)
-            finally:
-                if above is not root:
-                    above.close()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            if not self._shared or is_lack(error):
-                raise
-        else:
-            self._known.append(_stamp(path, found))
-
-    def add_root(self, root: PrivateDirectory) -> None:
-        """If a group shares the private directory, add it: other members may come."""
-        self._shared = root.group is not None
-        if self._shared:
-            self._known.append(_stamp("", os.fstat(root.descriptor)))
+                each = os.stat(path, follow_symlinks=False)
+            except FileNotFoundError:
+                found.append((0, 0, 0))
+            else:
+                found.append((each.st_dev, each.st_ino, each.st_ctime_ns))
+        return found
 
     def settled(self) -> bool:
-        """True if there are some, and a later change would show: their clock ticks slowly."""
-        now = time.time_ns()
-        return bool(self._known) and all(now - each[3] > _TICKS_NS for each in self._known)
+        """True if a later change would show: the clock of change times ticks slowly."""
+        return time.time_ns() - max(each[2] for each in self._known) > _TICKS_NS
 
     def unchanged(self) -> bool:
-        """True if the directories have the names that they had.
-
-        A directory that was moved into the place of another has another inode, so what was checked
-        of the way there need not be checked again.
-        """
+        """True if the directories have the names that they had."""
         try:
-            return self._unchanged_shared() if self._shared else self._unchanged()
-        except (OSError, DirectoryUnusable):
+            return self._look() == self._known
+        except OSError:
             return False
-
-    def _unchanged(self) -> bool:
-        private = self._private
-        return all(_is_same(os.stat(f"{private}/{stamp[0]}"), stamp) for stamp in self._known)
-
-    def _unchanged_shared(self) -> bool:
-        """As `_unchanged`, but follow no symbolic link that a member may have put there."""
-        with contextlib.ExitStack() as opened:
-            root = PrivateDirectory.open(self._private, create=False)
-            opened.callback(root.close)
-            above = {"": root}
-            for stamp in self._known:
-                path = stamp[0]
-                parent, _, name = path.rpartition("/")
-                if parent not in above:
-                    above[parent] = root.below(parent)
-                    opened.callback(above[parent].close)
-                descriptor = above[parent].descriptor
-                found = (
-                    os.stat(name, dir_fd=descriptor, follow_symlinks=False)
-                    if path
-                    else os.fstat(descriptor)
-                )
-                if not _is_same(found, stamp):
-                    return False
-        return True
-
-
-def _stamp(path: str, found: os.stat_result) -> Stamp:
-    return path, found.st_dev, found.st_ino, found.st_ctime_ns
-
-
-def _is_same(found: os.stat_result, stamp: Stamp) -> bool:
-    return _stamp(stamp[0], found) == stamp
 
 
 def namespace_name() -> str:

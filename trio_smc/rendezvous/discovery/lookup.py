@@ -86,11 +86,19 @@ class Found:
         self.users.add(listener.user)
         self.names.add(listener.name)
 
-    def disprove(self) -> None:
-        """No process accepted a connection, although the address was proven to lead there."""
-        self.users.clear()
-        self.until = trio.current_time() + _DISPROOF_HOLDS
-        self.reason = FallbackReason.PATH_NOT_PROVEN
+    def disprove(self) -> FallbackReason:
+        """Note that no listener accepted a connection; returns why it is plain TCP."""
+        if self.is_elsewhere:
+            # The connection reached another process than the proof did.
+            self.users.clear()
+            self.until = trio.current_time() + _DISPROOF_HOLDS
+            self.reason = FallbackReason.PATH_NOT_PROVEN
+        return self.reason
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if the listeners are in another network namespace, and had to prove the path."""
+        return not math.isinf(self.until)
 
 
 class Lookups:
@@ -146,19 +154,19 @@ class Lookups:
         """As `find`, but look into the directories.  Raises DirectoryUnusable, OSError."""
         key = (namespace, *destination)
         before = self.known.pop(key, None)
-        found = Found(namespace, directory.Stamps(self._private))
         try:
             root = PrivateDirectory.open(self._private, create=False)
         except FileNotFoundError:
-            pass
+            found = Found(namespace, directory.Stamps(self._private, None))
         else:
             with contextlib.closing(root):
+                found = Found(namespace, directory.Stamps(self._private, root))
                 self._look(root, found, source, destination)
-            if found.is_general and (found or found.stamps.settled()):
-                if len(self.known) >= _MOST_LOOKUPS:
-                    self.known.clear()
-                    self._ended()
-                self.known[key] = found
+        if found.is_general and (found or found.stamps.settled()):
+            if len(self.known) >= _MOST_LOOKUPS:
+                self.known.clear()
+                self._ended()
+            self.known[key] = found
         if before and not before.names & found.names:
             self._ended()
         return found
@@ -168,14 +176,9 @@ class Lookups:
     ) -> None:
         if not self._names.is_current():
             self._names.close()
-        found.stamps.add_root(root)
         is_here = is_same_host(source, destination[0])
         paths = directory.namespace_paths(root, found.namespace)
-        for path in paths:
-            if root.group is not None:
-                found.stamps.add(root, path.rpartition("/")[0])
-            found.stamps.add(root, path)
-        for each, _ in _listeners(root, paths, destination, found.stamps):
+        for each, _ in _listeners(root, paths, destination):
             # Our own wildcard listener says nothing about the same port of another host.
             if each.is_wildcard and not is_here:
                 found.is_general = False
@@ -189,7 +192,7 @@ class Lookups:
 
         Raises DirectoryUnusable, OSError.
         """
-        if math.isinf(found.until):
+        if not found.is_elsewhere:
             return self.look(found.namespace, source, destination)
         alive = Found(found.namespace, found.stamps)
         with contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root:
@@ -233,22 +236,17 @@ class Lookups:
         known = self.elsewhere.get(key)
         if known is not None and trio.current_time() < known.until and known.stamps.unchanged():
             return known
-        found = Found(namespace, directory.Stamps(self._private))
         try:
             root = PrivateDirectory.open(self._private, create=False)
         except FileNotFoundError:
-            return found
+            return Found(namespace, directory.Stamps(self._private, None))
         with (
             contextlib.closing(root),
             Proofs(source, destination[0], sock, root.group, self._names, closer) as proofs,
         ):
-            found.stamps.add_root(root)
-            for top in root.member_directories(directory.TOP):
-                found.stamps.add(root, top)
+            found = Found(namespace, directory.Stamps(self._private, root))
             paths = directory.other_namespaces(root, namespace)
-            for path in paths:
-                found.stamps.add(root, path)
-            listeners = _listeners(root, paths, destination, found.stamps)
+            listeners = _listeners(root, paths, destination)
             for each, connected in islice(listeners, _MOST_LISTENERS):
                 proofs.request(each, connected)
             for each in await proofs.collect():
@@ -270,14 +268,11 @@ def _listeners(
     root: PrivateDirectory,
     paths: list[str],
     destination: tuple[str, int],
-    stamps: directory.Stamps | None = None,
 ) -> Iterator[tuple[Listener, socket.socket]]:
     """The listeners that are alive in the directories of network namespaces, for one address; with
     a datagram socket that is connected to each in its turn.
 
     The names of dead sockets are removed.
-
-    stamps: where to add the directories that were looked at.
 
     Raises OSError: this process lacks descriptors, or cannot use its own directory.
     """
@@ -286,8 +281,6 @@ def _listeners(
     with socket.socket(socket.AF_UNIX, DATAGRAM) as probe:
         for namespace, place in product(paths, places):
             path = f"{namespace}/{place}"
-            if stamps is not None:
-                stamps.add(root, path)
             try:
                 below = root.below(path)
             except FileNotFoundError:
