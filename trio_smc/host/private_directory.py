@@ -446,14 +446,18 @@ class PrivateDirectory:
         if self.group is not None:
             self._share(name)
 
-    def remove_dead(self, name: str) -> bool:
-        """Remove the socket ``name`` if its process is gone, and not just binding it."""
+    def remove_dead(self, name: str, *, young: bool = False) -> bool:
+        """Remove the socket ``name`` if its process is gone; True if it was removed.
+
+        young: even if it is so new that a process may be just making it.
+        """
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             try:
                 with self.socket_at(name) as path:
                     sock.connect(path)
             except ConnectionRefusedError:
-                if self._is_old(name):
+                made = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mtime
+                if young or time.time() - made >= _STALE_AFTER:
                     self.remove(name)
                     return True
         return False
@@ -506,25 +510,14 @@ class PrivateDirectory:
         """The names of the sockets, at most `_MOST_SOCKETS`."""
         return [name for name in self._sockets() if not name.startswith(_HIDDEN)]
 
-    def remove_dead_sockets(self) -> None:
-        """Remove old sockets of processes that are gone, in a directory where sockets are bound
-        under their final names."""
-        for name in self._sockets():
-            self.remove_dead(name)
+    def remove_stale(self, prefix: str = "", *, listening: bool = True) -> None:
+        """Remove the sockets that dead processes left behind, of names that begin so.
 
-    def remove_stale(self, prefix: str = "") -> None:
-        """Remove the sockets that dead processes left behind, of names that begin so."""
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            for name in self._sockets():
-                if not name.removeprefix(_HIDDEN).startswith(prefix):
-                    continue
-                with contextlib.suppress(OSError):
-                    try:
-                        with self.socket_at(name) as path:
-                            sock.connect(path)
-                    except ConnectionRefusedError:
-                        if not self._is_new(name):
-                            self.remove(name)
+        listening: sockets got their names when they listened (`listen`), not before (`bind`).
+        """
+        for name in self._sockets():
+            if name.removeprefix(_HIDDEN).startswith(prefix):
+                self.remove_dead(name, young=listening and not name.startswith(_HIDDEN))
 
     def _sockets(self) -> list[str]:
         found: list[str] = []
@@ -536,15 +529,6 @@ class PrivateDirectory:
                 if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
                     found.append(entry.name)
         return found
-
-    def _is_new(self, name: str) -> bool:
-        """True if it is just being made: for a moment it looks like a dead process's."""
-        return name.startswith(_HIDDEN) and not self._is_old(name)
-
-    def _is_old(self, name: str) -> bool:
-        """True if the name was made so long ago that its socket must have been bound by now."""
-        made = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mtime
-        return time.time() - made >= _STALE_AFTER
 
     def reach(self, name: str) -> str:
         """The address of the socket ``name``; a symbolic link of this name is followed."""

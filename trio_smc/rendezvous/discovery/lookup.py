@@ -174,8 +174,8 @@ class Lookups:
     def _look(
         self, root: PrivateDirectory, found: Found, source: str, destination: tuple[str, int]
     ) -> None:
-        if not self._names.is_current():
-            self._names.close()
+        if self._names.are_open:
+            self._names.renew()
         is_here = is_same_host(source, destination[0])
         paths = directory.namespace_paths(root, found.namespace)
         for each, _ in _listeners(root, paths, destination):

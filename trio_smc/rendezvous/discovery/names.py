@@ -123,7 +123,7 @@ class Names:
             self._members = [self._own]
         else:
             self._root = root
-        self._own.remove_dead_sockets()
+        self._own.remove_stale(listening=False)
         return self._own
 
     @property
@@ -132,15 +132,22 @@ class Names:
         them."""
         return self._root is not None
 
-    def is_current(self) -> bool:
-        """True if other processes look at the directory that is open here."""
-        if self._own is None:
-            return False
-        try:
-            found = os.stat(self._path, follow_symlinks=False)
-        except OSError:
-            return False
-        return os.path.samestat(found, os.fstat(self._own.descriptor))
+    @property
+    def are_open(self) -> bool:
+        """True after `open`, until `close`."""
+        return self._own is not None
+
+    def renew(self) -> None:
+        """Open the directories unless the right ones are open: a cleaner may have removed them.
+
+        Raises DirectoryUnusable, OSError.
+        """
+        if self._own is not None:
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(self._path, follow_symlinks=False)
+                if os.path.samestat(found, os.fstat(self._own.descriptor)):
+                    return
+        self.open()
 
     def close(self) -> None:
         """Close all descriptors, in a forked child, too.  Idempotent."""

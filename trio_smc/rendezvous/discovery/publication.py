@@ -327,8 +327,7 @@ class Publication:
         if made is None or self._abandoned:
             return
         try:
-            if not names.is_current():
-                names.open()
+            names.renew()
             if made.is_there():
                 return
             renewed = made.renewed()

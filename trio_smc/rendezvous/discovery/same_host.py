@@ -134,8 +134,7 @@ class Discovery(Announcer):
             return self.publish_nothing(address, FallbackReason.UNSUPPORTED_PLATFORM)
         name = directory.listener_name(*address, dual_stack=dual_stack)
         try:
-            if not self.names.is_current():
-                self.names.open()
+            self.names.renew()
             made = directory.NewSocket(self._private, name)
         except (DirectoryUnusable, OSError) as error:
             return self.publish_nothing(address, self.why_not(error))
