@@ -24,7 +24,6 @@ from trio_smc.rendezvous.discovery import (
     lookup,
     messages,
     publication,
-    same_host,
     tcp_option,
 )
 from trio_smc.stack.policy import SHORT_AFTER
@@ -188,7 +187,7 @@ def another_network(patch: Patch) -> None:
 
     for place in ("connecting.dial", "stack.rnics"):
         patch.setattr(f"trio_smc.{place}.is_same_host", lambda local, remote: False)
-    for module in (same_host, directory):
+    for module in (announcing, directory):
         patch.setattr(module, "is_named", lambda path: True)
     patch.setattr(directory, "other_namespaces", lambda root, but: [f"{directory.TOP}/{but}"])
     patch.setattr(publication, "Probe", not_mine)

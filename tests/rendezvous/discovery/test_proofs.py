@@ -34,7 +34,6 @@ from trio_smc.rendezvous.discovery import (
     messages,
     proofs,
     publication,
-    same_host,
 )
 from trio_smc.rendezvous.discovery.messages import Kind
 from trio_smc.rendezvous.discovery.names import Names
@@ -49,7 +48,7 @@ Patch = pytest.MonkeyPatch
 def two_namespaces(monkeypatch: Patch) -> None:
     """A client takes the namespace of a listener for another one, in a directory that is named."""
     monkeypatch.setattr(directory, "other_namespaces", directory.namespace_paths)
-    for module in (directory, announcing, same_host):
+    for module in (directory, announcing):
         monkeypatch.setattr(module, "is_named", lambda path: True)
 
 

@@ -263,6 +263,7 @@ class Announcer:
         ended: Callable[[], object] = lambda: None,
     ) -> None:
         self._private = private
+        self._is_named = is_named(private)
         self.timers = timers
         self.spinner = spinner
         self.closer = Closer("announcements")
@@ -342,7 +343,7 @@ class Announcer:
         Returns what `announce` takes as `elsewhere`; or PEER_NOT_CAPABLE if there is no listener,
         PATH_NOT_PROVEN if there is one and it proves nothing, or another reason.
         """
-        if sys.platform != "linux" or not is_named(self._private):
+        if sys.platform != "linux" or not self._is_named:
             return FallbackReason.PEER_NOT_CAPABLE
         try:
             found = await self._lookups.find_elsewhere(source, destination, sock, self.closer)

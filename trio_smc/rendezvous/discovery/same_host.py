@@ -42,10 +42,11 @@ An address means something only within its network, so all this is for one netwo
 listener of another one, for example that of another container, is announced to if the *path* was
 proven (`trio_smc.rendezvous.discovery.proofs`).
 
-What comes in on a Unix socket is a peer's input.  A datagram counts only if its sender is a user
-whose listener was found; names count only if their owner is this user, or a member of the group
-where the directory is that group's.  Nothing that another process made can block this one, and the
-state per client is bounded by the handshakes that are under way.
+What comes in on a Unix socket is a peer's input.  In a private directory the kernel lets only this
+user send to a name or make one.  In a group's directory a datagram counts only if its sender is a
+user whose listener was found, and a name only if it belongs to the member that has the directory.
+Nothing that another user made can block this process, and the state per client is bounded by the
+handshakes that are under way.
 """
 
 from __future__ import annotations
@@ -64,7 +65,6 @@ from trio_smc.host.addresses import plain_address
 from trio_smc.host.private_directory import (
     DirectoryUnusable,
     PrivateDirectory,
-    is_named,
 )
 from trio_smc.rendezvous.discovery import directory
 from trio_smc.rendezvous.discovery.announcing import Announcement, Announcer
@@ -87,7 +87,7 @@ class Discovery(Announcer):
     ) -> None:
         """As `Announcer`."""
         super().__init__(private, timers, spinner, ended)
-        self._answerer = Answerer(self.names, timers, spinner, is_named(private))
+        self._answerer = Answerer(self.names, timers, spinner, self._is_named)
         self._publications: weakref.WeakSet[Publication] = weakref.WeakSet()
 
     def open(self) -> None:
