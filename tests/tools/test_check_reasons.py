@@ -20,6 +20,7 @@ from tests.tools.tools_processes import quick_command
 from trio_smc import Config, Fallback, FallbackReason, Origin, SoftRnic, Stack
 from trio_smc._base.reasons import Diagnosis
 from trio_smc.rendezvous.discovery import (
+    announcing,
     directory,
     lookup,
     messages,
