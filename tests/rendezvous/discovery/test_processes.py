@@ -217,6 +217,8 @@ async def test_a_worker_that_is_killed(shared: str, private: Path) -> None:
                 each.process.send_signal(signal.SIGSTOP)
                 stopped.callback(each.process.send_signal, signal.SIGCONT)
             async with trio.open_nursery() as nursery:
+                # Far sooner than the handshake's time.
+                nursery.cancel_scope.deadline = soon(LONG / 2)
                 for _ in range(16):
                     nursery.start_soon(call, port)
                 await trio.testing.wait_all_tasks_blocked(0.01)
@@ -224,6 +226,7 @@ async def test_a_worker_that_is_killed(shared: str, private: Path) -> None:
                 first.process.kill()
                 await first.process.wait()
                 second.process.send_signal(signal.SIGCONT)
+            assert len(results) == 16
             # Sixteen hashes that all pick one process come once in 32,768 runs.
             ended = {(False, b"")} if shared == "port" else set()
             assert set(results) == {(True, b"smc-r")} | ended
