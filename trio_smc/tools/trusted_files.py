@@ -26,6 +26,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+from trio_smc._base.regular_file import read_up_to
+
 __all__ = ["TrustedFiles", "UntrustedPathError"]
 
 _LOCAL: Final = frozenset({
@@ -212,12 +214,10 @@ def _close(entries: list[_Entry], count: int) -> None:
 
 
 def _read_up_to(descriptor: int, limit: int, path: str) -> bytes:
-    data = bytearray()
-    while piece := os.read(descriptor, _PIECE):
-        data += piece
-        if len(data) > limit:
-            raise UntrustedPathError(f"{path} is larger than {limit} bytes")
-    return bytes(data)
+    try:
+        return read_up_to(descriptor, limit)
+    except ValueError:
+        raise UntrustedPathError(f"{path} is larger than {limit} bytes") from None
 
 
 def _mount_of(descriptor: int) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import tomllib
 from pathlib import Path
 from typing import Final
 
 from trio_smc import load_config
-from trio_smc._base.regular_file import read_regular_file
+from trio_smc._base.toml_file import read_toml_file
 from trio_smc.tools import site
 from trio_smc.tools.output import ToolError
 from trio_smc.tools.supervisor import supervise
@@ -49,7 +48,6 @@ SMC-R; 2 for bad input, 127 if there is no such program.
 """
 
 _NOT_FOUND: Final = 127
-_MAX_FILE: Final = 1 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +92,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     if options.config is not None:
         try:
             config = load_config(options.config)
-            said = "learn_short" in _settings(options.config)
+            said = "learn_short" in read_toml_file(options.config)
         except ValueError as error:
             raise ToolError(str(error)) from error
         path = Path(options.config).absolute()
@@ -105,11 +103,3 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     if learn:
         environment["TRIO_SMC_LEARN"] = "1"
     return environment
-
-
-def _settings(path: str) -> dict[str, object]:
-    """The keys and values of a TOML file that `load_config` accepts."""
-    try:
-        return tomllib.loads(read_regular_file(path, _MAX_FILE).decode())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
