@@ -70,14 +70,14 @@ class ControlSocket:
     def _listen(self) -> tuple[PrivateDirectory, socket.socket]:
         root = PrivateDirectory.open(self._path, create=True)
         try:
-            self._place = root.member_directory(control.DIRECTORY, create=True, private=True)
-            below = root.below(self._place)
+            self._member_name = root.member_directory(control.DIRECTORY, create=True, private=True)
+            directory = root.below(self._member_name)
         finally:
             root.close()
         try:
-            return below, below.listen(self._name, _MAX_CLIENTS, socket.SOCK_STREAM)
+            return directory, directory.listen(self._name, _MAX_CLIENTS, socket.SOCK_STREAM)
         except BaseException:
-            below.close()
+            directory.close()
             raise
 
     def _ensure_name(self) -> None:
@@ -98,10 +98,12 @@ class ControlSocket:
         with contextlib.suppress(OSError, DirectoryUnusable), contextlib.ExitStack() as opened:
             root = PrivateDirectory.open(self._path, create=False)
             opened.callback(root.close)
-            below = root.below(self._place)
-            opened.callback(below.close)
+            directory = root.below(self._member_name)
+            opened.callback(directory.close)
             ours = os.fstat(self._directory.descriptor)
-            return os.path.samestat(ours, os.fstat(below.descriptor)) and below.has(self._name)
+            return os.path.samestat(ours, os.fstat(directory.descriptor)) and directory.has(
+                self._name
+            )
         return False
 
     @classmethod
@@ -201,8 +203,8 @@ class ControlSocket:
         except ProtocolError as error:
             last = {"part": "error", "data": str(error)}
         except Exception:
-            defect = {"part": "error", "data": "the process failed to answer; see its log"}
-            await stream.send_all(control.encode(defect))
+            failure = {"part": "error", "data": "the process failed to answer; see its log"}
+            await stream.send_all(control.encode(failure))
             raise
         await stream.send_all(control.encode(last))
 
@@ -211,7 +213,7 @@ class ControlSocket:
     ) -> None:
         """Send a capture until the client closes or the stack ends."""
         try:
-            kept = Config(capture_payload=payload).capture_payload  # type: ignore[arg-type]
+            payload_limit = Config(capture_payload=payload).capture_payload  # type: ignore[arg-type]
         except ValueError as error:
             raise ProtocolError(str(error)) from None
         if self._captures >= _MAX_CAPTURES:
@@ -223,7 +225,9 @@ class ControlSocket:
             scope.deadline = math.inf
             from trio_smc.capture.sinks import send_capture
 
-            await send_capture(self._stack, stream, kept, lambda: unsent_bytes(stream.socket) > 0)
+            await send_capture(
+                self._stack, stream, payload_limit, lambda: unsent_bytes(stream.socket) > 0
+            )
         finally:
             self._captures -= 1
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Snapshots", "plain_statistics"]
 
 
-_Thing = TypeVar("_Thing")
+_View = TypeVar("_View")
 
 
 class Snapshots:
@@ -34,7 +34,7 @@ class Snapshots:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._since = trio.current_time()
+        self._opened_at = trio.current_time()
         self._numbers: dict[LinkGroupView, int] = {}
         self._last_number = 0
 
@@ -62,7 +62,7 @@ class Snapshots:
         return {
             "pid": os.getpid(),
             "stack": self._stack.peer_id.hex(),
-            "uptime": trio.current_time() - self._since,
+            "uptime": trio.current_time() - self._opened_at,
             "ueids": list(self._stack.ueids or ()),
         }
 
@@ -142,28 +142,28 @@ class Snapshots:
 
 
 def _pieces(
-    part: str, things: Sequence[_Thing], describe: Callable[[_Thing], Any]
+    part: str, views: Sequence[_View], describe: Callable[[_View], Any]
 ) -> Iterator[tuple[str, list[Any]]]:
     """Yield the descriptions in pieces; between two pieces the stack does its own work."""
-    for start in range(0, len(things), PIECE):
-        yield part, [describe(thing) for thing in things[start : start + PIECE]]
+    for start in range(0, len(views), PIECE):
+        yield part, [describe(view) for view in views[start : start + PIECE]]
 
 
 def plain_statistics(statistics: StackStatistics) -> dict[str, Any]:
     """Counters as values for JSON."""
-    plain = {
+    values = {
         field.name: getattr(statistics, field.name)
         for field in dataclasses.fields(statistics)
         if field.name not in ("agreed", "fallbacks")
     }
-    plain["agreed"] = [
+    values["agreed"] = [
         {**agreed._asdict(), "count": count} for agreed, count in statistics.agreed.items()
     ]
     counted = sorted(statistics.fallbacks.items())
-    plain["fallbacks"] = [
+    values["fallbacks"] = [
         {"origin": origin, "reason": reason, "count": count} for (origin, reason), count in counted
     ]
-    return plain
+    return values
 
 
 def _values(frozen: ConnectionCursors | StreamStatistics) -> dict[str, int]:

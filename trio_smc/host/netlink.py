@@ -99,19 +99,19 @@ class AnswerCache:
 
 
 def query(
-    question: Callable[[Any], Iterable[Any]], read: Callable[[Any], Any], key: Hashable
+    request: Callable[[Any], Iterable[Any]], read: Callable[[Any], Any], key: Hashable
 ) -> list[Any]:
     """The answers to a query, from the cache if possible.
 
     Args:
-      question: makes the query with a `pyroute2.IPRoute`, and returns messages.
+      request: makes the query with a `pyroute2.IPRoute`, and returns messages.
       read: converts one message.
       key: the name of the query in the cache.
     """
-    known, generation = AnswerCache.get(key)
-    if known is not None:
-        return known
-    answer = _query(question)
+    cached, generation = AnswerCache.get(key)
+    if cached is not None:
+        return cached
+    answer = _query_or_warn(request)
     if answer is None:
         return []
     found = [read(message) for message in answer]
@@ -119,16 +119,16 @@ def query(
     return found
 
 
-def _query(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
+def _query_or_warn(request: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
     try:
-        return query_now(question)
+        return query_now(request)
     except OSError as error:
         _warn_once("netlink does not answer: %s", error)
         return None
 
 
-def query_now(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
-    """The messages that ``question`` returns for a `pyroute2.IPRoute`; None without netlink.
+def query_now(request: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
+    """The messages that ``request`` returns for a `pyroute2.IPRoute`; None without netlink.
 
     Raises:
       OSError: the kernel's answer is an error.
@@ -145,7 +145,7 @@ def query_now(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
     for _ in range(_ATTEMPTS):
         try:
             with IPRoute() as route:
-                return list(question(route))
+                return list(request(route))
         except NetlinkDumpInterrupted:
             continue
         except NetlinkError as error:

@@ -201,11 +201,11 @@ def _ports_in_table(
 ) -> list[str] | None:
     """The table's ports for an interface, or for the interface below a VLAN; None: no entry."""
     names = {name for name, _ in table}
-    at: Interface | None = route
-    while at is not None:
-        if at.name in names:
-            return [rnic for name, rnic in table if name == at.name]
-        at = None if at.lower is None else interfaces.get(at.lower)
+    interface: Interface | None = route
+    while interface is not None:
+        if interface.name in names:
+            return [rnic for name, rnic in table if name == interface.name]
+        interface = None if interface.lower is None else interfaces.get(interface.lower)
     return None
 
 

@@ -34,7 +34,7 @@ from trio_smc.tools.proc import Process
 __all__ = [
     "SHAPES",
     "TIMEOUT",
-    "Silent",
+    "SilentProcesses",
     "Snapshot",
     "check_untrusted",
     "stream_capture",
@@ -89,7 +89,7 @@ class Snapshot:
     listeners: list[list[Any]] = field(default_factory=list)
 
 
-class Silent:
+class SilentProcesses:
     """The processes that did not answer; each is named on stderr once.
 
     One object may be used for several rounds of `take_snapshots`.  A process that was silent in the
@@ -134,8 +134,8 @@ def take_snapshots(
     want: Sequence[str],
     pid: int | None = None,
     *,
-    some: bool = True,
-    silent: Silent | None = None,
+    required: bool = True,
+    silent: SilentProcesses | None = None,
 ) -> list[Snapshot]:
     """Query all stacks at the same time, or those of one process, and sort them by process number.
 
@@ -145,7 +145,7 @@ def take_snapshots(
       directory: the private directory.
       want: the requested parts (`trio_smc.control.protocol.PARTS`).
       pid: query only this process.
-      some: True: it is an error if there is no stack.
+      required: True: it is an error if there is no stack.
       silent: receives the processes without a valid answer.  If it is None, these processes are
         ignored as long as another one answers.
 
@@ -155,25 +155,25 @@ def take_snapshots(
     """
     found: list[Snapshot] = []
     problems: dict[int, str] = {}
-    late = False
+    timed_out = False
     with _opened(directory) as root:
         names = [each for each in _named_sockets(root) if pid is None or each[0] == pid]
-        discouraged = set() if silent is None else set(silent.last)
-        for query in _query_all(root, names, control.encode({"want": list(want)}), discouraged):
+        silent_before = set() if silent is None else set(silent.last)
+        for query in _query_all(root, names, control.encode({"want": list(want)}), silent_before):
             try:
                 snapshot = _snapshot_untrusted(query, want)
             except (OSError, ProtocolError) as error:
                 problems[query.pid] = f"process {query.pid} {_problem(error)}"
-                late = late or isinstance(error, TimeoutError)
+                timed_out = timed_out or isinstance(error, TimeoutError)
             else:
                 if snapshot is not None:
                     found.append(snapshot)
-    if not found and problems and (silent is None or pid is not None or not late):
+    if not found and problems and (silent is None or pid is not None or not timed_out):
         first, *others = problems
         if silent is not None:
             silent.replace({each: problems[each] for each in others})
         raise ToolError(problems[first])
-    if not found and not problems and some:
+    if not found and not problems and required:
         raise ToolError(_no_stack(directory, pid))
     if silent is not None:
         silent.replace(problems)
@@ -301,7 +301,7 @@ def _query_all(
     root: PrivateDirectory | None,
     names: Sequence[tuple[int, str]],
     request: bytes,
-    discouraged: AbstractSet[int],
+    silent_before: AbstractSet[int],
 ) -> list[_Query]:
     """Send ``request`` to all of these sockets, and collect answers for at most `TIMEOUT` seconds.
 
@@ -309,29 +309,29 @@ def _query_all(
       root: the directory of the sockets.
       names: process numbers and names of sockets.
       request: the encoded request.
-      discouraged: processes that did not answer in the last round, and have less time now.
+      silent_before: processes that did not answer in the last round, and have less time now.
     """
     start = time.monotonic()
     if root is None:
         return []
     with contextlib.ExitStack() as exits:
-        asked = []
+        queries = []
         for pid, name in names:
             query = _Query(root, name, pid, request)
             exits.callback(query.close)
-            asked.append(query)
+            queries.append(query)
         selector = exits.enter_context(selectors.DefaultSelector())
-        waiting = asked
+        waiting = queries
         while True:
             for each in waiting:
                 each.proceed()
                 _register(selector, each)
-            waiting = [each for each in asked if not each.done]
-            is_anyone_new = any(each.pid not in discouraged for each in waiting)
-            timeout = TIMEOUT if is_anyone_new else min(TIMEOUT, _LATER_TIMEOUT)
+            waiting = [each for each in queries if not each.done]
+            any_new = any(each.pid not in silent_before for each in waiting)
+            timeout = TIMEOUT if any_new else min(TIMEOUT, _LATER_TIMEOUT)
             left = start + timeout - time.monotonic()
             if not waiting or left <= 0:
-                return asked
+                return queries
             backlog_full = [each for each in waiting if not each.interest]
             ready = selector.select(min(left, _RETRY_INTERVAL) if backlog_full else left)
             waiting = [key.data for key, _ in ready] + backlog_full
@@ -364,10 +364,10 @@ def _snapshot_untrusted(query: _Query, want: Sequence[str]) -> Snapshot | None:
     if query.error is not None:
         raise query.error
     snapshot = Snapshot(query.pid)
-    answer = _Answer(query.data, whole=query.done)
+    answer = _Answer(query.data, complete=query.done)
     while True:
         length = control.length_untrusted(answer.take(control.HEADER_SIZE), control.REPLY_LIMIT)
-        if not _take_untrusted(snapshot, control.decode_untrusted(answer.take(length))):
+        if not _add_untrusted(snapshot, control.decode_untrusted(answer.take(length))):
             break
     if "statistics" in want and not snapshot.statistics:
         raise ProtocolError("it has no statistics")
@@ -376,11 +376,11 @@ def _snapshot_untrusted(query: _Query, want: Sequence[str]) -> Snapshot | None:
 
 
 class _Answer:
-    """Reads the bytes of an answer in order.  ``whole``: True if no more bytes will come."""
+    """Reads the bytes of an answer in order.  ``complete``: True if no more bytes will come."""
 
-    def __init__(self, data: bytearray, *, whole: bool) -> None:
+    def __init__(self, data: bytearray, *, complete: bool) -> None:
         self._data = memoryview(data)
-        self._whole = whole
+        self._complete = complete
 
     def take(self, count: int) -> bytes:
         """The next bytes.
@@ -392,7 +392,7 @@ class _Answer:
         taken, self._data = self._data[:count], self._data[count:]
         if len(taken) == count:
             return bytes(taken)
-        if self._whole:
+        if self._complete:
             raise ProtocolError(f"it ends after {len(taken)} of {count} bytes")
         raise TimeoutError
 
@@ -431,7 +431,7 @@ def _connect_before(
             time.sleep(min(_RETRY_INTERVAL, _time_left(deadline)))
 
 
-def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
+def _add_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     """Add a message to the snapshot; False after the last one.
 
     Raises:
@@ -493,7 +493,7 @@ def stream_capture(
     """
     end = None if seconds is None else time.monotonic() + seconds
     with contextlib.ExitStack() as exits:
-        sock = _chosen(directory, pid, stack, payload, exits)
+        sock = _start_capture(directory, pid, stack, payload, exits)
         waiting = bytearray()
         while True:
             left = None if end is None else end - time.monotonic()
@@ -518,7 +518,7 @@ def stream_capture(
                 del waiting[:count]
 
 
-def _chosen(
+def _start_capture(
     directory: Path, pid: int, stack: str | None, payload: int, exits: contextlib.ExitStack
 ) -> socket.socket:
     """Connect to the chosen stack and start the capture."""
@@ -533,8 +533,8 @@ def _chosen(
             try:
                 if _connect_before(sock, root, name, deadline):
                     sock.sendall(control.encode({"want": [control.CAPTURE], "payload": payload}))
-                    begun = _read_message(sock, deadline)
-                    found[_stack_untrusted(begun)] = sock
+                    first = _read_message(sock, deadline)
+                    found[_stack_untrusted(first)] = sock
             except (OSError, ProtocolError) as error:
                 raise ToolError(f"process {number} {_problem(error)}") from None
     if not found:
@@ -702,8 +702,8 @@ def check_untrusted(value: Any, shape: Any, where: str) -> None:
             for item in value:
                 check_untrusted(item, inner, where)
         case _:
-            truth = isinstance(value, bool) and shape is not bool
-            if truth or not isinstance(value, shape):
+            unexpected_bool = isinstance(value, bool) and shape is not bool
+            if unexpected_bool or not isinstance(value, shape):
                 raise ProtocolError(f"{where} has the wrong type")
             # This comparison is False for NaN, too.
             if isinstance(value, int | float) and not -_MAX_NUMBER < value < _MAX_NUMBER:

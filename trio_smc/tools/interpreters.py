@@ -74,7 +74,7 @@ class _Search:
         self._finding = finding
         self._files = TrustedFiles(_TIME_LIMIT)
         self._command = process.command()
-        self._environment = process.environment()
+        self._variables = process.environment()
         self._directory = process.link("cwd")
 
     def run(self) -> None:
@@ -93,10 +93,10 @@ class _Search:
         elif not self._finding.reasons:
             self._finding.has_package = False
 
-    def _attempt(self, look: Callable[[str], bool], path: str) -> bool:
-        """Call ``look``.  If the path is not trusted, note the reason and return False."""
+    def _attempt(self, search: Callable[[str], bool], path: str) -> bool:
+        """Call ``search``.  If the path is not trusted, note the reason and return False."""
         try:
-            return look(path)
+            return search(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except UntrustedPathError as error:
@@ -113,13 +113,13 @@ class _Search:
         if os.path.dirname(word):
             choices = [os.path.join(self._directory, word)]
         else:
-            search = self._environment.get("PATH", os.defpath).split(os.pathsep)
+            search = self._variables.get("PATH", os.defpath).split(os.pathsep)
             choices = [os.path.join(each, word) for each in search[:_MAX_PATHS] if each[:1] == "/"]
         return next((each for each in choices if self._attempt(self._files.exists, each)), None)
 
     def _first_paths(self) -> Iterator[str]:
         """The directories before the standard library on `sys.path`."""
-        paths = self._environment.get("PYTHONPATH", "").split(os.pathsep)
+        paths = self._variables.get("PYTHONPATH", "").split(os.pathsep)
         yield from (os.path.join(self._directory, each) for each in paths[:_MAX_PATHS] if each)
         words = iter(self._command[1:])
         for word in words:
@@ -136,19 +136,19 @@ class _Search:
         """The directories of installed packages."""
         prefix, with_system = None, True
         if called is not None:
-            prefix, with_system = self._environment_of(called)
+            prefix, with_system = self._virtual_environment(called)
         if prefix is not None:
             yield from self._sites_below(prefix)
         # Loaded extension modules show environments that the command line does not name.
         yield from islice(self._mapped_sites(), _MAX_PATHS)
         if with_system:
             base = os.path.dirname(os.path.dirname(self._executable))
-            yield from self._sites_below(self._environment.get("PYTHONHOME") or base)
-            home = self._environment.get("HOME", "")
-            user = self._environment.get("PYTHONUSERBASE") or f"{home}/.local"
+            yield from self._sites_below(self._variables.get("PYTHONHOME") or base)
+            home = self._variables.get("HOME", "")
+            user = self._variables.get("PYTHONUSERBASE") or f"{home}/.local"
             yield from self._sites_below(user)
 
-    def _environment_of(self, called: str) -> tuple[str | None, bool]:
+    def _virtual_environment(self, called: str) -> tuple[str | None, bool]:
         """The prefix of the virtual environment, and True if it includes the system's packages."""
         below = os.path.dirname(called)
         for prefix in (below, os.path.dirname(below)):
@@ -202,12 +202,15 @@ class _Search:
             return True
         if any(each.startswith(f"{_PACKAGE}-") and each.endswith(".dist-info") for each in names):
             return True
-        links = [each for each in names if each.endswith(".pth")]
-        if len(links) > _MAX_PATHS:
+        path_files = [each for each in names if each.endswith(".pth")]
+        if len(path_files) > _MAX_PATHS:
             raise UntrustedPathError(f"{site} has more than {_MAX_PATHS} .pth files")
-        return any(self._attempt(self._is_linked, os.path.join(site, each)) for each in links)
+        return any(
+            self._attempt(self._path_file_adds_package, os.path.join(site, each))
+            for each in path_files
+        )
 
-    def _is_linked(self, path: str) -> bool:
+    def _path_file_adds_package(self, path: str) -> bool:
         site = os.path.dirname(path)
         lines = self._files.read(path, _MAX_FILE).decode("utf-8", "replace").split("\n")
         added = [

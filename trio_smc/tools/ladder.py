@@ -98,10 +98,10 @@ class Group:
         rmb = self.rmbs.get((link, of_server, rkey))
         if rmb is None or rmb.addresses[link] != address:
             rmb = Rmb()
-            self.name(rmb, link, of_server, rkey, address)
+            self.note_rtoken(rmb, link, of_server, rkey, address)
         return rmb
 
-    def name(self, rmb: Rmb, link: Link, of_server: bool, rkey: int, address: int) -> None:
+    def note_rtoken(self, rmb: Rmb, link: Link, of_server: bool, rkey: int, address: int) -> None:
         """Note the RToken of an RMB on ``link``."""
         rmb.addresses[link] = address
         self.rmbs[link, of_server, rkey] = rmb
@@ -182,11 +182,11 @@ def read_ladders(seen: Iterable[Seen], connection: int | None = None) -> list[La
     for row in [reader.row(each) for each in seen]:
         if connection is not None and not _concerns(row, reader.connections, connection):
             continue
-        group, call = row.group, row.connection
+        group = row.group
         if group is not None:
             peers = group.client, group.server
-        elif call is not None:
-            peers = call.client_peer, call.server_peer
+        elif row.connection is not None:
+            peers = row.connection.client_peer, row.connection.server_peer
         else:
             continue
         key = id(peers[0]), id(peers[1])
@@ -206,7 +206,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.connections: list[Connection] = []
-        self._calls: dict[frozenset[End], Connection] = {}
+        self._by_ends: dict[frozenset[End], Connection] = {}
         self._peers: dict[bytes, Peer] = {}
         self._unnamed_peers: dict[End, Peer] = {}
         # By address and number of a queue pair: the link, and True if this is the server's end.
@@ -222,47 +222,47 @@ class _Reader:
 
     def _tcp_row(self, seen: Seen) -> Row:
         key, event = frozenset((seen.source, seen.target)), seen.event
-        call = self._calls.get(key)
-        if call is None or isinstance(event, clc.Proposal):
-            call = self._calls[key] = self._new_call(seen)
-        to_server = seen.source == call.client
+        connection = self._by_ends.get(key)
+        if connection is None or isinstance(event, clc.Proposal):
+            connection = self._by_ends[key] = self._new_connection(seen)
+        to_server = seen.source == connection.client
         messages = clc.Proposal | clc.Accept | clc.Confirm | clc.Decline
         # Linux sends no peer ID in a Proposal of version 2 only.
         if isinstance(event, messages) and any(event.peer_id):
             peer = self._peers.setdefault(event.peer_id, Peer(event.peer_id))
             peer.add_address(seen.source.address)
             if to_server:
-                call.client_peer = peer
+                connection.client_peer = peer
             else:
-                call.server_peer = peer
+                connection.server_peer = peer
         if isinstance(event, clc.Accept):
-            self._on_accept(call, event)
+            self._on_accept(connection, event)
         elif isinstance(event, clc.Confirm):
-            self._on_confirm(call, event)
-        return Row(seen.time, to_server, event, connection=call)
+            self._on_confirm(connection, event)
+        return Row(seen.time, to_server, event, connection=connection)
 
-    def _new_call(self, seen: Seen) -> Connection:
+    def _new_connection(self, seen: Seen) -> Connection:
         # If the capture started during a handshake, the sender of an Accept is the server.
-        turned = isinstance(seen.event, clc.Accept)
-        client, server = (seen.target, seen.source) if turned else (seen.source, seen.target)
+        from_server = isinstance(seen.event, clc.Accept)
+        client, server = (seen.target, seen.source) if from_server else (seen.source, seen.target)
         peers = self._unnamed_peer(End(client.address, None)), self._unnamed_peer(server)
-        call = Connection(len(self.connections) + 1, client, server, *peers)
-        self.connections.append(call)
-        return call
+        connection = Connection(len(self.connections) + 1, client, server, *peers)
+        self.connections.append(connection)
+        return connection
 
-    def _on_accept(self, call: Connection, accept: clc.Accept) -> None:
+    def _on_accept(self, connection: Connection, accept: clc.Accept) -> None:
         known = self._ends.get(End(gid_address(accept.gid), accept.qp_number))
         if known is not None and not accept.first_contact:
-            call.group = known[0].group
+            connection.group = known[0].group
         else:
-            call.group = Group(call.client_peer, call.server_peer)
-        call.accept = accept
+            connection.group = Group(connection.client_peer, connection.server_peer)
+        connection.accept = accept
 
-    def _on_confirm(self, call: Connection, confirm: clc.Confirm) -> None:
-        group, accept = call.group, call.accept
+    def _on_confirm(self, connection: Connection, confirm: clc.Confirm) -> None:
+        group, accept = connection.group, connection.accept
         if group is None or accept is None:
             return
-        group.client = call.client_peer
+        group.client = connection.client_peer
         server_end = End(gid_address(accept.gid), accept.qp_number)
         known = self._ends.get(server_end)
         if known is None or known[0].group is not group:
@@ -274,10 +274,10 @@ class _Reader:
             link, _ = self._ends.get(
                 End(gid_address(credentials.gid), credentials.qp_number), self._ends[server_end]
             )
-            group.tokens[of_server, credentials.alert_token] = call
+            group.tokens[of_server, credentials.alert_token] = connection
             rmb = group.rmb(link, of_server, credentials.rkey, credentials.rmb_address)
             begin = (credentials.rmbe_index - 1) * credentials.buffer_size
-            rmb.elements[begin] = begin + credentials.buffer_size, call
+            rmb.elements[begin] = begin + credentials.buffer_size, connection
 
     # --- LLC, CDC and writes -------------------------------------------------------------------
 
@@ -317,8 +317,8 @@ class _Reader:
                     self._new_link(group, client, server, event.link_number)
                     for message in (request, event):
                         if message.extension is not None:
-                            pairs, own = message.extension.pairs, not message.reply
-                            _learn_pairs(group, link, event.link_number, pairs, of_server=own)
+                            pairs, of_server = message.extension.pairs, not message.reply
+                            _learn_pairs(group, link, event.link_number, pairs, of_server=of_server)
 
     def _new_link(self, group: Group, client: End, server: End, number: int | None) -> None:
         link = Link(group, number)
@@ -361,9 +361,9 @@ def _learn_rtokens(group: Group, link: Link, event: Event, *, of_server: bool) -
         case llc.ConfirmRkey(reply=False):
             rmb = group.rmb(link, of_server, event.rkey, event.address)
             group.confirmed[of_server] = rmb
-            _name_on_others(group, rmb, of_server, event.others)
+            _note_on_other_links(group, rmb, of_server, event.others)
         case llc.ConfirmRkeyContinuation(reply=False) if of_server in group.confirmed:
-            _name_on_others(group, group.confirmed[of_server], of_server, event.others)
+            _note_on_other_links(group, group.confirmed[of_server], of_server, event.others)
         case llc.DeleteRkey(reply=False):
             for rkey in event.rkeys:
                 group.rmbs.pop((link, of_server, rkey), None)
@@ -376,13 +376,13 @@ def _learn_pairs(
     for pair in pairs:
         rmb = group.rmbs.get((carrier, of_server, pair.reference_rkey))
         if rmb is not None and new is not None:
-            group.name(rmb, new, of_server, pair.new_rkey, pair.new_address)
+            group.note_rtoken(rmb, new, of_server, pair.new_rkey, pair.new_address)
 
 
-def _name_on_others(
+def _note_on_other_links(
     group: Group, rmb: Rmb, of_server: bool, others: Iterable[llc.LinkRToken]
 ) -> None:
     for token in others:
         link = group.link(token.link_number)
         if link is not None:
-            group.name(rmb, link, of_server, token.rkey, token.address)
+            group.note_rtoken(rmb, link, of_server, token.rkey, token.address)

@@ -76,10 +76,10 @@ def _draw(parts: list[str], ladder: Ladder, rows: list[Row], start: int, y: floa
     y = top + 12
     for row in rows:
         y = _row(parts, row, start, y)
-    left = len(ladder.rows) - len(rows)
-    if left:
+    omitted = len(ladder.rows) - len(rows)
+    if omitted:
         y += 20
-        parts.append(_text(_MIDDLE, y, f"{left} more messages", fill="#666666"))
+        parts.append(_text(_MIDDLE, y, f"{omitted} more messages", fill="#666666"))
     bottom = y + 14
     parts[lifelines:lifelines] = [
         f'<line x1="{x}" y1="{top:g}" x2="{x}" y2="{bottom:g}" stroke="#9aa0a6" stroke-width="2"/>'

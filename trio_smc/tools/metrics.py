@@ -37,7 +37,7 @@ LOGGER = logging.getLogger("trio_smc.metrics")
 
 _PREFIX: Final = "trio_smc_"
 _GAUGES: Final = ("open_connections",)
-_NAMED: Final = ("agreed", "fallbacks")
+_BREAKDOWNS: Final = ("agreed", "fallbacks")
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class _Sums:
         statistics = stack.statistics()
         self.stacks += 1
         for each in fields(StackStatistics):
-            if each.name not in _NAMED:
+            if each.name not in _BREAKDOWNS:
                 self.statistics[each.name] += getattr(statistics, each.name)
         for (origin, reason), count in statistics.fallbacks.items():
             self.fallbacks[origin.value, reason.value] += count

@@ -62,9 +62,9 @@ class ToolError(Exception):
 _PIPED_WIDTH: Final = 1000
 """Columns of output that is not a terminal, so that no text is cut or wrapped."""
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
-_STEP: Final = 1024
-_KINDS: Final = (">", "~")
-_READABLE: Final = 20
+_UNIT_STEP: Final = 1024
+_MARKS: Final = (">", "~")
+_MIN_SENTENCE_WIDTH: Final = 20
 """The smallest number of columns of a sentence."""
 
 
@@ -144,13 +144,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
     made = Table(box=None, pad_edge=False, title=Text(printable(title)) if title else None,
                  title_justify="left", title_style="bold")  # fmt: skip
     for number, heading in enumerate(columns):
-        kind, name = (heading[0], heading[1:]) if heading[:1] in _KINDS else ("", heading)
+        mark, name = (heading[0], heading[1:]) if heading[:1] in _MARKS else ("", heading)
         name = printable(name)
         widths = (cell_len(row[number]) for row in cells)
         made.add_column(
             Text(name),
-            justify="right" if kind == ">" else "left",
-            min_width=_READABLE if kind == "~" else max(cell_len(name), *widths, 0),
+            justify="right" if mark == ">" else "left",
+            min_width=_MIN_SENTENCE_WIDTH if mark == "~" else max(cell_len(name), *widths, 0),
             overflow="fold",
         )
     for row in cells:
@@ -174,9 +174,9 @@ def size(count: float) -> str:
     """A number of bytes as text: "17 B", "1.5 MiB"."""
     value = float(count)
     for unit in _UNITS:
-        if abs(value) < _STEP or unit == _UNITS[-1]:
+        if abs(value) < _UNIT_STEP or unit == _UNITS[-1]:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= _STEP
+        value /= _UNIT_STEP
     raise AssertionError("the last unit has no upper limit")
 
 

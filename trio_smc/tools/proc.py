@@ -16,14 +16,14 @@ from typing import Final, NamedTuple, Self
 
 __all__ = ["Process", "TcpSocket", "parse_tcp", "process_numbers"]
 
-_STATUS: Final = 1 << 16
-_COMMAND: Final = 1 << 17
-_ENVIRONMENT: Final = 1 << 20
-_MAPS: Final = 1 << 23
-_TABLE: Final = 1 << 25
+_MAX_STATUS: Final = 1 << 16
+_MAX_COMMAND: Final = 1 << 17
+_MAX_ENVIRONMENT: Final = 1 << 20
+_MAX_MAPS: Final = 1 << 23
+_MAX_TABLE: Final = 1 << 25
 """Bytes of /proc/PID/net/tcp: 200,000 sockets."""
 _PIECE: Final = 1 << 16
-_STREAM: Final = "0001"
+_SOCK_STREAM: Final = "0001"
 """SOCK_STREAM in /proc/PID/net/unix."""
 
 
@@ -101,24 +101,24 @@ class Process:
     def _status(self, field: str) -> list[bytes]:
         # The name of the process comes first.  The kernel escapes a line feed in the name, but not
         # a carriage return, at which `splitlines` would split.
-        for line in self._read("status", _STATUS).split(b"\n"):
+        for line in self._read("status", _MAX_STATUS).split(b"\n"):
             if line.startswith(field.encode() + b":"):
                 return line.split()[1:]
         return []
 
     def command(self) -> list[str]:
         """Its command line, without a word that was cut off."""
-        words = self._read("cmdline", _COMMAND).split(b"\0")
+        words = self._read("cmdline", _MAX_COMMAND).split(b"\0")
         return [os.fsdecode(word) for word in words[:-1]]
 
     def environment(self) -> dict[str, str]:
         """The environment with which it was started."""
-        pairs = self._read("environ", _ENVIRONMENT).split(b"\0")
+        pairs = self._read("environ", _MAX_ENVIRONMENT).split(b"\0")
         return dict(os.fsdecode(each).split("=", 1) for each in pairs if b"=" in each)
 
     def mapped(self) -> Iterator[str]:
         """The paths of the files that it has mapped."""
-        for line in self._read("maps", _MAPS).split(b"\n"):
+        for line in self._read("maps", _MAX_MAPS).split(b"\n"):
             path = line.split(None, 5)[5:]
             if path and path[0].startswith(b"/"):
                 yield os.fsdecode(path[0])
@@ -126,23 +126,23 @@ class Process:
     def tcp_sockets(self) -> Iterator[TcpSocket]:
         """The TCP sockets of its network namespace."""
         for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-            yield from parse_tcp(self._read(f"net/{table}", _TABLE), family)
+            yield from parse_tcp(self._read(f"net/{table}", _MAX_TABLE), family)
 
     def unix_streams(self) -> Iterator[tuple[str, str]]:
         """The inodes and paths of the named stream sockets in its network namespace."""
-        for line in self._read("net/unix", _TABLE).split(b"\n")[1:]:
+        for line in self._read("net/unix", _MAX_TABLE).split(b"\n")[1:]:
             parts = line.split(None, 7)
-            if len(parts) == 8 and parts[4] == _STREAM.encode():
+            if len(parts) == 8 and parts[4] == _SOCK_STREAM.encode():
                 yield parts[6].decode("ascii", "replace"), os.fsdecode(parts[7])
 
     def addresses(self) -> Iterator[str]:
         """The IP addresses of its network namespace."""
         last = ""
-        for line in self._read("net/fib_trie", _TABLE).decode("ascii", "replace").split("\n"):
+        for line in self._read("net/fib_trie", _MAX_TABLE).decode("ascii", "replace").split("\n"):
             if line.strip() == "/32 host LOCAL":
                 yield last
             last = line.split()[-1] if line.strip() else ""
-        for entry in self._read("net/if_inet6", _TABLE).splitlines():
+        for entry in self._read("net/if_inet6", _MAX_TABLE).splitlines():
             packed = bytes.fromhex(entry.split()[0].decode("ascii"))
             yield socket.inet_ntop(socket.AF_INET6, packed)
 
@@ -151,7 +151,7 @@ class Process:
         found: list[int] = []
         with contextlib.suppress(OSError), self._opened("task", os.O_DIRECTORY) as tasks:
             for task in os.listdir(tasks):
-                found += map(int, self._read(f"task/{task}/children", _TABLE).split())
+                found += map(int, self._read(f"task/{task}/children", _MAX_TABLE).split())
         return found
 
     @contextlib.contextmanager

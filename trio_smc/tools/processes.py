@@ -33,8 +33,8 @@ from trio_smc.tools.proc import Process, process_numbers
 from trio_smc.tools.sock_diag import (
     Listener,
     accepted_inode,
+    arrival_interfaces,
     candidates,
-    interfaces,
     listeners,
     unix_listeners,
 )
@@ -56,7 +56,7 @@ _SHOWN: Final = 8
 """The largest number of processes in one message."""
 _MAX_HOLDERS: Final = 256
 _MAX_TREE: Final = 100_000
-_SHARE: Final = "run both processes as one user, or let a group of both share a directory"
+_SHARE_REMEDY: Final = "run both processes as one user, or let a group of both share a directory"
 
 
 def process_tree(root: int) -> Iterator[int]:
@@ -116,7 +116,7 @@ def explain_listener(
       client: this side's address of a connection to the listener.  If several processes share the
         port, it shows which one has accepted the connection.
     """
-    arrives_by = interfaces(address)
+    arrives_by = arrival_interfaces(address)
     found = candidates(_listeners(), address, port, arrives_by)
     if not found:
         return explain_container(None, port, directory) or Obstacle(
@@ -165,31 +165,31 @@ def _listeners_of(process: Process) -> list[Listener]:
     ]
 
 
-def _holders(inodes: set[str], maker: int, exits: contextlib.ExitStack) -> list[Process]:
+def _holders(inodes: set[str], creator: int, exits: contextlib.ExitStack) -> list[Process]:
     """The processes that have one of these sockets.
 
     Args:
       inodes: the sockets.
-      maker: the user that created the socket.  Processes of that user come first, because there may
-        be no time to read the descriptors of all processes.
+      creator: the user that created the socket.  Processes of that user come first, because there
+        may be no time to read the descriptors of all processes.
       exits: closes the processes.
     """
     end = time.monotonic() + _SEARCH_TIME
     numbers = process_numbers()
     owners = {pid: _owner(pid) for pid in numbers}
     found: list[Process] = []
-    for pid in sorted(numbers, key=lambda pid: (owners[pid] != maker, pid)):
+    for pid in sorted(numbers, key=lambda pid: (owners[pid] != creator, pid)):
         if time.monotonic() > end or len(found) >= _MAX_HOLDERS:
             break
         with contextlib.suppress(OSError), contextlib.ExitStack() as own:
             process = own.enter_context(Process(pid))
-            if _has_one(process, inodes, end):
+            if _has_any(process, inodes, end):
                 exits.enter_context(own.pop_all())
                 found.append(process)
     return sorted(found, key=lambda each: each.pid)
 
 
-def _has_one(process: Process, inodes: set[str], end: float) -> bool:
+def _has_any(process: Process, inodes: set[str], end: float) -> bool:
     links = {f"socket:[{inode}]" for inode in inodes}
     for number, (_, link) in enumerate(process.descriptors()):
         if link in links:
@@ -212,7 +212,7 @@ def _explain_without_holder(found: Sequence[Listener], proxy: str) -> Obstacle:
     uid = next((each.uid for each in found if each.uid != own), own)
     if uid != own:
         text = f"the listener belongs to user {uid}, this process to {own}"
-        return Obstacle(text, _SHARE, uid=uid)
+        return Obstacle(text, _SHARE_REMEDY, uid=uid)
     text = "no process of this user has the listening socket; it may be in a container"
     return Obstacle(text, proxy, uid=uid)
 
@@ -235,7 +235,7 @@ def _explain_foreign(holders: Sequence[Process], uid: int) -> Obstacle:
         text = f"the listener belongs to user {uid}, this process to {own}"
         if len(holders) > 1:
             text += f"; {len(holders)} processes hold it: {_numbers_of(holders)}"
-        return Obstacle(text, _SHARE, uid=uid)
+        return Obstacle(text, _SHARE_REMEDY, uid=uid)
     named = [f"{each.pid} of user {_foreign_user(each)}" for each in holders[:_SHOWN]]
     text = f"{len(holders)} processes of several users hold the listener: {', '.join(named)}"
     remedy = "run all of them as one user, or let a group of all share a directory"
@@ -257,7 +257,7 @@ def _explain_process(process: Process, directory: Path, proxy: str) -> Obstacle:
     if process.is_stopped():
         text = f"process {pid} is stopped, by a signal or a debugger"
         return Obstacle(text, f"let it continue: kill -CONT {pid}", pid, uid)
-    stacks = _stacks(process)
+    stacks = _control_sockets(process)
     if stacks:
         return _explain_stack(process, stacks, directory)
     if process.link("ns/user") != os.readlink("/proc/self/ns/user"):
@@ -270,15 +270,15 @@ def _explain_process(process: Process, directory: Path, proxy: str) -> Obstacle:
     if finding.has_package is False:
         text = f"process {pid} runs {plain(finding.python)}, which has no trio_smc"
         return Obstacle(text, "install trio-smc there and use 'trio-smc run'", pid, uid)
-    install = open_question = ""
+    install = unknown = ""
     if finding.has_package is None:
         install = "install trio-smc in its environment if it is missing there, then "
-        open_question = f"; it is unknown if its Python has trio_smc: {plain(finding.reasons[0])}"
+        unknown = f"; it is unknown if its Python has trio_smc: {plain(finding.reasons[0])}"
     if any("/_asyncio." in path or "/uvloop/" in path for path in process.mapped()):
-        text = f"process {pid} has asyncio loaded and no stack of trio_smc{open_question}"
+        text = f"process {pid} has asyncio loaded and no stack of trio_smc{unknown}"
         remedy = f"{install}run it on Trio with 'trio-smc run'; if it needs asyncio, {proxy}"
         return Obstacle(text, remedy, pid, uid)
-    text = f"process {pid} is a Python program without a stack of trio_smc{open_question}"
+    text = f"process {pid} is a Python program without a stack of trio_smc{unknown}"
     remedy = f"{install}start it with 'trio-smc run', or use trio_smc in it"
     return Obstacle(text, remedy, pid, uid)
 
@@ -312,7 +312,7 @@ def explain_container(address: str | None, port: int, directory: Path) -> Obstac
                 continue
             if namespace not in serving:
                 serving[namespace] = _serving(process, address, port)
-            if serving[namespace] and _has_one(process, serving[namespace], end):
+            if serving[namespace] and _has_any(process, serving[namespace], end):
                 return _explain_in_container(process, directory)
     return None
 
@@ -327,19 +327,19 @@ def _serving(process: Process, address: str | None, port: int) -> set[str]:
     return {each.inode for each in candidates(found, address, port)}
 
 
-def _explain_in_container(process: Process, ours: Path) -> Obstacle:
+def _explain_in_container(process: Process, directory: Path) -> Obstacle:
     pid = process.pid
     text = f"process {pid} listens in a network namespace of its own"
     if _is_foreign(process):
         uid = _foreign_user(process)
-        return Obstacle(f"{text}, and belongs to user {uid}", _SHARE, pid, uid)
-    stacks = _stacks(process)
+        return Obstacle(f"{text}, and belongs to user {uid}", _SHARE_REMEDY, pid, uid)
+    stacks = _control_sockets(process)
     if not stacks:
         text += ", without a stack of trio_smc"
         return Obstacle(
             text, "start it with 'trio-smc run' and a shared Config(directory=...)", pid
         )
-    if _are_in(stacks, ours):
+    if _are_in(stacks, directory):
         remedy = (
             "name the directory in Config(directory=...) at both ends, and connect to the "
             "listener's own address, without NAT, proxy or closed ports in between"
@@ -352,11 +352,14 @@ def _explain_in_container(process: Process, ours: Path) -> Obstacle:
 # --- stacks of another process ------------------------------------------------------------------
 
 
-def _explain_stack(process: Process, stacks: set[str], ours: Path) -> Obstacle:
+def _explain_stack(process: Process, stacks: set[str], directory: Path) -> Obstacle:
     pid, uid = process.pid, os.geteuid()
-    if not _are_in(stacks, ours):
+    if not _are_in(stacks, directory):
         theirs = plain(_private_directory(process))
-        text = f"the private directory of process {pid} is {theirs}, that of this process is {ours}"
+        text = (
+            f"the private directory of process {pid} is {theirs}, "
+            f"that of this process is {directory}"
+        )
         remedy = (
             f"use one $XDG_RUNTIME_DIR or Config(directory=...) for both; here --directory {theirs}"
         )
@@ -366,7 +369,7 @@ def _explain_stack(process: Process, stacks: set[str], ours: Path) -> Obstacle:
     return Obstacle(text, remedy, pid, uid)
 
 
-def _stacks(process: Process) -> set[str]:
+def _control_sockets(process: Process) -> set[str]:
     """The names of a process's control sockets, one for each stack.
 
     They come from the kernel, because the other process may have its own view of the file system.
@@ -390,10 +393,10 @@ def _unix_streams(process: Process) -> Iterator[tuple[str, str]]:
     return process.unix_streams()
 
 
-def _are_in(stacks: set[str], ours: Path) -> bool:
+def _are_in(stacks: set[str], directory: Path) -> bool:
     """True if one of these control sockets is in this side's private directory."""
     try:
-        with contextlib.closing(PrivateDirectory.open(ours, create=False)) as root:
+        with contextlib.closing(PrivateDirectory.open(directory, create=False)) as root:
             name = root.member_directory(DIRECTORY, private=True)
             with contextlib.closing(root.below(name)) as control:
                 return not stacks.isdisjoint(control.sockets())

@@ -50,19 +50,19 @@ from typing import Final, NamedTuple, Self
 from trio_smc.capture.output_file import trust_directory
 from trio_smc.tools.report_messages import MAX_SIZE
 
-__all__ = ["Process", "ReportSocket", "process"]
+__all__ = ["ProcessState", "ReportSocket", "process_state"]
 
 _BACKLOG: Final = 4096
 _BURST: Final = 32
 """The largest number of connections accepted between two pauses."""
 _PAUSE: Final = 0.01
-_MAX_WAITING: Final = 64
+_MAX_WITHOUT_PACKET: Final = 64
 """Connections without a packet: their senders were stopped between connect(2) and send(2)."""
 _PACKET_TIMEOUT: Final = 5.0
-_MAX_UNCLOSED: Final = 256
+_MAX_TO_CLOSE: Final = 256
 _END_TIMEOUT: Final = 2.0
 """Seconds for reading the messages that were sent before PROGRAM ended."""
-_MAX_KNOWN: Final = 1 << 16
+_MAX_DESCENDANTS: Final = 1 << 16
 _DIRECTORIES: Final = ("/tmp", "/var/tmp", "/dev/shm")
 """Places for the socket's directory.  The /tmp of a container may lack the sticky bit."""
 _MAX_ADDRESS: Final = 107
@@ -73,7 +73,7 @@ _SO_PASSRIGHTS: Final = 83
 _MAX_ANCESTORS: Final = 4096
 
 
-class Process(NamedTuple):
+class ProcessState(NamedTuple):
     """A line of /proc/PID/stat.
 
     Attributes:
@@ -98,14 +98,14 @@ class _Sender(NamedTuple):
     proven: bool
 
 
-def process(pid: int) -> Process | None:
+def process_state(pid: int) -> ProcessState | None:
     """Read the state of a process; None: there is no process with this number."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
     words = line[line.rindex(b")") + 1 :].split()  # the name may contain blanks and brackets
-    return Process(words[0].decode("ascii"), int(words[1]), int(words[19]))
+    return ProcessState(words[0].decode("ascii"), int(words[1]), int(words[19]))
 
 
 class ReportSocket:
@@ -123,17 +123,17 @@ class ReportSocket:
 
     def __init__(self, on_packet: Callable[[bytes, int, bool], None]) -> None:
         self._on_packet = on_packet
-        self._members: dict[int, int] = {}
+        self._descendants: dict[int, int] = {}
         self._root = 0
         self.overflowed = False
         self.refused = 0
-        self._waiting: dict[socket.socket, tuple[_Sender, float]] = {}
-        self._unclosed: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self._without_packet: dict[socket.socket, tuple[_Sender, float]] = {}
+        self._to_close: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._finish = threading.Event()
         self._directory, self.path = _new_directory()
         try:
-            self._listener, self._backlog = _listener(self._directory, self.path)
+            self._listener, self._backlog = _new_listener(self._directory, self.path)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except BaseException:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -163,7 +163,7 @@ class ReportSocket:
         os.eventfd_write(self._wake, 1)
         for thread in self._threads:
             thread.join(_END_TIMEOUT + 1)
-            self._unclosed.put(None)
+            self._to_close.put(None)
         self._threads.clear()
 
     # --- the thread that reads ---------------------------------------------------------------
@@ -174,17 +174,20 @@ class ReportSocket:
             selector.register(self._wake, selectors.EVENT_READ)
             in_a_row = 0
             while not self._finish.is_set():
-                wait = None if not self._waiting else _PACKET_TIMEOUT
+                wait = None if not self._without_packet else _PACKET_TIMEOUT
                 for key, _ in selector.select(wait):
-                    if isinstance(key.fileobj, socket.socket) and key.fileobj in self._waiting:
+                    if (
+                        isinstance(key.fileobj, socket.socket)
+                        and key.fileobj in self._without_packet
+                    ):
                         selector.unregister(key.fileobj)
-                        self._read(key.fileobj, self._waiting.pop(key.fileobj)[0])
+                        self._read(key.fileobj, self._without_packet.pop(key.fileobj)[0])
                 accepted = self._accept(selector)
                 self._expire(selector)
                 in_a_row += accepted
                 self.overflowed |= in_a_row >= self._backlog
                 in_a_row = in_a_row if accepted == _BURST else 0
-                if accepted == _BURST or self._unclosed.qsize() > _MAX_UNCLOSED:
+                if accepted == _BURST or self._to_close.qsize() > _MAX_TO_CLOSE:
                     self._finish.wait(_PAUSE)
             self._drain(selector)
 
@@ -192,20 +195,20 @@ class ReportSocket:
         """Read the messages in the backlog; later messages are ignored."""
         end = time.monotonic() + _END_TIMEOUT
         while time.monotonic() < end:
-            if self._unclosed.qsize() > _MAX_UNCLOSED:
+            if self._to_close.qsize() > _MAX_TO_CLOSE:
                 time.sleep(_PAUSE)
             elif not self._accept(selector):
                 break
         else:
             self.overflowed = True
-        for connection, (sender, _) in self._waiting.items():
+        for connection, (sender, _) in self._without_packet.items():
             if not self._read(connection, sender):
-                self._unclosed.put(connection)
-        self._waiting.clear()
+                self._to_close.put(connection)
+        self._without_packet.clear()
 
     def _accept(self, selector: selectors.BaseSelector) -> int:
         """Accept up to `_BURST` connections, and return their number."""
-        if self._unclosed.qsize() > _MAX_UNCLOSED:
+        if self._to_close.qsize() > _MAX_TO_CLOSE:
             self.overflowed = True
             return 0
         for count in range(_BURST):
@@ -221,9 +224,9 @@ class ReportSocket:
             sender = self._identify(connection)
             if sender is None:
                 self.refused += 1
-                self._unclosed.put(connection)
+                self._to_close.put(connection)
             elif not self._read(connection, sender):
-                self._waiting[connection] = sender, time.monotonic() + _PACKET_TIMEOUT
+                self._without_packet[connection] = sender, time.monotonic() + _PACKET_TIMEOUT
                 selector.register(connection, selectors.EVENT_READ)
         return _BURST
 
@@ -237,17 +240,17 @@ class ReportSocket:
             data = b""
         if data:
             self._on_packet(data, sender.pid, sender.proven)
-        self._unclosed.put(connection)
+        self._to_close.put(connection)
         return True
 
     def _expire(self, selector: selectors.BaseSelector) -> None:
         now = time.monotonic()
-        for connection, (_, deadline) in list(self._waiting.items()):
-            if deadline > now and len(self._waiting) <= _MAX_WAITING:
+        for connection, (_, deadline) in list(self._without_packet.items()):
+            if deadline > now and len(self._without_packet) <= _MAX_WITHOUT_PACKET:
                 return
-            del self._waiting[connection]
+            del self._without_packet[connection]
             selector.unregister(connection)
-            self._unclosed.put(connection)
+            self._to_close.put(connection)
 
     # --- senders -----------------------------------------------------------------------------
 
@@ -258,42 +261,42 @@ class ReportSocket:
         )
         if pid == 0:
             return None  # the sender is in a PID namespace that PROGRAM cannot have created
-        found = process(pid)
-        known = found is not None and self._members.get(pid) == found.start
+        found = process_state(pid)
+        known = found is not None and self._descendants.get(pid) == found.start
         descends = found is not None and (known or self._descends(pid, found))
         # Check this last: before, another process may have received the number.
         if found is None or not _still_exists(connection):
-            proven = pid in self._members or pid == self._root
+            proven = pid in self._descendants or pid == self._root
             return _Sender(pid, proven) if proven or uid == os.geteuid() else None
         if not descends:
             return None
-        if len(self._members) >= _MAX_KNOWN:
-            self._members.clear()
-        self._members[pid] = found.start
+        if len(self._descendants) >= _MAX_DESCENDANTS:
+            self._descendants.clear()
+        self._descendants[pid] = found.start
         return _Sender(pid, True)
 
-    def _descends(self, pid: int, found: Process) -> bool:
+    def _descends(self, pid: int, found: ProcessState) -> bool:
         """True if PROGRAM is an ancestor, or this process, which adopts PROGRAM's orphans."""
         for _ in range(_MAX_ANCESTORS):
             if pid in (self._root, os.getpid()):
                 return True
-            above = process(found.parent)
-            if above is None:
+            parent = process_state(found.parent)
+            if parent is None:
                 # The parent has just ended, and another process has adopted this one.
-                again = process(pid)
-                if again is None or again.start != found.start or again.parent == found.parent:
+                now = process_state(pid)
+                if now is None or now.start != found.start or now.parent == found.parent:
                     return False
-                found = again
-            elif above.start > found.start:
+                found = now
+            elif parent.start > found.start:
                 return False  # the number belongs to another process by now
             else:
-                pid, found = found.parent, above
+                pid, found = found.parent, parent
         return False
 
     # --- the thread that closes --------------------------------------------------------------
 
     def _close(self) -> None:
-        while (connection := self._unclosed.get()) is not None:
+        while (connection := self._to_close.get()) is not None:
             connection.close()
 
 
@@ -303,17 +306,17 @@ def _still_exists(connection: socket.socket) -> bool:
     True before Linux 6.5, too, which cannot say.
     """
     try:
-        watch = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
         return error.errno not in (errno.ESRCH, errno.EINVAL, errno.ENODATA)
     try:
-        signal.pidfd_send_signal(watch, 0)
+        signal.pidfd_send_signal(pidfd, 0)
     except ProcessLookupError:
         return False
     except OSError:
         return True  # another user's process
     finally:
-        os.close(watch)
+        os.close(pidfd)
     return True
 
 
@@ -339,7 +342,7 @@ def _new_directory() -> tuple[str, str]:
     raise problem or FileNotFoundError(errno.ENOENT, "no directory for temporary files")
 
 
-def _listener(directory: str, path: str) -> tuple[socket.socket, int]:
+def _new_listener(directory: str, path: str) -> tuple[socket.socket, int]:
     """Create a socket that listens at a path, and return it with the length of its backlog."""
     backlog = _BACKLOG
     with contextlib.suppress(OSError, ValueError):
@@ -349,11 +352,11 @@ def _listener(directory: str, path: str) -> tuple[socket.socket, int]:
         listener.setblocking(False)
         with contextlib.suppress(OSError):
             listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
-        bound = os.path.join(directory, "new")
-        listener.bind(bound)
-        os.chmod(bound, 0o666)
+        bound_path = os.path.join(directory, "new")
+        listener.bind(bound_path)
+        os.chmod(bound_path, 0o666)
         listener.listen(backlog)
-        os.rename(bound, path)
+        os.rename(bound_path, path)
         os.chmod(directory, 0o711)
     except BaseException:
         listener.close()

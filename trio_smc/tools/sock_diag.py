@@ -19,8 +19,8 @@ from typing import Final
 __all__ = [
     "Listener",
     "accepted_inode",
+    "arrival_interfaces",
     "candidates",
-    "interfaces",
     "listeners",
     "unix_listeners",
 ]
@@ -41,18 +41,20 @@ _UDIAG_SHOW_NAME: Final = 1
 _UNIX_DIAG_NAME: Final = 0
 _LOOPBACK: Final = 1
 """The index of the loopback interface, in every network namespace."""
-_WAIT: Final = 2.0
+_TIMEOUT: Final = 2.0
 """Seconds to wait for the kernel, which normally answers at once."""
-_RECEIVE: Final = 1 << 18
+_RECEIVE_SIZE: Final = 1 << 18
 _NO_COOKIE: Final = b"\xff" * 8
 
 _HEADER: Final = struct.Struct("=IHHII")
 _REQUEST: Final = struct.Struct("=BBBBI")  # inet_diag_req_v2, before the socket's names
-_NAMES: Final = struct.Struct("!HH16s16s")
+_ADDRESSES: Final = struct.Struct("!HH16s16s")
 _UNIX_REQUEST: Final = struct.Struct("=BBHIII8s")  # unix_diag_req
 _UNIX_REPLY: Final = struct.Struct("=BBBBI8s")  # unix_diag_msg: family, type, ..., inode, cookie
 _REPLY: Final = struct.Struct("=BBBB")  # inet_diag_msg, before the socket's names
-_AFTER: Final = struct.Struct("=I8sIIIII")  # interface, cookie, expires, queues, uid, inode
+_AFTER_ADDRESSES: Final = struct.Struct(
+    "=I8sIIIII"
+)  # interface, cookie, expires, queues, uid, inode
 _ATTRIBUTE: Final = struct.Struct("=HH")
 _IF_ADDRESS: Final = struct.Struct("=BBBBI")  # ifaddrmsg: family, length, flags, scope, interface
 
@@ -97,8 +99,8 @@ def candidates(
     Args:
       found: listening sockets.
       address, port: the destination.
-      arrives_by: the interfaces that have the address (`interfaces`).  A socket that is bound to
-        another interface is not a candidate.
+      arrives_by: the interfaces that have the address (`arrival_interfaces`).  A socket that is
+        bound to another interface is not a candidate.
     """
     best: dict[tuple[int, int, int], list[Listener]] = {}
     destination = ipaddress.ip_address(address.partition("%")[0])
@@ -127,7 +129,7 @@ def listeners() -> list[Listener]:
     found = []
     for family in (socket.AF_INET, socket.AF_INET6):
         request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 1 << _TCP_LISTEN) + bytes(48)
-        found += [_listener(message) for message in _request(request, _NLM_F_DUMP)]
+        found += [_parse_listener(message) for message in _request(request, _NLM_F_DUMP)]
     return found
 
 
@@ -150,7 +152,7 @@ def unix_listeners() -> Iterator[tuple[str, str]]:
             yield str(inode), os.fsdecode(name.removesuffix(b"\0"))
 
 
-def interfaces(address: str) -> set[int]:
+def arrival_interfaces(address: str) -> set[int]:
     """The indices of the interfaces at which a connection within this host arrives.
 
     Packets within the host pass through the loopback interface.  But for sockets that are bound to
@@ -164,8 +166,8 @@ def interfaces(address: str) -> set[int]:
         for message in _request(request, _NLM_F_DUMP, _NETLINK_ROUTE, _RTM_GETADDR):
             attributes = dict(_attributes(message[_IF_ADDRESS.size :]))
             # On a point-to-point interface IFA_ADDRESS is the address of the other end.
-            own = attributes.get(_IFA_LOCAL) or attributes.get(_IFA_ADDRESS)
-            if own is not None and own == wanted.packed:
+            local = attributes.get(_IFA_LOCAL) or attributes.get(_IFA_ADDRESS)
+            if local is not None and local == wanted.packed:
                 found.add(_IF_ADDRESS.unpack_from(message)[4])
     except OSError:
         return {_LOOPBACK}
@@ -195,7 +197,7 @@ def _accepted_inode(server: tuple[str, int], client: tuple[str, int], interface:
     if ends[0].version != ends[1].version:
         return None
     family = socket.AF_INET if ends[0].version == 4 else socket.AF_INET6
-    names = _NAMES.pack(server[1], client[1], ends[0].packed, ends[1].packed)
+    names = _ADDRESSES.pack(server[1], client[1], ends[0].packed, ends[1].packed)
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
     request += names + struct.pack("=I", interface) + _NO_COOKIE
     try:
@@ -204,7 +206,7 @@ def _accepted_inode(server: tuple[str, int], client: tuple[str, int], interface:
         return None
     for message in messages:
         if message[1] != _TCP_LISTEN:
-            inode = _listener(message).inode
+            inode = _parse_listener(message).inode
             return None if inode == "0" else inode
     return None
 
@@ -213,26 +215,26 @@ def _request(
     request: bytes,
     flags: int,
     protocol: int = _NETLINK_SOCK_DIAG,
-    kind_of_request: int = _SOCK_DIAG_BY_FAMILY,
+    message_type: int = _SOCK_DIAG_BY_FAMILY,
 ) -> Iterator[bytes]:
     """Yield the kernel's messages without their headers.  Raises OSError."""
-    kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
-    with socket.socket(socket.AF_NETLINK, kind, protocol) as sock:
-        sock.settimeout(_WAIT)
+    socket_type = socket.SOCK_RAW | socket.SOCK_CLOEXEC
+    with socket.socket(socket.AF_NETLINK, socket_type, protocol) as sock:
+        sock.settimeout(_TIMEOUT)
         length = _HEADER.size + len(request)
-        header = _HEADER.pack(length, kind_of_request, _NLM_F_REQUEST | flags, 1, 0)
+        header = _HEADER.pack(length, message_type, _NLM_F_REQUEST | flags, 1, 0)
         sock.sendto(header + request, (0, 0))
         while True:
-            data, sender = sock.recvfrom(_RECEIVE)
+            data, sender = sock.recvfrom(_RECEIVE_SIZE)
             if sender[0] != 0:
                 continue  # another process has sent this; the kernel is number 0
             at = 0
             while at + _HEADER.size <= len(data):
-                size, message, _, _, _ = _HEADER.unpack_from(data, at)
+                size, kind, _, _, _ = _HEADER.unpack_from(data, at)
                 body = data[at + _HEADER.size : at + size]
-                if message == _NLMSG_DONE:
+                if kind == _NLMSG_DONE:
                     return
-                if message == _NLMSG_ERROR:
+                if kind == _NLMSG_ERROR:
                     (code,) = struct.unpack_from("=i", body)
                     raise OSError(-code, "netlink")
                 yield body
@@ -241,16 +243,20 @@ def _request(
                 return
 
 
-def _listener(message: bytes) -> Listener:
+def _parse_listener(message: bytes) -> Listener:
     family = message[0]
-    port, _, packed, _ = _NAMES.unpack_from(message, _REPLY.size)
-    interface, _, _, _, _, uid, inode = _AFTER.unpack_from(message, _REPLY.size + _NAMES.size)
+    port, _, packed, _ = _ADDRESSES.unpack_from(message, _REPLY.size)
+    interface, _, _, _, _, uid, inode = _AFTER_ADDRESSES.unpack_from(
+        message, _REPLY.size + _ADDRESSES.size
+    )
     is_ipv6 = family == socket.AF_INET6
     bound = ipaddress.ip_address(packed if is_ipv6 else packed[:4])
     mapped = getattr(bound, "ipv4_mapped", None)
     v6_only: bool | None = False
     if is_ipv6:
-        attributes = dict(_attributes(message[_REPLY.size + _NAMES.size + _AFTER.size :]))
+        attributes = dict(
+            _attributes(message[_REPLY.size + _ADDRESSES.size + _AFTER_ADDRESSES.size :])
+        )
         flag = attributes.get(_INET_DIAG_SKV6ONLY)
         v6_only = bool(flag[0]) if flag else None
     return Listener(str(mapped or bound), port, is_ipv6, v6_only, interface, uid, str(inode))

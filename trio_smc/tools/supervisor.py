@@ -43,7 +43,7 @@ from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO
 from trio_smc.tools.output import ToolError, error_text, print_error, size
 from trio_smc.tools.processes import executable, has_tcp, is_python, process_tree
 from trio_smc.tools.report_messages import BYTES, Counts, Message, decode_untrusted
-from trio_smc.tools.report_socket import ReportSocket, process
+from trio_smc.tools.report_socket import ReportSocket, process_state
 
 __all__ = ["Tree", "supervise"]
 
@@ -51,7 +51,7 @@ _FORWARDED: Final = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
     signal.SIGWINCH,
 )  # fmt: skip
-_OWN: Final = (signal.SIGCHLD, signal.SIGALRM)
+_OWN_SIGNALS: Final = (signal.SIGCHLD, signal.SIGALRM)
 _SI_KERNEL: Final = 128
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -63,7 +63,7 @@ _REPORT_INTERVAL: Final = 1.0
 _FAILED: Final = 1
 _MAX_STACKS: Final = 2048
 """The largest number of open stacks whose counters are kept separately."""
-_SEARCH_INTERVAL: Final = 1.0
+_REMOVAL_INTERVAL: Final = 1.0
 """Seconds between two searches for killed stacks, if there are more."""
 _MAX_PROCESSES: Final = 1 << 16
 _MAX_REASONS: Final = 256
@@ -95,7 +95,7 @@ class Tree:
         self._open: dict[tuple[int, str], Counts | None] = {}
         self._processes: set[int] = set()  # processes that have or had a stack
         self._stacks = 0  # stacks that were opened
-        self._next_search = 0.0
+        self._next_removal = 0.0
         self._killed = 0  # stacks that ended without a message
         self._totals: Counter[str] = Counter()  # of stacks that have ended
         self._fallbacks: Counter[tuple[str, str]] = Counter()
@@ -143,9 +143,9 @@ class Tree:
     def _take_counts(self, message: Message, pid: int) -> None:
         key = pid, message.stack
         if key not in self._open:
-            if len(self._open) >= _MAX_STACKS and time.monotonic() >= self._next_search:
+            if len(self._open) >= _MAX_STACKS and time.monotonic() >= self._next_removal:
                 self._remove_killed()
-                self._next_search = time.monotonic() + _SEARCH_INTERVAL
+                self._next_removal = time.monotonic() + _REMOVAL_INTERVAL
             if len(self._open) >= _MAX_STACKS:
                 self.incomplete = True
                 return
@@ -198,9 +198,9 @@ class Tree:
             if pid not in self.hooked and is_python(executable(pid)) and has_tcp(pid)
             and not _is_stopped(pid)
         }  # fmt: skip
-        silent = found & self._suspects
+        in_both = found & self._suspects
         self._suspects = found
-        for pid in silent - self.hooked:
+        for pid in in_both - self.hooked:
             self.set_problem(_without_hook(pid, executable(pid)))
 
     def conclude(self, pid: int, path: str) -> None:
@@ -263,7 +263,7 @@ def supervise(
             f"run: cannot create the socket for reports: {error_text(error)}"
         ) from error
     with reports:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, *_OWN})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, *_OWN_SIGNALS})
         try:
             environment = {**environment, REPORT_TO: reports.path}
             environment.pop(REPORT_EVERY, None)
@@ -271,7 +271,7 @@ def supervise(
                 environment[REPORT_EVERY] = str(_REPORT_INTERVAL)
             _adopt_orphans(True)
             child = _start(program, environment, mask)
-            started = executable(child.pid)
+            path = executable(child.pid)
             reports.start(child.pid)
             _wait(child, tree, reports, require)
             reports.finish()
@@ -279,7 +279,7 @@ def supervise(
             _adopt_orphans(False)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     tree.incomplete |= reports.overflowed
-    tree.conclude(child.pid, started)
+    tree.conclude(child.pid, path)
     tree.print_problem()
     if report:
         for line in tree.report():
@@ -303,10 +303,10 @@ def _start(
     os.environ.clear()
     os.environ.update(environment)
     # If the caller ignores SIGCHLD, the kernel keeps no exit code and sends no signal (wait(2)).
-    of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    sigchld_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-    def child() -> None:
-        signal.signal(signal.SIGCHLD, of_children)
+    def prepare() -> None:
+        signal.signal(signal.SIGCHLD, sigchld_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:
@@ -316,9 +316,9 @@ def _start(
             if os.environ.get(name) == str(parent):
                 os.environ[name] = str(os.getpid())
 
-    # This process has the program's environment, because `child` changes it and Popen copies it.
+    # This process has the program's environment, because `prepare` changes it and Popen copies it.
     # Descriptors stay open, as with exec: a service manager may have passed some.
-    return subprocess.Popen(program, preexec_fn=child, close_fds=False)  # noqa: PLW1509
+    return subprocess.Popen(program, preexec_fn=prepare, close_fds=False)  # noqa: PLW1509
 
 
 def _wait(child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket, require: bool) -> None:
@@ -329,7 +329,7 @@ def _wait(child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket, req
     signal.setitimer(signal.ITIMER_REAL, pause)
     try:
         while child.poll() is None:
-            info = signal.sigwaitinfo({*_FORWARDED, *_OWN})
+            info = signal.sigwaitinfo({*_FORWARDED, *_OWN_SIGNALS})
             _wait_for_orphans(child.pid)
             if info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
                 child.send_signal(info.si_signo)
@@ -370,11 +370,11 @@ def _without_hook(pid: int, path: str) -> str:
 
 
 def _has_ended(pid: int) -> bool:
-    found = process(pid)
+    found = process_state(pid)
     return found is None or found.state in "ZX"
 
 
 def _is_stopped(pid: int) -> bool:
     """True for a stopped process, whose hook may not have sent its message yet."""
-    found = process(pid)
+    found = process_state(pid)
     return found is not None and found.state in "Tt"

@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 __all__ = ["TrustedFiles", "UntrustedPathError"]
 
-_LOCAL: Final = frozenset({
+_LOCAL_FILE_SYSTEMS: Final = frozenset({
     "bcachefs", "btrfs", "erofs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs",
     "reiserfs", "rootfs", "squashfs", "tmpfs", "xfs", "zfs",
 })  # fmt: skip
@@ -39,10 +39,10 @@ _MAX_DEPTH: Final = 128
 """Nested directories, all of which are open at the same time."""
 _MAX_STEPS: Final = 4096
 """Components of a path, including those of its symbolic links."""
-_SHOWN: Final = 100
+_SHOWN_CHARACTERS: Final = 100
 _MAX_PATH: Final = 4096
-_MOUNTINFO: Final = 1 << 22
-_OPEN: Final = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_MAX_MOUNTINFO: Final = 1 << 22
+_OPEN_FLAGS: Final = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _PIECE: Final = 65536
 
 
@@ -128,39 +128,39 @@ class TrustedFiles:
     def _opened(self, path: str, *, follow: bool = True) -> Iterator[_Entry]:
         """Open a path as a checked O_PATH descriptor."""
         if not path.startswith("/") or len(path) > _MAX_PATH or "\0" in path:
-            raise UntrustedPathError(f"{path[:_SHOWN]!r} is not an absolute path")
-        above = [self._entry("/", None, path)]
-        left = deque(path.split("/"))
+            raise UntrustedPathError(f"{path[:_SHOWN_CHARACTERS]!r} is not an absolute path")
+        opened = [self._entry("/", None, path)]
+        remaining = deque(path.split("/"))
         links = 0
         try:
             for _ in range(_MAX_STEPS):
-                if not left:
+                if not remaining:
                     break
                 if time.monotonic() > self._deadline:
                     raise UntrustedPathError("reading its files took too long")
-                name = left.popleft()
+                name = remaining.popleft()
                 if name in ("", "."):
                     continue
                 if name == "..":
-                    _close(above, max(1, len(above) - 1))
+                    _close(opened, max(1, len(opened) - 1))
                     continue
-                if len(above) > _MAX_DEPTH:
-                    left.append(name)
+                if len(opened) > _MAX_DEPTH:
+                    remaining.append(name)
                     break
-                self._check_directory(above[-1], path)
-                above.append(self._entry(name, above[-1], path))
-                if stat.S_ISLNK(above[-1].found.st_mode) and (follow or any(left)):
+                self._check_directory(opened[-1], path)
+                opened.append(self._entry(name, opened[-1], path))
+                if stat.S_ISLNK(opened[-1].found.st_mode) and (follow or any(remaining)):
                     links += 1
                     if links > _MAX_LINKS:
                         raise UntrustedPathError(f"{path} has too many symbolic links")
-                    target = os.readlink("", dir_fd=above[-1].descriptor)
-                    _close(above, 1 if target.startswith("/") else len(above) - 1)
-                    left.extendleft(reversed(target.split("/")))
-            if left:
-                raise UntrustedPathError(f"{path[:_SHOWN]} has too many components")
-            yield above[-1]
+                    target = os.readlink("", dir_fd=opened[-1].descriptor)
+                    _close(opened, 1 if target.startswith("/") else len(opened) - 1)
+                    remaining.extendleft(reversed(target.split("/")))
+            if remaining:
+                raise UntrustedPathError(f"{path[:_SHOWN_CHARACTERS]} has too many components")
+            yield opened[-1]
         finally:
-            _close(above, 0)
+            _close(opened, 0)
 
     def _entry(self, name: str, parent: _Entry | None, path: str) -> _Entry:
         """Open one component and check its mount and its owner."""
@@ -196,7 +196,7 @@ class TrustedFiles:
     def _reopened(self, entry: _Entry, path: str, flags: int) -> Iterator[int]:
         """Open the checked file or directory for reading."""
         try:
-            descriptor = os.open(f"/proc/self/fd/{entry.descriptor}", flags | _OPEN)
+            descriptor = os.open(f"/proc/self/fd/{entry.descriptor}", flags | _OPEN_FLAGS)
         except OSError as error:
             raise UntrustedPathError(f"{path} cannot be read: {error.strerror}") from None
         try:
@@ -222,26 +222,26 @@ def _read_up_to(descriptor: int, limit: int, path: str) -> bytes:
 
 def _mount_of(descriptor: int) -> str:
     """The mount number of a descriptor, found without its file system."""
-    own = os.open(f"/proc/self/fdinfo/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    info = os.open(f"/proc/self/fdinfo/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for line in os.read(own, _PIECE).splitlines():
+        for line in os.read(info, _PIECE).splitlines():
             if line.startswith(b"mnt_id:"):
                 return line.split()[1].decode("ascii")
     finally:
-        os.close(own)
+        os.close(info)
     raise UntrustedPathError("the kernel does not name the mount of a file")
 
 
 def _is_local(mount: str) -> bool:
     """True if the mount's file system needs no server.  False for an unlisted mount."""
-    own = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+    info = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        text = _read_up_to(own, _MOUNTINFO, "/proc/self/mountinfo").decode("utf-8", "replace")
+        text = _read_up_to(info, _MAX_MOUNTINFO, "/proc/self/mountinfo").decode("utf-8", "replace")
     finally:
-        os.close(own)
+        os.close(info)
     for line in text.split("\n"):
         number, _, rest = line.partition(" ")
         if number == mount:
             kind = rest.partition(" - ")[2].split(" ", 1)[0]
-            return kind in _LOCAL
+            return kind in _LOCAL_FILE_SYSTEMS
     return False

@@ -13,7 +13,7 @@ import trio
 
 import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, ProtocolError, SmcStream
-from trio_smc.tools.client import Silent, take_snapshots
+from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import (
     add_directory,
     add_json,
@@ -76,8 +76,8 @@ Exit codes:
 _NO_SMC_R: Final = 1
 _RETRY_INTERVAL: Final = 0.1
 _MAX_TRIES: Final = 30
-_CLOSING: Final = 0.5
-_UNEXPLAINED: Final = (
+_CLOSE_TIMEOUT: Final = 0.5
+_EXPLAINED_BY_LISTENER: Final = (
     FallbackReason.PEER_NOT_CAPABLE,
     FallbackReason.OTHER_USER,
     FallbackReason.PATH_NOT_PROVEN,
@@ -143,15 +143,15 @@ def run(options: argparse.Namespace) -> int:
     if options.directory is not None and not directory.is_dir():
         # A stack would create it, and find no other process there.
         raise ToolError(f"{directory}: no such directory")
-    named = tuple(options.ueid or ("kernel",))
+    ueids = tuple(options.ueid or ("kernel",))
     try:
         config = Config(
             directory=directory,
             discovery=options.discovery,
-            ueids="kernel" if named == ("kernel",) else named,
+            ueids="kernel" if ueids == ("kernel",) else ueids,
             control=False,
             # The server may never close its side, so do not wait for that.
-            shutdown_timeout=_CLOSING,
+            shutdown_timeout=_CLOSE_TIMEOUT,
         )
     except ValueError as error:
         raise ToolError(str(error)) from None
@@ -182,13 +182,13 @@ async def _check(report: Report, config: Config, options: argparse.Namespace) ->
 
 def _check_ueids(report: Report, stack: trio_smc.Stack, *, requested: bool) -> None:
     """Add the step "UEIDs", unless no RNIC supports version 2 and none was requested."""
-    served = any(rnic.routable for rnic in stack.rnics)
-    if not requested and not served:
+    has_v2_rnic = any(rnic.routable for rnic in stack.rnics)
+    if not requested and not has_v2_rnic:
         return
     report.ueids = list(stack.ueids or ())
     if stack.ueids:
         names = ", ".join(stack.ueids)
-        if served:
+        if has_v2_rnic:
             report.add("UEIDs", "ok", names)
         else:
             report.add("UEIDs", "no", f"{names}; but none of these RNICs supports version 2")
@@ -217,11 +217,11 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
     try:
         stream = await stack.open_stream(report.host, report.port)
     except OSError as error:
-        place = "handshake" if messages.seen else "connect"
-        report.add(place, "no", error_text(error))
+        step = "handshake" if messages.seen else "connect"
+        report.add(step, "no", error_text(error))
         return
     async with stream:
-        ours, theirs = _names(stream)
+        ours, theirs = _ends(stream)
         ends = f"{address(list(ours[:2]))} → {address(list(theirs[:2]))}"
         # Before the messages on the connection.
         report.steps.insert(messages.first, Step("connect", "ok", ends))
@@ -234,21 +234,23 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
             report.steps.insert(messages.first + 1, Step("discovery", "ok", text))
         _conclude(report, stream)
         report.server = await _server_view(ours, theirs, directory)
-        named, there = _normalized(ours), _normalized(theirs)
+        here, there = _normalized(ours), _normalized(theirs)
         why = stream.fallback
-        unknown = why is not None and why.origin is Origin.LOCAL and why.reason in _UNEXPLAINED
-        if unknown and report.server is None and named and there:
+        needs_listener = (
+            why is not None and why.origin is Origin.LOCAL and why.reason in _EXPLAINED_BY_LISTENER
+        )
+        if needs_listener and report.server is None and here and there:
             # At the timeout the thread is abandoned, because another process can delay /proc.
             explain = (
-                partial(explain_listener, *there, directory, named)
-                if named[0] == there[0] or ipaddress.ip_address(there[0]).is_loopback
+                partial(explain_listener, *there, directory, here)
+                if here[0] == there[0] or ipaddress.ip_address(there[0]).is_loopback
                 else partial(explain_container, *there, directory)
             )
             found = await trio.to_thread.run_sync(explain, abandon_on_cancel=True)
             report.listener = asdict(found) if found is not None else None
 
 
-def _names(stream: SmcStream) -> tuple[Any, Any]:
+def _ends(stream: SmcStream) -> tuple[Any, Any]:
     """The addresses of both ends; () for a server that has reset the connection."""
     try:
         theirs = stream.socket.getpeername()
@@ -281,7 +283,7 @@ class _Messages:
         self._report = report
         self.first = len(report.steps)
         self.seen = False
-        self._over = False
+        self._finished = False
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
         self.seen = True
@@ -297,7 +299,7 @@ class _Messages:
             self._add("CLC", "ok", outgoing, type(decoded).__name__ + _version_2_text(decoded))
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
-        if self._over:
+        if self._finished:
             return  # what a link says later is no part of this handshake
         try:
             framing = llc.V2 if message[0] in llc.V2.types else llc.V1
@@ -316,7 +318,7 @@ class _Messages:
         pass
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
-        self._over = True
+        self._finished = True
 
     def _add(self, name: str, verdict: str, outgoing: bool, text: str) -> None:
         self._report.add(name, verdict, f"{'sent' if outgoing else 'received'} {text}")
@@ -342,11 +344,13 @@ def _version_2_text(message: clc.Proposal | clc.Accept | clc.Confirm) -> str:
 # --- the other side --------------------------------------------------------------------------
 
 
-async def _server_view(our_name: Any, their_name: Any, directory: Path) -> dict[str, Any] | None:
+async def _server_view(
+    our_address: Any, their_address: Any, directory: Path
+) -> dict[str, Any] | None:
     """The server's view of the connection; None unless the server is a local process of this
     user."""
-    ours, theirs = _normalized(our_name), _normalized(their_name)
-    silent = Silent(quiet=True)  # printed only if the server may be one of them
+    ours, theirs = _normalized(our_address), _normalized(their_address)
+    silent = SilentProcesses(quiet=True)  # printed only if the server may be one of them
     for _ in range(_MAX_TRIES):
         ask = partial(_query, directory, silent)
         try:
@@ -366,20 +370,20 @@ async def _server_view(our_name: Any, their_name: Any, directory: Path) -> dict[
     return None
 
 
-def _query(directory: Path, silent: Silent) -> list[Any]:
-    return take_snapshots(directory, ("connections", "listeners"), some=False, silent=silent)
+def _query(directory: Path, silent: SilentProcesses) -> list[Any]:
+    return take_snapshots(directory, ("connections", "listeners"), required=False, silent=silent)
 
 
-def _normalized(name: Any) -> tuple[str, int] | None:
+def _normalized(socket_address: Any) -> tuple[str, int] | None:
     """An address in its canonical form."""
-    if not name:
+    if not socket_address:
         return None
     try:
-        found = ipaddress.ip_address(name[0])
+        found = ipaddress.ip_address(socket_address[0])
     except ValueError:
         return None
     mapped = getattr(found, "ipv4_mapped", None)
-    return str(mapped or found), name[1]
+    return str(mapped or found), socket_address[1]
 
 
 # --- output ----------------------------------------------------------------------------------
@@ -421,9 +425,9 @@ def _print(report: Report) -> None:
 
 def _ueids(report: Report) -> str:
     """The UEIDs of both sides; a Decline does not include the server's."""
-    theirs = "unknown" if report.server is None else _names_of(report.server["ueids"])
-    return f"  UEIDs      this side's: {_names_of(report.ueids)}; the server's: {theirs}"
+    theirs = "unknown" if report.server is None else _joined(report.server["ueids"])
+    return f"  UEIDs      this side's: {_joined(report.ueids)}; the server's: {theirs}"
 
 
-def _names_of(ueids: list[str]) -> str:
+def _joined(ueids: list[str]) -> str:
     return ", ".join(ueids) or "none"

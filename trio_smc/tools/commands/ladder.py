@@ -100,15 +100,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(ladders: Sequence[Ladder], seen: list[Seen], options: argparse.Namespace) -> None:
-    left = options.limit
+    remaining = options.limit
     for number, ladder in enumerate(ladders):
         if number:
             print_line()
         for line in ladder_text.draw(
-            ladder, start=seen[0].time, limit=max(left, 0), width=options.width
+            ladder, start=seen[0].time, limit=max(remaining, 0), width=options.width
         ):
             print_line(line)
-        left -= len(ladder.rows)
+        remaining -= len(ladder.rows)
 
 
 def _write(drawn: str, name: str) -> None:

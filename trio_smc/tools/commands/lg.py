@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from trio_smc.tools.client import Silent, take_snapshots
+from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import agreed, print_json, show, size, table
 
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Query the stacks, and print."""
-    silent = Silent()
+    silent = SilentProcesses()
     snapshots = take_snapshots(
         private_directory(options), ("link_groups",), options.pid, silent=silent
     )

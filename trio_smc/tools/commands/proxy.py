@@ -55,7 +55,7 @@ class _Totals:
     """The forwarded connections and bytes, in both directions together."""
 
     connections: int = 0
-    count: int = 0
+    forwarded: int = 0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def _address(text: str) -> _Address:
 
 
 async def _serve(listen: _Address, target: _Address, require: bool) -> None:
-    totals, begun = _Totals(), time.process_time()
+    totals, started = _Totals(), time.process_time()
     # Outside the stack: a second signal must not prevent the stack from removing its names.
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
         async with trio_smc.open_stack(trio_smc.Config(require_smc=require)) as stack:
@@ -105,7 +105,7 @@ async def _serve(listen: _Address, target: _Address, require: bool) -> None:
             finally:
                 LOGGER.info(
                     "connections: %d; bytes: %s; processor time of the proxy: %.2f s",
-                    totals.connections, size(totals.count), time.process_time() - begun,
+                    totals.connections, size(totals.forwarded), time.process_time() - started,
                 )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ async def _forward(
         try:
             server = await _connect(stack, target)
         except OSError as error:
-            LOGGER.info("cannot connect to %s: %s", _shown(target), _why(error))
+            LOGGER.info("cannot connect to %s: %s", _shown(target), _last_error_text(error))
             _reset(client)
             return
         totals.connections += 1
@@ -158,7 +158,7 @@ async def _forward(
                 _reset(server)
 
 
-def _why(error: OSError) -> str:
+def _last_error_text(error: OSError) -> str:
     """The error of the last attempt; Trio's own error has only the text that all failed."""
     cause = error.__cause__
     if isinstance(cause, ExceptionGroup):
@@ -171,7 +171,7 @@ async def _copy(
 ) -> None:
     while data := await source.receive_some(_PIECE):
         await target.send_all(data)
-        totals.count += len(data)
+        totals.forwarded += len(data)
     await target.send_eof()
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import trio
 
 import trio_smc
-from trio_smc.tools.client import Silent, take_snapshots
+from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import ToolError, error_text, gid, print_json, show, table
 
@@ -56,13 +56,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Query the stacks, read the devices, and print."""
     directory = private_directory(options)
-    named = options.pid is not None
-    silent = Silent()
-    stacks = take_snapshots(directory, ("rnics",), options.pid, some=named, silent=silent)
+    one_process = options.pid is not None
+    silent = SilentProcesses()
+    stacks = take_snapshots(directory, ("rnics",), options.pid, required=one_process, silent=silent)
     found: dict[str, Any] = {
         "stacks": [{"pid": s.pid, "stack": s.stack, "rnics": s.rnics} for s in stacks]
     }
-    if not named:
+    if not one_process:
         found["auto"], found["no_software_rnic"] = trio.run(_automatic, directory)
         found["devices"] = [dataclasses.asdict(port) for port in read_ports()]
         found["pyverbs"] = importlib.util.find_spec("pyverbs") is not None

@@ -85,21 +85,21 @@ def run(options: argparse.Namespace) -> int:
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     environment = dict(os.environ)
-    ours = str(Path(site.__file__).parent)
-    theirs = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{ours}{os.pathsep}{theirs}" if theirs else ours
+    hook = str(Path(site.__file__).parent)
+    existing = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{hook}{os.pathsep}{existing}" if existing else hook
     for name in ("CONFIG", "LEARN", "REQUIRE"):
         environment.pop(f"TRIO_SMC_{name}", None)
     learn = not options.require_smc
     if options.config is not None:
         try:
             config = load_config(options.config)
-            said = "learn_short" in _settings(options.config)
+            sets_learn_short = "learn_short" in _settings(options.config)
         except ValueError as error:
             raise ToolError(str(error)) from error
         path = Path(options.config).absolute()
         environment["TRIO_SMC_CONFIG"] = str(path)
-        learn = learn and not config.require_smc and not said
+        learn = learn and not config.require_smc and not sets_learn_short
     if options.require_smc:
         environment["TRIO_SMC_REQUIRE"] = "1"
     if learn:

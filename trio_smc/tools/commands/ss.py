@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from trio_smc.tools.client import Silent, Snapshot, take_snapshots
+from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import address, agreed, fallback_codes, print_json, show, size, table
 
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Query the stacks, and print."""
-    silent = Silent()
+    silent = SilentProcesses()
     snapshots = take_snapshots(
         private_directory(options), ("connections", "listeners"), options.pid, silent=silent
     )
@@ -100,12 +100,12 @@ def _rows(snapshots: list[Snapshot], mode: str | None) -> Iterator[list[object]]
                 each["send_queue"],
                 address(each["local"]),
                 address(each["peer"]),
-                _place(each),
-                _why(each["fallback"]),
+                _group_and_link(each),
+                _fallback_text(each["fallback"]),
             ]
 
 
-def _place(connection: dict[str, Any]) -> str | None:
+def _group_and_link(connection: dict[str, Any]) -> str | None:
     group = connection["link_group"]
     if group is None:
         return None
@@ -113,7 +113,7 @@ def _place(connection: dict[str, Any]) -> str | None:
     return f"{group}, link {'-' if link is None else link}"
 
 
-def _why(fallback: dict[str, Any] | None) -> str | None:
+def _fallback_text(fallback: dict[str, Any] | None) -> str | None:
     return None if fallback is None else f"{fallback['origin']}: {fallback['reason']}"
 
 

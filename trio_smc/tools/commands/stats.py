@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from trio_smc import Agreed
-from trio_smc.tools.client import Silent, Snapshot, take_snapshots
+from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import (
     add_json,
     add_process,
@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Query the stacks and print, once or at intervals."""
-    silent = Silent()
+    silent = SilentProcesses()
     counted = _query(options, silent)
     if options.interval is None:
         _print(counted, options.json, "")
@@ -76,43 +76,43 @@ def run(options: argparse.Namespace) -> int:
         if rounds and not options.json:
             print_line()
         added = {
-            key: (snapshot, _difference(flat, before[key][1] if key in before else {}))
-            for key, (snapshot, flat) in counted.items()
+            key: (snapshot, _difference(counters, before[key][1] if key in before else {}))
+            for key, (snapshot, counters) in counted.items()
         }
         _print(added, options.json, time.strftime("%H:%M:%S"))
         rounds += 1
     return silent.exit_code
 
 
-_Flat = dict[tuple[Any, ...], int]
+_Counters = dict[tuple[Any, ...], int]
 """Counters by name, and by name and keys of the breakdown."""
-_Counted = dict[tuple[int, str], tuple[Snapshot, _Flat]]
+_CountersByStack = dict[tuple[int, str], tuple[Snapshot, _Counters]]
 
 
-def _query(options: argparse.Namespace, silent: Silent) -> _Counted:
+def _query(options: argparse.Namespace, silent: SilentProcesses) -> _CountersByStack:
     snapshots = take_snapshots(
         private_directory(options), ("statistics",), options.pid, silent=silent
     )
-    return {(each.pid, each.stack): (each, _flat(each.statistics)) for each in snapshots}
+    return {(each.pid, each.stack): (each, _flatten(each.statistics)) for each in snapshots}
 
 
-def _flat(statistics: dict[str, Any]) -> _Flat:
-    flat: _Flat = {(name,): n for name, n in statistics.items() if isinstance(n, int)}
-    flat["fallbacks",] = sum(each["count"] for each in statistics["fallbacks"])
-    for name, (part, by) in _BREAKDOWNS.items():
+def _flatten(statistics: dict[str, Any]) -> _Counters:
+    counters: _Counters = {(name,): n for name, n in statistics.items() if isinstance(n, int)}
+    counters["fallbacks",] = sum(each["count"] for each in statistics["fallbacks"])
+    for name, (part, names) in _BREAKDOWNS.items():
         for each in statistics[part]:
-            flat[name, *(each[what] for what in by)] = each["count"]
-    return flat
+            counters[name, *(each[key] for key in names)] = each["count"]
+    return counters
 
 
-def _difference(now: _Flat, before: _Flat) -> _Flat:
+def _difference(now: _Counters, before: _Counters) -> _Counters:
     return {
         key: value if key[0] in _GAUGES else value - before.get(key, 0)
         for key, value in now.items()
     }
 
 
-def _print(counted: _Counted, as_json: bool, title: str) -> None:
+def _print(counted: _CountersByStack, as_json: bool, title: str) -> None:
     if as_json:
         print_json(
             [
@@ -120,30 +120,32 @@ def _print(counted: _Counted, as_json: bool, title: str) -> None:
                     "pid": snapshot.pid,
                     "stack": snapshot.stack,
                     "uptime": snapshot.uptime,
-                    "counters": {key[0]: n for key, n in flat.items() if len(key) == 1},
-                    **{part: _breakdown(flat, name) for name, (part, _) in _BREAKDOWNS.items()},
+                    "counters": {key[0]: n for key, n in counters.items() if len(key) == 1},
+                    **{part: _breakdown(counters, name) for name, (part, _) in _BREAKDOWNS.items()},
                 }
-                for snapshot, flat in counted.values()
+                for snapshot, counters in counted.values()
             ]
         )
         return
-    keys = list(dict.fromkeys(key for _, flat in counted.values() for key in flat))
+    keys = list(dict.fromkeys(key for _, counters in counted.values() for key in counters))
     names = [key[0] for key in keys]
     keys.sort(key=lambda key: (names.index(key[0]), len(key)))
     columns = ["COUNTER", *(f">{name}" for name in _headings(counted))]
-    rows: list[list[object]] = [["up", *(_time(each.uptime) for each, _ in counted.values())]]
+    rows: list[list[object]] = [
+        ["up", *(_uptime_text(each.uptime) for each, _ in counted.values())]
+    ]
     rows += [
-        [_name(key), *(_value(key, flat.get(key, 0)) for _, flat in counted.values())]
+        [_name(key), *(_value(key, counters.get(key, 0)) for _, counters in counted.values())]
         for key in keys
     ]
     show(table(columns, rows, title))
 
 
-def _breakdown(flat: _Flat, name: str) -> list[dict[str, Any]]:
+def _breakdown(counters: _Counters, name: str) -> list[dict[str, Any]]:
     """The breakdown of one counter, in the shape of the control socket's answer."""
-    by = _BREAKDOWNS[name][1]
-    found = [(key, n) for key, n in flat.items() if key[0] == name and len(key) > 1]
-    return [{**dict(zip(by, key[1:], strict=True)), "count": n} for key, n in found]
+    names = _BREAKDOWNS[name][1]
+    found = [(key, n) for key, n in counters.items() if key[0] == name and len(key) > 1]
+    return [{**dict(zip(names, key[1:], strict=True)), "count": n} for key, n in found]
 
 
 def _name(key: tuple[Any, ...]) -> str:
@@ -156,7 +158,7 @@ def _name(key: tuple[Any, ...]) -> str:
             return f"  version {agreed(*key[1:])}"
 
 
-def _headings(counted: _Counted) -> list[str]:
+def _headings(counted: _CountersByStack) -> list[str]:
     """The headings of the stacks: the process, and the peer ID if a process has several stacks."""
     pids = [pid for pid, _ in counted]
     return [
@@ -168,7 +170,7 @@ def _value(key: tuple[Any, ...], value: int) -> str:
     return size(value) if "bytes" in key[0] else str(value)
 
 
-def _time(seconds: float) -> str:
+def _uptime_text(seconds: float) -> str:
     whole = int(seconds)
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"

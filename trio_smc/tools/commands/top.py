@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trio_smc.tools.client import Silent, Snapshot, take_snapshots
+from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import (
     add_json,
     add_process,
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     """Show frames until Ctrl-C, or --count times."""
     live = not options.json and console().is_terminal
     # A line on stderr would damage the screen, so the frame itself names silent processes.
-    silent = Silent(quiet=live)
+    silent = SilentProcesses(quiet=live)
     with contextlib.suppress(KeyboardInterrupt):
         if live:
             _live(options, silent)
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     return silent.exit_code
 
 
-def _live(options: argparse.Namespace, silent: Silent) -> None:
+def _live(options: argparse.Namespace, silent: SilentProcesses) -> None:
     from rich.live import Live
 
     first = _Sample.take(options, silent)
@@ -94,7 +94,7 @@ def _live(options: argparse.Namespace, silent: Silent) -> None:
             live.update(_frame(last, before, options.lines, silent), refresh=True)
 
 
-def _frame(last: _Sample, before: _Sample, lines: int, silent: Silent) -> Any:
+def _frame(last: _Sample, before: _Sample, lines: int, silent: SilentProcesses) -> Any:
     """One frame for the screen."""
     from rich.console import Group
     from rich.text import Text
@@ -104,7 +104,7 @@ def _frame(last: _Sample, before: _Sample, lines: int, silent: Silent) -> Any:
 
 
 def _samples(
-    options: argparse.Namespace, silent: Silent, first: _Sample | None = None
+    options: argparse.Namespace, silent: SilentProcesses, first: _Sample | None = None
 ) -> Iterator[tuple[_Sample, _Sample]]:
     """Yield each sample with the one before it, --count times."""
     last = first or _Sample.take(options, silent)
@@ -116,7 +116,7 @@ def _samples(
         frames += 1
 
 
-def _fitting(rows: list[list[object]]) -> Any:
+def _fitting_table(rows: list[list[object]]) -> Any:
     """The table with as many columns as fit on the terminal."""
     columns = len(_HEADS)
     while True:
@@ -134,7 +134,7 @@ class _Sample:
     stacks: list[Snapshot]
 
     @classmethod
-    def take(cls, options: argparse.Namespace, silent: Silent) -> _Sample:
+    def take(cls, options: argparse.Namespace, silent: SilentProcesses) -> _Sample:
         stacks = take_snapshots(private_directory(options), _PARTS, options.pid, silent=silent)
         return cls(time.monotonic(), stacks)
 
@@ -183,7 +183,7 @@ class _Sample:
             f"{totals['smc-r']} over SMC-R, {totals['tcp']} over TCP; since the start: "
             f"fallbacks: {totals['fallbacks']}, failovers: {totals['failovers']}"
         )
-        return [line, "", _fitting(rows), *more]
+        return [line, "", _fitting_table(rows), *more]
 
     def report(self, before: _Sample, lines: int) -> dict[str, Any]:
         """The frame for scripts: rates per second, sizes in bytes."""

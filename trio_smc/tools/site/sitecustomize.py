@@ -105,11 +105,11 @@ def _reporting(start: Callable[..., Any]) -> Callable[..., Any]:
     from functools import wraps
 
     @wraps(start)
-    def noted(*args: Any, **options: Any) -> Any:
+    def reporting(*args: Any, **options: Any) -> Any:
         _report_once("trio")
         return start(*args, **options)
 
-    return noted
+    return reporting
 
 
 # --- asyncio ---------------------------------------------------------------------------------
@@ -195,9 +195,9 @@ def _report(kind: str, **more: str) -> bool:
     return True
 
 
-def _run_hidden() -> None:
-    elsewhere = [each for each in sys.path if os.path.abspath(each or ".") != _HERE]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+def _run_next_sitecustomize() -> None:
+    other_paths = [each for each in sys.path if os.path.abspath(each or ".") != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", other_paths)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
@@ -215,4 +215,4 @@ sys.meta_path.insert(
 )
 _report("python")
 os.register_at_fork(after_in_child=lambda: _report("python"))
-_run_hidden()
+_run_next_sitecustomize()
