@@ -154,7 +154,7 @@ async def test_rnic_with_and_without_a_process() -> None:
         [stack] = found["stacks"]
         assert [(each["name"], each["links"]) for each in stack["rnics"]] == [("soft0", 2)]
         text = (await quick_command("rnic")).out
-        assert text.index("RNICs of running stacks") < text.index('What "auto" finds')
+        assert text.index("RNICs of running stacks") < text.index("RNICs of a new process")
 
 
 async def test_stats_since_the_start_and_of_an_interval() -> None:

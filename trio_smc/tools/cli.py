@@ -25,18 +25,22 @@ _INTERRUPTED: Final = 130
 _WIDTH: Final = 90
 
 _DESCRIPTION = """
-Show and check the SMC-R connections of this user's processes.
+Show the SMC-R connections of this user's processes, check servers, and run programs over SMC-R.
 
 A running process that uses trio_smc has a control socket in the user's private directory
 ($XDG_RUNTIME_DIR/trio-smc, or /tmp/trio-smc-UID).  These commands query that socket.  Nothing
 leaves the machine, and only the user receives answers.
+
+The commands reasons, ladder, run, proxy, setup and teardown query no process.  The command check
+also connects to the server that you name.
 """
 
 _EPILOG = """
 Exit codes:
-  0    done
-  1    a process did not answer: one line on stderr for each; or see the command's help
-  2    bad input: one line on stderr describes it
+  0    the command succeeded
+  1    a process did not answer, and one line on stderr names it; some commands also have other
+       reasons, which their help lists
+  2    bad input, or the command failed: one line on stderr describes the problem
   130  interrupted by Ctrl-C
 
 `trio-smc COMMAND --help` explains a command, with examples.

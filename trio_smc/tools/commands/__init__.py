@@ -83,7 +83,7 @@ def load() -> tuple[Command, ...]:
 
 def add_json(parser: argparse._ActionsContainer) -> None:
     """Add ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def add_process(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def add_process(parser: argparse.ArgumentParser) -> None:
         "--pid",
         type=process_number,
         metavar="PID",
-        help="only this process; default: all of this user",
+        help="only this process; default: all processes of this user",
     )
     add_directory(parser)
 

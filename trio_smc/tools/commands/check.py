@@ -36,22 +36,24 @@ from trio_smc.wire import clc, llc
 from trio_smc.wire.fields import eid_name
 
 NAME = "check"
-SUMMARY = "connect to a server, and explain if SMC-R is used, or why not"
+SUMMARY = "connect to a server, and report if SMC-R is used, or why not"
 DESCRIPTION = """
 Connect to a server as a program with trio_smc would, show each step, and report if SMC-R is used.
-If not, report at which step it ended, the reason, which side decided, and a remedy.
+If SMC-R is not used, report the step that failed, the reason, the side that decided, and a remedy.
 
-The connection is real: the server accepts it, and it is closed without a byte of data.  If the
+The command opens a real connection to the server, and closes it without sending data.  If the
 server is another process of this user, the command also shows the server's view of the connection.
-If the server is on this host and does not speak SMC-R, the command shows what is known about it:
-its user, its private directory, its network namespace, and its program.
+If the server is on this host and does not speak SMC-R, the command shows what the system reveals
+about the server: its user, private directory, network namespace and program.
+
+Steps:
 
   resolve    the addresses of the name
   RNICs      the RNICs that this side can use
-  UEIDs      the UEIDs for SMC-R version 2, if an RNIC supports it: those of --ueid, else those
-             of this host's kernel
+  UEIDs      the UEIDs (user-defined enterprise IDs) for SMC-R version 2, if an RNIC supports this
+             version: those of --ueid, else those of this host's kernel
   connect    the TCP connection
-  discovery  how this side finds out that the server speaks SMC-R
+  discovery  whether this side found out that the server speaks SMC-R, before any CLC message
   CLC        messages on the TCP connection: Proposal, Accept, Confirm, or Decline with a
              diagnosis word (RFC 7609, 3.5)
   LLC        messages on the new link, at the first contact of two peers
@@ -64,13 +66,14 @@ Examples:
   trio-smc check db.example.net 5432 --ueid PLANT-7
   trio-smc check ::1 7000 --json
 
---discovery assume sends a Proposal without discovery.  Use it only for servers that speak SMC-R.
-Over soft-RoCE Linux supports only version 2, and declines without a common UEID.
+--discovery assume sends a Proposal without discovery.  Use this only for servers that speak SMC-R:
+any other server receives the Proposal as data.  Over soft-RoCE the Linux kernel supports only
+version 2, and declines a client that has no UEID in common with it.
 
 Exit codes:
   0  SMC-R is used
   1  SMC-R is not used: the connection is TCP, or failed
-  2  bad input: the name is unknown, --directory is not a directory, ...
+  2  bad input: the host is unknown, --directory is not a directory, ...
 """
 
 _NO_SMC_R: Final = 1
@@ -118,15 +121,16 @@ class Report:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("host", metavar="HOST", type=_host, help="name or address")
-    parser.add_argument("port", metavar="PORT", type=tcp_port, help="TCP port")
+    parser.add_argument("host", metavar="HOST", type=_host, help="name or address of the server")
+    parser.add_argument("port", metavar="PORT", type=tcp_port, help="TCP port of the server")
     parser.add_argument("--discovery", choices=("auto", "assume", "tcp-option"), default="auto",
-                        help="as Config(discovery=...); default: auto")  # fmt: skip
+                        help="how to find out that the server speaks SMC-R, as "
+                        "Config(discovery=...); default: auto")  # fmt: skip
     parser.add_argument("--ueid", action="append", metavar="NAME",
                         help="offer SMC-R version 2 with this UEID, as Config(ueids=...); can be "
                         "repeated; default: kernel, the UEIDs of this host's kernel")  # fmt: skip
     parser.add_argument("--timeout", type=positive_seconds, default=15.0, metavar="SECONDS",
-                        help="for the whole check; default: 15")  # fmt: skip
+                        help="limit for the whole check; default: 15")  # fmt: skip
     add_directory(parser)
     add_json(parser)
 

@@ -19,23 +19,25 @@ from trio_smc.tools.output import ToolError, error_text, print_line, size
 NAME = "proxy"
 SUMMARY = "forward connections between TCP and SMC-R"
 DESCRIPTION = """
-Accept connections and forward each to TARGET: bytes and ends of streams, in both directions.  One
-side uses SMC-R if both ends can, the other plain TCP.  So an SMC-R client can reach a server that
-has only TCP, and a client that has only TCP can reach a server over SMC-R.
+Accept connections on LISTEN, connect to TARGET for each of them, and forward the data and the end
+of each direction.  A connection at an smc: address uses SMC-R if its two ends can, a connection at
+a tcp: address uses plain TCP.  So an SMC-R client can reach a server that has only TCP, and a
+client that has only TCP can reach a server over SMC-R.
 
-The proxy extends reach, not speed.  A connection through it is slower than TCP directly to
-TARGET: it needs two connections, each message wakes one more process, and each byte is received
-and sent once more.  At its end the proxy prints the forwarded bytes and its processor time.
+The proxy makes nothing faster.  A connection through the proxy is slower than TCP directly to
+TARGET: it consists of two connections, each message wakes one more process, and each byte is
+received and sent once more.  At its end the proxy prints the number of forwarded bytes and its own
+processor time.
 
-LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT, with IPv6 addresses in brackets.  Port 0
-listens on a free port, which is printed.
+LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT, with IPv6 addresses in brackets.  If the port
+of LISTEN is 0, the system chooses a free port, which the proxy prints.
 """
 EPILOG = """
 Examples:
   trio-smc proxy smc:localhost:6380 tcp:localhost:6379     in front of a database
   trio-smc proxy tcp:localhost:5433 smc:localhost:5432     in front of a client
 
-Exit codes: 0 after SIGTERM; 2 for bad input, such as an address on which it cannot listen.
+Exit codes: 0 after SIGTERM; 2 for bad input, such as an address on which the proxy cannot listen.
 """
 
 LOGGER: Final = logging.getLogger("trio_smc.proxy")
@@ -60,9 +62,15 @@ class _Totals:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("listen", type=_address, metavar="LISTEN")
-    parser.add_argument("target", type=_address, metavar="TARGET")
-    parser.add_argument("--require-smc", action="store_true", help="refuse TCP on the SMC-R side")
+    parser.add_argument(
+        "listen", type=_address, metavar="LISTEN", help="the address on which clients connect"
+    )
+    parser.add_argument("target", type=_address, metavar="TARGET", help="the address of the server")
+    parser.add_argument(
+        "--require-smc",
+        action="store_true",
+        help="let connections at an smc: address fail if they would stay on TCP",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -23,19 +23,19 @@ from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import ToolError, error_text, gid, print_json, show, table
 
 NAME = "rnic"
-SUMMARY = 'list RNICs: of running stacks, those that "auto" finds, and the machine\'s devices'
+SUMMARY = "list the RNICs of running processes and of a new one, and all RDMA devices"
 DESCRIPTION = """
-List RNICs (RFC 7609, 2.1): those of running stacks, those that Config(rnics="auto"), the default,
-would use in a new process, and the RDMA devices of the machine with their ports, GIDs and network
-interfaces, even if no stack can use them.
+List the RNICs (RDMA adapters, RFC 7609, 2.1) of running processes, the RNICs that a new process
+would use with Config(rnics="auto"), the default, and all RDMA devices of the machine with their
+ports, GIDs and network interfaces, even devices that trio_smc cannot use.
 
-An RNIC serves a connection if the route uses one of the interfaces in NETDEVS.  These are the
-interfaces of its GIDs, the VLANs and bonds on top of them, and those that the stack's PNET table
-(Config(pnet=...), docs/rnic.md) assigns to it.  The software RNIC (kind "software") serves
-connections between processes of one host.
+A connection can use an RNIC if its route leaves through one of the interfaces in NETDEVS.  These
+are the interfaces of the RNIC's GIDs, the VLANs and bonds on top of them, and those that the PNET
+table (Config(pnet=...), docs/rnic.md) assigns to the RNIC.  The software RNIC (kind "software")
+serves connections between processes of one host.
 
-To find out what "auto" finds, the command opens a stack for a moment, without a control socket.
-If that stack has no software RNIC, the command prints the reason.
+To find out what a new process would use, the command opens a stack of its own for a moment.  If
+that stack has no software RNIC, the command prints the reason.
 """
 EPILOG = """
 Examples:
@@ -43,7 +43,8 @@ Examples:
   trio-smc rnic --pid 4242    only the RNICs of that process
   trio-smc rnic --json
 
-Exit codes: 0, 1 if a process did not answer, or 2 if that was the process of --pid.
+Exit codes: 0; 1 if a process did not answer; 2 if the process of --pid did not answer or has no
+stack, or for bad input.
 """
 
 
@@ -120,7 +121,7 @@ def _print(found: dict[str, Any]) -> None:
         return
     if found["stacks"]:
         show("")
-    show(table(heads, [_rnic(each, ports) for each in found["auto"]], 'What "auto" finds'))
+    show(table(heads, [_rnic(each, ports) for each in found["auto"]], "RNICs of a new process"))
     if found["no_software_rnic"]:
         show(f"No software RNIC: {found['no_software_rnic']}.")
     show("", *_devices(list(ports.values()), found["pyverbs"]))

@@ -20,18 +20,29 @@ from trio_smc.tools.output import agreed, print_json, print_line, show, size, ta
 NAME = "stats"
 SUMMARY = "show counters: connections, fallbacks by reason and side, bytes, writes, failovers"
 DESCRIPTION = """
-Show the counters of this user's running processes, with one column for each stack: since the
-stack was opened, or with --interval the increase in each interval.
+Show the counters of this user's running processes, with one column for each stack.  Without
+--interval the counters start at zero when the stack is opened; with --interval each column shows
+the increase in the last interval.
 
-  connections        SMC-R connections opened, by the version of SMC-R, and in version 2 by
-                     release, UEID and route; open connections: those that are open now
-  fallbacks          connections that stay on TCP, by the side that decided and the reason
-  bytes              over SMC-R; tcp bytes: over connections that stay on TCP, from the kernel
-  writes             RDMA writes posted; cdcs: CDC messages (RFC 7609, A.4)
+  up                 the time since the stack was opened
+  connections        SMC-R connections opened; below them by the version of SMC-R, for version 2
+                     also by release, UEID and route
+  open connections   SMC-R connections that are open now
+  bytes              bytes over SMC-R
+  tcp bytes          bytes over connections that stay on TCP, as the kernel counts them
+  writes             RDMA writes posted
+  cdcs               CDC messages (RFC 7609, A.4); stale: dropped because they were old
   coalesced          CDC messages not sent, because a later one included their contents
   window stalls      how often a sender found the peer's window closed
-  buffers reused     assigned RMB elements that an earlier connection had used
-  handshakes failed  handshakes that ended the TCP connection; refused: closed by require_smc
+  unknown tokens     CDC messages dropped, because their alert token names no connection
+  buffers allocated  receive buffers (RMB elements) assigned to connections; reused: those that an
+                     earlier connection had used
+  link groups        link groups opened
+  failovers          how often a connection moved its sending to another link
+  handshakes         handshakes started; failed: those that ended the TCP connection
+  refused            connections closed because of require_smc
+  fallbacks          connections that stay on TCP; below them by the side that decided and the
+                     reason
 """
 EPILOG = """
 Examples:
@@ -41,7 +52,7 @@ Examples:
 
 With --json and --interval the command prints one document for each interval.
 
-Exit codes: 0, 1 if a process did not answer, or 2 if there is none.
+Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or for bad input.
 """
 
 _GAUGES = ("open_connections",)
@@ -57,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_process(parser)
     add_json(parser)
     parser.add_argument("--interval", type=positive_seconds, metavar="SECONDS",
-                        help="show the increase in each interval")  # fmt: skip
+                        help="show the increase in each interval of this length")  # fmt: skip
     parser.add_argument("--count", type=positive_count, metavar="N",
                         help="intervals to show; default: until Ctrl-C")  # fmt: skip
 

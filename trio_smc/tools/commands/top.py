@@ -31,19 +31,26 @@ from trio_smc.tools.output import (
 NAME = "top"
 SUMMARY = "watch the busiest connections, live"
 DESCRIPTION = """
-Watch stacks and their busiest SMC-R connections, refreshed every --interval seconds, until
-Ctrl-C.  Rates are per second over the last interval.  If the output is not a terminal, each
-refresh is printed below the last one; with --json as one document.
+Show the busiest SMC-R connections of this user's processes, and refresh the table every --interval
+seconds until Ctrl-C.  Rates are averages over the last interval.  If the output is not a terminal,
+each table is printed below the last one.  With --json each refresh is one document.
 
-TCP connections are only counted here; `trio-smc stats` shows the bytes of all of them together.
+Columns:
+  WRITES  RDMA writes
+  STALLS  how often a sender found the peer's window closed
+The other columns are those of `trio-smc ss`.
+
+The first line has the number of TCP connections, but the table does not list them.
+`trio-smc stats` shows the sum of their bytes.
 """
 EPILOG = """
 Examples:
   trio-smc top
   trio-smc top --interval 0.5 --lines 40
-  trio-smc top --count 1 --json    two seconds, for scripts
+  trio-smc top --count 1 --json    the rates of the next two seconds, for scripts
 
-Exit codes: 0 (also after Ctrl-C), 1 if a process did not answer, or 2 if there is none.
+Exit codes: 0 (also after Ctrl-C); 1 if a process did not answer; 2 if no process uses trio_smc, or
+for bad input.
 """
 
 _PARTS = ("statistics", "connections")
@@ -59,11 +66,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_process(parser)
     add_json(parser)
     parser.add_argument("--interval", type=positive_seconds, default=2.0, metavar="SECONDS",
-                        help="between two refreshes; default: 2")  # fmt: skip
+                        help="seconds between two refreshes; default: 2")  # fmt: skip
     parser.add_argument("--lines", type=positive_count, default=20, metavar="N",
-                        help="connections to show; default: 20")  # fmt: skip
+                        help="largest number of connections in the table; default: 20")  # fmt: skip
     parser.add_argument("--count", type=positive_count, metavar="N",
-                        help="refreshes; default: until Ctrl-C")  # fmt: skip
+                        help="number of refreshes; default: until Ctrl-C")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
