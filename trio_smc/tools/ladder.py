@@ -2,20 +2,25 @@
 
 Theory of operation
 -------------------
-A frame contains addresses and the receiver's queue pair, but a diagram shows peers, links and
-connections.  `read_ladders` derives them from the messages in their order, as the peers did:
+A ladder diagram has two vertical lines, one for each peer, and an arrow between them for each
+message, in the order of time.  A captured frame contains only addresses and the number of the
+receiver's queue pair.  `read_ladders` reads the messages in order, and notes what the peers learned
+from them:
 
 - an SMC Proposal starts a connection; Accept and Confirm contain both ends of its link, the alert
   tokens, and the RMB element of each side (RFC 7609, 3.5.1, 3.5.2);
-- ADD LINK and its reply contain both ends of a new link, and CONFIRM LINK its number (3.5.1.6);
-- CONFIRM RKEY and ADD LINK CONTINUATION, in version 2 ADD LINK and its reply, contain the RTokens
-  of RMBs on other links (3.5.5.2).
+- ADD LINK and its reply contain both ends of a new link, and CONFIRM LINK the link's number
+  (3.5.1.6);
+- CONFIRM RKEY and ADD LINK CONTINUATION contain the RTokens of RMBs on other links (3.5.5.2); in
+  version 2 ADD LINK and its reply contain those of ADD LINK CONTINUATION.
 
-So the link and the alert token identify the connection of a CDC message, and the link, the RKey and
-the address that of a write.  If a capture started too late, some of this is unknown.
+With these notes, the queue pair of a frame identifies its link.  The link and the alert token
+identify the connection of a CDC message.  The link, the RKey and the address identify the
+connection of an RDMA write.  If the capture started after the messages above, some of this is
+unknown.
 
-A ladder has the peer of the TCP clients on the left and the peer of their servers on the right.
-Two stacks that connect to each other in both directions have two ladders.
+The peer with the TCP clients is on the left, the peer with their servers on the right.  Two stacks
+that connect to each other in both directions have two ladders.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ __all__ = [
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """One side of a ladder, identified by its peer ID if that is known, else by an address."""
+    """One side of a ladder: its peer ID if that is known, and its addresses so far."""
 
     peer_id: bytes | None = None
     addresses: list[bytes] = field(default_factory=list)
@@ -56,7 +61,12 @@ class Peer:
 
 @dataclass(eq=False, slots=True)
 class Rmb:
-    """An RMB: its address by link, and its elements: start to (end, connection)."""
+    """A receive buffer (RMB).
+
+    Attributes:
+      addresses: the address of the RMB on each link.
+      elements: the elements by their start in the RMB: their end, and their connection.
+    """
 
     addresses: dict[Link, int] = field(default_factory=dict)
     elements: dict[int, tuple[int, Connection]] = field(default_factory=dict)
@@ -75,10 +85,10 @@ class Group:
     """A link group, with its links, alert tokens and RMBs.
 
     Attributes:
-      tokens: connections by (True: sent to the server, alert token).
-      rmbs: RMBs by (link, True: the server's, RKey).
-      confirmed: the RMB of the last CONFIRM RKEY, by (True: the server's).
-      added: ADD LINK messages that wait for a reply, by link number.
+      tokens: connections by direction (True: to the server) and alert token.
+      rmbs: RMBs by link, side (True: the server's) and RKey.
+      confirmed: the RMB of the last CONFIRM RKEY, by side (True: the server's).
+      added: ADD LINK messages without a reply so far, by link number.
     """
 
     client: Peer
@@ -94,7 +104,7 @@ class Group:
         return next((each for each in reversed(self.links) if each.number == number), None)
 
     def rmb(self, link: Link, of_server: bool, rkey: int, address: int) -> Rmb:
-        """The RMB with this RToken on ``link``, known or new."""
+        """The RMB with this RToken on ``link``.  An unknown RMB is created."""
         rmb = self.rmbs.get((link, of_server, rkey))
         if rmb is None or rmb.addresses[link] != address:
             rmb = Rmb()
@@ -112,7 +122,7 @@ class Connection:
     """A TCP connection on which SMC-R was proposed.
 
     Attributes:
-      number: from 1, in the order of the Proposals.
+      number: the number of the connection, from 1, in the order of the Proposals.
     """
 
     number: int
@@ -129,10 +139,11 @@ class Row:
     """One message of a ladder.
 
     Attributes:
-      to_server: the direction.
-      link: the link; None for CLC messages.
-      connection: the connection, if known.
-      offset: the start of a write in the RMB element, if known.
+      time: nanoseconds since 1970.
+      to_server: True if the client sent the message.
+      link: the link; None for CLC messages, which TCP carries.
+      connection: the connection; None if the message belongs to none, or if that is unknown.
+      offset: the offset of an RDMA write in the RMB element; None if that is unknown.
     """
 
     time: int
@@ -149,7 +160,8 @@ class Row:
 
     @property
     def group(self) -> Group | None:
-        """The link group of the message; complete only after all messages were read."""
+        """The link group of the message.  Read it only after all messages were read, because a
+        Proposal's group is known only after the Accept."""
         if self.link is not None:
             return self.link.group
         return None if self.connection is None else self.connection.group
@@ -174,8 +186,8 @@ def read_ladders(seen: Iterable[Seen], connection: int | None = None) -> list[La
 
     Args:
       seen: the messages of the capture.
-      connection: the number of a connection.  Then only its messages are included, and those
-        messages of its link group that belong to no other connection.
+      connection: the number of a connection.  Then only the messages of this connection are
+        included, and those messages of its link group that belong to no connection.
     """
     reader = _Reader()
     ladders: dict[tuple[int, int], Ladder] = {}
@@ -202,16 +214,18 @@ def _concerns(row: Row, connections: list[Connection], number: int) -> bool:
 
 
 class _Reader:
-    """Reads messages in their order; `row` returns one row for each."""
+    """Reads the messages of a capture in order.  `row` returns the row of one message."""
 
     def __init__(self) -> None:
         self.connections: list[Connection] = []
         self._by_ends: dict[frozenset[End], Connection] = {}
         self._peers: dict[bytes, Peer] = {}
         self._unnamed_peers: dict[End, Peer] = {}
-        # By address and number of a queue pair: the link, and True if this is the server's end.
+        # The link of each queue pair (address and number), and True if it is the server's end.
         self._ends: dict[End, tuple[Link, bool]] = {}
-        # The same by the address of an end that has not received yet, and that of the other end.
+        # For links that the capture does not introduce: one end has received a message, but the
+        # other has not, so its queue pair is unknown.  By the addresses of the unknown end and of
+        # the known end: the link, and True if the unknown end is the server's.
         self._half_known: dict[tuple[bytes, bytes], tuple[Link, bool]] = {}
 
     def row(self, seen: Seen) -> Row:
@@ -227,7 +241,7 @@ class _Reader:
             connection = self._by_ends[key] = self._new_connection(seen)
         to_server = seen.source == connection.client
         messages = clc.Proposal | clc.Accept | clc.Confirm | clc.Decline
-        # Linux sends no peer ID in a Proposal of version 2 only.
+        # In a Proposal for version 2 alone, Linux sends a peer ID of zeros.
         if isinstance(event, messages) and any(event.peer_id):
             peer = self._peers.setdefault(event.peer_id, Peer(event.peer_id))
             peer.add_address(seen.source.address)
@@ -242,7 +256,8 @@ class _Reader:
         return Row(seen.time, to_server, event, connection=connection)
 
     def _new_connection(self, seen: Seen) -> Connection:
-        # If the capture started during a handshake, the sender of an Accept is the server.
+        # The first message usually comes from the client.  If the capture started during a
+        # handshake, the first message may be an Accept, which comes from the server.
         from_server = isinstance(seen.event, clc.Accept)
         client, server = (seen.target, seen.source) if from_server else (seen.source, seen.target)
         peers = self._unnamed_peer(End(client.address, None)), self._unnamed_peer(server)
@@ -270,7 +285,7 @@ class _Reader:
                 group, End(gid_address(confirm.gid), confirm.qp_number), server_end, None
             )
         for of_server, credentials in ((True, accept), (False, confirm)):
-            # Each message names its own end of any active link.
+            # Each message names the sender's end of any active link, so the links may differ.
             link, _ = self._ends.get(
                 End(gid_address(credentials.gid), credentials.qp_number), self._ends[server_end]
             )
@@ -329,11 +344,12 @@ class _Reader:
         group.server.add_address(server.address)
 
     def _unknown_link(self, seen: Seen) -> tuple[Link, bool]:
-        """The link and the direction of a message whose link the capture does not introduce."""
+        """The link and the direction of a message, if the capture does not introduce the link."""
         source, target = seen.source.address, seen.target.address
         half = self._half_known.pop((target, source), None)
         if half is None:
-            # Only servers send requests to confirm or add links.  Either side sends the others.
+            # Only servers send requests to confirm or add links.  For all other messages the
+            # first sender is shown as the client.
             from_server = isinstance(seen.event, llc.ConfirmLink | llc.AddLink) and (
                 not seen.event.reply
             )
@@ -354,7 +370,7 @@ class _Reader:
 
 
 def _learn_rtokens(group: Group, link: Link, event: Event, *, of_server: bool) -> None:
-    """Note the RTokens in a message; ``of_server``: they belong to the server's RMBs."""
+    """Note the RTokens in a message.  ``of_server``: True if the server's RMBs have them."""
     match event:
         case llc.AddLinkContinuation():
             _learn_pairs(group, link, event.link_number, event.pairs, of_server=of_server)

@@ -1,14 +1,16 @@
-"""Other processes of this host: their children, TCP sockets, and obstacles to SMC-R.
+"""Other processes of this host: their children and TCP sockets, and why they do not use SMC-R.
 
-`explain_listener` explains why the process behind a port of this host does not use SMC-R.
+`explain_listener` finds the process that listens on a port of this host, and explains why its
+connections do not use SMC-R.
 
 Security
 --------
 Another process may present false information about itself.  Therefore this module executes and
-imports nothing of it, for any user.  Only `trio_smc.tools.interpreters` opens files that the
-process names, and only if root or this user placed them.  The kernel answers which socket serves an
-address.  The process that has the socket is judged by its own users and its user namespace, because
-a socket keeps the user that created it.
+imports no file of another process, for any user.  Only `trio_smc.tools.interpreters` opens files
+that the process names, and only if root or this user put them in place.  The kernel provides the
+socket that serves an address.  The user of a socket is the one that created it, but a process of
+another user may have the socket now.  So this module examines the users and the user namespace of
+that process.
 """
 
 from __future__ import annotations
@@ -49,18 +51,20 @@ __all__ = [
     "process_tree",
 ]
 
-_LISTEN: Final = "0A"
+_LISTEN: Final = "0A"  # the state of a listening socket in /proc/PID/net/tcp
 _SEARCH_TIME: Final = 3.0
-"""Seconds for a search through the descriptors of all processes."""
+"""Seconds for a search through the descriptors of all processes.  Chosen."""
 _SHOWN: Final = 8
-"""The largest number of processes in one message."""
+"""The largest number of processes in one message.  Chosen."""
 _MAX_HOLDERS: Final = 256
+"""Processes with one of the sockets that are examined.  Chosen: each needs a descriptor."""
 _MAX_TREE: Final = 100_000
+"""Processes of a tree that are examined.  Chosen: a bound on memory."""
 _SHARE_REMEDY: Final = "run both processes as one user, or let a group of both share a directory"
 
 
 def process_tree(root: int) -> Iterator[int]:
-    """The numbers of a process and its descendants."""
+    """The numbers of a process and of its descendants."""
     left, seen = [root], {root}
     while left and len(seen) < _MAX_TREE:
         pid = left.pop()
@@ -72,7 +76,7 @@ def process_tree(root: int) -> Iterator[int]:
 
 
 def executable(pid: int) -> str:
-    """The executable of a process; "" if unknown."""
+    """The path of a process's executable; "" if unknown."""
     with contextlib.suppress(OSError), Process(pid) as process:
         return process.link("exe")
     return ""
@@ -114,7 +118,7 @@ def explain_listener(
       address, port: the listener's address.
       directory: this side's private directory.
       client: this side's address of a connection to the listener.  If several processes share the
-        port, it shows which one has accepted the connection.
+        port, this address identifies the process that has accepted the connection.
     """
     arrives_by = arrival_interfaces(address)
     found = candidates(_listeners(), address, port, arrives_by)
@@ -128,7 +132,7 @@ def explain_listener(
     with contextlib.ExitStack() as exits:
         holders = _holders({each.inode for each in found}, found[0].uid, exits)
         if len(holders) > 1 and client is not None:
-            # Of the processes that share the port, the one that accepted the connection serves it.
+            # Several processes share the port: explain the one that has accepted the connection.
             accepted = accepted_inode((address, port), client, arrives_by)
             serving = [each for each in holders if accepted in each.sockets()]
             holders = serving or holders
@@ -170,9 +174,9 @@ def _holders(inodes: set[str], creator: int, exits: contextlib.ExitStack) -> lis
 
     Args:
       inodes: the sockets.
-      creator: the user that created the socket.  Processes of that user come first, because there
-        may be no time to read the descriptors of all processes.
-      exits: closes the processes.
+      creator: the user that created the socket.  Processes of that user are examined first, because
+        there may be no time to read the descriptors of all processes.
+      exits: closes the returned processes.
     """
     end = time.monotonic() + _SEARCH_TIME
     numbers = process_numbers()
@@ -207,7 +211,7 @@ def _owner(pid: int) -> int | None:
 
 
 def _explain_without_holder(found: Sequence[Listener], proxy: str) -> Obstacle:
-    """The obstacle if no readable process has the socket, and only its creator is known."""
+    """The obstacle if no readable process has the socket, so that only its creator is known."""
     own = os.geteuid()
     uid = next((each.uid for each in found if each.uid != own), own)
     if uid != own:
@@ -218,12 +222,15 @@ def _explain_without_holder(found: Sequence[Listener], proxy: str) -> Obstacle:
 
 
 def _is_foreign(process: Process) -> bool:
-    """True if any of a process's users is another one than this process's."""
+    """True if any user of a process (real, effective, ...) is not the user of this process."""
     return set(process.users()) != {os.geteuid()}
 
 
 def _foreign_user(process: Process) -> int:
-    """The user of a process that its peers see, or another one that differs from this process's."""
+    """The effective user of a process, which peers see (SO_PEERCRED).
+
+    If that is the user of this process, another user of the process that is not.
+    """
     own = os.geteuid()
     real, effective, *rest = process.users() or (own, own)
     return next((each for each in (effective, real, *rest) if each != own), own)
@@ -243,7 +250,7 @@ def _explain_foreign(holders: Sequence[Process], uid: int) -> Obstacle:
 
 
 def _numbers_of(holders: Sequence[Process]) -> str:
-    """The numbers as text: "process 7", "processes 7, 8 and 3 more"."""
+    """The numbers of processes as text: "process 7", "processes 7, 8 and 3 more"."""
     text = ", ".join(str(each.pid) for each in holders[:_SHOWN])
     more = len(holders) - _SHOWN
     if more > 0:
@@ -252,7 +259,7 @@ def _numbers_of(holders: Sequence[Process]) -> str:
 
 
 def _explain_process(process: Process, directory: Path, proxy: str) -> Obstacle:
-    """The obstacle of a process of this user."""
+    """The obstacle if the listener is a process of this user."""
     pid, uid, program = process.pid, os.geteuid(), process.link("exe")
     if process.is_stopped():
         text = f"process {pid} is stopped, by a signal or a debugger"
@@ -292,7 +299,7 @@ def _endpoint(address: str, port: int) -> str:
 
 def explain_container(address: str | None, port: int, directory: Path) -> Obstacle | None:
     """Explain why a process that listens in another network namespace of this host does not use
-    SMC-R; None: no such process was found.
+    SMC-R; None if there is no such process.
 
     Args:
       address, port: the listener's address, in that namespace; None: any address.
@@ -302,7 +309,7 @@ def explain_container(address: str | None, port: int, directory: Path) -> Obstac
     here = os.readlink("/proc/self/ns/net")
     own = os.geteuid()
     serving: dict[str, set[str]] = {here: set()}
-    # Processes of this user first: those of other users show only their user.
+    # Processes of this user come first, because of another user's process only the user is known.
     for pid in sorted(process_numbers(), key=lambda pid: (_owner(pid) != own, pid)):
         if time.monotonic() > end:
             break
@@ -372,11 +379,13 @@ def _explain_stack(process: Process, stacks: set[str], directory: Path) -> Obsta
 def _control_sockets(process: Process) -> set[str]:
     """The names of a process's control sockets, one for each stack.
 
-    They come from the kernel, because the other process may have its own view of the file system.
+    The names come from the kernel and not from the directory, because the process may have a mount
+    namespace of its own.
     """
     own, numbers = process.sockets(), process.numbers()
     names = {
-        os.path.basename(path).lstrip(".")  # a socket is bound to a hidden name, then renamed
+        # A stack binds its socket to the name with a dot before it, and then renames the socket.
+        os.path.basename(path).lstrip(".")
         for inode, path in _unix_streams(process)
         if inode in own
     }
@@ -384,12 +393,12 @@ def _control_sockets(process: Process) -> set[str]:
 
 
 def _unix_streams(process: Process) -> Iterator[tuple[str, str]]:
-    """Inodes and paths of stream sockets in a process's network namespace."""
+    """Inodes and paths of Unix stream sockets in a process's network namespace."""
     if process.link("ns/net") == os.readlink("/proc/self/ns/net"):
         try:
             return iter(list(unix_listeners()))
         except OSError:
-            pass  # no unix_diag in this kernel
+            pass  # this kernel has no sock_diag of Unix sockets
     return process.unix_streams()
 
 
@@ -405,9 +414,10 @@ def _are_in(stacks: set[str], directory: Path) -> bool:
 
 
 def _private_directory(process: Process) -> str:
-    """The directory of a process's control sockets, by the name that the process sees."""
+    """The path of a process's private directory, as the process itself sees it."""
     for _, link in process.descriptors():
-        # In a directory that a group shares the name is "control-<random>".
+        # The stack has its directory of control sockets open.  In a directory that a group shares,
+        # the name of that directory is "control-<random>".
         if os.path.basename(link).partition("-")[0] == DIRECTORY:
             return os.path.dirname(link)
     return "another one"

@@ -1,9 +1,9 @@
-"""Query the kernel for listening TCP sockets, and for the one that it chooses for a connection.
+"""Query the kernel for its listening TCP sockets, and find the one that accepts a connection.
 
-The kernel answers over netlink (NETLINK_SOCK_DIAG), for sockets of all users in this process's
-network namespace.  Unlike /proc/net/tcp6, the answer shows if a socket of `::` is IPv6 only.  If
-the kernel has no sock_diag, the caller reads /proc/net, where this is unknown.  The addresses of
-interfaces come from NETLINK_ROUTE.
+The kernel answers over netlink (NETLINK_SOCK_DIAG, sock_diag(7)), for the sockets of all users in
+the network namespace of this process.  Unlike /proc/net/tcp6, the answer shows if a socket bound to
+`::` accepts IPv6 only.  If the kernel has no sock_diag, the caller reads /proc/net instead, and
+this remains unknown.  The addresses of interfaces come from NETLINK_ROUTE (rtnetlink(7)).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ __all__ = [
     "unix_listeners",
 ]
 
+# Constants and structures of linux/include/uapi/linux: netlink.h, rtnetlink.h, if_addr.h,
+# sock_diag.h, inet_diag.h, unix_diag.h.
 _NETLINK_ROUTE: Final = 0
 _NETLINK_SOCK_DIAG: Final = 4
 _RTM_GETADDR: Final = 22
@@ -42,16 +44,17 @@ _UNIX_DIAG_NAME: Final = 0
 _LOOPBACK: Final = 1
 """The index of the loopback interface, in every network namespace."""
 _TIMEOUT: Final = 2.0
-"""Seconds to wait for the kernel, which normally answers at once."""
+"""Seconds to wait for the kernel, which normally answers at once.  Chosen."""
 _RECEIVE_SIZE: Final = 1 << 18
+"""Bytes of the receive buffer.  Chosen: the kernel's dumps have at most 32 KiB in one datagram."""
 _NO_COOKIE: Final = b"\xff" * 8
 
 _HEADER: Final = struct.Struct("=IHHII")
-_REQUEST: Final = struct.Struct("=BBBBI")  # inet_diag_req_v2, before the socket's names
-_ADDRESSES: Final = struct.Struct("!HH16s16s")
+_REQUEST: Final = struct.Struct("=BBBBI")  # inet_diag_req_v2, before the addresses
+_ADDRESSES: Final = struct.Struct("!HH16s16s")  # inet_diag_sockid: both ports, both addresses
 _UNIX_REQUEST: Final = struct.Struct("=BBHIII8s")  # unix_diag_req
 _UNIX_REPLY: Final = struct.Struct("=BBBBI8s")  # unix_diag_msg: family, type, ..., inode, cookie
-_REPLY: Final = struct.Struct("=BBBB")  # inet_diag_msg, before the socket's names
+_REPLY: Final = struct.Struct("=BBBB")  # inet_diag_msg, before the addresses
 _AFTER_ADDRESSES: Final = struct.Struct(
     "=I8sIIIII"
 )  # interface, cookie, expires, queues, uid, inode
@@ -64,13 +67,13 @@ class Listener:
     """A listening TCP socket.
 
     Attributes:
-      address: the bound address, as `ipaddress` writes it; a mapped IPv4 address as IPv4.
+      address: the bound address, as `ipaddress` writes it; an IPv4-mapped address as IPv4.
       port: the port.
-      is_ipv6: True if it is a socket of AF_INET6.
-      v6_only: True if it does not serve IPv4; None if that is unknown.
-      interface: the index of the interface that it is bound to; 0: none.
-      uid: the user that created it.  The process that has it now may belong to another user.
-      inode: the inode, as /proc/PID/fd shows it.
+      is_ipv6: True if the family of the socket is AF_INET6.
+      v6_only: True if the socket does not accept IPv4; None if that is unknown.
+      interface: the index of the interface that the socket is bound to; 0: none.
+      uid: the user that created the socket, which a process of another user may have now.
+      inode: the inode of the socket, as in /proc/PID/fd.
     """
 
     address: str
@@ -83,24 +86,25 @@ class Listener:
 
     @property
     def is_wildcard(self) -> bool:
-        """True if it is bound to all addresses."""
+        """True if the socket is bound to all addresses."""
         return self.address in ("0.0.0.0", "::")
 
 
 def candidates(
     found: Iterable[Listener], address: str, port: int, arrives_by: Collection[int] = ()
 ) -> list[Listener]:
-    """The sockets among which the kernel chooses for a connection to an address of this host.
+    """The sockets of which the kernel chooses one for a connection to an address of this host.
 
-    A socket bound to the address comes before a wildcard, a socket bound to an interface before one
-    that is not, and IPv4 before a socket of `::` that serves IPv4 as well.  There are several
-    candidates only if they share the port by SO_REUSEPORT, or if `v6_only` is unknown.
+    The kernel prefers a socket bound to the address to one bound to all addresses, then a socket
+    bound to an interface to one that is not, then IPv4 to a socket of `::` that also accepts IPv4.
+    There are several candidates only if they share the port by SO_REUSEPORT, or if `v6_only` is
+    unknown.
 
     Args:
-      found: listening sockets.
-      address, port: the destination.
-      arrives_by: the interfaces that have the address (`arrival_interfaces`).  A socket that is
-        bound to another interface is not a candidate.
+      found: all listening sockets.
+      address, port: the destination of the connection.
+      arrives_by: the interfaces at which the connection may arrive (`arrival_interfaces`).  A
+        socket that is bound to another interface is not a candidate.
     """
     best: dict[tuple[int, int, int], list[Listener]] = {}
     destination = ipaddress.ip_address(address.partition("%")[0])
@@ -136,15 +140,14 @@ def listeners() -> list[Listener]:
 def unix_listeners() -> Iterator[tuple[str, str]]:
     """The inodes and paths of the listening Unix stream sockets of this network namespace.
 
-    /proc/net/unix is not used, because a line feed in a path there can forge the line of a socket.
+    The source is not /proc/net/unix: a path may contain a line feed there, and so forge the line of
+    another socket.
 
     Raises:
       OSError: the kernel has no sock_diag of Unix sockets.
     """
     states = 1 << _TCP_LISTEN
-    request = _UNIX_REQUEST.pack(
-        socket.AF_UNIX, 0, 0, states, 0, _UDIAG_SHOW_NAME, bytes(8)
-    )  # no cookie: of all
+    request = _UNIX_REQUEST.pack(socket.AF_UNIX, 0, 0, states, 0, _UDIAG_SHOW_NAME, bytes(8))
     for message in _request(request, _NLM_F_DUMP):
         _, kind, _, _, inode, _ = _UNIX_REPLY.unpack_from(message)
         name = dict(_attributes(message[_UNIX_REPLY.size :])).get(_UNIX_DIAG_NAME)
@@ -153,10 +156,10 @@ def unix_listeners() -> Iterator[tuple[str, str]]:
 
 
 def arrival_interfaces(address: str) -> set[int]:
-    """The indices of the interfaces at which a connection within this host arrives.
+    """The indices of the interfaces at which a connection to an address of this host arrives.
 
-    Packets within the host pass through the loopback interface.  But for sockets that are bound to
-    an interface, they arrive at the interface that has the address.
+    Packets within the host pass through the loopback interface.  But if a listening socket is bound
+    to an interface, the kernel compares that interface with the one that has the address.
     """
     wanted = ipaddress.ip_address(address.partition("%")[0])
     family = socket.AF_INET if wanted.version == 4 else socket.AF_INET6
@@ -171,7 +174,7 @@ def arrival_interfaces(address: str) -> set[int]:
                 found.add(_IF_ADDRESS.unpack_from(message)[4])
     except OSError:
         return {_LOOPBACK}
-    return found or {_LOOPBACK}  # no interface lists 127.0.0.2
+    return found or {_LOOPBACK}  # no interface lists 127.0.0.2, for example
 
 
 def accepted_inode(
@@ -179,10 +182,10 @@ def accepted_inode(
 ) -> str | None:
     """The inode of the server's socket of a connection within this host.
 
-    None: the connection waits to be accepted, or the server has closed it.
+    None: no process has accepted the connection yet, or the server has closed the connection.
 
     Args:
-      server, client: the addresses of both ends.
+      server, client: address and port of each end.
       arrives_by: as in `candidates`.
     """
     for interface in arrives_by:
@@ -217,7 +220,17 @@ def _request(
     protocol: int = _NETLINK_SOCK_DIAG,
     message_type: int = _SOCK_DIAG_BY_FAMILY,
 ) -> Iterator[bytes]:
-    """Yield the kernel's messages without their headers.  Raises OSError."""
+    """Send a netlink request, and yield the kernel's messages without their headers.
+
+    Args:
+      request: the request without its header.
+      flags: NLM_F_DUMP for a list of messages, 0 for a single one.
+      protocol: the netlink protocol.
+      message_type: the type of the request.
+
+    Raises:
+      OSError: the kernel reports an error, or does not support the request.
+    """
     socket_type = socket.SOCK_RAW | socket.SOCK_CLOEXEC
     with socket.socket(socket.AF_NETLINK, socket_type, protocol) as sock:
         sock.settimeout(_TIMEOUT)
@@ -227,7 +240,7 @@ def _request(
         while True:
             data, sender = sock.recvfrom(_RECEIVE_SIZE)
             if sender[0] != 0:
-                continue  # another process has sent this; the kernel is number 0
+                continue  # from another process; the port number of the kernel is 0
             at = 0
             while at + _HEADER.size <= len(data):
                 size, kind, _, _, _ = _HEADER.unpack_from(data, at)

@@ -76,13 +76,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Copy the capture to the output."""
     if options.output == "-" and sys.stdout.isatty():
-        # The bytes of other processes could control the terminal.
+        # The data may contain control sequences for the terminal.
         raise ToolError("capture: cannot write binary data to a terminal; use -o FILE or a pipe")
     pieces = stream_capture(
         private_directory(options), options.pid, options.stack, options.payload, options.seconds
     )
     with contextlib.closing(pieces):
-        first = next(pieces, None)  # before the file is created
+        first = next(pieces, None)  # an error must come before the file is created
         if first is None:
             raise ToolError(f"capture: process {options.pid} has ended")
         try:
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _output(name: str) -> Iterator[BinaryIO]:
-    """Open the output without a buffer, so that the file can be read while it grows."""
+    """Open the output without a buffer, so that another program can read the file meanwhile."""
     if name == "-":
         yield os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
         return

@@ -77,20 +77,31 @@ Exit codes:
 """
 
 _NO_SMC_R: Final = 1
+"""The exit code if the connection does not use SMC-R."""
 _RETRY_INTERVAL: Final = 0.1
+"""Seconds between two queries of the server's view.  Chosen."""
 _MAX_TRIES: Final = 30
+"""Queries of the server's view.  Chosen: 3 seconds in all."""
 _CLOSE_TIMEOUT: Final = 0.5
+"""Seconds that closing the stack may wait for the server.  Chosen."""
 _EXPLAINED_BY_LISTENER: Final = (
     FallbackReason.PEER_NOT_CAPABLE,
     FallbackReason.OTHER_USER,
     FallbackReason.PATH_NOT_PROVEN,
     FallbackReason.NO_RNIC,
 )
+"""Local reasons whose cause may be the listener's process, which is examined then."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One step of the check; its verdict is "ok", "no" (SMC-R ends here) or "info"."""
+    """One step of the check.
+
+    Attributes:
+      name: the name of the step, as in ``--help``.
+      verdict: "ok", "no" if SMC-R is not used because of this step, or "info".
+      text: the details.
+    """
 
     name: str
     verdict: str
@@ -105,14 +116,15 @@ class Report:
     port: int
     mode: str | None = None
     ueids: list[str] = field(default_factory=list)
-    """The UEIDs with which version 2 was offered."""
+    """The UEIDs of this side, with which version 2 is offered."""
     steps: list[Step] = field(default_factory=list)
     fallback: dict[str, Any] | None = None
     server: dict[str, Any] | None = None
-    """The server's view, as in `trio-smc ss --json`, and its UEIDs, if it is a process of this
-    user."""
+    """The server's view of the connection, as in `trio-smc ss --json`, with its process number and
+    UEIDs; None unless the server is a process of this user."""
     listener: dict[str, Any] | None = None
-    """Why a listener of this host does not use SMC-R: "text", "remedy", "pid", "uid"."""
+    """Why the listener does not use SMC-R (the fields of `processes.Obstacle`); None unless the
+    listener is on this host."""
 
     def add(self, name: str, verdict: str, text: str) -> None:
         """Add a step."""
@@ -145,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
     """Connect, and print the result."""
     directory = private_directory(options)
     if options.directory is not None and not directory.is_dir():
-        # A stack would create it, and find no other process there.
+        # A stack would create the directory, and find no other process there.
         raise ToolError(f"{directory}: no such directory")
     ueids = tuple(options.ueid or ("kernel",))
     try:
@@ -227,7 +239,7 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
     async with stream:
         ours, theirs = _ends(stream)
         ends = f"{address(list(ours[:2]))} → {address(list(theirs[:2]))}"
-        # Before the messages on the connection.
+        # This step belongs before the steps of the messages.
         report.steps.insert(messages.first, Step("connect", "ok", ends))
         report.mode = stream.mode.value
         if not messages.seen:
@@ -244,7 +256,8 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
             why is not None and why.origin is Origin.LOCAL and why.reason in _EXPLAINED_BY_LISTENER
         )
         if needs_listener and report.server is None and here and there:
-            # At the timeout the thread is abandoned, because another process can delay /proc.
+            # At the timeout the thread is abandoned, because another process can make reading its
+            # files in /proc slow.
             explain = (
                 partial(explain_listener, *there, directory, here)
                 if here[0] == there[0] or ipaddress.ip_address(there[0]).is_loopback
@@ -255,7 +268,8 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
 
 
 def _ends(stream: SmcStream) -> tuple[Any, Any]:
-    """The addresses of both ends; () for a server that has reset the connection."""
+    """The addresses of this side and of the server; the latter is () if the server has reset the
+    connection."""
     try:
         theirs = stream.socket.getpeername()
     except OSError:
@@ -281,7 +295,12 @@ def _conclude(report: Report, stream: SmcStream) -> None:
 
 
 class _Messages:
-    """Adds a step for each message of the handshake (`trio_smc.Observer`)."""
+    """Adds a step for each message of the handshake (a `trio_smc.Observer`).
+
+    Attributes:
+      first: the index of the first step that this observer adds.
+      seen: True if a CLC message was sent or received.
+    """
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -304,7 +323,7 @@ class _Messages:
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
         if self._finished:
-            return  # what a link says later is no part of this handshake
+            return  # later LLC messages are not part of the handshake
         try:
             framing = llc.V2 if message[0] in llc.V2.types else llc.V1
             name = type(framing.decode_untrusted(message)).__name__
@@ -351,10 +370,10 @@ def _version_2_text(message: clc.Proposal | clc.Accept | clc.Confirm) -> str:
 async def _server_view(
     our_address: Any, their_address: Any, directory: Path
 ) -> dict[str, Any] | None:
-    """The server's view of the connection; None unless the server is a local process of this
-    user."""
+    """The server's view of the connection; None unless the server is a process of this user on this
+    host."""
     ours, theirs = _normalized(our_address), _normalized(their_address)
-    silent = SilentProcesses(quiet=True)  # printed only if the server may be one of them
+    silent = SilentProcesses(quiet=True)
     for _ in range(_MAX_TRIES):
         ask = partial(_query, directory, silent)
         try:
@@ -367,7 +386,7 @@ async def _server_view(
                     return {"pid": snapshot.pid, "ueids": snapshot.ueids, **each}
         ports = [listener[1] for snapshot in snapshots for listener in snapshot.listeners]
         if theirs is None or theirs[1] not in ports:
-            silent.report()  # the server may be one of them
+            silent.report()  # the server may be one of the processes that did not answer
             return None
         # The server's handshake may end a moment later than this side's.
         await trio.sleep(_RETRY_INTERVAL)
@@ -379,7 +398,7 @@ def _query(directory: Path, silent: SilentProcesses) -> list[Any]:
 
 
 def _normalized(socket_address: Any) -> tuple[str, int] | None:
-    """An address in its canonical form."""
+    """Address and port of a socket, in canonical form; None if the address is no IP address."""
     if not socket_address:
         return None
     try:
@@ -428,7 +447,7 @@ def _print(report: Report) -> None:
 
 
 def _ueids(report: Report) -> str:
-    """The UEIDs of both sides; a Decline does not include the server's."""
+    """The UEIDs of both sides.  A Decline does not include the server's, so they may be unknown."""
     theirs = "unknown" if report.server is None else _joined(report.server["ueids"])
     return f"  UEIDs      this side's: {_joined(report.ueids)}; the server's: {theirs}"
 

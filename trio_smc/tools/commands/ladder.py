@@ -50,8 +50,9 @@ The part before the damage is drawn, and one line on stderr describes the damage
 """
 
 _LIMIT: Final = 1000
+"""The default of --limit.  Chosen."""
 _MAX_MESSAGES: Final = 1_000_000
-"""The largest number of messages that are read, to bound memory."""
+"""The largest number of messages that are read.  Chosen: a bound on memory."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -160,7 +161,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     if str(path) == "-":
         yield sys.stdin.buffer
         return
-    # Of this process itself, as a shell opens one for <(zcat smc.pcapng.gz).
+    # A descriptor of this process, as a shell passes for <(zcat smc.pcapng.gz), may be a pipe.
     is_inherited = path.parent == Path("/dev/fd")
     try:
         file = path.open("rb") if is_inherited else os.fdopen(open_regular_file(path), "rb")

@@ -70,7 +70,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
-    """One row for each link and each RMB size, side by side; only the first has the group."""
+    """The rows of one group: links and RMB sizes side by side.
+
+    The columns of the group are filled in the first row only.
+    """
     names = [
         *(group["number"], group["role"], group["peer_id"]),
         *(agreed(**group), group["kind"], group["state"]),
@@ -93,7 +96,7 @@ def _link(link: dict[str, Any]) -> list[object]:
 
 
 def _rmbs(rmbs: list[dict[str, Any]]) -> list[str]:
-    """The RMBs as text, one line for each size."""
+    """The elements of all RMBs as text, one item for each element size."""
     sizes: dict[int, list[int]] = {}
     for rmb in rmbs:
         total = sizes.setdefault(rmb["element_size"], [0, 0])

@@ -1,4 +1,4 @@
-"""`trio-smc proxy`: forward between TCP and SMC-R, for programs that speak only one of them."""
+"""`trio-smc proxy`: forward connections between TCP and SMC-R."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ Exit codes: 0 after SIGTERM; 2 for bad input, such as an address on which the pr
 
 LOGGER: Final = logging.getLogger("trio_smc.proxy")
 _PIECE: Final = 1 << 18
-_MAX_HOST: Final = 255  # characters
+"""Largest number of bytes that one call receives.  Chosen."""
+_MAX_HOST: Final = 255
+"""Characters of a host name (RFC 1035, 2.3.4)."""
 _port = whole_number("TCP port", 0, 65535)
 
 
@@ -54,7 +56,7 @@ class _Address(NamedTuple):
 
 @dataclass(slots=True)
 class _Totals:
-    """The forwarded connections and bytes, in both directions together."""
+    """The numbers of forwarded connections, and of forwarded bytes in both directions together."""
 
     connections: int = 0
     forwarded: int = 0
@@ -97,7 +99,8 @@ def _address(text: str) -> _Address:
 
 async def _serve(listen: _Address, target: _Address, require: bool) -> None:
     totals, started = _Totals(), time.process_time()
-    # Outside the stack: a second signal must not prevent the stack from removing its names.
+    # The receiver surrounds the stack, so that a second SIGTERM does not end the process before the
+    # stack has removed its sockets from the private directory.
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
         async with trio_smc.open_stack(trio_smc.Config(require_smc=require)) as stack:
             listeners = await _listeners(stack, listen)
@@ -144,7 +147,7 @@ async def _forward(
     totals: _Totals,
     client: trio.abc.HalfCloseableStream,
 ) -> None:
-    """Forward one connection; an error ends it at both sides."""
+    """Connect to the target, and forward one client's connection.  An error resets both sides."""
     async with client:
         try:
             server = await _connect(stack, target)
@@ -161,13 +164,17 @@ async def _forward(
                     nursery.start_soon(_copy, client, server, totals)
                     nursery.start_soon(_copy, server, client, totals)
             except* trio.BrokenResourceError:
-                # Reset both, so that the other end does not mistake the error for an end.
+                # Reset both connections, because the other end would take a close for the regular
+                # end of the data.
                 _reset(client)
                 _reset(server)
 
 
 def _last_error_text(error: OSError) -> str:
-    """The error of the last attempt; Trio's own error has only the text that all failed."""
+    """The error of the last attempt to connect.
+
+    The text of Trio's own error only says that all attempts failed.
+    """
     cause = error.__cause__
     if isinstance(cause, ExceptionGroup):
         cause = cause.exceptions[-1]

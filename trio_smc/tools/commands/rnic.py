@@ -1,7 +1,7 @@
-"""`trio-smc rnic`: list the RNICs of stacks, those that "auto" finds, and the machine's devices.
+"""`trio-smc rnic`: list the RNICs of running stacks and of a new stack, and all RDMA devices.
 
-The machine's devices are read from /sys/class/infiniband.  This needs neither pyverbs nor
-privileges, so it also works if a stack cannot use the device.
+The RDMA devices of the machine are read from /sys/class/infiniband.  Reading there needs neither
+pyverbs nor privileges, so the list also includes devices that no stack can use.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _automatic(directory: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The RNICs of a new stack, in the shape of the control socket's "rnics".
+    """The RNICs of a new stack, as the control socket sends them in "rnics".
 
-    Returned with the reason why there is no software RNIC, or None.
+    The second value is the reason why the stack has no software RNIC; None if it has one.
     """
     config = trio_smc.Config(directory=directory, control=False)
     try:
@@ -157,7 +157,7 @@ def _devices(ports: list[Port], pyverbs: bool) -> list[Any]:
     return lines
 
 
-# --- the machine's devices ---------------------------------------------------------------------
+# --- the RDMA devices of the machine -----------------------------------------------------------
 
 
 _SYS: Final = Path("/sys")
@@ -182,9 +182,9 @@ class Port:
       number: the number of the port, from 1.
       state: the kernel's word: "ACTIVE", "DOWN", ...
       link_layer: "Ethernet" for RoCE.
-      gids: the entries in use.
-      netdevs: the network interfaces whose routes it serves: those of its GIDs, and VLANs and bonds
-        on top of them.
+      gids: the entries of the GID table that are in use.
+      netdevs: the network interfaces whose routes the port serves: those of its GIDs, and the VLANs
+        and bonds on top of them.
     """
 
     device: str

@@ -51,7 +51,9 @@ SMC-R; 2 for bad input; 127 if there is no such program.
 """
 
 _NOT_FOUND: Final = 127
+"""The exit code if there is no such program, as that of a shell."""
 _MAX_FILE: Final = 1 << 20
+"""Bytes of the configuration file.  Chosen."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

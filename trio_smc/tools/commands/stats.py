@@ -60,7 +60,8 @@ _BREAKDOWNS = {
     "connections": ("agreed", Agreed._fields),
     "fallbacks": ("fallbacks", ("origin", "reason")),
 }
-"""Counters with a breakdown: the name of the list, and its keys."""
+"""Counters that are also shown in parts: the list with the parts, and the fields that identify a
+part."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -96,8 +97,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 _Counters = dict[tuple[Any, ...], int]
-"""Counters by name, and by name and keys of the breakdown."""
+"""Counters.  The key of a counter is ``(name,)``.  The key of a part of it has the values of the
+fields in `_BREAKDOWNS` in addition: ``("fallbacks", "local", "no-rnic")``."""
 _CountersByStack = dict[tuple[int, str], tuple[Snapshot, _Counters]]
+"""By process number and peer ID of the stack."""
 
 
 def _query(options: argparse.Namespace, silent: SilentProcesses) -> _CountersByStack:
@@ -153,7 +156,7 @@ def _print(counted: _CountersByStack, as_json: bool, title: str) -> None:
 
 
 def _breakdown(counters: _Counters, name: str) -> list[dict[str, Any]]:
-    """The breakdown of one counter, in the shape of the control socket's answer."""
+    """The parts of one counter, in the same shape as in the control socket's answer."""
     names = _BREAKDOWNS[name][1]
     found = [(key, n) for key, n in counters.items() if key[0] == name and len(key) > 1]
     return [{**dict(zip(names, key[1:], strict=True)), "count": n} for key, n in found]
@@ -170,7 +173,7 @@ def _name(key: tuple[Any, ...]) -> str:
 
 
 def _headings(counted: _CountersByStack) -> list[str]:
-    """The headings of the stacks: the process, and the peer ID if a process has several stacks."""
+    """The heading of each stack: the process, and the peer ID if the process has several stacks."""
     pids = [pid for pid, _ in counted]
     return [
         f"PID {pid}" if pids.count(pid) == 1 else f"PID {pid} {stack}" for pid, stack in counted

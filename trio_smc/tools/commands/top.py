@@ -56,7 +56,7 @@ for bad input.
 _PARTS = ("statistics", "connections")
 _SHOWN = ("local", "peer", "state", "send_queue", "receive_queue")
 _RATES = ("bytes_sent", "bytes_received", "writes", "window_stalls")
-# On a narrow terminal the last columns are omitted.
+# The columns by importance: if the terminal is too narrow, the last ones are omitted.
 _HEADS = ("PID", "LOCAL", "PEER", ">SENT", ">RECEIVED", ">WRITES", ">STALLS", ">SEND-Q",
           ">RECV-Q", "STATE")  # fmt: skip
 
@@ -74,9 +74,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show frames until Ctrl-C, or --count times."""
+    """Show a frame (totals and table) every --interval seconds, --count times or until Ctrl-C."""
     live = not options.json and console().is_terminal
-    # A line on stderr would damage the screen, so the frame itself names silent processes.
+    # A line on stderr would damage the screen.  So each frame names the processes that do not
+    # answer, and the lines on stderr come at the end.
     silent = SilentProcesses(quiet=live)
     with contextlib.suppress(KeyboardInterrupt):
         if live:
@@ -113,7 +114,7 @@ def _frame(last: _Sample, before: _Sample, lines: int, silent: SilentProcesses) 
 def _samples(
     options: argparse.Namespace, silent: SilentProcesses, first: _Sample | None = None
 ) -> Iterator[tuple[_Sample, _Sample]]:
-    """Yield each sample with the one before it, --count times."""
+    """Yield each new sample together with the one before, --count times."""
     last = first or _Sample.take(options, silent)
     frames = 0
     while frames != options.count:
@@ -146,7 +147,7 @@ class _Sample:
         return cls(time.monotonic(), stacks)
 
     def connections(self) -> dict[tuple[object, ...], tuple[int, dict[str, Any]]]:
-        """The SMC-R connections, by process, stack and alert token."""
+        """The process and the data of each SMC-R connection, by process, stack and alert token."""
         return {
             (stack.pid, stack.stack, each["cursors"]["alert_token"]): (stack.pid, each)
             for stack in self.stacks
@@ -155,7 +156,8 @@ class _Sample:
         }
 
     def rates(self, before: _Sample) -> list[dict[str, Any]]:
-        """The connections with their rates per second, the busiest first."""
+        """The connections with their rates per second since the sample ``before``, the busiest
+        first."""
         seconds = max(self.time - before.time, 1e-9)
         old = before.connections()
         rates = []
@@ -171,7 +173,7 @@ class _Sample:
         return rates
 
     def since(self, before: _Sample, lines: int) -> list[Any]:
-        """The frame: totals, and connections ordered by their bytes."""
+        """The frame for people: a line of totals, and a table of the busiest connections."""
         rates = self.rates(before)
         rows: list[list[object]] = [
             [
@@ -193,7 +195,7 @@ class _Sample:
         return [line, "", _fitting_table(rows), *more]
 
     def report(self, before: _Sample, lines: int) -> dict[str, Any]:
-        """The frame for scripts: rates per second, sizes in bytes."""
+        """The frame for scripts.  Rates are per second, and sizes are in bytes."""
         return {
             "seconds": self.time - before.time,
             **self.totals(),
@@ -201,7 +203,7 @@ class _Sample:
         }
 
     def totals(self) -> dict[str, int]:
-        """Totals of all stacks: open connections; fallbacks and failovers since the start."""
+        """Sums over all stacks: open connections; fallbacks and failovers since the opening."""
         return {
             "stacks": len(self.stacks),
             "smc-r": sum(each.statistics["open_connections"] for each in self.stacks),
