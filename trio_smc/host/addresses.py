@@ -10,9 +10,9 @@ Networks come from the kernel's list of addresses, which may change at any momen
 caches this list until the next change.  Loopback networks, which most same-host connections use,
 are the same on every host and need no query.
 
-Each connection needs to know if the peer's address belongs to this host.  Two system calls on
-sockets nearly always show that (`_probe_own`), in 20 microseconds.  Without netlink the host has no
-known networks except loopback, and the results are None, False or empty.
+Each connection needs to know if the peer's address belongs to this host.  The connect of one UDP
+socket and the bind of another nearly always show that (`_probe_own`), in 20 microseconds.  Without
+netlink the host has no known networks except loopback, and the results are None, False or empty.
 """
 
 from __future__ import annotations
@@ -236,8 +236,9 @@ def source_address(address: str, port: int) -> str | None:
 
 def _probe_own(address: str) -> bool | None:
     """True if this host has the address, False if not, None if only a query can show that."""
-    # For a connection to an own address the kernel chooses this address as the source, too, and it
-    # does so for no other address.  Only for a secondary address it may choose the primary one.
+    # If the destination is an address of this host, the kernel chooses the same address as the
+    # source.  It does so for no other destination.  But if the destination is a secondary address,
+    # the kernel may choose the primary one.
     if source_address(address, 1) == address:
         return True
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,4 +1,4 @@
-"""Tells if the system may refuse pages of shared memory when they are first touched.
+"""Memory that the system may refuse: pages of shared memory at the first touch, and new threads.
 
 If ``vm.overcommit_memory`` is 2, Linux counts each page of a memfd against the commit limit when
 the page is allocated (proc_sys_vm(5), mm/shmem.c).  If a load or a store allocates the page, there
@@ -46,7 +46,7 @@ def can_start_thread() -> bool:
     """True if a new thread would have enough memory to run.
 
     At the commit limit a new thread may get its stack and then no other memory, so that the thread
-    ends at once.  `threading.Thread.start` would wait for ever for the thread to report its start.
+    cannot run.  `threading.Thread.start` would wait for this thread for ever.
     """
     if sys.platform != "linux" or not commit_is_limited():
         return True

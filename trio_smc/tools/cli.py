@@ -23,7 +23,7 @@ PROGRAM: Final = "trio-smc"
 _INTERRUPTED: Final = 130
 """As a shell reports a program that SIGINT (signal 2) ended: 128 + 2."""
 _WIDTH: Final = 90
-"""Columns of the list of options.  Chosen: fits beside the paragraphs, which have up to 100."""
+"""Columns of the usage and of the list of options.  Chosen."""
 
 _DESCRIPTION = """
 Show the SMC-R connections of this user's processes, check servers, and run programs over SMC-R.

@@ -1,7 +1,7 @@
 """Ladder diagrams as one SVG picture.
 
-The picture contains only rectangles, lines and text, and is the same for the same messages, so that
-tests can compare pictures as text.
+The picture contains only rectangles, lines and text, and depends only on the messages, so that two
+pictures can be compared as text.
 """
 
 from __future__ import annotations

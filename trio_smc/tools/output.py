@@ -203,7 +203,7 @@ def diagnosis(word: Any) -> str:
 
 
 def fallback_codes(fallback: dict[str, Any]) -> str:
-    """The diagnosis words of both sides: "local 0x03030000 no-rnic, peer none"."""
+    """The diagnosis words of both sides: "local 0x03030000 no-device, peer none"."""
     return f"local {diagnosis(fallback.get('code'))}, peer {diagnosis(fallback.get('peer_code'))}"
 
 

@@ -60,7 +60,9 @@ _MAX_HOLDERS: Final = 256
 """Processes with one of the sockets that are examined.  Chosen: each needs a descriptor."""
 _MAX_TREE: Final = 100_000
 """Processes of a tree that are examined.  Chosen: a bound on memory."""
-_SHARE_REMEDY: Final = "run both processes as one user, or let a group of both share a directory"
+_SHARE_REMEDY: Final = (
+    "run both processes as one user, or let a group of both users share a directory"
+)
 
 
 def process_tree(root: int) -> Iterator[int]:
@@ -217,7 +219,7 @@ def _explain_without_holder(found: Sequence[Listener], proxy: str) -> Obstacle:
     if uid != own:
         text = f"the listener belongs to user {uid}, this process to {own}"
         return Obstacle(text, _SHARE_REMEDY, uid=uid)
-    text = "no process of this user has the listening socket; it may be in a container"
+    text = "no process of this user has the listening socket; its process may be in a container"
     return Obstacle(text, proxy, uid=uid)
 
 
@@ -245,7 +247,7 @@ def _explain_foreign(holders: Sequence[Process], uid: int) -> Obstacle:
         return Obstacle(text, _SHARE_REMEDY, uid=uid)
     named = [f"{each.pid} of user {_foreign_user(each)}" for each in holders[:_SHOWN]]
     text = f"{len(holders)} processes of several users hold the listener: {', '.join(named)}"
-    remedy = "run all of them as one user, or let a group of all share a directory"
+    remedy = "run all of them as one user, or let a group of all these users share a directory"
     return Obstacle(text, remedy, uid=uid)
 
 
@@ -353,7 +355,8 @@ def _explain_in_container(process: Process, directory: Path) -> Obstacle:
         )
         return Obstacle(f"{text}, and shares the directory", remedy, pid)
     text += ", with another private directory"
-    return Obstacle(text, "let both mount one directory, and name it: Config(directory=...)", pid)
+    remedy = "mount one directory at both ends, and name it in Config(directory=...)"
+    return Obstacle(text, remedy, pid)
 
 
 # --- stacks of another process ------------------------------------------------------------------
@@ -368,7 +371,8 @@ def _explain_stack(process: Process, stacks: set[str], directory: Path) -> Obsta
             f"that of this process is {directory}"
         )
         remedy = (
-            f"use one $XDG_RUNTIME_DIR or Config(directory=...) for both; here --directory {theirs}"
+            "use one $XDG_RUNTIME_DIR or Config(directory=...) for both processes; "
+            f"for this command use --directory {theirs}"
         )
         return Obstacle(text, remedy, pid, uid)
     text = f"process {pid} has a stack of trio_smc, but does not use it for this listener"

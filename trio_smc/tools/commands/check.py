@@ -207,11 +207,15 @@ def _check_ueids(report: Report, stack: trio_smc.Stack, *, requested: bool) -> N
         if has_v2_rnic:
             report.add("UEIDs", "ok", names)
         else:
-            report.add("UEIDs", "no", f"{names}; but none of these RNICs supports version 2")
+            report.add("UEIDs", "no", f"{names}, but none of these RNICs supports version 2")
     else:
-        why = "has no SMC (modprobe smc)" if stack.ueids is None else "has none (smcr ueid add)"
+        why = "has no SMC (modprobe smc)" if stack.ueids is None else "has no UEID (smcr ueid add)"
         verdict = "no" if requested else "info"
-        report.add("UEIDs", verdict, f"the kernel {why}: version 2 is not offered (--ueid)")
+        report.add(
+            "UEIDs",
+            verdict,
+            f"the kernel {why}, so version 2 is not offered; --ueid NAME offers it",
+        )
 
 
 async def _resolve(report: Report) -> None:

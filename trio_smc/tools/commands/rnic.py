@@ -153,7 +153,7 @@ def _devices(ports: list[Port], pyverbs: bool) -> list[Any]:
     heads = ("DEVICE", ">PORT", "STATE", "LAYER", ">INDEX", "GID", "TYPE", "NETDEV", "NETDEVS")
     lines: list[Any] = [table(heads, rows, "RDMA devices of this machine")]
     if not pyverbs:
-        lines.append("pyverbs is not installed, so no stack of this Python can use them.")
+        lines.append("pyverbs is not installed, so no stack of this Python can use these devices.")
     return lines
 
 

@@ -97,8 +97,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 _Counters = dict[tuple[Any, ...], int]
-"""Counters.  The key of a counter is ``(name,)``.  The key of a part of it has the values of the
-fields in `_BREAKDOWNS` in addition: ``("fallbacks", "local", "no-rnic")``."""
+"""Counters.  The key of a counter is ``(name,)``.  The key of a part also has the values of the
+fields in `_BREAKDOWNS`: ``("fallbacks", "local", "no-rnic")``."""
 _CountersByStack = dict[tuple[int, str], tuple[Snapshot, _Counters]]
 """By process number and peer ID of the stack."""
 
