@@ -58,7 +58,7 @@ class Interface:
 
     Attributes:
       index, name: the index and the name in the kernel.
-      vlan: the VLAN ID of this interface or of the VLAN interface below it; None: untagged.
+      vlan: the VLAN ID if this is a VLAN interface; None: frames have no tag.
       lower: the index of the interface below a VLAN, else None.
       master: the index of the bond or bridge that the interface belongs to, else None.
       bond: True if the interface is a bond.

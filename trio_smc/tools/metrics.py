@@ -1,4 +1,4 @@
-"""Metrics for Prometheus (extra ``[metrics]``): a collector over the statistics of stacks.
+"""Metrics for Prometheus (extra ``[metrics]``): a collector of the statistics of stacks.
 
 ::
 

@@ -9,7 +9,7 @@ Each message is one JSON object of at most `MAX_SIZE` bytes:
 | "asyncio" | | the hook, when asyncio opens a TCP connection |
 | "missing" | "executable", "error" | the hook, if trio_smc cannot be imported |
 | "stack-open" | "stack" | a stack (`control.server.RunReport`) when it opens |
-| "stack-counts", "stack-end" | "stack", "statistics" | a stack, from time to time and at its end |
+| "stack-counts", "stack-end" | "stack", "statistics" | a stack, at intervals and at its end |
 
 Each message may include "dropped", the number of earlier messages that could not be sent.  A
 message does not include the number of its process, because the kernel provides this number.
