@@ -11,8 +11,9 @@ caches this list until the next change.  Loopback networks, which most same-host
 are the same on every host and need no query.
 
 Each connection needs to know if the peer's address belongs to this host.  The connect of one UDP
-socket and the bind of another nearly always show that (`_probe_own`), in 20 microseconds.  Without
-netlink the host has no known networks except loopback, and the results are None, False or empty.
+socket and the bind of another nearly always show that (`_probe_own`), in at most 20 µs (timeit).
+Without netlink the host has no known networks except loopback, and the results are None, False or
+empty.
 """
 
 from __future__ import annotations
