@@ -267,7 +267,7 @@ class TestLinks:
             until(lambda: bool(b.sent), a, b)  # noqa: B023
             a.qp.close()
             b.qp.close()
-        assert len(faulty.rnic._half_closed) <= 4
+        assert len(faulty.rnic._kept_open) <= 4
 
     def test_silent(self, faulty: Faulty) -> None:
         """Neither side is notified, and no lost message is reported as sent."""

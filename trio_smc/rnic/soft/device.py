@@ -107,7 +107,7 @@ class SoftRnic(Rnic):
 
     __slots__ = (
         "_acceptor", "_alarm", "_completion_epoll", "_directory", "_doorbells", "_epoll",
-        "_events", "_half_closed", "_handlers", "_has_many_rings", "_make_qp", "_next_actions",
+        "_events", "_handlers", "_has_many_rings", "_kept_open", "_make_qp", "_next_actions",
         "_only_doorbell", "_open", "_pds", "_peer_events", "_polls", "_qps", "_retries", "_rings",
         "_rkeys", "_self_wake", "accepting_later", "disconnected", "done", "faults", "gid",
         "intake", "mac", "mtu", "name", "on_event", "port_active", "send_depth", "stalled",
@@ -148,7 +148,7 @@ class SoftRnic(Rnic):
         self._completion_epoll: select.epoll | None = None
         # Sockets of queue pairs that ended while the port was down, or quietly: they stay open, so
         # that the peers do not notice yet.
-        self._half_closed: list[socket.socket] = []
+        self._kept_open: list[socket.socket] = []
         self._events: list[RnicEvent] = []
         self._open = False
         self._make_qp: Callable[[SoftRnic, SoftProtectionDomain, int], SoftQueuePair] = (
@@ -206,7 +206,7 @@ class SoftRnic(Rnic):
                 region.close()
             pd.close()
         self._acceptor.close()
-        self._close_half_closed()
+        self._close_kept_open()
         self._handlers.clear()
         self._events.clear()
         self.stalled.clear()
@@ -233,7 +233,7 @@ class SoftRnic(Rnic):
             self._acceptor.abandon()
             for qp in self._qps.values():
                 qp.abandon()
-            for sock in self._half_closed:
+            for sock in self._kept_open:
                 sock.close()
             self.intake.abandon()
 
@@ -291,13 +291,13 @@ class SoftRnic(Rnic):
         for qp in tuple(self._qps.values()):
             qp.on_port_change()
         if active:
-            self._close_half_closed()
+            self._close_kept_open()
         os.eventfd_write(self._self_wake, 1)
 
-    def _close_half_closed(self) -> None:
-        for sock in self._half_closed:
+    def _close_kept_open(self) -> None:
+        for sock in self._kept_open:
             self.intake.discard(sock)
-        self._half_closed.clear()
+        self._kept_open.clear()
 
     # -- completions ---------------------------------------------------------------------
 
@@ -410,8 +410,8 @@ class SoftRnic(Rnic):
 
     def poll_sockets(self) -> None:
         """Handle the events of all sockets, without waiting; each action runs at most once."""
-        again, self._next_actions = self._next_actions, {}
-        for action in again:
+        actions, self._next_actions = self._next_actions, {}
+        for action in actions:
             action()
         for _ in range(_MAX_ROUNDS):
             events = self._epoll.poll(0, _EVENTS_AT_ONCE)
@@ -572,11 +572,11 @@ class SoftRnic(Rnic):
         if self.port_active and not quietly:
             self.intake.discard(sock)
             return
-        for other in tuple(self._half_closed):
+        for other in tuple(self._kept_open):
             if _peer_has_ended(other):
-                self._half_closed.remove(other)
+                self._kept_open.remove(other)
                 self.intake.discard(other)
-        self._half_closed.append(sock)
+        self._kept_open.append(sock)
 
     def _unwatch_peer(self, fd: int) -> None:
         if self._peer_events.pop(fd, None) is None:

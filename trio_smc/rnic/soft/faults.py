@@ -172,9 +172,9 @@ class FaultPlan:
         if kind in _OF_REQUESTS:
             self._armed.append(_Armed(kind, qp_num))
         elif kind in (Fault.PORT_DOWN, Fault.PORT_FLAP):
-            self._strike_port(kind)
+            self._inject_port_fault(kind)
         else:
-            self._strike_link(kind, self._choose(qp_num))
+            self._inject_link_fault(kind, self._choose(qp_num))
 
     # -- inside --------------------------------------------------------------------------
 
@@ -194,13 +194,13 @@ class FaultPlan:
         # In the order of creation: the queue pair numbers do not depend on the seed.
         return self.rng.choice(usable)
 
-    def _strike_port(self, kind: Fault) -> None:
+    def _inject_port_fault(self, kind: Fault) -> None:
         self.note(kind, 0, None)
         self._rnic.fail()
         if kind is Fault.PORT_FLAP:
             DelayedAction(self._rnic, self.flap, self._rnic.restore)
 
-    def _strike_link(self, kind: Fault, qp: FaultyQueuePair) -> None:
+    def _inject_link_fault(self, kind: Fault, qp: FaultyQueuePair) -> None:
         self.note(kind, qp.qp_num, None)
         if kind is Fault.LINK_DOWN:
             qp.to_err()
@@ -220,7 +220,7 @@ class FaultPlan:
         if self.on_struck is not None:
             self.on_struck(struck)
 
-    def meet(self, qp: FaultyQueuePair, message: bytes | None) -> Fault | None:
+    def next_fault(self, qp: FaultyQueuePair, message: bytes | None) -> Fault | None:
         """The fault that hits the next request, or None.
 
         Args:
@@ -233,7 +233,7 @@ class FaultPlan:
             kind = self.rng.choice(self._kinds)
             self.inject(kind, None if kind in _OF_REQUESTS else qp.qp_num)
         for each in self._armed:
-            if each.qp_num in (None, qp.qp_num) and self._is_about(each.kind, message):
+            if each.qp_num in (None, qp.qp_num) and self._can_hit(each.kind, message):
                 self._armed.remove(each)
                 return each.kind
         return None
@@ -245,7 +245,7 @@ class FaultPlan:
         self._requests += requests
         return True
 
-    def _is_about(self, kind: Fault, message: bytes | None) -> bool:
+    def _can_hit(self, kind: Fault, message: bytes | None) -> bool:
         if message is None:
             return kind is Fault.WRITE_LOST
         return kind in _OF_MESSAGES and (self.concerns is None or self.concerns(message))
@@ -356,7 +356,7 @@ class FaultyQueuePair(SoftQueuePair):
         peer = sockets.peer
         if not self._rnic.port_active or peer is None or peer.ring.is_closed() or sockets.unsent:
             return super()._execute(request)
-        kind = self._plan.meet(self, request.message)
+        kind = self._plan.next_fault(self, request.message)
         # A random fault of the link or port may have ended or delayed this queue pair.
         if self._must_wait():
             return STALLED

@@ -242,9 +242,9 @@ class Intake:
             fds += descriptors_in(ancillary)
             if not flags & socket.MSG_CTRUNC:
                 return True
-            many = len(fds) == most
+            too_many = len(fds) == most
             self.close_fds(fds)
-            if many:
+            if too_many:
                 return False
             if not self.spare:
                 raise OSError(errno.EMFILE, "no room for a peer's descriptor")

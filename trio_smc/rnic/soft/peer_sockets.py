@@ -329,7 +329,7 @@ class PeerSockets:
         self.receive()
         self._rnic.stalled[self._owner] = None  # requests may have waited for these messages
 
-    def keep_early(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
+    def keep_pending(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
         """Keep a Hello that came too early for `offer_pending`, or refuse it."""
         if len(self._pending) < _MAX_PENDING:
             self._pending.append((hello, sock, fds))
@@ -383,7 +383,7 @@ class PeerSockets:
         if sock is self._send_socket:
             self._pending.append((hello, sock, kept))
         else:
-            self.keep_early(hello, sock, kept)
+            self.keep_pending(hello, sock, kept)
         self._wait_for_resources()
 
     def close(self, *, quietly: bool) -> None:

@@ -166,7 +166,9 @@ class SoftQueuePair(QueuePair):
     def post_receive(self, count: int) -> None:
         state = self.state
         if state is _RESET or self._closed:
-            raise RnicError(errno.EINVAL, f"a queue pair in {self._name()} accepts no receives")
+            raise RnicError(
+                errno.EINVAL, f"a queue pair in {self._state_name()} accepts no receives"
+            )
         ring = self.ring
         posted = ring.posted + count
         if posted - ring.tail > SLOTS:
@@ -319,7 +321,7 @@ class SoftQueuePair(QueuePair):
         From now on this queue pair owns the socket and the descriptors.
         """
         if self.state in (QpState.RESET, QpState.INIT):
-            self._sockets.keep_early(hello, sock, fds)
+            self._sockets.keep_pending(hello, sock, fds)
         elif self.state is QpState.ERR or self._peer_name != (hello.gid, hello.qp_num):
             self._rnic.intake.discard(sock)
             self._rnic.intake.close_fds(fds)
@@ -331,9 +333,9 @@ class SoftQueuePair(QueuePair):
 
     def _check_state(self, state: QpState) -> None:
         if self.state is not state or self._closed:
-            raise RnicError(errno.EINVAL, f"a queue pair in {self._name()}, not in {state}")
+            raise RnicError(errno.EINVAL, f"a queue pair in {self._state_name()}, not in {state}")
 
-    def _name(self) -> str:
+    def _state_name(self) -> str:
         return "closed" if self._closed else self.state.value
 
     def _is_reachable(self) -> bool:
@@ -406,8 +408,8 @@ class SoftQueuePair(QueuePair):
         self._ready_peer = None
         ring = self.ring
         # A port that is down notifies no peer.
-        told = self._rnic.port_active and not quietly
-        if ring.set_posted_finally(CLOSED if told else PORT_DOWN) and told:
+        notify = self._rnic.port_active and not quietly
+        if ring.set_posted_finally(CLOSED if notify else PORT_DOWN) and notify:
             self._ring_doorbell()
         ring.take_untrusted(self._complete)
         if failed is not None:
