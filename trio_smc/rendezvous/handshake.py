@@ -76,7 +76,7 @@ async def run_negotiation(
         raise
     finally:
         negotiation.changed = _no_op
-        negotiation.machine.let_go()
+        negotiation.machine.release_model()
     if outcome is None:
         raise RuntimeError(f"a negotiation without an outcome, in {negotiation.state}")
     if isinstance(outcome, Failed):

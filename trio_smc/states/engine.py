@@ -217,7 +217,7 @@ class Machine:
             self._queue = None
         return True
 
-    def let_go(self) -> None:
+    def release_model(self) -> None:
         """Drop the reference to the model, so that no reference cycle is left.
 
         Only in a final state, whose edges have neither guards nor actions.

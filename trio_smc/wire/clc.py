@@ -387,12 +387,14 @@ def _offers_v2(version: int, flags: int) -> bool:
 
 
 @functools.lru_cache(_CACHED_PROPOSALS)
-def _encoded(m: Proposal) -> bytes:
+def _encoded(proposal: Proposal) -> bytes:
     """Cached, because a client sends the same Proposal for all its connections."""
-    prefixes = m.prefix_area().encode() if _has_prefixes(m.version, m.flags) else b""
-    offer = b"" if m.v2 is None else m.v2.encode()
-    area = bytes(_V2_AREA_SIZE if m.version > 1 else 0)
-    message = bytearray(m._framed(area + prefixes + offer))
+    prefixes = (
+        proposal.prefix_area().encode() if _has_prefixes(proposal.version, proposal.flags) else b""
+    )
+    offer = b"" if proposal.v2 is None else proposal.v2.encode()
+    area = bytes(_V2_AREA_SIZE if proposal.version > 1 else 0)
+    message = bytearray(proposal._framed(area + prefixes + offer))
     if prefixes:
         message[_AREA_OFFSET] = len(area).to_bytes(2, "big")
     if offer:

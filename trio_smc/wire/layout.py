@@ -227,7 +227,7 @@ class Layout:
         for name in [field.name for field in fields(self._cls)]:
             if get_origin(hints[name]) is Annotated:
                 kind, *places = get_args(hints[name])
-                found += [(place.version, _placed(name, kind, place)) for place in places]
+                found += [(place.version, _field_of(name, kind, place)) for place in places]
         return found
 
     @cached_property
@@ -285,7 +285,7 @@ class Layout:
             field.check(value)
 
 
-def _placed(name: str, kind: Any, place: Span | Bits | Slots) -> _Field | _List:
+def _field_of(name: str, kind: Any, place: Span | Bits | Slots) -> _Field | _List:
     if isinstance(place, Slots):
         return _List(name, get_args(kind)[0], place)
     if isinstance(place, Span):

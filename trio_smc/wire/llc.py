@@ -447,7 +447,7 @@ Message: TypeAlias = (
     | OptionalMessage
 )
 
-_BOTH: tuple[type[LlcMessage], ...] = (
+_COMMON: tuple[type[LlcMessage], ...] = (
     *(ConfirmLink, AddLink, DeleteLink, ConfirmRkey, DeleteRkey, TestLink),
 )
 
@@ -467,10 +467,10 @@ class Framing(ABC):
     version: ClassVar[int]
     largest: ClassVar[int]
     _MARK: ClassVar[int]
-    _ONLY: ClassVar[tuple[type[LlcMessage], ...]]
+    _SPECIFIC: ClassVar[tuple[type[LlcMessage], ...]]
 
     def __init__(self) -> None:
-        self._classes = {self._MARK | cls.TYPE: cls for cls in (*_BOTH, *self._ONLY)}
+        self._classes = {self._MARK | cls.TYPE: cls for cls in (*_COMMON, *self._SPECIFIC)}
         self.types: frozenset[int] = frozenset(self._classes)
 
     def encode(self, message: LlcMessage | OptionalMessage) -> bytes:
@@ -534,7 +534,7 @@ class _Version1(Framing):
     version: ClassVar[int] = 1
     largest: ClassVar[int] = MESSAGE_SIZE
     _MARK = 0
-    _ONLY = (AddLinkContinuation, ConfirmRkeyContinuation)
+    _SPECIFIC = (AddLinkContinuation, ConfirmRkeyContinuation)
 
     def _with_header(self, kind: int, body: bytearray) -> bytes:
         body[:2] = bytes((kind, MESSAGE_SIZE))
@@ -549,7 +549,7 @@ class _Version2(Framing):
     version: ClassVar[int] = 2
     largest: ClassVar[int] = AddLink.LARGEST
     _MARK = 0x20
-    _ONLY = (RequestAddLink,)
+    _SPECIFIC = (RequestAddLink,)
 
     def _with_header(self, kind: int, body: bytearray) -> bytes:
         body[:3] = bytes((kind,)) + len(body).to_bytes(2, _NATIVE)
