@@ -263,7 +263,7 @@ def test_the_point_of_no_return() -> None:
         call.tcp[0].send(decline(client))
         world.settle()
         assert call.server.error.errno == RESET
-        assert "SMC Decline out of turn" in str(call.server.error)
+        assert "unexpected SMC Decline" in str(call.server.error)
         with pytest.raises(OSError, match=r"reset|abort|no link"):
             call.client.connection.receiver.receive(1)
 

@@ -293,7 +293,7 @@ def _confirm(**changes: Any) -> object:
             lambda: _accept(
                 first_contact=True, v2=dataclasses.replace(ANSWER, gids=(vectors.GID,))
             ),
-            "GIDs in a message that has none",
+            "GIDs in a message that has no field for them",
         ),
         (lambda: _confirm(gids=(bytes(15),)), "16 bytes"),
         (lambda: _confirm(gids=(vectors.GID,) * 54), "54 GIDs"),
