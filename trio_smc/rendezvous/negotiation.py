@@ -67,7 +67,7 @@ __all__ = [
 LOGGER = logging.getLogger("trio_smc.clc")
 
 _GIDS = 2  # in Confirm: of the first link, and of an alternative
-_OVER = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
+_ENDED = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
 _FINAL = frozenset({"DECLINING", "CONFIRMED"})
 _NONE: frozenset[clc.MessageType] = frozenset()
 _WAITING = frozenset({"WAITING", "PREPARING", "CONFIRMING_LINK"})
@@ -444,8 +444,8 @@ class Negotiation(ABC):
             self.machine.send("unable")
             return
         link = self._first_link or self._link_to_name(group)
-        over = self.machine.state in _OVER  # the TCP connection ended meanwhile
-        if over or link is None:
+        has_ended = self.machine.state in _ENDED  # the TCP connection ended meanwhile
+        if has_ended or link is None:
             group.own_rmbs.release(rmbe, 0)
             self.machine.send("unable")
             return

@@ -158,15 +158,15 @@ class ServerNegotiation(Negotiation):
 
     def _on_confirm_untrusted(self, confirm: clc.Confirm) -> None:
         # Linux has no peer ID in a Proposal of version 2 alone.
-        nameless = self._terms.version > 1 and not any(self._proposal.peer_id)
-        if confirm.peer_id != self._proposal.peer_id and not nameless:
+        lacks_peer_id = self._terms.version > 1 and not any(self._proposal.peer_id)
+        if confirm.peer_id != self._proposal.peer_id and not lacks_peer_id:
             raise ProtocolError("SMC Confirm of another peer than SMC Proposal")
         if self._terms.version > 1 and confirm.first_contact is not self.first_contact:
             raise ProtocolError("SMC Confirm of another kind of contact than SMC Accept")
         self._peer = confirm
         self._refusal = check_confirm(confirm, self._terms)
         group = self._group
-        if nameless and group is not None and self.first_contact:
+        if lacks_peer_id and group is not None and self.first_contact:
             group.peer_id = confirm.peer_id
         if group is not None and not self.first_contact:
             link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)

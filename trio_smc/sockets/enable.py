@@ -108,9 +108,9 @@ def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(async_fn)
         async def main(*args: Any) -> Any:
             # A factory that the program has set already, for example in a test, stays.
-            theirs = trio.socket.set_custom_socket_factory(_FACTORY)
-            if theirs is not None:
-                trio.socket.set_custom_socket_factory(theirs)
+            previous = trio.socket.set_custom_socket_factory(_FACTORY)
+            if previous is not None:
+                trio.socket.set_custom_socket_factory(previous)
             return await async_fn(*args)
 
         return start(main, *args, **options)
@@ -208,16 +208,16 @@ async def _serve(listener: trio.SocketListener, nursery: trio.Nursery, handler: 
 
 
 async def _handle(listening: DropInSocket, incoming: Incoming, handler: _Handler) -> None:
-    made = await incoming.stream()
-    if made is None:
+    smc_stream = await incoming.stream()
+    if smc_stream is None:
         return
-    accepted, _ = listening.wrap_stream(made)
+    accepted, _ = listening.wrap_stream(smc_stream)
     stream = trio.SocketStream(accepted)
     try:
         await handler(stream)
     finally:
         accepted.close()  # like `trio.aclose_forcefully`, in fewer steps
-    if made.mode is Mode.SMC_R:
+    if smc_stream.mode is Mode.SMC_R:
         await incoming.spin_for_next()
 
 

@@ -251,7 +251,7 @@ class Parking:
 
     # The end of each call.
 
-    async def turn_over(self, parked: bool) -> None:
+    async def end_call(self, parked: bool) -> None:
         """End a call: if it has not ``parked``, let other tasks run, unless the budget of amortised
         checkpoints allows more calls."""
         if not parked and (self.strict or self.budget.is_exceeded()):

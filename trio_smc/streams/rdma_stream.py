@@ -167,7 +167,7 @@ class RdmaStream(SmcStream):
             await _check_cancelled()
             self._check_open_for_sending()
             parked = await self._send_view(nonempty_byte_view(data), urgent=True)
-            await self._parking.turn_over(parked)
+            await self._parking.end_call(parked)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of ``data``; returns when it is written or safely copied.
@@ -202,7 +202,7 @@ class RdmaStream(SmcStream):
                 parked = await self._send_view(view)
             else:
                 self._check_sendable()
-            if not parked:  # inlined `Parking.turn_over`
+            if not parked:  # inlined `Parking.end_call`
                 parking = self._parking
                 if parking.strict or parking.budget.is_exceeded():
                     await _yield()
@@ -232,7 +232,7 @@ class RdmaStream(SmcStream):
                 parked = await self._parking.writer() or parked
             if core.sender.borrowed:
                 core.sender.keep_copies()  # the caller may change its buffer from now on
-            if not parked:  # inlined `Parking.turn_over`
+            if not parked:  # inlined `Parking.end_call`
                 parking = self._parking
                 if parking.strict or parking.budget.is_exceeded():
                     await _yield()
@@ -291,7 +291,7 @@ class RdmaStream(SmcStream):
             while not (core.sender.can_send or core.write_closed or core.got_closed or core.error):
                 parked = await self._parking.writer() or parked
                 self._check_open()
-            await self._parking.turn_over(parked)
+            await self._parking.end_call(parked)
 
     async def send_eof(self) -> None:
         """End this side of the stream (RFC 7609, 4.8.1); receiving stays possible.  Idempotent."""
@@ -359,7 +359,7 @@ class RdmaStream(SmcStream):
                     if solo.last_reader is not parking.identity:
                         solo.change_reader(parking.identity)
                 if parking.strict or parking.budget.is_exceeded():
-                    await _yield()  # inlined `Parking.turn_over`
+                    await _yield()  # inlined `Parking.end_call`
             return data
         finally:
             receiving.taken = False
@@ -386,7 +386,7 @@ class RdmaStream(SmcStream):
                 if taken or self._receiver.at_eof:
                     break
                 parked = await self._parking.reader() or parked
-            await self._parking.turn_over(parked)
+            await self._parking.end_call(parked)
             return taken
 
     def _end_of_reading(self, empty: _Taken) -> _Taken:

@@ -46,7 +46,7 @@ class TcpStream(SmcStream):
       fallback: the reason for TCP.
       on_release: called once, before the socket is closed or detached.
       accepted: on a server, the peer's address from ``accept``.
-      spoke: CLC messages were sent or received on the connection.
+      clc_begun: CLC messages were sent or received on the connection.
     """
 
     mode = Mode.TCP
@@ -60,7 +60,7 @@ class TcpStream(SmcStream):
         on_release: Callable[[TcpStream], None],
         *,
         accepted: Any = None,
-        spoke: bool = False,
+        clc_begun: bool = False,
     ) -> None:
         self.socket = sock
         self.accepted: Any = accepted
@@ -68,7 +68,7 @@ class TcpStream(SmcStream):
         self._on_release: Callable[[TcpStream], None] | None = on_release
         self._urgent = TcpUrgent(sock)
         # CLC messages are no data of the application.
-        self._handshake_bytes = _bytes_so_far(sock) if spoke else (0, 0)
+        self._handshake_bytes = _bytes_so_far(sock) if clc_begun else (0, 0)
         self._carried = self._handshake_bytes
 
     @cached_property

@@ -111,9 +111,9 @@ class LinkAdding:
 
     def _answer_request(self) -> None:
         """Version 2: reply to a client's request that no link is added."""
-        asked, self._request_link = self._request_link, None
-        if asked is not None:
-            asked.send_llc(llc.RequestAddLink(reply=True))
+        link, self._request_link = self._request_link, None
+        if link is not None:
+            link.send_llc(llc.RequestAddLink(reply=True))
 
     def on_message_untrusted(self, link: Link, message: llc.AddLink | llc.RequestAddLink) -> None:
         """Process ADD LINK or REQUEST ADD LINK, or the reply.

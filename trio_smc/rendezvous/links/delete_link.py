@@ -114,28 +114,28 @@ class DeletionRequests:
 
     def wanted(self, number: int) -> PlannedDeletion | None:
         """The request for link ``number`` that the server has not answered yet, or None."""
-        asked = self.pending.get(number)
-        return None if asked is None else asked.wanted
+        request = self.pending.get(number)
+        return None if request is None else request.wanted
 
-    def given_up(self, link: Link) -> bool:
+    def has_request_for(self, link: Link) -> bool:
         """True if a DELETE LINK for ``link`` was sent over another link.
 
         Until the answer, requests of the server over ``link`` are ignored; the server repeats them
         over another link (C.7.1).
         """
-        asked = self.pending.get(link.number)
-        return asked is not None and asked.link is not link
+        request = self.pending.get(link.number)
+        return request is not None and request.link is not link
 
     def discard(self, number: int) -> bool:
         """Discard a request; True if there was one."""
-        asked = self.pending.pop(number, None)
-        if asked is not None:
-            asked.timer.cancel()
-        return asked is not None
+        request = self.pending.pop(number, None)
+        if request is not None:
+            request.timer.cancel()
+        return request is not None
 
     def link_lost(self, link: Link) -> None:
         """Repeat the requests sent over ``link``, which has failed."""
-        for wanted in [asked.wanted for asked in self.pending.values() if asked.link is link]:
+        for wanted in [request.wanted for request in self.pending.values() if request.link is link]:
             self.discard(wanted.number)
             self.request(wanted.number, wanted.reason, orderly=wanted.orderly)
 
@@ -274,7 +274,7 @@ class LinkDeletion:
 
     def _on_request_from_client(self, link: Link, message: llc.DeleteLink) -> None:
         number = message.link_number
-        if self._cleaning_up(number):
+        if self._is_being_deleted(number):
             return  # C.7.1: a timing window
         if number not in self._group.links:
             self._reply(link, number, llc.DeleteLinkReason.UNKNOWN_LINK)
@@ -286,15 +286,15 @@ class LinkDeletion:
         self._from_client = PlannedDeletion(number, message.reason, message.orderly)
         self._exchange.send("deletion_requested")
 
-    def _cleaning_up(self, number: int) -> bool:
+    def _is_being_deleted(self, number: int) -> bool:
         current = self._current is not None and self._current.number == number
         return current or (number in self._queue and number not in self._group.links)
 
     def _on_request_from_server(self, link: Link, message: llc.DeleteLink) -> None:
         number = message.link_number
         if number not in self._group.links:
-            asked = self.requests.discard(number)
-            reason = message.reason if asked else llc.DeleteLinkReason.UNKNOWN_LINK
+            was_requested = self.requests.discard(number)
+            reason = message.reason if was_requested else llc.DeleteLinkReason.UNKNOWN_LINK
             self._reply(link, number, reason)
             self._finish_if_done()
             return
@@ -312,10 +312,10 @@ class LinkDeletion:
                 self._demand.pause()
             # 3.5.5.1.3: only now the server frees the link.
             link = self._group.links.get(number)
-            had_come = link is not None and link.confirmed
+            was_confirmed = link is not None and link.confirmed
             self._group.remove_link(number)
             if self._group.state != "GONE":
-                if had_come:
+                if was_confirmed:
                     # If the kind of the group is unchanged, no other event requests a link.
                     self._demand.want(news=False)
                 self._exchange.done()

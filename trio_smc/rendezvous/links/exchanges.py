@@ -23,7 +23,7 @@ from trio_smc.rendezvous.links.add_link import LinkAdding
 from trio_smc.rendezvous.links.delete_link import LinkDeletion
 from trio_smc.rendezvous.links.first_contact import LinkSetup
 from trio_smc.rendezvous.links.link_demand import LinkDemand
-from trio_smc.rendezvous.links.rkeys import RkeyExchanges, fail
+from trio_smc.rendezvous.links.rkeys import RkeyExchanges, fail_unanswered
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import LLC_EXCHANGE
 from trio_smc.wire import llc
@@ -96,8 +96,8 @@ class Exchanges:
     def link_lost(self, link: Link) -> None:
         """Everything that travelled on ``link`` has failed."""
         begun = self.machine.state == "CHANGE_RKEYS" or self._chosen
-        was_theirs = self.rkey_exchanges.link_lost(link, begun=begun)
-        if link is self.carrier or (was_theirs and begun):
+        carried_rkeys = self.rkey_exchanges.link_lost(link, begun=begun)
+        if link is self.carrier or (carried_rkeys and begun):
             self.machine.send("carrier_lost")
 
     def end(self) -> None:
@@ -117,7 +117,7 @@ class Exchanges:
         if link.state == "CONFIRMING" and not _may_come_first(message):
             raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
         if _is_obsolete(self._group, link, message) or (
-            self.deletion.requests.given_up(link) and _is_command(message)
+            self.deletion.requests.has_request_for(link) and _is_request(message)
         ):
             LOGGER.debug("%r: %s is ignored", link, type(message).__name__)
             return
@@ -181,7 +181,7 @@ class Exchanges:
 
     def fail_carrier(self) -> None:
         """The link that carried the message is not usable either (C.7.1)."""
-        fail(self.carrier, self.machine.state)
+        fail_unanswered(self.carrier, self.machine.state)
 
     # --- guards --------------------------------------------------------------------------------
 
@@ -235,14 +235,14 @@ def _is_obsolete(group: Group, link: Link, message: llc.Message) -> bool:
     return group.client and link.state == "LEAVING" and isinstance(message, llc.AddLink)
 
 
-def _is_command(message: llc.Message) -> bool:
+def _is_request(message: llc.Message) -> bool:
     """True if a server's message is a request to the group (C.7.1).
 
     DELETE LINK does not count as one, so it is never ignored: it may report that the other link has
     failed.
     """
-    not_asking = llc.ConfirmLink | llc.TestLink | llc.OptionalMessage | llc.DeleteLink
-    return not (isinstance(message, not_asking) or message.reply)
+    no_requests = llc.ConfirmLink | llc.TestLink | llc.OptionalMessage | llc.DeleteLink
+    return not (isinstance(message, no_requests) or message.reply)
 
 
 def _ends_group(message: llc.Message) -> bool:

@@ -144,11 +144,11 @@ class LinkGroup:
         self.first_contact: FirstContact | None = None
         self.machine: Machine = Machine(LINK_GROUP, self)
         self._requested = 0
-        self._ending_for: int = llc.DeleteLinkReason.PROGRAM
+        self._end_reason: int = llc.DeleteLinkReason.PROGRAM
         self._timer: Timer | None = None
         self._ending: Timer | None = None
         self._termination_link: Link | None = None
-        self._settled: list[Callable[[], None]] = []
+        self._when_settled: list[Callable[[], None]] = []
         self.mover: Mover = host.new_mover(self)
 
     def __repr__(self) -> str:
@@ -194,7 +194,7 @@ class LinkGroup:
         peer_id, gid = proposed
         if self.proposed[0] != peer_id:
             return False
-        known = gid == self.proposed[1] or self.links.reaches_lately(gid)
+        known = gid == self.proposed[1] or self.links.reached_recently(gid)
         return known or self.rnic.kind == "software"
 
     def test_links(self, peer_id: bytes) -> None:
@@ -358,7 +358,7 @@ class LinkGroup:
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, when the group is formed or gone."""
-        self._settled.append(callback)
+        self._when_settled.append(callback)
 
     def on_llc_untrusted(self, link: Link, data: bytes) -> None:
         """Process one LLC message of the peer; a violation of the rules fails the link (C.7.1)."""
@@ -381,7 +381,7 @@ class LinkGroup:
 
     def terminate(self, reason: llc.DeleteLinkReason = llc.DeleteLinkReason.PROGRAM) -> None:
         """End the group in order; its connections end with an error (RFC 7609, 3.5.4)."""
-        self._ending_for = reason
+        self._end_reason = reason
         self.machine.send("terminate")
 
     def delete_all(self, reason: int) -> None:
@@ -389,7 +389,7 @@ class LinkGroup:
 
         The server's own DELETE LINK then repeats the client's reason (3.5.4, A.3.4).
         """
-        self._ending_for = reason
+        self._end_reason = reason
         self.machine.send("delete_all")
 
     # --- guards ------------------------------------------------------------------------------
@@ -474,14 +474,14 @@ class LinkGroup:
 
     def _end_some(self, until: float) -> None:
         self._ending = None
-        for _ in self._ends():
+        for _ in self._end_steps():
             if self.timers.now() >= until:
                 self._ending = self.timers.call_later(
                     0.0, lambda: self._end_some(self.timers.now() + _TURN)
                 )
                 return
 
-    def _ends(self) -> Iterator[None]:
+    def _end_steps(self) -> Iterator[None]:
         """End one connection, or free one RMB of a group that is gone, at each step."""
         for connection in list(self.connections.values()):
             connection.links_lost()
@@ -507,7 +507,7 @@ class LinkGroup:
         """DELETE LINK for the whole group; the server's needs no answer (3.5.4)."""
         self._termination_link = link = self.links.for_llc()
         if link is not None:
-            message = llc.DeleteLink(all_links=True, orderly=True, reason=self._ending_for)
+            message = llc.DeleteLink(all_links=True, orderly=True, reason=self._end_reason)
             link.send_llc(message, None if self.client else self._delete_sent)
 
     def _delete_sent(self) -> None:
@@ -545,7 +545,7 @@ class LinkGroup:
         if self.host.observer is not None:
             self.host.observer.state(self, old, new, event)
         if new in USABLE or new == "GONE":
-            settled, self._settled = self._settled, []
+            settled, self._when_settled = self._when_settled, []
             for callback in settled:
                 callback()
         if new == "GONE":
@@ -663,12 +663,12 @@ class GroupConnections(dict[int, GroupConnection]):
             if self._group.links.get(link.number) is not link:
                 raise ProtocolError("an unknown RMB on a link that is gone")
             rmb = rmbs.learn_untrusted({link.number: token})
-        holder = rmb.elements.get(index)
+        previous_user = rmb.elements.get(index)
         rmb.elements[index] = user
         self._peer_elements[user] = _PeerElement(rmb, index, peer.buffer_size)
-        if holder is not None:
+        if previous_user is not None:
             LOGGER.warning("%r: the peer reuses RMB element %d", self._group, index)
-            holder.rmbe_conflict()
+            previous_user.rmbe_conflict()
 
     # --- TEST LINK -------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ class AddressWait:
         give_up = self._timers.now() + PATIENCE
         pause = _FIRST_PAUSE
 
-        def look() -> None:
+        def check() -> None:
             nonlocal pause
             self._timer = None
             now = self._timers.now()
@@ -114,9 +114,9 @@ class AddressWait:
                 then()
                 return
             pause = min(2 * pause, _LAST_PAUSE)
-            self._timer = self._timers.call_at(min(now + pause, give_up), look)
+            self._timer = self._timers.call_at(min(now + pause, give_up), check)
 
-        self._timer = self._timers.call_later(pause, look)
+        self._timer = self._timers.call_later(pause, check)
         return False
 
     def cancel(self) -> None:
@@ -390,12 +390,12 @@ class Link:
         """Call ``poster.on_room()`` once, when `capacity` is positive again."""
         self._waiting[poster] = None
 
-    def hand_over(self, poster: Poster, heir: Poster | None) -> None:
-        """Report the completions of ``poster`` to ``heir``; None: drop them."""
+    def hand_over(self, poster: Poster, successor: Poster | None) -> None:
+        """Report the completions of ``poster`` to ``successor``; None: drop them."""
         self._waiting.pop(poster, None)
         for place, (wr_id, weight, owner, sequence, on_sent) in enumerate(self._pending):
             if owner is poster:
-                self._pending[place] = (wr_id, weight, heir, sequence, on_sent)
+                self._pending[place] = (wr_id, weight, successor, sequence, on_sent)
 
     def post_write(self, poster: Poster, data: memoryview, address: int, rkey: int) -> None:
         """RDMA-write ``data`` to ``address``; it completes with the poster's next CDC message."""

@@ -68,7 +68,7 @@ class Links(dict[int, "Link"]):
             if link.peer is not None:  # else no message can name it
                 self._gone.append(link)
 
-    def reaches_lately(self, gid: bytes) -> bool:
+    def reached_recently(self, gid: bytes) -> bool:
         """True if a link leads to this RNIC of the peer, or did so until lately."""
         links = (*self.values(), *self._gone)
         return any(link.peer is not None and link.peer.gid == gid for link in links)

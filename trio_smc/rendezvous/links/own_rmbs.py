@@ -294,7 +294,7 @@ class OwnRmbs:
                 continue
             if rmbe is None:
                 break
-            self._idle.used(rmbe.rmb)
+            self._idle.on_used(rmbe.rmb)
             taken.append(rmbe)
         rest = waiting[len(taken) :]
         if rest:
@@ -376,7 +376,7 @@ class OwnRmbs:
             if rmb not in self._regions:
                 pass  # the group has ended, and freed it
             elif known is PeerKnowledge.IN_DOUBT:
-                self._idle.withdraw(rmb)
+                self._idle.delete_later(rmb)
             else:
                 self.free(rmb)
             for done, _ in waiting:
@@ -410,13 +410,13 @@ class IdleRmbs:
         self._empty_since[rmb] = self._owner.timers.now()
         self._check_later()
 
-    def used(self, rmb: Rmb) -> None:
+    def on_used(self, rmb: Rmb) -> None:
         """An element of an RMB was handed out."""
         self._empty_since.pop(rmb, None)
         if self._empty_since:
             self._check_later()
 
-    def withdraw(self, rmb: Rmb) -> None:
+    def delete_later(self, rmb: Rmb) -> None:
         """Delete an RMB that the peer refused, but may know."""
         self._leaving[rmb] = None
         self._check_later()
@@ -440,7 +440,7 @@ class IdleRmbs:
             del self._empty_since[rmb]
             self._leaving[rmb] = None
         self._delete()
-        # A group without connections ends as a whole; `used` checks again with the next one.
+        # A group without connections ends as a whole; `on_used` checks again with the next one.
         if self._leaving or (self._empty_since and self._owner.connections):
             self._check_later()
 

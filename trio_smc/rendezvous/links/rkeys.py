@@ -200,15 +200,15 @@ class Rkeys:
         Raises:
           ProtocolError: a pair contradicts known RTokens.
         """
-        peer, strange = self._group.peer_rmbs, 0
+        peer, unknown = self._group.peer_rmbs, 0
         for pair in pairs:
             rmb = peer.find(old.number, pair.reference_rkey)
             if rmb is None:
-                strange += 1
+                unknown += 1
                 continue
             peer.add_token_untrusted(rmb, new.number, RToken(pair.new_rkey, pair.new_address))
-        if strange:  # one line, however many pairs the peer sends
-            LOGGER.info("%r: %d RKeys for another link name no RMB", old, strange)
+        if unknown:  # one line, however many pairs the peer sends
+            LOGGER.info("%r: %d RKeys for another link name no RMB", old, unknown)
 
     def covers(self, link: Link) -> bool:
         """True if every RMB of the peer that a connection writes into is known on ``link``."""
@@ -518,7 +518,7 @@ class RkeyExchanges:
 
     def fail_link(self) -> None:
         """The link that carried the request has failed (C.7.1)."""
-        fail(self._rkeys_link, self._exchange.state)
+        fail_unanswered(self._rkeys_link, self._exchange.state)
 
     def link_lost(self, link: Link, *, begun: bool) -> bool:
         """``link`` has failed; True if it carried our request."""
@@ -581,7 +581,7 @@ class RkeyExchanges:
             request.link.machine.send("failed")
 
 
-def fail(link: Link | None, state: str) -> None:
+def fail_unanswered(link: Link | None, state: str) -> None:
     """Fail ``link``, because an exchange on it was not answered."""
     if link is not None:
         _LLC_LOGGER.info("%r: an LLC request was not answered: %s", link, state)
