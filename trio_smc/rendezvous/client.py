@@ -67,7 +67,7 @@ class ClientNegotiation(Negotiation):
             self._declined(message)
             return
         if not isinstance(message, clc.Accept) or self.machine.state != "PROPOSED":
-            raise ProtocolError(f"SMC {type(message).__name__} out of turn")
+            raise ProtocolError(f"unexpected SMC {type(message).__name__}")
         self._peer = message
         self.first_contact: bool = message.first_contact
         self._decline_version = 1 if message.v2 is None else 2

@@ -555,7 +555,7 @@ class Negotiation(ABC):
         """Process the peer's Decline."""
         fallback = Fallback.from_peer(message.diagnosis, ueids=self._speaks_v2)
         self._fell_back = FellBack(fallback)
-        self._cause = ProtocolError("SMC Decline out of turn")
+        self._cause = ProtocolError("unexpected SMC Decline")
         self.machine.send("decline")
 
     def _fail(self, number: int, text: str) -> None:

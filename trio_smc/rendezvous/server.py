@@ -154,7 +154,7 @@ class ServerNegotiation(Negotiation):
         elif isinstance(message, clc.Confirm) and state == "ACCEPTED":
             self._on_confirm_untrusted(message)
         else:
-            raise ProtocolError(f"SMC {type(message).__name__} out of turn")
+            raise ProtocolError(f"unexpected SMC {type(message).__name__}")
 
     def _on_confirm_untrusted(self, confirm: clc.Confirm) -> None:
         # Linux has no peer ID in a Proposal of version 2 alone.
