@@ -84,7 +84,7 @@ class Attempt:
       elsewhere: the listeners of other network namespaces that the address is proven to lead to.
       bare: the socket that ``sock`` wraps, where the caller knows it.
       plain: the same when it was made here, so that nobody has set an option or bound it.
-      clc_begun: whether CLC messages went over it.
+      clc_begun: CLC messages were exchanged.
       cancelled: given up as the stack was closed.
     """
 
