@@ -411,7 +411,7 @@ class Side:
         return self.plain.wait_writable()  # type: ignore[no-any-return]
 
     def bind_fast_path(self, stream: trio.SocketStream) -> None:
-        """The methods of ``stream`` stay those of Trio."""
+        """No-op: ``stream`` keeps the methods of Trio."""
 
     async def bind(self, address: Any) -> None:
         await self.plain.bind(address)
@@ -553,7 +553,7 @@ class OverTcp(Side):
 
 
 class OverSmc(Side):
-    """A connection over SMC-R.  Binding, listening and accepting are errors of the plain socket."""
+    """A connection over SMC-R.  `bind`, `listen` and `accept` raise errors of the plain socket."""
 
     def __init__(self, plain: trio.socket.SocketType, stream: RdmaStream) -> None:
         super().__init__(plain)

@@ -200,7 +200,7 @@ class ClcMessage(_Part):
     """Base class of all CLC messages.
 
     Fields:
-      peer_id: the sender's: 2 bytes instance, 6 bytes RoCE MAC (A.2.1).
+      peer_id: the sender's peer ID: 2 bytes instance number, 6 bytes RoCE MAC (A.2.1).
       version: the version nibble, 1..15.
     """
 
@@ -276,7 +276,7 @@ class V2Offer(_Part):
 
     Fields:
       eids: all EIDs of the client, 32 bytes each, 1 to 8 (a peer may send none).
-      gid: of its RNIC, a RoCE version 2 GID, 16 bytes.
+      gid: the GID of the client's RNIC, for RoCE version 2, 16 bytes.
       release: 0 or 1; 4 bits.
       max_connections, max_links: of a link group, from release 1 on; else 0.
       features: from release 1 on, a mask of 16 bits.

@@ -36,7 +36,7 @@ class Value:
     """Base class of a message or of its parts: a value that is compared, hashed and shown by its
     fields.  No code changes a value.
 
-    A dataclass would generate these methods anew for each class, at each import, which makes the
+    A dataclass would generate these methods again for each class, at each import, which makes the
     import slower (docs/decisions.md, "what an import makes").
     """
 

@@ -76,7 +76,7 @@ class LinkAdding:
     # --- the decision to add a link --------------------------------------------------------------
 
     def start(self) -> bool:
-        """Begin ADD LINK if a link is wanted and possible."""
+        """Begin ADD LINK if a link is wanted and possible; True if the exchange has begun."""
         group, demand = self._group, self._demand
         if not demand.wanted:
             return False
@@ -431,7 +431,7 @@ class LinkAdding:
         )
 
     def _connect(self, carrier: Link, message: llc.AddLink) -> None:
-        """Connect the server's end, if it can still be used."""
+        """Connect the server's end, if the new link is still possible after the wait."""
         new, exchange = self.new, self._exchange
         if new is None or carrier.state == "DOWN" or not self._fits(new, message):
             exchange.send("withdraw")

@@ -106,8 +106,8 @@ class DeletionRequests:
         if number != link.number and self._group.links.usable() == [link]:
             # Linux answers only when all its sends over the lost link have failed, which may never
             # happen over soft-RoCE, and it drops requests that arrive during another exchange. The
-            # last link has delivered the request, so it works, and TEST LINK tests it (4.5.3): keep
-            # it with its connections, and repeat the request.
+            # last link has delivered the request, so the link works, and TEST LINK tests it
+            # (4.5.3): keep it with its connections, and repeat the request.
             self._send(link, wanted)
             return
         # C.7.1: the link that carried the request is not usable either. `link_lost` repeats the

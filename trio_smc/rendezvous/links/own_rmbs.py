@@ -14,7 +14,7 @@ An RMB without an element in use is kept for the next connections, which may com
 the RMB has been empty for a minute, it is removed from the pool and named in a DELETE RKEY. Its
 memory is freed when the peer has replied, even negatively. The last RMB of a size is kept as long
 as a group without connections would be: the size is likely to be used again, but a large RMB must
-not hold its memory for ever. If a group has no connections, none of its RMBs is deleted, because
+not hold its memory for long. If a group has no connections, none of its RMBs is deleted, because
 the group soon ends as a whole.
 
 An RMB that was removed from the pool is never used again: if the reply is lost with its link, it is

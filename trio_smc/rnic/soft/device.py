@@ -142,7 +142,7 @@ class SoftRnic(Rnic):
         self.accepting_later: bool = False
         self._next_actions: dict[Callable[[], None], None] = {}
         self._retries: dict[Callable[[], None], None] = {}
-        self._rings: tuple[ReceiveRing, ...] = ()  # all that are not in interrupt mode
+        self._rings: tuple[ReceiveRing, ...] = ()  # polled: all that are not in interrupt mode
         self._has_many_rings = False
         self._polls = 0  # polls since the last check for idle rings, if there are many rings
         self._qps: dict[int, SoftQueuePair] = {}

@@ -125,7 +125,7 @@ class SoftQueuePair(QueuePair):
         self.state = QpState.INIT
 
     def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
-        """INIT to RTR.  Raises RnicError also if the peer's RNIC cannot be reached."""
+        """Go from INIT to RTR.  Raises RnicError also if the peer's RNIC cannot be reached."""
         self._check_state(QpState.INIT)
         if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 1 <= mtu <= 5:
             raise RnicError(errno.EINVAL, "not a valid GID, queue pair number or MTU")
