@@ -97,7 +97,7 @@ def test_a_refused_set_of_tokens_leaves_nothing_behind() -> None:
     peer = PeerRmbs()
     one = peer.learn_untrusted({1: RToken(1, 1), 2: RToken(2, 1)})
     two = peer.learn_untrusted({1: RToken(3, 3)})
-    with pytest.raises(ProtocolError, match="given as one"):
+    with pytest.raises(ProtocolError, match="announced as those of one"):
         peer.learn_untrusted({1: RToken(3, 3), 2: RToken(2, 1), 3: RToken(9, 9)})
     with pytest.raises(ProtocolError, match="changed"):
         peer.learn_untrusted({3: RToken(9, 9), 1: RToken(3, 4)})
