@@ -279,7 +279,10 @@ def _confirm(**changes: Any) -> object:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: clc.V2Offer(eids=(bytes(32),) * 9, gid=bytes(16), release=1), "9 eids instead of 8"),
+        (
+            lambda: clc.V2Offer(eids=(bytes(32),) * 9, gid=bytes(16), release=1),
+            "9 eids instead of 8",
+        ),
         (lambda: clc.V2Offer(eids=(b"SHORT",), gid=bytes(16), release=1), "32 bytes"),
         (lambda: clc.V2Offer(eids=(), gid=bytes(15), release=1), "gid has 15 bytes"),
         (lambda: clc.V2Offer(eids=(), gid=bytes(16), release=16), "release is 16"),
