@@ -415,7 +415,7 @@ def test_a_client_whose_link_has_just_failed_is_recognised() -> None:
         assert len(server.group.links) == 2
         link = server.group.links[2]
         assert link.peer is not None
-        server.group.forget_link(link)
+        server.group.free_link(link)
         proposal = dataclasses.replace(proposal_of(client), gid=link.peer.gid)
         world.call(client, server, proposal=proposal)
         world.settle()

@@ -402,7 +402,7 @@ class Negotiation(ABC):
             group.first_contact = None
             group.terminate()
 
-    def introduce_peer(self) -> None:
+    def attach_peer_element(self) -> None:
         """Pass the peer's RMB element to the connection; see `peer_element_known`."""
         peer, end = self._peer, known(self._end)
         group, connection, link = end.group, end.connection, self._peers_link or end.link

@@ -49,7 +49,7 @@ class ClcClientChart(Chart):
     edge(PREPARING, "element_ready", CONFIRMING_LINK, when="first_contact", do="send_confirm",
          rfc="3.5.1.3")
     edge(PREPARING, "element_ready", CONFIRMED, when="peer_element_known",
-         do="introduce_peer send_confirm", rfc="3.5.2.2, 4.4.2")
+         do="attach_peer_element send_confirm", rfc="3.5.2.2, 4.4.2")
     edge(PREPARING, "element_ready", FAILED, do="fail_protocol abandon",
          rfc="3.5.5.2.2 (the RMB that SMC Accept names was deleted meanwhile)")
     edge(PREPARING, "unable", DECLINING, do="decline_unable", rfc="C.1 (lack of resources)")
@@ -58,7 +58,7 @@ class ClcClientChart(Chart):
     edge(CONFIRMED, "sent", ESTABLISHED, when="usable_connection", do="establish",
          rfc="3.5.2.4 (no further confirmation)")
     edge(CONFIRMED, "sent", FAILED, do="fail_reset abandon", rfc="C.1, C.3 (too late to decline)")
-    edge(CONFIRMING_LINK, "group_formed", ESTABLISHED, do="introduce_peer establish",
+    edge(CONFIRMING_LINK, "group_formed", ESTABLISHED, do="attach_peer_element establish",
          rfc="3.5.1.6")
     edge(CONFIRMING_LINK, "group_failed", DECLINING, when="may_decline", do="decline_link_failed",
          rfc="C.2, C.7")
@@ -133,7 +133,7 @@ class ClcServerChart(Chart):
          do="decline_reserved_value", rfc="C.2, C.6 (bad enumerated value)")
     edge(ACCEPTED, "confirm", CONFIRMING_LINK, when="first_contact", do="connect_link",
          rfc="3.5.1.4, 3.5.1.5")
-    edge(ACCEPTED, "confirm", ESTABLISHED, when="known_link", do="introduce_peer establish",
+    edge(ACCEPTED, "confirm", ESTABLISHED, when="known_link", do="attach_peer_element establish",
          rfc="3.5.2.3, 4.4.2")
     edge(ACCEPTED, "confirm", ESTABLISHED, when="ended_early", do="establish",
          rfc="3.5.2.4, 3.5.4 (meanwhile the client has sent data and ended the link group)")
@@ -142,7 +142,7 @@ class ClcServerChart(Chart):
     edge(ACCEPTED, "confirm", FAILED, do="fail_protocol abandon",
          rfc="3.5.2.3 (no active link of the group is named)")
     edge(ACCEPTED, "group_failed", FAILED, do="fail_reset abandon", rfc="C.1 (no chasing)")
-    edge(CONFIRMING_LINK, "group_formed", ESTABLISHED, do="introduce_peer establish",
+    edge(CONFIRMING_LINK, "group_formed", ESTABLISHED, do="attach_peer_element establish",
          rfc="3.5.1.6.2")
     edge(CONFIRMING_LINK, "group_failed", DECLINING, when="may_decline", do="decline_link_failed",
          rfc="C.2, C.3, C.7")

@@ -55,9 +55,9 @@ class LlcExchangeChart(Chart):
          do="start_reply_timer",
          rfc="3.5.5.3.3 (ADD LINK crossed CONFIRM RKEY, which starts again afterwards)")
     edge(ADD_LINK, "refused", IDLE,
-         do="stop_reply_timer adding.drop demand.retry_later adding.settle start_next",
+         do="stop_reply_timer adding.drop demand.retry_later adding.end_first_contact start_next",
          rfc="3.5.1.6.1, 3.5.1.6.2, C.8")
-    edge(IDLE, "refused", when="client", do="adding.settle",
+    edge(IDLE, "refused", when="client", do="adding.end_first_contact",
          rfc="3.5.1.6.1 (no exchange begins; at first contact the last one was superseded)")
     ignore(CHANGE_RKEYS, "refused", when="client", rfc="3.5.1.6.1 (no exchange begins)")
     edge(ADD_LINK, "timeout", IDLE, when="client", do="setup.give_up",
@@ -65,7 +65,7 @@ class LlcExchangeChart(Chart):
     edge(ADD_LINK, "timeout", when="!forming peer_adds_links", do="adding.give_up fail_carrier",
          rfc="C.7.1 (ADD LINK, not first contact: the link it was sent over has failed)")
     edge(ADD_LINK, "timeout", IDLE,
-         do="adding.give_up adding.drop demand.retry_later adding.settle start_next",
+         do="adding.give_up adding.drop demand.retry_later adding.end_first_contact start_next",
          rfc="3.5.1.6.2, C.8 (no reply: continue with the existing links)")
     edge(ADD_LINK, "address_awaited", do="stop_reply_timer",
          rfc="C.7.1 (the message has arrived; the exchange continues within a second, as soon as "
@@ -89,12 +89,12 @@ class LlcExchangeChart(Chart):
 
     # The client rejects a link that it has agreed to, as Linux may.
     edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "refused", IDLE, when="!client",
-         do="stop_reply_timer adding.drop demand.retry_failed adding.settle start_next",
+         do="stop_reply_timer adding.drop demand.retry_failed adding.end_first_contact start_next",
          rfc="3.5.1.6.1, 3.5.1.6.2 (the link cannot be added: continue without), C.8")
 
     # CONFIRM LINK on the new link.
     edge(ADD_LINK_CONFIRM, "done", IDLE,
-         do="stop_reply_timer adding.settle start_next", rfc="3.5.1.6.2")
+         do="stop_reply_timer adding.end_first_contact start_next", rfc="3.5.1.6.2")
     edge(ADD_LINK_CONFIRM, "timeout new_link_lost", DELETE_LINK, when="!client",
          do="adding.drop adding.withdraw", rfc="3.5.1.6.2, C.7.1 (CONFIRM LINK, new link)")
     edge(ADD_LINK_CONFIRM, "timeout new_link_lost", DELETE_LINK, when="forming",
@@ -123,7 +123,8 @@ class LlcExchangeChart(Chart):
          rfc="3.5.1.6.2, C.7.1 (the server gives the new link up)")
     edge(DELETE_LINK, "delete_link", when="client", do="deletion.leave", rfc="3.5.5.1.3")
     edge(DELETE_LINK, "link_left", do="deletion.send start_reply_timer", rfc="3.5.5.1.3")
-    edge(DELETE_LINK, "done", IDLE, do="stop_reply_timer adding.settle start_next", rfc="3.5.5.1.3")
+    edge(DELETE_LINK, "done", IDLE, do="stop_reply_timer adding.end_first_contact start_next",
+         rfc="3.5.5.1.3")
     edge(DELETE_LINK, "timeout", when="only_carrier", do="deletion.send start_reply_timer",
          rfc="4.5.3, 4.8.3 (the last link carried the message, so it works: repeat)")
     edge(DELETE_LINK, "timeout", when="!only_carrier", do="fail_carrier",

@@ -14,7 +14,7 @@ does not know it, the side waits by a timer (`AddressWait`) and then checks all 
 
 `link_demand` decides when a link is added, and `link_set` on which RNICs. `states.llc_exchange`
 has the states of the exchange, and its failures. At first contact no data may flow before the
-second link is confirmed or given up (`settle`).
+second link is confirmed or given up (`end_first_contact`).
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class LinkAdding:
         link, self.new = self.new, None
         if link is not None:
             self._dropped.add(link.number)
-            self._group.forget_link(link)
+            self._group.free_link(link)
 
     def give_up(self) -> None:
         """Note that the client did not answer; its reply may still come."""
@@ -205,7 +205,7 @@ class LinkAdding:
         self._exchange.send("new_link_lost")
         return True
 
-    def settle(self) -> None:
+    def end_first_contact(self) -> None:
         """The exchange has ended, perhaps without a link: at first contact data may flow now."""
         if self._group.state == "FORMING":
             self._group.machine.send("formed")

@@ -88,7 +88,7 @@ class Group(LinkOwner, Protocol):
     def rnic_unavailable(self, rnic: Rnic) -> None:
         """Delete the links on ``rnic`` orderly: their connections leave first."""
 
-    def forget_link(self, link: Link) -> None:
+    def free_link(self, link: Link) -> None:
         """Free the resources of a link that has failed or was deleted."""
 
     def link_ready(self, link: Link) -> None:

@@ -501,7 +501,7 @@ class IdleLinks:
         oldest = group.timers.now() - group.config.link_group_idle
         for link in reversed(group.links.symmetric()[_REDUNDANT:]):
             if not link.users and link.empty_since <= oldest:
-                self._demand.spared = True
+                self._demand.idle_link_deleted = True
                 self._deletion.delete_link(link.number, llc.DeleteLinkReason.PROGRAM)
                 break  # one at a time; the next check finds the next link
         self.watch()
@@ -509,8 +509,8 @@ class IdleLinks:
     def connection_placed(self) -> None:
         """A connection has got a link: if all links are in use now, add a link again."""
         demand = self._demand
-        if demand.spared and all(link.users for link in self._group.links.usable()):
-            demand.spared = False
+        if demand.idle_link_deleted and all(link.users for link in self._group.links.usable()):
+            demand.idle_link_deleted = False
             demand.want(news=False)
 
     def close(self) -> None:

@@ -150,7 +150,7 @@ class Exchanges:
                 self.adding.start_second(link)
             else:
                 self.setup.commit_to_smc()
-                self.adding.settle()
+                self.adding.end_first_contact()
 
     # --- actions of states.llc_exchange; others are actions of the parts ---------------------
 

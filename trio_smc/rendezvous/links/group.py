@@ -264,11 +264,11 @@ class LinkGroup:
         self.idle_links.watch()
         self.machine.send("links_changed")
 
-    def forget_link(self, link: Link) -> None:
+    def free_link(self, link: Link) -> None:
         """Free the resources of a link, its registrations first."""
-        self.rkeys.forget_link(link.number)
+        self.rkeys.drop_link(link.number)
         link.close()
-        self.links.forget(link)
+        self.links.remove(link)
 
     # --- calls of a link (`link.LinkOwner`) ----------------------------------------------------
 
@@ -284,7 +284,7 @@ class LinkGroup:
         if self.machine.state == "FORMING":
             self.machine.send("links_lost")
             return
-        self.forget_link(link)
+        self.free_link(link)
         if self.links.for_llc() is None:
             self.machine.send("links_lost")
             return
@@ -300,7 +300,7 @@ class LinkGroup:
         link = self.links.get(number)
         if link is None:
             return
-        self.forget_link(link)
+        self.free_link(link)
         if self.links.for_llc() is None:
             self.machine.send("links_lost")
             return

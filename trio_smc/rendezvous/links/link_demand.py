@@ -32,8 +32,8 @@ class LinkDemand:
 
     Attributes:
       wanted: True if the group needs a link now.
-      spared: True if an idle link was deleted and not added again. Two links that share no RNIC
-        are then enough.
+      idle_link_deleted: True if an idle link was deleted and not added again. Two links that share
+        no RNIC are then enough.
       notified: True if this client has notified its server of an RNIC.
     """
 
@@ -41,7 +41,7 @@ class LinkDemand:
         self._group = group
         self._exchange = exchange
         self.wanted: bool = False
-        self.spared = False
+        self.idle_link_deleted = False
         self.notified: bool = False
         self._delay = _FIRST_RETRY
         self._timer: Timer | None = None
@@ -62,7 +62,7 @@ class LinkDemand:
         elif self._paused:
             self.retry_later()
             return
-        elif self.spared and self._group.links.kind is LinkGroupKind.SYMMETRIC:
+        elif self.idle_link_deleted and self._group.links.kind is LinkGroupKind.SYMMETRIC:
             return
         self.wanted = True
         self._news |= news

@@ -63,7 +63,7 @@ class Links(dict[int, "Link"]):
         self._last_number = 0
         self._gone: deque[Link] = deque(maxlen=GONE_LINKS)
 
-    def forget(self, link: Link) -> None:
+    def remove(self, link: Link) -> None:
         """Remove a link that has failed or was deleted."""
         if self.get(link.number) is link:
             del self[link.number]

@@ -243,8 +243,8 @@ class OwnRmbs:
         for rmb, region in regions.items():
             self._regions[rmb][link.number] = region
 
-    def forget_link(self, number: int) -> None:
-        """See `Rkeys.forget_link`."""
+    def drop_link(self, number: int) -> None:
+        """See `Rkeys.drop_link`."""
         self._links.pop(number, None)
         for regions in self._regions.values():
             region = regions.pop(number, None)

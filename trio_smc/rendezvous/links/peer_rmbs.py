@@ -131,13 +131,13 @@ class PeerRmbs:
                 del self._by_token[old, token.rkey]
                 self._by_token[new, token.rkey] = rmb
 
-    def forget(self, rmb: PeerRmb) -> None:
+    def remove(self, rmb: PeerRmb) -> None:
         """Drop an RMB with all its RTokens."""
         del self._rmbs[rmb]
         for number, token in rmb.tokens.items():
             del self._by_token[number, token.rkey]
 
-    def forget_link(self, number: int) -> None:
+    def drop_link(self, number: int) -> None:
         """Drop all RTokens of a link, and the RMBs that have no RToken on another link."""
         self._late.pop(number, None)
         late = self._late[number] = {}

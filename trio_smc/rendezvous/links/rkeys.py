@@ -5,7 +5,7 @@ Theory of operation
 An RMB has one RToken per link. Four events keep the tables of both sides equal: CONFIRM RKEY
 announces a new RMB's RTokens on all links; DELETE RKEY deletes RMBs; the ADD LINK CONTINUATIONs of
 a new link pair the known RTokens on an existing link with the new ones (`pairs_for`,
-`learn_pairs_untrusted`); and the loss of a link removes its RTokens (`forget_link`).
+`learn_pairs_untrusted`); and the loss of a link removes its RTokens (`drop_link`).
 
 CONFIRM RKEY has room for three links. For more links, CONTINUATIONs follow on the same link
 (A.3.6), all sent at once. The receiver echoes each message, and the exchange ends with the last
@@ -167,14 +167,14 @@ class Rkeys:
         """
         self._own.register_on(link)
 
-    def forget_link(self, number: int) -> None:
+    def drop_link(self, number: int) -> None:
         """Close the registrations and drop the RTokens of a link that is removed or not added.
 
         To be called before the link's protection domain is closed.  Idempotent.
         """
         self._parts.pop(number, None)
-        self._own.forget_link(number)
-        self._group.peer_rmbs.forget_link(number)
+        self._own.drop_link(number)
+        self._group.peer_rmbs.drop_link(number)
 
     def renumber(self, old: int, new: int) -> None:
         """The server has assigned a number to the first link (3.5.1.5)."""
@@ -198,7 +198,7 @@ class Rkeys:
         return pairs
 
     def learn_pairs_untrusted(self, old: Link, new: Link, pairs: Sequence[llc.RTokenPair]) -> None:
-        """Note the peer's RTokens on ``new``; `forget_link` drops them if the link is not added.
+        """Note the peer's RTokens on ``new``; `drop_link` drops them if the link is not added.
 
         A pair for an unknown RMB is ignored: the reply to a DELETE RKEY for it may be in flight on
         another link.
@@ -263,7 +263,7 @@ class Rkeys:
         """Apply the peer's request and echo it."""
         link, message, parts, last = request
         if isinstance(message, llc.DeleteRkey):
-            unknown = self._forget_rkeys(link, message.rkeys)
+            unknown = self._remove_rmbs(link, message.rkeys)
             mask = sum(0x80 >> place for place in unknown)
             link.send_llc(
                 dataclasses.replace(
@@ -311,15 +311,15 @@ class Rkeys:
                 LOGGER.info("%r: the peer's new RMB has no RKey there", link)
                 link.machine.send("failed")
 
-    def _forget_rkeys(self, link: Link, rkeys: tuple[int, ...]) -> list[int]:
-        """Forget RMBs; return the places of the RKeys that are unknown."""
+    def _remove_rmbs(self, link: Link, rkeys: tuple[int, ...]) -> list[int]:
+        """Remove RMBs of the peer; return the places of the RKeys that are unknown."""
         unknown = []
         for position, rkey in enumerate(rkeys):
             rmb = self._group.peer_rmbs.find(link.number, rkey)
             if rmb is None:
                 unknown.append(position)
                 continue
-            self._group.peer_rmbs.forget(rmb)
+            self._group.peer_rmbs.remove(rmb)
             for user in list(rmb.elements.values()):
                 user.rmbe_conflict()  # nothing may be written there again
         return unknown
