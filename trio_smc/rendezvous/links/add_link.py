@@ -206,7 +206,7 @@ class LinkAdding:
         return True
 
     def end_first_contact(self) -> None:
-        """The exchange has ended, perhaps without a link: at first contact data may flow now."""
+        """End a first contact that is under way: data may flow now, with or without a new link."""
         if self._group.state == "FORMING":
             self._group.machine.send("formed")
 
