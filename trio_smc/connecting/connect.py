@@ -127,7 +127,7 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
         attempt.sock,
         outcome,
         stack.groups.tcp_ended,
-        spoke=attempt.spoke,
+        clc_begun=attempt.clc_begun,
     )
     stack.groups.count_tcp(stream, outcome)
     return stream
@@ -168,7 +168,7 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         refusal = await announcement.accepted(deadline)
         if refusal is not None:
             return _discovery_failed(refusal, by_peer=True)
-    attempt.spoke = True
+    attempt.clc_begun = True
     with stack.groups.handshake():
         negotiation.propose(rnic, proposal)
         outcome = await run_negotiation(
@@ -187,7 +187,7 @@ async def _decline(
 ) -> Fallback:
     """Send a Decline in place of the Proposal that the TCP option announced (RFC 7609, C.1)."""
     negotiation = ClientNegotiation(host=stack.groups, receive_buffer=1)
-    attempt.spoke = True
+    attempt.clc_begun = True
     with stack.groups.handshake():
         negotiation.decline(reason)
         outcome = await run_negotiation(
