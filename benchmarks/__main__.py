@@ -28,14 +28,11 @@ import argparse
 import contextlib
 import importlib.util
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import trio
 
 from benchmarks import limits, plot, report, unmodified
 from benchmarks.processes import Failed, Worker
@@ -203,15 +200,13 @@ def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison
         metrics=[metric for name in arguments.workloads for metric in table[name].metrics],
         runs=runs,
         base=BASE,
-        about={
-            "runs": arguments.runs,
-            "rounds": arguments.rounds,
-            "seconds": arguments.seconds,
-            "pinned": pin,
-            "load_before": load,
-            "python": platform.python_version(),
-            "trio": trio.__version__,
-        },
+        about=report.circumstances(
+            runs=arguments.runs,
+            rounds=arguments.rounds,
+            seconds=arguments.seconds,
+            pinned=pin,
+            load=load,
+        ),
     )
     print(report.text_of(report.rows(comparison, arguments.earlier)))
     print(

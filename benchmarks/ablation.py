@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -22,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Final
-
-import trio
 
 from benchmarks import report, unmodified
 from benchmarks.processes import Failed
@@ -51,6 +48,7 @@ class Edit:
 _ACCEPT: Final = "AcceptSpin(_ACCEPT_SPINS * config.spin)"
 _DISCOURAGED: Final = "if not self.discouraged:\n            return True"
 _BACKOFF: Final = "if self._yield_backoff:\n            self._yield_backoff -= 1"
+_NO_BUSY_SOLO: Final = Edit("rnic/solo.py", "return reads >= _MIN_READS and", "return False and")
 
 VARIANTS: Final = {
     "no spin": [
@@ -67,11 +65,9 @@ VARIANTS: Final = {
     ],
     "no solo mode": [
         Edit("rnic/solo.py", "return self.streak > SOLO_AFTER_WAITS", "return False"),
-        Edit("rnic/solo.py", "return reads >= _MIN_READS and", "return False and"),
+        _NO_BUSY_SOLO,
     ],
-    "no solo mode while busy": [
-        Edit("rnic/solo.py", "return reads >= _MIN_READS and", "return False and"),
-    ],
+    "no solo mode while busy": [_NO_BUSY_SOLO],
     "a pause is one wait": [
         Edit("rnic/solo.py", "_WAITS_PER_PAUSE: Final = 4", "_WAITS_PER_PAUSE: Final = 1"),
     ],
@@ -156,15 +152,13 @@ def main() -> int:
         metrics=[each for name in workloads for each in unmodified.WORKLOADS[name].metrics],
         runs=runs,
         base=_BASE,
-        about={
-            "runs": arguments.runs,
-            "rounds": arguments.rounds,
-            "seconds": arguments.seconds,
-            "pinned": False,
-            "load_before": load,
-            "python": platform.python_version(),
-            "trio": trio.__version__,
-        },
+        about=report.circumstances(
+            runs=arguments.runs,
+            rounds=arguments.rounds,
+            seconds=arguments.seconds,
+            pinned=False,
+            load=load,
+        ),
     )
     rows = [_row(comparison, names, index) for index in range(len(comparison.metrics))]
     print(report.text_of([["", _BASE, *names], *rows], left=1))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import trio
 
 from benchmarks.workloads import Metric
 
@@ -53,6 +56,21 @@ class Earlier:
     ratio: float
     least: float
     most: float
+
+
+def circumstances(
+    *, runs: int, rounds: int, seconds: float, pinned: bool, load: float
+) -> dict[str, Any]:
+    """How and where numbers were measured, for `Comparison`; ``load``: before the first run."""
+    return {
+        "runs": runs,
+        "rounds": rounds,
+        "seconds": seconds,
+        "pinned": pinned,
+        "load_before": load,
+        "python": platform.python_version(),
+        "trio": trio.__version__,
+    }
 
 
 def ratios(metric: Metric, base: Sequence[float], other: Sequence[float]) -> list[float]:

@@ -66,7 +66,7 @@ def _no_tests(self: Link) -> None:
     ("owner", "name", "broken", "text"),
     [
         (OwnRmbs, "free_one", _leak, "open are"),
-        (Rkeys, "_forget_rkeys", _keep, "the peer knows"),
+        (Rkeys, "_remove_rmbs", _keep, "the peer knows"),
         (Rkeys, "answer", _crash, "sink raised"),
         (LinkGroup, "end_connections", _deaf, ""),
         (Rkeys, "pairs_for", _no_pairs, ""),

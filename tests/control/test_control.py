@@ -249,7 +249,7 @@ async def test_a_defect_costs_one_answer(
         with monkeypatch.context() as patch:
             patch.setattr(Stack, "statistics", broken)
             said = await answer(path, GOOD)
-        assert (said[-1]["part"], "see its log" in said[-1]["data"]) == ("error", True)
+        assert (said[-1]["part"], "see the log" in said[-1]["data"]) == ("error", True)
         assert "a defect" in caplog.text
         assert len(await answer(path, GOOD)) == 3
         assert stack.runtime.failure is None
@@ -375,17 +375,16 @@ END = control.encode({"part": "end", "data": None})
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (b"", "it ends after 0 of 4 bytes"),
-        (b"\0\0\0\x09{", "it ends after 1 of 9 bytes"),
+        (b"", "the answer ends after 0 of 4 bytes"),
+        (b"\0\0\0\x09{", "the answer ends after 1 of 9 bytes"),
         (b"\xff\xff\xff\xff", "4294967295 bytes"),
         (framed(b"nonsense"), "not JSON"),
-        (END, "it ended before it began"),
+        (END, 'the answer has no part "process"'),
         (process_part() + framed(b'{"version": 9}'), "version 9; 1 is supported"),
         (process_part(uptime="long") + END, "process.uptime has the wrong type"),
         (process_part() + control.encode({"part": "statistics", "data": []}), "is not an object"),
         (process_part() + control.encode({"part": "connections", "data": {}}), "is not a list"),
         (process_part() + control.encode({"part": "connections", "data": [{}]}), "has no mode"),
-        (process_part() + control.encode({"part": "error", "data": "no, thanks"}), "no, thanks"),
     ],
 )
 def test_damaged_answers_are_one_line_and_code_2(
@@ -395,6 +394,15 @@ def test_damaged_answers_are_one_line_and_code_2(
         line = one_line(command_here(capsys, "ss"))
     assert line.startswith(f"trio-smc: process {os.getpid()} sent a damaged answer: ")
     assert said in line
+
+
+def test_an_error_in_an_answer_is_one_line_and_code_2(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reply = process_part() + control.encode({"part": "error", "data": "no, thanks"})
+    with liar(runtime_directory / "trio-smc", lambda client: client.sendall(reply)):
+        line = one_line(command_here(capsys, "ss"))
+    assert line == f"trio-smc: process {os.getpid()} answers with an error: no, thanks"
 
 
 def valid(shape: Any) -> Any:
@@ -513,6 +521,6 @@ def test_an_answer_of_somebody_else(
     monkeypatch.setattr(control, "peer_user", lambda sock: os.geteuid() + 1)
     with (
         liar(directory, lambda client: None),
-        pytest.raises(ToolError, match="sent a damaged answer: it belongs to user"),
+        pytest.raises(ToolError, match="cannot be queried: its control socket belongs to user"),
     ):
         take_snapshots(directory, ())

@@ -207,10 +207,10 @@ class FakeChannel:
         """The link fails: what was done at once is with the peer."""
         self.deliver(sum(kind == "announced" for kind, _, _ in self.queue))
 
-    def hand_over(self, connection: object, heir: object) -> None:
+    def hand_over(self, connection: object, successor: object) -> None:
         for entry, (owner, sequence) in enumerate(self.uncompleted):
             if owner is connection:
-                self.uncompleted[entry] = (heir, sequence)
+                self.uncompleted[entry] = (successor, sequence)
         if connection in self.waiting:
             self.waiting.remove(connection)
 

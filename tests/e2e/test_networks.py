@@ -291,4 +291,4 @@ async def test_check_says_what_to_do(
             said[directory] = done.stdout.decode()
     assert "SMC-R is used." in said[containers.directory]
     assert "in a network namespace of its own, with another private directory\n" in said[other]
-    assert "remedy     let both mount one directory, and name it: Config(dir" in said[other]
+    assert "remedy     mount one directory at both ends, and name it in Config(dir" in said[other]

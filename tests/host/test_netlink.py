@@ -26,7 +26,7 @@ class Kernel:
         self.answer: list[int] | None = [1, 2]
         self.subscribers = 0
         self.ours: socket.socket | None = None
-        monkeypatch.setattr(netlink, "_query", self._query)
+        monkeypatch.setattr(netlink, "_query_or_warn", self._query)
         monkeypatch.setattr(netlink, "_subscribe", self._subscribe)
 
     def _query(self, question: object) -> list[int] | None:

@@ -263,7 +263,7 @@ def test_the_point_of_no_return() -> None:
         call.tcp[0].send(decline(client))
         world.settle()
         assert call.server.error.errno == RESET
-        assert "SMC Decline out of turn" in str(call.server.error)
+        assert "unexpected SMC Decline" in str(call.server.error)
         with pytest.raises(OSError, match=r"reset|abort|no link"):
             call.client.connection.receiver.receive(1)
 
@@ -415,7 +415,7 @@ def test_a_client_whose_link_has_just_failed_is_recognised() -> None:
         assert len(server.group.links) == 2
         link = server.group.links[2]
         assert link.peer is not None
-        server.group.forget_link(link)
+        server.group.free_link(link)
         proposal = dataclasses.replace(proposal_of(client), gid=link.peer.gid)
         world.call(client, server, proposal=proposal)
         world.settle()

@@ -115,7 +115,7 @@ def test_a_private_directory_elsewhere(tmp_path: Path) -> None:
     assert (
         f"private directory of process {pid} is {theirs}, that of this process is {ours}\n" in said
     )
-    assert f"here --directory {theirs}\n" in said
+    assert f"for this command use --directory {theirs}\n" in said
 
 
 def test_a_stack_that_does_not_listen_there() -> None:
@@ -185,7 +185,7 @@ def test_a_network_namespace_of_its_own(tmp_path: Path) -> None:
         assert found.remedy.startswith("name the directory in Config(directory=...) at both ends")
         found = explain_listener("127.0.0.1", port, tmp_path)
         assert found.text == f"process {pid} {begin}, with another private directory"
-        assert found.remedy.startswith("let both mount one directory")
+        assert found.remedy.startswith("mount one directory at both ends")
 
 
 def test_nobody_listens() -> None:

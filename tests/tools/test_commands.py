@@ -154,7 +154,7 @@ async def test_rnic_with_and_without_a_process() -> None:
         [stack] = found["stacks"]
         assert [(each["name"], each["links"]) for each in stack["rnics"]] == [("soft0", 2)]
         text = (await quick_command("rnic")).out
-        assert text.index("RNICs of running stacks") < text.index('What "auto" finds')
+        assert text.index("RNICs of running stacks") < text.index("RNICs of a new process")
 
 
 async def test_stats_since_the_start_and_of_an_interval() -> None:
@@ -279,7 +279,7 @@ async def test_check_of_a_server_that_resets_at_once(
     rnics: Any, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a proxy does whose target is not there."""
-    names = check._names
+    ends = check._ends
     connected = threading.Event()
 
     def after_the_reset(stream: trio_smc.SmcStream) -> Any:
@@ -287,13 +287,13 @@ async def test_check_of_a_server_that_resets_at_once(
         with contextlib.suppress(OSError):
             while stream.socket.getpeername():
                 time.sleep(0.01)
-        return names(stream)
+        return ends(stream)
 
     async def refuse(stream: trio_smc.SmcStream) -> None:
         await trio.to_thread.run_sync(connected.wait)
         stream.abort()
 
-    monkeypatch.setattr(check, "_names", after_the_reset)
+    monkeypatch.setattr(check, "_ends", after_the_reset)
     config = trio_smc.Config(rnics=rnics, receive_buffer=16384)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
         [listener] = await stack.open_listeners(0, host="127.0.0.1")

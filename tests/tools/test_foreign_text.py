@@ -173,7 +173,7 @@ def test_answers_without_the_wanted_parts(
     done = command_here(capsys, *words, "--directory", str(private))
     if words[0] in ("stats", "top"):
         assert (done.code, done.out) == (2, "")
-        assert "sent a damaged answer: it has no statistics" in done.err
+        assert "sent a damaged answer: the answer has no statistics" in done.err
     else:
         assert (done.code, done.err) == (0, "")
 

@@ -130,7 +130,7 @@ trio.run(service)
         left.unlink()  # the killed process could not do it
     lines = said.splitlines()
     assert re.match(r"trio-smc run: +10 SMC-R, sent 9.8 KiB", lines[1]), said
-    assert lines[-1].startswith("trio-smc run:   1 of 1 stacks were killed: ")
+    assert lines[-1].startswith("trio-smc run:   1 of 1 stacks ended with a killed process: ")
 
 
 @pytest.mark.parametrize("name", ["trio", "trio_smc"])

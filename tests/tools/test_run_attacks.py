@@ -624,7 +624,7 @@ sys.exit(9)
         finally:
             os.close(watch)
             process.stdin = None
-    assert "1 of 1 stacks still run" in said, said
+    assert "1 of 1 stacks are still open" in said, said
 
 
 def test_a_stopped_worker_is_not_accused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import trio
 from tests.tools.tools_processes import Done, command_here, one_line, quick_command, running
 from trio_smc.control import protocol as control
 from trio_smc.tools import client
-from trio_smc.tools.client import Silent, take_snapshots
+from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import load
 
 TIMEOUT = 1.0
@@ -174,7 +174,7 @@ async def test_an_answer_without_end_costs_no_more(runtime_directory: Path) -> N
         listener.listen()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.serve_listeners, trickle, [trio.SocketListener(listener)])
-            start, silent = trio.current_time(), Silent(quiet=True)
+            start, silent = trio.current_time(), SilentProcesses(quiet=True)
             found = await trio.to_thread.run_sync(
                 lambda: take_snapshots(runtime_directory / "trio-smc", (), silent=silent)
             )

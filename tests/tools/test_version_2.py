@@ -215,9 +215,7 @@ async def test_check_without_ueids(monkeypatch: Patch) -> None:
     monkeypatch.setattr(groups, "kernel_ueids", lambda: None)
     done = await checked(server=("PLANT-7",))
     assert done.code == 0
-    assert (
-        "info  the kernel has no SMC (modprobe smc): version 2 is not offered (--ueid)" in done.out
-    )
+    assert "info  the kernel has no SMC (modprobe smc), so version 2 is not offered" in done.out
     assert "version 2." not in done.out
     checking(monkeypatch, routable=False)
     assert "UEIDs" not in (await checked()).out
@@ -226,7 +224,7 @@ async def test_check_without_ueids(monkeypatch: Patch) -> None:
 async def test_check_with_rnics_that_do_not_serve_version_2(monkeypatch: Patch) -> None:
     checking(monkeypatch, routable=False)
     done = await checked("PLANT-7", server=("PLANT-7",))
-    assert "PLANT-7; but none of these RNICs supports version 2" in done.out
+    assert "PLANT-7, but none of these RNICs supports version 2" in done.out
     assert done.code == 0
 
 
@@ -234,8 +232,8 @@ async def test_check_with_rnics_that_do_not_serve_version_2(monkeypatch: Patch) 
 @pytest.mark.parametrize(
     ("kernel", "said"),
     [
-        (None, "no  the kernel has no SMC (modprobe smc): version 2 is not offered"),
-        ((), "no  the kernel has none (smcr ueid add): version 2 is not offered"),
+        (None, "no  the kernel has no SMC (modprobe smc), so version 2 is not offered"),
+        ((), "no  the kernel has no UEID (smcr ueid add), so version 2 is not offered"),
         ((b"PLANT-7".ljust(32), b"OTHER".ljust(32)), "ok  PLANT-7, OTHER"),
     ],
 )

@@ -279,7 +279,10 @@ def _confirm(**changes: Any) -> object:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: clc.V2Offer(eids=(bytes(32),) * 9, gid=bytes(16), release=1), "9 eids where 8"),
+        (
+            lambda: clc.V2Offer(eids=(bytes(32),) * 9, gid=bytes(16), release=1),
+            "9 eids instead of 8",
+        ),
         (lambda: clc.V2Offer(eids=(b"SHORT",), gid=bytes(16), release=1), "32 bytes"),
         (lambda: clc.V2Offer(eids=(), gid=bytes(15), release=1), "gid has 15 bytes"),
         (lambda: clc.V2Offer(eids=(), gid=bytes(16), release=16), "release is 16"),
@@ -293,7 +296,7 @@ def _confirm(**changes: Any) -> object:
             lambda: _accept(
                 first_contact=True, v2=dataclasses.replace(ANSWER, gids=(vectors.GID,))
             ),
-            "GIDs in a message that has none",
+            "GIDs in a message that has no field for them",
         ),
         (lambda: _confirm(gids=(bytes(15),)), "16 bytes"),
         (lambda: _confirm(gids=(vectors.GID,) * 54), "54 GIDs"),
@@ -337,5 +340,5 @@ def test_ueid(name: str) -> None:
     ],
 )
 def test_what_is_no_ueid(name: str) -> None:
-    with pytest.raises(ValueError, match="no UEID"):
+    with pytest.raises(ValueError, match="invalid UEID"):
         encode_ueid(name)

@@ -184,18 +184,18 @@ TOKEN = llc.LinkRToken(link_number=1, rkey=2, address=3)
         (lambda: _link(gid=bytes(17)), "gid has 17 bytes instead of 16"),
         (lambda: _link(qp_number=1 << 24), "qp_number is 16777216"),
         (lambda: _link(link_number=-1), "link_number is -1"),
-        (lambda: llc.ConfirmRkey(rkey=1, address=2, other_tokens=1), "0 others where 1 belong"),
-        (lambda: llc.ConfirmRkey(rkey=1, address=2, others=(TOKEN,)), "1 others where 0 belong"),
+        (lambda: llc.ConfirmRkey(rkey=1, address=2, other_tokens=1), "0 others instead of 1"),
+        (lambda: llc.ConfirmRkey(rkey=1, address=2, others=(TOKEN,)), "1 others instead of 0"),
         (
             lambda: llc.ConfirmRkey(rkey=1, address=2, other_tokens=3, others=(TOKEN,) * 3),
-            "3 others where 2 belong",
+            "3 others instead of 2",
         ),
         (lambda: llc.ConfirmRkey(rkey=1 << 32, address=2), "rkey is 4294967296"),
         (
             lambda: llc.ConfirmRkeyContinuation(tokens_left=4, others=(TOKEN,) * 4),
-            "4 others where 3 belong",
+            "4 others instead of 3",
         ),
-        (lambda: llc.DeleteRkey(rkeys=tuple(range(9))).encode(), "9 rkeys where 8 belong"),
+        (lambda: llc.DeleteRkey(rkeys=tuple(range(9))).encode(), "9 rkeys, more than 8"),
         (lambda: llc.DeleteRkey(rkeys=(1 << 32,)), "rkeys beyond"),
         (
             lambda: llc.RTokenPair(reference_rkey=1, new_rkey=2, new_address=1 << 64),

@@ -249,7 +249,7 @@ def test_what_cannot_be_sent_cannot_be_built() -> None:
         llc.AddLinkExtension(direct=True, target_gid=bytes(4), pairs=())
     with pytest.raises(ValueError, match="256 gids"):
         llc.V2.encode(llc.RequestAddLink(gids=(bytes(16),) * 256))
-    with pytest.raises(ValueError, match="gids of other than 16 bytes"):
+    with pytest.raises(ValueError, match="gids are not of 16 bytes each"):
         llc.RequestAddLink(gids=(bytes(15),))
     with pytest.raises(ValueError, match="256 rkeys"):
         llc.V2.encode(llc.DeleteRkey(rkeys=tuple(range(256))))

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-__all__ = ["open_regular_file", "read_regular_file"]
+__all__ = ["open_regular_file", "read_regular_file", "read_up_to"]
 
 _FLAGS: Final = (
     os.O_RDONLY
@@ -50,14 +50,24 @@ def read_regular_file(path: Path | str, limit: int) -> bytes:
     """
     descriptor = open_regular_file(path)
     try:
-        data = bytearray()
-        while piece := os.read(descriptor, _PIECE):
-            data += piece
-            if len(data) > limit:
-                raise ValueError(f"more than {limit} bytes")
-        return bytes(data)
+        return read_up_to(descriptor, limit)
     finally:
         os.close(descriptor)
+
+
+def read_up_to(descriptor: int, limit: int) -> bytes:
+    """Read a descriptor to its end.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it has more than ``limit`` bytes.
+    """
+    data = bytearray()
+    while piece := os.read(descriptor, _PIECE):
+        data += piece
+        if len(data) > limit:
+            raise ValueError(f"more than {limit} bytes")
+    return bytes(data)
 
 
 def _check(found: os.stat_result) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from trio_smc._base.regular_file import read_regular_file
+from trio_smc._base.toml_file import read_toml_file
 from trio_smc.config.config import Config, is_path, short_repr
 from trio_smc.host.pnet import table_of
 from trio_smc.rnic.roce.device import VerbsRnic
@@ -16,12 +15,7 @@ from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["load_config"]
 
-_LARGEST: Final = 1 << 20  # bytes of a file; chosen
 _DEEPEST: Final = 2  # depth to which lists become tuples; (host, port) pairs need 1
-_LONG_KEY: Final = re.compile(
-    r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}""", re.ASCII
-)
-"""A key of more than 32 parts.  tomllib takes 90 s for one of 50,000, in a file of 100 KB."""
 _LONGEST_RNIC: Final = 128  # characters of "KIND:NAME"; chosen
 
 # Settings of earlier releases, with their replacements.
@@ -46,7 +40,9 @@ def load_config(path: Path | str) -> Config:
         or has a key or value that `Config` does not accept; or the PNET table is wrong, or the
         directory of the capture does not exist.
     """
-    values = _read(path)
+    if not is_path(path):
+        raise ValueError(f"{short_repr(path)} is not the name of a file")
+    values = read_toml_file(path)
     known = {field.name for field in fields(Config)}
     for key in values:
         if key not in known:
@@ -61,32 +57,6 @@ def load_config(path: Path | str) -> Config:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     return config
-
-
-def _read(path: Path | str) -> dict[str, Any]:
-    """The tables and values of a TOML file. Raises ValueError."""
-    import tomllib  # slow to import, and few programs have such a file
-
-    if not is_path(path):
-        raise ValueError(f"{short_repr(path)} is not the name of a file")
-    try:
-        text = read_regular_file(path, _LARGEST)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    try:
-        settings = text.decode()
-        if _LONG_KEY.search(settings):
-            raise ValueError("a key has more than 32 parts")
-        return tomllib.loads(settings)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 (at byte {error.start})") from error
-    except RecursionError as error:
-        raise ValueError(f"{path}: its values are nested too deeply") from error
-    except ValueError as error:
-        # No TOML, too long a key, or an integer with more digits than Python converts.
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _check_files(config: Config) -> None:

@@ -210,7 +210,7 @@ class Arrival:
             fallback,
             groups.tcp_ended,
             accepted=self._accepted_from,
-            spoke=self._clc_begun,
+            clc_begun=self._clc_begun,
         )
         groups.count_tcp(stream, fallback)
         return stream

@@ -127,7 +127,7 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
         attempt.sock,
         outcome,
         stack.groups.tcp_ended,
-        spoke=attempt.spoke,
+        clc_begun=attempt.clc_begun,
     )
     stack.groups.count_tcp(stream, outcome)
     return stream
@@ -171,7 +171,7 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         mismatch = announcement.mismatch(rnic.kind)
         if mismatch is not None:
             return await _decline(stack, attempt, mismatch, config)
-    attempt.spoke = True
+    attempt.clc_begun = True
     with stack.groups.handshake():
         negotiation.propose(rnic, proposal)
         outcome = await run_negotiation(
@@ -190,7 +190,7 @@ async def _decline(
 ) -> Fallback:
     """Send a Decline in place of the Proposal that the server expects (RFC 7609, C.1)."""
     negotiation = ClientNegotiation(host=stack.groups, receive_buffer=1)
-    attempt.spoke = True
+    attempt.clc_begun = True
     with stack.groups.handshake():
         negotiation.decline(reason)
         outcome = await run_negotiation(

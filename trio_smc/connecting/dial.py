@@ -85,7 +85,7 @@ class Attempt:
       elsewhere: the listeners of other network namespaces that the address is proven to lead to.
       bare: the socket that ``sock`` wraps, where the caller knows it.
       plain: the same when it was made here, so that nobody has set an option or bound it.
-      spoke: whether CLC messages went over it.
+      clc_begun: CLC messages were exchanged.
       cancelled: given up as the stack was closed.
     """
 
@@ -99,7 +99,7 @@ class Attempt:
     elsewhere: Found | None = None
     bare: stdlib_socket.socket | None = None
     plain: stdlib_socket.socket | None = None
-    spoke: bool = False
+    clc_begun: bool = False
     cancelled: bool = False
 
     def assumed(self, config: Config) -> bool:

@@ -1,1 +1,1 @@
-"""The stack's control socket: protocol, server, snapshots."""
+"""The stack's control socket, which `trio-smc` queries: its protocol, server and snapshots."""

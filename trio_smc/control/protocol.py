@@ -2,20 +2,21 @@
 
 Theory of operation
 -------------------
-Each running stack listens on a Unix stream socket ``control/<pid>-<random>`` in the user's private
-directory, or ``control-<random>/<pid>-<random>`` in one that a group shares.  A message consists of
-its length in four bytes, most significant first, and a JSON object in UTF-8.  Every object has the
-field "version".
+Each running stack listens on a Unix stream socket.  Its path is ``control/<pid>-<random>`` in the
+user's private directory, or ``control-<random>/<pid>-<random>`` in a directory that a group shares.
+A message consists of its length in four bytes, most significant first, and a JSON object in UTF-8.
+Every object has the field "version".
 
 The client sends one request, ``{"version": 1, "want": [parts]}``.  The stack answers with messages
-``{"version": 1, "part": name, "data": ...}``: first "process", then the requested parts, then "end"
-or "error", whose data is a sentence.  A part that is a list is sent in pieces of at most `PIECE`
-items.  Then the stack closes the connection.  Each side checks by SO_PEERCRED that the other one
-belongs to the same user.
+``{"version": 1, "part": name, "data": ...}``: first "process", then the requested parts, then
+"end", or "error" with a sentence as data.  The items of a list come in several messages of at most
+`PIECE` items.  Then the stack closes the connection.  Each side checks by SO_PEERCRED that the
+other side belongs to the same user.
 
-A stack answers ``{"version": 1, "want": ["capture"], "payload": 16}`` with one message of the part
-"capture", whose data is the stack's peer ID.  After that it sends a pcapng file of all later
-events, with at most ``payload`` bytes of each RDMA write, until either side closes.
+A request ``{"version": 1, "want": ["capture"], "payload": 16}`` starts a capture.  The stack
+answers with one message of the part "capture", whose data is the stack's peer ID.  Then the stack
+sends a pcapng file of all later events, with at most ``payload`` bytes of each RDMA write, until
+one side closes.
 
 A new part or a new field needs no new version: stacks ignore unknown parts, and clients ignore
 unknown fields.
@@ -61,27 +62,27 @@ __all__ = [
 
 VERSION: Final = 1
 DIRECTORY: Final = "control"
-"""The directory of control sockets, in the private directory."""
+"""The name of the directory of control sockets, in the private directory."""
 PARTS: Final = ("statistics", "connections", "link_groups", "rnics", "listeners")
 """The parts that a client may request."""
 CAPTURE: Final = "capture"
-"""A part that a client may request only alone, and receives until it closes."""
+"""The part that starts a capture.  A client may request this part only alone."""
 PIECE: Final = 25
-"""Items of a list in one message; between two messages the stack does its own work."""
+"""Items of a list in one message.  Between two messages other tasks of the stack run.  Chosen."""
 REQUEST_LIMIT: Final = 4096
-"""Bytes of a request, without the length."""
+"""Largest number of bytes of a request, without the length.  Chosen."""
 REPLY_LIMIT: Final = 1 << 20
-"""Bytes of each message of a reply, without the length."""
+"""Largest number of bytes of each message of a reply, without the length.  Chosen."""
 REPORT_TO: Final = "TRIO_SMC_RUN"
 """The environment variable with the path of the socket of `trio-smc run`."""
 REPORT_EVERY: Final = "TRIO_SMC_REPORT_EVERY"
-"""The environment variable with the seconds between two reports of a stack's counters.  Without
-it, a stack reports only at its end."""
+"""The environment variable with the seconds between two reports of a stack's counters.  If the
+variable is not set, a stack reports only at its end."""
 
 _HEADER: Final = struct.Struct("!I")
 HEADER_SIZE: Final = _HEADER.size
 _MIN_INTERVAL: Final = 0.1
-"""The shortest time in seconds between two reports of a stack."""
+"""The shortest time in seconds between two reports of a stack.  Chosen."""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -91,7 +92,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def length_untrusted(header: bytes, limit: int) -> int:
-    """The length of the message behind a header of `HEADER_SIZE` bytes.
+    """The length of a message, from its header of `HEADER_SIZE` bytes.
 
     Raises:
       ProtocolError: the length is 0 or more than ``limit``.
@@ -122,7 +123,7 @@ def decode_untrusted(body: bytes) -> dict[str, Any]:
 
 
 def pid_of_name(name: str) -> int | None:
-    """The process ID in the name of a control socket; None: this is not such a name."""
+    """The process number in the name of a control socket; None if this is another name."""
     pid, dash, random = name.partition("-")
     if dash and random and pid.isascii() and pid.isdigit() and len(pid) < len("4294967296"):
         return int(pid)
@@ -130,7 +131,10 @@ def pid_of_name(name: str) -> int | None:
 
 
 def report_interval(text: str) -> float:
-    """The value of `REPORT_EVERY` in seconds; infinity if it is not a positive number."""
+    """The seconds in a value of `REPORT_EVERY`, at least `_MIN_INTERVAL`.
+
+    Infinity if the value is not a positive number.
+    """
     try:
         seconds = float(text)
     except ValueError:

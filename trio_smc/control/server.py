@@ -1,13 +1,13 @@
 """The control socket of a stack, which answers the command `trio-smc` of the same user.
 
-`RunReport` sends a stack's counters to the `trio-smc run` that started the program.
+`RunReport` sends the counters of a stack to `trio-smc run`, if that command started the program.
 
 Theory of operation
 -------------------
 `control.protocol` describes the protocol.  One task of the stack waits for clients.  Each client
-has a task and a deadline, and receives its answer piece by piece, so that a stack with many
-connections does its own work in between.  An error of a client affects only that client.  If the
-socket cannot be created, the stack runs without it.
+has a task and a deadline.  The answer is sent in several messages, so that between two of them the
+other tasks of the program run, even if the stack has many connections.  An error of a client
+affects only that client.  If the control socket cannot be created, the stack runs without one.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ __all__ = ["ControlSocket", "RunReport"]
 LOGGER = logging.getLogger("trio_smc.control")
 
 _MAX_CLIENTS: Final = 8
-"""Clients served at the same time; more wait in the backlog."""
+"""Clients served at the same time.  Further clients wait in the backlog.  Chosen."""
 _MAX_CAPTURES: Final = 4
-"""Captures at the same time.  Each lasts until its client closes."""
+"""Captures at the same time.  Each lasts until its client closes.  Chosen: leaves half of the
+`_MAX_CLIENTS` to other commands."""
 _CLIENT_TIMEOUT: Final = 5.0
-"""Seconds in which a client must send its request and receive the answer."""
+"""Seconds in which a client must send its request and receive the answer.  Chosen."""
 _CAPACITY_PAUSE: Final = 0.5
+"""Seconds without `accept` if the process has too many open files or no memory.  Chosen."""
 _NAME_INTERVAL: Final = 10.0
-"""Seconds between checks that the socket still has its name."""
+"""Seconds between two checks that the socket still has its name in the directory.  Chosen."""
 
 
 class ControlSocket:
@@ -70,18 +72,18 @@ class ControlSocket:
     def _listen(self) -> tuple[PrivateDirectory, socket.socket]:
         root = PrivateDirectory.open(self._path, create=True)
         try:
-            self._place = root.member_directory(control.DIRECTORY, create=True, private=True)
-            below = root.below(self._place)
+            self._member_name = root.member_directory(control.DIRECTORY, create=True, private=True)
+            directory = root.below(self._member_name)
         finally:
             root.close()
         try:
-            return below, below.listen(self._name, _MAX_CLIENTS, socket.SOCK_STREAM)
+            return directory, directory.listen(self._name, _MAX_CLIENTS, socket.SOCK_STREAM)
         except BaseException:
-            below.close()
+            directory.close()
             raise
 
     def _ensure_name(self) -> None:
-        """Listen again if the socket's name was removed, for example by a cleaner of /tmp."""
+        """Listen on a new socket if the name was removed, for example by a cleaner of /tmp."""
         if self._has_name():
             return
         try:
@@ -94,19 +96,21 @@ class ControlSocket:
         self._directory, self._socket = directory, sock
 
     def _has_name(self) -> bool:
-        """True if a client would find the socket by its name."""
+        """True if a client finds the socket by its name."""
         with contextlib.suppress(OSError, DirectoryUnusable), contextlib.ExitStack() as opened:
             root = PrivateDirectory.open(self._path, create=False)
             opened.callback(root.close)
-            below = root.below(self._place)
-            opened.callback(below.close)
+            directory = root.below(self._member_name)
+            opened.callback(directory.close)
             ours = os.fstat(self._directory.descriptor)
-            return os.path.samestat(ours, os.fstat(below.descriptor)) and below.has(self._name)
+            return os.path.samestat(ours, os.fstat(directory.descriptor)) and directory.has(
+                self._name
+            )
         return False
 
     @classmethod
     def open(cls, stack: Stack, directory: Path) -> ControlSocket | None:
-        """Create the socket; if that is not possible, log the reason and return None."""
+        """Create the control socket.  If that is not possible, log the reason and return None."""
         try:
             return cls(stack, directory)
         except (OSError, DirectoryUnusable) as error:
@@ -114,18 +118,18 @@ class ControlSocket:
             return None
 
     def abandon(self) -> None:
-        """Close the descriptors in a forked child: name and socket belong to the parent."""
+        """In a forked child, close the descriptors.  Socket and name belong to the parent."""
         if self._closed:
             return
         self._closed = True
-        # Not closed by Trio, whose epoll instance is shared with the parent.
+        # Close them without Trio, which would change the epoll instance that the parent uses, too.
         for each in (self._socket, *self._clients):
             with contextlib.suppress(OSError):
                 os.close(each.detach())
         self._directory.close()
 
     async def run(self) -> None:
-        """Serve clients until cancelled; then close."""
+        """Serve clients until cancelled, and then close the socket."""
         try:
             async with trio.open_nursery() as nursery:
                 while True:
@@ -134,7 +138,7 @@ class ControlSocket:
                     with trio.move_on_after(_NAME_INTERVAL):
                         client = await self._accept()
                     if self._closed:
-                        await trio.sleep_forever()  # in a forked child
+                        await trio.sleep_forever()  # `abandon` was called in a forked child
                     if client is None:
                         self._ensure_name()
                         self._slots.release_on_behalf_of(token)
@@ -144,7 +148,7 @@ class ControlSocket:
             self.close()
 
     def close(self) -> None:
-        """Remove the name and close the sockets.  Idempotent."""
+        """Close the socket, and remove its name.  Idempotent."""
         if not self._closed:
             self._closed = True
             self._closer.discard_listener(self._socket)
@@ -176,7 +180,7 @@ class ControlSocket:
                 stream = _Client(client)
                 uid = control.peer_user(client)
                 if uid != os.geteuid():
-                    raise ProtocolError(f"this process does not belong to user {uid}")
+                    raise ProtocolError(f"user {uid} may not query this process")
                 await self._answer(stream, scope)
         except (OSError, ProtocolError, trio.BrokenResourceError) as error:
             LOGGER.info("a client of the control socket was rejected: %s", error)
@@ -201,8 +205,8 @@ class ControlSocket:
         except ProtocolError as error:
             last = {"part": "error", "data": str(error)}
         except Exception:
-            defect = {"part": "error", "data": "the process failed to answer; see its log"}
-            await stream.send_all(control.encode(defect))
+            failure = {"part": "error", "data": "internal error; see the log of the process"}
+            await stream.send_all(control.encode(failure))
             raise
         await stream.send_all(control.encode(last))
 
@@ -211,7 +215,7 @@ class ControlSocket:
     ) -> None:
         """Send a capture until the client closes or the stack ends."""
         try:
-            kept = Config(capture_payload=payload).capture_payload  # type: ignore[arg-type]
+            payload_limit = Config(capture_payload=payload).capture_payload  # type: ignore[arg-type]
         except ValueError as error:
             raise ProtocolError(str(error)) from None
         if self._captures >= _MAX_CAPTURES:
@@ -223,16 +227,18 @@ class ControlSocket:
             scope.deadline = math.inf
             from trio_smc.capture.sinks import send_capture
 
-            await send_capture(self._stack, stream, kept, lambda: unsent_bytes(stream.socket) > 0)
+            await send_capture(
+                self._stack, stream, payload_limit, lambda: unsent_bytes(stream.socket) > 0
+            )
         finally:
             self._captures -= 1
 
 
 class _Client(trio.abc.Stream):
-    """A client's socket as a stream, on which no descriptor is received.
+    """The socket of a client as a Trio stream that receives no descriptors.
 
     Attributes:
-      socket: the socket, for use without Trio.
+      socket: the plain socket.
     """
 
     def __init__(self, client: socket.socket) -> None:
@@ -249,7 +255,11 @@ class _Client(trio.abc.Stream):
         await self._stream.wait_send_all_might_not_block()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """As `trio.SocketStream.receive_some`.  A descriptor raises BrokenResourceError, too."""
+        """As `trio.SocketStream.receive_some`.
+
+        Raises:
+          trio.BrokenResourceError: the client has reset the connection, or sent a descriptor.
+        """
         while True:
             await trio.lowlevel.wait_readable(self.socket)
             try:
@@ -264,7 +274,11 @@ class _Client(trio.abc.Stream):
 
 
 async def _request(stream: trio.abc.ReceiveStream) -> dict[str, Any]:
-    """Receive the request of a client.  Raises ProtocolError."""
+    """Receive the request of a client.
+
+    Raises:
+      ProtocolError: the request is incomplete or not valid.
+    """
     header = await _receive_exactly(stream, control.HEADER_SIZE)
     length = control.length_untrusted(header, control.REQUEST_LIMIT)
     request = control.decode_untrusted(await _receive_exactly(stream, length))
@@ -285,16 +299,17 @@ async def _receive_exactly(stream: trio.abc.ReceiveStream, count: int) -> bytes:
 
 
 class RunReport:
-    """Reports the start of one stack, and its counters at its end, to `trio-smc run`.
+    """Reports to `trio-smc run` that a stack has opened, and the stack's counters at its end.
 
-    Each message is one JSON object on its own connection.  To send a message never waits: if the
-    reader has gone or is too slow, the message is lost, and the next one includes the number of
-    lost messages.
+    Each message is one JSON object on its own connection (`tools.report_messages`).  Sending never
+    waits: if the command has ended or reads too slowly, the message is lost.  The next message
+    includes the number of lost messages.
 
     Args:
       stack: the stack.
-      path: the socket of `trio-smc run`.
-      every: seconds between additional reports of the counters, because the process may be killed.
+      path: the path of the socket of `trio-smc run`.
+      every: seconds between two reports of the counters before the end, for the case that the
+        process is killed; infinity: only at the end.
     """
 
     def __init__(self, stack: Stack, path: str, every: float = math.inf) -> None:
@@ -304,7 +319,7 @@ class RunReport:
         self._dropped = 0
 
     async def run(self) -> None:
-        """Report until cancelled, which happens after all connections have ended."""
+        """Report until cancelled.  The stack cancels this task after all connections have ended."""
         self._send("stack-open")
         last_sent = None
         try:
@@ -318,7 +333,7 @@ class RunReport:
             self._send("stack-end", statistics=plain_statistics(self._stack.statistics()))
 
     def abandon(self) -> None:
-        """Stop reporting in a forked child: the counters belong to the parent."""
+        """In a forked child, stop reporting.  The stack and its counters belong to the parent."""
         self._path = ""
 
     def _send(self, kind: str, **more: Any) -> None:

@@ -1,7 +1,7 @@
 """The data that the control socket sends about a stack: the public views as values for JSON.
 
-Names and units are those of the views; bytes are hexadecimal.  docs/cli.md describes the fields
-that commands and scripts read.
+The names and units are those of the views, and byte strings are hexadecimal.  docs/cli.md describes
+the fields that scripts can read.
 """
 
 from __future__ import annotations
@@ -26,20 +26,26 @@ if TYPE_CHECKING:
 __all__ = ["Snapshots", "plain_statistics"]
 
 
-_Thing = TypeVar("_Thing")
+_View = TypeVar("_View")
 
 
 class Snapshots:
-    """Takes snapshots of one stack, and numbers its link groups in order of first appearance."""
+    """Takes snapshots of one stack.
+
+    Each link group gets a number in its first snapshot, and keeps the number.
+    """
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._since = trio.current_time()
+        self._opened_at = trio.current_time()
         self._numbers: dict[LinkGroupView, int] = {}
         self._last_number = 0
 
     def parts(self, wanted: list[str]) -> Iterator[tuple[str, Any]]:
-        """Yield the name and data of each message.  Data is collected when it is yielded."""
+        """Yield the part and the data of each message.
+
+        The data is read when it is yielded, so the messages may show different moments.
+        """
         self._number_groups()
         yield "process", self._process()
         for part in PARTS:
@@ -62,7 +68,7 @@ class Snapshots:
         return {
             "pid": os.getpid(),
             "stack": self._stack.peer_id.hex(),
-            "uptime": trio.current_time() - self._since,
+            "uptime": trio.current_time() - self._opened_at,
             "ueids": list(self._stack.ueids or ()),
         }
 
@@ -142,30 +148,30 @@ class Snapshots:
 
 
 def _pieces(
-    part: str, things: Sequence[_Thing], describe: Callable[[_Thing], Any]
+    part: str, views: Sequence[_View], describe: Callable[[_View], Any]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the descriptions in pieces; between two pieces the stack does its own work."""
-    for start in range(0, len(things), PIECE):
-        yield part, [describe(thing) for thing in things[start : start + PIECE]]
+    """Yield the descriptions in pieces.  Between two pieces other tasks of the stack run."""
+    for start in range(0, len(views), PIECE):
+        yield part, [describe(view) for view in views[start : start + PIECE]]
 
 
 def plain_statistics(statistics: StackStatistics) -> dict[str, Any]:
-    """Counters as values for JSON."""
-    plain = {
+    """The counters of a stack as values for JSON."""
+    values = {
         field.name: getattr(statistics, field.name)
         for field in dataclasses.fields(statistics)
         if field.name not in ("agreed", "fallbacks")
     }
-    plain["agreed"] = [
+    values["agreed"] = [
         {**agreed._asdict(), "count": count} for agreed, count in statistics.agreed.items()
     ]
     counted = sorted(statistics.fallbacks.items())
-    plain["fallbacks"] = [
+    values["fallbacks"] = [
         {"origin": origin, "reason": reason, "count": count} for (origin, reason), count in counted
     ]
-    return plain
+    return values
 
 
 def _values(frozen: ConnectionCursors | StreamStatistics) -> dict[str, int]:
-    """As `dataclasses.asdict`, but ten times as fast, because there may be many connections."""
+    """As `dataclasses.asdict`, but ten times as fast (timeit): there may be many connections."""
     return {name: getattr(frozen, name) for name in type(frozen).__slots__}

@@ -213,7 +213,7 @@ class Connection:
         self._released = False
         self._keep_unread = False
         self._tcp_ended = False
-        self._reset_due = False  # see `reset_tcp`
+        self._reset_due = False  # TCP ends by RST
         self._validation_received = False  # a failover validation, which `cdcs_received` omits
         self.write_closed: bool = False
         self.sent_closed: bool = False
@@ -410,7 +410,7 @@ class Connection:
         no_more_writes: no RDMA write of the peer can arrive any more. Otherwise the RMBE is kept
           for the full time-out.
         """
-        if self._reset_due:
+        if self._reset_due and not self._tcp_ended:
             if no_more_writes:
                 self._process("abort_timeout")
             return
@@ -747,8 +747,6 @@ class Connection:
             if self._timer is not None:
                 self._timer = None
                 self._host.set_timer(self, None)
-            if self._reset_due:
-                self.reset_tcp()
             self.close_tcp()
             self._release_if_due()
 
@@ -810,22 +808,16 @@ class Connection:
         (1B)). Then RST waits until the state is CLOSED. After C there is no A, and RST is the only
         way to notify the peer.
         """
-        if self._tcp_ended:
-            return
+        self._reset_due = True
         peer_is_established = self.cdcs_received or self._validation_received
-        if self.receiver.open and not (peer_is_established or self.sent_closed):
-            self._reset_due = self._machine.state != "CLOSED"
-            if self._reset_due:
-                return
-        self._tcp_ended = True
-        self._reset_due = False
-        self._host.reset_tcp(self)
+        if peer_is_established or self.sent_closed or not self.receiver.open:
+            self.close_tcp()
 
     def close_tcp(self) -> None:
-        """Action: FIN, unless TCP has ended."""
+        """Action: FIN, or RST if that is due, unless TCP has ended."""
         if not self._tcp_ended:
             self._tcp_ended = True
-            self._host.close_tcp(self)
+            (self._host.reset_tcp if self._reset_due else self._host.close_tcp)(self)
 
     def purge(self) -> None:
         """Action: drop unread and unsent data."""

@@ -109,8 +109,8 @@ class Channel(Protocol):
             like everything that was posted and did not complete.
         """
 
-    def hand_over(self, poster: Poster, heir: Poster | None) -> None:
-        """Report the completions of ``poster`` to ``heir`` from now on; None: drop them.
+    def hand_over(self, poster: Poster, successor: Poster | None) -> None:
+        """Report the completions of ``poster`` to ``successor`` from now on; None: drop them.
 
         If ``poster`` waits for room, its ``on_room`` is not called.
         """

@@ -4,11 +4,16 @@ A client proposes the subnet or the prefixes of the interface that its connectio
 accepts a first contact only from a network that the server is attached to.  Addresses are text as
 `socket.getsockname` returns it.  Scopes ("%eth0") are ignored, and IPv4-mapped IPv6 counts as IPv4.
 
-Theory of operation.  Networks are read from a dump of the kernel's addresses.  They may change at
-any moment, and `host.netlink` knows how long a dump is valid.  Loopback networks, which most
-same-host connections use, are the same on every host and need no dump.  Each connection needs to
-know if an address belongs to this host; two sockets can nearly always find out, in 20 microseconds.
-Without netlink the host seems to have no networks, and every answer is None, False or empty.
+Theory of operation
+-------------------
+Networks come from the kernel's list of addresses, which may change at any moment.  `host.netlink`
+caches this list until the next change.  Loopback networks, which most same-host connections use,
+are the same on every host and need no query.
+
+Each connection needs to know if the peer's address belongs to this host.  The connect of one UDP
+socket and the bind of another nearly always show that (`_probe_own`), in at most 20 µs (timeit).
+Without netlink the host has no known networks except loopback, and the results are None, False or
+empty.
 """
 
 from __future__ import annotations
@@ -38,7 +43,8 @@ __all__ = [
 ]
 
 
-_CACHE_SIZE = 1024  # parsed addresses that are kept: to parse one costs more than a system call
+_CACHE_SIZE = 1024
+"""Parsed addresses that are kept, because parsing one takes longer than a system call.  Chosen."""
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -70,7 +76,7 @@ _LOOPBACKS = (
 )
 _LOOPBACK_PREFIXES = frozenset(prefix for _, prefix in _LOOPBACKS)
 
-# A connection to one of these has the same address at both ends.
+# A connection from this host to one of these addresses has the same address at both ends.
 _LOOPBACK_ADDRESSES = frozenset({"127.0.0.1", "::1"})
 
 
@@ -95,10 +101,10 @@ def plain_address(address: str) -> str:
 
 @functools.lru_cache(_CACHE_SIZE)
 def address_block(address: str) -> str:
-    """The block of addresses from which one host may choose: an IPv4 address alone, or an IPv6 /64.
+    """The block of addresses that one host may use: a single IPv4 address, or an IPv6 /64.
 
-    IPv4-mapped IPv6 counts as IPv4.  A link-local address keeps its scope, because the hosts of
-    each link choose from a block of their own.
+    IPv4-mapped IPv6 counts as IPv4.  A link-local address keeps its scope, because the same /64 on
+    another link belongs to other hosts.
 
     Raises:
       ValueError: `address` is not an IP address.
@@ -183,7 +189,7 @@ def is_attached(networks: Iterable[Prefix]) -> bool:
 def is_same_host(local: str, remote: str) -> bool:
     """True if the peer of a connection from `local` to `remote` is on this host.
 
-    That is so if `remote` is the same address, a loopback address, or another address of this host.
+    This is True if `remote` is `local`, a loopback address, or another address of this host.
     """
     if _is_plainly_same_host(local, remote):
         return True
@@ -196,8 +202,10 @@ def is_same_host(local: str, remote: str) -> bool:
 
 @functools.lru_cache(_CACHE_SIZE)
 def _is_plainly_same_host(local: str, remote: str) -> bool:
-    """True if the two addresses alone show that the peer is on this host.  Cached, because each
-    connection calls this several times."""
+    """True if the two addresses show without a query that the peer is on this host.
+
+    The results are cached, because each connection calls this several times.
+    """
     peer = _parse(remote)
     return peer.is_loopback or peer == _parse(local)
 
@@ -228,9 +236,10 @@ def source_address(address: str, port: int) -> str | None:
 
 
 def _probe_own(address: str) -> bool | None:
-    """True or False if two system calls can show whether this host has the address; else None."""
-    # The kernel connects to its own address from the same address, and to no other address in that
-    # way.  To a secondary address it may connect from the primary one.
+    """True if this host has the address, False if not, None if only a query can show that."""
+    # If the destination is an address of this host, the kernel chooses the same address as the
+    # source.  It does so for no other destination.  But if the destination is a secondary address,
+    # the kernel may choose the primary one.
     if source_address(address, 1) == address:
         return True
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -239,7 +248,7 @@ def _probe_own(address: str) -> bool | None:
             probe.bind((address, 0))
     except OSError as error:
         return False if error.errno == errno.EADDRNOTAVAIL else None
-    # This host has the address, or allows to bind to any address (ip_nonlocal_bind).
+    # This host has the address, or it allows to bind to any address (ip_nonlocal_bind).
     return None
 
 
@@ -252,14 +261,15 @@ def _parse(address: str) -> _Address:
 
 
 def _addresses() -> list[_OwnAddress]:
-    """All addresses of this host now."""
+    """All addresses that this host has now."""
     return query(lambda route: route.get_addr(), _own_address, "addresses")
 
 
 def _own_address(message: Any) -> _OwnAddress:
     attribute = message.get_attr
-    # On a point-to-point interface LOCAL is the own address, and ADDRESS is the peer's, which
-    # defines the network.  Elsewhere both are the same, and IPv6 has only ADDRESS.
+    # On a point-to-point interface IFA_LOCAL is the address of this host, and IFA_ADDRESS is that
+    # of the peer, which determines the network.  On other interfaces both are the same, but for
+    # IPv6 there is only IFA_ADDRESS.
     network = attribute("IFA_ADDRESS")
     length = message["prefixlen"]
     whole = ipaddress.ip_network(f"{network or attribute('IFA_LOCAL')}/{length}", strict=False)

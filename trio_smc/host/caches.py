@@ -1,4 +1,4 @@
-"""The size of a processor's private cache, as reported by Linux."""
+"""The size of the cache that a processor does not share with others, as reported by Linux."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ _UNITS: Final = {"K": 1 << 10, "M": 1 << 20}
 
 @cache
 def private_cache() -> int:
-    """Bytes of a processor's level 2 cache; 0: unknown."""
+    """Bytes of the level 2 cache of processor 0; 0 if the size is unknown."""
     return size_of_private_cache(_CACHES)
 
 
 def size_of_private_cache(directory: Path) -> int:
-    """As `private_cache`, for the processor whose caches ``directory`` describes."""
+    """Bytes of the level 2 cache that is described in ``directory``; 0 if the size is unknown.
+
+    Args:
+      directory: a directory like /sys/devices/system/cpu/cpu0/cache.
+    """
     try:
         for each in directory.glob("index*"):
             if (each / "level").read_text().strip() == "2":

@@ -1,12 +1,12 @@
-"""Queries of the kernel's network configuration, by netlink.
+"""Queries of the kernel's network configuration, by netlink (rtnetlink(7)).
 
-A query is one synchronous exchange, and its answer takes milliseconds to read.  Each connection
-over RoCE needs interfaces, addresses and a route.  So answers are cached, but only until the next
-change: while an `AnswerCache` is open, a socket receives the kernel's report of every change of
-interfaces, addresses, routes and rules before the change is finished.  While that socket is not
-readable, the cached answers are valid.
+A query is one synchronous exchange with the kernel, and pyroute2 needs milliseconds for it.  Each
+connection over RoCE needs interfaces, addresses and a route.  So answers are cached until the next
+change.  While an `AnswerCache` is open, a netlink socket receives a report of every change of
+interfaces, addresses, routes and rules.  The kernel sends the report before the change is finished.
+So while the socket is not readable, the cached answers are valid.
 
-Without netlink the result of a query is an empty list.
+On a system without netlink the result of a query is an empty list.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ __all__ = [
 
 _log = logging.getLogger("trio_smc.netlink")
 
-# A dump that the kernel marks as interrupted by a change is repeated.
 _ATTEMPTS: Final = 3
+"""Attempts of a query whose answer the kernel marks as interrupted by a change.  Chosen."""
 _MAX_ANSWERS: Final = 1000
-# RTNLGRP_LINK, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE, NEXTHOP.
+"""Answers in the cache.  Chosen: a bound on memory."""
+# The groups of linux/rtnetlink.h whose reports are received: RTNLGRP_LINK, IPV4_IFADDR, IPV4_ROUTE,
+# IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE, NEXTHOP.
 _GROUPS: Final = sum(1 << group - 1 for group in (1, 5, 7, 8, 9, 11, 19, 32))
 
 _warned = False
 
 
 class AnswerCache:
-    """While at least one is open, `query` caches the kernel's answers."""
+    """While at least one object is open, `query` caches the kernel's answers for all of them."""
 
     _lock = threading.Lock()
     _open: Final[set[AnswerCache]] = set()
@@ -49,7 +51,7 @@ class AnswerCache:
     _generation = 0
 
     def open(self) -> None:
-        """Start.  If the kernel cannot report changes, nothing is cached."""
+        """Start caching.  If the kernel cannot report changes, nothing is cached."""
         with self._lock:
             self._open.add(self)
             if AnswerCache._change_socket is None and sys.platform == "linux":
@@ -57,7 +59,7 @@ class AnswerCache:
                     AnswerCache._change_socket = _subscribe()
 
     def close(self) -> None:
-        """End.  Idempotent."""
+        """Stop caching, if no other object is open.  Idempotent."""
         with self._lock:
             self._open.discard(self)
             if not self._open:
@@ -72,7 +74,7 @@ class AnswerCache:
 
     @classmethod
     def get(cls, key: Hashable) -> tuple[list[Any] | None, int]:
-        """The cached answer if it is still valid, and the number of changes so far."""
+        """The cached answer, or None if there is no valid one; and the number of changes so far."""
         with cls._lock:
             if cls._change_socket is not None and _read_changes(cls._change_socket):
                 cls._answers.clear()
@@ -83,8 +85,8 @@ class AnswerCache:
     def put(cls, key: Hashable, answer: list[Any], generation: int) -> None:
         """Cache an answer, unless there was a change since `get` returned this ``generation``."""
         with cls._lock:
-            # Another thread may have read a change.  A change that was not read yet clears the
-            # cache later.
+            # Another thread may have read a report since `get`, which increased `_generation`.  A
+            # report that was not read yet clears the cache at the next `get`.
             if cls._change_socket is not None and cls._generation == generation:
                 if len(cls._answers) >= _MAX_ANSWERS:
                     cls._answers.clear()
@@ -92,26 +94,26 @@ class AnswerCache:
 
     @classmethod
     def on_fork(cls) -> None:
-        """Close the cache in a forked child, because the parent reads the socket."""
+        """In a forked child, close all objects, because the parent reads the shared socket."""
         cls._lock = threading.Lock()
         cls._open.clear()
         cls._end()
 
 
 def query(
-    question: Callable[[Any], Iterable[Any]], read: Callable[[Any], Any], key: Hashable
+    request: Callable[[Any], Iterable[Any]], read: Callable[[Any], Any], key: Hashable
 ) -> list[Any]:
     """The answers to a query, from the cache if possible.
 
     Args:
-      question: makes the query with a `pyroute2.IPRoute`, and returns messages.
+      request: sends the query by a `pyroute2.IPRoute`, and returns the kernel's messages.
       read: converts one message.
-      key: the name of the query in the cache.
+      key: the key of the answer in the cache.
     """
-    known, generation = AnswerCache.get(key)
-    if known is not None:
-        return known
-    answer = _query(question)
+    cached, generation = AnswerCache.get(key)
+    if cached is not None:
+        return cached
+    answer = _query_or_warn(request)
     if answer is None:
         return []
     found = [read(message) for message in answer]
@@ -119,23 +121,23 @@ def query(
     return found
 
 
-def _query(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
+def _query_or_warn(request: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
     try:
-        return query_now(question)
+        return query_now(request)
     except OSError as error:
         _warn_once("netlink does not answer: %s", error)
         return None
 
 
-def query_now(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
-    """The messages that ``question`` returns for a `pyroute2.IPRoute`; None without netlink.
+def query_now(request: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
+    """The messages that ``request`` returns, without the cache; None without netlink.
 
     Raises:
       OSError: the kernel's answer is an error.
     """
     if sys.platform != "linux":
         return None
-    # The import takes 100 ms, so it is delayed until the first query.
+    # The import takes about 100 ms (python -X importtime), so it is delayed until the first query.
     try:
         from pyroute2 import IPRoute
         from pyroute2.netlink.exceptions import NetlinkDumpInterrupted, NetlinkError
@@ -145,24 +147,28 @@ def query_now(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
     for _ in range(_ATTEMPTS):
         try:
             with IPRoute() as route:
-                return list(question(route))
+                return list(request(route))
         except NetlinkDumpInterrupted:
             continue
         except NetlinkError as error:
             raise OSError(error.code, os.strerror(error.code)) from error
-        # RuntimeError: pyroute2 runs asyncio, and so may this thread if Trio is a guest in it.
+        # RuntimeError: pyroute2 starts an event loop of asyncio, but this thread has one already if
+        # Trio is a guest of asyncio.
         except (OSError, RuntimeError) as error:
             _warn_once("netlink does not answer: %s", error)
             return None
     return None
 
 
-_MAX_UEIDS: Final = 8  # in a Proposal; Linux holds four
+_MAX_UEIDS: Final = 8  # the largest number in a Proposal; Linux stores at most four
 _DUMP_UEID: Final = 9  # SMC_NETLINK_DUMP_UEID
 
 
 def kernel_ueids() -> tuple[bytes, ...] | None:
-    """The kernel's UEIDs, as ``smcr ueid show`` lists them, 32 bytes each; None: it has no SMC."""
+    """The UEIDs of the kernel, as ``smcr ueid show`` lists them, 32 bytes each.
+
+    None: the kernel has no SMC, or netlink does not work.
+    """
     if sys.platform != "linux":
         return None
     try:
@@ -185,7 +191,7 @@ def kernel_ueids() -> tuple[bytes, ...] | None:
                 smc.nlm_request(request, msg_type=smc.prid, msg_flags=NLM_F_REQUEST | NLM_F_DUMP)
             )
     except NetlinkError:
-        return None  # the kernel has no such family: its module is not loaded
+        return None  # the kernel has no such family, because the module smc is not loaded
     except (OSError, RuntimeError) as error:
         _warn_once("netlink does not answer: %s", error)
         return None
@@ -205,20 +211,23 @@ def _subscribe() -> socket.socket:
 
 
 def _read_changes(changes: socket.socket) -> bool:
-    """Read all reports; True if there were any."""
+    """Read all reports of changes; True if there were any."""
     found = False
     while True:
         try:
-            changes.recv(1)  # the contents do not matter
+            changes.recv(1)  # each report clears the whole cache, so its contents do not matter
         except BlockingIOError:
             return found
-        except OSError:  # ENOBUFS: there were too many reports
+        except OSError:  # ENOBUFS: the kernel has dropped reports
             pass
         found = True
 
 
 def _warn_once(text: str, error: Exception) -> None:
-    """Log a warning the first time, and debug messages later: each connection has the same one."""
+    """Log a problem: the first one as a warning, and later ones as debug messages.
+
+    Otherwise each connection would log the same warning.
+    """
     global _warned
     _log.log(logging.DEBUG if _warned else logging.WARNING, text, error)
     _warned = True

@@ -1,10 +1,10 @@
-"""Pages of shared memory that the system may refuse when they are first touched.
+"""Memory that the system may refuse: pages of shared memory at the first touch, and new threads.
 
-With ``vm.overcommit_memory`` 2 Linux counts each page of a memfd against the commit limit when the
-page is allocated (proc_sys_vm(5), "mm/shmem.c").  A page that is allocated by a store or a load has
-no call that could fail, so at the limit the process gets SIGBUS.  A page that `posix_fallocate`
-allocated before is never refused again, until it is given back.  In the modes 0 and 1 a page of a
-memfd is never refused: the kernel reclaims memory, or the OOM killer ends a process.
+If ``vm.overcommit_memory`` is 2, Linux counts each page of a memfd against the commit limit when
+the page is allocated (proc_sys_vm(5), mm/shmem.c).  If a load or a store allocates the page, there
+is no call that could fail, so at the limit the process gets SIGBUS.  A page that `posix_fallocate`
+has allocated before is not refused, until it is given back.  In the modes 0 and 1 a page of a memfd
+is never refused: the kernel reclaims memory, or the OOM killer ends a process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ __all__ = ["can_start_thread", "commit_is_limited"]
 _MODE: Final = "/proc/sys/vm/overcommit_memory"
 _STRICT: Final = b"2"
 _THREAD_MEMORY: Final = 16 << 20
-"""Bytes that a new thread may need: a stack of 8 MiB, and Python objects."""
+"""Bytes that a new thread may need: a stack of 8 MiB (the usual RLIMIT_STACK), and Python objects.
+The other 8 MiB are chosen."""
 
 
 def commit_is_limited() -> bool:
     """True if a page may be refused when it is first touched.
 
-    Each call reads the mode, which takes 1.5 microseconds, because an administrator can change it
-    at any time.  If the mode cannot be read, the result is True: a needless allocation costs only
-    memory, but SIGBUS ends the process.
+    An administrator can change the mode at any time, so each call reads the mode from /proc, which
+    takes 1.5 microseconds (timeit).  If the mode cannot be read, the result is True: a needless
+    allocation costs only memory, but SIGBUS ends the process.
     """
     try:
         descriptor = os.open(_MODE, os.O_RDONLY | os.O_CLOEXEC)
@@ -44,8 +45,8 @@ def commit_is_limited() -> bool:
 def can_start_thread() -> bool:
     """True if a new thread would have enough memory to run.
 
-    At the commit limit a new thread may get a stack and then no other memory.
-    `threading.Thread.start` would wait for that thread for ever.
+    At the commit limit a new thread may get its stack and then no other memory, so that the thread
+    cannot run.  `threading.Thread.start` would wait for this thread for ever.
     """
     if sys.platform != "linux" or not commit_is_limited():
         return True

@@ -1,20 +1,22 @@
 """The RNIC ports on the network of a TCP connection (RFC 7609, 2.1, 5.1).
 
 SMC-R must stay on the network and the VLAN of the TCP connection, because no firewall and no router
-checks RoCE traffic (5.1).  So the RNIC follows from the network interface:
+checks RoCE traffic (5.1).  So the network interface of the connection determines the RNIC ports:
 
-* A port serves a network interface if its GID table has an entry for that interface.  The kernel
-  makes such entries for the interface of the adapter, for VLANs on it (frames then have the VLAN's
-  tag) and for bonds that it belongs to.
-* A bond without such entries is served by the ports of its members.
-* A PNET table overrides this: the interfaces in it are served by the ports in it and by no others.
-  The port's GID must then be in the same VLAN as the interface, or both in none.
+* A port serves a network interface if the port's GID table has an entry for that interface.  The
+  kernel makes entries for the interface of the adapter, for VLANs on this interface (frames then
+  have the tag of the VLAN) and for bonds that this interface belongs to.
+* If no port has an entry for a bond, the ports of the bond's members serve it.
+* A PNET table names interfaces and the ports for each of them.  These ports serve the interface,
+  and no others do.  The GID of the port must be in the same VLAN as the interface, or both must be
+  in none.
 
-Of several GIDs, the one of the connection's local address comes first, then one of its subnet,
-which a peer on that subnet can reach (3.5.1.2), then a link-local one, which peers on the same LAN
-can reach.
+If a port has several GIDs, the best one is that of the connection's local address, then one in the
+subnet of this address, which a peer on that subnet can reach (3.5.1.2), then a link-local one,
+which peers on the same LAN can reach.
 
-Everything here but `interfaces` and `route_interface` is pure.
+Only `interfaces` and `route_interface` query the kernel, and only `read_table` and `table_of` read
+files.  The other functions depend on their arguments alone.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ __all__ = [
 ]
 
 
-_ROCE_V2: Final = 2
-_MAX_SIZE: Final = 1 << 20  # bytes of a PNET table
+_ROCE_V2: Final = 2  # IBV_GID_TYPE_ROCE_V2
+_MAX_SIZE: Final = 1 << 20
+"""Bytes of a PNET table.  Chosen."""
 _MAPPED: Final = bytes(10) + b"\xff\xff"
+"""The first bytes of an IPv4-mapped IPv6 address (RFC 4291, 2.5.5.2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +57,8 @@ class Interface:
     """A network interface.
 
     Attributes:
-      index, name: the kernel's index and name.
-      vlan: the VLAN ID of this interface or of the VLAN interface below it; None: untagged.
+      index, name: the index and the name in the kernel.
+      vlan: the VLAN ID if this is a VLAN interface; None: frames have no tag.
       lower: the index of the interface below a VLAN, else None.
       master: the index of the bond or bridge that the interface belongs to, else None.
       bond: True if the interface is a bond.
@@ -93,7 +97,7 @@ preference."""
 
 
 def parse_table(text: str, source: str = "the PNET table") -> PnetTable:
-    """Parse a table: each line has an interface and its RNICs; "#" starts a comment.
+    """Parse a table.  Each line names an interface and then its RNICs.  "#" starts a comment.
 
     Args:
       text: the table.
@@ -137,7 +141,7 @@ def choose_gids(
     address: str,
     network: Prefix | None,
 ) -> list[PortGid]:
-    """The GIDs that may serve a connection, one for each port, the preferred port first.
+    """The GIDs that may serve a connection: the best one of each port, the preferred port first.
 
     Args:
       route: the outgoing interface of the connection's route.
@@ -174,11 +178,11 @@ def same_network(
     ports: tuple[str, str],
     table: PnetTable,
 ) -> bool:
-    """True if links on two ports may be in one link group: same VLAN, same LAN.
+    """True if links on two ports may be in one link group: both ports are in the same VLAN and LAN.
 
     Args:
       one, other: the interfaces that the ports' GIDs belong to.
-      networks: the subnets or prefixes of the GIDs' addresses; None for a GID without one.
+      networks: the subnet or prefix of each GID's address; None for a GID without one.
       ports: the names of the two RNICs.
       table: the PNET table.
     """
@@ -190,8 +194,8 @@ def same_network(
     if any(rnic in ports for _, rnic in table):
         return False
     if one.index == other.index or (one.master is not None and one.master == other.master):
-        return True  # two ports of one bond
-    # As in 3.5.1.2; link-local prefixes are the same on every LAN.
+        return True  # two ports of one interface, or of one bond
+    # As in 3.5.1.2.  Equal link-local prefixes show nothing, because every LAN has the same one.
     first, second = networks
     return first is not None and first == second and not first.is_link_local
 
@@ -199,13 +203,16 @@ def same_network(
 def _ports_in_table(
     route: Interface, interfaces: Mapping[int, Interface], table: PnetTable
 ) -> list[str] | None:
-    """The table's ports for an interface, or for the interface below a VLAN; None: no entry."""
+    """The ports that the table names for an interface, or for an interface below a VLAN.
+
+    None: the table names no such interface.
+    """
     names = {name for name, _ in table}
-    at: Interface | None = route
-    while at is not None:
-        if at.name in names:
-            return [rnic for name, rnic in table if name == at.name]
-        at = None if at.lower is None else interfaces.get(at.lower)
+    interface: Interface | None = route
+    while interface is not None:
+        if interface.name in names:
+            return [rnic for name, rnic in table if name == interface.name]
+        interface = None if interface.lower is None else interfaces.get(interface.lower)
     return None
 
 
@@ -220,8 +227,10 @@ def _gids_of(
 
 
 def _rank(gid: PortGid, address: str, network: Prefix | None) -> tuple[bool, int]:
-    """A sort key; the smallest is the best.  RoCE v2 comes first, because both sides must use the
-    same encapsulation."""
+    """A sort key for the GIDs of a port.  The best GID has the smallest key.
+
+    RoCE v2 comes first, because both sides must use the same encapsulation.
+    """
     own = ipaddress.ip_address(plain_address(address)).packed
     value = gid.value[12:] if gid.value[:12] == _MAPPED else gid.value
     if value == own:
@@ -255,7 +264,8 @@ def route_interface(local: str, remote: str) -> int | None:
     """The index of the outgoing interface for packets from `local` to `remote`, or None."""
     source, destination = plain_address(local), plain_address(remote)
     if ipaddress.ip_address(destination).is_link_local:
-        # Such an address needs an interface: the one that has the local address.
+        # A link-local address is in the network of each interface.  The right interface is the one
+        # that has the local address.
         return address_interface(source)
     found = query(
         lambda route: route.route("get", dst=destination, src=source),
@@ -281,5 +291,9 @@ def _interface(message: Any) -> Interface:
 
 
 def table_of(setting: PnetTable | Path | str) -> PnetTable:
-    """The table of `Config.pnet`.  Raises ValueError if the file cannot be read or is wrong."""
+    """The PNET table of a setting `Config.pnet`, which is a table or the path of one.
+
+    Raises:
+      ValueError: the file cannot be read, or a line is wrong.
+    """
     return setting if isinstance(setting, tuple) else read_table(Path(setting))

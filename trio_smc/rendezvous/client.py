@@ -35,7 +35,7 @@ class ClientNegotiation(Negotiation):
         "LINK_LOST": frozenset({clc.MessageType.DECLINE}),
     }
 
-    _rnic: Rnic  # of `propose`
+    _rnic: Rnic  # both are set by `propose`
     _proposal: clc.Proposal
 
     def __init__(self, *, host: NegotiationHost, receive_buffer: int) -> None:
@@ -67,7 +67,7 @@ class ClientNegotiation(Negotiation):
             self._declined(message)
             return
         if not isinstance(message, clc.Accept) or self.machine.state != "PROPOSED":
-            raise ProtocolError(f"SMC {type(message).__name__} out of turn")
+            raise ProtocolError(f"unexpected SMC {type(message).__name__}")
         self._peer = message
         self.first_contact: bool = message.first_contact
         self._decline_version = 1 if message.v2 is None else 2
@@ -88,17 +88,17 @@ class ClientNegotiation(Negotiation):
         self.machine.send("accept")
 
     def send_proposal(self) -> None:
-        """3.5.1.2: no RoCE resource is committed yet."""
+        """Send SMC Proposal (3.5.1.2). No RNIC resource is taken before the answer."""
         self._send(self._proposal)
 
     def form_group(self) -> None:
-        """3.5.1.3: a queue pair in RTR, and an RMB, before SMC Confirm."""
+        """Make a link group, with a queue pair in RTR, before SMC Confirm (3.5.1.3)."""
         if self._form_group(client=True, peer_id=self._peer.peer_id, rnic=self._rnic):
             self._when_address_known(self._connect)
 
     def _connect(self, group: LinkGroup) -> None:
         self._unable = FallbackReason.LINK_FAILED
-        if group.state != "FORMING":  # it failed while the address was resolved
+        if group.state != "FORMING":  # the group failed while the address was resolved
             self.machine.send("unable")
             return
         try:
@@ -113,9 +113,9 @@ class ClientNegotiation(Negotiation):
         self.take_element()
 
     def send_confirm(self) -> None:
-        """3.5.1.3, 3.5.2.2."""
+        """Send SMC Confirm (3.5.1.3, 3.5.2.2)."""
         self._send(self._credentials(clc.Confirm))
 
     def decline_out_of_sync(self) -> None:
-        """C.4: the server reuses a link group that this side does not have any more."""
+        """Decline, because the server names a link group that this side no longer has (C.4)."""
         self._send_decline(FallbackReason.OUT_OF_SYNC, out_of_sync=True)

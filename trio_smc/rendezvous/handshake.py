@@ -1,17 +1,17 @@
 """The CLC handshake over a real TCP connection: the Trio task around a negotiation.
 
 No byte after the CLC messages may be consumed: after a Decline the application's bytes follow at
-once. `wire.clc.ClcReader` limits each read, and nothing is read when only our last message is left
-to send; see `rendezvous.negotiation`.
+once. `wire.clc.ClcReader` limits each read, and nothing is read when only this side's last message
+is left to send; see `rendezvous.negotiation`.
 
 Theory of operation
 -------------------
 One task waits for bytes of the peer, for `Negotiation.changed`, or for the CLC timer. The last two
-end the wait as if the socket were being closed; a cancel scope for each wait would cost a short
-connection as much as one or two system calls. Another task may close the socket, and the kernel
-then gives its descriptor number to the next file. So no number is kept; each use gets it from the
-socket. After our answer nothing is read before the socket is readable again, since the peer needs
-some time.
+end the wait as if the socket were being closed, because a cancel scope for each wait costs more:
+about 10 µs (docs/decisions.md). Another task may close the socket, and the kernel then gives its
+descriptor number to the next file. So no number is kept; each use gets it from the socket. After
+this side's answer nothing is read before the socket is readable again, because the peer needs some
+time for its next message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _TIME_OUT_COST: Final = 0.0001
-"""Seconds of processor time that a handshake's task takes to end by time-out: 65 µs by
+"""Seconds of processor time that the task of a handshake takes to end by time-out: 65 µs in
 ``python -m tests.e2e.mass_ends handshakes 450``, and a reserve."""
 
 
@@ -51,7 +51,7 @@ async def run_negotiation(
     """Run a negotiation to its end.
 
     Args:
-      negotiation: a client's must have been started; for a server's there are bytes to read.
+      negotiation: of a client: it has been started. Of a server: there are bytes to read.
       sock: the TCP connection, which stays open.
       patience: seconds for each CLC message (RFC 7609, C.5).
       timers, spinner: those of the stack.
@@ -76,7 +76,7 @@ async def run_negotiation(
         raise
     finally:
         negotiation.changed = _no_op
-        negotiation.machine.let_go()
+        negotiation.machine.release_model()
     if outcome is None:
         raise RuntimeError(f"a negotiation without an outcome, in {negotiation.state}")
     if isinstance(outcome, Failed):
@@ -92,7 +92,7 @@ async def _run(
     spinner: Spinner,
     reader: ClcReader,
 ) -> None:
-    """Run until there is an outcome, or only our last message is left to send."""
+    """Run until there is an outcome, or only this side's last message is left to send."""
     state, deadline = "", 0.0
     while negotiation.outcome is None and not negotiation.has_final_message:
         if negotiation.outgoing:
@@ -110,7 +110,7 @@ async def _run(
             expired = await _wait(negotiation, sock, timers, deadline)
         finally:
             spinner.sleeping -= 1
-        _descriptor(sock)  # raises if another task has closed it
+        _descriptor(sock)  # raises an error if another task has closed the socket
         if expired:
             negotiation.timed_out()
 
@@ -135,7 +135,7 @@ async def _wait(
     except trio.ClosedResourceError:
         return expired and negotiation.outcome is None and negotiation.state == state
     finally:
-        # From now on the caller sees changes itself, so there is no wait to end.
+        # The caller sees later changes itself, so there is no wait to end.
         negotiation.changed = _no_op
         if timer is not None:
             timer.cancel()
@@ -148,7 +148,7 @@ async def _answer(
     patience: float,
     reader: ClcReader,
 ) -> None:
-    """Send `outgoing`, unless the peer has sent bytes before this answer."""
+    """Send ``negotiation.outgoing``, unless the peer has sent bytes before this answer."""
     if reader.halfway or unread_bytes(_descriptor(sock)):
         negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
         return
@@ -168,7 +168,7 @@ async def _answer(
 
 
 def _no_op() -> None:
-    """Do nothing, because no task waits."""
+    """No-op: no task waits."""
 
 
 def _descriptor(sock: trio.socket.SocketType) -> int:
@@ -191,7 +191,7 @@ def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:
 
 
 def _read(negotiation: Negotiation, sock: trio.socket.SocketType, reader: ClcReader) -> bool:
-    """Read bytes that have arrived, at most to the end of a message; False if there are none."""
+    """Read bytes that have arrived, at most to the end of a message; False if none have."""
     number = _descriptor(sock)
     try:
         piece = os.read(number, reader.wanted)

@@ -6,9 +6,9 @@ in order. `outcome` is set once: the connection uses SMC-R, stays on TCP, or mus
 declares the states; this module has the actions that both sides share, and the protocols for the
 stack and the connection.
 
-Attributes are filled while the handshake proceeds, and are read only afterwards: the peer's message
-when it has arrived, the link group when it is chosen or about to be formed, and `_LocalEnd` when an
-RMB element is taken.
+Some attributes are set while the handshake proceeds, and are read only afterwards: the peer's
+message when it has arrived, the link group when it is chosen or begins to form, and `_LocalEnd`
+when an RMB element is taken.
 
 Theory of operation: how two sides that share one byte stream agree where CLC messages end
 ------------------------------------------------------------------------------------------
@@ -16,13 +16,14 @@ After a Decline the application's bytes follow at once, in both directions, and 
 (RFC 7609, C.6). So each side must know which CLC messages may still come:
 
 - CLC messages alternate, and a Decline only replaces a message that the peer waits for (C.1). So
-  bytes that arrive before our answer was sent are a protocol error: before it sends, the runner
-  checks that there are none. Before our last message it also stops reading (`has_final_message`),
-  because bytes after a Decline belong to the application.
-- While LLC messages flow (first contact only) either side may decline, and Declines must not cross.
-  A Decline is sent only by the side whose turn it is: it has to send the next LLC message, or its
-  last one is not known to have arrived (C.7: the sender notices a failure first). The other side
-  waits for the Decline (LINK_LOST), and resets the TCP connection if it does not come.
+  bytes that arrive before this side has sent its answer are a protocol error: before it sends, the
+  runner (`handshake`) checks that there are none. Before this side's last message, the runner also
+  stops reading (`has_final_message`), because bytes after a Decline belong to the application.
+- While LLC messages are exchanged (first contact only), either side may decline, and Declines must
+  not cross. Only the side whose turn it is sends a Decline: the side that has to send the next LLC
+  message, or whose last LLC message is not known to have arrived (C.7: the sender notices a failure
+  first). The other side waits for the Decline (LINK_LOST), and resets the TCP connection if no
+  Decline comes.
 - After the point of no return (C.3) a failure can only reset the TCP connection.
 
 One case remains: if a link fails between the delivery of an LLC message and its acknowledgement,
@@ -66,8 +67,8 @@ __all__ = [
 
 LOGGER = logging.getLogger("trio_smc.clc")
 
-_GIDS = 2  # in Confirm: of the first link, and of an alternative
-_OVER = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
+_GIDS = 2  # in Confirm: that of the first link, and that of another RNIC.  Chosen
+_ENDED = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
 _FINAL = frozenset({"DECLINING", "CONFIRMED"})
 _NONE: frozenset[clc.MessageType] = frozenset()
 _WAITING = frozenset({"WAITING", "PREPARING", "CONFIRMING_LINK"})
@@ -104,10 +105,10 @@ class RdmaConnection(GroupConnection, Protocol):
         """The link group has ended: True if data or an ending has arrived for the user."""
 
     def abort(self) -> None:
-        """Reset it: the rendezvous is complete, but the connection is no longer needed."""
+        """Reset the connection: the rendezvous is complete, but the caller has given up."""
 
     def withdraw(self) -> None:
-        """The rendezvous failed after the element was taken; TCP is not touched."""
+        """End the connection without TCP: the rendezvous failed after the element was taken."""
 
 
 class NegotiationHost(Protocol):
@@ -126,7 +127,7 @@ class NegotiationHost(Protocol):
     ) -> LinkGroup | None:
         """A server-role group with this client (`terms.proposed`).
 
-        It has room for an element of ``size`` bytes, or else is just forming.
+        The group has room for an element of ``size`` bytes, or is still forming.
         """
 
     def new_group(
@@ -190,8 +191,9 @@ class Negotiation(ABC):
     """One rendezvous; see `ClientNegotiation` and `ServerNegotiation`.
 
     Attributes:
-      outgoing: CLC messages to be sent. The runner first checks that no bytes of the peer are
-        unread, which would be a `protocol_error`; then it clears the list, sends and calls `sent`.
+      outgoing: CLC messages to be sent. The runner first checks that there are no unread bytes of
+        the peer, which would be a `protocol_error`. Then it clears the list, sends the messages and
+        calls `sent`.
       outcome: None while the negotiation runs.
       changed: called whenever `outgoing` or `outcome` may have changed.
     """
@@ -216,13 +218,13 @@ class Negotiation(ABC):
         # The link that the peer names: any link of an existing group (3.5.2.2, 3.5.2.3).
         self._peers_link: Link | None = None
         self._first_link: Link | None = None
-        self._link: Link | None = None  # for our message
+        self._link: Link | None = None  # the link that this side's message names
         self._end: _LocalEnd | None = None
         self._fell_back: FellBack | None = None  # the outcome after a Decline
         self._terms = VERSION_1
-        self._decline_version = 1  # the format of our Decline
+        self._decline_version = 1  # the format of this side's Decline
         self._refusal: FallbackReason | None = None
-        self._speaks_v2 = False  # our Proposal, or Accept
+        self._speaks_v2 = False  # this side's Proposal or Accept has version 2
         self._unable = FallbackReason.OUT_OF_RESOURCES
         self._cause: Exception | None = None
         self._wait: AddressWait | Timer | None = None
@@ -236,7 +238,7 @@ class Negotiation(ABC):
 
     @property
     def has_final_message(self) -> bool:
-        """True if `outgoing` is our last CLC message.
+        """True if `outgoing` is this side's last CLC message.
 
         Reading must stop before it is sent: after a Decline the peer's bytes belong to the
         application, and after a Confirm they are a violation.
@@ -260,29 +262,30 @@ class Negotiation(ABC):
             observer.clc(self, False, data)
         try:
             if self.outgoing:
-                raise ProtocolError("a CLC message before our answer was sent")
+                raise ProtocolError("a CLC message before the answer to the last one")
             self._dispatch_untrusted(clc.decode_untrusted(data))
         except ProtocolError as error:
             self.protocol_error(error)
 
     def sent(self) -> None:
-        """All of `outgoing` was passed to TCP."""
+        """Note that all of `outgoing` was passed to TCP."""
         if self.has_final_message:
             self.machine.send("sent")
 
     def protocol_error(self, error: ProtocolError) -> None:
-        """The peer's bytes are not a CLC message that may come now."""
+        """Fail, because the peer's bytes are not a CLC message that may come now."""
         self._cause = error
         self.machine.send("protocol_error")
 
     def timed_out(self) -> None:
-        """The expected CLC message did not come (RFC 7609, C.5)."""
+        """Fail, because the expected CLC message did not come (RFC 7609, C.5)."""
         self.machine.send("clc_timeout")
 
     def tcp_lost(self, cause: OSError | None = None) -> None:
-        """The TCP connection ended.
+        """Fail, because the TCP connection ended.
 
-        The rendezvous may be complete for the peer, which has ended since.
+        Messages that have arrived on links are processed first: for the peer the rendezvous may be
+        complete, and the connection may have ended since.
         """
         if self._group is not None:
             self._group.mover.catch_up()
@@ -333,7 +336,7 @@ class Negotiation(ABC):
 
     @property
     def usable_connection(self) -> bool:
-        """True if connection and link are usable after our last message was sent."""
+        """True if connection and group are usable after this side's last message was sent."""
         end = self._end
         return end is not None and end.connection.state != "CLOSED" and end.group.usable
 
@@ -347,46 +350,46 @@ class Negotiation(ABC):
         group.request_element(self._receive_buffer, self._element_taken, self._link)
 
     def decline_refused(self) -> None:
-        """C.1."""
+        """Decline a message that cannot be accepted (C.1)."""
         self._send_decline(self._refusal or FallbackReason.DECLINED)
 
     def decline_reserved_value(self) -> None:
-        """C.6."""
+        """Decline a reserved value (C.6)."""
         self._send_decline(FallbackReason.RESERVED_VALUE)
 
     def decline_unable(self) -> None:
-        """C.1: lack of resources."""
+        """Decline, mostly for lack of resources (C.1)."""
         self._send_decline(self._unable)
 
     def decline_link_failed(self) -> None:
-        """C.2: the link could not be confirmed, or not be used for lack of resources."""
+        """Decline: the link could not be confirmed, or not used for lack of resources (C.2)."""
         lacking = known(self._group).setup.failure is GroupFailure.LACK
         self._send_decline(
             FallbackReason.OUT_OF_RESOURCES if lacking else FallbackReason.LINK_FAILED
         )
 
     def fall_back(self) -> None:
-        """Our Decline was sent."""
+        """Stay on TCP: this side's Decline was sent."""
         self.outcome = self._fell_back
 
     def note_decline(self) -> None:
-        """The peer declined (C.1); no answer is sent."""
+        """Stay on TCP: the peer declined (C.1). No answer is sent."""
         self.outcome = self._fell_back
 
     def fail_timeout(self) -> None:
-        """C.5, C.7: a peer that does not answer would not answer over TCP either."""
+        """Fail: a peer that does not answer would not answer over TCP either (C.5, C.7)."""
         self._fail(errno.ETIMEDOUT, "the SMC-R handshake timed out")
 
     def fail_protocol(self) -> None:
-        """C.6: no fallback after a protocol error."""
+        """Fail: after a protocol error there is no fallback (C.6)."""
         self._fail(errno.ECONNRESET, f"SMC-R protocol error: {self._cause}")
 
     def fail_reset(self) -> None:
-        """C.7.1: too late for a fallback."""
+        """Fail: it is too late for a fallback (C.7.1)."""
         self._fail(errno.ECONNRESET, "the link failed during the SMC-R handshake")
 
     def fail_tcp(self) -> None:
-        """The TCP connection ended during the handshake."""
+        """Fail: the TCP connection ended during the handshake."""
         self._fail(errno.ECONNRESET, "the connection ended during the SMC-R handshake")
 
     def abandon(self) -> None:
@@ -399,8 +402,8 @@ class Negotiation(ABC):
             group.first_contact = None
             group.terminate()
 
-    def introduce_peer(self) -> None:
-        """Give the connection the peer's element; see `peer_element_known`."""
+    def attach_peer_element(self) -> None:
+        """Pass the peer's RMB element to the connection; see `peer_element_known`."""
         peer, end = self._peer, known(self._end)
         group, connection, link = end.group, end.connection, self._peers_link or end.link
         channel, address, rkey = group.connections.attach_untrusted(connection, peer, link)
@@ -416,7 +419,7 @@ class Negotiation(ABC):
         )
 
     def establish(self) -> None:
-        """Let the user send and receive."""
+        """Let the application send and receive."""
         end = known(self._end)
         end.connection.established()
         self.outcome = Established(end.connection, end.group)
@@ -444,8 +447,8 @@ class Negotiation(ABC):
             self.machine.send("unable")
             return
         link = self._first_link or self._link_to_name(group)
-        over = self.machine.state in _OVER  # the TCP connection ended meanwhile
-        if over or link is None:
+        has_ended = self.machine.state in _ENDED  # the TCP connection ended meanwhile
+        if has_ended or link is None:
             group.own_rmbs.release(rmbe, 0)
             self.machine.send("unable")
             return
@@ -453,9 +456,9 @@ class Negotiation(ABC):
         self.machine.send("element_ready")
 
     def _link_to_name(self, group: LinkGroup) -> Link | None:
-        """The link for our message. Confirm names that of Accept, which the server has."""
+        """The link that this side's message names. Confirm names the same link as Accept."""
         if group.state not in USABLE:
-            return None  # it ended while an RMB was created
+            return None  # the group ended while an RMB was created
         named = self._peers_link or self._link
         return named if named is not None and named.usable else group.least_loaded_link()
 
@@ -497,7 +500,7 @@ class Negotiation(ABC):
             ),
             peer.rkey,
         )
-        # ADD LINK CONTINUATION will refer to it (3.5.1.6.3).
+        # ADD LINK CONTINUATION will refer to this RToken (3.5.1.6.3).
         group.peer_rmbs.learn_untrusted({link.number: RToken(peer.rkey, peer.rmb_address)})
 
     def _credentials(self, kind: type[_C]) -> _C:
@@ -514,7 +517,7 @@ class Negotiation(ABC):
         return kind(
             peer_id=self._host.peer_id,
             version=self._terms.version,
-            # A.2.4 reserves the bit in Confirm; version 2 uses it there, too.
+            # A.2.4 reserves the bit in a Confirm of version 1; version 2 uses it there.
             first_contact=self.first_contact and (kind is clc.Accept or self._terms.version > 1),
             gid=rnic.gid,
             mac=rnic.mac,
@@ -536,7 +539,7 @@ class Negotiation(ABC):
         self.outgoing.append(data)
 
     def _send_decline(self, reason: FallbackReason, *, out_of_sync: bool = False) -> None:
-        """Release everything and queue SMC Decline, our last message."""
+        """Release everything and queue SMC Decline, this side's last message."""
         self.abandon()
         fallback = Fallback.local(reason)
         self._fell_back = FellBack(fallback)
@@ -555,7 +558,7 @@ class Negotiation(ABC):
         """Process the peer's Decline."""
         fallback = Fallback.from_peer(message.diagnosis, ueids=self._speaks_v2)
         self._fell_back = FellBack(fallback)
-        self._cause = ProtocolError("SMC Decline out of turn")
+        self._cause = ProtocolError("unexpected SMC Decline")
         self.machine.send("decline")
 
     def _fail(self, number: int, text: str) -> None:

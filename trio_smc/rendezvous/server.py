@@ -54,7 +54,7 @@ class ServerNegotiation(Negotiation):
         self._named_link = self._ended_early = False
 
     def group_settled(self) -> None:
-        """The group that was forming is formed, or has failed."""
+        """Continue, because the group that was forming is formed, or has failed."""
         self._found = self._find_group()
         self.machine.send("group_settled")
 
@@ -68,12 +68,12 @@ class ServerNegotiation(Negotiation):
 
     @property
     def group_forming(self) -> bool:
-        """True if another connection is just forming a group with this peer."""
+        """True if another connection is forming a group with this peer."""
         return self._found is not None and self._found.state == "FORMING"
 
     @property
     def group_lost(self) -> bool:
-        """True if the chosen group has ended meanwhile."""
+        """True if the group that was chosen has ended since."""
         return not self.first_contact and self._group is not None and not self._group.usable
 
     @property
@@ -83,18 +83,18 @@ class ServerNegotiation(Negotiation):
 
     @property
     def ended_early(self) -> bool:
-        """True if the group has ended, but the link in SMC Confirm has received data before."""
+        """True if the group has ended, but data or an end came for this connection before."""
         return self._ended_early
 
     # --- actions -----------------------------------------------------------------------------
 
     def take_element(self) -> None:
-        """3.5.2.1: an element of the existing group's RMBs, or of a new one."""
+        """Request an element of the existing group's RMBs, or of a new RMB (3.5.2.1)."""
         self._group = self._found
         super().take_element()
 
     def wait_for_group(self) -> None:
-        """Wait, because a group serves all connections: one first contact at a time with a peer."""
+        """Wait for the first contact of another connection: both will share the link group."""
         group = known(self._found)
         group.when_settled(self.group_settled)
         if self._wait is None:
@@ -105,12 +105,12 @@ class ServerNegotiation(Negotiation):
         self.machine.send("wait_expired")
 
     def start_over(self) -> None:
-        """Find another group, because the chosen one has ended."""
+        """Choose again between a group and a first contact, because the chosen group has ended."""
         self._group = None
         self.group_settled()
 
     def form_group(self) -> None:
-        """3.5.1.2: a queue pair in INIT, and an RMB, before SMC Accept."""
+        """Make a link group, with a queue pair in INIT and an RMB, before SMC Accept (3.5.1.2)."""
         if self._form_group(
             client=False, peer_id=self._proposal.peer_id, rnic=self._rnic,
             proposed=proposed(self._proposal, self._terms),
@@ -118,16 +118,16 @@ class ServerNegotiation(Negotiation):
             super().take_element()
 
     def send_accept(self) -> None:
-        """3.5.1.2, 3.5.2.1."""
+        """Send SMC Accept (3.5.1.2, 3.5.2.1)."""
         self._send(self._credentials(clc.Accept))
 
     def connect_link(self) -> None:
-        """3.5.1.4: to RTS, and CONFIRM LINK."""
+        """Take the queue pair to RTS and send CONFIRM LINK (3.5.1.4)."""
         self._when_address_known(self._connect)
 
     def _connect(self, group: LinkGroup) -> None:
         if group.state != "FORMING":
-            return  # it failed, and the negotiation was notified
+            return  # the group failed, and the negotiation was notified
         try:
             self._connect_first(group)
         except RnicError as error:
@@ -154,24 +154,25 @@ class ServerNegotiation(Negotiation):
         elif isinstance(message, clc.Confirm) and state == "ACCEPTED":
             self._on_confirm_untrusted(message)
         else:
-            raise ProtocolError(f"SMC {type(message).__name__} out of turn")
+            raise ProtocolError(f"unexpected SMC {type(message).__name__}")
 
     def _on_confirm_untrusted(self, confirm: clc.Confirm) -> None:
-        # Linux has no peer ID in a Proposal of version 2 alone.
-        nameless = self._terms.version > 1 and not any(self._proposal.peer_id)
-        if confirm.peer_id != self._proposal.peer_id and not nameless:
+        # Linux sends no peer ID in a Proposal that offers version 2 only.
+        lacks_peer_id = self._terms.version > 1 and not any(self._proposal.peer_id)
+        if confirm.peer_id != self._proposal.peer_id and not lacks_peer_id:
             raise ProtocolError("SMC Confirm of another peer than SMC Proposal")
         if self._terms.version > 1 and confirm.first_contact is not self.first_contact:
             raise ProtocolError("SMC Confirm of another kind of contact than SMC Accept")
         self._peer = confirm
         self._refusal = check_confirm(confirm, self._terms)
         group = self._group
-        if nameless and group is not None and self.first_contact:
+        if lacks_peer_id and group is not None and self.first_contact:
             group.peer_id = confirm.peer_id
         if group is not None and not self.first_contact:
             link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
             if link is None:
-                # TCP was faster: the CONFIRM LINK reply may still wait on the link.
+                # SMC Confirm may come before the CONFIRM LINK reply is polled, which activates the
+                # link.
                 group.mover.catch_up()
                 link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
             self._cause = ProtocolError("SMC Confirm names no active link")

@@ -1,4 +1,4 @@
-"""`Terms`: the agreement of the two sides of a link group, and the rules for it.
+"""`Terms`: the agreement of the two sides of a link group, and the rules by which they agree.
 
 Theory of operation
 -------------------
@@ -14,8 +14,8 @@ them. They agree on release, limits and features:
 The terms belong to the link group. They decide the format of LLC messages, the exchange of RTokens,
 the limits of links and connections, and the comparison of GIDs.
 
-The rules are Linux's, in the same order. In addition, our client rejects an EID, release or limit
-that it has not offered.
+The rules are those of Linux, in the same order. In addition, a client of trio_smc declines an EID,
+release or limit that it has not offered.
 """
 
 from __future__ import annotations
@@ -52,10 +52,13 @@ LINK_LIMIT: Final = 8
 HOST_SIZE: Final = 32
 """Bytes of a host's name."""
 _RELEASE: Final = 1
-_CONNECTIONS: Final = 255  # the largest number of elements of an RMB
+_CONNECTIONS: Final = 255  # the field has one byte
 _LEAST_CONNECTIONS: Final = 16  # Linux declines a smaller limit
-_LINKS: Final = 2  # CONFIRM RKEY has room for three, with an asymmetric one, and no continuation
+# CONFIRM RKEY of version 2 has room for the RTokens of three links, and there is no continuation.
+# The third link may be an asymmetric one.
+_LINKS: Final = 2
 _MAPPED: Final = bytes(10) + b"\xff\xff"
+"""The prefix of an IPv4-mapped address (RFC 4291, 2.5.5.2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +66,11 @@ class Terms:
     """The agreement of a link group's two sides.
 
     Attributes:
-      version: 1 or 2, of SMC-R.
-      release: 0 or 1, of version 2.
+      version: the version of SMC-R: 1 or 2.
+      release: the release of version 2: 0 or 1.
       eid: the common UEID, 32 bytes; empty in version 1.
-      direct: True if no gateway is between the two first RNICs; part of version 2.
-      max_connections: largest number of connections; None: limited by RMBs only.
+      direct: True if no gateway is between the two first RNICs; always in version 1.
+      max_connections: largest number of connections; None: only the RMBs limit it.
       max_links: largest number of symmetric links.
       features: a bit mask of version 2.
     """
@@ -95,12 +98,12 @@ class Terms:
         return (self.version, self.eid) == (other.version, other.eid)
 
     def contact(self, gids: Sequence[bytes] = (), *, first: bool, host: bytes) -> clc.V2Answer:
-        """The version 2 part of our Accept or Confirm.
+        """The version 2 part of this side's Accept or Confirm.
 
         Parameters:
-          gids: the GIDs of our RNICs, for a Confirm.
+          gids: the GIDs of this side's RNICs, for a Confirm.
           first: True on first contact.
-          host: our name, 32 bytes.
+          host: this host's name, 32 bytes.
         """
         if not first:
             return clc.V2Answer(eid=self.eid)
@@ -120,9 +123,9 @@ class Offer:
     """This side's offer for version 2.
 
     Attributes:
-      eids: its UEIDs, 32 bytes each.
+      eids: the UEIDs of this side, 32 bytes each.
       release, max_connections, max_links: upper limits for `Terms`.
-      host: our name, ASCII, padded with blanks, 32 bytes.
+      host: this host's name, ASCII, padded with blanks, 32 bytes.
     """
 
     eids: tuple[bytes, ...]
@@ -151,8 +154,8 @@ def with_v2_offer(proposal: clc.Proposal, offer: Offer) -> clc.Proposal:
 def proposed(proposal: clc.Proposal, terms: Terms) -> tuple[bytes, bytes]:
     """Peer ID and GID, by which a server identifies a client.
 
-    Peer IDs of processes on one RoCE port may be equal by chance, and a Proposal of Linux for
-    version 2 alone has none.
+    Both are needed: peer IDs of processes on one RoCE port may be equal by chance, and Linux sends
+    no peer ID in a Proposal that offers version 2 only.
     """
     if terms.version == 1 or proposal.v2 is None:
         return proposal.peer_id, proposal.gid
@@ -209,7 +212,7 @@ def check_accept(
 ) -> Terms | FallbackReason:
     """Check an Accept for the client: the terms, or the reason of a refusal.
 
-    On a subsequent contact the terms have the EID only.
+    On a subsequent contact the terms have only version and EID.
 
     Parameters:
       direct: True if the server's GID is reached without a gateway; None: there is no route. Used
@@ -253,7 +256,7 @@ def check_confirm(confirm: clc.Confirm, terms: Terms) -> FallbackReason | None:
     """Check a Confirm for the server: the reason of a refusal; None if it repeats the terms.
 
     Raises:
-      ProtocolError: it is of another version, or of another kind of contact.
+      ProtocolError: the Confirm has another version than the terms.
     """
     v2 = confirm.v2
     if (v2 is not None) != (terms.version == 2):

@@ -20,7 +20,8 @@ listener is published asynchronously: a task of the stack publishes it, and `acc
 task.
 
 Programs for TCP seldom need a full checkpoint in every call, and a checkpoint takes a large part of
-the time of a call.  So these sockets have amortised checkpoints unless `Config.checkpoints` is set.
+the time of a call.  So drop-in sockets have amortised checkpoints unless `Config.checkpoints` is
+set.
 
 Operations without a meaning over SMC-R raise OSError (EOPNOTSUPP): ancillary data, a destination
 address, `detach` and `dup`.
@@ -67,7 +68,7 @@ __all__ = [
 ]
 
 
-# Plain integers: an operation of an IntFlag costs as much as a copy of 16 KiB.
+# Plain integers, because operations of an IntFlag are slow.
 _DONT_WAIT: Final = int(getattr(stdlib_socket, "MSG_DONTWAIT", 0))
 _NO_SIGNAL: Final = int(getattr(stdlib_socket, "MSG_NOSIGNAL", 0))
 _PEEK: Final = int(stdlib_socket.MSG_PEEK)
@@ -105,8 +106,8 @@ FindStack = Callable[[], Awaitable["Stack"]]
 class DropInSocket(trio.socket.SocketType):
     """A TCP socket whose connection may be SMC-R.
 
-    Calls with data are plain functions that return the coroutine of the side: a coroutine of their
-    own would cost a frame in each call.
+    Calls with data are plain functions that return the coroutine of the side.  If they were
+    coroutines themselves, each call would need one more frame.
 
     Attributes:
       plain: the TCP socket.
@@ -139,7 +140,7 @@ class DropInSocket(trio.socket.SocketType):
 
     @property
     def _sock(self) -> stdlib_socket.socket:
-        # AnyIO takes the raw socket from this attribute.
+        # AnyIO reads the raw socket from this attribute.
         return _raw_socket(self.plain)
 
     @property
@@ -165,8 +166,9 @@ class DropInSocket(trio.socket.SocketType):
     def fileno(self) -> int:
         """The descriptor of the TCP socket; -1 after `close`.
 
-        The TCP connection ends together with the SMC-R connection, maybe before the program closes
-        its socket.  Then this is the descriptor of a substitute, a socket at the end of its stream.
+        The TCP connection ends together with the SMC-R connection, perhaps before the program
+        closes its socket.  Then this is the descriptor of a substitute: a socket whose peer has
+        closed, so that a selector finds it readable.
         """
         return self._side.fileno()
 
@@ -197,7 +199,8 @@ class DropInSocket(trio.socket.SocketType):
     ) -> None:
         """As `SmcStream.setsockopt`."""
         if (level, optname) == _NO_PORT_AT_BIND:
-            # Only stored: a client on this host needs its port before it connects, to announce it.
+            # Only stored, not set: a client announces its port to processes of this host before it
+            # connects, so it must get the port at bind.
             self._no_port_at_bind = int(bool(integer(value)))
         else:
             self._side.setsockopt(level, optname, value, optlen)
@@ -245,7 +248,7 @@ class DropInSocket(trio.socket.SocketType):
         return self._side.send(data, flags)
 
     def sendto(self, *arguments: Any) -> Coroutine[Any, Any, int]:
-        """As `socket.socket.sendto` of a connected socket: an address is an error."""
+        """As `socket.socket.sendto` of a connected socket, where an address is an error."""
         return self._side.sendto(*arguments)
 
     def sendmsg(
@@ -281,7 +284,7 @@ class DropInSocket(trio.socket.SocketType):
         return await self._side.accept()
 
     def wrap_stream(self, stream: SmcStream) -> tuple[DropInSocket, Any]:
-        """The result of `accept` for an accepted stream: its socket, and the peer's address."""
+        """The result of `accept` for a stream: a drop-in socket, and the peer's address."""
         return _accepted(stream, self._find_stack)
 
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
@@ -335,8 +338,8 @@ class DropInSocket(trio.socket.SocketType):
 class Side:
     """The calls of a drop-in socket whose effect depends on its connection.
 
-    This class makes each call to the plain socket, which also has the right error for a call that
-    does not fit the state.
+    This class passes each call to the plain socket, which also raises the right error for a call
+    that is not possible in the state.
 
     Attributes:
       plain: the TCP socket.
@@ -408,7 +411,7 @@ class Side:
         return self.plain.wait_writable()  # type: ignore[no-any-return]
 
     def bind_fast_path(self, stream: trio.SocketStream) -> None:
-        """The methods of ``stream`` stay those of Trio."""
+        """No-op: ``stream`` keeps the methods of Trio."""
 
     async def bind(self, address: Any) -> None:
         await self.plain.bind(address)
@@ -462,7 +465,7 @@ class Unconnected(Side):
 
     async def bind(self, address: Any) -> None:
         await self.plain.bind(address)
-        with suppress(OSError):  # `accept` or `connect` raises it again
+        with suppress(OSError):  # `accept` or `connect` looks again, and raises the error
             self._stack = await self._find_stack()
 
     def listen(self, backlog: int) -> None:
@@ -481,7 +484,8 @@ class Unconnected(Side):
         try:
             await self._ensure_published()
         except Exception as error:
-            # An error in a system task would end the whole run; `accept` raises this one again.
+            # An error in a system task would end the whole run.  `accept` publishes again, and
+            # raises the error.
             LOGGER.debug("cannot publish %r: %s", self.plain, error)
 
     async def _ensure_published(self) -> SmcListener:
@@ -534,7 +538,7 @@ class Unconnected(Side):
 
 
 class OverTcp(Side):
-    """A connection over plain TCP.  It is counted, so closing goes through its stream."""
+    """A connection over plain TCP.  Its end goes through the stream, which the stack counts."""
 
     def __init__(self, plain: trio.socket.SocketType, stream: TcpStream) -> None:
         super().__init__(plain)
@@ -549,7 +553,7 @@ class OverTcp(Side):
 
 
 class OverSmc(Side):
-    """A connection over SMC-R.  Binding, listening and accepting are errors of the plain socket."""
+    """A connection over SMC-R.  `bind`, `listen` and `accept` raise errors of the plain socket."""
 
     def __init__(self, plain: trio.socket.SocketType, stream: RdmaStream) -> None:
         super().__init__(plain)
@@ -572,7 +576,7 @@ class OverSmc(Side):
             other.close()
         return self._eof_socket.fileno()
 
-    # TCP may end while this socket is open.  The stream keeps the names.
+    # TCP may end while this socket is open.  Then the stream still has the names.
 
     def getsockname(self) -> Any:
         return (self.plain if self._closed else self.stream.socket).getsockname()
@@ -670,9 +674,10 @@ class OverSmc(Side):
             await self.stream.wait_send_all_might_not_block()
 
     def bind_fast_path(self, stream: trio.SocketStream) -> None:
-        # Without this each error would be translated twice, and each call would take its locks and
-        # views twice.  Closing still goes through the socket.  Trio's class is final.  A wrapper in
-        # that class would cost every stream of the program, also those over TCP.
+        # Otherwise each error would be translated twice, and each call would make two checks for a
+        # second task, and two views.  Closing still goes through the socket.  The methods of this
+        # one object are replaced: Trio's class is final, and a wrapper in the class would make all
+        # streams of the program slower, also those over TCP.
         target: Any = stream
         target.send_all = self.stream.send_all
         target.receive_some = self.stream.receive_some

@@ -2,24 +2,24 @@
 
 Theory of operation
 -------------------
-Trio has a hook for this: a socket factory, set inside a run, creates every socket of
-`trio.socket.socket`, and so those of `trio.open_tcp_stream`, `trio.serve_tcp`, AnyIO's
-`connect_tcp`, and everything built on them.  The factory is a setting of one run.  So `enable`
-wraps the functions that start a run, and each run sets the factory.  Sockets of the standard
-library enter Trio through `trio.socket.from_stdlib_socket` (as the listeners of hypercorn and AnyIO
-do), which is wrapped, too.  A `trio.SocketStream` of an SMC-R socket calls the SMC-R stream
+Trio has a hook for this: a socket factory.  If a run has one, it creates every socket of
+`trio.socket.socket`, and so the sockets of `trio.open_tcp_stream`, `trio.serve_tcp`, AnyIO's
+`connect_tcp`, and everything built on them.  A factory is a setting of one run.  So `enable` wraps
+the functions that start a run, and each run sets the factory.  A program passes sockets of the
+standard library to Trio by `trio.socket.from_stdlib_socket` (as hypercorn and AnyIO do with their
+listeners), which is replaced, too.  A `trio.SocketStream` of an SMC-R socket calls the SMC-R stream
 directly.
 
 `trio.open_tcp_stream` tries the addresses of a name in parallel, with a nursery, and a task and a
-cancel scope for each address.  A single address needs none of these; without them a connection with
-one request takes a quarter less time.  `trio.serve_listeners` (used by `trio.serve_tcp` and
-hypercorn) passes each accepted connection from one task to another; for drop-in sockets the
-handler's task starts with the handshake.
+cancel scope for each address.  A single address needs none of these, which take about a quarter of
+the time of a connection with one request (170 of 745 µs, docs/decisions.md).
+`trio.serve_listeners` (used by `trio.serve_tcp` and hypercorn) passes each accepted connection from
+one task to another; for drop-in sockets the handler's task starts with the handshake.
 
 Not covered: a name that a module imported from Trio before `enable` (``from trio import run`` or
-``from trio.socket import from_stdlib_socket``; for `trio.open_tcp_stream` only the shorter way is
-lost), sockets that were created before `enable`, and data that bypasses Trio through sockets of the
-standard library.
+``from trio.socket import from_stdlib_socket``; with an old `trio.open_tcp_stream`, connections use
+SMC-R but are slower), sockets that were created before `enable`, and data that bypasses Trio
+through sockets of the standard library.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _originals: dict[tuple[Any, str], Any] = {}
 def enable(config: Config | None = None) -> None:
     """Use SMC-R, where possible, for all TCP connections of Trio and AnyIO in this process.
 
-    Call this before the program runs, or inside a run for that run and later ones.  It affects
-    sockets that are created afterwards.  Outside of `open_stack` they use the default stack.  A
+    Call this before Trio runs, or inside a run for that run and later ones.  The call affects
+    sockets that are created afterwards.  Outside of `open_stack` these use the default stack.  A
     second call changes the settings for runs that start afterwards.  If `Config.checkpoints` is
-    None, these sockets have amortised checkpoints.
+    None, the sockets have amortised checkpoints.
 
     Args:
       config: the settings of the default stack; None: do not change them.
@@ -107,10 +107,10 @@ def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         @wraps(async_fn)
         async def main(*args: Any) -> Any:
-            # A factory that the program has set already, for example in a test, stays.
-            theirs = trio.socket.set_custom_socket_factory(_FACTORY)
-            if theirs is not None:
-                trio.socket.set_custom_socket_factory(theirs)
+            # Keep a factory that the program has set before, for example in a test.
+            previous = trio.socket.set_custom_socket_factory(_FACTORY)
+            if previous is not None:
+                trio.socket.set_custom_socket_factory(previous)
             return await async_fn(*args)
 
         return start(main, *args, **options)
@@ -208,16 +208,16 @@ async def _serve(listener: trio.SocketListener, nursery: trio.Nursery, handler: 
 
 
 async def _handle(listening: DropInSocket, incoming: Incoming, handler: _Handler) -> None:
-    made = await incoming.stream()
-    if made is None:
+    smc_stream = await incoming.stream()
+    if smc_stream is None:
         return
-    accepted, _ = listening.wrap_stream(made)
+    accepted, _ = listening.wrap_stream(smc_stream)
     stream = trio.SocketStream(accepted)
     try:
         await handler(stream)
     finally:
-        accepted.close()  # like `trio.aclose_forcefully`, in fewer steps
-    if made.mode is Mode.SMC_R:
+        accepted.close()  # the same as `trio.aclose_forcefully`, which takes longer
+    if smc_stream.mode is Mode.SMC_R:
         await incoming.spin_for_next()
 
 

@@ -1,9 +1,9 @@
 """Declares a state machine with python-statemachine.
 
 A chart contains states and edges only. Guards are attributes of the model, actions are methods of
-the model or of its parts; a chart has their names. The structure is checked twice. The library
-checks it when the class is created, and `scripts.states.flatten` refuses features of the library
-that the engine does not run.
+the model or of its parts; a chart contains only the names of both. The structure is checked twice:
+by the library when the class is created, and by `scripts.states.flatten`, which refuses features of
+the library that the engine does not run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statemachine.transition import Transition
 
 
 class Chart(StateChart[Any]):
-    """Base class of every declaration: the library's flags that the engine implements."""
+    """Base class of every declaration. It sets the flags of the library as the engine behaves."""
 
     allow_event_without_transition = False
     catch_errors_as_events = False
@@ -23,7 +23,7 @@ class Chart(StateChart[Any]):
 
 
 class CitedTransition(Transition):
-    """A transition of the library with the paragraph of the RFC that requires it."""
+    """A transition of the library with the paragraph of the RFC, or the reason, for it."""
 
     rfc: str
 
@@ -43,7 +43,8 @@ def edge(
     (all must hold; ``!name`` holds if the attribute is false) and the actions in their order
     (``part.name`` is a method of an attribute of the model).
     Without ``target``, or if it is ``source``, the edge is internal: actions run, the state stays
-    and ``state_changed`` is not called. ``rfc`` is the paragraph that requires the edge.
+    and ``state_changed`` is not called. ``rfc`` is the paragraph that requires the edge, or the
+    reason for the edge if the RFC has none.
     """
     guards = when.split()
     for state in source if isinstance(source, tuple) else (source,):

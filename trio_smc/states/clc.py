@@ -18,7 +18,7 @@ class ClcClientChart(Chart):
     CONFIRMED: subsequent contact, SMC Confirm is being sent.
     CONFIRMING_LINK: first contact, SMC Confirm was sent and LLC messages are exchanged.
     LINK_LOST: the new link has failed, and the server must send SMC Decline.
-    DECLINING: our SMC Decline is being sent."""
+    DECLINING: this side's SMC Decline is being sent."""
 
     START = State("START", initial=True)
     PROPOSED = State("PROPOSED")
@@ -36,7 +36,7 @@ class ClcClientChart(Chart):
 
     # fmt: off
     edge(START, "propose", PROPOSED, do="send_proposal", rfc="3.5.1.2")
-    edge(START, "unable", DECLINING, do="decline_unable", rfc="C.1 (in lieu of SMC Proposal)")
+    edge(START, "unable", DECLINING, do="decline_unable", rfc="C.1 (in place of SMC Proposal)")
     edge(PROPOSED, "accept", DECLINING, when="refused", do="decline_refused",
          rfc="C.1 (version 2: not what was proposed)")
     edge(PROPOSED, "accept", DECLINING, when="reserved_value", do="decline_reserved_value",
@@ -49,16 +49,16 @@ class ClcClientChart(Chart):
     edge(PREPARING, "element_ready", CONFIRMING_LINK, when="first_contact", do="send_confirm",
          rfc="3.5.1.3")
     edge(PREPARING, "element_ready", CONFIRMED, when="peer_element_known",
-         do="introduce_peer send_confirm", rfc="3.5.2.2, 4.4.2")
+         do="attach_peer_element send_confirm", rfc="3.5.2.2, 4.4.2")
     edge(PREPARING, "element_ready", FAILED, do="fail_protocol abandon",
          rfc="3.5.5.2.2 (the RMB that SMC Accept names was deleted meanwhile)")
     edge(PREPARING, "unable", DECLINING, do="decline_unable", rfc="C.1 (lack of resources)")
     edge(PREPARING, "decline", FAILED, do="fail_protocol abandon", rfc="C.1 (no chasing)")
-    ignore(PREPARING, "group_failed", rfc="C.1 (unable follows)")
+    ignore(PREPARING, "group_failed", rfc="C.1 (the event unable follows)")
     edge(CONFIRMED, "sent", ESTABLISHED, when="usable_connection", do="establish",
          rfc="3.5.2.4 (no further confirmation)")
     edge(CONFIRMED, "sent", FAILED, do="fail_reset abandon", rfc="C.1, C.3 (too late to decline)")
-    edge(CONFIRMING_LINK, "group_formed", ESTABLISHED, do="introduce_peer establish",
+    edge(CONFIRMING_LINK, "group_formed", ESTABLISHED, do="attach_peer_element establish",
          rfc="3.5.1.6")
     edge(CONFIRMING_LINK, "group_failed", DECLINING, when="may_decline", do="decline_link_failed",
          rfc="C.2, C.7")
@@ -80,7 +80,7 @@ class ClcClientChart(Chart):
          FAILED, do="fail_protocol abandon", rfc="C.6")
     edge(_RUNNING, "tcp_lost", FAILED, do="fail_tcp abandon", rfc="C.5")
     ignore((CONFIRMED, LINK_LOST, DECLINING), "group_formed group_failed llc_timeout llc_error",
-           rfc="C.3 (the link group does not matter any more)")
+           rfc="C.3 (the link group has no effect any more)")
     ignore(_ENDED, "group_formed group_failed llc_timeout llc_error element_ready unable sent"
            " tcp_lost clc_timeout decline protocol_error", rfc="3.5.1 (the negotiation is over)")
     # fmt: on
@@ -91,7 +91,7 @@ class ClcServerChart(Chart):
     this peer.  PREPARING: an RMB element is being prepared.  ACCEPTED: waits for SMC Confirm.
     CONFIRMING_LINK: first contact, LLC messages are exchanged.
     LINK_LOST: the new link has failed, and the client must send SMC Decline.
-    DECLINING: our SMC Decline is being sent."""
+    DECLINING: this side's SMC Decline is being sent."""
 
     LISTENING = State("LISTENING", initial=True)
     WAITING = State("WAITING")
@@ -109,7 +109,7 @@ class ClcServerChart(Chart):
 
     # fmt: off
     edge(LISTENING, "decline", FALLEN_BACK, do="note_decline",
-         rfc="C.1 (in lieu of SMC Proposal)")
+         rfc="C.1 (in place of SMC Proposal)")
     edge(LISTENING, "proposal", DECLINING, when="refused", do="decline_refused",
          rfc="C.1 (neither version fits)")
     edge(LISTENING, "proposal", PREPARING, when="group_usable", do="take_element", rfc="3.5.2.1")
@@ -125,7 +125,7 @@ class ClcServerChart(Chart):
     edge(PREPARING, "unable", WAITING, when="group_lost", do="start_over",
          rfc="2.3, 3.5.1 (without a usable link this is a first contact)")
     edge(PREPARING, "unable", DECLINING, do="decline_unable", rfc="C.1 (lack of resources)")
-    ignore(PREPARING, "group_failed", rfc="C.1 (unable follows)")
+    ignore(PREPARING, "group_failed", rfc="C.1 (the event unable follows)")
     edge(ACCEPTED, "decline", FALLEN_BACK, do="note_decline abandon", rfc="C.1, C.4")
     edge(ACCEPTED, "confirm", DECLINING, when="refused", do="decline_refused",
          rfc="C.2 (version 2: not what was accepted)")
@@ -133,16 +133,16 @@ class ClcServerChart(Chart):
          do="decline_reserved_value", rfc="C.2, C.6 (bad enumerated value)")
     edge(ACCEPTED, "confirm", CONFIRMING_LINK, when="first_contact", do="connect_link",
          rfc="3.5.1.4, 3.5.1.5")
-    edge(ACCEPTED, "confirm", ESTABLISHED, when="known_link", do="introduce_peer establish",
+    edge(ACCEPTED, "confirm", ESTABLISHED, when="known_link", do="attach_peer_element establish",
          rfc="3.5.2.3, 4.4.2")
     edge(ACCEPTED, "confirm", ESTABLISHED, when="ended_early", do="establish",
-         rfc="3.5.2.4, 3.5.4 (the client has sent, and ended the link group, meanwhile)")
+         rfc="3.5.2.4, 3.5.4 (meanwhile the client has sent data and ended the link group)")
     edge(ACCEPTED, "confirm", FAILED, when="group_lost", do="fail_reset abandon",
          rfc="C.1 (too late to decline)")
     edge(ACCEPTED, "confirm", FAILED, do="fail_protocol abandon",
          rfc="3.5.2.3 (no active link of the group is named)")
     edge(ACCEPTED, "group_failed", FAILED, do="fail_reset abandon", rfc="C.1 (no chasing)")
-    edge(CONFIRMING_LINK, "group_formed", ESTABLISHED, do="introduce_peer establish",
+    edge(CONFIRMING_LINK, "group_formed", ESTABLISHED, do="attach_peer_element establish",
          rfc="3.5.1.6.2")
     edge(CONFIRMING_LINK, "group_failed", DECLINING, when="may_decline", do="decline_link_failed",
          rfc="C.2, C.3, C.7")
@@ -164,10 +164,10 @@ class ClcServerChart(Chart):
     edge(_RUNNING, "protocol_error", FAILED, do="fail_protocol abandon", rfc="C.6")
     edge(_RUNNING, "tcp_lost", FAILED, do="fail_tcp abandon", rfc="C.5")
     ignore((LINK_LOST, DECLINING), "group_formed group_failed llc_timeout llc_error",
-           rfc="C.3 (the link group does not matter any more)")
+           rfc="C.3 (the link group has no effect any more)")
     ignore(_ENDED, "group_formed group_failed llc_timeout llc_error group_settled wait_expired"
            " element_ready unable sent tcp_lost clc_timeout decline protocol_error",
            rfc="3.5.1 (the negotiation is over)")
     ignore((PREPARING, ACCEPTED, CONFIRMING_LINK, LINK_LOST, DECLINING),
-           "group_settled wait_expired", rfc="3.5.3 (it did not wait any longer)")
+           "group_settled wait_expired", rfc="3.5.3 (the negotiation waits no longer)")
     # fmt: on

@@ -2,34 +2,34 @@
 
 Theory of operation
 -------------------
-A state shows which side has ended which direction. A CDC
-message has three flags for this: D (PeerDoneWriting), C (PeerConnectionClosed) and A
-(PeerConnAbort). After C nothing may follow, neither an RDMA write nor a CDC message (A.4).
-Therefore C waits until all data is sent, and an abort after C resets the TCP connection only. An
-RMBE is free only when both sides have sent C, when A was answered, or when a timer has expired.
+A state shows which side has ended which direction. A CDC message has three flags for this: D
+(PeerDoneWriting), C (PeerConnectionClosed) and A (PeerConnAbort). After C nothing may follow,
+neither an RDMA write nor a CDC message (A.4). Therefore C waits until all data is sent, and an
+abort after C only resets the TCP connection. An RMBE is free when both sides have sent C, when A
+was answered, or when a timer has expired.
 
 ==================  ==============================================================  ======  ======
 state               meaning                                                         sent    got
 ==================  ==============================================================  ======  ======
 INIT                RMBE assigned, rendezvous not complete                          -       -
 ACTIVE              both directions open                                            -       -
-PEERCLOSEWAIT1      we ended first, the peer has not answered                       D or C  -
-PEERCLOSEWAIT2      we ended first, the peer is done writing                        D or C  D
-APPFINCLOSEWAIT     the peer has closed, we have only shut down writing             D       C
-APPCLOSEWAIT1       the peer ended first, our side is still open                    -       D or C
-APPCLOSEWAIT2       the peer ended first, we have shut down writing                 D       D or C
-PEERFINCLOSEWAIT    we have closed, the peer has only shut down writing             C       D
-PEERABORTWAIT       we aborted, the peer has not confirmed                          A, RST  -
-PROCESSABORT        our A is in flight, nothing more is expected from the peer      A       A or C
+PEERCLOSEWAIT1      this side ended first, the peer has not answered                D or C  -
+PEERCLOSEWAIT2      this side ended first, the peer is done writing                 D or C  D
+APPFINCLOSEWAIT     the peer has closed, this side has only shut down writing       D       C
+APPCLOSEWAIT1       the peer ended first, this side is still open                   -       D or C
+APPCLOSEWAIT2       the peer ended first, this side has shut down writing           D       D or C
+PEERFINCLOSEWAIT    this side has closed, the peer has only shut down writing       C       D
+PEERABORTWAIT       this side aborted, the peer has not confirmed                   A, RST  -
+PROCESSABORT        this side's A is in flight, the peer will send nothing more     A       A or C
 CLOSED              the RMBE may be used again                                      any     any
 ==================  ==============================================================  ======  ======
 
 Guards are attributes of the model:
 
-- ``unread``: the application has not read all bytes in our RMBE
-- ``unsent``: accepted bytes whose RDMA writes, or the CDC messages that announce them, are not
-  complete. A window update does not count: if it crossed the peer's C, 4A would reset the
-  connection and lose data
+- ``unread``: the application has not read all bytes in this side's RMBE
+- ``unsent``: there are bytes of the application whose RDMA writes, or the CDC messages that
+  announce them, are not complete. A window update does not count: if it crossed the peer's C, 4A
+  would reset the connection and lose data
 - ``sent_closed``, ``got_closed``: C was sent, received
 - ``eof_pending``, ``close_pending``: the application ended its side while ``unsent``
 - ``peer_rmbe_known``: an Accept or Confirm has named the peer's RMBE
@@ -38,8 +38,8 @@ Actions are methods of the model. ``send_done``, ``send_closed`` and ``send_abor
 message with D, C or A. ``send_abort`` sends the event ``abort_sent`` when its message is complete,
 or if there is no way to send it. ``send_closed`` makes ``sent_closed`` true. ``reset_tcp`` does
 nothing if TCP has ended; while the peer may not have read SMC Confirm, RST waits until the state is
-CLOSED. The ``fail_*`` actions end pending and later calls of the application with
-an error; the first error stays: ECONNABORTED for our own abort, ECONNRESET for the peer's.
+CLOSED. The ``fail_*`` actions end pending and later calls of the application with an error; the
+first error stays: ECONNABORTED if this side aborted, ECONNRESET if the peer did.
 ``purge`` drops unread and unsent data. ``set_close_pending`` replaces ``eof_pending``. In
 ``state_changed``, when the state becomes CLOSED, the model frees the RMBE, cancels the timers and
 ends TCP by FIN unless it was reset.
@@ -58,20 +58,21 @@ from statemachine import State
 from trio_smc.states.chart import Chart, edge, ignore
 
 # The three forms of an abort.
-_RESET = "send_abort reset_tcp purge arm_abort_timer"  # the application has closed: no error
+_RESET = "send_abort reset_tcp purge arm_abort_timer"  # without an error: the application closed
 _ABORT = f"{_RESET} fail_aborted"
 _ANSWER = "send_abort purge fail_reset arm_abort_timer"  # to the peer's A; the peer resets TCP
 
-# Choices where the RFC says nothing.
+# The reasons of edges, mostly of choices that the RFC leaves open.
 _REPEAT = "repeated or late: ignored"
-_NEVER = "not possible"
+_NEVER = "does not occur in this state"
+_LINUX_KEEPS = "as in Linux's first patches (version 3): keep this state"
 _EARLY = "4.8.2 (1A); choice: the peer may be ACTIVE and writing, so its answer is waited for"
-_CLOSING = "choice: else a peer that never opens its window would keep the connection (4.8.1, 3A)"
+_CLOSING = "choice: a timer, because the peer may never open its window (4.8.1, 3A)"
 _NO_READER = "choice: data after close has no reader; TCP answers it with RST too"
 _DONE = "choice: the peer sends nothing more, so no answer is waited for"
 _AFTER_C = "A.4 (C-bit); choice: keep the RMBE until the peer answers or the timer ends"
-_CROSSED = "choice: C crossed our A; ignoring it (4.8.2, 1A) costs the whole timer"
-_UNKNOWN = "3.5.2.4, C.7.1; choice: a CDC came before the Confirm, no RMBE to write to yet"
+_CROSSED = "choice: C crossed A; if C were ignored (4.8.2, 1A), only the timer would end the wait"
+_UNKNOWN = "3.5.2.4, C.7.1; choice: a CDC message came before SMC Confirm, so no RMBE is known yet"
 _NOTE = "4.8.1 (note on stranded states)"
 _STALLED = "4.8.2 (second bullet)"
 
@@ -95,14 +96,14 @@ class ConnectionChart(Chart):
     edge(INIT, "established", ACTIVE, do="open_to_application", rfc="4.8.1 (2)")
     ignore(INIT, "shutdown_wr", rfc=_NEVER)
     edge(INIT, "close", PEERABORTWAIT, when="peer_rmbe_known", do=_RESET, rfc=_EARLY)
-    edge(INIT, "close", CLOSED, do="close_tcp", rfc="Linux INIT/CLOSED; C.3, C.7.1")
+    edge(INIT, "close", CLOSED, do="close_tcp", rfc="as in Linux; C.3, C.7.1")
     edge(INIT, "abort", PEERABORTWAIT, when="peer_rmbe_known", do=f"{_RESET} fail_handshake",
          rfc=_EARLY)
-    edge(INIT, "abort", CLOSED, do="reset_tcp fail_handshake", rfc="Linux INIT/CLOSED; C.3, C.7.1")
+    edge(INIT, "abort", CLOSED, do="reset_tcp fail_handshake", rfc="as in Linux; C.3, C.7.1")
     ignore(INIT, "all_sent", rfc=_NEVER)
-    edge(INIT, "peer_done", APPCLOSEWAIT1, rfc="3.5.2.4; Linux INIT to APPCLOSEWAIT1")
+    edge(INIT, "peer_done", APPCLOSEWAIT1, rfc="3.5.2.4; as in Linux")
     edge(INIT, "peer_closed", APPCLOSEWAIT1, do="set_got_closed",
-         rfc="3.5.2.4; Linux INIT to APPCLOSEWAIT1")
+         rfc="3.5.2.4; as in Linux")
     edge(INIT, "peer_abort", PROCESSABORT, do="send_abort purge fail_handshake arm_abort_timer",
          rfc="4.8.2 (2, any state)")
     ignore(INIT, "abort_sent close_timeout abort_timeout", rfc=_NEVER)
@@ -132,16 +133,16 @@ class ConnectionChart(Chart):
     edge(ACTIVE, "close_timeout", PEERABORTWAIT, when="close_pending", do=_RESET, rfc=_STALLED)
     ignore(ACTIVE, "close_timeout", rfc=_NEVER)
     edge(ACTIVE, "links_lost", CLOSED, do="reset_tcp sender.drop_unsent fail_links_lost",
-         rfc="4.8.3; Linux V3: no A without a link")
+         rfc="4.8.3; as in Linux's first patches (version 3): no A without a link")
     edge(ACTIVE, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
 
     _ended_first = (PEERCLOSEWAIT1, PEERCLOSEWAIT2)
     ignore(_ended_first, "established shutdown_wr all_sent", rfc=_REPEAT)
-    ignore(_ended_first, "close", when="sent_closed", rfc="Linux V3")
+    ignore(_ended_first, "close", when="sent_closed", rfc=_LINUX_KEEPS)
     edge(_ended_first, "close", PEERABORTWAIT, when="unread", do=_RESET,
          rfc="4.8.1 (3A, check at close)")
     edge(_ended_first, "close", do="send_closed arm_close_timer",
-         rfc="not in the RFC (3D covers only the case after C came); Linux")
+         rfc="not in the RFC (3D is only the case after C came); as in Linux")
     edge(PEERCLOSEWAIT1, "peer_done", PEERCLOSEWAIT2, rfc="4.8.1 (3B)")
     ignore(PEERCLOSEWAIT2, "peer_done", rfc=_REPEAT)
     edge(_ended_first, "peer_closed", CLOSED, when="sent_closed", rfc="4.8.1 (3C)")
@@ -169,7 +170,8 @@ class ConnectionChart(Chart):
     edge(APPFINCLOSEWAIT, "links_lost", CLOSED, do="reset_tcp fail_links_lost", rfc="4.8.3")
     edge(APPFINCLOSEWAIT, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
 
-    # Entered from INIT if a CDC came before the end of the rendezvous: established comes later.
+    # Entered from INIT if a CDC message came before the end of the rendezvous. The event
+    # established then comes in this state.
     edge(APPCLOSEWAIT1, "established", do="open_to_application", rfc="4.8.1 (2), 3.5.2.4")
     edge(APPCLOSEWAIT1, "shutdown_wr", APPCLOSEWAIT2, when="!unsent", do="send_done",
          rfc="4.8.1 (4B)")
@@ -195,7 +197,7 @@ class ConnectionChart(Chart):
     ignore(APPCLOSEWAIT1, "peer_done", rfc=_REPEAT)
     edge(APPCLOSEWAIT1, "peer_closed", PROCESSABORT, when="unsent", do=f"set_got_closed {_ABORT}",
          rfc=f"4.8.1 (4A); {_DONE}")
-    edge(APPCLOSEWAIT1, "peer_closed", do="set_got_closed", rfc="not in the RFC; Linux")
+    edge(APPCLOSEWAIT1, "peer_closed", do="set_got_closed", rfc="not in the RFC; as in Linux")
     edge(APPCLOSEWAIT1, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2A, 2B)")
     edge(APPCLOSEWAIT1, "abort", CLOSED, when="!peer_rmbe_known",
          do="reset_tcp purge fail_handshake", rfc=_UNKNOWN)
@@ -218,7 +220,7 @@ class ConnectionChart(Chart):
     edge(APPCLOSEWAIT2, "close", CLOSED, when="got_closed", do="send_closed", rfc="4.8.1 (4C)")
     edge(APPCLOSEWAIT2, "close", PEERFINCLOSEWAIT, do="send_closed arm_close_timer",
          rfc="4.8.1 (4C)")
-    edge(APPCLOSEWAIT2, "peer_closed", do="set_got_closed", rfc="4.8.1 (4C presupposes it)")
+    edge(APPCLOSEWAIT2, "peer_closed", do="set_got_closed", rfc="4.8.1 (required by 4C)")
     edge(APPCLOSEWAIT2, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2A, 2B)")
     edge(APPCLOSEWAIT2, "abort", PROCESSABORT, when="got_closed", do=_ABORT,
          rfc=f"4.8.2 (1A); {_DONE}")
@@ -228,7 +230,7 @@ class ConnectionChart(Chart):
     edge(APPCLOSEWAIT2, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
 
     ignore(PEERFINCLOSEWAIT, "established shutdown_wr all_sent peer_done", rfc=_REPEAT)
-    ignore(PEERFINCLOSEWAIT, "close", rfc="Linux V3")
+    ignore(PEERFINCLOSEWAIT, "close", rfc=_LINUX_KEEPS)
     edge(PEERFINCLOSEWAIT, "peer_closed", CLOSED, rfc="4.8.1 (4D)")
     edge(PEERFINCLOSEWAIT, "peer_abort", CLOSED, rfc="figure 23: A is answered before C only")
     edge(PEERFINCLOSEWAIT, "abort", PEERABORTWAIT, do="reset_tcp arm_abort_timer", rfc=_AFTER_C)

@@ -3,10 +3,10 @@
 Theory of operation
 -------------------
 Every state machine is declared once as a python-statemachine chart. The library checks the
-structure when the class is created, and is the reference in a differential test. Programs do not
-run the library: one of its transitions costs as much as two TCP round trips, and one of its
-instances 100 KB in reference cycles. Instead `scripts.states` turns each chart into a ``Table`` of
-the generated module ``tables``, and a ``Machine`` (four slots) runs one of them.
+structure when the class is created, and tests compare the engine with the library. Programs do not
+import the library, because that makes each start slower (docs/decisions.md, "state machines are
+declared with python-statemachine"). Instead `scripts.states` turns each chart into a ``Table`` of
+the generated module ``tables``, and a ``Machine`` runs one of them.
 
 A chart holds states and edges, nothing else. Guards are attributes of the model. Actions are
 methods without arguments, of the model or, with a path, of one of its parts::
@@ -52,7 +52,10 @@ class Guard(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """One edge. ``source`` is the RFC paragraph; an internal edge has its own state as target."""
+    """One edge. ``source`` is the RFC paragraph, or the reason for the edge.
+
+    The target of an internal edge is the state in which it starts.
+    """
 
     guards: tuple[Guard, ...]
     target: str
@@ -66,10 +69,10 @@ class Edge(NamedTuple):
         return self.internal and not self.actions
 
 
-# Finds an action by its path. One for each path, so that equal tables are equal.
+# Makes the finder of an action from its path. Cached, so that equal tables have equal finders.
 _finder: Callable[[str], Callable[[Any], Any]] = cache(attrgetter)
 
-# What the engine reads: (attribute, wanted) pairs, finders of the actions, the new state or None.
+# An edge for `Machine`: (guard, wanted value) pairs, finders of the actions, new state or None.
 _Row = tuple[tuple[tuple[str, bool], ...], tuple[Callable[[Any], Any], ...], str | None]
 
 
@@ -209,7 +212,7 @@ class Machine:
         queue = self._queue = []
         try:
             self._step(event)
-            for queued in queue:  # actions may append to it meanwhile
+            for queued in queue:  # actions may append to the queue meanwhile
                 if self.state in self._table.stopped:
                     break
                 self._step(queued)
@@ -217,10 +220,11 @@ class Machine:
             self._queue = None
         return True
 
-    def let_go(self) -> None:
+    def release_model(self) -> None:
         """Drop the reference to the model, so that no reference cycle is left.
 
-        Only in a final state, whose edges have neither guards nor actions.
+        No-op before a final state. From then on the model is not needed, because the edges of a
+        final state have neither guards nor actions.
         """
         if self.state in self._table.final:
             self._model = None

@@ -14,8 +14,8 @@ __all__ = ["LinkChart"]
 
 class LinkChart(Chart):
     """INIT: the queue pair does not receive yet.  CONFIRMING: connected, the CONFIRM LINK exchange
-    is under way.  TESTING: idle, a TEST LINK request waits for its reply.  LEAVING: about to be
-    deleted in order; its connections are moved, LLC messages are still exchanged."""
+    is under way.  TESTING: idle, a TEST LINK request waits for its reply.  LEAVING: the link will
+    be deleted; its connections move to other links, and LLC messages are still exchanged."""
 
     INIT = State("INIT", initial=True)
     CONFIRMING = State("CONFIRMING")
@@ -45,7 +45,7 @@ class LinkChart(Chart):
     edge((INIT, CONFIRMING, ACTIVE, TESTING, LEAVING), "delete", DOWN, do="close_queue_pair",
          rfc="3.5.4, 3.5.5.1.3")
     ignore((ACTIVE, LEAVING), "test_reply",
-           rfc="A.3.8, C.7.1; choice: a reply that no request waits for is a sign of life")
-    ignore(LEAVING, "leave", rfc="3.5.5.1.3 (under way)")
+           rfc="A.3.8, C.7.1; choice: a reply without a waiting request does no harm")
+    ignore(LEAVING, "leave", rfc="3.5.5.1.3 (connections are already moving)")
     ignore(DOWN, "failed delete leave test_reply test_request", rfc="4.8.3 (already down)")
     # fmt: on

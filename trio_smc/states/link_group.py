@@ -34,7 +34,7 @@ class LinkGroupChart(Chart):
          do="start_idle_timer report_formed seek_links", rfc="2.2.2, 3.5.1.6.1")
     edge(FORMING, "formed", SYMMETRIC, do="start_idle_timer report_formed seek_links",
          rfc="2.2.2, 3.5.1.6.1")
-    ignore(FORMING, "links_changed", rfc="3.5.1.6 (what the group is shows when it is formed)")
+    ignore(FORMING, "links_changed", rfc="3.5.1.6 (the kind is decided when the group is formed)")
     edge(FORMING, "links_lost", GONE, do="report_failed free_resources", rfc="C.2, C.7.1")
     edge(FORMING, "terminate delete_all", GONE,
          do="setup.assume_peer_turn report_failed free_resources",
@@ -63,13 +63,14 @@ class LinkGroupChart(Chart):
          rfc="3.5.4, 3.5.5.3")
     edge(_USABLE, "delete_all", TERMINATING, when="!client",
          do="end_connections send_delete_all start_termination_timer",
-         rfc="3.5.4 (the server complies with a DELETE LINK of its own)")
+         rfc="3.5.4 (the server answers by a DELETE LINK of its own)")
     edge(TERMINATING, "links_changed", do="send_delete_all start_termination_timer",
          rfc="C.7.1 (DELETE LINK, entire link group: resend over another link)")
     edge(TERMINATING, "termination_timeout", when="has_spare_link", do="fail_termination_link",
          rfc="C.7.1 (DELETE LINK, entire link group: resend over another link)")
     edge(TERMINATING, "delete_all delete_sent links_lost termination_timeout", GONE,
          do="free_resources", rfc="3.5.4, C.7.1")
-    ignore(TERMINATING, "terminate", rfc="3.5.4 (under way)")
-    ignore(GONE, "terminate delete_all delete_sent links_lost links_changed", rfc="3.5.4 (over)")
+    ignore(TERMINATING, "terminate", rfc="3.5.4 (already terminating)")
+    ignore(GONE, "terminate delete_all delete_sent links_lost links_changed",
+           rfc="3.5.4 (the group has ended)")
     # fmt: on

@@ -1,7 +1,7 @@
 """The current LLC exchange of a link group (RFC 7609, 3.5.5.3, C.7.1).
 
 Exchanges that change the configuration of a link group run one at a time; RKey exchanges of
-the two sides may overlap.  Both roles share this chart.  The carrier is the link that an
+the two sides may overlap.  Client and server share this chart.  The carrier is the link that an
 exchange uses; an exchange whose carrier fails is not repeated automatically (2.3).  The model
 is `trio_smc.rendezvous.links.exchanges.Exchanges`.
 """
@@ -16,8 +16,9 @@ __all__ = ["LlcExchangeChart"]
 
 
 class LlcExchangeChart(Chart):
-    """IDLE: a queued exchange may start.  CONFIRM_LINK: of the first link.  ADD_LINK: the server
-    waits for the client's reply; at first contact the client waits for ADD LINK.
+    """IDLE: a queued exchange may start.  CONFIRM_LINK: the first link is being confirmed.
+    ADD_LINK: the server waits for the client's reply; at first contact the client waits for ADD
+    LINK.
     ADD_LINK_CONTINUATION: RTokens are exchanged; version 2 leaves this state at once, because ADD
     LINK and its reply contain them.  ADD_LINK_CONFIRM: CONFIRM LINK on the new link.
     DELETE_LINK: connections leave a link, then it is deleted.  CHANGE_RKEYS: an RKey exchange of
@@ -40,7 +41,7 @@ class LlcExchangeChart(Chart):
     # The first link.
     edge(IDLE, "confirm_link", CONFIRM_LINK, do="start_reply_timer", rfc="3.5.1.5")
     edge(CONFIRM_LINK, "done", IDLE, do="stop_reply_timer",
-         rfc="3.5.1.5 (ADD LINK follows, but in version 2 with a single link agreed on)")
+         rfc="3.5.1.5 (ADD LINK follows, except in version 2 with one link at most)")
     edge(CONFIRM_LINK, "timeout", IDLE, do="setup.give_up",
          rfc="C.7.1 (CONFIRM LINK, first link: break the TCP connection)")
 
@@ -49,23 +50,23 @@ class LlcExchangeChart(Chart):
     edge(ADD_LINK, "accepted", ADD_LINK_CONTINUATION, do="start_reply_timer",
          rfc="3.5.1.6.1, 3.5.5.2.3")
     edge(IDLE, "accepted", ADD_LINK_CONTINUATION, when="client", do="start_reply_timer",
-         rfc="3.5.5.1.1 (later than first contact the client does not wait for ADD LINK)")
+         rfc="3.5.5.1.1 (after the first contact the client does not wait for ADD LINK)")
     edge(CHANGE_RKEYS, "accepted", ADD_LINK_CONTINUATION, when="client",
          do="start_reply_timer",
-         rfc="3.5.5.3.3 (ADD LINK crossed CONFIRM RKEY, which is begun anew afterwards)")
+         rfc="3.5.5.3.3 (ADD LINK crossed CONFIRM RKEY, which starts again afterwards)")
     edge(ADD_LINK, "refused", IDLE,
-         do="stop_reply_timer adding.drop demand.retry_later adding.settle start_next",
+         do="stop_reply_timer adding.drop demand.retry_later adding.end_first_contact start_next",
          rfc="3.5.1.6.1, 3.5.1.6.2, C.8")
-    edge(IDLE, "refused", when="client", do="adding.settle",
-         rfc="3.5.1.6.1 (no exchange begins; at first contact one was superseded)")
+    edge(IDLE, "refused", when="client", do="adding.end_first_contact",
+         rfc="3.5.1.6.1 (no exchange begins; at first contact the last one was superseded)")
     ignore(CHANGE_RKEYS, "refused", when="client", rfc="3.5.1.6.1 (no exchange begins)")
     edge(ADD_LINK, "timeout", IDLE, when="client", do="setup.give_up",
          rfc="C.7.1 (CONFIRM LINK reply, first contact: no ADD LINK from the server)")
     edge(ADD_LINK, "timeout", when="!forming peer_adds_links", do="adding.give_up fail_carrier",
          rfc="C.7.1 (ADD LINK, not first contact: the link it was sent over has failed)")
     edge(ADD_LINK, "timeout", IDLE,
-         do="adding.give_up adding.drop demand.retry_later adding.settle start_next",
-         rfc="3.5.1.6.2, C.8 (no reply: go on with the links there are)")
+         do="adding.give_up adding.drop demand.retry_later adding.end_first_contact start_next",
+         rfc="3.5.1.6.2, C.8 (no reply: continue with the existing links)")
     edge(ADD_LINK, "address_awaited", do="stop_reply_timer",
          rfc="C.7.1 (the message has arrived; the exchange continues within a second, as soon as "
              "its sender's address is known)")
@@ -88,12 +89,12 @@ class LlcExchangeChart(Chart):
 
     # The client rejects a link that it has agreed to, as Linux may.
     edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "refused", IDLE, when="!client",
-         do="stop_reply_timer adding.drop demand.retry_failed adding.settle start_next",
-         rfc="3.5.1.6.1, 3.5.1.6.2 (the link cannot be added: go on with those there are), C.8")
+         do="stop_reply_timer adding.drop demand.retry_failed adding.end_first_contact start_next",
+         rfc="3.5.1.6.1, 3.5.1.6.2 (the link cannot be added: continue without), C.8")
 
     # CONFIRM LINK on the new link.
     edge(ADD_LINK_CONFIRM, "done", IDLE,
-         do="stop_reply_timer adding.settle start_next", rfc="3.5.1.6.2")
+         do="stop_reply_timer adding.end_first_contact start_next", rfc="3.5.1.6.2")
     edge(ADD_LINK_CONFIRM, "timeout new_link_lost", DELETE_LINK, when="!client",
          do="adding.drop adding.withdraw", rfc="3.5.1.6.2, C.7.1 (CONFIRM LINK, new link)")
     edge(ADD_LINK_CONFIRM, "timeout new_link_lost", DELETE_LINK, when="forming",
@@ -103,10 +104,10 @@ class LlcExchangeChart(Chart):
          do="stop_reply_timer adding.drop adding.request_withdrawal demand.retry_failed start_next",
          rfc="C.7.1 (ADD LINK reply, no more RKeys)")
     ignore((IDLE, ADD_LINK, ADD_LINK_CONTINUATION, DELETE_LINK), "new_link_lost",
-           rfc="3.5.1.6.2 (acted on when CONFIRM LINK cannot go over it)")
+           rfc="3.5.1.6.2 (noticed when CONFIRM LINK cannot be sent over it)")
     edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "superseded", IDLE, when="client",
          do="stop_reply_timer adding.drop",
-         rfc="3.5.5.1 (the server begins anew: it has given up the last link)")
+         rfc="3.5.5.1 (a new ADD LINK: the server has given up the link being added)")
     edge((ADD_LINK, ADD_LINK_CONTINUATION), "carrier_lost", IDLE,
          do="stop_reply_timer adding.drop demand.want start_next",
          rfc="2.3, C.7.1 (ADD LINK: retry over another link)")
@@ -116,17 +117,18 @@ class LlcExchangeChart(Chart):
     edge(IDLE, "delete_link", DELETE_LINK, do="deletion.leave", rfc="3.5.5.1.3")
     edge((ADD_LINK, CHANGE_RKEYS), "delete_link", DELETE_LINK, when="client",
          do="stop_reply_timer deletion.leave",
-         rfc="3.5.5.3.3 (DELETE LINK crossed CONFIRM RKEY, which is begun anew afterwards)")
+         rfc="3.5.5.3.3 (DELETE LINK crossed CONFIRM RKEY, which starts again afterwards)")
     edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "delete_link", DELETE_LINK, when="client",
          do="stop_reply_timer adding.drop deletion.leave",
          rfc="3.5.1.6.2, C.7.1 (the server gives the new link up)")
     edge(DELETE_LINK, "delete_link", when="client", do="deletion.leave", rfc="3.5.5.1.3")
     edge(DELETE_LINK, "link_left", do="deletion.send start_reply_timer", rfc="3.5.5.1.3")
-    edge(DELETE_LINK, "done", IDLE, do="stop_reply_timer adding.settle start_next", rfc="3.5.5.1.3")
+    edge(DELETE_LINK, "done", IDLE, do="stop_reply_timer adding.end_first_contact start_next",
+         rfc="3.5.5.1.3")
     edge(DELETE_LINK, "timeout", when="only_carrier", do="deletion.send start_reply_timer",
-         rfc="4.5.3, 4.8.3 (of a link that is lost; the last one took the message, so it works)")
+         rfc="4.5.3, 4.8.3 (the last link carried the message, so it works: repeat)")
     edge(DELETE_LINK, "timeout", when="!only_carrier", do="fail_carrier",
-         rfc="C.7.1 (DELETE LINK: the link it was sent over is not usable either)")
+         rfc="C.7.1 (DELETE LINK: the link that carried it is not usable either)")
     edge(DELETE_LINK, "carrier_lost", IDLE, do="stop_reply_timer deletion.requeue start_next",
          rfc="C.7.1 (DELETE LINK: resend over a surviving link)")
 
@@ -140,26 +142,26 @@ class LlcExchangeChart(Chart):
          rfc="3.5.5.3.3 (the exchange that crossed it is over)")
     edge((*_ADDING, DELETE_LINK), "rkeys_replied",
          do="rkey_exchanges.stop_timer rkey_exchanges.redo", when="client",
-         rfc="3.5.5.3.3 (redone, with the links there are then)")
+         rfc="3.5.5.3.3 (repeated later, with the links that exist then)")
     edge((IDLE, *_ADDING, DELETE_LINK, CHANGE_RKEYS), "rkeys_timeout",
          do="rkey_exchanges.fail_link",
          rfc="C.7.1 (CONFIRM RKEY: the link it was sent over has failed)")
     edge(CHANGE_RKEYS, "carrier_lost", IDLE,
          do="rkey_exchanges.stop_timer rkey_exchanges.redo start_next",
-         rfc="2.3 (begun anew over another link)")
+         rfc="2.3 (starts again over another link)")
     ignore((IDLE, CONFIRM_LINK), "carrier_lost", rfc="2.3 (nothing is under way on it)")
 
     # Queued exchanges.
     edge(IDLE, "queued", do="start_next", rfc="3.5.5.3")
-    ignore(_BUSY, "queued", rfc="3.5.5.3 (waits until the exchange under way is done)")
+    ignore(_BUSY, "queued", rfc="3.5.5.3 (starts when the exchange under way is done)")
 
     # Collisions: messages of the peer that begin an exchange.
     edge(IDLE, "peer_notice", do="demand.on_client_notice start_next",
          rfc="3.5.5.1.2 (ADD LINK from the client; in version 2 REQUEST ADD LINK, here and below)")
     ignore((CONFIRM_LINK, ADD_LINK), "peer_notice",
-           rfc="3.5.5.3.1 (ADD LINK from the client: the one under way answers it)")
+           rfc="3.5.5.3.1 (ADD LINK from the client: the exchange under way answers it)")
     edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "peer_notice", do="demand.on_client_notice",
-         rfc="3.5.5.1.2 (ADD LINK from the client after its reply: of an RNIC that came since)")
+         rfc="3.5.5.1.2 (ADD LINK from the client after its reply: it has one more RNIC)")
     edge(DELETE_LINK, "peer_notice", do="demand.on_client_notice",
          rfc="3.5.5.3.2 (ADD LINK from the client: processed afterwards)")
     edge(CHANGE_RKEYS, "peer_notice", do="demand.on_client_notice",

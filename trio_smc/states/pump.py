@@ -28,7 +28,7 @@ class PumpChart(Chart):
     # fmt: off
     edge(STOPPED, "start", BUSY, do="restart_counts disarm_rnics add_before_hook",
          rfc="the pump runs")
-    ignore(STOPPED, "needed sole_reader stop", rfc="no Trio run to have hooks in")
+    ignore(STOPPED, "needed sole_reader stop", rfc="no Trio run, so no hooks")
 
     edge(IDLE, "needed", BUSY, do="restart_counts disarm_rnics add_before_hook",
          rfc="a connection, a doorbell or a timer needs the pump")
@@ -36,25 +36,25 @@ class PumpChart(Chart):
     edge(IDLE, "stop", STOPPED, rfc="no hook to remove")
 
     edge(BUSY, "about_to_sleep", SLEEPY, do="add_after_hook",
-         rfc="what ends the sleep is drained before any task runs")
+         rfc="completions that end a sleep are drained before any task runs")
     edge(BUSY, "sole_reader", SOLO, when="has_one_doorbell",
-         do="remove_before_hook release_doorbell", rfc="one task can do all the polling")
-    edge(BUSY, "unused", IDLE, do="remove_before_hook", rfc="each hook costs each pass something")
+         do="remove_before_hook release_doorbell", rfc="one task alone polls")
+    edge(BUSY, "unused", IDLE, do="remove_before_hook", rfc="a hook takes time in each pass")
     edge(BUSY, "stop", STOPPED, do="remove_before_hook", rfc="the pump was cancelled")
 
     edge(SLEEPY, "awake_for_long", BUSY, do="remove_after_hook",
-         rfc="each hook costs each pass something")
+         rfc="a hook takes time in each pass")
     edge(SLEEPY, "sole_reader", SOLO, when="has_one_doorbell",
          do="remove_before_hook remove_after_hook release_doorbell",
-         rfc="one task can do all the polling")
+         rfc="one task alone polls")
     edge(SLEEPY, "unused", IDLE, do="remove_before_hook remove_after_hook",
-         rfc="each hook costs each pass something")
+         rfc="a hook takes time in each pass")
     edge(SLEEPY, "stop", STOPPED, do="remove_before_hook remove_after_hook",
          rfc="the pump was cancelled")
 
     ignore((BUSY, SLEEPY), "needed", rfc="the hooks are there")
     ignore((BUSY, SLEEPY), "sole_reader",
-           rfc="several RNICs, or one whose completions a thread waits for")
+           rfc="several doorbells, or one for which a thread waits")
     ignore(SLEEPY, "about_to_sleep", rfc="the second hook is there")
     ignore(BUSY, "awake_for_long", rfc="the second hook is gone")
 
@@ -62,6 +62,6 @@ class PumpChart(Chart):
          rfc="another task uses the pump, also while solo mode begins")
     ignore(SOLO, "sole_reader", rfc="one reader at a time")
     ignore(SOLO, "about_to_sleep awake_for_long unused",
-           rfc="a completion made a reader solo while the hook ran that sends these")
+           rfc="sent by a hook that still ran when a completion made a reader solo")
     edge(SOLO, "stop", STOPPED, do="end_solo", rfc="the pump was cancelled")
     # fmt: on

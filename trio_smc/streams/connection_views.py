@@ -1,6 +1,6 @@
-"""Views of connections for users, read-only, over SMC-R and TCP alike.
+"""Views of connections for users: read-only, for connections over SMC-R and over TCP.
 
-Like a view of a link group, a view of a connection holds a reference to its core and reads every
+Like a view of a link group, a view of a connection has a reference to its core and reads every
 value on access.  The data path does not use views.
 """
 
@@ -48,16 +48,17 @@ class ConnectionCursors:
     """The cursors of an SMC-R connection, in bytes since its start (RFC 7609, 4.3).
 
     Attributes:
-      produced: written into the peer's RMBE.
-      delivered: of these, acknowledged by the RNIC.
-      taken: of these, consumed by the peer's application, according to the peer's last message.
-      window: may still be written before the peer consumes more.
+      produced: bytes written into the peer's RMBE.
+      delivered: bytes of `produced` that the RNIC has acknowledged.
+      taken: bytes of `produced` that the peer's application has consumed, according to the peer's
+        last message.
+      window: bytes that may be written before the peer consumes more.
       peer_ring: capacity of the peer's RMBE.
-      received: arrived in this side's RMBE.
-      consumed: of these, consumed by the application.
+      received: bytes that have arrived in this side's RMBE.
+      consumed: bytes of `received` that the application has consumed.
       ring: capacity of this side's RMBE.
-      sequence_sent, sequence_received: numbers of the last CDC message completed, and received
-        (4.6.1).
+      sequence_sent, sequence_received: numbers of the last CDC message that is complete, and that
+        was received (4.6.1).
       alert_token: identifies the connection in CDC messages to this side (A.4).
     """
 
@@ -96,7 +97,7 @@ class ConnectionView(ABC):
 
     @property
     def fallback(self) -> Fallback | None:
-        """Why the mode is TCP; None over SMC-R."""
+        """The reason why the mode is TCP; None over SMC-R."""
         return None
 
     @property
@@ -122,8 +123,8 @@ class ConnectionView(ABC):
     @property
     @abstractmethod
     def send_queue(self) -> int:
-        """Bytes sent, and not known to be consumed by the peer's application (SMC-R) or received
-        by the peer's system (TCP)."""
+        """Bytes that were sent and are not known to be consumed by the peer's application (SMC-R),
+        or received by the peer's kernel (TCP)."""
 
     @property
     @abstractmethod

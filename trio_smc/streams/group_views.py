@@ -1,7 +1,8 @@
 """Views of link groups for users, read-only.
 
-A view holds one reference to its core and reads every value on access.  So a view is always up to
-date, and costs nothing while it is not used.  Two views of the same core are equal.
+A view has one reference to its core, which is the internal object, and reads every value on access.
+So a view is always up to date, and costs nothing while it is not used.  Two views of the same core
+are equal.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class LinkGroupView(View[LinkGroup]):
 
     @property
     def agreed(self) -> Agreed:
-        """The four values above, as in `StackStatistics` and `StackEvent`."""
+        """Version, release, UEID and `direct`, as in `StackStatistics` and `StackEvent`."""
         return self._core.agreed
 
     @property
@@ -178,14 +179,15 @@ class LinkGroupView(View[LinkGroup]):
         return tuple(RmbView(rmb) for rmb in self._core.own_rmbs.pool.rmbs)
 
     def delete_link(self, number: int) -> None:
-        """Delete one link in order; a client requests this from its server (RFC 7609, 3.5.5.1.3,
-        3.5.5.1.4).
+        """Delete one link; connections leave it first (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
+
+        A client requests the deletion from its server.
 
         The message to the peer has reason 0x00020000, "operator initiated" (A.3.4), because the
         link works, and the caller takes it out of service.
 
         If this is the last link, the group ends, and its connections are reset.  The method returns
-        at once.  If a request of this side to delete a link is pending, there is no effect.
+        at once.  It has no effect if a client's request to delete this link is pending.
 
         Args:
           number: number of a link in `links`.
@@ -200,7 +202,7 @@ class LinkGroupView(View[LinkGroup]):
         self._core.delete_link(number)
 
     def terminate(self) -> None:
-        """End the group in order: reset its connections, then delete its links (RFC 7609, 3.5.4).
+        """End the group: reset its connections, then delete its links (RFC 7609, 3.5.4).
 
         The message to the peer has reason 0x00030000, "program initiated" (A.3.4), like that for an
         idle group or at the close of a stack.  New connections to the peer form a new group.  The

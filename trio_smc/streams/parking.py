@@ -1,15 +1,17 @@
 """How the tasks of a stream wait: for data, for room in the peer's ring, for urgent data.
 
-Theory of operation.  A connection core never waits.  It has three waiters, ``on_readable``,
-``on_writable`` and ``on_urgent``, each of which it calls once when there is news, and clears.  A
-call of a stream that finds nothing to do waits in `Parking`, in this order:
+Theory of operation.  A connection core never waits.  It has three waiters, the attributes
+``on_readable``, ``on_writable`` and ``on_urgent``.  When the state for which a waiter waits has
+changed, the core clears the attribute and calls the waiter once.  A call of a stream that finds
+nothing to do waits in `Parking`, in this order:
 
-1. It posts the CDC message that was deferred: the peer may be waiting for it.
-2. It drains, unless tasks that were woken together with it have not run yet; the last of those
-   tasks drains for all.
-3. The only task that waits spins, or yields the processor to the peer (`Pump.try_spin`).
-4. A reader that waits alone, again and again, becomes the solo reader (`trio_smc.rnic.solo`).
-5. The task parks, until the core calls its waiter.
+1. The task posts the CDC message that was deferred, because the peer may be waiting for it.
+2. The task drains the RNICs, unless tasks that were woken together with it have not run yet; the
+   last of those tasks drains for all.
+3. If no other task waits, the task spins, or yields the processor to the peer (`Pump.try_spin`).
+4. A reader that waits alone, several times in a row, becomes the solo reader
+   (`trio_smc.rnic.solo`).
+5. The task parks: it sleeps until the core calls its waiter.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Busy", "Parking"]
 
-# What each call needs, looked up once.
+# Looked up once, because each call needs them.
 _sleep: Final = trio.lowlevel.wait_task_rescheduled
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _current_task: Final = trio.lowlevel.current_task
@@ -47,7 +49,7 @@ _Result = TypeVar("_Result")
 
 
 class Busy:
-    """Refuses a second task in one direction of a stream.
+    """Refuses a second task that calls the same direction of a stream.
 
     The two hottest calls of a stream set ``taken`` themselves, the others use ``with``.
 
@@ -55,7 +57,7 @@ class Busy:
       doing: what the other task does, for the message of the error.
 
     Attributes:
-      taken: a task is in a call.
+      taken: a task is in such a call.
     """
 
     __slots__ = ("_doing", "taken")
@@ -78,16 +80,16 @@ class Busy:
 
 
 def _mark() -> None:
-    """Placeholder for a waiter; the core clears it, which shows that it was called."""
+    """Placeholder for a waiter: if the core has cleared the attribute, it has called this."""
 
 
 class _Woken(Outcome[None]):
-    """A reusable ``outcome.Value(None)``, which can be unwrapped only once."""
+    """As ``outcome.Value(None)``, but it can be unwrapped again and again."""
 
     __slots__ = ()
 
     def unwrap(self) -> None:
-        """Nothing."""
+        """Return nothing."""
 
     def send(self, gen: Generator[_Result, None, object]) -> _Result:
         """As for a value."""
@@ -135,7 +137,7 @@ class Parking:
       strict: every call is a full checkpoint (``Config(checkpoints="strict")``).
 
     Attributes:
-      identity: the stream's reader, as `SoloReader` knows it; keeps no stream alive.
+      identity: names the stream for `SoloReader`, without a reference to the stream.
       strict, budget: as the parameters.
     """
 
@@ -150,15 +152,15 @@ class Parking:
         self.budget = budget
         self.identity = object()
         self._produced = 0  # bytes that had been sent when the last wait ended
-        # With bound methods, which would be made anew each time they are looked up.
+        # Each with its bound methods, because each lookup would make a new one.
         self._sleepers = {
             waiter: (sleeper, sleeper.wake, sleeper.abort)
             for waiter in (_READER, _WRITER, _URGENT)
             for sleeper in (_Sleeper(core, pump, waiter),)
         }
 
-    # Each of these waits until the core calls the waiter.  They return False if that happened
-    # before other tasks ran; True: the wait was a checkpoint.
+    # Each of the next three methods waits until the core calls the waiter.  They return False if
+    # that happened before other tasks ran; True: the wait was a checkpoint.
 
     def reader(self) -> Awaitable[bool]:
         """Wait until data, the end or an error can be received."""
@@ -178,12 +180,12 @@ class Parking:
     async def _wait(self, waiter: Waiter) -> bool:
         core, pump = self._core, self._pump
         if pump.woken and waiter is _READER:
-            # Most waits take this way: a task that was woken with this one drains for both.
+            # The usual case: another task was woken together with this one, and drains for both.
             if core.messenger.flush_before_wait() and not core.receiver.is_blank():
                 return False
         else:
             setattr(core, waiter, _mark)
-            core.messenger.flush_before_wait()  # may call the waiter
+            core.messenger.flush_before_wait()  # the core may call the waiter here
             if not pump.woken:
                 pump.dispatcher.drain()
                 pump.solo.polls += 1
@@ -236,7 +238,8 @@ class Parking:
                 return True
             if not core.receiver.is_blank():
                 return False
-            # The completions were for other streams, and more of them may follow without a wait.
+            # The completions were for other streams.  Yield, because more of them may come at once,
+            # so that this task would never wait.
             await trio.lowlevel.checkpoint()
             return True
         finally:
@@ -249,10 +252,13 @@ class Parking:
         if wake is not None:
             wake()
 
-    # The end of each call.
+    # Every call ends with this.
 
-    async def turn_over(self, parked: bool) -> None:
-        """End a call: if it has not ``parked``, let other tasks run, unless the budget of amortised
-        checkpoints allows more calls."""
+    async def end_call(self, parked: bool) -> None:
+        """End a call with a checkpoint, if the call needs one.
+
+        A call that has ``parked`` needs none, and neither does a call within the budget of
+        amortised checkpoints.
+        """
         if not parked and (self.strict or self.budget.is_exceeded()):
             await _yield()

@@ -4,11 +4,11 @@ Theory of operation.  The core (`trio_smc.datapath.connection`) never waits: it 
 what it can at the moment.  A call of the stream tries, and while there is nothing to send or to
 return, it waits in `Parking` until the core calls it back.
 
-Checkpoints: every call is a full Trio checkpoint, as the stream contract demands.  A call that has
-parked was one already.  A call that finds everything ready yields once, after its work, so that the
-peer's task has something to do in the same pass of the scheduler.  With
-`Config(checkpoints="amortised")` a call always checks for cancellation, and yields only now and
-then.
+Checkpoints: every call is a full Trio checkpoint, as the interface of streams requires.  A call
+that has parked needs no other checkpoint.  A call that finds everything ready yields once, after
+its work: if the peer runs in the same scheduler, its task can then continue in the same pass.  With
+`Config(checkpoints="amortised")` a call always checks for cancellation, but yields only if the pass
+is over its budget (`trio_smc.stack.budget`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StreamOwner(Protocol):
 
 
 class StreamEndpoint(Protocol):
-    """The joint between a stream's connection and the rest of the stack, as seen by the stream."""
+    """The stack's record of a connection, as seen by its stream."""
 
     connection: Connection
     closed_by_user: bool
@@ -85,7 +85,9 @@ class StreamEndpoint(Protocol):
 
 
 _DEFAULT_RECEIVE: Final = 131072
-# What each call needs, looked up once.
+"""Bytes of `receive_some` without a size.  Measured: docs/decisions.md, "how much `receive_some`
+takes if no size is given"."""
+# Looked up once, because each call needs them.
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
 
@@ -120,12 +122,12 @@ class RdmaStream(SmcStream):
         config: Config,
         accepted: Any = None,
     ) -> None:
-        """``accepted``: of a server, the peer's address as ``accept`` returned it."""
+        """``accepted``: on a server, the peer's address as ``accept`` returned it."""
         self.socket = SmcSocket(sock, accepted)
         self.link_group: LinkGroupView | None = link_group
         self._endpoint = endpoint
         self._core = core = endpoint.connection
-        # Each call needs them.
+        # Shortcuts, because each call needs them.
         self._receiver, self._sender = core.receiver, core.sender
         self._pump = stack.pump
         strict = config.checkpoints != "amortised"
@@ -167,10 +169,10 @@ class RdmaStream(SmcStream):
             await _check_cancelled()
             self._check_open_for_sending()
             parked = await self._send_view(nonempty_byte_view(data), urgent=True)
-            await self._parking.turn_over(parked)
+            await self._parking.end_call(parked)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all of ``data``; returns when it is written or safely copied.
+        """Send all of ``data``; return when the data is written or copied.
 
         Raises:
           trio.ClosedResourceError: this side closed or shut down the stream.
@@ -187,7 +189,7 @@ class RdmaStream(SmcStream):
                 self._check_open_for_sending()
             parked = False
             if type(data) is bytes and data:
-                # Bytes that fit are the usual case, and need none of `_send_view`'s precautions.
+                # The usual case: bytes that fit.  `_send_view` is not needed: they cannot change.
                 sender = self._sender
                 try:
                     if sender.sendable and sender.send_limit is None:
@@ -202,7 +204,7 @@ class RdmaStream(SmcStream):
                 parked = await self._send_view(view)
             else:
                 self._check_sendable()
-            if not parked:  # inlined `Parking.turn_over`
+            if not parked:  # inlined `Parking.end_call`
                 parking = self._parking
                 if parking.strict or parking.budget.is_exceeded():
                     await _yield()
@@ -232,16 +234,16 @@ class RdmaStream(SmcStream):
                 parked = await self._parking.writer() or parked
             if core.sender.borrowed:
                 core.sender.keep_copies()  # the caller may change its buffer from now on
-            if not parked:  # inlined `Parking.turn_over`
+            if not parked:  # inlined `Parking.end_call`
                 parking = self._parking
                 if parking.strict or parking.budget.is_exceeded():
                     await _yield()
             return sent
 
     async def _send_view(self, view: memoryview, sent: int = -1, *, urgent: bool = False) -> bool:
-        """Send all of ``view``; True if that parked.
+        """Send all of ``view``; True if the call has parked.
 
-        ``sent``: bytes that a first try has sent; -1: there was none.
+        ``sent``: bytes that a first try has sent; -1: there was no first try.
         """
         core = self._core
         send = core.send_urgent if urgent else core.send
@@ -259,8 +261,8 @@ class RdmaStream(SmcStream):
                 parked = await self._parking.writer() or parked
         finally:
             if urgent:
-                core.sender.withdraw_urgent()  # unless all of it is sent
-            # The caller may change or resize its buffer, whatever happened here.
+                core.sender.withdraw_urgent()  # no-op if all data was sent
+            # After this call the caller may change or resize its buffer, even if the call failed.
             if core.sender.borrowed:
                 core.sender.keep_copies()
             if type(view.obj) is not bytes:
@@ -291,7 +293,7 @@ class RdmaStream(SmcStream):
             while not (core.sender.can_send or core.write_closed or core.got_closed or core.error):
                 parked = await self._parking.writer() or parked
                 self._check_open()
-            await self._parking.turn_over(parked)
+            await self._parking.end_call(parked)
 
     async def send_eof(self) -> None:
         """End this side of the stream (RFC 7609, 4.8.1); receiving stays possible.  Idempotent."""
@@ -300,10 +302,10 @@ class RdmaStream(SmcStream):
         self.shut_down_writing()
 
     def shut_down_writing(self) -> None:
-        """`send_eof` without its checkpoint.
+        """As `send_eof`, without its checkpoint.
 
         Raises:
-          trio.ClosedResourceError, trio.BrokenResourceError: as there.
+          trio.ClosedResourceError, trio.BrokenResourceError: as `send_eof`.
         """
         self._check_can_shut_down()
         self._core.shutdown_write()
@@ -359,7 +361,7 @@ class RdmaStream(SmcStream):
                     if solo.last_reader is not parking.identity:
                         solo.change_reader(parking.identity)
                 if parking.strict or parking.budget.is_exceeded():
-                    await _yield()  # inlined `Parking.turn_over`
+                    await _yield()  # inlined `Parking.end_call`
             return data
         finally:
             receiving.taken = False
@@ -370,7 +372,7 @@ class RdmaStream(SmcStream):
             return await self._receive(lambda: self._receiver.receive_into(view), 0)
 
     async def peek_some(self, max_bytes: int) -> bytes:
-        """Return the same data as `receive_some`, with the same errors, without consuming it."""
+        """As `receive_some`, but the data stays in the stream."""
         return await self._receive(lambda: self._receiver.peek(max_bytes), b"")
 
     async def _receive(self, take: Callable[[], _Taken], empty: _Taken) -> _Taken:
@@ -386,12 +388,14 @@ class RdmaStream(SmcStream):
                 if taken or self._receiver.at_eof:
                     break
                 parked = await self._parking.reader() or parked
-            await self._parking.turn_over(parked)
+            await self._parking.end_call(parked)
             return taken
 
     def _end_of_reading(self, empty: _Taken) -> _Taken:
-        """The result for a reader after this side shut down reading: ``empty``, or an error if this
-        side closed the stream."""
+        """Return ``empty``, because this side shut down reading.
+
+        Raises trio.ClosedResourceError if this side closed the stream.
+        """
         self._check_open()
         return empty
 
@@ -401,9 +405,10 @@ class RdmaStream(SmcStream):
         self._parking.wake_reader()
 
     def shut_down_both(self) -> None:
-        """Close (RFC 7609, 4.8.1, 3A), as the end of both directions of a stream that stays open.
+        """End both directions, by a close of the connection (RFC 7609, 4.8.1, 3A).
 
-        A reader is at the end of the stream from now on; `close` has nothing more to do.
+        The stream object stays open: a reader finds the end of the stream, and a later `close` has
+        nothing to do at the connection.
 
         Raises:
           trio.ClosedResourceError, trio.BrokenResourceError: as `shut_down_writing`.
@@ -424,7 +429,7 @@ class RdmaStream(SmcStream):
                     case "present":
                         return "present"
                 if self._receiver.urgent_over:
-                    self._translating(self._receiver.receive_urgent)  # raises if it failed
+                    self._translating(self._receiver.receive_urgent)  # raises if it has failed
                     raise trio.EndOfChannel(NO_MORE_URGENT)
                 await self._parking.urgent()
             raise trio.ClosedResourceError("the stream was closed")
@@ -500,12 +505,13 @@ class RdmaStream(SmcStream):
 
     def _end(self) -> None:
         self._read_shut = True
-        self._pump.resume_hooks()  # no task waits for the peer's answer
+        self._pump.resume_hooks()  # they receive the peer's answer, for which no task waits
         if not self._endpoint.closed_by_user:
             self._endpoint.closed_by_user = True
             self._pump.drain()
             self._core.close()
-        # The core wakes its waiters if its state changes; a close that waits for data changes none.
+        # The core wakes its waiters only at a change of state, and a close that waits for data is
+        # none.
         self._core.wake_all()
 
     def abort(self) -> None:
@@ -551,7 +557,7 @@ class RdmaStream(SmcStream):
         *args: _Parameters.args,
         **kwargs: _Parameters.kwargs,
     ) -> _Result:
-        """Call the core, with its errors as those of a stream."""
+        """Call the core; raise its errors as those of a stream."""
         try:
             return call(*args, **kwargs)
         except OSError as error:

@@ -12,7 +12,7 @@ from it.  Every option has one `Owner`:
 - closing: `RdmaStream.aclose` reads `StreamOptions.linger`;
 - kept: the option has no meaning for RDMA writes; its value is stored and returned;
 - refused: setting the option is an error;
-- TCP connection: the kernel applies the option.  Options without a row belong here, too.
+- TCP connection: the kernel applies the option.  Every option without a row has this owner.
 
 If the kernel's socket can store a value, it is stored there.  So options that are inherited from
 the listening socket, or set through `SmcStream.socket`, have the same effect.  The TCP connection
@@ -28,8 +28,8 @@ ends; and after `MAX_MERGE_DELAY` seconds at the latest (RFC 7609, 4.5.2).
 Keepalive makes the link group test idle links sooner, once for all their connections, and lets the
 TCP connection send its own probes at a limited rate (4.5.3).
 
-The user timeout compares counters of the connection from time to time, so that the hot path does
-not record times.
+For the user timeout, a timer compares counters of the connection from time to time.  So the hot
+path need not record times.
 """
 
 from __future__ import annotations
@@ -75,14 +75,16 @@ __all__ = [
 
 
 MAX_MERGE_DELAY: Final = 0.2
-"""Seconds; the CDC message of a small write is deferred no longer."""
+"""The longest delay of the CDC message of a small write, in seconds: that of TCP_CORK (tcp(7))."""
 MIN_TCP_KEEPALIVE: Final = 10
-"""Seconds between keepalive probes of TCP at least (RFC 7609, 4.5.3), because links are tested."""
+"""The shortest time in seconds between keepalive probes of TCP.  RFC 7609, 4.5.3 recommends such a
+limit, because links are tested; the value was chosen."""
 MIN_SEND_BUFFER: Final = 4096
-"""Bytes; a smaller SO_SNDBUF is raised to this."""
+"""Bytes; a smaller SO_SNDBUF is raised to this.  Chosen."""
 
 _LINGER: Final = struct.Struct("ii")
 _MAX_CHECK_INTERVAL: Final = 1.0
+"""The longest time in seconds between two checks of the user timeout.  Chosen."""
 _INT_MAX: Final = 2**31 - 1
 
 _Flush = Callable[[], None]
@@ -129,7 +131,7 @@ class Option:
       level, name: names of constants of the socket module.
       owner: the part that applies the option.
       meaning: a sentence or two for users.
-      number: for an option that the socket module does not know.
+      number: the number of an option that the socket module does not know.
       write: applies an integer value; None: the owner decides.
       read: returns the value; None: the value that was set, or that of the TCP connection.
     """
@@ -153,7 +155,7 @@ class KeepaliveGroup(Protocol):
     """A link group, as seen by keepalive."""
 
     def keep_alive(self, user: Connection, seconds: float | None) -> None:
-        """Test idle links this often while ``user`` is open; None: no test for ``user``."""
+        """Test links that are idle for this time while ``user`` is open; None: no longer."""
 
 
 class StreamOptions:
@@ -163,7 +165,7 @@ class StreamOptions:
       core, group: the connection and its link group.
       sock: its TCP connection.
       timers: of the stack.
-      flush_later: defers a CDC message if no option applies.
+      flush_later: defers a CDC message, if neither TCP_CORK nor Nagle's algorithm applies.
     """
 
     __slots__ = (
@@ -267,13 +269,13 @@ class StreamOptions:
         if found.user_timeout:
             self.set_user_timeout(found.user_timeout)
         if found.locks & SNDBUF_LOCKED:
-            # Linux doubles the number that is set, to count its own overhead.
+            # Linux returns twice the number that was set (socket(7)).
             self.set_send_buffer(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2)
 
     # --- buffers -----------------------------------------------------------------------------
 
     def set_receive_buffer(self, value: int) -> None:
-        """The RMBE keeps its size; the TCP connection stores the number."""
+        """Only store the number, at the TCP connection: the RMBE keeps its size."""
         self._set_tcp(socket.SOL_SOCKET, socket.SO_RCVBUF, value, None)
 
     def receive_buffer(self) -> int:
@@ -282,7 +284,7 @@ class StreamOptions:
 
     def set_send_buffer(self, value: int) -> None:
         """Limit the unacknowledged bytes."""
-        # The kernel takes a negative number for the largest one.
+        # For the kernel a negative number is the largest one.
         limit = max(MIN_SEND_BUFFER, value) if value >= 0 else None
         self._core.limit_unacknowledged(limit)
 
@@ -336,7 +338,7 @@ class StreamOptions:
     def set_urgent_inline(self, value: int) -> None:
         """SO_OOBINLINE."""
         self._core.receiver.urgent_inline = bool(value)
-        self._core.wake_all()  # `receive_urgent` must not wait for a byte
+        self._core.wake_all()  # a waiting `receive_urgent` must now raise EINVAL
 
     def urgent_inline(self) -> int:
         """SO_OOBINLINE: 0 or 1."""
@@ -360,7 +362,7 @@ class StreamOptions:
 
     def set_keepalive_time(self, option: int, seconds: int) -> None:
         """TCP_KEEPIDLE or TCP_KEEPINTVL."""
-        # First the unchanged value: the kernel rejects an invalid one.
+        # First set the value as it is, because the kernel rejects an invalid one.
         self._set_tcp(socket.IPPROTO_TCP, option, seconds, None)
         self._keep_value((socket.IPPROTO_TCP, option), seconds)
         self._set_tcp_time(option, seconds)
@@ -427,7 +429,7 @@ class StreamOptions:
 
 
 def integer(value: int | Buffer | None) -> int:
-    """The value as the kernel reads an int.  Raises OSError (EINVAL) if there are too few bytes."""
+    """The value as an int, as the kernel reads it.  Raises OSError (EINVAL): too few bytes."""
     kept = int_or_bytes(value)
     if isinstance(kept, int):
         return kept
@@ -437,7 +439,7 @@ def integer(value: int | Buffer | None) -> int:
 
 
 def _in_requested_form(value: int | bytes, buffersize: int) -> int | bytes:
-    """As socket.getsockopt returns a value: an int, or bytes if there is a buffer size."""
+    """The value in the form of `socket.getsockopt`: an int, or bytes if there is a buffer size."""
     if not buffersize:
         return value if isinstance(value, int) else _INT.unpack(value[:4].ljust(4, b"\0"))[0]
     return (_INT.pack(value) if isinstance(value, int) else value)[:buffersize]
@@ -610,9 +612,10 @@ def render() -> str:
 
 
 SNDBUF_LOCKED: Final = 1
-"""Bit of `Inherited.locks`: SO_SNDBUF was set."""
+"""Bit of `Inherited.locks`: SO_SNDBUF was set (SOCK_SNDBUF_LOCK in linux/socket.h)."""
 _RCVBUF_LOCKED: Final = 2
 _SO_BUF_LOCK: Final = 72
+"""SO_BUF_LOCK (asm-generic/socket.h)."""
 
 
 class Inherited(NamedTuple):
@@ -635,7 +638,7 @@ class Inherited(NamedTuple):
 def inherited(sock: trio.socket.SocketType | socket.socket) -> Inherited:
     """The options that were set on ``sock``, or on the listening socket that accepted it."""
     if sys.platform != "linux":
-        return Inherited(0, 0, 0, 0)  # every connection is TCP
+        return Inherited(0, 0, 0, 0)  # on other systems every connection stays on TCP
     return Inherited(
         _option_or_zero(sock, socket.SOL_SOCKET, socket.SO_KEEPALIVE),
         _option_or_zero(sock, socket.SOL_SOCKET, socket.SO_OOBINLINE),

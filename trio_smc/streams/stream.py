@@ -1,9 +1,9 @@
 """`SmcStream`: the interface of a connection, over SMC-R or over TCP.
 
-There are two kinds: `rdma_stream.RdmaStream` waits for a connection core, and
+There are two kinds of streams: `rdma_stream.RdmaStream` wraps an SMC-R connection, and
 `tcp_stream.TcpStream` wraps Trio's socket stream and has the reason for TCP.  Both are registered
-as subclasses of `trio.SocketStream`, because a program that checks for a `trio.SocketStream` needs
-only its ``socket`` with names, `setsockopt` and `getsockopt`.
+as subclasses of `trio.SocketStream`: a program that checks for a `trio.SocketStream` uses only its
+``socket`` (for names), `setsockopt` and `getsockopt`, which both have.
 
 `SmcSocket` is the TCP connection of an SMC-R stream, with names and TCP-level options.  After the
 switch to SMC-R the TCP connection carries no data: reading from it or writing to it would violate
@@ -139,7 +139,7 @@ class SmcStream(HalfCloseableStream):
 
     Attributes:
       mode: `Mode.SMC_R` or `Mode.TCP`.
-      fallback: why the mode is TCP; None over SMC-R.
+      fallback: the reason why the mode is TCP; None over SMC-R.
       socket: the TCP connection, for names and TCP-level options; over SMC-R a `SmcSocket`, which
         can neither send nor receive.
       link_group: the link group, or None over TCP.
@@ -156,7 +156,7 @@ class SmcStream(HalfCloseableStream):
 
     @abstractmethod
     async def receive_some_into(self, buffer: Buffer) -> int:
-        """Receive as `receive_some`, into a buffer of the caller; no bytes object is created.
+        """As `receive_some`, into a buffer of the caller, without creating a bytes object.
 
         Args:
           buffer: writable, contiguous and not empty; filled from its start.
@@ -176,8 +176,8 @@ class SmcStream(HalfCloseableStream):
     async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of ``data``; its last byte is urgent (RFC 7609, 4.7.5).
 
-        Over SMC-R the next send waits until the peer has received everything up to that byte.  If
-        the call is cancelled, a part of ``data`` may be sent, and no byte is urgent.
+        Over SMC-R the next send waits until the peer has received all data up to that byte.  If the
+        call is cancelled, a part of ``data`` may have been sent, without an urgent byte.
 
         Raises:
           ValueError: ``data`` is empty.
@@ -190,9 +190,10 @@ class SmcStream(HalfCloseableStream):
         """Wait until the peer has urgent data.
 
         Returns:
-          "present": the byte has arrived.  "pending": the peer has announced the byte and waits to
-          send it, most likely until this side receives the data before it; `receive_urgent` waits
-          for the byte.  Over TCP an announcement does not end the wait; only a new call reports it.
+          "present": the byte has arrived.  "pending": the peer has announced the byte and cannot
+          send it yet, most likely because this side has not received the data before it;
+          `receive_urgent` waits for the byte.  Over TCP an announcement does not end a wait that
+          has begun; the next call reports it.
 
         Raises:
           trio.EndOfChannel: the peer has ended its side.
@@ -238,8 +239,8 @@ class SmcStream(HalfCloseableStream):
         """True if `receive_some` would return or raise at once; never blocks.
 
         For pools of connections: if an idle connection is readable, its peer has closed it or has
-        sent data at the wrong time.  `socket.is_readable` does not show this over SMC-R, because
-        data does not arrive on the TCP connection.
+        sent unexpected data.  `socket.is_readable` does not show this over SMC-R, because data does
+        not arrive on the TCP connection.
         """
 
     @abstractmethod

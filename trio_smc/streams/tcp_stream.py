@@ -1,4 +1,4 @@
-"""`TcpStream`: a connection over plain TCP, with the reason, and with TCP's urgent data."""
+"""`TcpStream`: a connection over plain TCP, with the reason for TCP, and with urgent data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TcpStream(SmcStream):
       fallback: the reason for TCP.
       on_release: called once, before the socket is closed or detached.
       accepted: on a server, the peer's address from ``accept``.
-      spoke: CLC messages were sent or received on the connection.
+      clc_begun: CLC messages were sent or received on the connection.
     """
 
     mode = Mode.TCP
@@ -60,21 +60,21 @@ class TcpStream(SmcStream):
         on_release: Callable[[TcpStream], None],
         *,
         accepted: Any = None,
-        spoke: bool = False,
+        clc_begun: bool = False,
     ) -> None:
         self.socket = sock
         self.accepted: Any = accepted
         self.fallback: Fallback | None = fallback
         self._on_release: Callable[[TcpStream], None] | None = on_release
         self._urgent = TcpUrgent(sock)
-        # CLC messages are no data of the application.
-        self._handshake_bytes = _bytes_so_far(sock) if spoke else (0, 0)
+        # The bytes of CLC messages, which are not counted as data of the application.
+        self._handshake_bytes = _bytes_so_far(sock) if clc_begun else (0, 0)
         self._carried = self._handshake_bytes
 
     @cached_property
     def _stream(self) -> trio.SocketStream:
-        # Created at the first use, because it sets options, and a program that has the socket may
-        # create a stream of its own.
+        # Created at the first use: its constructor sets socket options, and a program may use the
+        # socket without this stream.
         return trio.SocketStream(self.socket)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
@@ -123,8 +123,8 @@ class TcpStream(SmcStream):
         return StreamStatistics(bytes_sent=sent, bytes_received=received)
 
     def carried(self) -> tuple[int, int]:
-        """Bytes sent and received, without those of the CLC handshake."""
-        with contextlib.suppress(OSError):  # closed: the last counts stay
+        """Bytes sent and received, without the bytes of the CLC handshake."""
+        with contextlib.suppress(OSError):  # the socket is closed: return the last counts
             self._carried = carried_bytes(self.socket)
         (sent, received), (sent_before, received_before) = self._carried, self._handshake_bytes
         return sent - sent_before, received - received_before
@@ -210,7 +210,8 @@ class TcpUrgent:
             raise trio.BusyResourceError("another task is sending on this stream")
         self._sending = True
         try:
-            # The last byte alone: each part of a partial send would end in an urgent byte.
+            # Only the last byte with MSG_OOB: otherwise a partial send would make its own last byte
+            # urgent.
             await stream.send_all(data[:-1])
             with as_stream_errors(self._sock):
                 await self._sock.send(data[-1:], stdlib_socket.MSG_OOB)
@@ -261,12 +262,13 @@ class TcpUrgent:
 
     @staticmethod
     def _is_present(epoll: select.epoll) -> bool:
-        """True if the byte has arrived; raises if it can no longer arrive."""
+        """True if the urgent byte has arrived.  Raises if it can no longer arrive."""
         for _, events in epoll.poll(0):
             if events & select.EPOLLPRI:
                 return True
             if events & _FAILURE_EVENTS:
-                # Reading SO_ERROR would clear it; the next send or receive must raise the error.
+                # Without the error number: reading SO_ERROR would clear it, and the next send or
+                # receive must raise the error.
                 raise trio.BrokenResourceError("the connection is broken")
             raise trio.EndOfChannel(NO_MORE_URGENT)
         return False
@@ -292,6 +294,7 @@ class TcpUrgent:
 
 @contextlib.contextmanager
 def as_stream_errors(sock: trio.socket.SocketType) -> Iterator[None]:
+    """Turn the errors of a socket into those of a stream, but for EINVAL."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,6 @@
-"""The command `trio-smc`: finds and runs the subcommand, and prints an error as one line.
+"""The command `trio-smc`: runs the chosen subcommand, and prints an error as one line.
 
-Exit codes: 0, or one that the subcommand's help lists; 2 with one line on stderr for bad input; 130
-after Ctrl-C.
+The subcommand decides the exit code, except 2 for bad input and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,21 +21,27 @@ __all__ = ["main", "parser"]
 
 PROGRAM: Final = "trio-smc"
 _INTERRUPTED: Final = 130
+"""As a shell reports a program that SIGINT (signal 2) ended: 128 + 2."""
 _WIDTH: Final = 90
+"""Columns of the usage and of the list of options.  Chosen."""
 
 _DESCRIPTION = """
-Show and check the SMC-R connections of this user's processes.
+Show the SMC-R connections of this user's processes, check servers, and run programs over SMC-R.
 
 A running process that uses trio_smc has a control socket in the user's private directory
 ($XDG_RUNTIME_DIR/trio-smc, or /dev/shm/trio-smc-UID).  These commands query that socket.  Nothing
 leaves the machine, and only the user receives answers.
+
+The commands reasons, ladder, run, proxy, setup and teardown query no process.  The command check
+also connects to the server that you name.
 """
 
 _EPILOG = """
 Exit codes:
-  0    done
-  1    a process did not answer: one line on stderr for each; or see the command's help
-  2    bad input: one line on stderr describes it
+  0    the command succeeded
+  1    a process did not answer, and one line on stderr names it; some commands also have other
+       reasons, which their help lists
+  2    bad input, or the command failed: one line on stderr describes the problem
   130  interrupted by Ctrl-C
 
 `trio-smc COMMAND --help` explains a command, with examples.
@@ -47,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Args:
-      arguments: the arguments without the program's name; None: those of this process.
+      arguments: the arguments without the name of the program; None: `sys.argv`.
     """
     options, unknown = parser().parse_known_args(arguments)
     if unknown:
@@ -55,14 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Command = options.command
     try:
         with contextlib.suppress(AttributeError):
-            # The encoding of a pipe may lack some characters.
+            # The output's encoding may lack some characters, such as the arrow of `ss -v`.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         return command.run(options)
     except ToolError as error:
         print_error(f"{PROGRAM}: {error}")
         return error.code
     except BrokenPipeError:
-        # The reader of a pipe, such as `head`, has ended; the interpreter must not write again.
+        # The reader of the pipe, such as `head`, has ended.  At its exit the interpreter flushes
+        # stdout, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -95,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints an error as one line, like all other bad input.  Subcommands use this class, too."""
+    """Prints a wrong argument as one line, without the usage.  Subcommands use this class, too."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         print_error(f"{self.prog}: {message} (try {self.prog} --help)")
@@ -103,7 +109,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps paragraphs as they are, and uses the same width everywhere."""
+    """Keeps the line breaks of paragraphs, and ignores the width of the terminal."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=_WIDTH)

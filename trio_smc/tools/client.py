@@ -1,18 +1,19 @@
 """The client of the control protocol: snapshots and captures of this user's running stacks.
 
 `trio_smc.control.protocol` describes the protocol.  The client queries all stacks at the same time,
-with one deadline.  It first collects the bytes of all answers and decodes them later, so that a
-large answer of one process does not use up the time of the others.  Another process wrote each
-answer, so this module checks its shape (`SHAPES`), bounds its numbers and makes its strings
-`printable`.
+with one deadline for all.  The client decodes no answer before all answers have arrived or the
+deadline has passed, so that decoding a large answer takes no time from the other processes.
 
-A shape is a type, a tuple of types, a dict of required fields (there may be others), or a list with
-the shape of its items.  `Maybe` is a shape or null.
+An answer comes from another process, so this module checks the answer's shape (`SHAPES`) and the
+range of its numbers, and makes its strings `printable`.  A shape is a type, a tuple of types, a
+dict of required fields (an answer may have more fields), or a list with the shape of its items.
+`Maybe` is a shape or null.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
@@ -34,7 +35,7 @@ from trio_smc.tools.proc import Process
 __all__ = [
     "SHAPES",
     "TIMEOUT",
-    "Silent",
+    "SilentProcesses",
     "Snapshot",
     "check_untrusted",
     "stream_capture",
@@ -42,25 +43,27 @@ __all__ = [
 ]
 
 TIMEOUT: Final = 3.0
-"""Seconds for the answers of all stacks together."""
+"""Seconds for the answers of all stacks together.  Chosen."""
 _LATER_TIMEOUT: Final = 0.2
-"""Seconds for a process that did not answer in the last round."""
+"""Seconds for a process that did not answer in the last round.  Chosen."""
 _RETRY_INTERVAL: Final = 0.05
-"""Seconds between two attempts to connect to a socket whose backlog is full."""
+"""Seconds between two attempts to connect to a socket whose backlog is full.  Chosen."""
 _INCOMPLETE: Final = 1
 """The exit code if a process did not answer."""
 _MAX_ANSWER: Final = 1 << 28
-"""Bytes of the whole answer of one stack."""
+"""Largest number of bytes in the answer of one stack.  Chosen: a bound on memory."""
 _MAX_ITEMS: Final = 1_000_000
-"""Items of one list in an answer."""
+"""Largest number of items in one list of an answer.  Chosen: a bound on memory."""
 _PIECE: Final = 65536
+"""Largest number of bytes that one call receives.  Chosen."""
 _MAX_PROGRAM: Final = 60
-"""Characters of a command line that are shown."""
+"""Characters of a command line that are shown.  Chosen."""
 _MAX_SENTENCE: Final = 200
-"""Characters of an error message from a process."""
+"""Characters of an error message from a process that are shown.  Chosen."""
 _PEER_ID: Final = 32
+"""Largest number of characters of a peer ID.  Chosen; a peer ID has 16 hexadecimal digits."""
 _MAX_NUMBER: Final = 1 << 64
-"""Numbers in an answer are smaller than this, and larger than its negative."""
+"""The absolute value of each number in an answer is smaller.  Chosen: counters have 64 bits."""
 
 
 @dataclass(slots=True)
@@ -89,29 +92,29 @@ class Snapshot:
     listeners: list[list[Any]] = field(default_factory=list)
 
 
-class Silent:
-    """The processes that did not answer; each is named on stderr once.
+class SilentProcesses:
+    """The processes that did not answer.  One line on stderr names each of them, once.
 
-    One object may be used for several rounds of `take_snapshots`.  A process that was silent in the
-    last round is queried again, but has less time.
+    One object may serve several rounds of `take_snapshots`.  A process that was silent in the last
+    round is queried again, but has less time to answer.
 
     Args:
-      quiet: print nothing until `report` is called.
+      quiet: print nothing before `report` is called.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self._named: dict[int, str] = {}
         self.last: dict[int, str] = {}
-        """The silent processes of the last round, each with a sentence that names it."""
+        """The silent processes of the last round by process number, each with its error message."""
 
     @property
     def exit_code(self) -> int:
-        """1 if any process was silent, in any round."""
+        """1 if any process was silent in any round, else 0."""
         return _INCOMPLETE if self._named else 0
 
     def replace(self, problems: dict[int, str]) -> None:
-        """Note the silent processes of a round."""
+        """Replace the silent processes of the last round, and print the new ones."""
         new = {pid: text for pid, text in problems.items() if pid not in self._named}
         self.last = problems
         self._named |= new
@@ -119,7 +122,7 @@ class Silent:
             _print_problems(new)
 
     def report(self) -> None:
-        """Name all silent processes, if ``quiet`` delayed that."""
+        """Print all silent processes, if ``quiet`` has delayed that."""
         if self._quiet:
             _print_problems(self._named)
 
@@ -134,46 +137,47 @@ def take_snapshots(
     want: Sequence[str],
     pid: int | None = None,
     *,
-    some: bool = True,
-    silent: Silent | None = None,
+    required: bool = True,
+    silent: SilentProcesses | None = None,
 ) -> list[Snapshot]:
     """Query all stacks at the same time, or those of one process, and sort them by process number.
 
-    All answers together may take `TIMEOUT` seconds.  Names of ended processes are removed.
+    All answers together may take `TIMEOUT` seconds.  The sockets of processes that have ended are
+    removed from the directory.
 
     Args:
       directory: the private directory.
       want: the requested parts (`trio_smc.control.protocol.PARTS`).
-      pid: query only this process.
-      some: True: it is an error if there is no stack.
-      silent: receives the processes without a valid answer.  If it is None, these processes are
-        ignored as long as another one answers.
+      pid: the process to query; None: all.
+      required: True if the absence of any stack is an error.
+      silent: receives the processes without a valid answer.  If ``silent`` is None, these processes
+        are ignored as long as another process answers.
 
     Raises:
-      ToolError: the directory is not private, there is no stack, the process ``pid`` does not
-        answer, or all answers are damaged; without ``silent`` also if no process answers.
+      ToolError: the directory is not private, there is no stack, the process ``pid`` sent no valid
+        answer, or all answers are damaged; without ``silent`` also if no process sent an answer.
     """
     found: list[Snapshot] = []
     problems: dict[int, str] = {}
-    late = False
+    timed_out = False
     with _opened(directory) as root:
         names = [each for each in _named_sockets(root) if pid is None or each[0] == pid]
-        discouraged = set() if silent is None else set(silent.last)
-        for query in _query_all(root, names, control.encode({"want": list(want)}), discouraged):
+        silent_before = set() if silent is None else set(silent.last)
+        for query in _query_all(root, names, control.encode({"want": list(want)}), silent_before):
             try:
                 snapshot = _snapshot_untrusted(query, want)
             except (OSError, ProtocolError) as error:
                 problems[query.pid] = f"process {query.pid} {_problem(error)}"
-                late = late or isinstance(error, TimeoutError)
+                timed_out = timed_out or isinstance(error, TimeoutError)
             else:
                 if snapshot is not None:
                     found.append(snapshot)
-    if not found and problems and (silent is None or pid is not None or not late):
+    if not found and problems and (silent is None or pid is not None or not timed_out):
         first, *others = problems
         if silent is not None:
             silent.replace({each: problems[each] for each in others})
         raise ToolError(problems[first])
-    if not found and not problems and some:
+    if not found and not problems and required:
         raise ToolError(_no_stack(directory, pid))
     if silent is not None:
         silent.replace(problems)
@@ -196,6 +200,8 @@ def _no_stack(directory: Path, pid: int | None) -> str:
 
 
 def _problem(error: Exception) -> str:
+    if isinstance(error, _RefusedError):
+        return f"answers with an error: {error}"
     if isinstance(error, ProtocolError):
         return f"sent a damaged answer: {error}"
     if isinstance(error, TimeoutError):
@@ -235,13 +241,17 @@ def _named_sockets(root: PrivateDirectory | None) -> list[tuple[int, str]]:
 # --- all stacks at once -----------------------------------------------------------------------
 
 
+class _RefusedError(ProtocolError):
+    """The answer is an error message of the process."""
+
+
 class _Query:
-    """The query of one stack, with the answer so far, undecoded.
+    """The query of one stack, and the bytes of its answer so far.
 
     Attributes:
       pid: the process.
-      data: the answer.
-      done: True if there is nothing more to wait for.
+      data: the bytes of the answer.
+      done: True if the query has ended: the answer is complete, or the query failed.
       gone: True if the process has ended.
       error: the reason why the query failed.
     """
@@ -259,13 +269,14 @@ class _Query:
 
     @property
     def interest(self) -> int:
-        """The events to wait for; 0: the backlog is full, and `proceed` must try again later."""
+        """The events to wait for; 0 if the backlog is full: `proceed` must try again later."""
         if not self._connected:
             return 0
         return selectors.EVENT_WRITE if self._request else selectors.EVENT_READ
 
     def close(self) -> None:
-        """Close the socket, without waiting for descriptors that the process may have sent."""
+        """Close the socket.  This does not wait, even if the process has sent descriptors whose
+        closing blocks."""
         if self.sock is not None:
             closer = control.Closer("control client")
             closer.discard(self.sock)
@@ -285,7 +296,7 @@ class _Query:
                 self._connected = True
             while self._request:
                 self._request = self._request[self.sock.send(self._request) :]
-            # Only one piece, so that the other queries have their turn.
+            # Receive only one piece, so that a fast sender does not delay the other queries.
             piece = control.receive_bytes(self.sock, _PIECE)
             self.data += piece
             self.done = not piece
@@ -301,46 +312,46 @@ def _query_all(
     root: PrivateDirectory | None,
     names: Sequence[tuple[int, str]],
     request: bytes,
-    discouraged: AbstractSet[int],
+    silent_before: AbstractSet[int],
 ) -> list[_Query]:
-    """Send ``request`` to all of these sockets, and collect answers for at most `TIMEOUT` seconds.
+    """Send ``request`` to all sockets, and receive their answers for at most `TIMEOUT` seconds.
 
     Args:
       root: the directory of the sockets.
       names: process numbers and names of sockets.
       request: the encoded request.
-      discouraged: processes that did not answer in the last round, and have less time now.
+      silent_before: processes that did not answer in the last round, and have less time now.
     """
     start = time.monotonic()
     if root is None:
         return []
     with contextlib.ExitStack() as exits:
-        asked = []
+        queries = []
         for pid, name in names:
             query = _Query(root, name, pid, request)
             exits.callback(query.close)
-            asked.append(query)
+            queries.append(query)
         selector = exits.enter_context(selectors.DefaultSelector())
-        waiting = asked
+        waiting = queries
         while True:
             for each in waiting:
                 each.proceed()
                 _register(selector, each)
-            waiting = [each for each in asked if not each.done]
-            is_anyone_new = any(each.pid not in discouraged for each in waiting)
-            timeout = TIMEOUT if is_anyone_new else min(TIMEOUT, _LATER_TIMEOUT)
+            waiting = [each for each in queries if not each.done]
+            any_new = any(each.pid not in silent_before for each in waiting)
+            timeout = TIMEOUT if any_new else min(TIMEOUT, _LATER_TIMEOUT)
             left = start + timeout - time.monotonic()
             if not waiting or left <= 0:
-                return asked
+                return queries
             backlog_full = [each for each in waiting if not each.interest]
             ready = selector.select(min(left, _RETRY_INTERVAL) if backlog_full else left)
             waiting = [key.data for key, _ in ready] + backlog_full
 
 
 def _register(selector: selectors.BaseSelector, query: _Query) -> None:
-    """Update the events that the selector waits for."""
+    """Let the selector wait for the events of a query."""
     if query.sock is None:
-        return  # too many open files
+        return  # no socket could be created: this process has too many open files
     known = query.sock in selector.get_map()
     if query.done or not query.interest:
         if known:
@@ -354,7 +365,7 @@ def _register(selector: selectors.BaseSelector, query: _Query) -> None:
 def _snapshot_untrusted(query: _Query, want: Sequence[str]) -> Snapshot | None:
     """Return the snapshot in an answer; None if the process has ended.
 
-    A requested list may be missing, because a stack ignores unknown parts.
+    A requested list may be missing, because the stack of an older release ignores unknown parts.
 
     Raises:
       OSError, ProtocolError: the process sent no valid answer.
@@ -364,36 +375,41 @@ def _snapshot_untrusted(query: _Query, want: Sequence[str]) -> Snapshot | None:
     if query.error is not None:
         raise query.error
     snapshot = Snapshot(query.pid)
-    answer = _Answer(query.data, whole=query.done)
+    answer = _Answer(query.data, complete=query.done)
     while True:
         length = control.length_untrusted(answer.take(control.HEADER_SIZE), control.REPLY_LIMIT)
-        if not _take_untrusted(snapshot, control.decode_untrusted(answer.take(length))):
+        if not _add_untrusted(snapshot, control.decode_untrusted(answer.take(length))):
             break
     if "statistics" in want and not snapshot.statistics:
-        raise ProtocolError("it has no statistics")
+        raise ProtocolError("the answer has no statistics")
     snapshot.program = _program(query.pid)
     return snapshot
 
 
 class _Answer:
-    """Reads the bytes of an answer in order.  ``whole``: True if no more bytes will come."""
+    """Reads the bytes of an answer in order.
 
-    def __init__(self, data: bytearray, *, whole: bool) -> None:
+    Args:
+      data: the bytes that have arrived.
+      complete: True if the process has closed the connection, so that no more bytes arrive.
+    """
+
+    def __init__(self, data: bytearray, *, complete: bool) -> None:
         self._data = memoryview(data)
-        self._whole = whole
+        self._complete = complete
 
     def take(self, count: int) -> bytes:
-        """The next bytes.
+        """The next ``count`` bytes.
 
         Raises:
           ProtocolError: the answer ends too early.
-          TimeoutError: the rest did not come in time.
+          TimeoutError: the rest of the answer did not arrive in time.
         """
         taken, self._data = self._data[:count], self._data[count:]
         if len(taken) == count:
             return bytes(taken)
-        if self._whole:
-            raise ProtocolError(f"it ends after {len(taken)} of {count} bytes")
+        if self._complete:
+            raise ProtocolError(f"the answer ends after {len(taken)} of {count} bytes")
         raise TimeoutError
 
 
@@ -402,27 +418,27 @@ def _connect(sock: socket.socket, root: PrivateDirectory, name: str) -> bool:
 
     Raises:
       BlockingIOError, TimeoutError: the backlog is full.
-      OSError, ProtocolError: the socket cannot be reached, or belongs to another user.
+      OSError: the socket cannot be reached, or belongs to another user.
     """
     try:
         with root.socket_at(name) as path:
             sock.connect(path)
     except FileNotFoundError:
-        return False  # it has just ended
+        return False  # the process has just ended
     except ConnectionRefusedError:
         with contextlib.suppress(OSError):
             root.remove(name)
         return False
     uid = control.peer_user(sock)
     if uid != os.geteuid():
-        raise ProtocolError(f"it belongs to user {uid}")
+        raise PermissionError(errno.EPERM, f"its control socket belongs to user {uid}")
     return True
 
 
 def _connect_before(
     sock: socket.socket, root: PrivateDirectory, name: str, deadline: float
 ) -> bool:
-    """`_connect`, but wait for room in a full backlog.  Raises TimeoutError at the deadline."""
+    """As `_connect`, but wait while the backlog is full.  Raises TimeoutError at the deadline."""
     while True:
         sock.settimeout(_time_left(deadline))
         try:
@@ -431,8 +447,8 @@ def _connect_before(
             time.sleep(min(_RETRY_INTERVAL, _time_left(deadline)))
 
 
-def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
-    """Add a message to the snapshot; False after the last one.
+def _add_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
+    """Add a message to the snapshot; False if this is the last message.
 
     Raises:
       ProtocolError: the message has a wrong shape, or is an error.
@@ -440,10 +456,10 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     part: Any = message.get("part")
     data: Any = message.get("data")
     if part == "error":
-        raise ProtocolError(printable(data, _MAX_SENTENCE))
+        raise _RefusedError(printable(data, _MAX_SENTENCE))
     if part == "end":
         if not snapshot.stack:
-            raise ProtocolError("it ended before it began")
+            raise ProtocolError('the answer has no part "process"')
         return False
     if part not in SHAPES:
         return True  # the process is newer than this command
@@ -463,7 +479,7 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
 
 
 def _program(pid: int) -> str:
-    """The command line without the directory of the executable, shortened."""
+    """The command line of a process, shortened, and without the directory of the executable."""
     words: list[str] = []
     with contextlib.suppress(OSError), Process(pid) as process:
         words = process.command()
@@ -479,12 +495,12 @@ def stream_capture(
 ) -> Generator[bytes, None, None]:
     """Yield pieces of a capture until the stack is closed or ``seconds`` have passed.
 
-    Each piece consists of whole blocks, so that the file is always complete.
+    Each piece consists of whole pcapng blocks, so that after each piece the file is valid.
 
     Args:
       directory: the private directory.
       pid: the process.
-      stack: the peer ID of the stack, if the process has several.
+      stack: the peer ID of the stack; None: the only stack of the process.
       payload: bytes of each RDMA write to keep.
       seconds: the duration; None: no limit.
 
@@ -493,7 +509,7 @@ def stream_capture(
     """
     end = None if seconds is None else time.monotonic() + seconds
     with contextlib.ExitStack() as exits:
-        sock = _chosen(directory, pid, stack, payload, exits)
+        sock = _start_capture(directory, pid, stack, payload, exits)
         waiting = bytearray()
         while True:
             left = None if end is None else end - time.monotonic()
@@ -518,7 +534,7 @@ def stream_capture(
                 del waiting[:count]
 
 
-def _chosen(
+def _start_capture(
     directory: Path, pid: int, stack: str | None, payload: int, exits: contextlib.ExitStack
 ) -> socket.socket:
     """Connect to the chosen stack and start the capture."""
@@ -533,8 +549,8 @@ def _chosen(
             try:
                 if _connect_before(sock, root, name, deadline):
                     sock.sendall(control.encode({"want": [control.CAPTURE], "payload": payload}))
-                    begun = _read_message(sock, deadline)
-                    found[_stack_untrusted(begun)] = sock
+                    first = _read_message(sock, deadline)
+                    found[_stack_untrusted(first)] = sock
             except (OSError, ProtocolError) as error:
                 raise ToolError(f"process {number} {_problem(error)}") from None
     if not found:
@@ -561,7 +577,7 @@ def _receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
         sock.settimeout(_time_left(deadline))
         piece = control.receive_bytes(sock, min(count - len(data), _PIECE))
         if not piece:
-            raise ProtocolError(f"it ends after {len(data)} of {count} bytes")
+            raise ProtocolError(f"the answer ends after {len(data)} of {count} bytes")
         data += piece
     return bytes(data)
 
@@ -578,13 +594,13 @@ def _stack_untrusted(message: dict[str, Any]) -> str:
     """The peer ID in the message that starts a capture.
 
     Raises:
-      ProtocolError: this is another message.
+      ProtocolError: the message does not start a capture.
     """
     data = message.get("data")
     if message.get("part") == "error":
-        raise ProtocolError(printable(data, _MAX_SENTENCE))
+        raise _RefusedError(printable(data, _MAX_SENTENCE))
     if message.get("part") != control.CAPTURE or not isinstance(data, str):
-        raise ProtocolError("it does not support captures")
+        raise ProtocolError("the process does not support captures")
     return printable(data, _PEER_ID)
 
 
@@ -593,7 +609,7 @@ def _stack_untrusted(message: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Maybe:
-    """Null, or this shape."""
+    """The shape of a value that is null or has the shape ``shape``."""
 
     shape: Any
 
@@ -702,9 +718,9 @@ def check_untrusted(value: Any, shape: Any, where: str) -> None:
             for item in value:
                 check_untrusted(item, inner, where)
         case _:
-            truth = isinstance(value, bool) and shape is not bool
-            if truth or not isinstance(value, shape):
+            unexpected_bool = isinstance(value, bool) and shape is not bool
+            if unexpected_bool or not isinstance(value, shape):
                 raise ProtocolError(f"{where} has the wrong type")
-            # This comparison is False for NaN, too.
+            # The comparison is also False for NaN.
             if isinstance(value, int | float) and not -_MAX_NUMBER < value < _MAX_NUMBER:
                 raise ProtocolError(f"{where} is out of range")

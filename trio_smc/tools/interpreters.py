@@ -1,10 +1,10 @@
-"""Find out from files alone if the Python of another process has trio_smc.
+"""Find out from files alone if the Python of another process has trio_smc installed.
 
-This module never executes or imports a file that the process names.  The process's command line,
-environment and memory map name directories.  In these, `TrustedFiles` looks only for a package
-`trio_smc`, its metadata (``trio_smc-*.dist-info``), ``pyvenv.cfg`` and ``.pth`` files.  The rules
-are those of Python's `site` module and of PEP 405.  Directories that a program adds to `sys.path`
-itself are not found.
+This module never executes or imports a file that the process names.  It takes directories from the
+command line, the environment and the memory map of the process.  In these directories it looks only
+for a package `trio_smc`, the package's metadata (``trio_smc-*.dist-info``), ``pyvenv.cfg`` and
+``.pth`` files, and reads them by `TrustedFiles`.  The rules are those of Python's `site` module and
+of PEP 405.  A directory that only the program's own code adds to `sys.path` is not found.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ __all__ = ["Finding", "find_trio_smc", "is_python"]
 
 _PACKAGE: Final = "trio_smc"
 _TIME_LIMIT: Final = 2.0
+"""Seconds for one search.  Chosen."""
 _MAX_FILE: Final = 1 << 16
+"""Bytes of a file.  Chosen; ``pyvenv.cfg`` and ``.pth`` files have a few lines."""
 _MAX_NAMES: Final = 20_000
+"""Names in a directory.  Chosen: a bound on time and memory."""
 _MAX_PATHS: Final = 64
-"""The largest number of directories, and of files of one kind, that are read."""
+"""Directories of one variable, and files of one kind, that are examined.  Chosen, as above."""
 _VERSION: Final = re.compile(r"(?:python|pypy)(\d+\.\d+t?)")
 _LIBRARIES: Final = ("lib", "lib64", "local/lib")
 _SITES: Final = ("site-packages", "dist-packages")
+# Options of Python whose value is the next word of the command line.
 _WITH_VALUE: Final = ("-W", "-X", "--check-hash-based-pycs")
 
 
 @dataclass(slots=True)
 class Finding:
-    """The evidence in the files of a process's Python show.
+    """The result of a search for trio_smc.
 
     Attributes:
-      python: the path by which it was called, or its executable.
-      has_package: True if trio_smc is there, False if not, None if that is unknown.
-      reasons: the reasons why it is unknown.
+      python: the path by which the Python was called, or its executable if that path is unknown.
+      has_package: True if trio_smc is installed, False if not, None if that is unknown.
+      reasons: the reasons why `has_package` is None.
     """
 
     python: str
@@ -49,12 +53,12 @@ class Finding:
 
 
 def is_python(path: str) -> bool:
-    """True if an executable is a Python, judged by its name."""
+    """True if the name of an executable is that of a Python."""
     return os.path.basename(path).startswith(("python", "pypy"))
 
 
 def find_trio_smc(process: Process) -> Finding:
-    """Look for trio_smc where the Python of a process of this user would find the package."""
+    """Search the directories in which the Python of a process of this user finds packages."""
     executable = process.link("exe")
     finding = Finding(executable)
     here = os.readlink("/proc/self/ns/mnt")
@@ -74,7 +78,7 @@ class _Search:
         self._finding = finding
         self._files = TrustedFiles(_TIME_LIMIT)
         self._command = process.command()
-        self._environment = process.environment()
+        self._variables = process.environment()
         self._directory = process.link("cwd")
 
     def run(self) -> None:
@@ -93,10 +97,10 @@ class _Search:
         elif not self._finding.reasons:
             self._finding.has_package = False
 
-    def _attempt(self, look: Callable[[str], bool], path: str) -> bool:
-        """Call ``look``.  If the path is not trusted, note the reason and return False."""
+    def _attempt(self, search: Callable[[str], bool], path: str) -> bool:
+        """Call ``search``.  If the path is not trusted, note the reason and return False."""
         try:
-            return look(path)
+            return search(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except UntrustedPathError as error:
@@ -109,17 +113,17 @@ class _Search:
         """The path by which the Python was called, which determines its environment (PEP 405)."""
         word = self._command[0] if self._command else ""
         if not is_python(word):
-            return None  # a program may write anything there, its title for example
+            return None  # a program may overwrite its command line, for example with a title
         if os.path.dirname(word):
             choices = [os.path.join(self._directory, word)]
         else:
-            search = self._environment.get("PATH", os.defpath).split(os.pathsep)
+            search = self._variables.get("PATH", os.defpath).split(os.pathsep)
             choices = [os.path.join(each, word) for each in search[:_MAX_PATHS] if each[:1] == "/"]
         return next((each for each in choices if self._attempt(self._files.exists, each)), None)
 
     def _first_paths(self) -> Iterator[str]:
-        """The directories before the standard library on `sys.path`."""
-        paths = self._environment.get("PYTHONPATH", "").split(os.pathsep)
+        """The directories that `sys.path` has before the standard library."""
+        paths = self._variables.get("PYTHONPATH", "").split(os.pathsep)
         yield from (os.path.join(self._directory, each) for each in paths[:_MAX_PATHS] if each)
         words = iter(self._command[1:])
         for word in words:
@@ -136,19 +140,20 @@ class _Search:
         """The directories of installed packages."""
         prefix, with_system = None, True
         if called is not None:
-            prefix, with_system = self._environment_of(called)
+            prefix, with_system = self._virtual_environment(called)
         if prefix is not None:
             yield from self._sites_below(prefix)
-        # Loaded extension modules show environments that the command line does not name.
+        # The command line may not name the environment, but the process has mapped its extension
+        # modules.
         yield from islice(self._mapped_sites(), _MAX_PATHS)
         if with_system:
             base = os.path.dirname(os.path.dirname(self._executable))
-            yield from self._sites_below(self._environment.get("PYTHONHOME") or base)
-            home = self._environment.get("HOME", "")
-            user = self._environment.get("PYTHONUSERBASE") or f"{home}/.local"
+            yield from self._sites_below(self._variables.get("PYTHONHOME") or base)
+            home = self._variables.get("HOME", "")
+            user = self._variables.get("PYTHONUSERBASE") or f"{home}/.local"
             yield from self._sites_below(user)
 
-    def _environment_of(self, called: str) -> tuple[str | None, bool]:
+    def _virtual_environment(self, called: str) -> tuple[str | None, bool]:
         """The prefix of the virtual environment, and True if it includes the system's packages."""
         below = os.path.dirname(called)
         for prefix in (below, os.path.dirname(below)):
@@ -177,7 +182,7 @@ class _Search:
                 continue
             for name in names:
                 found = _VERSION.fullmatch(name)
-                # Debian has dist-packages in lib/python3, for all versions.
+                # Debian has one lib/python3/dist-packages for all versions.
                 if name == "python3" or (found and (not version or found[1] == version[1])):
                     yield from (os.path.join(above, name, each) for each in _SITES)
 
@@ -196,18 +201,21 @@ class _Search:
         return self._files.is_file(os.path.join(directory, _PACKAGE, "__init__.py"))
 
     def _is_in_site(self, site: str) -> bool:
-        """True if a directory of packages has trio_smc, or a link to it (``.pth``)."""
+        """True if a directory of packages has trio_smc, or a ``.pth`` file that leads to it."""
         names = self._files.names(site, _MAX_NAMES)
         if _PACKAGE in names and self._has_package(site):
             return True
         if any(each.startswith(f"{_PACKAGE}-") and each.endswith(".dist-info") for each in names):
             return True
-        links = [each for each in names if each.endswith(".pth")]
-        if len(links) > _MAX_PATHS:
+        path_files = [each for each in names if each.endswith(".pth")]
+        if len(path_files) > _MAX_PATHS:
             raise UntrustedPathError(f"{site} has more than {_MAX_PATHS} .pth files")
-        return any(self._attempt(self._is_linked, os.path.join(site, each)) for each in links)
+        return any(
+            self._attempt(self._path_file_adds_package, os.path.join(site, each))
+            for each in path_files
+        )
 
-    def _is_linked(self, path: str) -> bool:
+    def _path_file_adds_package(self, path: str) -> bool:
         site = os.path.dirname(path)
         lines = self._files.read(path, _MAX_FILE).decode("utf-8", "replace").split("\n")
         added = [

@@ -2,20 +2,25 @@
 
 Theory of operation
 -------------------
-A frame contains addresses and the receiver's queue pair, but a diagram shows peers, links and
-connections.  `read_ladders` derives them from the messages in their order, as the peers did:
+A ladder diagram has two vertical lines, one for each peer, and an arrow between them for each
+message, in the order of time.  A captured frame contains only addresses and the number of the
+receiver's queue pair.  `read_ladders` reads the messages in order, and notes what the peers learned
+from them:
 
 - an SMC Proposal starts a connection; Accept and Confirm contain both ends of its link, the alert
   tokens, and the RMB element of each side (RFC 7609, 3.5.1, 3.5.2);
-- ADD LINK and its reply contain both ends of a new link, and CONFIRM LINK its number (3.5.1.6);
-- CONFIRM RKEY and ADD LINK CONTINUATION, in version 2 ADD LINK and its reply, contain the RTokens
-  of RMBs on other links (3.5.5.2).
+- ADD LINK and its reply contain both ends of a new link, and CONFIRM LINK the link's number
+  (3.5.1.6);
+- CONFIRM RKEY and ADD LINK CONTINUATION contain the RTokens of RMBs on other links (3.5.5.2); in
+  version 2 ADD LINK and its reply contain those of ADD LINK CONTINUATION.
 
-So the link and the alert token identify the connection of a CDC message, and the link, the RKey and
-the address that of a write.  If a capture started too late, some of this is unknown.
+With these notes, the queue pair of a frame identifies its link.  The link and the alert token
+identify the connection of a CDC message.  The link, the RKey and the address identify the
+connection of an RDMA write.  If the capture started after the messages above, some of this is
+unknown.
 
-A ladder has the peer of the TCP clients on the left and the peer of their servers on the right.
-Two stacks that connect to each other in both directions have two ladders.
+The peer with the TCP clients is on the left, the peer with their servers on the right.  Two stacks
+that connect to each other in both directions have two ladders.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ __all__ = [
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """One side of a ladder, identified by its peer ID if that is known, else by an address."""
+    """One side of a ladder: its peer ID if that is known, and its addresses so far."""
 
     peer_id: bytes | None = None
     addresses: list[bytes] = field(default_factory=list)
@@ -56,7 +61,12 @@ class Peer:
 
 @dataclass(eq=False, slots=True)
 class Rmb:
-    """An RMB: its address by link, and its elements: start to (end, connection)."""
+    """A receive buffer (RMB).
+
+    Attributes:
+      addresses: the address of the RMB on each link.
+      elements: the elements by their start in the RMB: their end, and their connection.
+    """
 
     addresses: dict[Link, int] = field(default_factory=dict)
     elements: dict[int, tuple[int, Connection]] = field(default_factory=dict)
@@ -75,10 +85,10 @@ class Group:
     """A link group, with its links, alert tokens and RMBs.
 
     Attributes:
-      tokens: connections by (True: sent to the server, alert token).
-      rmbs: RMBs by (link, True: the server's, RKey).
-      confirmed: the RMB of the last CONFIRM RKEY, by (True: the server's).
-      added: ADD LINK messages that wait for a reply, by link number.
+      tokens: connections by direction (True: to the server) and alert token.
+      rmbs: RMBs by link, side (True: the server's) and RKey.
+      confirmed: the RMB of the last CONFIRM RKEY, by side (True: the server's).
+      added: ADD LINK messages without a reply so far, by link number.
     """
 
     client: Peer
@@ -94,14 +104,14 @@ class Group:
         return next((each for each in reversed(self.links) if each.number == number), None)
 
     def rmb(self, link: Link, of_server: bool, rkey: int, address: int) -> Rmb:
-        """The RMB with this RToken on ``link``, known or new."""
+        """The RMB with this RToken on ``link``.  An unknown RMB is created."""
         rmb = self.rmbs.get((link, of_server, rkey))
         if rmb is None or rmb.addresses[link] != address:
             rmb = Rmb()
-            self.name(rmb, link, of_server, rkey, address)
+            self.note_rtoken(rmb, link, of_server, rkey, address)
         return rmb
 
-    def name(self, rmb: Rmb, link: Link, of_server: bool, rkey: int, address: int) -> None:
+    def note_rtoken(self, rmb: Rmb, link: Link, of_server: bool, rkey: int, address: int) -> None:
         """Note the RToken of an RMB on ``link``."""
         rmb.addresses[link] = address
         self.rmbs[link, of_server, rkey] = rmb
@@ -112,7 +122,7 @@ class Connection:
     """A TCP connection on which SMC-R was proposed.
 
     Attributes:
-      number: from 1, in the order of the Proposals.
+      number: the number of the connection, from 1, in the order of the Proposals.
     """
 
     number: int
@@ -129,10 +139,11 @@ class Row:
     """One message of a ladder.
 
     Attributes:
-      to_server: the direction.
-      link: the link; None for CLC messages.
-      connection: the connection, if known.
-      offset: the start of a write in the RMB element, if known.
+      time: nanoseconds since 1970.
+      to_server: True if the client sent the message.
+      link: the link; None for CLC messages, which TCP carries.
+      connection: the connection; None if the message belongs to none, or if that is unknown.
+      offset: the offset of an RDMA write in the RMB element; None if that is unknown.
     """
 
     time: int
@@ -149,7 +160,8 @@ class Row:
 
     @property
     def group(self) -> Group | None:
-        """The link group of the message; complete only after all messages were read."""
+        """The link group of the message.  Read it only after all messages were read, because a
+        Proposal's group is known only after the Accept."""
         if self.link is not None:
             return self.link.group
         return None if self.connection is None else self.connection.group
@@ -174,19 +186,19 @@ def read_ladders(seen: Iterable[Seen], connection: int | None = None) -> list[La
 
     Args:
       seen: the messages of the capture.
-      connection: the number of a connection.  Then only its messages are included, and those
-        messages of its link group that belong to no other connection.
+      connection: the number of a connection.  Then only the messages of this connection are
+        included, and those messages of its link group that belong to no connection.
     """
     reader = _Reader()
     ladders: dict[tuple[int, int], Ladder] = {}
     for row in [reader.row(each) for each in seen]:
         if connection is not None and not _concerns(row, reader.connections, connection):
             continue
-        group, call = row.group, row.connection
+        group = row.group
         if group is not None:
             peers = group.client, group.server
-        elif call is not None:
-            peers = call.client_peer, call.server_peer
+        elif row.connection is not None:
+            peers = row.connection.client_peer, row.connection.server_peer
         else:
             continue
         key = id(peers[0]), id(peers[1])
@@ -202,16 +214,18 @@ def _concerns(row: Row, connections: list[Connection], number: int) -> bool:
 
 
 class _Reader:
-    """Reads messages in their order; `row` returns one row for each."""
+    """Reads the messages of a capture in order.  `row` returns the row of one message."""
 
     def __init__(self) -> None:
         self.connections: list[Connection] = []
-        self._calls: dict[frozenset[End], Connection] = {}
+        self._by_ends: dict[frozenset[End], Connection] = {}
         self._peers: dict[bytes, Peer] = {}
         self._unnamed_peers: dict[End, Peer] = {}
-        # By address and number of a queue pair: the link, and True if this is the server's end.
+        # The link of each queue pair (address and number), and True if it is the server's end.
         self._ends: dict[End, tuple[Link, bool]] = {}
-        # The same by the address of an end that has not received yet, and that of the other end.
+        # For links that the capture does not introduce: one end has received a message, but the
+        # other has not, so its queue pair is unknown.  By the addresses of the unknown end and of
+        # the known end: the link, and True if the unknown end is the server's.
         self._half_known: dict[tuple[bytes, bytes], tuple[Link, bool]] = {}
 
     def row(self, seen: Seen) -> Row:
@@ -222,47 +236,48 @@ class _Reader:
 
     def _tcp_row(self, seen: Seen) -> Row:
         key, event = frozenset((seen.source, seen.target)), seen.event
-        call = self._calls.get(key)
-        if call is None or isinstance(event, clc.Proposal):
-            call = self._calls[key] = self._new_call(seen)
-        to_server = seen.source == call.client
+        connection = self._by_ends.get(key)
+        if connection is None or isinstance(event, clc.Proposal):
+            connection = self._by_ends[key] = self._new_connection(seen)
+        to_server = seen.source == connection.client
         messages = clc.Proposal | clc.Accept | clc.Confirm | clc.Decline
-        # Linux sends no peer ID in a Proposal of version 2 only.
+        # In a Proposal for version 2 alone, Linux sends a peer ID of zeros.
         if isinstance(event, messages) and any(event.peer_id):
             peer = self._peers.setdefault(event.peer_id, Peer(event.peer_id))
             peer.add_address(seen.source.address)
             if to_server:
-                call.client_peer = peer
+                connection.client_peer = peer
             else:
-                call.server_peer = peer
+                connection.server_peer = peer
         if isinstance(event, clc.Accept):
-            self._on_accept(call, event)
+            self._on_accept(connection, event)
         elif isinstance(event, clc.Confirm):
-            self._on_confirm(call, event)
-        return Row(seen.time, to_server, event, connection=call)
+            self._on_confirm(connection, event)
+        return Row(seen.time, to_server, event, connection=connection)
 
-    def _new_call(self, seen: Seen) -> Connection:
-        # If the capture started during a handshake, the sender of an Accept is the server.
-        turned = isinstance(seen.event, clc.Accept)
-        client, server = (seen.target, seen.source) if turned else (seen.source, seen.target)
+    def _new_connection(self, seen: Seen) -> Connection:
+        # The first message usually comes from the client.  If the capture started during a
+        # handshake, the first message may be an Accept, which comes from the server.
+        from_server = isinstance(seen.event, clc.Accept)
+        client, server = (seen.target, seen.source) if from_server else (seen.source, seen.target)
         peers = self._unnamed_peer(End(client.address, None)), self._unnamed_peer(server)
-        call = Connection(len(self.connections) + 1, client, server, *peers)
-        self.connections.append(call)
-        return call
+        connection = Connection(len(self.connections) + 1, client, server, *peers)
+        self.connections.append(connection)
+        return connection
 
-    def _on_accept(self, call: Connection, accept: clc.Accept) -> None:
+    def _on_accept(self, connection: Connection, accept: clc.Accept) -> None:
         known = self._ends.get(End(gid_address(accept.gid), accept.qp_number))
         if known is not None and not accept.first_contact:
-            call.group = known[0].group
+            connection.group = known[0].group
         else:
-            call.group = Group(call.client_peer, call.server_peer)
-        call.accept = accept
+            connection.group = Group(connection.client_peer, connection.server_peer)
+        connection.accept = accept
 
-    def _on_confirm(self, call: Connection, confirm: clc.Confirm) -> None:
-        group, accept = call.group, call.accept
+    def _on_confirm(self, connection: Connection, confirm: clc.Confirm) -> None:
+        group, accept = connection.group, connection.accept
         if group is None or accept is None:
             return
-        group.client = call.client_peer
+        group.client = connection.client_peer
         server_end = End(gid_address(accept.gid), accept.qp_number)
         known = self._ends.get(server_end)
         if known is None or known[0].group is not group:
@@ -270,14 +285,14 @@ class _Reader:
                 group, End(gid_address(confirm.gid), confirm.qp_number), server_end, None
             )
         for of_server, credentials in ((True, accept), (False, confirm)):
-            # Each message names its own end of any active link.
+            # Each message names the sender's end of any active link, so the links may differ.
             link, _ = self._ends.get(
                 End(gid_address(credentials.gid), credentials.qp_number), self._ends[server_end]
             )
-            group.tokens[of_server, credentials.alert_token] = call
+            group.tokens[of_server, credentials.alert_token] = connection
             rmb = group.rmb(link, of_server, credentials.rkey, credentials.rmb_address)
             begin = (credentials.rmbe_index - 1) * credentials.buffer_size
-            rmb.elements[begin] = begin + credentials.buffer_size, call
+            rmb.elements[begin] = begin + credentials.buffer_size, connection
 
     # --- LLC, CDC and writes -------------------------------------------------------------------
 
@@ -317,8 +332,8 @@ class _Reader:
                     self._new_link(group, client, server, event.link_number)
                     for message in (request, event):
                         if message.extension is not None:
-                            pairs, own = message.extension.pairs, not message.reply
-                            _learn_pairs(group, link, event.link_number, pairs, of_server=own)
+                            pairs, of_server = message.extension.pairs, not message.reply
+                            _learn_pairs(group, link, event.link_number, pairs, of_server=of_server)
 
     def _new_link(self, group: Group, client: End, server: End, number: int | None) -> None:
         link = Link(group, number)
@@ -329,11 +344,12 @@ class _Reader:
         group.server.add_address(server.address)
 
     def _unknown_link(self, seen: Seen) -> tuple[Link, bool]:
-        """The link and the direction of a message whose link the capture does not introduce."""
+        """The link and the direction of a message, if the capture does not introduce the link."""
         source, target = seen.source.address, seen.target.address
         half = self._half_known.pop((target, source), None)
         if half is None:
-            # Only servers send requests to confirm or add links.  Either side sends the others.
+            # Only servers send requests to confirm or add links.  For all other messages the
+            # first sender is shown as the client.
             from_server = isinstance(seen.event, llc.ConfirmLink | llc.AddLink) and (
                 not seen.event.reply
             )
@@ -354,16 +370,16 @@ class _Reader:
 
 
 def _learn_rtokens(group: Group, link: Link, event: Event, *, of_server: bool) -> None:
-    """Note the RTokens in a message; ``of_server``: they belong to the server's RMBs."""
+    """Note the RTokens in a message.  ``of_server``: True if the server's RMBs have them."""
     match event:
         case llc.AddLinkContinuation():
             _learn_pairs(group, link, event.link_number, event.pairs, of_server=of_server)
         case llc.ConfirmRkey(reply=False):
             rmb = group.rmb(link, of_server, event.rkey, event.address)
             group.confirmed[of_server] = rmb
-            _name_on_others(group, rmb, of_server, event.others)
+            _note_on_other_links(group, rmb, of_server, event.others)
         case llc.ConfirmRkeyContinuation(reply=False) if of_server in group.confirmed:
-            _name_on_others(group, group.confirmed[of_server], of_server, event.others)
+            _note_on_other_links(group, group.confirmed[of_server], of_server, event.others)
         case llc.DeleteRkey(reply=False):
             for rkey in event.rkeys:
                 group.rmbs.pop((link, of_server, rkey), None)
@@ -376,13 +392,13 @@ def _learn_pairs(
     for pair in pairs:
         rmb = group.rmbs.get((carrier, of_server, pair.reference_rkey))
         if rmb is not None and new is not None:
-            group.name(rmb, new, of_server, pair.new_rkey, pair.new_address)
+            group.note_rtoken(rmb, new, of_server, pair.new_rkey, pair.new_address)
 
 
-def _name_on_others(
+def _note_on_other_links(
     group: Group, rmb: Rmb, of_server: bool, others: Iterable[llc.LinkRToken]
 ) -> None:
     for token in others:
         link = group.link(token.link_number)
         if link is not None:
-            group.name(rmb, link, of_server, token.rkey, token.address)
+            group.note_rtoken(rmb, link, of_server, token.rkey, token.address)

@@ -1,4 +1,8 @@
-"""Ladder diagrams as one SVG picture, which contains only text and lines, for easy comparison."""
+"""Ladder diagrams as one SVG picture.
+
+The picture contains only rectangles, lines and text, and depends only on the messages, so that two
+pictures can be compared as text.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,16 @@ from trio_smc.tools.ladder_text import KINDS, details, kind, peer_name, title
 
 __all__ = ["picture"]
 
+# Sizes are in pixels, and all are chosen.  These are x coordinates: of the columns, of the lines of
+# client and server, and of the middle.
 _WIDTH: Final = 1080
 _TIME, _CONNECTION, _LINK = 92, 124, 168
 _LEFT, _RIGHT = 225, 1045
 _MIDDLE: Final = (_LEFT + _RIGHT) / 2
 _BOX: Final = 330
+"""The width of the box with the name of a peer."""
 _LINE: Final = 15
+"""The height of a line of details."""
 _COLOURS: Final = {
     "CLC": "#1f5aa6", "LLC": "#7a3d91", "CDC": "#2b7a3d", "write": "#946200",
     "unreadable": "#b3261e",
@@ -26,14 +34,14 @@ _LEGEND_TEXT: Final = {
     "CLC": "CLC, on the TCP connection", "LLC": "LLC, on a link", "CDC": "CDC, on a link",
     "write": "RDMA write", "unreadable": "unreadable",
 }  # fmt: skip
-# Each link has one colour in the whole picture, and its number for readers without colours.
+# The background of a link's number.  Each link keeps its colour in the whole picture.
 _LINKS: Final = ("#cfe3f7", "#f8d9c4", "#d3ecd2", "#ead3ef", "#f5ebb8", "#cdeeee")
 _SANS: Final = "Inter, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, sans-serif"
 _MONO: Final = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
 
 
 def picture(ladders: Iterable[Ladder], *, start: int, limit: int) -> str:
-    """All ladders below each other.
+    """Draw all ladders below each other, and return the SVG document.
 
     Args:
       ladders: the ladders.
@@ -76,10 +84,10 @@ def _draw(parts: list[str], ladder: Ladder, rows: list[Row], start: int, y: floa
     y = top + 12
     for row in rows:
         y = _row(parts, row, start, y)
-    left = len(ladder.rows) - len(rows)
-    if left:
+    omitted = len(ladder.rows) - len(rows)
+    if omitted:
         y += 20
-        parts.append(_text(_MIDDLE, y, f"{left} more messages", fill="#666666"))
+        parts.append(_text(_MIDDLE, y, f"{omitted} more messages", fill="#666666"))
     bottom = y + 14
     parts[lifelines:lifelines] = [
         f'<line x1="{x}" y1="{top:g}" x2="{x}" y2="{bottom:g}" stroke="#9aa0a6" stroke-width="2"/>'

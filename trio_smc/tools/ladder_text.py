@@ -1,5 +1,7 @@
-"""Ladder diagrams as text, in the style of RFC 7609's figures: each message with a title and
-details."""
+"""Ladder diagrams as text, in the style of RFC 7609's figures.
+
+Each message has a title, which is written on its arrow, and details, which are lines below.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,14 @@ def kind(event: Event) -> str:
 
 
 def peer_name(peer: Peer) -> str:
-    """The peer ID as text."""
+    """A peer as text: "peer c80f02faed98512d", or "peer unknown"."""
     if peer.peer_id is not None:
         return f"peer {peer.peer_id.hex()}"
     return "peer unknown"
 
 
 def title(row: Row) -> str:
-    """The title of a message."""
+    """The title of a message: "Accept, first contact", "CDC 7, prod 0:96, cons 0:0"."""
     event = row.event
     match event:
         case Unreadable():
@@ -72,7 +74,7 @@ def title(row: Row) -> str:
 def _cdc_title(m: cdc.CdcMessage) -> str:
     text = f"CDC {m.sequence}"
     if m.producer_flags & cdc.FAILOVER_VALIDATION:
-        # All other fields are ignored (RFC 7609, 4.6.1).
+        # The receiver ignores all other fields (RFC 7609, 4.6.1).
         return f"{text}, failover validation [F]"
     text += f", prod {_cursor(m.producer_wrap, m.producer_cursor)}"
     text += f", cons {_cursor(m.consumer_wrap, m.consumer_cursor)}"
@@ -176,7 +178,7 @@ def _llc(m: llc.Message) -> list[str]:
                 f"GID {address_text(gid_address(m.gid))}, QP {m.qp_number:#x}",
             ]
         case llc.AddLink():
-            if m.rejected:  # version 2 has no reason here
+            if m.rejected:  # in version 2 the rejection has no reason
                 return [f"reason {_name(llc.AddLinkReason, m.reason)}"] if m.reason else []
             gid = address_text(gid_address(m.gid))
             lines = [f"GID {gid}, QP {m.qp_number:#x}, PSN {m.initial_psn:#x}"]
@@ -237,7 +239,7 @@ def _name(names: type[llc.AddLinkReason | llc.DeleteLinkReason], value: int) -> 
 _MARGIN = 20
 """Columns for time, connection and link."""
 _MIN_INSIDE = 60
-"""The smallest number of columns between the two sides."""
+"""The smallest number of columns between the two vertical lines.  Chosen."""
 
 
 def draw(ladder: Ladder, *, start: int, limit: int, width: int = 100) -> Iterator[str]:
@@ -247,7 +249,7 @@ def draw(ladder: Ladder, *, start: int, limit: int, width: int = 100) -> Iterato
       ladder: the ladder.
       start: the time shown as 0, in nanoseconds since 1970.
       limit: the largest number of messages.
-      width: columns.
+      width: the number of columns, including those for time, connection and link.
     """
     inside = max(_MIN_INSIDE, width - _MARGIN - 4)
     yield from _heading(ladder, inside)

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus (extra ``[metrics]``): a collector over the statistics of stacks.
+"""Metrics for Prometheus (extra ``[metrics]``): a collector of the statistics of stacks.
 
 ::
 
@@ -8,9 +8,10 @@
     REGISTRY.register(SmcCollector())      # anywhere, before or after stacks are opened
     start_http_server(9100)
 
-A scrape reads the counters that stacks have anyway, so metrics add no work to the data path.
-Prometheus scrapes in its own threads, but only the thread of a Trio run may read its stacks.  So a
-scrape lets that thread read them, and waits with a deadline.
+A scrape is one request of the Prometheus server.  It reads counters that stacks maintain in any
+case, so metrics add no work to the data path.  A scrape runs in a thread of its own, but only the
+thread of a Trio run may read the stacks of the run.  So the scrape lets that thread read the
+counters, and waits for the result until a deadline.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ LOGGER = logging.getLogger("trio_smc.metrics")
 
 _PREFIX: Final = "trio_smc_"
 _GAUGES: Final = ("open_connections",)
-_NAMED: Final = ("agreed", "fallbacks")
+_BREAKDOWNS: Final = ("agreed", "fallbacks")
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over stacks; the keys of the counters are label values."""
+    """Sums over stacks.  The keys of each counter are the values of the metric's labels."""
 
     stacks: int = 0
     statistics: Counter[str] = field(default_factory=Counter)
@@ -55,11 +56,11 @@ class _Sums:
     ports: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     def add(self, stack: Stack) -> None:
-        """Add one stack.  To be called on the thread of its Trio run."""
+        """Add one stack.  Call this only in the thread of the stack's Trio run."""
         statistics = stack.statistics()
         self.stacks += 1
         for each in fields(StackStatistics):
-            if each.name not in _NAMED:
+            if each.name not in _BREAKDOWNS:
                 self.statistics[each.name] += getattr(statistics, each.name)
         for (origin, reason), count in statistics.fallbacks.items():
             self.fallbacks[origin.value, reason.value] += count
@@ -83,9 +84,9 @@ class SmcCollector(Collector):
     """Collects the metrics of one stack, or the sums over all stacks of this process.
 
     Args:
-      stack: the stack; None: all that run at the time of a scrape.
-      patience: seconds in which all Trio runs together must answer a scrape.  Other stacks are
-        omitted, and counted in ``trio_smc_scrape_failures_total``.
+      stack: the stack; None: all stacks that are open at the time of a scrape.
+      patience: seconds in which all Trio runs together must answer a scrape.  A stack that does not
+        answer in time is omitted, and counted in ``trio_smc_scrape_failures_total``.
     """
 
     def __init__(self, stack: Stack | None = None, *, patience: float = 2.0) -> None:
@@ -94,14 +95,15 @@ class SmcCollector(Collector):
         self._failures = 0
 
     def describe(self) -> list[Metric]:
-        """No metrics, so that the registry does not scrape to find the names."""
+        """No metrics.  Without this method the registry would scrape to find the names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
         """All metrics with their current values."""
         sums = _Sums()
         deadline = time.monotonic() + self._patience
-        # Request all before the wait for the first, so that there is one deadline for all.
+        # Request the counters of all stacks before waiting for the first, so that the Trio runs
+        # answer at the same time.
         stacks = trio_smc.stacks() if self._stack is None else (self._stack,)
         for answer in [self._request(stack) for stack in stacks]:
             self._add(sums, answer, deadline)
@@ -165,10 +167,10 @@ _Answers: TypeAlias = "queue.SimpleQueue[tuple[_Sums | None, Exception | None]]"
 
 
 def _call_in_trio(stack: Stack, function: Callable[[], _Sums]) -> _Answers:
-    """Call ``function`` on the thread of the stack's Trio run; its result arrives in the queue.
+    """Call ``function`` in the thread of the stack's Trio run.  The queue receives the result.
 
     Raises:
-      trio.RunFinishedError: the run is over.
+      trio.RunFinishedError: the Trio run has ended.
     """
     token = stack.trio_token
     try:

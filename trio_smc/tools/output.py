@@ -1,7 +1,7 @@
 """The output of commands: tables (with rich), JSON, lines, values as text, and errors.
 
-Only this module prints.  The output may contain text of another process, so each line passes
-through `printable`, and rich does not interpret markup.
+Commands print text only by this module.  The text may come from another process, so this module
+escapes control characters in it (`printable`), and rich does not interpret it as markup.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ BAD_INPUT: Final = 2
 
 
 def error_text(error: OSError) -> str:
-    """The system's message, without the error number."""
+    """The text of an error of the system, without its number: "Connection refused"."""
     return error.strerror or str(error)
 
 
 class ToolError(Exception):
-    """Bad input: an unknown process, a damaged answer, a wrong argument.
+    """The command failed: an unknown process, a damaged answer, a wrong argument.
 
-    The command prints "trio-smc: " and the text, and exits with ``code``.  The text is one line
-    without a full stop.
+    `cli.main` prints "trio-smc: " and the text on stderr, and exits with ``code``.  The text is one
+    line without a full stop.
     """
 
     def __init__(self, text: str, code: int = BAD_INPUT) -> None:
@@ -60,12 +60,12 @@ class ToolError(Exception):
 
 
 _PIPED_WIDTH: Final = 1000
-"""Columns of output that is not a terminal, so that no text is cut or wrapped."""
+"""Columns of output that is not a terminal.  Chosen: so wide that rich cuts and wraps no row."""
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
-_STEP: Final = 1024
-_KINDS: Final = (">", "~")
-_READABLE: Final = 20
-"""The smallest number of columns of a sentence."""
+_UNIT_STEP: Final = 1024
+_MARKS: Final = (">", "~")
+_MIN_SENTENCE_WIDTH: Final = 20
+"""The smallest number of columns of a "~" column.  Chosen."""
 
 
 def print_json(value: Any) -> None:
@@ -99,14 +99,14 @@ def console() -> Console:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and lines of text; without trailing blanks if the output is a pipe."""
+    """Print tables and lines of text.  In a pipe, rows have no trailing blanks."""
     screen = console()
     from rich.console import ConsoleDimensions
 
     parts = tuple(printable(part, None) if isinstance(part, str) else part for part in parts)
     if screen.is_terminal:
-        # A row that is too long continues in the terminal's next line, as with `ss`.  Wrapped
-        # cells would be harder to read.
+        # The terminal wraps a row that is too long, as in the output of `ss`.  If rich wrapped the
+        # text within each cell, the rows would be harder to read.
         width = max(screen.width, *(least_width(part) for part in parts))
         screen.size = ConsoleDimensions(width, screen.height)
         screen.print(*parts, sep="\n")
@@ -118,7 +118,7 @@ def show(*parts: RenderableType) -> None:
 
 
 def least_width(part: RenderableType) -> int:
-    """The columns of a terminal that a table needs; 0 for a line of text, which may be wrapped."""
+    """The number of terminal columns that a table needs; 0 for a line of text, which may wrap."""
     if isinstance(part, str):
         return 0
     screen = console()
@@ -130,8 +130,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
     """A table without lines, as `ss` prints.
 
     Args:
-      columns: headings.  ">" at the beginning marks a column of numbers, aligned to the right, and
-        "~" a column of sentences, which may be wrapped.
+      columns: headings.  A heading that begins with ">" is that of numbers, which are aligned to
+        the right.  A heading that begins with "~" is that of sentences, which rich may wrap.
       rows: cells; None is shown as "-".
       title: a line above the table.
     """
@@ -144,13 +144,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
     made = Table(box=None, pad_edge=False, title=Text(printable(title)) if title else None,
                  title_justify="left", title_style="bold")  # fmt: skip
     for number, heading in enumerate(columns):
-        kind, name = (heading[0], heading[1:]) if heading[:1] in _KINDS else ("", heading)
+        mark, name = (heading[0], heading[1:]) if heading[:1] in _MARKS else ("", heading)
         name = printable(name)
         widths = (cell_len(row[number]) for row in cells)
         made.add_column(
             Text(name),
-            justify="right" if kind == ">" else "left",
-            min_width=_READABLE if kind == "~" else max(cell_len(name), *widths, 0),
+            justify="right" if mark == ">" else "left",
+            min_width=_MIN_SENTENCE_WIDTH if mark == "~" else max(cell_len(name), *widths, 0),
             overflow="fold",
         )
     for row in cells:
@@ -166,7 +166,7 @@ def fields(pairs: Iterable[tuple[str, object]]) -> Table:
 
 
 def plain(value: object) -> str:
-    """The text of a cell."""
+    """A value as printable text; "-" for None and for empty text."""
     return "-" if value is None or value == "" else printable(value)
 
 
@@ -174,13 +174,13 @@ def size(count: float) -> str:
     """A number of bytes as text: "17 B", "1.5 MiB"."""
     value = float(count)
     for unit in _UNITS:
-        if abs(value) < _STEP or unit == _UNITS[-1]:
+        if abs(value) < _UNIT_STEP or unit == _UNITS[-1]:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= _STEP
+        value /= _UNIT_STEP
     raise AssertionError("the last unit has no upper limit")
 
 
-# --- values of snapshots, which come from another process and can be anything ----------------
+# --- values of snapshots; another process sent them, so they may have any type ----------------
 
 
 def address(value: Any) -> str:
@@ -203,12 +203,13 @@ def diagnosis(word: Any) -> str:
 
 
 def fallback_codes(fallback: dict[str, Any]) -> str:
-    """The diagnosis words of both sides: "local 0x... , peer none"."""
+    """The diagnosis words of both sides: "local 0x03030000 no-device, peer none"."""
     return f"local {diagnosis(fallback.get('code'))}, peer {diagnosis(fallback.get('peer_code'))}"
 
 
 def agreed(version: int, release: int, ueid: str | None, direct: bool, **_: object) -> str:
-    """The terms of a link group: "1", or "2.1 PLANT-7, direct"."""
+    """The terms of a link group: "1" for version 1, or "2.1 PLANT-7, direct" for version 2 with
+    release 1, the UEID PLANT-7, and no gateway."""
     if version == 1:
         return "1"
     return f"{version}.{release} {ueid}, {'direct' if direct else 'gateway'}"

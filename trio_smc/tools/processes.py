@@ -1,14 +1,16 @@
-"""Other processes of this host: their children, TCP sockets, and obstacles to SMC-R.
+"""Other processes of this host: their children and TCP sockets, and why they do not use SMC-R.
 
-`explain_listener` explains why the process behind a port of this host does not use SMC-R.
+`explain_listener` finds the process that listens on a port of this host, and explains why its
+connections do not use SMC-R.
 
 Security
 --------
 Another process may present false information about itself.  Therefore this module executes and
-imports nothing of it, for any user.  Only `trio_smc.tools.interpreters` opens files that the
-process names, and only if root or this user placed them.  The kernel answers which socket serves an
-address.  The process that has the socket is judged by its own users and its user namespace, because
-a socket keeps the user that created it.
+imports no file of another process, for any user.  Only `trio_smc.tools.interpreters` opens files
+that the process names, and only if root or this user put them in place.  The kernel provides the
+socket that serves an address.  The user of a socket is the one that created it, but a process of
+another user may have the socket now.  So this module examines the users and the user namespace of
+that process.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from trio_smc.tools.proc import Process, process_numbers
 from trio_smc.tools.sock_diag import (
     Listener,
     accepted_inode,
+    arrival_interfaces,
     candidates,
-    interfaces,
     listeners,
     unix_listeners,
 )
@@ -49,18 +51,22 @@ __all__ = [
     "process_tree",
 ]
 
-_LISTEN: Final = "0A"
+_LISTEN: Final = "0A"  # the state of a listening socket in /proc/PID/net/tcp
 _SEARCH_TIME: Final = 3.0
-"""Seconds for a search through the descriptors of all processes."""
+"""Seconds for a search through the descriptors of all processes.  Chosen."""
 _SHOWN: Final = 8
-"""The largest number of processes in one message."""
+"""The largest number of processes in one message.  Chosen."""
 _MAX_HOLDERS: Final = 256
+"""Processes with one of the sockets that are examined.  Chosen: each needs a descriptor."""
 _MAX_TREE: Final = 100_000
-_SHARE: Final = "run both processes as one user, or let a group of both share a directory"
+"""Processes of a tree that are examined.  Chosen: a bound on memory."""
+_SHARE_REMEDY: Final = (
+    "run both processes as one user, or let a group of both users share a directory"
+)
 
 
 def process_tree(root: int) -> Iterator[int]:
-    """The numbers of a process and its descendants."""
+    """The numbers of a process and of its descendants."""
     left, seen = [root], {root}
     while left and len(seen) < _MAX_TREE:
         pid = left.pop()
@@ -72,7 +78,7 @@ def process_tree(root: int) -> Iterator[int]:
 
 
 def executable(pid: int) -> str:
-    """The executable of a process; "" if unknown."""
+    """The path of a process's executable; "" if unknown."""
     with contextlib.suppress(OSError), Process(pid) as process:
         return process.link("exe")
     return ""
@@ -114,9 +120,9 @@ def explain_listener(
       address, port: the listener's address.
       directory: this side's private directory.
       client: this side's address of a connection to the listener.  If several processes share the
-        port, it shows which one has accepted the connection.
+        port, this address identifies the process that has accepted the connection.
     """
-    arrives_by = interfaces(address)
+    arrives_by = arrival_interfaces(address)
     found = candidates(_listeners(), address, port, arrives_by)
     if not found:
         return explain_container(None, port, directory) or Obstacle(
@@ -128,7 +134,7 @@ def explain_listener(
     with contextlib.ExitStack() as exits:
         holders = _holders({each.inode for each in found}, found[0].uid, exits)
         if len(holders) > 1 and client is not None:
-            # Of the processes that share the port, the one that accepted the connection serves it.
+            # Several processes share the port: explain the one that has accepted the connection.
             accepted = accepted_inode((address, port), client, arrives_by)
             serving = [each for each in holders if accepted in each.sockets()]
             holders = serving or holders
@@ -165,31 +171,31 @@ def _listeners_of(process: Process) -> list[Listener]:
     ]
 
 
-def _holders(inodes: set[str], maker: int, exits: contextlib.ExitStack) -> list[Process]:
+def _holders(inodes: set[str], creator: int, exits: contextlib.ExitStack) -> list[Process]:
     """The processes that have one of these sockets.
 
     Args:
       inodes: the sockets.
-      maker: the user that created the socket.  Processes of that user come first, because there may
-        be no time to read the descriptors of all processes.
-      exits: closes the processes.
+      creator: the user that created the socket.  Processes of that user are examined first, because
+        there may be no time to read the descriptors of all processes.
+      exits: closes the returned processes.
     """
     end = time.monotonic() + _SEARCH_TIME
     numbers = process_numbers()
     owners = {pid: _owner(pid) for pid in numbers}
     found: list[Process] = []
-    for pid in sorted(numbers, key=lambda pid: (owners[pid] != maker, pid)):
+    for pid in sorted(numbers, key=lambda pid: (owners[pid] != creator, pid)):
         if time.monotonic() > end or len(found) >= _MAX_HOLDERS:
             break
         with contextlib.suppress(OSError), contextlib.ExitStack() as own:
             process = own.enter_context(Process(pid))
-            if _has_one(process, inodes, end):
+            if _has_any(process, inodes, end):
                 exits.enter_context(own.pop_all())
                 found.append(process)
     return sorted(found, key=lambda each: each.pid)
 
 
-def _has_one(process: Process, inodes: set[str], end: float) -> bool:
+def _has_any(process: Process, inodes: set[str], end: float) -> bool:
     links = {f"socket:[{inode}]" for inode in inodes}
     for number, (_, link) in enumerate(process.descriptors()):
         if link in links:
@@ -207,23 +213,26 @@ def _owner(pid: int) -> int | None:
 
 
 def _explain_without_holder(found: Sequence[Listener], proxy: str) -> Obstacle:
-    """The obstacle if no readable process has the socket, and only its creator is known."""
+    """The obstacle if no readable process has the socket, so that only its creator is known."""
     own = os.geteuid()
     uid = next((each.uid for each in found if each.uid != own), own)
     if uid != own:
         text = f"the listener belongs to user {uid}, this process to {own}"
-        return Obstacle(text, _SHARE, uid=uid)
-    text = "no process of this user has the listening socket; it may be in a container"
+        return Obstacle(text, _SHARE_REMEDY, uid=uid)
+    text = "no process of this user has the listening socket; its process may be in a container"
     return Obstacle(text, proxy, uid=uid)
 
 
 def _is_foreign(process: Process) -> bool:
-    """True if any of a process's users is another one than this process's."""
+    """True if any user of a process (real, effective, ...) is not the user of this process."""
     return set(process.users()) != {os.geteuid()}
 
 
 def _foreign_user(process: Process) -> int:
-    """The user of a process that its peers see, or another one that differs from this process's."""
+    """The effective user of a process, which peers see (SO_PEERCRED).
+
+    If that is the user of this process, another user of the process that is not.
+    """
     own = os.geteuid()
     real, effective, *rest = process.users() or (own, own)
     return next((each for each in (effective, real, *rest) if each != own), own)
@@ -235,15 +244,15 @@ def _explain_foreign(holders: Sequence[Process], uid: int) -> Obstacle:
         text = f"the listener belongs to user {uid}, this process to {own}"
         if len(holders) > 1:
             text += f"; {len(holders)} processes hold it: {_numbers_of(holders)}"
-        return Obstacle(text, _SHARE, uid=uid)
+        return Obstacle(text, _SHARE_REMEDY, uid=uid)
     named = [f"{each.pid} of user {_foreign_user(each)}" for each in holders[:_SHOWN]]
     text = f"{len(holders)} processes of several users hold the listener: {', '.join(named)}"
-    remedy = "run all of them as one user, or let a group of all share a directory"
+    remedy = "run all of them as one user, or let a group of all these users share a directory"
     return Obstacle(text, remedy, uid=uid)
 
 
 def _numbers_of(holders: Sequence[Process]) -> str:
-    """The numbers as text: "process 7", "processes 7, 8 and 3 more"."""
+    """The numbers of processes as text: "process 7", "processes 7, 8 and 3 more"."""
     text = ", ".join(str(each.pid) for each in holders[:_SHOWN])
     more = len(holders) - _SHOWN
     if more > 0:
@@ -252,12 +261,12 @@ def _numbers_of(holders: Sequence[Process]) -> str:
 
 
 def _explain_process(process: Process, directory: Path, proxy: str) -> Obstacle:
-    """The obstacle of a process of this user."""
+    """The obstacle if the listener is a process of this user."""
     pid, uid, program = process.pid, os.geteuid(), process.link("exe")
     if process.is_stopped():
         text = f"process {pid} is stopped, by a signal or a debugger"
         return Obstacle(text, f"let it continue: kill -CONT {pid}", pid, uid)
-    stacks = _stacks(process)
+    stacks = _control_sockets(process)
     if stacks:
         return _explain_stack(process, stacks, directory)
     if process.link("ns/user") != os.readlink("/proc/self/ns/user"):
@@ -270,15 +279,15 @@ def _explain_process(process: Process, directory: Path, proxy: str) -> Obstacle:
     if finding.has_package is False:
         text = f"process {pid} runs {plain(finding.python)}, which has no trio_smc"
         return Obstacle(text, "install trio-smc there and use 'trio-smc run'", pid, uid)
-    install = open_question = ""
+    install = unknown = ""
     if finding.has_package is None:
         install = "install trio-smc in its environment if it is missing there, then "
-        open_question = f"; it is unknown if its Python has trio_smc: {plain(finding.reasons[0])}"
+        unknown = f"; it is unknown if its Python has trio_smc: {plain(finding.reasons[0])}"
     if any("/_asyncio." in path or "/uvloop/" in path for path in process.mapped()):
-        text = f"process {pid} has asyncio loaded and no stack of trio_smc{open_question}"
+        text = f"process {pid} has asyncio loaded and no stack of trio_smc{unknown}"
         remedy = f"{install}run it on Trio with 'trio-smc run'; if it needs asyncio, {proxy}"
         return Obstacle(text, remedy, pid, uid)
-    text = f"process {pid} is a Python program without a stack of trio_smc{open_question}"
+    text = f"process {pid} is a Python program without a stack of trio_smc{unknown}"
     remedy = f"{install}start it with 'trio-smc run', or use trio_smc in it"
     return Obstacle(text, remedy, pid, uid)
 
@@ -292,7 +301,7 @@ def _endpoint(address: str, port: int) -> str:
 
 def explain_container(address: str | None, port: int, directory: Path) -> Obstacle | None:
     """Explain why a process that listens in another network namespace of this host does not use
-    SMC-R; None: no such process was found.
+    SMC-R; None if there is no such process.
 
     Args:
       address, port: the listener's address, in that namespace; None: any address.
@@ -302,7 +311,7 @@ def explain_container(address: str | None, port: int, directory: Path) -> Obstac
     here = os.readlink("/proc/self/ns/net")
     own = os.geteuid()
     serving: dict[str, set[str]] = {here: set()}
-    # Processes of this user first: those of other users show only their user.
+    # Processes of this user come first, because of another user's process only the user is known.
     for pid in sorted(process_numbers(), key=lambda pid: (_owner(pid) != own, pid)):
         if time.monotonic() > end:
             break
@@ -312,7 +321,7 @@ def explain_container(address: str | None, port: int, directory: Path) -> Obstac
                 continue
             if namespace not in serving:
                 serving[namespace] = _serving(process, address, port)
-            if serving[namespace] and _has_one(process, serving[namespace], end):
+            if serving[namespace] and _has_any(process, serving[namespace], end):
                 return _explain_in_container(process, directory)
     return None
 
@@ -327,38 +336,43 @@ def _serving(process: Process, address: str | None, port: int) -> set[str]:
     return {each.inode for each in candidates(found, address, port)}
 
 
-def _explain_in_container(process: Process, ours: Path) -> Obstacle:
+def _explain_in_container(process: Process, directory: Path) -> Obstacle:
     pid = process.pid
     text = f"process {pid} listens in a network namespace of its own"
     if _is_foreign(process):
         uid = _foreign_user(process)
-        return Obstacle(f"{text}, and belongs to user {uid}", _SHARE, pid, uid)
-    stacks = _stacks(process)
+        return Obstacle(f"{text}, and belongs to user {uid}", _SHARE_REMEDY, pid, uid)
+    stacks = _control_sockets(process)
     if not stacks:
         text += ", without a stack of trio_smc"
         return Obstacle(
             text, "start it with 'trio-smc run' and a shared Config(directory=...)", pid
         )
-    if _are_in(stacks, ours):
+    if _are_in(stacks, directory):
         remedy = (
             "name the directory in Config(directory=...) at both ends, and connect to the "
             "listener's own address, without NAT, proxy or closed ports in between"
         )
         return Obstacle(f"{text}, and shares the directory", remedy, pid)
     text += ", with another private directory"
-    return Obstacle(text, "let both mount one directory, and name it: Config(directory=...)", pid)
+    remedy = "mount one directory at both ends, and name it in Config(directory=...)"
+    return Obstacle(text, remedy, pid)
 
 
 # --- stacks of another process ------------------------------------------------------------------
 
 
-def _explain_stack(process: Process, stacks: set[str], ours: Path) -> Obstacle:
+def _explain_stack(process: Process, stacks: set[str], directory: Path) -> Obstacle:
     pid, uid = process.pid, os.geteuid()
-    if not _are_in(stacks, ours):
+    if not _are_in(stacks, directory):
         theirs = plain(_private_directory(process))
-        text = f"the private directory of process {pid} is {theirs}, that of this process is {ours}"
+        text = (
+            f"the private directory of process {pid} is {theirs}, "
+            f"that of this process is {directory}"
+        )
         remedy = (
-            f"use one $XDG_RUNTIME_DIR or Config(directory=...) for both; here --directory {theirs}"
+            "use one $XDG_RUNTIME_DIR or Config(directory=...) for both processes; "
+            f"for this command use --directory {theirs}"
         )
         return Obstacle(text, remedy, pid, uid)
     text = f"process {pid} has a stack of trio_smc, but does not use it for this listener"
@@ -366,14 +380,16 @@ def _explain_stack(process: Process, stacks: set[str], ours: Path) -> Obstacle:
     return Obstacle(text, remedy, pid, uid)
 
 
-def _stacks(process: Process) -> set[str]:
+def _control_sockets(process: Process) -> set[str]:
     """The names of a process's control sockets, one for each stack.
 
-    They come from the kernel, because the other process may have its own view of the file system.
+    The names come from the kernel and not from the directory, because the process may have a mount
+    namespace of its own.
     """
     own, numbers = process.sockets(), process.numbers()
     names = {
-        os.path.basename(path).lstrip(".")  # a socket is bound to a hidden name, then renamed
+        # A stack binds its socket to the name with a dot before it, and then renames the socket.
+        os.path.basename(path).lstrip(".")
         for inode, path in _unix_streams(process)
         if inode in own
     }
@@ -381,19 +397,19 @@ def _stacks(process: Process) -> set[str]:
 
 
 def _unix_streams(process: Process) -> Iterator[tuple[str, str]]:
-    """Inodes and paths of stream sockets in a process's network namespace."""
+    """Inodes and paths of Unix stream sockets in a process's network namespace."""
     if process.link("ns/net") == os.readlink("/proc/self/ns/net"):
         try:
             return iter(list(unix_listeners()))
         except OSError:
-            pass  # no unix_diag in this kernel
+            pass  # this kernel has no sock_diag of Unix sockets
     return process.unix_streams()
 
 
-def _are_in(stacks: set[str], ours: Path) -> bool:
+def _are_in(stacks: set[str], directory: Path) -> bool:
     """True if one of these control sockets is in this side's private directory."""
     try:
-        with contextlib.closing(PrivateDirectory.open(ours, create=False)) as root:
+        with contextlib.closing(PrivateDirectory.open(directory, create=False)) as root:
             name = root.member_directory(DIRECTORY, private=True)
             with contextlib.closing(root.below(name)) as control:
                 return not stacks.isdisjoint(control.sockets())
@@ -402,9 +418,10 @@ def _are_in(stacks: set[str], ours: Path) -> bool:
 
 
 def _private_directory(process: Process) -> str:
-    """The directory of a process's control sockets, by the name that the process sees."""
+    """The path of a process's private directory, as the process itself sees it."""
     for _, link in process.descriptors():
-        # In a directory that a group shares the name is "control-<random>".
+        # The stack has its directory of control sockets open.  In a directory that a group shares,
+        # the name of that directory is "control-<random>".
         if os.path.basename(link).partition("-")[0] == DIRECTORY:
             return os.path.dirname(link)
     return "another one"

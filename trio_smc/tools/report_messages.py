@@ -1,4 +1,4 @@
-"""The messages that processes under `trio-smc run` send to it, and their checks.
+"""The messages that the processes of a program send to `trio-smc run`, and their checks.
 
 Each message is one JSON object of at most `MAX_SIZE` bytes:
 
@@ -9,10 +9,10 @@ Each message is one JSON object of at most `MAX_SIZE` bytes:
 | "asyncio" | | the hook, when asyncio opens a TCP connection |
 | "missing" | "executable", "error" | the hook, if trio_smc cannot be imported |
 | "stack-open" | "stack" | a stack (`control.server.RunReport`) when it opens |
-| "stack-counts", "stack-end" | "stack", "statistics" | a stack, from time to time and at its end |
+| "stack-counts", "stack-end" | "stack", "statistics" | a stack, at intervals and at its end |
 
-Each message may include "dropped", the number of earlier messages that could not be sent.  The
-process number is not in the message, because the kernel provides it.
+Each message may include "dropped", the number of earlier messages that could not be sent.  A
+message does not include the number of its process, because the kernel provides this number.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from trio_smc._base.printable import printable
 __all__ = ["BYTES", "MAX_SIZE", "Counts", "Message", "decode_untrusted"]
 
 MAX_SIZE: Final = 1 << 16
-"""Bytes of one message."""
+"""Largest number of bytes of one message.  Chosen."""
 BYTES: Final = ("bytes_sent", "bytes_received", "tcp_bytes_sent", "tcp_bytes_received")
 _KINDS: Final = ("python", "trio", "asyncio", "missing", "stack-open", "stack-counts", "stack-end")
+# Limits of what a message may contain.  All are chosen: far above what a stack sends.
 _MAX_NUMBER: Final = (1 << 63) - 1
 _MAX_TEXT: Final = 200
+"""Characters of a text that are shown."""
 _MAX_ID: Final = 32
 _MAX_REASON: Final = 64
 _MAX_FALLBACKS: Final = 128
@@ -39,13 +41,14 @@ _MAX_FALLBACKS: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The counters of one stack that the report shows.
+    """Those counters of one stack that ``--report`` shows.
 
     Attributes:
       connections: the number of SMC-R connections.
       refused: the number of connections that ``require_smc`` closed.
-      sizes: bytes, in the order of `BYTES`.
-      fallbacks: the number of connections that stay on TCP, by origin and reason.
+      sizes: numbers of bytes, in the order of `BYTES`.
+      fallbacks: the number of connections that stay on TCP, by the side that decided ("local" or
+        "peer") and the reason.
     """
 
     connections: int
@@ -56,7 +59,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message, whose strings are safe to print."""
+    """One message.  Its strings are safe to print."""
 
     kind: str
     dropped: int = 0

@@ -2,25 +2,28 @@
 
 Theory of operation
 -------------------
-`trio-smc run` starts PROGRAM as its child, forwards signals to it, and ends with the same exit code
-or by the same signal.  It does not forward signals from the terminal, because the kernel sends them
-to the whole process group.  If this process is killed, the kernel kills the child.
+`trio-smc run` starts PROGRAM as its child, forwards signals to PROGRAM, and ends with the same exit
+code or by the same signal.  Signals of the terminal are not forwarded, because the kernel sends
+them to the whole process group, which includes PROGRAM.  If this process is killed, the kernel
+kills PROGRAM.  PROGRAM and its descendants are called the tree.
 
-The processes of PROGRAM send messages to a socket that only they can reach (`report_socket`,
-`report_messages`).  The hook in `site/sitecustomize.py` reports that it is loaded, that Trio runs,
-that asyncio has connections, or that trio_smc is missing.  Each stack reports its counters.  A
-thread reads the messages while this process sleeps in `sigwaitinfo`.  The thread prints nothing, so
-neither a message nor a full pipe can stop it.  A Python without the hook (``-I``) sends nothing, so
-this process searches the tree at intervals for such a Python with TCP sockets.  Processes without
-connections are ignored: the master of a server, a helper, a shell.
+The processes of the tree send messages to a socket that only they can reach (`report_socket`,
+`report_messages`).  The hook, which is `site/sitecustomize.py` in each Python, reports that it is
+loaded, that Trio runs, that asyncio opens connections, or that trio_smc is missing.  Each stack
+reports its counters.  A thread reads the messages while the main thread waits in `sigwaitinfo`.
+Only the main thread prints, so a full pipe at stderr does not stop the reading of messages.
 
-If too many messages came, some may be missing, and then this module draws no conclusion from a
-message that did not arrive.  Tables are bounded: the counters of ended stacks are added together.
+A Python without the hook (``-I``) sends nothing.  So this process searches the tree at intervals
+for a Python that has TCP sockets and has sent no message.  A process without TCP sockets is no
+problem, for example the master process of a server, or a shell.
 
-This process adopts orphans of PROGRAM's processes (prctl(2), PR_SET_CHILD_SUBREAPER), so that the
-ancestors of a process show if it belongs to PROGRAM.  When this process ends, init adopts them.
+If messages may have been lost, this module concludes nothing from the absence of a message.  All
+tables are bounded: when a stack ends, its counters are added to the totals.
 
-Only the first problem of PROGRAM's processes is printed, as one line.  Under ``--require-smc`` it
+This process adopts orphans of the tree (prctl(2), PR_SET_CHILD_SUBREAPER), so that the ancestors of
+a process show if it belongs to the tree.  When this process ends, init adopts the orphans.
+
+Only the first problem of the tree is printed, as one line.  With ``--require-smc`` this process
 also ends PROGRAM.
 """
 
@@ -43,7 +46,7 @@ from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO
 from trio_smc.tools.output import ToolError, error_text, print_error, size
 from trio_smc.tools.processes import executable, has_tcp, is_python, process_tree
 from trio_smc.tools.report_messages import BYTES, Counts, Message, decode_untrusted
-from trio_smc.tools.report_socket import ReportSocket, process
+from trio_smc.tools.report_socket import ReportSocket, process_state
 
 __all__ = ["Tree", "supervise"]
 
@@ -51,33 +54,39 @@ _FORWARDED: Final = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
     signal.SIGWINCH,
 )  # fmt: skip
-_OWN: Final = (signal.SIGCHLD, signal.SIGALRM)
-_SI_KERNEL: Final = 128
-_PR_SET_PDEATHSIG: Final = 1
+_OWN_SIGNALS: Final = (signal.SIGCHLD, signal.SIGALRM)
+"""The signals that wake this process itself: a child has ended, or a search of the tree is due."""
+_SI_KERNEL: Final = 128  # the code of a signal that the kernel sends (sigaction(2))
+_PR_SET_PDEATHSIG: Final = 1  # linux/include/uapi/linux/prctl.h
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _FIRST_SEARCH: Final = 0.5
+"""Seconds until the first search of the tree.  Each pause is twice the last one.  Chosen."""
 _MAX_SEARCH_PAUSE: Final = 10.0
-"""The largest time in seconds between two searches of the tree; the pauses grow up to it."""
+"""The longest pause in seconds between two searches of the tree.  Chosen."""
 _REPORT_INTERVAL: Final = 1.0
-"""Seconds between two reports of a stack's counters, for ``--report``."""
+"""Seconds between two reports of a stack's counters, for ``--report``.  Chosen."""
 _FAILED: Final = 1
+"""The exit code if PROGRAM has none that shows the problem."""
 _MAX_STACKS: Final = 2048
-"""The largest number of open stacks whose counters are kept separately."""
-_SEARCH_INTERVAL: Final = 1.0
-"""Seconds between two searches for killed stacks, if there are more."""
+"""The largest number of open stacks whose counters are kept separately.  Chosen: a bound on
+memory."""
+_REMOVAL_INTERVAL: Final = 1.0
+"""If more stacks are open: seconds between two removals of those that were killed.  Chosen."""
 _MAX_PROCESSES: Final = 1 << 16
+"""Processes that are remembered.  Chosen: a bound on memory."""
 _MAX_REASONS: Final = 256
+"""Pairs of origin and reason that are counted separately.  Chosen: a bound on memory."""
 
 
 class Tree:
-    """The known state of PROGRAM's processes.
+    """PROGRAM and its descendants, as far as their messages and /proc show.
 
     Args:
-      require: True if a process that cannot use SMC-R is an error.
+      require: True if a process that cannot use SMC-R is an error, False if it is a warning.
 
     Attributes:
-      problem: the first problem that was found, else "".
-      hooked: process numbers of Pythons with the hook.
+      problem: the text of the first problem; "" if there was none.
+      hooked: the numbers of the processes that have sent a message, so that they have the hook.
       used_trio: True if any process has run Trio.
       ended: True if this command has ended PROGRAM because of the problem.
       incomplete: True if messages may be missing.
@@ -93,22 +102,22 @@ class Tree:
         self._printed = False
         self._suspects: set[int] = set()
         self._open: dict[tuple[int, str], Counts | None] = {}
-        self._processes: set[int] = set()  # processes that have or had a stack
+        self._processes: set[int] = set()  # processes that have opened a stack
         self._stacks = 0  # stacks that were opened
-        self._next_search = 0.0
-        self._killed = 0  # stacks that ended without a message
-        self._totals: Counter[str] = Counter()  # of stacks that have ended
+        self._next_removal = 0.0
+        self._killed = 0  # stacks whose processes ended without a message about the end
+        self._totals: Counter[str] = Counter()  # counters of stacks that have ended
         self._fallbacks: Counter[tuple[str, str]] = Counter()
 
     def on_packet(self, data: bytes, pid: int, proven: bool = True) -> None:
-        """Handle a packet of one of the processes; invalid messages are ignored.
+        """Handle a packet of a process.  An invalid message is ignored.
 
         Args:
           data: the packet.
-          pid: the sender.
-          proven: True if the sender is known to descend from PROGRAM.  Otherwise only the messages
-            that Python or Trio runs are accepted, so that a process outside PROGRAM cannot cause a
-            problem or change the report.
+          pid: the number of the sender.
+          proven: True if the sender is known to descend from PROGRAM.  If the sender may be another
+            process, only the messages "python" and "trio" are accepted, so that the sender can
+            neither cause a problem nor change the report.
         """
         try:
             message = decode_untrusted(data)
@@ -123,7 +132,7 @@ class Tree:
             self._take_counts(message, pid)
             return
         if len(self.hooked) >= _MAX_PROCESSES:
-            self.hooked.clear()  # bounded memory; from now on processes are missing
+            self.hooked.clear()  # a bound on memory
             self.incomplete = True
         self.hooked.add(pid)
         match message.kind:
@@ -143,9 +152,9 @@ class Tree:
     def _take_counts(self, message: Message, pid: int) -> None:
         key = pid, message.stack
         if key not in self._open:
-            if len(self._open) >= _MAX_STACKS and time.monotonic() >= self._next_search:
+            if len(self._open) >= _MAX_STACKS and time.monotonic() >= self._next_removal:
                 self._remove_killed()
-                self._next_search = time.monotonic() + _SEARCH_INTERVAL
+                self._next_removal = time.monotonic() + _REMOVAL_INTERVAL
             if len(self._open) >= _MAX_STACKS:
                 self.incomplete = True
                 return
@@ -157,7 +166,7 @@ class Tree:
             self._add(self._open.pop(key))
 
     def _remove_killed(self) -> None:
-        """Add the counters of stacks whose processes have ended without a message."""
+        """Add the last counters of stacks whose processes have ended without a message."""
         for key in [key for key in self._open if _has_ended(key[0])]:
             self._add(self._open.pop(key))
             self._killed += 1
@@ -173,10 +182,10 @@ class Tree:
             self._fallbacks[key if known else ("?", "others")] += count
 
     def set_problem(self, text: str) -> None:
-        """Note the first problem of the tree; later ones are ignored."""
+        """Note the first problem of the tree.  Later problems are ignored."""
         if not self.problem:
             self.problem = text
-            os.kill(os.getpid(), signal.SIGCHLD)  # wakes `_wait`
+            os.kill(os.getpid(), signal.SIGCHLD)  # wake `_wait`, which prints the problem
 
     def print_problem(self) -> None:
         """Print the problem, once."""
@@ -186,10 +195,10 @@ class Tree:
             print_error(f"trio-smc run: {level}: {self.problem}")
 
     def search(self, root: int) -> None:
-        """Search for Pythons without the hook that have TCP sockets.
+        """Search for Pythons that have TCP sockets, but have not sent a message.
 
-        A process is a problem only if two searches in a row find it, because it may have just
-        started.
+        Such a process is a problem only if two searches in a row find it: a process that has just
+        started may not have sent its message yet.
         """
         if self.incomplete:
             return
@@ -198,13 +207,18 @@ class Tree:
             if pid not in self.hooked and is_python(executable(pid)) and has_tcp(pid)
             and not _is_stopped(pid)
         }  # fmt: skip
-        silent = found & self._suspects
+        in_both = found & self._suspects
         self._suspects = found
-        for pid in silent - self.hooked:
+        for pid in in_both - self.hooked:
             self.set_problem(_without_hook(pid, executable(pid)))
 
     def conclude(self, pid: int, path: str) -> None:
-        """Note a problem if no process of the ended program could use SMC-R."""
+        """After PROGRAM's end, note a problem if no process of the tree could use SMC-R.
+
+        Args:
+          pid: the number of PROGRAM's process.
+          path: the executable of this process.
+        """
         if self.used_trio or self._stacks or self.incomplete:
             return
         if is_python(path) and pid not in self.hooked:
@@ -213,7 +227,7 @@ class Tree:
             self.set_problem("the program ended without using Trio, so it could not use SMC-R")
 
     def report(self) -> Iterator[str]:
-        """The lines of ``--report``, at the end."""
+        """The lines that ``--report`` prints after PROGRAM's end."""
         self._remove_killed()
         running = len(self._open)
         for counts in self._open.values():
@@ -231,11 +245,11 @@ class Tree:
             yield f"  {refused:>7} refused because of --require-smc"
         if self._killed:
             yield (
-                f"  {self._killed} of {self._stacks} stacks were killed: "
-                f"their counts of the last {_REPORT_INTERVAL:g} seconds may be missing"
+                f"  {self._killed} of {self._stacks} stacks ended with a killed process: "
+                f"counts of the last {_REPORT_INTERVAL:g} seconds may be missing"
             )
         if running:
-            yield f"  {running} of {self._stacks} stacks still run: their later counts are missing"
+            yield f"  {running} of {self._stacks} stacks are still open: later counts are missing"
         if self.incomplete:
             yield "  some messages were lost: these counts may be incomplete"
 
@@ -246,24 +260,22 @@ def supervise(
     """Run ``program`` to its end and return its exit code, or end by the same signal.
 
     Args:
-      program: the command line.
-      environment: the environment of the program.
-      require: end the program if a process of it cannot use SMC-R, and return at least 1.
-      report: print a report about its connections at the end.
+      program: the command line of PROGRAM.
+      environment: the environment of PROGRAM.
+      require: end PROGRAM if one of its processes cannot use SMC-R, and return at least 1.
+      report: at the end print a report about PROGRAM's connections.
 
     Raises:
-      OSError: the program cannot be started.
-      ToolError: there is no safe place for the socket of the reports.
+      OSError: PROGRAM cannot be started.
+      ToolError: there is no safe place for the report socket.
     """
     tree = Tree(require=require)
     try:
         reports = ReportSocket(tree.on_packet)
     except OSError as error:
-        raise ToolError(
-            f"run: cannot create the socket for reports: {error_text(error)}"
-        ) from error
+        raise ToolError(f"run: cannot create the report socket: {error_text(error)}") from error
     with reports:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, *_OWN})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, *_OWN_SIGNALS})
         try:
             environment = {**environment, REPORT_TO: reports.path}
             environment.pop(REPORT_EVERY, None)
@@ -271,7 +283,7 @@ def supervise(
                 environment[REPORT_EVERY] = str(_REPORT_INTERVAL)
             _adopt_orphans(True)
             child = _start(program, environment, mask)
-            started = executable(child.pid)
+            path = executable(child.pid)
             reports.start(child.pid)
             _wait(child, tree, reports, require)
             reports.finish()
@@ -279,7 +291,7 @@ def supervise(
             _adopt_orphans(False)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     tree.incomplete |= reports.overflowed
-    tree.conclude(child.pid, started)
+    tree.conclude(child.pid, path)
     tree.print_problem()
     if report:
         for line in tree.report():
@@ -302,34 +314,37 @@ def _start(
     parent = os.getpid()
     os.environ.clear()
     os.environ.update(environment)
-    # If the caller ignores SIGCHLD, the kernel keeps no exit code and sends no signal (wait(2)).
-    of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # The caller may ignore SIGCHLD, and children inherit that.  Then the kernel keeps no exit code
+    # of PROGRAM, and sends no SIGCHLD (wait(2)).
+    sigchld_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-    def child() -> None:
-        signal.signal(signal.SIGCHLD, of_children)
+    def prepare() -> None:
+        signal.signal(signal.SIGCHLD, sigchld_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:
             os._exit(_FAILED)
         for name in ("LISTEN_PID", "WATCHDOG_PID"):
-            # A service manager names the process that it started; this is now the child.
+            # A service manager such as systemd sets these to the process that it started.  PROGRAM
+            # compares them with its own number (sd_listen_fds(3)).
             if os.environ.get(name) == str(parent):
                 os.environ[name] = str(os.getpid())
 
-    # This process has the program's environment, because `child` changes it and Popen copies it.
-    # Descriptors stay open, as with exec: a service manager may have passed some.
-    return subprocess.Popen(program, preexec_fn=child, close_fds=False)  # noqa: PLW1509
+    # `os.environ` of this process is PROGRAM's environment: without `env` Popen passes it on after
+    # the call of `prepare`, which changes it.  Descriptors stay open, because a service manager may
+    # have passed some to PROGRAM.
+    return subprocess.Popen(program, preexec_fn=prepare, close_fds=False)  # noqa: PLW1509
 
 
 def _wait(child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket, require: bool) -> None:
-    """Wait for the child's end; forward signals, and search the tree at intervals."""
-    # A timer instead of `sigtimedwait`: if that was interrupted (SIGSTOP and SIGCONT) and its time
-    # has passed, CPython returns uninitialised memory.
+    """Wait for PROGRAM's end.  Meanwhile forward signals, and search the tree at intervals."""
+    # A timer and not `sigtimedwait`: after an interruption by SIGSTOP and SIGCONT, and with no time
+    # left, `sigtimedwait` of CPython 3.11 returns uninitialised memory (docs/decisions.md).
     pause = _FIRST_SEARCH
     signal.setitimer(signal.ITIMER_REAL, pause)
     try:
         while child.poll() is None:
-            info = signal.sigwaitinfo({*_FORWARDED, *_OWN})
+            info = signal.sigwaitinfo({*_FORWARDED, *_OWN_SIGNALS})
             _wait_for_orphans(child.pid)
             if info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
                 child.send_signal(info.si_signo)
@@ -345,17 +360,19 @@ def _wait(child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket, req
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if signal.SIGALRM in signal.sigpending():
-            signal.sigwait({signal.SIGALRM})  # unblocked, it would end this process
+            # Otherwise SIGALRM would end this process as soon as the caller unblocks it.
+            signal.sigwait({signal.SIGALRM})
 
 
 def _wait_for_orphans(program: int) -> None:
-    """Wait for adopted processes that have ended, but not for PROGRAM, which `Popen` waits for."""
+    """Collect the exit codes of adopted processes.  `Popen` collects that of PROGRAM."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     while (found := os.waitid(os.P_ALL, 0, options)) is not None and found.si_pid != program:
         os.waitpid(found.si_pid, 0)
 
 
 def _end_by_signal(number: signal.Signals) -> None:
+    """End this process by the signal that ended PROGRAM, without a core dump of its own."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError):
         signal.signal(number, signal.SIG_DFL)
@@ -364,17 +381,17 @@ def _end_by_signal(number: signal.Signals) -> None:
 
 def _without_hook(pid: int, path: str) -> str:
     return (
-        f"process {pid} runs {printable(path, 200)} without the hook of trio-smc (because of -I, "
-        "-E or -S, or a cleared environment): its connections cannot be SMC-R"
+        f"process {pid} runs {printable(path, 200)} without the hook of trio-smc run (because of "
+        "-I, -E or -S, or a cleared environment): its connections cannot be SMC-R"
     )
 
 
 def _has_ended(pid: int) -> bool:
-    found = process(pid)
+    found = process_state(pid)
     return found is None or found.state in "ZX"
 
 
 def _is_stopped(pid: int) -> bool:
-    """True for a stopped process, whose hook may not have sent its message yet."""
-    found = process(pid)
+    """True if a process is stopped.  Its hook may not have sent its message yet."""
+    found = process_state(pid)
     return found is not None and found.state in "Tt"

@@ -1,19 +1,21 @@
-"""Read files that only this user or root can have placed, without ever blocking.
+"""Read files that only this user or root can have put in place, without ever waiting.
 
 Theory of operation
 -------------------
 A path that another process names may lead to a FIFO, a device, a file that grows, or a FUSE file
-system whose server answers at any time (even `stat` waits for it).  A symbolic link in it may lead
-to a file that the other process cannot read.  Therefore `TrustedFiles` opens each component of a
-path separately, with O_PATH and O_NOFOLLOW, which uses no driver and no file system server.  Before
-anything else it compares the component's mount number (/proc/self/fdinfo) with
-/proc/self/mountinfo.  It refuses a component that is not on a local file system, that belongs to
-another user than root and this one, or whose name other users can replace.  (A sticky directory
-such as /tmp protects names from other users.)  It follows symbolic links in the same way, so that
-each component of a target is checked, too.
+system whose server answers late or never: even `stat` waits for the server.  A symbolic link in the
+path may lead to a file that the other process cannot read.
 
-It reads only regular files and directories, through the checked descriptor, with O_NONBLOCK
-(because a file lease makes a plain `open` wait), and up to a limit.
+Therefore `TrustedFiles` opens each component of a path separately, with O_PATH and O_NOFOLLOW,
+which calls no driver and no file system server.  The first check of a component is that of its
+mount: the number in /proc/self/fdinfo, looked up in /proc/self/mountinfo, must be that of a local
+file system.  The component must also belong to root or this user, and other users must not be able
+to replace its name.  (A sticky directory such as /tmp protects the names in it from other users.)
+The target of a symbolic link is opened and checked in the same way, component by component.
+
+Only regular files and directories are read, through the checked descriptor and up to a limit.  The
+descriptor is opened with O_NONBLOCK, because a lease of another process (fcntl(2), F_SETLEASE)
+makes a plain `open` wait.
 """
 
 from __future__ import annotations
@@ -26,23 +28,28 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+from trio_smc._base.regular_file import read_up_to
+
 __all__ = ["TrustedFiles", "UntrustedPathError"]
 
-_LOCAL: Final = frozenset({
+_LOCAL_FILE_SYSTEMS: Final = frozenset({
     "bcachefs", "btrfs", "erofs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs",
     "reiserfs", "rootfs", "squashfs", "tmpfs", "xfs", "zfs",
 })  # fmt: skip
 """File systems that answer without a server in user space or on the network."""
 _MAX_LINKS: Final = 40
-"""Symbolic links in one path, as in the kernel."""
+"""Symbolic links in one path, as in the kernel (path_resolution(7))."""
 _MAX_DEPTH: Final = 128
-"""Nested directories, all of which are open at the same time."""
+"""Nested directories, all of which are open at the same time.  Chosen."""
 _MAX_STEPS: Final = 4096
-"""Components of a path, including those of its symbolic links."""
-_SHOWN: Final = 100
+"""Components of a path, including those of its symbolic links.  Chosen."""
+_SHOWN_CHARACTERS: Final = 100
+"""Characters of a path in an error.  Chosen."""
 _MAX_PATH: Final = 4096
-_MOUNTINFO: Final = 1 << 22
-_OPEN: Final = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+"""Characters of a path: PATH_MAX of Linux."""
+_MAX_MOUNTINFO: Final = 1 << 22
+"""Bytes of /proc/self/mountinfo.  Chosen; a line has about 150 bytes."""
+_OPEN_FLAGS: Final = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _PIECE: Final = 65536
 
 
@@ -51,7 +58,7 @@ class UntrustedPathError(Exception):
 
 
 class _Entry(NamedTuple):
-    """An O_PATH descriptor, its mount, and its status."""
+    """A component of a path: its O_PATH descriptor, the number of its mount, and its status."""
 
     descriptor: int
     mount: str
@@ -61,8 +68,8 @@ class _Entry(NamedTuple):
 class TrustedFiles:
     """Reads files that another process names.
 
-    All methods raise `UntrustedPathError` if a path is not trusted or the time is over, and
-    FileNotFoundError or NotADirectoryError if there is no such file.
+    All methods raise `UntrustedPathError` if the path is not trusted or the time is over.  `read`
+    and `names` also raise FileNotFoundError or NotADirectoryError if there is no such file.
 
     Args:
       seconds: the time for all calls together.
@@ -126,44 +133,44 @@ class TrustedFiles:
 
     @contextlib.contextmanager
     def _opened(self, path: str, *, follow: bool = True) -> Iterator[_Entry]:
-        """Open a path as a checked O_PATH descriptor."""
+        """Open a path component by component, and yield its last component, checked."""
         if not path.startswith("/") or len(path) > _MAX_PATH or "\0" in path:
-            raise UntrustedPathError(f"{path[:_SHOWN]!r} is not an absolute path")
-        above = [self._entry("/", None, path)]
-        left = deque(path.split("/"))
+            raise UntrustedPathError(f"{path[:_SHOWN_CHARACTERS]!r} is not an absolute path")
+        opened = [self._entry("/", None, path)]
+        remaining = deque(path.split("/"))
         links = 0
         try:
             for _ in range(_MAX_STEPS):
-                if not left:
+                if not remaining:
                     break
                 if time.monotonic() > self._deadline:
                     raise UntrustedPathError("reading its files took too long")
-                name = left.popleft()
+                name = remaining.popleft()
                 if name in ("", "."):
                     continue
                 if name == "..":
-                    _close(above, max(1, len(above) - 1))
+                    _close(opened, max(1, len(opened) - 1))
                     continue
-                if len(above) > _MAX_DEPTH:
-                    left.append(name)
+                if len(opened) > _MAX_DEPTH:
+                    remaining.append(name)
                     break
-                self._check_directory(above[-1], path)
-                above.append(self._entry(name, above[-1], path))
-                if stat.S_ISLNK(above[-1].found.st_mode) and (follow or any(left)):
+                self._check_directory(opened[-1], path)
+                opened.append(self._entry(name, opened[-1], path))
+                if stat.S_ISLNK(opened[-1].found.st_mode) and (follow or any(remaining)):
                     links += 1
                     if links > _MAX_LINKS:
                         raise UntrustedPathError(f"{path} has too many symbolic links")
-                    target = os.readlink("", dir_fd=above[-1].descriptor)
-                    _close(above, 1 if target.startswith("/") else len(above) - 1)
-                    left.extendleft(reversed(target.split("/")))
-            if left:
-                raise UntrustedPathError(f"{path[:_SHOWN]} has too many components")
-            yield above[-1]
+                    target = os.readlink("", dir_fd=opened[-1].descriptor)
+                    _close(opened, 1 if target.startswith("/") else len(opened) - 1)
+                    remaining.extendleft(reversed(target.split("/")))
+            if remaining:
+                raise UntrustedPathError(f"{path[:_SHOWN_CHARACTERS]} has too many components")
+            yield opened[-1]
         finally:
-            _close(above, 0)
+            _close(opened, 0)
 
     def _entry(self, name: str, parent: _Entry | None, path: str) -> _Entry:
-        """Open one component and check its mount and its owner."""
+        """Open one component, and check its mount and its owner."""
         flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             descriptor = os.open(name, flags, dir_fd=None if parent is None else parent.descriptor)
@@ -173,7 +180,7 @@ class TrustedFiles:
             raise UntrustedPathError(f"{path} cannot be opened: {error.strerror}") from None
         try:
             mount = _mount_of(descriptor)
-            # Before `fstat`, which may wait for a file system server.
+            # Check the mount before `fstat`, which may wait for a file system server.
             if (parent is None or mount != parent.mount) and not _is_local(mount):
                 raise UntrustedPathError(f"{path} is not on a local file system")
             found = os.fstat(descriptor)
@@ -185,7 +192,7 @@ class TrustedFiles:
         return _Entry(descriptor, mount, found)
 
     def _check_directory(self, entry: _Entry, path: str) -> None:
-        """Raise unless only this user and root can replace names in a directory."""
+        """Raise UntrustedPathError if other users can replace names in the directory."""
         mode = entry.found.st_mode
         if not stat.S_ISDIR(mode):
             raise NotADirectoryError(path)
@@ -194,9 +201,9 @@ class TrustedFiles:
 
     @contextlib.contextmanager
     def _reopened(self, entry: _Entry, path: str, flags: int) -> Iterator[int]:
-        """Open the checked file or directory for reading."""
+        """Open a checked file or directory for reading, by its O_PATH descriptor."""
         try:
-            descriptor = os.open(f"/proc/self/fd/{entry.descriptor}", flags | _OPEN)
+            descriptor = os.open(f"/proc/self/fd/{entry.descriptor}", flags | _OPEN_FLAGS)
         except OSError as error:
             raise UntrustedPathError(f"{path} cannot be read: {error.strerror}") from None
         try:
@@ -212,36 +219,34 @@ def _close(entries: list[_Entry], count: int) -> None:
 
 
 def _read_up_to(descriptor: int, limit: int, path: str) -> bytes:
-    data = bytearray()
-    while piece := os.read(descriptor, _PIECE):
-        data += piece
-        if len(data) > limit:
-            raise UntrustedPathError(f"{path} is larger than {limit} bytes")
-    return bytes(data)
+    try:
+        return read_up_to(descriptor, limit)
+    except ValueError:
+        raise UntrustedPathError(f"{path} is larger than {limit} bytes") from None
 
 
 def _mount_of(descriptor: int) -> str:
-    """The mount number of a descriptor, found without its file system."""
-    own = os.open(f"/proc/self/fdinfo/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    """The mount number of a descriptor.  The kernel provides it without calling the file system."""
+    info = os.open(f"/proc/self/fdinfo/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for line in os.read(own, _PIECE).splitlines():
+        for line in os.read(info, _PIECE).splitlines():
             if line.startswith(b"mnt_id:"):
                 return line.split()[1].decode("ascii")
     finally:
-        os.close(own)
+        os.close(info)
     raise UntrustedPathError("the kernel does not name the mount of a file")
 
 
 def _is_local(mount: str) -> bool:
-    """True if the mount's file system needs no server.  False for an unlisted mount."""
-    own = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+    """True if the file system of a mount is in `_LOCAL_FILE_SYSTEMS`."""
+    info = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        text = _read_up_to(own, _MOUNTINFO, "/proc/self/mountinfo").decode("utf-8", "replace")
+        text = _read_up_to(info, _MAX_MOUNTINFO, "/proc/self/mountinfo").decode("utf-8", "replace")
     finally:
-        os.close(own)
+        os.close(info)
     for line in text.split("\n"):
         number, _, rest = line.partition(" ")
         if number == mount:
             kind = rest.partition(" - ")[2].split(" ", 1)[0]
-            return kind in _LOCAL
+            return kind in _LOCAL_FILE_SYSTEMS
     return False

@@ -1,9 +1,9 @@
-"""Connection Data Control messages, the control half of the data path (RFC 7609, A.4).
+"""Connection Data Control messages, by which a connection announces its cursors and its state.
 
-Every RDMA write is followed by one of these 44-byte messages, so this codec is on the hot path:
-senders and receivers use :func:`pack` and :func:`unpack_untrusted`, which are one ``struct`` call
-on plain integers each.  :class:`CdcMessage` is the same message as a value, for captures and tests;
-``decode_untrusted`` makes one.
+Every RDMA write is followed by one of these 44-byte messages (RFC 7609, A.4), so this codec is on
+the hot path: the data path uses :func:`pack` and :func:`unpack_untrusted`, each of which is one
+``struct`` call on plain integers.  Captures and tests use the same message as a value,
+:class:`CdcMessage`, which :func:`decode_untrusted` makes.
 
 ========  ==========================================================================
 offset    field (big-endian)
@@ -21,8 +21,8 @@ offset    field (big-endian)
 ========  ==========================================================================
 
 Bytes 8-9, 16-17 and 26-43 are reserved, and so are the flag bits without a name.  The codec does
-not check that cursors lie in the ring, or that a connection has the token: ``trio_smc.datapath``
-does.
+not check that cursors lie in the ring, or that a connection has the token.  ``trio_smc.datapath``
+checks both.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ producer flags, connection flags.  Reserved bytes are written as zero and skippe
 WRITER_BLOCKED = 0x80  # B
 URGENT_PENDING = 0x40  # P
 URGENT_PRESENT = 0x20  # U
-UPDATE_REQUESTED = 0x10  # R: asks the receiver for its consumer cursor at once
-FAILOVER_VALIDATION = 0x08  # F: only token and sequence number count (4.6.1)
+UPDATE_REQUESTED = 0x10  # R: the receiver is to send its consumer cursor at once
+FAILOVER_VALIDATION = 0x08  # F: only token and sequence number have a meaning (4.6.1)
 
 # Connection flags, byte 25.
 SENDING_DONE = 0x80  # D
@@ -87,8 +87,8 @@ _unpack = LAYOUT.unpack
 class MessageMissing(ProtocolError):
     """A failover validation message names a message that has not been received yet (4.6.1).
 
-    The missing message may still be in the queue of another link: the peer's RNIC got the
-    acknowledgement for it, but links have no order between them.
+    The missing message may have arrived over another link, and wait there to be polled: messages
+    of different links have no order.
     """
 
 
@@ -128,12 +128,12 @@ def pack(
 
 
 def unpack_untrusted(data: bytes | bytearray | memoryview) -> CdcItems:
-    """The receive path's decoder: the nine items of :data:`LAYOUT`, ``HEADER`` first.
+    """Decode one CDC message into the nine items of :data:`LAYOUT`, ``HEADER`` first.
 
     Reserved bytes are ignored, as RFC 7609, A.4 requires; reserved flag bits stay in the flags.
 
     Raises:
-      ProtocolError: not 44 bytes, or not type 0xFE with length 44.
+      ProtocolError: the message has not 44 bytes, or not type 0xFE and length 44.
     """
     try:
         items: CdcItems = _unpack(data)
@@ -174,6 +174,6 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> CdcMessage:
       data: exactly the message, 44 bytes.
 
     Raises:
-      ProtocolError: not 44 bytes, or not type 0xFE with length 44.
+      ProtocolError: the message has not 44 bytes, or not type 0xFE and length 44.
     """
     return CdcMessage(*unpack_untrusted(data)[1:])

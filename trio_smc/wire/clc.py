@@ -7,23 +7,25 @@ sent.  Reserved bits are sent as zero and ignored when received (A.2).
 
 After a Decline the application's bytes follow at once, so no byte beyond a message may be read
 from the TCP connection.  :class:`ClcReader` reads :data:`HEADER_SIZE` bytes, decodes the length and
-then reads exactly the rest.  It checks eye catcher, type and length as each byte arrives.  So it
-never waits for the rest of data that is not a CLC message.
+then reads exactly the rest.  It checks eye catcher, type and length as each byte arrives.  So if
+the data is not a CLC message, no side waits for the rest of a message that will never come.
 
-Theory of operation: error or Decline?  RFC 7609, C.6 ends the TCP connection for everything that
-is not a well-formed message, and wants a Decline only for reserved values of enumerations, since
-a peer that uses them may just be newer.  So
+Theory of operation: error or Decline?  RFC 7609, C.6 ends the TCP connection after anything but a
+well-formed message.  It requires a Decline only for reserved values of enumerations, because a
+newer peer may use them.  So a message is answered by one of:
 
 - ProtocolError: wrong eye catcher at either end, unknown type, version 0, a length that the type
   does not allow or that its parts do not add up to; an IPv4 mask beyond 32 or an IPv6 prefix
-  beyond 128 bits, more than 8 prefixes; in Accept and Confirm an RMBE index of 0 (they count from
-  1), QP number 0 (never a reliably connected QP), a GID of zeros, and an RMBE that would end
+  beyond 128 bits, more than 8 prefixes; in Accept and Confirm an RMBE index of 0 (indices count
+  from 1), QP number 0 (never a reliably connected QP), a GID of zeros, and an RMBE that would end
   beyond 2**64: none of these is a possible target of a write.
-- Decoded, so that the negotiation can decline: a reserved QP MTU (``known_mtu`` is None; it matters
-  on first contact only), a Proposal that does not offer SMC-R (``offers_smc_r``), and each value
-  that is a matter of policy, such as a buffer size above the RFC's 512 KiB.
+- Decline: the message is decoded, and the negotiation declines.  Such values are a reserved QP MTU
+  (``known_mtu`` is None; only a first contact declines), a Proposal that does not offer SMC-R
+  (``offers_smc_r``), and each value that is a matter of policy, such as a buffer size above the
+  RFC's 512 KiB.
 
-A newer version nibble is decoded; the answer has ``answer_version``, the lower of both (A.2).
+A message of a version above 1 is decoded, too.  The answer has ``answer_version``, the lower of the
+two sides' versions (A.2).
 
 Version 2
 ---------
@@ -33,7 +35,7 @@ may offer both versions.  The negotiation creates:
 
 - client: ``Proposal(version=2, flags=..., v2=V2Offer(...))``; `proposal_flags` makes the flags;
 - server: ``Accept(version=2, v2=V2Answer(...))`` if it chose version 2, and with ``first_contact``
-  a `FirstContact` in it: the accepted release, limits and features, and True if its route is
+  a `FirstContact` in it: the accepted release, limits and features, and whether its route is
   direct;
 - client: a similar ``Confirm``, which repeats EID, release and limits; on first contact with the
   GIDs of its RNICs, the link's own first;
@@ -88,15 +90,15 @@ __all__ = [
 EYE_CATCHER = bytes.fromhex("E2D4C3D9")
 """First and last four bytes of every CLC message: "SMCR" in EBCDIC."""
 VERSION = 1
-"""The version of SMC-R that we speak, the only one RFC 7609 defines."""
+"""The version of SMC-R that RFC 7609 defines."""
 HEADER_SIZE = 8
 """Bytes to read before a message's length is known."""
 MAX_MESSAGE_SIZE = 1024
-"""The longest message we read, bytes.  With all that SMC-R can add a Proposal has 524."""
+"""Bytes of the longest message that is read.  Chosen: the longest Proposal of SMC-R has 524."""
 MAX_PREFIXES = 8
 """IPv6 prefixes in a Proposal, at most (A.2.2)."""
 LINUX = 2
-"""The operating system that we say we are (version 2)."""
+"""The operating system that this side names in messages of version 2."""
 
 _HEADER = struct.Struct(">4sBH")  # eye catcher, type, length; then version and flags
 _DIAGNOSIS = struct.Struct(">4I")
@@ -108,9 +110,9 @@ _V2_FIRST_ACCEPT_SIZE = 160
 _V2_FIRST_CONFIRM_SIZE = 164  # and 16 for each GID
 _DECLINE_SIZES = (28, 44)
 
-_CACHED_PROPOSALS = 64  # how many encoded and decoded Proposals are cached
-# Version 2 and newer: the two low bits of a Proposal's flags are the offer of version 1, the two
-# above them that of version 2.  (1 is SMC-D.)
+_CACHED_PROPOSALS = 64  # encoded Proposals that are cached, and as many decoded ones; chosen
+# From version 2 on, the two low bits of a Proposal's flags are the offer of version 1, and the two
+# bits above them that of version 2: SMC-R, SMC-D (1), nothing or both.
 _OFFER_MASK, _SMC_R, _NOTHING, _BOTH = 0x03, 0, 2, 3
 _NO_GID = bytes(16)
 _END_OF_MEMORY = 1 << 64
@@ -165,7 +167,7 @@ class _Part(Value):
         self._check()
 
     def _check(self) -> None:
-        """Raise ValueError for values that fit their fields, but may not be sent."""
+        """Raise ValueError for values that fit their fields, but are forbidden."""
 
     def encode(self) -> bytes:
         """The bytes on the wire."""
@@ -176,13 +178,13 @@ class _Part(Value):
         """Decode bytes, at least as many as the layout has.
 
         Parameters:
-          version: whose fields are read, 1 or 2.
-          more: the fields that have no position.
+          version: 1 or 2: the fields of this version are read.
+          more: the values of the fields that have no position.
 
         Raises:
           ProtocolError: a value is forbidden.
         """
-        # Without the constructor, whose `Layout.check` is superfluous here and takes a while.
+        # Without the constructor, because its `Layout.check` is not needed here and takes time.
         part = object.__new__(cls)
         try:
             for name, value in (cls.LAYOUT.unpack_untrusted(data, version) | more).items():
@@ -198,7 +200,7 @@ class ClcMessage(_Part):
     """Base class of all CLC messages.
 
     Fields:
-      peer_id: the sender's: 2 bytes instance, 6 bytes RoCE MAC (A.2.1).
+      peer_id: the sender's peer ID: 2 bytes instance number, 6 bytes RoCE MAC (A.2.1).
       version: the version nibble, 1..15.
     """
 
@@ -213,7 +215,7 @@ class ClcMessage(_Part):
 
     @property
     def answer_version(self) -> int:
-        """The version of our answer: the lowest common one (A.2)."""
+        """The version of this side's answer: the highest that both sides have (A.2)."""
         return min(VERSION, self.version)
 
     def _framed(self, rest: bytes = b"") -> bytes:
@@ -236,7 +238,7 @@ class ClcMessage(_Part):
 @laid_out(17)
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Ipv6Prefix(_Part):
-    """One IPv6 prefix of a Proposal (figure 27): 16 bytes, and how many bits of them count."""
+    """One IPv6 prefix of a Proposal (figure 27): 16 bytes, and the length of the prefix in bits."""
 
     prefix: Annotated[bytes, Span(0, 16)]
     length: Annotated[int, Span(16, 1)]
@@ -274,7 +276,7 @@ class V2Offer(_Part):
 
     Fields:
       eids: all EIDs of the client, 32 bytes each, 1 to 8 (a peer may send none).
-      gid: of its RNIC, a RoCE version 2 GID, 16 bytes.
+      gid: the GID of the client's RNIC, for RoCE version 2, 16 bytes.
       release: 0 or 1; 4 bits.
       max_connections, max_links: of a link group, from release 1 on; else 0.
       features: from release 1 on, a mask of 16 bits.
@@ -295,9 +297,9 @@ class V2Offer(_Part):
           ProtocolError: the parts do not add up to the length, or there are too many EIDs.
         """
         if len(data) < cls.LAYOUT.size:
-            raise ProtocolError("no room for what version 2 adds")
+            raise ProtocolError("no room for the offer of version 2")
         offer = cls.read_untrusted(data)
-        smc_d = any(data[6:8])  # the offset of what SMC-D adds behind the EIDs
+        smc_d = any(data[6:8])  # the offset of the part of SMC-D, which follows the EIDs
         if not smc_d and len(data) > cls.LAYOUT.size + EID_SIZE * len(offer.eids):
             raise ProtocolError(f"{len(offer.eids)} EIDs in {len(data)} bytes")
         return offer
@@ -319,11 +321,11 @@ class Proposal(ClcMessage):
     Fields:
       gid, mac: the client's preferred RNIC, 16 and 6 bytes.
       flags: the 4 low bits of byte 7, from version 2 on; 0 in version 1, which reserves them.
-      ipv4_subnet: the subnet *number*, address & mask, 4 bytes; zeros on IPv6.  (The RFC's prose
-        says mask; its use in 3.5.1.2 and every known peer mean the subnet.)
-      ipv4_mask_length: bits of it, 0..32; 0 on IPv6.
+      ipv4_subnet: the subnet *number*, address & mask, 4 bytes; zeros on IPv6.  (The RFC's text of
+        this field says mask; but 3.5.1.2 and all known peers use the subnet.)
+      ipv4_mask_length: bits of the subnet, 0..32; 0 on IPv6.
       ipv6_prefixes: at most 8; empty on IPv4.
-      v2: the offer of SMC-R version 2.  None if version and flags announce no offer, or if the
+      v2: the offer of SMC-R version 2.  None if version and flags announce no such offer, or if the
         announced offer is missing.
     """
 
@@ -345,11 +347,11 @@ class Proposal(ClcMessage):
     def _check(self) -> None:
         ClcMessage._check(self)
         if self.version == 1 and self.flags:
-            raise ValueError(f"flags {self.flags} where version 1 has none")
+            raise ValueError(f"flags {self.flags} in version 1, which has none")
         if self.prefix_area() != _PrefixArea() and not _has_prefixes(self.version, self.flags):
             raise ValueError("prefixes without a version-1 offer")
         if self.v2 is not None and not _offers_v2(self.version, self.flags):
-            raise ValueError("v2 where version and flags offer none")
+            raise ValueError("v2, but version and flags do not announce it")
 
     def prefix_area(self) -> _PrefixArea:
         """The fields with the prefixes, as they are on the wire.  Raises ValueError."""
@@ -369,10 +371,11 @@ class Proposal(ClcMessage):
         return _decoded_untrusted(raw)
 
 
-# Where a Proposal has the offset of its prefix area, counted from the end of it (figure 26).
+# The field of a Proposal that has the offset of the prefix area.  The offset counts from the end of
+# the field (figure 26).
 _AREA_OFFSET = slice(38, 40)
-# From version 2 on 40 bytes come before the prefix area, and have the offset of the extension,
-# which is counted from its own end, too.
+# From version 2 on, 40 bytes come before the prefix area.  They have a field with the offset of the
+# extension, which counts from the end of that field, too.
 _V2_OFFSET = slice(50, 52)
 _V2_AREA_SIZE = 40
 _V2_AREA_END = _AREA_OFFSET.stop + _V2_AREA_SIZE
@@ -387,12 +390,14 @@ def _offers_v2(version: int, flags: int) -> bool:
 
 
 @functools.lru_cache(_CACHED_PROPOSALS)
-def _encoded(m: Proposal) -> bytes:
+def _encoded(proposal: Proposal) -> bytes:
     """Cached, because a client sends the same Proposal for all its connections."""
-    prefixes = m.prefix_area().encode() if _has_prefixes(m.version, m.flags) else b""
-    offer = b"" if m.v2 is None else m.v2.encode()
-    area = bytes(_V2_AREA_SIZE if m.version > 1 else 0)
-    message = bytearray(m._framed(area + prefixes + offer))
+    prefixes = (
+        proposal.prefix_area().encode() if _has_prefixes(proposal.version, proposal.flags) else b""
+    )
+    offer = b"" if proposal.v2 is None else proposal.v2.encode()
+    area = bytes(_V2_AREA_SIZE if proposal.version > 1 else 0)
+    message = bytearray(proposal._framed(area + prefixes + offer))
     if prefixes:
         message[_AREA_OFFSET] = len(area).to_bytes(2, "big")
     if offer:
@@ -420,7 +425,7 @@ def _decoded_untrusted(raw: bytes) -> Proposal:
         parts["ipv6_prefixes"] = area.ipv6_prefixes
         end = start + area.size
     if version == 1 and end < len(data):
-        raise ProtocolError(f"{len(data) - end} bytes behind the prefixes")
+        raise ProtocolError(f"{len(data) - end} bytes after the prefixes")
     if _offers_v2(version, flags) and (not parts or skip >= _V2_AREA_SIZE):
         if len(data) < _V2_AREA_END:
             raise ProtocolError("no room for version 2")
@@ -456,11 +461,11 @@ class FirstContact(_Part):
     Fields:
       direct: no gateway is between the RNICs; the server announces its route, and that of the
         client must be the same.
-      release: the agreed one, 4 bits.
+      release: the agreed release, 4 bits.
       max_connections, max_links: of the link group, from release 1 on; else 0.
       features: a subset of the Proposal's, from release 1 on, a mask of 16 bits.
-      system: operating system: 1 z/OS, 2 Linux, 3 AIX; 4 bits.
-      host: its name in ASCII, padded with blanks, 32 bytes; see ``host_name``.
+      system: the sender's operating system: 1 z/OS, 2 Linux, 3 AIX; 4 bits.
+      host: the name of the sender's host in ASCII, padded with blanks, 32 bytes; see ``host_name``.
     """
 
     direct: Annotated[bool, Bits(0, 0x80)]
@@ -473,7 +478,7 @@ class FirstContact(_Part):
 
     @property
     def host_name(self) -> str:
-        """The peer's name as printable ASCII; all other bytes are escaped."""
+        """The host's name as printable ASCII; all other bytes are escaped."""
         return eid_name(self.host)
 
 
@@ -483,8 +488,8 @@ class V2Answer(_Part):
     """The additional part of Accept and Confirm in version 2.
 
     Fields:
-      eid: the agreed one, 32 bytes.
-      first: only on first contact, else None.
+      eid: the agreed EID, 32 bytes.
+      first: on first contact the additional part of the message, else None.
       gids: in a Confirm on first contact the GIDs of the client's RNICs, 16 bytes each, the link's
         own first.
     """
@@ -528,7 +533,7 @@ class V2Answer(_Part):
 
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Credentials(ClcMessage):
-    """The common part of Accept and Confirm: the target of writes to the sender (A.2.3).
+    """The common fields of Accept and Confirm: where the receiver may write to (A.2.3).
 
     Fields:
       first_contact: the F bit; the server sets up a new link group.  Confirm has it from version 2
@@ -537,9 +542,9 @@ class Credentials(ClcMessage):
       rkey, rmb_address: the RToken of its RMB, 32 and 64 bits.
       rmbe_index: the element of the RMB that belongs to this connection, 1..255.
       alert_token: the token in all CDC messages to the sender, 32 bits.
-      buffer_size_code: n; an element has 16 KiB << n.  The RFC ends at 5, Linux at 15.
+      buffer_size_code: n; an element has 16 KiB << n.  n is at most 5 in the RFC, and 15 in Linux.
       qp_mtu: enumerated path MTU, 4 bits; see ``known_mtu``.
-      initial_psn: the first packet sequence number the sender will use, 24 bits.
+      initial_psn: the first packet sequence number that the sender will use, 24 bits.
       v2: the additional part of version 2.
     """
 
@@ -563,7 +568,7 @@ class Credentials(ClcMessage):
 
     @property
     def known_mtu(self) -> QpMtu | None:
-        """The QP MTU; None is a reserved value: Decline, on first contact (C.6)."""
+        """The QP MTU; None: the value is reserved, and a first contact is declined (C.6)."""
         try:
             return QpMtu(self.qp_mtu)
         except ValueError:
@@ -586,9 +591,9 @@ class Credentials(ClcMessage):
         if self.version == 1:
             raise ValueError("version 1 ends with the credentials")
         if (v2.first is not None) != self.first_contact:
-            raise ValueError("first contact with, and only with, what version 2 adds to it")
+            raise ValueError("first contact without `FirstContact`, or the reverse")
         if v2.gids and (self.TYPE is not MessageType.CONFIRM or not self.first_contact):
-            raise ValueError("GIDs in a message that has none")
+            raise ValueError("GIDs in a message that has no field for them")
         if len(v2.gids) > _MAX_GIDS:
             raise ValueError(f"{len(v2.gids)} GIDs")
 
@@ -663,7 +668,7 @@ class Decline(ClcMessage):
     def decode_untrusted(cls, raw: bytes) -> Self:
         """As `ClcMessage.decode_untrusted`."""
         if len(raw) == _DECLINE_SIZES[0]:
-            return cls.read_untrusted(raw[:20] + bytes(4))  # this form has no system
+            return cls.read_untrusted(raw[:20] + bytes(4))  # the 28-byte form has no system
         more = _DIAGNOSIS.unpack_from(raw, cls.LAYOUT.size)
         return cls.read_untrusted(raw, more_diagnosis=more)
 
@@ -744,7 +749,7 @@ def _check_start_untrusted(data: bytearray) -> None:
 
 
 class ClcReader:
-    """Collects one message after another from a TCP connection.
+    """Collects CLC messages, one after the other, from pieces of a TCP stream.
 
     Attributes:
       wanted: the most bytes that may be read now; never 0.
@@ -760,7 +765,7 @@ class ClcReader:
         return bool(self._data)
 
     def feed_untrusted(self, piece: bytes, awaited: frozenset[int] = _TYPES) -> bytes | None:
-        """Add 1 to `wanted` bytes; returns the message if they complete it.
+        """Add at least 1 and at most `wanted` bytes; return the message if it is complete.
 
         The eye catcher at the end is checked here while a message is incomplete;
         `decode_untrusted` checks it in a complete one.
@@ -770,12 +775,12 @@ class ClcReader:
           awaited: types of the messages that are allowed now.
 
         Raises:
-          ProtocolError: no CLC message, or none of an awaited type, begins or ends with these
-            bytes (RFC 7609, C.6).
+          ProtocolError: the bytes do not belong to a CLC message of an awaited type (RFC 7609,
+            C.6).
         """
         data = self._data
         if not data and not awaited:
-            raise ProtocolError("a CLC message that did not wait for an answer")
+            raise ProtocolError("a CLC message before the answer to the last one")
         data += piece
         self.wanted -= len(piece)
         size = len(data)
@@ -793,5 +798,5 @@ class ClcReader:
         ):
             raise ProtocolError("CLC message without the eye catcher at its end")
         if len(EYE_CATCHER) < size <= HEADER_SIZE and data[4] not in awaited:
-            raise ProtocolError(f"SMC {MessageType(data[4]).name.title()} out of turn")
+            raise ProtocolError(f"unexpected SMC {MessageType(data[4]).name.title()}")
         return None

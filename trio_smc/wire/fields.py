@@ -1,10 +1,11 @@
-"""Encoded fields, which are sizes of RMB elements and UEIDs, and the base class of messages.
+"""The base class of messages, and the encoding of RMBE sizes and of EIDs.
 
 The size of an RMB element is 16 KiB << n (RFC 7609, A.2.2).
 
-User enterprise IDs (UEIDs) select the peers of SMC-R version 2.  Two hosts with a UEID in common
-use version 2, even in different subnets.  On the wire an EID has 32 bytes, padded with blanks.
-Linux's ``smcr ueid add`` accepts the same names.  A UEID is not a secret.
+Enterprise IDs (EIDs) select the peers of SMC-R version 2.  Two hosts with an EID in common use
+version 2, even in different subnets.  An EID that a user has chosen is a UEID.  On the wire an EID
+has 32 bytes, padded with blanks.  Linux's ``smcr ueid add`` accepts the same names.  A UEID is not
+a secret.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 class Value:
-    """Base class of a message or a part of one: an immutable value that is compared, hashed and
-    shown by its fields.
+    """Base class of a message or of its parts: a value that is compared, hashed and shown by its
+    fields.  No code changes a value.
 
-    A dataclass would generate these methods again for each class, at each import.  That takes a
-    third of the time in which the class is created.
+    A dataclass would generate these methods again for each class, at each import, which makes the
+    import slower (docs/decisions.md, "what an import makes").
     """
 
     __slots__ = ()
@@ -61,16 +62,16 @@ class Value:
 
 
 RMBE_SIZE_UNIT = 16 * 1024
-"""Bytes of the smallest RMB element; sizes are this << n (RFC 7609, A.2.2)."""
+"""Bytes of the smallest RMB element (RFC 7609, A.2.2)."""
 
 
 def rmbe_size_of(code: int) -> int:
-    """Bytes of an RMB element whose size code is ``code`` (RFC 7609, A.2.2: 16 KiB << n)."""
+    """Bytes of an RMB element with this size code (RFC 7609, A.2.2)."""
     return RMBE_SIZE_UNIT << code
 
 
 def rmbe_size_code(size: int) -> int:
-    """The smallest size code whose element holds ``size`` bytes."""
+    """The size code of the smallest RMB element that holds ``size`` bytes."""
     return ((size - 1) // RMBE_SIZE_UNIT).bit_length() if size > RMBE_SIZE_UNIT else 0
 
 
@@ -83,7 +84,7 @@ def rmbe_size_for(size: int) -> int:
 EID_SIZE = 32
 """Bytes of an EID on the wire."""
 MAX_EIDS = 8
-"""The most EIDs in a Proposal; if there are more, Linux closes the TCP connection."""
+"""The most EIDs in a Proposal.  If there are more, Linux closes the TCP connection."""
 
 _NAME = re.compile(r"[A-Z0-9][A-Z0-9.-]*")
 
@@ -100,7 +101,7 @@ def encode_ueid(name: str) -> bytes:
     """
     if len(name) > EID_SIZE or not _NAME.fullmatch(name.rstrip(" ")):
         raise ValueError(
-            f"{name!r} is no UEID: 1 to {EID_SIZE} of A-Z, 0-9, '.', '-', the first no '.' or '-'"
+            f"invalid UEID {name!r}: 1 to {EID_SIZE} of A-Z, 0-9, '.', '-'; the first A-Z or 0-9"
         )
     return name.ljust(EID_SIZE).encode()
 

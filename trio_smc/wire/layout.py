@@ -45,7 +45,10 @@ _T = TypeVar("_T", bound="type[Any]")
 
 
 class Span(NamedTuple):
-    """``size`` whole bytes from ``offset`` on: an int, or bytes.  ``version`` 0: all versions."""
+    """``size`` whole bytes from ``offset`` on: an int, or bytes.
+
+    ``version`` is the version that has the field; 0: both versions.
+    """
 
     offset: int
     size: int
@@ -53,8 +56,10 @@ class Span(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """The adjacent bits ``mask`` of the byte at ``offset``: an int, or a bool, which is True if any
-    of the bits is set."""
+    """The adjacent bits ``mask`` of the byte at ``offset``: an int, or a bool.
+
+    A bool is True if any of the bits is set.
+    """
 
     offset: int
     mask: int
@@ -64,11 +69,11 @@ class Bits(NamedTuple):
 class Slots(NamedTuple):
     """``slots`` slots of ``size`` bytes each from ``offset`` on: a tuple of ints, bytes or items.
 
-    Slots beyond the layout's size exist if the message is long enough.
+    Slots beyond the layout's size exist only if the message is long enough.
 
-    ``count_in`` is the place of the number of items.  Either it is the name of a field: its value
-    counts all items of the sender and may exceed ``slots`` (a continuation message has the rest).
-    Or it is the offset of a byte, whose value is the length of the tuple.
+    ``count_in`` says where the number of items is.  If it is the name of a field, the field counts
+    all items of the sender and may exceed ``slots``: a continuation message has the other items.
+    If it is the offset of a byte, the byte is the length of the tuple.
     """
 
     offset: int
@@ -117,7 +122,7 @@ class _List(NamedTuple):
     def write(self, items: tuple[Any, ...], body: bytearray) -> None:
         offset, size, slots, where, _ = self.place
         if len(items) > slots:
-            raise ValueError(f"{len(items)} {self.name} where {slots} belong")
+            raise ValueError(f"{len(items)} {self.name}, more than {slots}")
         if not isinstance(where, str):
             body[where] = len(items)
         body[offset : offset + size * len(items)] = b"".join(map(self._packed, items))
@@ -132,29 +137,30 @@ class _List(NamedTuple):
         items = getattr(value, self.name)
         count = getattr(value, where) if isinstance(where, str) else len(items)
         if len(items) != min(count, slots):
-            raise ValueError(f"{len(items)} {self.name} where {min(count, slots)} belong")
+            raise ValueError(f"{len(items)} {self.name} instead of {min(count, slots)}")
         if self.item is int and any(not 0 <= item < 1 << 8 * size for item in items):
             raise ValueError(f"{self.name} beyond 0..{(1 << 8 * size) - 1}")
         if self.item is bytes and any(len(item) != size for item in items):
-            raise ValueError(f"{self.name} of other than {size} bytes")
+            raise ValueError(f"{self.name} are not of {size} bytes each")
 
 
 _CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
+"""The codes of module `struct` for integers of these sizes."""
 
 
 class _Bits(NamedTuple):
-    """A field that is a part of a cell."""
+    """A field that is a part of a cell (see `_Fixed`)."""
 
     cell: int
     name: str
     kind: type
     low: int
     mask: int
-    unit: int  # the number that stands in the cell for the value 1, or True
+    unit: int  # the number in the cell that encodes the value 1, or True
 
 
 class _Fixed:
-    """The fields of one version that are no lists, as one struct.
+    """All fields of one version but its lists, as one struct.
 
     A *cell* is an item of the struct: a field, or a byte whose bits are fields.
     """
@@ -162,7 +168,7 @@ class _Fixed:
     def __init__(self, placed: Iterable[_Field]) -> None:
         form, names, end = ">", list[str](), 0
         self._bits: list[_Bits] = []
-        self._long: list[tuple[int, str, int]] = []  # integers without a code: cell, name, size
+        self._long: list[tuple[int, str, int]] = []  # integers not in `_CODES`: cell, name, size
         for field in sorted(placed, key=lambda each: each.start):
             name, kind, start, size, low, largest = field
             if start >= end:
@@ -179,11 +185,11 @@ class _Fixed:
         self._shared = {each.cell for each in self._bits}
         self._struct = Struct(form)
         self._names = names
-        # With a single name the result would not be a tuple.
+        # One name more, because with a single name `attrgetter` returns no tuple.
         self._cells: Callable[[Any], tuple[Any, ...]] = attrgetter(*names, names[0])
 
     def unpack_untrusted(self, data: bytes) -> dict[str, Any]:
-        """The fields by name, of at least as many bytes as the struct has."""
+        """The fields by name; ``data`` has at least as many bytes as the struct."""
         cells = self._struct.unpack_from(data)
         values = dict(zip(self._names, cells, strict=True))
         for cell, name, kind, low, mask, _ in self._bits:
@@ -193,7 +199,7 @@ class _Fixed:
         return values
 
     def pack_into(self, body: bytearray, value: Any) -> None:
-        """Write the fields of ``value``, which fit, to the start of ``body``."""
+        """Write the fields of ``value``, which have passed `check`, to the start of ``body``."""
         *cells, _ = self._cells(value)
         for cell in self._shared:
             cells[cell] = 0
@@ -205,7 +211,7 @@ class _Fixed:
 
 
 class _Form(NamedTuple):
-    """The fields of one version, and the defaults of those that it does not have."""
+    """The fields of one version, and the defaults of the fields that only the other version has."""
 
     fixed: _Fixed
     lists: list[_List]
@@ -221,18 +227,19 @@ class Layout:
 
     @cached_property
     def _placed(self) -> list[tuple[int, _Field | _List]]:
-        # At the first use, because evaluating annotations took a tenth of the package's import.
+        # At the first use, because reading the annotations makes the import of the package slower
+        # (docs/decisions.md, "what an import makes").
         hints = get_type_hints(self._cls, include_extras=True)
         found = []
         for name in [field.name for field in fields(self._cls)]:
             if get_origin(hints[name]) is Annotated:
                 kind, *places = get_args(hints[name])
-                found += [(place.version, _placed(name, kind, place)) for place in places]
+                found += [(place.version, _field_of(name, kind, place)) for place in places]
         return found
 
     @cached_property
     def _all(self) -> list[_Field | _List]:
-        # If both versions have a field of that name, version 2's wins, which has more room.
+        # If both versions have a field with one name, that of version 2 counts: it has more room.
         return list({field.name: field for _, field in self._placed}.values())
 
     @cached_property
@@ -253,8 +260,8 @@ class Layout:
     def unpack_untrusted(self, data: bytes, version: int = 1) -> dict[str, Any]:
         """The fields of a message of at least ``size`` bytes, by name.
 
-        Each bit pattern fits its field, so `check` would find nothing.  A field that this version
-        does not have gets its default.
+        The values need no `check`, because each bit pattern fits its field.  A field that this
+        version does not have gets its default.
 
         Raises:
           ProtocolError: a list is longer than its slots, or than the message.
@@ -267,7 +274,7 @@ class Layout:
         return values
 
     def pack(self, value: Any, version: int = 1) -> bytearray:
-        """The bytes of ``value``, at least ``size``.
+        """The bytes of ``value``: ``size`` of them, or more if a list is longer.
 
         Raises:
           ValueError: a list is longer than this version allows.
@@ -285,7 +292,7 @@ class Layout:
             field.check(value)
 
 
-def _placed(name: str, kind: Any, place: Span | Bits | Slots) -> _Field | _List:
+def _field_of(name: str, kind: Any, place: Span | Bits | Slots) -> _Field | _List:
     if isinstance(place, Slots):
         return _List(name, get_args(kind)[0], place)
     if isinstance(place, Span):
@@ -295,7 +302,7 @@ def _placed(name: str, kind: Any, place: Span | Bits | Slots) -> _Field | _List:
 
 
 def laid_out(size: int) -> Callable[[_T], _T]:
-    """Class decorator, above ``@dataclass``: sets ``LAYOUT``, of a message of ``size`` bytes."""
+    """Class decorator above ``@dataclass``: sets ``LAYOUT`` of a message of ``size`` bytes."""
 
     def decorate(cls: _T) -> _T:
         cls.LAYOUT = Layout(cls, size)

@@ -5,7 +5,7 @@ and decode messages for a link group of version 1 (the RFC's) or version 2.  A f
 gives its position, in bytes from the start of the message (``trio_smc.wire.layout``).  A
 constructor raises ValueError for a value that does not fit its field.
 
-The versions differ in framing, and little in what the messages mean:
+The versions differ in the framing of messages, and little in their meaning:
 
 =======================  ==========================  ===============================================
 ..                       version 1                   version 2
@@ -21,7 +21,7 @@ limits of the group      links                       links, and from release 1 o
 Version 2 is the protocol of Linux 6.12.  A length and the count of RTokens are in the sender's byte
 order, which the receiver does not know.  So the decoder relies on the received size instead.
 
-The two high bits of the type define how a receiver treats a type that it does not know (A.3):
+The two high bits of the type define how a receiver treats a message of unknown type (A.3):
 
 ====  =========================================================================
 b00   must be supported: ProtocolError
@@ -109,7 +109,7 @@ class LlcMessage(Value):
     TYPE: ClassVar[MessageType]
     LAYOUT: ClassVar[Layout]
     LARGEST: ClassVar[int] = MESSAGE_SIZE
-    """Bytes of the longest, in version 2."""
+    """Bytes of the longest message of the type, in version 2."""
 
     reply: Annotated[bool, Bits(3, 0x80)] = False
 
@@ -128,13 +128,13 @@ class ConfirmLink(LlcMessage):
 
     Fields:
       no_eye_catcher: the sender's RMBEs have no eye catcher and their data starts at offset 0.
-        Not in the RFC: Linux announces it in the two low flag bits and insists on it.
+        Not in the RFC: Linux sets the two low flag bits for this, and requires them of its peers.
       mac, gid, qp_number: the sender's end of this link: 6 and 16 bytes, 24 bits.
       link_number: given by the server, echoed by the client.
       link_user_id: opaque, for display only.
-      max_links: the most links the sender supports in the group; the smaller value counts.  In
-        version 2 what CLC agreed on.
-      max_connections: of the group, from version 2, release 1, on; else 0.
+      max_links: the most links that the sender supports in the group; the smaller value of the
+        two sides counts.  In version 2 the number on which the sides agreed by CLC.
+      max_connections: of the group, from release 1 of version 2 on; else 0.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CONFIRM_LINK
@@ -162,7 +162,7 @@ class RTokenPair(Value):
     """The RToken of an RMB on the new link (RFC 7609, figure 34).
 
     Fields:
-      reference_rkey: the RMB's RKey on the link that the message travels on.
+      reference_rkey: the RMB's RKey on the link that carries the message.
       new_rkey, new_address: its RToken on the new link, 32 and 64 bits.
     """
 
@@ -194,7 +194,7 @@ class AddLinkExtension(Value):
         if len(self.target_gid) != 16:
             raise ValueError(f"target_gid has {len(self.target_gid)} bytes instead of 16")
         if len(self.pairs) > _MAX_ITEMS:
-            raise ValueError(f"{len(self.pairs)} pairs where {_MAX_ITEMS} belong")
+            raise ValueError(f"{len(self.pairs)} pairs, more than {_MAX_ITEMS}")
 
     def encode(self) -> bytes:
         """The bytes from offset 44 on."""
@@ -227,10 +227,10 @@ _PAIR_SIZE = 16
 @laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class AddLink(LlcMessage):
-    """ADD LINK: the server adds a link, or a client asks it to (then only MAC and GID count).
+    """ADD LINK: the server adds a link, or a client requests one (then only MAC and GID count).
 
-    Two reserved bytes (10-11) lie between MAC and GID.  Figure 32 draws the message without
-    them, but that is what deployed peers send and what their readers expect.
+    Two reserved bytes (10-11) lie between MAC and GID.  Figure 32 does not have them, but existing
+    peers send and expect them.
 
     Fields:
       rejected: the Z bit of a reply; then ``reason`` says why (:class:`AddLinkReason`, 4 bits),
@@ -238,7 +238,7 @@ class AddLink(LlcMessage):
       mac, gid, qp_number: the sender's end of the new link: 6 and 16 bytes, 24 bits.
       link_number: number of the new link, given by the server, echoed by the client.
       qp_mtu: enumerated path MTU, 4 bits (``trio_smc.wire.clc.QpMtu``).
-      initial_psn: the first packet sequence number the sender will use, 24 bits.
+      initial_psn: the first packet sequence number that the sender will use, 24 bits.
       extension: version 2's RTokens; None in a rejection, which has 44 bytes.
     """
 
@@ -259,9 +259,9 @@ class AddLink(LlcMessage):
 @laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class RequestAddLink(LlcMessage):
-    """REQUEST ADD LINK, version 2: a client that has another RNIC asks for a link.
+    """REQUEST ADD LINK, version 2: a client that has another RNIC requests a link.
 
-    ADD LINK is the answer, or if the server adds none, a reply without GIDs.
+    The server answers with ADD LINK or, if it adds no link, with a reply without GIDs.
 
     Fields:
       gids: of the client's RNICs, 16 bytes each, at most 255.
@@ -309,8 +309,8 @@ class DeleteLink(LlcMessage):
     """DELETE LINK, figure 35: delete one link, or with ``all_links`` the link group.
 
     Fields:
-      all_links: the A bit; ``link_number`` is then 0 and means nothing.
-      orderly: the O bit; not because of an error.
+      all_links: the A bit; ``link_number`` is then 0 and has no meaning.
+      orderly: the O bit; False if an error is the reason.
       link_number: the link to delete.
       reason: 32 bits, :class:`DeleteLinkReason` or any other value of a peer.
     """
@@ -328,7 +328,7 @@ class DeleteLink(LlcMessage):
 class TestLink(LlcMessage):
     """TEST LINK, figure 40: a keepalive.  The reply echoes the 16 bytes of ``user_data``."""
 
-    __test__: ClassVar[bool] = False  # or pytest would collect it as a test case
+    __test__: ClassVar[bool] = False  # otherwise pytest would collect this class as a test case
     TYPE: ClassVar[MessageType] = MessageType.TEST_LINK
 
     user_data: Annotated[bytes, Span(4, 16)] = bytes(16)
@@ -357,10 +357,10 @@ class ConfirmRkey(LlcMessage):
     Fields:
       negative: the Z bit of a reply.
       retry: the C bit of a negative reply: try again after the current configuration change.
-      other_tokens: NumTkns, how many *other* links' RTokens there are in all; the link that the
-        message travels on is not counted.  Above 2 a CONFIRM RKEY CONTINUATION follows (the
-        RFC's "three or fewer" counts a slot that does not exist).
-      rkey, address: the RToken on the link the message travels on, 32 and 64 bits.
+      other_tokens: NumTkns, the number of RTokens on *other* links; the RToken on the link that
+        carries the message is not counted.  If it is above 2, a CONFIRM RKEY CONTINUATION follows
+        (the RFC's "three or fewer" counts a slot that does not exist).
+      rkey, address: the RToken on the link that carries the message, 32 and 64 bits.
       others: two RTokens on other links, or as many as ``other_tokens`` says.
     """
 
@@ -379,7 +379,7 @@ class ConfirmRkey(LlcMessage):
 class ConfirmRkeyContinuation(LlcMessage):
     """CONFIRM RKEY CONTINUATION: the RTokens for which CONFIRM RKEY had no room.
 
-    Figure 38 also draws a reserved byte at the end, for which 44 bytes have no room.
+    Figure 38 also has a reserved byte at the end, for which there is no room in 44 bytes.
 
     Fields:
       negative: the Z bit of a reply.
@@ -400,10 +400,10 @@ class DeleteRkey(LlcMessage):
     """DELETE RKEY, figure 39: deleted RMBs.
 
     Fields:
-      negative: the Z bit of a reply; then ``error_mask`` marks the RKeys that were not deleted,
-        0x80 being the first; in version 2 ``unknown`` is their number.
+      negative: the Z bit of a reply; then ``error_mask`` marks the RKeys that were not deleted
+        (0x80 is the first).  Version 2 has their number, ``unknown``, instead.
       rkeys: at most 8, or 255 in version 2: the RKeys on the link that carries the message.  Linux
-        sends one at a time, and its replies of version 2 have zeros in their place.
+        sends one at a time, and in its replies of version 2 the RKeys are zeros.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.DELETE_RKEY
@@ -424,7 +424,7 @@ class OptionalMessage(Value):
     """A message of an unknown optional type, to be discarded silently (A.3).
 
     Fields:
-      data: its bytes; the first is the type, 0x80-0xBF.
+      data: the bytes of the message; the first is the type, 0x80-0xBF.
     """
 
     data: bytes
@@ -447,7 +447,7 @@ Message: TypeAlias = (
     | OptionalMessage
 )
 
-_BOTH: tuple[type[LlcMessage], ...] = (
+_COMMON: tuple[type[LlcMessage], ...] = (
     *(ConfirmLink, AddLink, DeleteLink, ConfirmRkey, DeleteRkey, TestLink),
 )
 
@@ -461,16 +461,16 @@ class Framing(ABC):
     Attributes:
       version: of SMC-R.
       types: first bytes of the messages that must be supported.
-      largest: bytes of the longest message; receive buffers need as many.
+      largest: bytes of the longest message, and so of a receive buffer.
     """
 
     version: ClassVar[int]
     largest: ClassVar[int]
     _MARK: ClassVar[int]
-    _ONLY: ClassVar[tuple[type[LlcMessage], ...]]
+    _SPECIFIC: ClassVar[tuple[type[LlcMessage], ...]]
 
     def __init__(self) -> None:
-        self._classes = {self._MARK | cls.TYPE: cls for cls in (*_BOTH, *self._ONLY)}
+        self._classes = {self._MARK | cls.TYPE: cls for cls in (*_COMMON, *self._SPECIFIC)}
         self.types: frozenset[int] = frozenset(self._classes)
 
     def encode(self, message: LlcMessage | OptionalMessage) -> bytes:
@@ -496,8 +496,8 @@ class Framing(ABC):
           data: exactly the received message.
 
         Raises:
-          ProtocolError: no message of the type has this size, the length field has another value,
-            the type must be supported but is unknown, or a list is longer than the message.
+          ProtocolError: no message of the type has this size, the length field does not match the
+            size, the type must be supported but is unknown, or a list is longer than the message.
         """
         raw = bytes(data)
         self._check_size_untrusted(raw, self.largest)
@@ -534,7 +534,7 @@ class _Version1(Framing):
     version: ClassVar[int] = 1
     largest: ClassVar[int] = MESSAGE_SIZE
     _MARK = 0
-    _ONLY = (AddLinkContinuation, ConfirmRkeyContinuation)
+    _SPECIFIC = (AddLinkContinuation, ConfirmRkeyContinuation)
 
     def _with_header(self, kind: int, body: bytearray) -> bytes:
         body[:2] = bytes((kind, MESSAGE_SIZE))
@@ -549,7 +549,7 @@ class _Version2(Framing):
     version: ClassVar[int] = 2
     largest: ClassVar[int] = AddLink.LARGEST
     _MARK = 0x20
-    _ONLY = (RequestAddLink,)
+    _SPECIFIC = (RequestAddLink,)
 
     def _with_header(self, kind: int, body: bytearray) -> bytes:
         body[:3] = bytes((kind,)) + len(body).to_bytes(2, _NATIVE)

@@ -34,7 +34,7 @@ def test_a_link_is_found_after_its_end() -> None:
     links[2] = link(2, confirmed=False)
     assert find(links, 1) is one
     assert find(links, 2) is None
-    links.forget(one)
+    links.remove(one)
     assert 1 not in links
     assert find(links, 1) is one
 
@@ -43,7 +43,7 @@ def test_not_for_ever() -> None:
     links = Links()
     for number in range(1, GONE_LINKS + 2):
         links[number] = link(number)
-        links.forget(links[number])
+        links.remove(links[number])
     assert find(links, 1) is None
     assert find(links, 2) is not None
 
@@ -52,11 +52,11 @@ def test_links_without_a_peer_displace_no_other_link() -> None:
     """A client without a further RNIC rejects each link that its server offers."""
     links = Links()
     one = links[1] = link(1)
-    links.forget(one)
+    links.remove(one)
     for number in range(2, GONE_LINKS + 2):
         links[number] = offered = link(number)
         offered.peer = None
-        links.forget(offered)
+        links.remove(offered)
         assert number not in links
     assert find(links, 1) is one
 
@@ -65,39 +65,39 @@ def test_a_link_that_was_replaced_is_not_forgotten_twice() -> None:
     links = Links()
     old, new = link(1), link(1)
     links[1] = new
-    links.forget(old)
+    links.remove(old)
     assert links[1] is new
 
 
 def test_rtokens_of_a_gone_link_still_name_their_rmb() -> None:
     rmbs = PeerRmbs()
     rmb = rmbs.learn_untrusted({1: A, 2: B})
-    rmbs.forget_link(1)
+    rmbs.drop_link(1)
     assert rmbs.find(1, A.rkey) is None
     assert rmb.tokens == {2: B}
     assert rmbs.find_named(1, A) is rmb
     assert rmbs.find_named(1, RToken(A.rkey, 0x9000)) is None
     assert rmbs.find_named(2, B) is rmb
     assert rmbs.find_named(2, RToken(B.rkey, 0x9000)) is None
-    rmbs.forget(rmb)
+    rmbs.remove(rmb)
     assert rmbs.find_named(1, A) is None
 
 
 def test_rtokens_are_not_remembered_for_ever() -> None:
     rmbs = PeerRmbs()
     rmb = rmbs.learn_untrusted({200: B, 1: A})
-    rmbs.forget_link(1)
+    rmbs.drop_link(1)
     for number in range(2, GONE_LINKS + 1):
-        rmbs.forget_link(number)
+        rmbs.drop_link(number)
     assert rmbs.find_named(1, A) is rmb
-    rmbs.forget_link(GONE_LINKS + 1)
+    rmbs.drop_link(GONE_LINKS + 1)
     assert rmbs.find_named(1, A) is None
 
 
 def test_an_rmb_without_any_link_is_gone() -> None:
     rmbs = PeerRmbs()
     rmbs.learn_untrusted({1: A})
-    rmbs.forget_link(1)
+    rmbs.drop_link(1)
     assert rmbs.find_named(1, A) is None
     rmbs.learn_untrusted({1: A, 2: B})
     with pytest.raises(ProtocolError):

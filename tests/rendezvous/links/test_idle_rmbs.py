@@ -188,7 +188,7 @@ def test_a_negative_reply_is_only_logged(caplog: pytest.LogCaptureFixture) -> No
             rkey = client.group.own_rmbs.tokens(rmb)[1].rkey
             known = server.group.peer_rmbs.find(1, rkey)
             assert known is not None
-            server.group.peer_rmbs.forget(known)
+            server.group.peer_rmbs.remove(known)
         client.record()
         world.pass_time(RMB_IDLE + LOOK)
         (reply,) = [each for each in all_messages(client) if _is_answer(each)]

@@ -97,7 +97,7 @@ def test_a_refused_set_of_tokens_leaves_nothing_behind() -> None:
     peer = PeerRmbs()
     one = peer.learn_untrusted({1: RToken(1, 1), 2: RToken(2, 1)})
     two = peer.learn_untrusted({1: RToken(3, 3)})
-    with pytest.raises(ProtocolError, match="given as one"):
+    with pytest.raises(ProtocolError, match="announced as those of one"):
         peer.learn_untrusted({1: RToken(3, 3), 2: RToken(2, 1), 3: RToken(9, 9)})
     with pytest.raises(ProtocolError, match="changed"):
         peer.learn_untrusted({3: RToken(9, 9), 1: RToken(3, 4)})
@@ -115,7 +115,7 @@ def test_a_links_tokens_go_with_it() -> None:
     peer.learn_untrusted({2: RToken(5, 5)})
     both.elements[1] = user = _User()
     assert peer.covers(1)
-    peer.forget_link(2)
+    peer.drop_link(2)
     assert (len(peer), peer.find(2, 2), peer.find(2, 5)) == (1, None, None)
     assert peer.find(1, 1) is both
     assert not peer.covers(2)
@@ -223,7 +223,7 @@ def test_a_negative_reply_without_retry_waits_for_the_next_occasion(end: int) ->
         assert done == [None]
         known = peer.group.peer_rmbs.find(1, 0)
         assert known is not None
-        peer.group.peer_rmbs.forget(known)
+        peer.group.peer_rmbs.remove(known)
         done = elements(side, 1)
         world.settle()
         assert done[0] is not None
@@ -377,7 +377,7 @@ def test_parts_that_do_not_fit_together_cost_the_link(end: int, received: list[A
             side.group.rkey_exchanges.on_request_untrusted(link, received[-1])
         side.group.on_llc_untrusted(link, received[-1].encode())
         assert link.state == "DOWN"
-        side.group.rkeys.forget_link(1)
+        side.group.rkeys.drop_link(1)
         assert not side.group.rkeys.awaits_continuation
 
 
@@ -464,8 +464,8 @@ def test_pairs_of_a_link_that_is_not_added_are_forgotten() -> None:
         ping_pong(client.group, server.group, old=2, ends=(new[0], new[1]))
         assert server.group.peer_rmbs.covers(3)
         for side, link in zip((client, server), new, strict=True):
-            side.group.rkeys.forget_link(3)
-            side.group.rkeys.forget_link(3)
+            side.group.rkeys.drop_link(3)
+            side.group.rkeys.drop_link(3)
             link.close()
         world.settle()
         assert not server.group.peer_rmbs.covers(3)
@@ -598,7 +598,7 @@ def test_the_longer_list_decides_the_number_of_continuations(here: int, there: i
 def remove_link(client: Side, server: Side, number: int) -> None:
     for side in (client, server):
         link = side.group.links.pop(number)
-        side.group.rkeys.forget_link(number)
+        side.group.rkeys.drop_link(number)
         link.close()
 
 

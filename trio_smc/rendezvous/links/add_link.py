@@ -3,18 +3,18 @@
 
 Theory of operation
 -------------------
-ADD LINK and its reply name both ends. Then the two sides exchange CONTINUATIONs until both have
-sent all their RTokens, the server first. Each CONTINUATION has up to two RTokens and the number of
-those that follow. CONFIRM LINK then shows that the link works. All messages but the last travel on
-an existing link, the carrier. In version 2 ADD LINK and its reply contain the RTokens, and there
-are no CONTINUATIONs.
+ADD LINK and its reply name the two queue pairs. Then the two sides exchange CONTINUATIONs, the
+server first, until both have sent all their RTokens. Each CONTINUATION has up to two RTokens and
+the number of RTokens that are left. CONFIRM LINK then shows that the link works. CONFIRM LINK
+travels on the new link, and all other messages on an existing link, the carrier. In version 2 ADD
+LINK and its reply contain the RTokens, and there are no CONTINUATIONs.
 
-Before a side connects its queue pair, its RNIC must know the address of the other end. If it does
-not, the side waits by a timer (`AddressWait`) and then checks all conditions again.
+Before a side connects its queue pair, its RNIC must know the address of the other end. If the RNIC
+does not know it, the side waits by a timer (`AddressWait`) and then checks all conditions again.
 
-`link_demand` decides when a link is added, `link_set` which RNICs it joins. `states.llc_exchange`
+`link_demand` decides when a link is added, and `link_set` on which RNICs. `states.llc_exchange`
 has the states of the exchange, and its failures. At first contact no data may flow before the
-second link is confirmed or given up (`settle`).
+second link is confirmed or given up (`end_first_contact`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class LinkAdding:
 
     Attributes:
       new: the link that is being added.
-      number: its number, which is kept after the link was given up.
-      peer_answers: True if the peer has ever answered ADD LINK; always true for a client.
+      number: the number of `new`, which is kept after the link was given up.
+      peer_answers: True if the peer has answered an ADD LINK at any time; always true for a client.
       continuations: the exchange of RTokens for the new link.
     """
 
@@ -73,10 +73,10 @@ class LinkAdding:
         self._given_up: set[int] = set()
         self._dropped: set[int] = set()
 
-    # --- the decision to add one -----------------------------------------------------------------
+    # --- the decision to add a link --------------------------------------------------------------
 
     def start(self) -> bool:
-        """Begin ADD LINK if a link is wanted and possible."""
+        """Begin ADD LINK if a link is wanted and possible; True if the exchange has begun."""
         group, demand = self._group, self._demand
         if not demand.wanted:
             return False
@@ -98,27 +98,27 @@ class LinkAdding:
         return True
 
     def start_second(self, carrier: Link) -> None:
-        """At first contact the server's ADD LINK follows, even with a single RNIC (3.5.1.6)."""
+        """At first contact, exchange ADD LINK now, even if there is a single RNIC (3.5.1.6)."""
         group = self._group
         self._exchange.begin("add_link", carrier)
         if group.client:
             return
         rnics = [carrier.rnic, *group.usable_rnics()]
         rnic = server_rnic(group.links, rnics, self._setup.max_links, news=True) or carrier.rnic
-        # The client waits for ADD LINK, even for one without a queue pair.
+        # If this fails, ADD LINK names no queue pair: the client waits for it in any case.
         self._make(group.links.next_number(), rnic)
         self._offer(carrier, rnic)
 
     def _answer_request(self) -> None:
         """Version 2: reply to a client's request that no link is added."""
-        asked, self._request_link = self._request_link, None
-        if asked is not None:
-            asked.send_llc(llc.RequestAddLink(reply=True))
+        link, self._request_link = self._request_link, None
+        if link is not None:
+            link.send_llc(llc.RequestAddLink(reply=True))
 
     def on_message_untrusted(self, link: Link, message: llc.AddLink | llc.RequestAddLink) -> None:
         """Process ADD LINK or REQUEST ADD LINK, or the reply.
 
-        Raises ProtocolError if the message is out of turn.
+        Raises ProtocolError if the message is unexpected.
         """
         if isinstance(message, llc.AddLink):
             self._on_add_link_untrusted(link, message)
@@ -128,19 +128,19 @@ class LinkAdding:
     def _on_request_untrusted(self, link: Link, message: llc.RequestAddLink) -> None:
         """Process REQUEST ADD LINK, or the reply that no link is added.
 
-        Raises ProtocolError if the peer's role has no such message.
+        Raises ProtocolError if the peer's role never sends such a message.
         """
         if message.reply is not self._group.client:
             raise ProtocolError("REQUEST ADD LINK from the wrong side")
         if not message.reply:
-            # An ADD LINK under way answers it.
+            # If an ADD LINK is under way, it is the answer.
             self._request_link = link if self._exchange.state != "ADD_LINK" else None
             self._exchange.send("peer_notice")
 
     def _send_notice(self) -> None:
-        """Send the client's ADD LINK: it has an RNIC for one more link (3.5.5.1.2).
+        """Send the client's ADD LINK: the client has an RNIC for one more link (3.5.5.1.2).
 
-        In version 2 it is REQUEST ADD LINK, with the GIDs of all its RNICs.
+        In version 2 this is REQUEST ADD LINK, with the GIDs of the RNICs.
         """
         group, links = self._group, self._group.links
         carrier = links.oldest()
@@ -179,34 +179,34 @@ class LinkAdding:
         return True
 
     def drop(self) -> None:
-        """Free the new link, which carried nothing."""
+        """Free the new link, which has carried no data."""
         self._address.cancel()
         link, self.new = self.new, None
         if link is not None:
             self._dropped.add(link.number)
-            self._group.forget_link(link)
+            self._group.free_link(link)
 
     def give_up(self) -> None:
-        """The client did not answer; its reply may still come."""
+        """Note that the client did not answer; its reply may still come."""
         self._given_up.add(self.number)
 
     def withdraw(self) -> None:
-        """The server's DELETE LINK for the link that could not be added (3.5.1.6.2)."""
+        """Delete the link that could not be added, by the server's DELETE LINK (3.5.1.6.2)."""
         self._deletion.withdraw(self.number)
 
     def request_withdrawal(self) -> None:
-        """The client's DELETE LINK for that link; the server sends one of its own."""
+        """Request the deletion of that link from the server, by the client's DELETE LINK."""
         self._deletion.requests.request(self.number, llc.DeleteLinkReason.LOST_PATH)
 
     def new_link_failed(self, link: Link) -> bool:
-        """True if ``link``, which has failed, is being added: then it is given up."""
+        """``link`` has failed: give it up if it is being added; True if it is."""
         if link is not self.new:
             return False
         self._exchange.send("new_link_lost")
         return True
 
-    def settle(self) -> None:
-        """The exchange has ended: at first contact data may flow now."""
+    def end_first_contact(self) -> None:
+        """End a first contact that is under way: data may flow now, with or without a new link."""
         if self._group.state == "FORMING":
             self._group.machine.send("formed")
 
@@ -243,7 +243,7 @@ class LinkAdding:
         """Note the peer's RTokens on the new link, which version 2 sends at once.
 
         Raises:
-          ProtocolError: they contradict known RTokens, or one is missing.
+          ProtocolError: the RTokens contradict known ones, or one is missing.
         """
         if self._group.terms.version > 1:
             if message.extension is None:
@@ -261,7 +261,7 @@ class LinkAdding:
             self.continuations.start(carrier, new)
 
     def _on_add_link_untrusted(self, link: Link, message: llc.AddLink) -> None:
-        """Process ADD LINK or its reply.  Raises ProtocolError if it is out of turn."""
+        """Process ADD LINK or its reply.  Raises ProtocolError if it is unexpected."""
         exchange = self._exchange
         if self._group.client:
             if message.reply:
@@ -288,8 +288,8 @@ class LinkAdding:
     def _on_late_rejection_untrusted(self, number: int) -> None:
         """The client rejects the new link after it has agreed to it.
 
-        Linux does so if anything fails after its agreement. The client does not have the link then,
-        and does not answer a DELETE LINK that crossed its rejection.
+        Linux does so if an error occurs after its agreement. The client then does not have the
+        link, and does not answer a DELETE LINK that crossed its rejection.
         """
         exchange = self._exchange
         if number in self._dropped:
@@ -306,9 +306,10 @@ class LinkAdding:
         """Answer the server's ADD LINK.
 
         Raises:
-          ProtocolError: a link of the group has its number. The server reuses a number only after
-            the client has replied to DELETE LINK, so the two sides have different links (A.3.2,
-            C.7.1). If the reply was sent, but is not complete here yet, there is no error.
+          ProtocolError: a link of the group has the number in the message. The server reuses a
+            number only after the client has replied to DELETE LINK, so the two sides have different
+            links (A.3.2, C.7.1). It is no error if this client has sent that reply, and does not
+            know yet that the reply has arrived.
         """
         exchange = self._exchange
         self._address.cancel()  # the server has given up its previous offer
@@ -345,23 +346,23 @@ class LinkAdding:
         return client_rnic(group.links, rnics, self._setup.max_links, peer)
 
     def _when_reachable(self, rnic: Rnic, message: llc.AddLink, then: Callable[[], None]) -> None:
-        """Call ``then`` when the RNIC knows the address of the peer's end, or after the wait."""
+        """Call ``then`` when the RNIC knows the address of the peer's end, or after `PATIENCE`."""
         exchange = self._exchange
         if not self._address.begin(rnic, message.gid, then) and exchange.state == "ADD_LINK":
             exchange.send("address_awaited")
 
     def _answer_offer(self, link: Link, message: llc.AddLink) -> None:
-        """Accept or reject the offer, by the conditions after the wait."""
+        """Accept or reject the offer. The conditions may have changed during the wait."""
         group = self._group
         if group.links.get(link.number) is not link or link.state == "DOWN":
-            return  # no answer is expected any more
+            return  # the server expects no answer any more
         rnic = self._client_end(link, message)
         if rnic is None:
             self._reject(link, message)
         elif not self._accept(link, message, rnic):
             self._reject(link, message)
-            # The cause (an unknown neighbour) may be temporary, and a server whose link was
-            # rejected may wait for a notice of the client before it offers a link again.
+            # The cause (such as an unknown neighbour) may be temporary, and the server may offer a
+            # link again only after a notice of the client.
             self._demand.on_join_failed()
 
     def _accept(self, carrier: Link, message: llc.AddLink, rnic: Rnic) -> bool:
@@ -421,7 +422,7 @@ class LinkAdding:
             self._when_reachable(new.rnic, message, lambda: self._connect(carrier, message))
 
     def _fits(self, new: Link, message: llc.AddLink) -> bool:
-        """True if the client's end is possible for the new link."""
+        """True if the new link may have the client's end that the message names."""
         peer = PeerPort(message.gid, message.mac)
         return (
             new.state != "DOWN"
@@ -430,7 +431,7 @@ class LinkAdding:
         )
 
     def _connect(self, carrier: Link, message: llc.AddLink) -> None:
-        """Connect the server's end, if it can still be used."""
+        """Connect the server's end, if the new link is still possible after the wait."""
         new, exchange = self.new, self._exchange
         if new is None or carrier.state == "DOWN" or not self._fits(new, message):
             exchange.send("withdraw")
@@ -455,13 +456,13 @@ class LinkAdding:
             new.send_llc(self._setup.confirm_link(new, reply=False))
 
     def on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
-        """Process CONFIRM LINK on the new link, or its reply; the link is active then.
+        """Process CONFIRM LINK on the new link, or its reply; afterwards the link is active.
 
-        Raises ProtocolError if it is out of turn or names other ends (C.7.1).
+        Raises ProtocolError if the message is unexpected or names other queue pairs (C.7.1).
         """
         group = self._group
         if self._exchange.state != "ADD_LINK_CONFIRM":
-            raise ProtocolError("CONFIRM LINK out of turn")
+            raise ProtocolError("unexpected CONFIRM LINK")
         self._setup.check_confirm_link_untrusted(link, message)
         if message.link_number != link.number:
             raise ProtocolError("CONFIRM LINK for another link")
@@ -493,7 +494,7 @@ class LinkAdding:
 
 
 def _mtu_reserved(message: llc.AddLink) -> bool:
-    """True if a queue pair is named with an invalid MTU (A.3.2)."""
+    """True if the message names a queue pair and an invalid MTU (A.3.2)."""
     return message.qp_number != 0 and not 1 <= message.qp_mtu <= 5
 
 
@@ -548,15 +549,15 @@ class Continuations:
     def on_continuation_untrusted(self, link: Link, message: llc.AddLinkContinuation) -> None:
         """Note the RTokens of the peer's RMBs on the new link.
 
-        Raises ProtocolError if they are out of turn, or are not as many as announced.
+        Raises ProtocolError if the message is unexpected, or has more RTokens than were announced.
         """
         group, exchange, new = self._group, self._exchange, self._adding.new
         if message.reply is group.client or message.link_number != self._adding.number:
-            raise ProtocolError("ADD LINK CONTINUATION out of turn")
+            raise ProtocolError("unexpected ADD LINK CONTINUATION")
         if new is None and exchange.state == "DELETE_LINK":
             return  # the link was given up meanwhile
         if new is None or exchange.state != "ADD_LINK_CONTINUATION" or link is not exchange.carrier:
-            raise ProtocolError("ADD LINK CONTINUATION out of turn")
+            raise ProtocolError("unexpected ADD LINK CONTINUATION")
         first = self._peer_left is None
         self._learn_untrusted(link, new, message)
         if group.client:
@@ -576,7 +577,7 @@ class Continuations:
 
     def _learn_untrusted(self, link: Link, new: Link, message: llc.AddLinkContinuation) -> None:
         expected, left = self._peer_left, message.tokens_left
-        # Fewer are possible: an RMB was deleted meanwhile. `covers` checks for missing ones.
+        # There may be fewer, if an RMB was deleted meanwhile. `covers` checks that none is missing.
         if expected is not None and left > expected:
             raise ProtocolError(f"{left} RTokens are left instead of {expected}")
         self._peer_left = max(0, left - _PAIRS)

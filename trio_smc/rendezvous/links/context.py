@@ -1,6 +1,7 @@
-"""Protocols for the link group and its `Exchanges`, which import the parts that use them.
+"""Protocols of the link group and its `Exchanges`, for the parts of a group.
 
-All other parts of a group import each other.
+`group` and `exchanges` import the parts, so the parts cannot import them.  All other parts import
+each other.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Exchange(Protocol):
     """The LLC exchange under way, of which there is one at a time (3.5.5.3)."""
 
     carrier: Link | None
-    """The link that the ADD LINK or DELETE LINK exchange under way travels on."""
+    """The link that carries the ADD LINK or DELETE LINK exchange under way."""
 
     @property
     def state(self) -> str:
@@ -46,7 +47,7 @@ class Exchange(Protocol):
         """Send an event to the exchange under way."""
 
     def begin(self, event: str, link: Link) -> None:
-        """Begin an exchange on ``link``; ``event`` is the chart's name for it."""
+        """Begin an exchange on ``link`` with an event of `trio_smc.states.llc_exchange`."""
 
     def done(self) -> None:
         """The exchange under way is complete."""
@@ -79,22 +80,22 @@ class Group(LinkOwner, Protocol):
 
     @property
     def reply_timeout(self) -> float:
-        """Seconds that we wait for an LLC message."""
+        """Seconds to wait for an LLC message."""
 
     def usable_rnics(self) -> list[Rnic]:
         """This side's RNICs that links may use."""
 
     def rnic_unavailable(self, rnic: Rnic) -> None:
-        """Delete the links on ``rnic`` in order."""
+        """Delete the links on ``rnic`` orderly: their connections leave first."""
 
-    def forget_link(self, link: Link) -> None:
-        """Free the link's resources."""
+    def free_link(self, link: Link) -> None:
+        """Free the resources of a link that has failed or was deleted."""
 
     def link_ready(self, link: Link) -> None:
         """A further link was confirmed."""
 
     def remove_link(self, number: int) -> None:
-        """Remove a link, on which both sides agree."""
+        """Remove a link, because both sides have agreed to delete it."""
 
     def delete_all(self, reason: int) -> None:
-        """Comply with the peer's DELETE LINK for the whole group."""
+        """Process the peer's DELETE LINK for the whole group."""

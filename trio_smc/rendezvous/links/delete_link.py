@@ -2,23 +2,23 @@
 
 Theory of operation
 -------------------
-The server deletes links, in an exchange: connections leave the link (`LinkLeaving`), then DELETE
-LINK is sent over another link, and on the client's reply the link is freed. The client's
-connections leave the link too, then it replies, and frees the link when the reply has arrived. A
-link that has failed already has no connections and is freed at once; the messages are exchanged all
-the same.
+The server deletes links, in an exchange: its connections leave the link (`LinkLeaving`), then it
+sends DELETE LINK over another link, and on the client's reply it frees the link. When DELETE LINK
+arrives, the client's connections leave the link, too. Then the client replies, and frees the link
+when the reply has arrived. A link that has failed already has no connections and is freed at once,
+but the two sides exchange the messages for it, too.
 
 A client requests a deletion from its server, and waits for the server's DELETE LINK
 (`DeletionRequests`).
 
-If the link that the connections have moved to fails, and no other is usable, the deletion is
-cancelled, because the peers still reach each other over the remaining link (4.8.3). Each side
-decides that alone, unless it knows that the other side has freed the link.
+If the link to which the connections have moved fails, and no other link is usable, the deletion is
+cancelled, because the peers still reach each other over the link that was to be deleted (4.8.3).
+Each side decides this alone, unless it knows that the other side has freed the link.
 
 `states.link_group` handles DELETE LINK for the whole group.
 
-Two links without a common RNIC are always kept, for redundancy. Another link that was unused for a
-while is deleted, and added again when connections use all remaining links (`IdleLinks`).
+Two links without a common RNIC are always kept, for redundancy. A further link that no connection
+has used for a while is deleted, and added again when connections use all other links (`IdleLinks`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ __all__ = [
 LOGGER = logging.getLogger("trio_smc.link_group")
 
 _PATIENCE: Final = 3
-"""Reply time-outs that a client waits for its server, which may first have to end another exchange
-(3.5.5.3.1), and then to move its connections off the link."""
+"""A client waits for its server's DELETE LINK this many times as long as for a reply: one time-out
+each for another exchange that the server may have to end first (3.5.5.3.1), for its connections to
+leave the link, and for the message. Chosen."""
 
 
 class PlannedDeletion(NamedTuple):
@@ -75,7 +76,7 @@ class DeletionRequests:
     """The client's requests to its server to delete links.
 
     Attributes:
-      pending: by link number, the requests that the server has not answered yet.
+      pending: the requests that the server has not answered yet, by the number of the link.
     """
 
     def __init__(self, group: Group) -> None:
@@ -83,7 +84,7 @@ class DeletionRequests:
         self.pending: dict[int, _PendingRequest] = {}
 
     def request(self, number: int, reason: int, *, orderly: bool = False) -> None:
-        """Send DELETE LINK; the server sends its own later."""
+        """Send DELETE LINK; the server answers later, by a DELETE LINK of its own."""
         links = self._group.links
         link = links.for_llc(avoid=links.get(number))
         if link is not None and number not in self.pending:
@@ -105,37 +106,38 @@ class DeletionRequests:
         if number != link.number and self._group.links.usable() == [link]:
             # Linux answers only when all its sends over the lost link have failed, which may never
             # happen over soft-RoCE, and it drops requests that arrive during another exchange. The
-            # last link has delivered our message, so it works, and TEST LINK watches it (4.5.3):
-            # do not end its connections, but repeat the request.
+            # last link has delivered the request, so the link works, and TEST LINK tests it
+            # (4.5.3): keep it with its connections, and repeat the request.
             self._send(link, wanted)
             return
-        # C.7.1: the link that carried it is not usable either; `link_lost` repeats the request.
+        # C.7.1: the link that carried the request is not usable either. `link_lost` repeats the
+        # request.
         link.machine.send("failed")
 
     def wanted(self, number: int) -> PlannedDeletion | None:
         """The request for link ``number`` that the server has not answered yet, or None."""
-        asked = self.pending.get(number)
-        return None if asked is None else asked.wanted
+        request = self.pending.get(number)
+        return None if request is None else request.wanted
 
-    def given_up(self, link: Link) -> bool:
-        """True if a DELETE LINK for ``link`` was sent over another link.
+    def has_request_for(self, link: Link) -> bool:
+        """True if this client has sent a DELETE LINK for ``link`` over another link.
 
         Until the answer, requests of the server over ``link`` are ignored; the server repeats them
         over another link (C.7.1).
         """
-        asked = self.pending.get(link.number)
-        return asked is not None and asked.link is not link
+        request = self.pending.get(link.number)
+        return request is not None and request.link is not link
 
     def discard(self, number: int) -> bool:
         """Discard a request; True if there was one."""
-        asked = self.pending.pop(number, None)
-        if asked is not None:
-            asked.timer.cancel()
-        return asked is not None
+        request = self.pending.pop(number, None)
+        if request is not None:
+            request.timer.cancel()
+        return request is not None
 
     def link_lost(self, link: Link) -> None:
         """Repeat the requests sent over ``link``, which has failed."""
-        for wanted in [asked.wanted for asked in self.pending.values() if asked.link is link]:
+        for wanted in [request.wanted for request in self.pending.values() if request.link is link]:
             self.discard(wanted.number)
             self.request(wanted.number, wanted.reason, orderly=wanted.orderly)
 
@@ -146,24 +148,24 @@ class DeletionRequests:
 
 
 class LinkLeaving:
-    """The links of one group that connections are leaving."""
+    """Lets the connections of one group leave links that will be deleted."""
 
     def __init__(self, group: Group, left: Callable[[int], None]) -> None:
-        """`left`: called with the number of a link without connections."""
+        """``left``: called with the number of a link when its connections have left."""
         self._group = group
         self._left = left
         self._leaving: dict[int, Timer] = {}
 
     def begin(self, number: int, *, orderly: bool) -> None:
-        """Let connections leave a link, if there are two usable links.
+        """Let connections leave a link, if there is another usable link.
 
-        orderly: True if they leave while it still works; otherwise the link fails at once.
+        ``orderly``: connections leave while the link still works; otherwise the link fails at once.
         """
         link = self._group.links.get(number)
         if number in self._leaving:
             return
         if link is None or not link.usable or self._group.links.least_loaded(but=link) is None:
-            self._left(number)  # no connections, or no other link for them
+            self._left(number)  # no connection can leave, or there is no other link
         elif orderly:
             link.machine.send("leave")
             self._leaving[number] = self._group.timers.call_later(
@@ -177,7 +179,7 @@ class LinkLeaving:
     def _timed_out(self, number: int) -> None:
         link = self._group.links.get(number)
         if link is not None:
-            LOGGER.info("%r: its connections do not leave", link)
+            LOGGER.info("%r: connections did not leave in time", link)
             self._group.mover.link_lost(link)
         self._has_left(number)
 
@@ -186,7 +188,7 @@ class LinkLeaving:
             self._left(number)
 
     def stop(self, number: int) -> bool:
-        """Stop the wait for a link; True if there was one."""
+        """Stop the wait for connections to leave a link; True if there was such a wait."""
         timer = self._leaving.pop(number, None)
         if timer is not None:
             timer.cancel()
@@ -237,11 +239,11 @@ class LinkDeletion:
             self._exchange.start_queued()
 
     def server_deletes(self, number: int) -> bool:
-        """True if the server deletes the link already: then its failure is not announced."""
+        """True if the server is deleting the link: then a failure of it is not announced."""
         return number in self._server_requests
 
     def has_replied(self, number: int) -> bool:
-        """True if this client has replied to DELETE LINK for this link, but not freed it yet.
+        """True if this client has replied to DELETE LINK for this link, but not freed the link yet.
 
         The server may have freed it.
         """
@@ -274,8 +276,8 @@ class LinkDeletion:
 
     def _on_request_from_client(self, link: Link, message: llc.DeleteLink) -> None:
         number = message.link_number
-        if self._cleaning_up(number):
-            return  # C.7.1: a timing window
+        if self._is_being_deleted(number):
+            return  # C.7.1: this request and the server's DELETE LINK have crossed
         if number not in self._group.links:
             self._reply(link, number, llc.DeleteLinkReason.UNKNOWN_LINK)
             return
@@ -286,15 +288,15 @@ class LinkDeletion:
         self._from_client = PlannedDeletion(number, message.reason, message.orderly)
         self._exchange.send("deletion_requested")
 
-    def _cleaning_up(self, number: int) -> bool:
+    def _is_being_deleted(self, number: int) -> bool:
         current = self._current is not None and self._current.number == number
         return current or (number in self._queue and number not in self._group.links)
 
     def _on_request_from_server(self, link: Link, message: llc.DeleteLink) -> None:
         number = message.link_number
         if number not in self._group.links:
-            asked = self.requests.discard(number)
-            reason = message.reason if asked else llc.DeleteLinkReason.UNKNOWN_LINK
+            was_requested = self.requests.discard(number)
+            reason = message.reason if was_requested else llc.DeleteLinkReason.UNKNOWN_LINK
             self._reply(link, number, reason)
             self._finish_if_done()
             return
@@ -303,20 +305,20 @@ class LinkDeletion:
 
     def _on_reply(self, number: int) -> None:
         if self._group.client:
-            # The server has no such link (any more).
+            # The server does not have the link, or no longer.
             if self.requests.discard(number):
                 self._finish_if_done()
         elif self._current is not None and self._current.number == number:
             wanted, self._current = self._current, None
             if wanted.reason == llc.DeleteLinkReason.OPERATOR:
                 self._demand.pause()
-            # 3.5.5.1.3: only now the server frees the link.
+            # 3.5.5.1.3: the server frees the link only after the reply.
             link = self._group.links.get(number)
-            had_come = link is not None and link.confirmed
+            was_confirmed = link is not None and link.confirmed
             self._group.remove_link(number)
             if self._group.state != "GONE":
-                if had_come:
-                    # If the kind of the group is unchanged, no other event requests a link.
+                if was_confirmed:
+                    # Needed if the kind of the group is unchanged: then no state change does this.
                     self._demand.want(news=False)
                 self._exchange.done()
 
@@ -352,12 +354,12 @@ class LinkDeletion:
         self._exchange.send("link_left")
 
     def leave(self) -> None:
-        """Move connections off the link; a client does so for all links that the server named."""
+        """Let connections leave the link; on a client, all links that the server deletes."""
         if self._group.client:
             for number, (_, message) in list(self._server_requests.items()):
                 link = self._group.links.get(number)
                 if link is not None and not message.orderly:
-                    self.keep_last_link(link)  # it has failed, which this side has not noticed
+                    self.keep_last_link(link)  # the link has failed, and this side did not notice
                 self._leaving.begin(number, orderly=True)
         elif self._current is not None:
             self._leaving.begin(self._current.number, orderly=self._current.orderly)
@@ -383,7 +385,7 @@ class LinkDeletion:
             )
 
     def requeue(self) -> None:
-        """The link that carried DELETE LINK has failed: begin again later (C.7.1)."""
+        """Begin the deletion again later: the link that carried DELETE LINK has failed (C.7.1)."""
         wanted, self._current = self._current, None
         if wanted is not None:
             self._queue = {wanted.number: wanted, **self._queue}
@@ -409,7 +411,7 @@ class LinkDeletion:
         )
 
     def _deletion_confirmed(self, number: int) -> None:
-        """The reply has arrived, or never will: remove the link on this side."""
+        """Remove the link on this side, because the reply has arrived, or never will."""
         self._server_requests.pop(number, None)
         if self._replied.pop(number, None) is not None:
             self._group.remove_link(number)
@@ -419,7 +421,7 @@ class LinkDeletion:
     # --- failures ----------------------------------------------------------------------------
 
     def keep_last_link(self, lost: Link) -> None:
-        """``lost`` fails: cancel the orderly deletion of the only other link (4.8.3)."""
+        """Cancel the orderly deletion of the only other link, because ``lost`` fails (4.8.3)."""
         group = self._group
         others = [each for each in group.links.values() if each.confirmed and each is not lost]
         usable = [each for each in others if each.usable]
@@ -427,7 +429,7 @@ class LinkDeletion:
             return
         link = (usable or others)[0]
         if self._cancel_deletion(link, lost):
-            LOGGER.info("%r stays: it is the only one", link)
+            LOGGER.info("%r is not deleted: no other link is usable", link)
             if link.state == "LEAVING":
                 link.machine.send("stay")
                 group.mover.link_stays(link)
@@ -452,11 +454,11 @@ class LinkDeletion:
         if under_way:
             self._current = None
         if exchange.state == "DELETE_LINK" and self._current is None and not self._server_requests:
-            exchange.carrier = lost  # the exchange ends with it
+            exchange.carrier = lost  # the failure of this link ends the exchange
         return True
 
     def link_lost(self, link: Link) -> None:
-        """Messages sent over ``link``, which has failed, may not have arrived."""
+        """``link`` has failed, so messages that were sent over it may not have arrived."""
         if self._leaving.stop(link.number):
             self._left(link.number)
         for number in [each for each, over in self._replied.items() if over is link]:
@@ -470,7 +472,7 @@ class LinkDeletion:
 
 
 _REDUNDANT: Final = 2
-"""Symmetric links that are never deleted for being idle."""
+"""Links without a common RNIC that are kept even if they are idle: two give redundancy."""
 
 
 class IdleLinks:
@@ -483,7 +485,7 @@ class IdleLinks:
         self._timer: Timer | None = None
 
     def watch(self) -> None:
-        """Start the timer, with the interval of idle groups; server only."""
+        """Start the timer, with the time of idle groups (`Config.link_group_idle`); server only."""
         group = self._group
         if self._timer is None and not group.client and self._more_than_needed():
             self._timer = group.timers.call_later(group.config.link_group_idle, self._check)
@@ -499,16 +501,16 @@ class IdleLinks:
         oldest = group.timers.now() - group.config.link_group_idle
         for link in reversed(group.links.symmetric()[_REDUNDANT:]):
             if not link.users and link.empty_since <= oldest:
-                self._demand.spared = True
+                self._demand.idle_link_deleted = True
                 self._deletion.delete_link(link.number, llc.DeleteLinkReason.PROGRAM)
-                break  # one at a time: the next check finds the next one
+                break  # one at a time; the next check finds the next link
         self.watch()
 
     def connection_placed(self) -> None:
-        """If all links are in use, add one more."""
+        """A connection has got a link: if all links are in use now, add a link again."""
         demand = self._demand
-        if demand.spared and all(link.users for link in self._group.links.usable()):
-            demand.spared = False
+        if demand.idle_link_deleted and all(link.users for link in self._group.links.usable()):
+            demand.idle_link_deleted = False
             demand.want(news=False)
 
     def close(self) -> None:

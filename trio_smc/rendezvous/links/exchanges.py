@@ -10,7 +10,7 @@ bounded queues. After an exchange the next one is chosen: deletions first, becau
 a lost link, then new links, then RKeys.
 
 An exchange that fails is not repeated on another link (2.3), except an exchange of RKeys. TEST LINK
-and DELETE LINK for the whole group are not exchanges: they are processed at once.
+and DELETE LINK for the whole group are processed at once, and are no exchanges in this sense.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trio_smc.rendezvous.links.add_link import LinkAdding
 from trio_smc.rendezvous.links.delete_link import LinkDeletion
 from trio_smc.rendezvous.links.first_contact import LinkSetup
 from trio_smc.rendezvous.links.link_demand import LinkDemand
-from trio_smc.rendezvous.links.rkeys import RkeyExchanges, fail
+from trio_smc.rendezvous.links.rkeys import RkeyExchanges, fail_unanswered
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import LLC_EXCHANGE
 from trio_smc.wire import llc
@@ -81,7 +81,7 @@ class Exchanges:
         return self.machine.state == "ADD_LINK_CONFIRM" and number == self.adding.number
 
     def begin(self, event: str, link: Link) -> None:
-        """Begin an exchange on ``link``; ``event`` is the chart's name for it."""
+        """Begin an exchange on ``link`` with an event of `trio_smc.states.llc_exchange`."""
         self.carrier = link
         self.machine.send(event)
 
@@ -94,15 +94,15 @@ class Exchanges:
         self.machine.send("queued")
 
     def link_lost(self, link: Link) -> None:
-        """Everything that travelled on ``link`` has failed."""
+        """``link`` has failed, and with it the exchanges that it carried."""
         begun = self.machine.state == "CHANGE_RKEYS" or self._chosen
-        was_theirs = self.rkey_exchanges.link_lost(link, begun=begun)
-        if link is self.carrier or (was_theirs and begun):
+        carried_rkeys = self.rkey_exchanges.link_lost(link, begun=begun)
+        if link is self.carrier or (carried_rkeys and begun):
             self.machine.send("carrier_lost")
 
     def end(self) -> None:
         """End all exchanges, because the group is gone."""
-        self.rkey_exchanges.fail_queued()  # at once, although an exchange may be failing just now
+        self.rkey_exchanges.fail_queued()  # at once: the event may have to wait for another one
         self.machine.send("end")
 
     # --- messages of the peer ----------------------------------------------------------------
@@ -111,13 +111,13 @@ class Exchanges:
         """Dispatch one LLC message of the peer (A.3, C.7.1).
 
         Raises:
-          ProtocolError: it violates the rules, so the link fails (C.7.1).
+          ProtocolError: the message violates the rules, so the link fails (C.7.1).
         """
         message = self._group.terms.framing.decode_untrusted(data)
         if link.state == "CONFIRMING" and not _may_come_first(message):
             raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
         if _is_obsolete(self._group, link, message) or (
-            self.deletion.requests.given_up(link) and _is_command(message)
+            self.deletion.requests.has_request_for(link) and _is_request(message)
         ):
             LOGGER.debug("%r: %s is ignored", link, type(message).__name__)
             return
@@ -150,12 +150,12 @@ class Exchanges:
                 self.adding.start_second(link)
             else:
                 self.setup.commit_to_smc()
-                self.adding.settle()
+                self.adding.end_first_contact()
 
     # --- actions of states.llc_exchange; others are actions of the parts ---------------------
 
     def start_next(self) -> None:
-        """Begin the most urgent waiting exchange."""
+        """Begin the waiting exchange that comes first: a deletion, a new link, or RKeys."""
         if self._chosen:
             return
         self.carrier = None
@@ -167,21 +167,21 @@ class Exchanges:
             self._chosen = True
 
     def start_reply_timer(self) -> None:
-        """C.7: longer at first contact, so that a write time-out and a Decline fit in."""
+        """Limit the wait for the next message of the exchange by `Group.reply_timeout`."""
         self.stop_reply_timer()
         self._timer = self._group.timers.call_later(
             self._group.reply_timeout, lambda: self.send("timeout")
         )
 
     def stop_reply_timer(self) -> None:
-        """The reply came, or is no longer needed."""
+        """The message has come, or is no longer needed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def fail_carrier(self) -> None:
-        """The link that carried the message is not usable either (C.7.1)."""
-        fail(self.carrier, self.machine.state)
+        """Fail the link that carried a message without an answer (C.7.1)."""
+        fail_unanswered(self.carrier, self.machine.state)
 
     # --- guards --------------------------------------------------------------------------------
 
@@ -199,8 +199,8 @@ class Exchanges:
     def only_carrier(self) -> bool:
         """True if the only usable link carries the deletion of a lost link.
 
-        Linux replies when all its sends over the lost link have failed, which may take long. TEST
-        LINK watches the carrier meanwhile.
+        Linux replies when all its sends over the lost link have failed, which may take long.
+        Meanwhile TEST LINK shows whether the carrier works.
         """
         return (
             not self.forming
@@ -228,21 +228,24 @@ def _may_come_first(message: llc.Message) -> bool:
 
 
 def _is_obsolete(group: Group, link: Link, message: llc.Message) -> bool:
-    """True if a message arrived on a failing link, where nothing can be exchanged, or offers a
-    link over one whose deletion this client has requested (C.7.1)."""
+    """True if a message is to be ignored (C.7.1).
+
+    Such a message arrived on a failing link, on which no exchange is possible, or is an ADD LINK
+    over a link that is about to be deleted.
+    """
     if group.state == "GONE" or (link.failing and not _ends_group(message)):
         return True
     return group.client and link.state == "LEAVING" and isinstance(message, llc.AddLink)
 
 
-def _is_command(message: llc.Message) -> bool:
+def _is_request(message: llc.Message) -> bool:
     """True if a server's message is a request to the group (C.7.1).
 
     DELETE LINK does not count as one, so it is never ignored: it may report that the other link has
     failed.
     """
-    not_asking = llc.ConfirmLink | llc.TestLink | llc.OptionalMessage | llc.DeleteLink
-    return not (isinstance(message, not_asking) or message.reply)
+    no_requests = llc.ConfirmLink | llc.TestLink | llc.OptionalMessage | llc.DeleteLink
+    return not (isinstance(message, no_requests) or message.reply)
 
 
 def _ends_group(message: llc.Message) -> bool:

@@ -2,20 +2,21 @@
 
 Theory of operation
 -------------------
-First contact, seen from the server: `LinkGroup.open_first_link` (INIT) before SMC Accept;
-`connect_first` on SMC Confirm, which sends CONFIRM LINK; its reply makes the link active; then
-ADD LINK is tried (`add_link`), and the group is formed with or without a second link. The client
-mirrors this: `connect_first` (RTR) on SMC Accept, RTS and the CONFIRM LINK reply when the request
-arrives, then the server's ADD LINK is answered and the group is formed.
+First contact, seen from the server: before SMC Accept, `LinkGroup.open_first_link` makes a queue
+pair in INIT. On SMC Confirm, `connect_first` connects it and sends CONFIRM LINK. The reply makes
+the link active. Then the server sends ADD LINK (`add_link`), and the group is formed with or
+without a second link. The client does the same from its side: on SMC Accept, `connect_first` takes
+the queue pair to RTR. When CONFIRM LINK arrives, the client takes the queue pair to RTS and
+replies. Then it answers the server's ADD LINK, and the group is formed.
 
 RMB elements begin with an eye catcher (4.2) on both sides, or on neither. Linux has none, and
 announces this in two bits of CONFIRM LINK that the RFC reserves. A peer that follows the RFC does
-not know them, so they count only if both CONFIRM LINKs have them. The first elements are laid out
-before that is known; they get their eye catchers then, before any data arrives.
+not know these bits, so they count only if both CONFIRM LINKs have them. The first elements are made
+before CONFIRM LINK. If necessary they get their eye catchers afterwards, before any data arrives.
 
-If a first contact fails, `our_turn` is true if the negotiation may decline: this side had to send
-the next LLC message, or its message is not known to have arrived. Otherwise the peer notices the
-failure first (C.7).
+If a first contact fails, one side declines. `our_turn` is true if this is the side: if this side
+had to send the next LLC message, or if its last message is not known to have arrived. Otherwise the
+peer notices the failure first (C.7).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class GroupFailure(Enum):
     """The reason of a failed first contact."""
 
     LINK_LOST = auto()
+    """The new link has failed."""
     LACK = auto()
     """This side lacks resources for the link, or to write to the peer's RMB."""
     TIMED_OUT = auto()
@@ -61,22 +63,22 @@ class GroupFailure(Enum):
 
 
 class FirstContact(Protocol):
-    """The negotiation that is forming the group; notified once of the outcome."""
+    """The negotiation that forms the group; it is notified once of the outcome."""
 
     def group_formed(self) -> None:
         """Data may flow."""
 
     def group_failed(self, failure: GroupFailure, error: ProtocolError | None) -> None:
-        """The link could not be confirmed; ``error`` is the peer's violation, if any."""
+        """The link could not be confirmed; ``error``: the peer's violation, or None."""
 
 
 class LinkSetup:
-    """Brings up the first link of one group, and keeps the limits agreed on.
+    """Brings up the first link of one group, and has the agreed limits.
 
     Attributes:
       may_fall_back: True if a failure may still lead to TCP (RFC 7609, C.3).
-      our_turn: True if this side announces such a failure to the peer (C.2, C.7).
-      max_links: the largest number of links (3.5.1.5); agreed on by CLC in version 2.
+      our_turn: True if this side has to decline after such a failure (C.2, C.7).
+      max_links: the largest number of links (3.5.1.5). In version 2 the sides agree on it by CLC.
       failure, error: the reason of a failed first contact.
     """
 
@@ -92,7 +94,7 @@ class LinkSetup:
         self._rkey = 0  # of the peer's first RMB
 
     def connect_first(self, peer: PeerQueuePair, rkey: int) -> Link:
-        """Connect the first link; the server's sends CONFIRM LINK.
+        """Connect the first link; a server also sends CONFIRM LINK.
 
         Args:
           peer: the peer's end.
@@ -105,7 +107,7 @@ class LinkSetup:
         link = self._group.links[FIRST_LINK]
         self._rkey = rkey
         link.connect(peer)
-        if link.qp.lacks_resources():  # CONFIRM LINK would wait
+        if link.qp.lacks_resources():  # CONFIRM LINK would wait for the resources
             raise RnicError(errno.ENOMEM, "no resources to reach the peer's queue pair")
         self._exchange.begin("confirm_link", link)
         if not self._group.client:
@@ -123,7 +125,7 @@ class LinkSetup:
         link.machine.send("failed")
 
     def give_up(self) -> None:
-        """End the group: nothing more arrived on the new link (RFC 7609, C.7.1)."""
+        """End the group: the expected message did not arrive on the new link (RFC 7609, C.7.1)."""
         self.failure = GroupFailure.TIMED_OUT
         self._group.machine.send("links_lost")
 
@@ -143,10 +145,10 @@ class LinkSetup:
         )
 
     def check_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
-        """Raise ProtocolError if CONFIRM LINK is out of turn or names other ends (C.7.1)."""
+        """Raise ProtocolError if CONFIRM LINK is unexpected or names other queue pairs (C.7.1)."""
         peer = link.peer
         if peer is None or link.state != "CONFIRMING" or message.reply is self._group.client:
-            raise ProtocolError("CONFIRM LINK out of turn")
+            raise ProtocolError("unexpected CONFIRM LINK")
         named = (message.gid, message.mac, message.qp_number)
         if named != (peer.gid, peer.mac, peer.qp_number):
             raise ProtocolError("CONFIRM LINK names another queue pair than was agreed")
@@ -158,7 +160,7 @@ class LinkSetup:
         except ProtocolError as error:
             if not self._group.client or link.state != "CONFIRMING" or message.reply:
                 raise
-            # C.7.1 requires a Decline instead of the reply.
+            # C.7.1 requires SMC Decline instead of the reply.
             LOGGER.warning("%r: %s", link, error)
             self.our_turn = True
             link.machine.send("failed")
@@ -170,7 +172,7 @@ class LinkSetup:
         if not message.no_eye_catcher:
             self._group.own_rmbs.enable_eye_catchers()
         if self._group.terms.version == 1:
-            # 3.5.1.5: the lower limit counts; 0 means the server's limit, 2 is the smallest.
+            # 3.5.1.5: the lower limit counts, but at least 2; 0 means that the peer sets none.
             self.max_links = max(_LEAST_LINKS, min(message.max_links or LINK_LIMIT, LINK_LIMIT))
         if self._group.client:
             self._renumber(link, message.link_number)
@@ -190,20 +192,20 @@ class LinkSetup:
         return True
 
     def _renumber(self, link: Link, number: int) -> None:
-        # The server assigns the number of the first link (3.5.1.5); old servers count from 0.
+        # The server assigns the number of the first link (3.5.1.5); old servers begin with 0.
         del self._group.links[link.number]
         self._rkeys.renumber(link.number, number)
         link.number = number
         self._group.links[number] = link
 
     def commit_to_smc(self) -> None:
-        """From now on a failure can only reset the TCP connection (C.3)."""
+        """The point of no return (C.3): from now on a failure can only reset the TCP connection."""
         self.may_fall_back = False
 
     def assume_peer_turn(self) -> None:
-        """Leave the Decline to the peer, if a message in flight may still arrive there.
+        """Leave the Decline to the peer, if a message of this side may still arrive there.
 
-        Called when the group is terminated without a failure.
+        Called when the group is terminated without a failure of the link.
         """
         if any(link.unacknowledged for link in self._group.links.values()):
             self.our_turn = False

@@ -6,15 +6,16 @@ A link group is a core without sockets, tasks or clocks: messages, completions a
 calls, and the group calls its `GroupHost`. Its parts:
 
 - the links by number (`link`, `link_set`), with the choice of a link for a new connection;
-- the first link (`first_contact`), the decision on further links (`link_demand`), their addition
-  (`add_link`) and deletion (`delete_link`), and RKeys (`rkeys`); `exchanges` runs them in turn;
+- the LLC exchanges, which `exchanges` runs one after the other: the first link (`first_contact`),
+  the decision on further links (`link_demand`), their addition (`add_link`) and deletion
+  (`delete_link`), and RKeys (`rkeys`);
 - this side's RMBs (`own_rmbs`) and the peer's (`peer_rmbs`);
 - the connections, each with its link and the peer's element that it writes into
   (`GroupConnections`).
 
 When a link fails (`link_failing`, `link_down`), its connections move to another link
-(`failover.mover`), its queue pair is closed, the link is removed, and the peer is notified over
-another link. Without another link the group ends (4.8.3).
+(`failover.mover`), its queue pair is closed, the link is removed from the group, and the peer is
+notified over another link. Without another link the group ends (4.8.3).
 
 When a group ends, its links and RKeys are closed at once. Its connections and then its RMBs are
 closed a few in each pass of the scheduler: each connection has a TCP connection to end and a task
@@ -73,9 +74,11 @@ __all__ = [
 LOGGER = logging.getLogger("trio_smc.link_group")
 
 _TURN: Final = 0.001
-"""Seconds after which the end of a group leaves the rest to the scheduler's next pass."""
+"""Seconds after which the end of a group leaves the rest to the scheduler's next pass. Chosen;
+docs/decisions.md, "many ends at once", has the longest delays with this value."""
 _CLIENT_IDLE_EXTRA: Final = 10.0
-"""Seconds. The server ends idle groups (3.5.4); the client does so if its server did not."""
+"""Seconds that a client waits longer than its server before it ends an idle group. The server
+should end idle groups (3.5.4). Chosen."""
 
 
 class GroupHost(LinkHost, Protocol):
@@ -103,10 +106,10 @@ class LinkGroup:
       peer_id: the peer's 8-byte peer ID. A server has zeros until SMC Confirm, if the Proposal has
         no peer ID.
       terms, agreed: the agreement of the two sides, and the part of it that users see.
-      proposed: how the first Proposal named the client (`terms.proposed`); for a server.
-      rnic: the RNIC of the first link; decides whether the group is of software or RoCE kind.
-      links: by number.
-      connections: by our alert token, closing ones included.
+      proposed: on a server, how the first Proposal named the client (`terms.proposed`).
+      rnic: the RNIC of the first link. All links of a group have RNICs of one kind.
+      links: the links by number.
+      connections: the connections by this side's alert token, with those that are closing.
       own_rmbs, peer_rmbs, rkeys: the memory that each side may write into, and its RKeys.
       exchanges: the LLC exchanges, with their parts `setup`, `demand`, `adding`, `deletion` and
         `rkey_exchanges`.
@@ -120,7 +123,7 @@ class LinkGroup:
         self.client = client
         self.peer_id = peer_id
         self.terms = terms
-        self.agreed: Agreed = terms.agreed  # every connection is counted under it
+        self.agreed: Agreed = terms.agreed  # made once, because each connection is counted by it
         self.proposed = proposed
         self.rnic = rnic
         self.config = config
@@ -144,11 +147,11 @@ class LinkGroup:
         self.first_contact: FirstContact | None = None
         self.machine: Machine = Machine(LINK_GROUP, self)
         self._requested = 0
-        self._ending_for: int = llc.DeleteLinkReason.PROGRAM
+        self._end_reason: int = llc.DeleteLinkReason.PROGRAM
         self._timer: Timer | None = None
         self._ending: Timer | None = None
         self._termination_link: Link | None = None
-        self._settled: list[Callable[[], None]] = []
+        self._when_settled: list[Callable[[], None]] = []
         self.mover: Mover = host.new_mover(self)
 
     def __repr__(self) -> str:
@@ -189,12 +192,12 @@ class LinkGroup:
         """True if the client that a Proposal names has formed the group (`terms.proposed`).
 
         The Proposal may name an RNIC whose link has just failed, or is not added yet. The peer ID
-        of a software RNIC is random enough to identify a process without a GID.
+        of a software RNIC has enough random bits to identify a process without a GID.
         """
         peer_id, gid = proposed
         if self.proposed[0] != peer_id:
             return False
-        known = gid == self.proposed[1] or self.links.reaches_lately(gid)
+        known = gid == self.proposed[1] or self.links.reached_recently(gid)
         return known or self.rnic.kind == "software"
 
     def test_links(self, peer_id: bytes) -> None:
@@ -209,7 +212,7 @@ class LinkGroup:
     # --- links -------------------------------------------------------------------------------
 
     def least_loaded_link(self, but: Link | None = None) -> Link | None:
-        """The usable link, and not ``but``, on which the fewest connections send."""
+        """The usable link, other than ``but``, on which the fewest connections send."""
         return self.links.least_loaded(but)
 
     def find_link(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
@@ -242,16 +245,16 @@ class LinkGroup:
             self.demand.want()
 
     def rnic_unavailable(self, rnic: Rnic) -> None:
-        """An operator removes the RNIC: delete its links in order (3.5.5.1.3)."""
+        """An operator removes the RNIC: delete its links orderly (3.5.5.1.3)."""
         for link in [link for link in self.links.values() if link.rnic is rnic]:
             if self.links.oldest(but=link) is not None:
-                # LOST_PATH: only this path is removed, and links may be added to the others.
+                # With LOST_PATH, links over other RNICs may still be added (`LinkDemand.pause`).
                 self.delete_link(link.number, reason=llc.DeleteLinkReason.LOST_PATH)
             else:
                 self.demand.replace(link)
 
     def rnic_lost(self, rnic: Rnic) -> None:
-        """The RNIC's port went down, and its links with it."""
+        """Fail the links on an RNIC, because its port went down."""
         for link in [link for link in self.links.values() if link.rnic is rnic]:
             link.machine.send("failed")
 
@@ -261,16 +264,16 @@ class LinkGroup:
         self.idle_links.watch()
         self.machine.send("links_changed")
 
-    def forget_link(self, link: Link) -> None:
-        """Free the link's resources, registrations first."""
-        self.rkeys.forget_link(link.number)
+    def free_link(self, link: Link) -> None:
+        """Free the resources of a link, its registrations first."""
+        self.rkeys.drop_link(link.number)
         link.close()
-        self.links.forget(link)
+        self.links.remove(link)
 
     # --- calls of a link (`link.LinkOwner`) ----------------------------------------------------
 
     def link_failing(self, link: Link) -> None:
-        """Move the link's connections now, or keep the last link left."""
+        """Cancel the deletion of the last other link, and move this link's connections."""
         self.deletion.keep_last_link(link)
         self.mover.link_lost(link)
 
@@ -281,23 +284,23 @@ class LinkGroup:
         if self.machine.state == "FORMING":
             self.machine.send("links_lost")
             return
-        self.forget_link(link)
+        self.free_link(link)
         if self.links.for_llc() is None:
             self.machine.send("links_lost")
             return
         if self.machine.state in USABLE and not self.deletion.server_deletes(link.number):
-            # Before any new link: a link offered on the same RNIC would be rejected.
+            # Before a new link: the peer would reject a link on the same RNIC.
             self.delete_link(link.number, orderly=False, reason=link.reason)
         self.exchanges.link_lost(link)
         self.deletion.link_lost(link)
         self.machine.send("links_changed")
 
     def remove_link(self, number: int) -> None:
-        """Remove a link, on which both sides agree. An unknown number is of a failed link."""
+        """Remove a link, because both sides have agreed; no-op if it was removed when it failed."""
         link = self.links.get(number)
         if link is None:
             return
-        self.forget_link(link)
+        self.free_link(link)
         if self.links.for_llc() is None:
             self.machine.send("links_lost")
             return
@@ -313,7 +316,7 @@ class LinkGroup:
         """Call ``done`` with an RMB element of ``size`` bytes, or with None if there is none.
 
         ``done`` may be called later, because a new RMB is announced to the peer first (RFC 7609,
-        3.5.5.2.1), over the connection's link ``over`` (A.3.5).
+        3.5.5.2.1), over the link ``over``, which the connection will use (A.3.5).
         """
         self._requested += 1
 
@@ -340,11 +343,11 @@ class LinkGroup:
         return self.connections.test_interval
 
     def keep_alive(self, user: ElementUser, seconds: float | None) -> None:
-        """Test idle links this often while ``user`` is open; None: no test for ``user``."""
+        """Test links that are idle for this time while ``user`` is open; None: no longer."""
         self.connections.keep_alive(user, seconds)
 
     def knows_rmb(self, link: Link, rkey: int, address: int) -> bool:
-        """True if the peer's RMB with this RToken on ``link`` was confirmed."""
+        """True if the peer has announced an RMB with this RToken on ``link``."""
         return self.peer_rmbs.find_named(link.number, RToken(rkey, address)) is not None
 
     # --- the group's life ----------------------------------------------------------------------
@@ -358,7 +361,7 @@ class LinkGroup:
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, when the group is formed or gone."""
-        self._settled.append(callback)
+        self._when_settled.append(callback)
 
     def on_llc_untrusted(self, link: Link, data: bytes) -> None:
         """Process one LLC message of the peer; a violation of the rules fails the link (C.7.1)."""
@@ -374,14 +377,15 @@ class LinkGroup:
     def reply_timeout(self) -> float:
         """Seconds to wait for an LLC message.
 
-        Longer at first contact, so that a write time-out and a Decline fit in (C.7).
+        Longer at first contact, so that the RNIC's time-out of a send and an SMC Decline come first
+        (C.7).
         """
         forming = self.machine.state == "FORMING"
         return self.config.first_contact_timeout if forming else self.config.llc_timeout
 
     def terminate(self, reason: llc.DeleteLinkReason = llc.DeleteLinkReason.PROGRAM) -> None:
-        """End the group in order; its connections end with an error (RFC 7609, 3.5.4)."""
-        self._ending_for = reason
+        """End the group by DELETE LINK; its connections end with an error (RFC 7609, 3.5.4)."""
+        self._end_reason = reason
         self.machine.send("terminate")
 
     def delete_all(self, reason: int) -> None:
@@ -389,24 +393,24 @@ class LinkGroup:
 
         The server's own DELETE LINK then repeats the client's reason (3.5.4, A.3.4).
         """
-        self._ending_for = reason
+        self._end_reason = reason
         self.machine.send("delete_all")
 
     # --- guards ------------------------------------------------------------------------------
 
     @property
     def is_single(self) -> bool:
-        """No redundancy."""
+        """True if the group has one link."""
         return self.links.kind is LinkGroupKind.SINGLE
 
     @property
     def is_asymmetric(self) -> bool:
-        """Two links that share an RNIC."""
+        """True if there are two links that share an RNIC."""
         return self.links.kind is LinkGroupKind.ASYMMETRIC
 
     @property
     def is_symmetric(self) -> bool:
-        """Links that share no RNIC."""
+        """True if there are links that share no RNIC."""
         return self.links.kind is LinkGroupKind.SYMMETRIC
 
     @property
@@ -418,7 +422,7 @@ class LinkGroup:
     # --- actions: links come and go ------------------------------------------------------------
 
     def report_formed(self) -> None:
-        """Data may flow."""
+        """Notify the negotiation: data may flow."""
         contact, self.first_contact = self.first_contact, None
         if contact is not None:
             contact.group_formed()
@@ -437,7 +441,7 @@ class LinkGroup:
     # --- actions: idle groups ------------------------------------------------------------------
 
     def start_idle_timer(self) -> None:
-        """Keep a group without connections for a while (3.5.4)."""
+        """Start the timer that ends a group without connections (3.5.4)."""
         self.stop_timer()
         if not self.connections:
             extra = _CLIENT_IDLE_EXTRA if self.client else 0.0
@@ -454,7 +458,7 @@ class LinkGroup:
         self._timer = self.timers.call_later(seconds, callback)
 
     def stop_timer(self) -> None:
-        """The group is in use, or has ended."""
+        """Stop the timer: the group is in use, or has ended."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -462,7 +466,7 @@ class LinkGroup:
     # --- actions: the end ----------------------------------------------------------------------
 
     def report_failed(self) -> None:
-        """Notify the negotiation, which decides between Decline and reset."""
+        """Notify the negotiation, which sends SMC Decline or resets the TCP connection."""
         contact, self.first_contact = self.first_contact, None
         if contact is not None:
             contact.group_failed(self.setup.failure, self.setup.error)
@@ -474,14 +478,14 @@ class LinkGroup:
 
     def _end_some(self, until: float) -> None:
         self._ending = None
-        for _ in self._ends():
+        for _ in self._end_steps():
             if self.timers.now() >= until:
                 self._ending = self.timers.call_later(
                     0.0, lambda: self._end_some(self.timers.now() + _TURN)
                 )
                 return
 
-    def _ends(self) -> Iterator[None]:
+    def _end_steps(self) -> Iterator[None]:
         """End one connection, or free one RMB of a group that is gone, at each step."""
         for connection in list(self.connections.values()):
             connection.links_lost()
@@ -493,28 +497,28 @@ class LinkGroup:
             self.host.group_gone(self)
 
     def give_up(self) -> None:
-        """End the group without the peer."""
+        """End the group without a message to the peer."""
         self.machine.send("links_lost")
 
     def end_now(self) -> None:
-        """End the group without the peer, and free everything before returning."""
+        """End the group without a message to the peer, and free everything before returning."""
         self.give_up()
         if self._ending is not None:
             self._ending.cancel()
             self._end_some(math.inf)
 
     def send_delete_all(self) -> None:
-        """DELETE LINK for the whole group; the server's needs no answer (3.5.4)."""
+        """Send DELETE LINK for the whole group. That of a server needs no answer (3.5.4)."""
         self._termination_link = link = self.links.for_llc()
         if link is not None:
-            message = llc.DeleteLink(all_links=True, orderly=True, reason=self._ending_for)
+            message = llc.DeleteLink(all_links=True, orderly=True, reason=self._end_reason)
             link.send_llc(message, None if self.client else self._delete_sent)
 
     def _delete_sent(self) -> None:
         self.timers.in_turn(lambda: self.machine.send("delete_sent"))
 
     def start_termination_timer(self) -> None:
-        """Limit the wait for a peer that may be gone."""
+        """Limit the wait for an answer to DELETE LINK, because the peer may be gone."""
         self.stop_timer()
         self._call_later(self.config.llc_timeout, self._termination_timed_out)
 
@@ -522,7 +526,7 @@ class LinkGroup:
         self.machine.send("termination_timeout")
 
     def fail_termination_link(self) -> None:
-        """The link that carried DELETE LINK is not usable either."""
+        """Fail the link that carried DELETE LINK, because the peer did not answer."""
         if self._termination_link is not None:
             self._termination_link.machine.send("failed")
 
@@ -545,7 +549,7 @@ class LinkGroup:
         if self.host.observer is not None:
             self.host.observer.state(self, old, new, event)
         if new in USABLE or new == "GONE":
-            settled, self._settled = self._settled, []
+            settled, self._when_settled = self._when_settled, []
             for callback in settled:
                 callback()
         if new == "GONE":
@@ -569,7 +573,7 @@ class _PeerElement(NamedTuple):
 
 
 class GroupConnections(dict[int, GroupConnection]):
-    """The connections of one link group by our alert token, closing ones included."""
+    """The connections of one link group by this side's alert token, with those that are closing."""
 
     def __init__(self, group: Group, placed: Callable[[], None]) -> None:
         """``placed``: called after a connection has got a link."""
@@ -582,7 +586,7 @@ class GroupConnections(dict[int, GroupConnection]):
         self._link_of: dict[ElementUser, Link] = {}
 
     def new_token(self) -> int:
-        """An alert token that names no connection and was not used lately (4 bytes, not 0)."""
+        """An alert token that no connection has: 4 bytes, not 0. Tokens repeat only after 2**32."""
         while True:
             self._next_token = (self._next_token + 1) & 0xFFFFFFFF
             if self._next_token and self._next_token not in self:
@@ -608,18 +612,18 @@ class GroupConnections(dict[int, GroupConnection]):
 
         Args:
           peer: the CLC message that names the element.
-          named: the link that it names, which may have just been removed.
+          named: the link that ``peer`` names, which may have just been removed.
 
         Raises:
-          ProtocolError: there are too many RMBs; or the RMB contradicts known RTokens; or the RMB
-            is unknown and its link is gone.
+          ProtocolError: there are too many RMBs, the RToken contradicts known ones, or the RMB is
+            unknown and its link is gone.
         """
         self._take_peer_element_untrusted(connection, peer, named)
         link = self.link_for(connection)
         if link is None:
             if self._group.links.get(named.number) is not named:
                 raise ProtocolError("no link is left that reaches the peer's RMB")
-            link = named  # it is failing; this connection moves or ends with the others on it
+            link = named  # a failing link: this connection moves or ends with the others on it
         return self.move(connection, link)
 
     def move(self, connection: GroupConnection, link: Link) -> Attachment:
@@ -656,19 +660,20 @@ class GroupConnections(dict[int, GroupConnection]):
         rmbs = self._group.peer_rmbs
         rmb = rmbs.find_named(link.number, token)
         if rmb is not None and index in rmb.elements:
-            # TCP was faster: final messages of the element's last user may still wait on a link.
+            # The CLC message came over TCP before the last CDC messages of the element's last user,
+            # which may still wait on a link.
             self._group.mover.catch_up()
             rmb = rmbs.find_named(link.number, token)
         if rmb is None:
             if self._group.links.get(link.number) is not link:
                 raise ProtocolError("an unknown RMB on a link that is gone")
             rmb = rmbs.learn_untrusted({link.number: token})
-        holder = rmb.elements.get(index)
+        previous_user = rmb.elements.get(index)
         rmb.elements[index] = user
         self._peer_elements[user] = _PeerElement(rmb, index, peer.buffer_size)
-        if holder is not None:
+        if previous_user is not None:
             LOGGER.warning("%r: the peer reuses RMB element %d", self._group, index)
-            holder.rmbe_conflict()
+            previous_user.rmbe_conflict()
 
     # --- TEST LINK -------------------------------------------------------------------------
 
@@ -678,7 +683,7 @@ class GroupConnections(dict[int, GroupConnection]):
         return min([self._group.config.test_link_interval, *self._keepalive.values()])
 
     def keep_alive(self, user: ElementUser, seconds: float | None) -> None:
-        """Test idle links this often while ``user`` is open; None: no test for ``user``."""
+        """Test links that are idle for this time while ``user`` is open; None: no longer."""
         before = self.test_interval
         if seconds is None:
             self._keepalive.pop(user, None)

@@ -4,22 +4,22 @@ Theory of operation
 -------------------
 A link posts three kinds of work: RDMA writes and CDC messages of connections, and LLC messages of
 its group. All go through one queue pair in order, so a completed CDC message shows that every write
-before it is in the peer's memory. Only sends are signaled; a completion frees the work requests of
-everything up to it. A post that a queue pair performs at once (`try_post`) has no completion. It is
-not possible while a completion is awaited, since completions come in order, nor while a connection
-waits for room, which only a completion can give.
+before it is in the peer's memory. Only sends are signaled: a completion frees its own work request
+and all earlier ones. A post that a queue pair performs at once (`try_post`) has no completion. Such
+a post is not possible while a completion is awaited, since completions come in order, nor while a
+connection waits for room, because only a completion makes room.
 
 The send queue is bounded. `capacity` keeps a reserve for LLC messages, so that a link full of data
-can still be tested and deleted; connections that find no room are called back in turn. If a peer
-requests replies faster than it receives them, the reserve is used up and the link fails.
+can still be tested and deleted. Connections that find no room are called back one after the other.
+If a peer requests replies faster than it receives them, they use up the reserve and the link fails.
 
 Receives are posted in bulk and replenished in quarters of the queue.
 
 Link implements `trio_smc.datapath.messenger.Channel` and is the model of `states.link`.
 
-If a failover validation message shows that a message is missing (RFC 7609, 4.6.1), it has to wait,
-and so does everything that its link receives after it. For that time the mover of connections
-(`Mover`) gives the link a `Backlog`.
+If a failover validation message shows that another message is missing (RFC 7609, 4.6.1), the
+validation message has to wait, and so do all later messages of its link. For that time the mover of
+connections (`Mover`) gives the link a `Backlog`.
 
 Before a queue pair is connected, its RNIC must know the peer's address (`AddressWait`). A peer may
 name any address, and connecting to an address that no host answers would block the whole process
@@ -77,10 +77,12 @@ __all__ = [
 
 
 PATIENCE: Final = 1.0
-"""Seconds: the kernel's own limit, in which it queries the network once."""
+"""Seconds to wait for an address: the kernel sends its next query to the network after one second
+(retrans_time_ms in arp(7))."""
 _FIRST_PAUSE: Final = 0.002
 _LAST_PAUSE: Final = 0.064
-"""Seconds between two checks: doubled each time."""
+"""Seconds between two checks: from the first value, doubled each time, to the last. Chosen; no
+measurement is recorded."""
 
 
 class AddressWait:
@@ -96,8 +98,8 @@ class AddressWait:
         """Call ``then`` once: when ``rnic`` knows the address of this GID, or after `PATIENCE`.
 
         Returns:
-          True if ``then`` was called, the usual case. False if a timer will call it; the caller
-            must then check its conditions again.
+          True if ``then`` was called, the usual case. False if a timer will call ``then``, which
+            must check its conditions again.
         """
         self.cancel()
         if rnic.address_known(gid):
@@ -106,7 +108,7 @@ class AddressWait:
         give_up = self._timers.now() + PATIENCE
         pause = _FIRST_PAUSE
 
-        def look() -> None:
+        def check() -> None:
             nonlocal pause
             self._timer = None
             now = self._timers.now()
@@ -114,9 +116,9 @@ class AddressWait:
                 then()
                 return
             pause = min(2 * pause, _LAST_PAUSE)
-            self._timer = self._timers.call_at(min(now + pause, give_up), look)
+            self._timer = self._timers.call_at(min(now + pause, give_up), check)
 
-        self._timer = self._timers.call_later(pause, look)
+        self._timer = self._timers.call_later(pause, check)
         return False
 
     def cancel(self) -> None:
@@ -130,12 +132,14 @@ LOGGER = logging.getLogger("trio_smc.link")
 
 _RECV: Final = int(WcOpcode.RECV)
 _LLC_RESERVE: Final = 32
+"""Work requests that are kept for LLC messages. Chosen; no measurement is recorded."""
 _unpack_cdc: Final = LAYOUT.unpack
 _UNBOUNDED: Final = 1 << 62
 _MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
 _LEAST_FREE: Final = _LLC_RESERVE + _MOST_PER_POST
 _CHECKS: Final = 4
-"""How often in a test interval a link checks whether a message has arrived."""
+"""Checks in each test interval whether a message has arrived. Chosen: the test of a silent link is
+late by a quarter of the interval at most."""
 
 
 class PeerPort(NamedTuple):
@@ -146,7 +150,7 @@ class PeerPort(NamedTuple):
 
 
 class PeerQueuePair:
-    """The peer's end of a link, from SMC Accept, SMC Confirm or ADD LINK."""
+    """The peer's end of a link, as SMC Accept, SMC Confirm or ADD LINK names it."""
 
     __slots__ = ("gid", "mac", "mtu", "psn", "qp_number")
 
@@ -179,7 +183,7 @@ class LinkHost(Protocol):
     observer: Observer | None
 
     def register(self, rnic: Rnic, qp: QueuePair, link: Link) -> None:
-        """Send a queue pair's completions to ``link.on_completion``."""
+        """Pass the completions of a queue pair to ``link.on_completion`` from now on."""
 
     def unregister(self, rnic: Rnic, qp: QueuePair) -> None:
         """Undo `register`."""
@@ -209,10 +213,10 @@ class Mover(Protocol):
         """
 
     def link_leaving(self, link: Link, done: Callable[[], None]) -> None:
-        """The link is deleted in order: move its connections while it still works.
+        """The link will be deleted: move its connections while it still works.
 
-        ``done()`` is called when they have nothing in flight on the link, at once if that is so
-        already.
+        ``done()`` is called when the connections have nothing in flight on the link, perhaps before
+        this call returns.
         """
 
     def link_ready(self, link: Link) -> None:
@@ -222,7 +226,7 @@ class Mover(Protocol):
         """The link is not deleted after all: `link_leaving`'s ``done`` is not called."""
 
     def catch_up(self) -> None:
-        """Process everything that has arrived on all links: the peer counts it as delivered."""
+        """Process all messages that have arrived on all links: for the peer they are delivered."""
 
     def close(self) -> None:
         """The group is gone."""
@@ -230,7 +234,8 @@ class Mover(Protocol):
     def message_missing(self, link: Link, message: bytes) -> None:
         """A failover validation message shows that a message is missing (4.6.1).
 
-        Another link may have received it. If necessary the message waits in `Link.backlog`.
+        Another link may have received the missing message. If not, ``message`` waits in
+        `Link.backlog`.
         """
 
     def link_ends(self, link: Link) -> None:
@@ -238,7 +243,7 @@ class Mover(Protocol):
 
 
 class LinkOwner(Protocol):
-    """The group, as seen by its links, which it imports."""
+    """The group, as seen by its links. The module of the group imports this one."""
 
     client: bool
     peer_id: bytes
@@ -252,11 +257,11 @@ class LinkOwner(Protocol):
 
     @property
     def mover(self) -> Mover:
-        """Moves connections between its links."""
+        """Moves connections between the links of the group."""
 
     @property
     def connections(self) -> Mapping[int, LinkConnection]:
-        """By alert token."""
+        """The connections of the group, by alert token."""
 
     @property
     def test_interval(self) -> float:
@@ -280,10 +285,10 @@ class Link:
       user_id, peer_user_id: 4-byte link user IDs, for display only.
       peer: the peer's queue pair, once known.
       users: the connections that send on this link.
-      empty_since: the time when the last of them left.
+      empty_since: the time when the last of `users` left.
       reason: the reason of a failure, for the peer (A.3.4).
       needs_test: True if the peer must answer a test before more connections use the link.
-      failing: True if it is failing or has failed, even before its state is DOWN.
+      failing: True if the link is failing or has failed, even before its state is DOWN.
       has_received: True if a message has arrived since the idle timer was last started.
       backlog: receives the messages while a failover validation message waits; usually None.
     """
@@ -322,7 +327,7 @@ class Link:
         self._idle_checks = 0
         self.needs_test: bool = False
         self.failing: bool = False
-        self._qp_failed = False  # the queue pair has failed, and the link fails in its turn
+        self._qp_failed = False  # the queue pair has failed; `Timers.in_turn` will fail the link
         self.reason: llc.DeleteLinkReason = llc.DeleteLinkReason.LOST_PATH
         self.users: dict[LinkConnection, None] = {}
         self.empty_since: float = group.timers.now()
@@ -333,7 +338,7 @@ class Link:
         self._connection_of = group.connections
         self.backlog: Backlog | None = None
         self.copies_on_post: bool = rnic.copies_on_post
-        # Every message needs these; they are looked up once.
+        # Looked up once, because every message needs them.
         self._host = group.host
         self._post_send = self.qp.post_send
         self._post_write = self.qp.post_write
@@ -341,7 +346,8 @@ class Link:
         self._free = rnic.send_depth
         self._wr_id = 0
         self._since_signal = 0
-        # (wr_id, work requests that it frees, connection and sequence or callback)
+        # Signaled work requests under way: the ID; how many work requests its completion frees; for
+        # a CDC message its connection and sequence number; for an LLC message its callback.
         self._pending: deque[tuple[int, int, Poster | None, int, Callable[[], None] | None]] = (
             deque()
         )
@@ -360,22 +366,22 @@ class Link:
 
     @property
     def usable(self) -> bool:
-        """True if more connections may send on it."""
+        """True if more connections may send on the link."""
         return self.machine.state in ("ACTIVE", "TESTING") and not self.failing
 
     @property
     def confirmed(self) -> bool:
-        """True if LLC messages may be sent on it."""
+        """True if LLC messages may be sent on the link."""
         return self.machine.state in ("ACTIVE", "TESTING", "LEAVING") and not self.failing
 
     @property
     def load(self) -> int:
-        """The number of connections that send on it."""
+        """The number of connections that send on the link."""
         return len(self.users)
 
     @property
     def unacknowledged(self) -> bool:
-        """True if something was sent that may not have arrived."""
+        """True if a message was sent that may not have arrived."""
         return bool(self._pending)
 
     # --- connections: trio_smc.datapath.messenger.Channel -------------------------------------
@@ -390,15 +396,15 @@ class Link:
         """Call ``poster.on_room()`` once, when `capacity` is positive again."""
         self._waiting[poster] = None
 
-    def hand_over(self, poster: Poster, heir: Poster | None) -> None:
-        """Report the completions of ``poster`` to ``heir``; None: drop them."""
+    def hand_over(self, poster: Poster, successor: Poster | None) -> None:
+        """Report the completions of ``poster`` to ``successor``; None: drop them."""
         self._waiting.pop(poster, None)
         for place, (wr_id, weight, owner, sequence, on_sent) in enumerate(self._pending):
             if owner is poster:
-                self._pending[place] = (wr_id, weight, heir, sequence, on_sent)
+                self._pending[place] = (wr_id, weight, successor, sequence, on_sent)
 
     def post_write(self, poster: Poster, data: memoryview, address: int, rkey: int) -> None:
-        """RDMA-write ``data`` to ``address``; it completes with the poster's next CDC message."""
+        """RDMA-write ``data`` to ``address``; completes with the poster's next CDC message."""
         self._free -= 1
         self._since_signal += 1
         self._wr_id = wr_id = self._wr_id + 1
@@ -429,7 +435,7 @@ class Link:
         if not deliver(message, data, address, rkey):
             return False
         if self._since_signal:
-            # Unsignaled writes before it are done, too.
+            # Earlier writes without a signal are complete, too.
             self._free += self._since_signal
             self._since_signal = 0
         return True
@@ -439,7 +445,7 @@ class Link:
         if self.machine.state == "DOWN":
             return
         if self._free <= 0:
-            LOGGER.warning("%r: the peer takes no LLC messages", self)
+            LOGGER.warning("%r: the peer does not receive LLC messages", self)
             self.machine.send("failed")
             return
         data = self.group.terms.framing.encode(message)
@@ -472,7 +478,7 @@ class Link:
             self._sent(wr_id)
 
     def receive_untrusted(self, data: bytes) -> None:
-        """Process one message of the peer, past the backlog."""
+        """Process one message of the peer. A message in the backlog comes here later."""
         self.has_received = True
         self._received = count = self._received + 1
         if count >= self._replenish:
@@ -508,7 +514,7 @@ class Link:
         if not data or data[0] != CDC_TYPE:
             if observer is not None:
                 observer.llc(self, False, data)
-            if not self.failing:  # exchanges begin again over another link (2.3)
+            if not self.failing:  # otherwise exchanges begin again over another link (2.3)
                 self.group.on_llc_untrusted(self, data)
             return
         if observer is not None:
@@ -559,7 +565,7 @@ class Link:
         self.group.link_down(self)
 
     def close_queue_pair(self) -> None:
-        """Free the link's resources; the group ends its connections."""
+        """Free the link's resources. Connections that could not move are ended by the group."""
         self.failing = True
         self.group.mover.link_ends(self)
         self._waiting.clear()
@@ -571,7 +577,7 @@ class Link:
     # --- actions and guards of states.link ------------------------------------------------
 
     def connect_queue_pair(self) -> None:
-        """To RTR with receives posted (RFC 7609, 3.5.1.3); the server's also to RTS."""
+        """Take the queue pair to RTR, a server also to RTS (RFC 7609, 3.5.1.3); post receives."""
         peer = self.peer
         if peer is None:
             raise RuntimeError("connect needs the peer's queue pair")
@@ -583,7 +589,7 @@ class Link:
             self.ready_to_send()
 
     def ready_to_send(self) -> None:
-        """To RTS (RFC 7609, 3.5.1.4, 3.5.1.5)."""
+        """Take the queue pair to RTS (RFC 7609, 3.5.1.4, 3.5.1.5)."""
         self.qp.to_rts(psn=self.psn)
 
     def check_reach(self, rkey: int) -> None:
@@ -597,7 +603,7 @@ class Link:
         return not self.has_received and self._idle_checks + 1 >= _CHECKS
 
     def start_idle_timer(self) -> None:
-        """Check a few times in each test interval whether a message has arrived.
+        """Check `_CHECKS` times in each test interval whether a message has arrived.
 
         With one check, a silent link would be noticed only after up to two intervals.
         """
@@ -606,7 +612,7 @@ class Link:
         self.check_again()
 
     def check_again(self) -> None:
-        """The link is not idle yet."""
+        """Count one more check, and start the timer for the next one; the link is not idle yet."""
         self._idle_checks = 0 if self.has_received else self._idle_checks + 1
         self.has_received = False
         self._restart_timer(self.group.test_interval / _CHECKS, "idle_timer")
@@ -617,7 +623,7 @@ class Link:
             self._restart_timer(self.group.test_interval / _CHECKS, "idle_timer")
 
     def test_now(self) -> None:
-        """Test the link now, idle or not, because the peer may have lost it."""
+        """Test the link now, even if it is not idle, because the peer may have lost the link."""
         self.needs_test = True
         self.has_received = False
         self._idle_checks = _CHECKS
@@ -625,7 +631,7 @@ class Link:
             self.machine.send("idle_timer")
 
     def send_test_link(self) -> None:
-        """Probe an idle link (RFC 7609, 4.5.3)."""
+        """Send TEST LINK, because the link is idle (RFC 7609, 4.5.3)."""
         self._test_data = os.urandom(16)
         self._restart_timer(self.group.config.test_link_timeout, "test_timeout")
         self.send_llc(llc.TestLink(user_data=self._test_data))
@@ -637,7 +643,7 @@ class Link:
         self.machine.send("test_reply")
 
     def answer_test(self) -> None:
-        """See `on_test_request`."""
+        """Send the reply for `on_test_request`."""
         self.send_llc(llc.TestLink(reply=True, user_data=self._echo))
 
     def on_test_request(self, message: llc.TestLink) -> None:
@@ -657,7 +663,7 @@ class Link:
         self.machine.send("connect")
 
     def close(self) -> None:
-        """End the link without the peer.  Idempotent; regions must be closed first."""
+        """End the link without a message to the peer.  Idempotent; regions must be closed first."""
         self.machine.send("delete")
         self.pd.close()
 

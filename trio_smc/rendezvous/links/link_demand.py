@@ -1,8 +1,8 @@
 """Decides when a link group needs one more link (RFC 7609, 3.5.5.1.1, 3.5.5.1.2, C.8).
 
 The server offers a link as soon as the first one is confirmed, and later whenever an RNIC is added
-at either end, a link is lost, or C.8's timer expires. After each new link it checks whether it has
-another RNIC. A client only notifies its server of an RNIC. `add_link` adds the link.
+at either end, a link is lost, or C.8's timer expires. After each new link the server checks whether
+it has an RNIC for one more. A client only notifies its server of an RNIC. `add_link` adds the link.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ __all__ = ["LinkDemand"]
 
 _FIRST_RETRY: Final = 10.0
 _LAST_RETRY: Final = 320.0
-"""Seconds until a failed link is tried again (C.8): doubled each time. After a rejection the delay
-is the longest at once, because the client notifies the server of another RNIC (3.5.5.1.2). If it
-has done so already, the cause of the rejection may be temporary."""
+"""Seconds until a failed link is tried again (C.8): from the first value, doubled each time, to the
+last. Chosen; docs/decisions.md, "when a failed second link is tried again". After a rejection the
+delay is the longest at once, because a client that gets an RNIC notifies the server (3.5.5.1.2). If
+the client has notified the server already, the cause of the rejection may be temporary."""
 
 
 class LinkDemand:
     """Decides whether one link group needs another link.
 
     Attributes:
-      wanted: True if it needs one now.
-      spared: True if an idle link was deleted and not added again: two links that share no RNIC
-        are enough then.
+      wanted: True if the group needs a link now.
+      idle_link_deleted: True if an idle link was deleted and not added again. Two links that share
+        no RNIC are then enough.
       notified: True if this client has notified its server of an RNIC.
     """
 
@@ -40,7 +41,7 @@ class LinkDemand:
         self._group = group
         self._exchange = exchange
         self.wanted: bool = False
-        self.spared = False
+        self.idle_link_deleted = False
         self.notified: bool = False
         self._delay = _FIRST_RETRY
         self._timer: Timer | None = None
@@ -53,21 +54,22 @@ class LinkDemand:
         """Add a link, or notify the server of an RNIC, now or after the exchange under way.
 
         Args:
-          news: True if an RNIC was added or time has passed, so that a rejected link may work now.
+          news: True if an RNIC was added or a timer has expired, so that a link that was rejected
+            before may work now.
         """
         if news:
             self._paused = False
         elif self._paused:
             self.retry_later()
             return
-        elif self.spared and self._group.links.kind is LinkGroupKind.SYMMETRIC:
+        elif self.idle_link_deleted and self._group.links.kind is LinkGroupKind.SYMMETRIC:
             return
         self.wanted = True
         self._news |= news
         self._exchange.start_queued()
 
     def take_news(self) -> bool:
-        """Reset `wanted`, and return True if there is news (`want`)."""
+        """Reset `wanted`, and return True if a call of `want` had ``news`` since the last reset."""
         self.wanted = False
         news, self._news = self._news, False
         return news
@@ -81,22 +83,22 @@ class LinkDemand:
         self.want()
 
     def pause(self) -> None:
-        """Add no link until something changes, because an operator has deleted one."""
+        """Add no link before there is news (`want`), because an operator has deleted one."""
         self._paused = True
         self.wanted = self._news
         self._delay = _LAST_RETRY
         self.retry_later()
 
     def replace(self, link: Link) -> None:
-        """Add a link that replaces the only one, whose RNIC is being removed."""
+        """Add a link that replaces the only link, whose RNIC is being removed."""
         self._replaced = link
         self.want()
 
     def on_join_failed(self) -> None:
         """The client could not connect its end of the server's new link: notify the server later.
 
-        If the server offered the link without a notice, the delay starts again at the shortest,
-        because something has changed at the server (3.5.5.1.2).
+        If the server offered the link without a notice of this client, the delay starts again at
+        the shortest, because something has changed at the server (3.5.5.1.2).
         """
         if not self.notified:
             self.close()
@@ -120,7 +122,7 @@ class LinkDemand:
         self.want()
 
     def on_rejected(self) -> None:
-        """The client has no RNIC for another link: the same offer would be rejected again."""
+        """The client has rejected a link, for which it has no RNIC, and would reject it again."""
         if not self._client_notified:
             self._delay = _LAST_RETRY
         self.wanted = self._news
@@ -135,7 +137,7 @@ class LinkDemand:
             self._group.rnic_unavailable(replaced.rnic)
 
     def close(self) -> None:
-        """Cancel the retry."""
+        """Cancel the timer of the next try."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -4,10 +4,10 @@ Theory of operation
 -------------------
 A new connection sends on the usable link with the fewest connections (`Links.least_loaded`).
 
-Two links of a group never join the same two RNICs (that would be a parallel link). A link that
-shares an RNIC with another link at one end is asymmetric. A group has at most one such link, and
-only while it has no symmetric pair. It does not count towards the agreed maximum of links (RFC
-7609, 2.2.2).
+Two links of a group never join the same two RNICs (the second one would be a *parallel* link). A
+link that shares an RNIC with another link at one end is *asymmetric*. A group has at most one such
+link, and only while it has no two links that share no RNIC (a symmetric pair). An asymmetric link
+does not count towards the agreed maximum of links (RFC 7609, 2.2.2).
 
 Both sides choose the RNICs of a new link by these rules (3.5.1.6, 3.5.5.1). The server chooses its
 end first and names it in ADD LINK (`server_rnic`). The client chooses the other end, or rejects the
@@ -41,8 +41,10 @@ __all__ = [
 
 FIRST_LINK: Final = 1
 _NUMBERS: Final = 255
+"""The largest link number: one byte (RFC 7609, A.3.1)."""
 GONE_LINKS: Final = 2 * LINK_LIMIT
-"""Links that can still be found after their end."""
+"""Links that can still be found after their end.  Chosen: a CLC message may name a link that ended
+while the message was under way."""
 
 
 class LinkGroupKind(StrEnum):
@@ -61,15 +63,15 @@ class Links(dict[int, "Link"]):
         self._last_number = 0
         self._gone: deque[Link] = deque(maxlen=GONE_LINKS)
 
-    def forget(self, link: Link) -> None:
+    def remove(self, link: Link) -> None:
         """Remove a link that has failed or was deleted."""
         if self.get(link.number) is link:
             del self[link.number]
-            if link.peer is not None:  # else no message can name it
+            if link.peer is not None:  # without a peer no message can name the link
                 self._gone.append(link)
 
-    def reaches_lately(self, gid: bytes) -> bool:
-        """True if a link leads to this RNIC of the peer, or did so until lately."""
+    def reached_recently(self, gid: bytes) -> bool:
+        """True if a link leads to this RNIC of the peer, or a link that has just ended did."""
         links = (*self.values(), *self._gone)
         return any(link.peer is not None and link.peer.gid == gid for link in links)
 
@@ -99,7 +101,7 @@ class Links(dict[int, "Link"]):
         """The usable link on which the fewest connections send: a new connection goes there.
 
         Args:
-          but: a link to leave out.
+          but: a link that is not chosen.
           among: the numbers of the links to choose from; None: all.
         """
         best: Link | None = None
@@ -110,7 +112,7 @@ class Links(dict[int, "Link"]):
         return best
 
     def oldest(self, but: Link | None = None) -> Link | None:
-        """The oldest usable link, leaving out ``but``."""
+        """The oldest usable link that is not ``but``."""
         return next((link for link in self.values() if link.usable and link is not but), None)
 
     def for_llc(self, avoid: Link | None = None) -> Link | None:
@@ -127,8 +129,8 @@ class Links(dict[int, "Link"]):
     def find(self, gid: bytes, mac: bytes | None, qp_number: int) -> Link | None:
         """The link with this peer end (RFC 7609, 3.5.2.2, 3.5.2.3).
 
-        Links that were just removed are found as well: SMC Accept and Confirm travel over TCP, and
-        the link that they name may have ended meanwhile.
+        Links that were just removed are found, too: SMC Accept and Confirm travel over TCP, and the
+        link that they name may have ended meanwhile.
 
         Args:
           mac: None: any MAC address.
@@ -141,7 +143,7 @@ class Links(dict[int, "Link"]):
                     and peer.qp_number == qp_number
                     and peer.gid == gid
                     and (mac is None or mac == peer.mac)
-                    # Links of a group that has ended stay in it.
+                    # When a group ends, its links are not removed from the group.
                     and (link.confirmed or link.state == "DOWN")
                 ):
                     return link
@@ -156,7 +158,7 @@ class Links(dict[int, "Link"]):
         return found
 
     def asymmetric(self) -> list[Link]:
-        """The other usable links; by the rules there is at most one."""
+        """The usable links that are not in `symmetric`; by the rules there is at most one."""
         symmetric = self.symmetric()
         return [link for link in self.usable() if link not in symmetric]
 
@@ -169,7 +171,7 @@ class Links(dict[int, "Link"]):
         return LinkGroupKind.ASYMMETRIC if self.asymmetric() else LinkGroupKind.SINGLE
 
     def unused(self, rnics: Iterable[Rnic]) -> list[Rnic]:
-        """The ``rnics`` that no symmetric link uses; RNICs without any link come first."""
+        """Those of ``rnics`` that no symmetric link uses; RNICs without any link come first."""
         symmetric = {link.rnic for link in self.symmetric()}
         used = {link.rnic for link in self.usable()}
         return sorted((rnic for rnic in rnics if rnic not in symmetric), key=used.__contains__)
@@ -185,7 +187,7 @@ def server_rnic(links: Links, rnics: Sequence[Rnic], most: int, *, news: bool) -
     """The server's end of one more link; None if no link should be offered.
 
     Args:
-      rnics: this side's usable ones, the preferred one first.
+      rnics: this side's usable RNICs, the preferred one first.
       most: the agreed maximum of symmetric links.
       news: True if an RNIC was added at either end since the client rejected the last link.
     """
@@ -204,7 +206,7 @@ def server_rnic(links: Links, rnics: Sequence[Rnic], most: int, *, news: bool) -
 def client_rnic(links: Links, rnics: Sequence[Rnic], most: int, peer: PeerPort) -> Rnic | None:
     """The client's end of the link that the server offers.
 
-    None if the link would be parallel, a second asymmetric link, or one too many (3.5.1.6.1).
+    None if the link would be parallel, a second asymmetric link, or above the maximum (3.5.1.6.1).
     """
     symmetric = links.symmetric()
     unused = links.unused(rnics)
@@ -225,7 +227,7 @@ def shares_peer_port(links: Links) -> bool:
 
 
 def violates_rules(links: Links, rnic: Rnic, peer: PeerPort) -> bool:
-    """True if a link between these two would be parallel, or needlessly asymmetric (C.7.1)."""
+    """True if a link between these two would be parallel, or asymmetric without need (C.7.1)."""
     shared = False
     for link in links.usable():
         here = link.rnic is rnic

@@ -1,24 +1,26 @@
 """This side's RMBs in one link group: created on demand, registered on every link.
 
 A new RMB of an established group is announced to the peer by CONFIRM RKEY before a CLC message
-names one of its elements (RFC 7609, 3.5.5.2.1). The first RMB of a group needs no CONFIRM RKEY, as
-the CLC messages of the first contact carry its RToken.
+names one of its elements (RFC 7609, 3.5.5.2.1). The first RMB of a group needs no CONFIRM RKEY,
+because the CLC messages of the first contact carry its RToken.
 
-During a burst of connections the next RMB is created ahead of need, when the last free element of a
-size is taken. So only one in many connections of a burst waits for the peer's reply.
+During a burst of connections, a spare RMB is created as soon as the last free element of a size is
+taken, before a connection needs one. So one connection of a burst, and not all, waits for the
+peer's reply.
 
 Theory of operation: idle RMBs
 ------------------------------
-An RMB without an element in use is kept for the next connections, which may come in bursts. When it
-has been empty for a minute, it is removed from the pool and named in a DELETE RKEY. Its memory is
-freed when the peer has replied, even negatively. The last RMB of a size is kept as long as a group
-without connections would be: the size is likely to be used again, but a large RMB must not pin its
-memory for ever. A group without connections soon ends as a whole, so none of its RMBs is deleted.
+An RMB without an element in use is kept for the next connections, which may come in bursts. When
+the RMB has been empty for a minute, it is removed from the pool and named in a DELETE RKEY. Its
+memory is freed when the peer has replied, even negatively. The last RMB of a size is kept as long
+as a group without connections would be: the size is likely to be used again, but a large RMB must
+not hold its memory for long. If a group has no connections, none of its RMBs is deleted, because
+the group soon ends as a whole.
 
-An RMB that was removed from the pool is never used again: if the reply is lost with its link, the
-peer may know the RMB or not. The next check repeats the DELETE RKEY. The same holds for a new RMB
-whose CONFIRM RKEY had no reply and is then refused over another link: the peer may have processed
-the first message, so the RMB is deleted like one that was in use.
+An RMB that was removed from the pool is never used again: if the reply is lost with its link, it is
+unknown whether the peer still knows the RMB. The next check repeats the DELETE RKEY. An RMB is also
+deleted in this way if its CONFIRM RKEY had no reply and was then refused over another link, because
+the peer may have processed the first message.
 """
 
 from __future__ import annotations
@@ -58,33 +60,34 @@ _Waiter = tuple[_Done, "Link | None"]
 """A callback, and the link of its connection."""
 
 _BURST_GAP: Final = 1.0
-"""Seconds between two connections of a burst. That is far longer than creating an RMB takes, so a
-spare is ready in time. Less frequent connections can wait for the peer's reply."""
+"""The longest time in seconds between two connections of a burst. Chosen, far above the time that
+creating an RMB takes, so that a spare RMB is ready. Less frequent connections can wait for the
+peer's reply."""
 
 _RESERVED_RMBS: Final = 16
-"""RMBs that are created on demand only: one of each size (A.2.3)."""
+"""RMBs that are never created as spares: one of each of the 16 sizes (A.2.3)."""
 
 
 MAX_DELETED: Final = 8
 """RMBs that one DELETE RKEY names (RFC 7609, A.3.7)."""
 
 RMB_IDLE: Final = 60.0
-"""Seconds that an RMB is kept without users: a burst in every minute finds it again, and the memory
-of a peak is freed soon after it."""
+"""Seconds that an RMB without users is kept. Chosen: if bursts come once a minute, they find their
+RMBs, and the memory of a peak is freed soon."""
 
 _CHECK_INTERVAL: Final = 15.0
-"""Seconds between two checks: an RMB may be kept so much longer than needed."""
+"""Seconds between two checks, and so the time that an RMB may be kept longer. Chosen."""
 
 
 class PeerKnowledge(enum.Enum):
     """The outcome of announcing a new RMB to the peer."""
 
     KNOWN = enum.auto()
-    """The peer knows it on all links."""
+    """The peer knows the RMB on all links."""
     REFUSED = enum.auto()
-    """The peer does not know it."""
+    """The peer does not know the RMB."""
     IN_DOUBT = enum.auto()
-    """The peer refused it, but may have accepted an earlier request whose reply was lost."""
+    """The peer refused the RMB, but may have accepted an earlier request whose reply was lost."""
 
 
 class RmbAnnouncer(Protocol):
@@ -93,7 +96,7 @@ class RmbAnnouncer(Protocol):
     def confirm(
         self, rmb: Rmb, finished: Callable[[PeerKnowledge], None], over: Link | None
     ) -> None:
-        """Announce a new RMB (3.5.5.2.1), over the link ``over`` if it is usable (A.3.5)."""
+        """Announce a new RMB (3.5.5.2.1), over the link ``over`` if that is usable (A.3.5)."""
 
     def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
         """Delete up to `MAX_DELETED` unused RMBs (3.5.5.2.2).
@@ -103,7 +106,7 @@ class RmbAnnouncer(Protocol):
 
 
 class RmbOwner(Protocol):
-    """The group, as seen by its RMBs, which it imports."""
+    """The group, as seen by its RMBs. The module of the group imports this one."""
 
     rnic: Rnic
     config: Config
@@ -111,7 +114,7 @@ class RmbOwner(Protocol):
 
     @property
     def connections(self) -> Mapping[int, object]:
-        """By alert token."""
+        """The connections of the group, by alert token."""
 
     @property
     def forming(self) -> bool:
@@ -138,11 +141,11 @@ class OwnRmbs:
         self._owner = owner
         self.pool: RmbPool = RmbPool()
         self.eye_catcher: bool = owner.config.rmbe_eye_catcher
-        # New RMBs are registered on these links, too.
+        # The links on which each RMB is registered.
         self._links: dict[int, Link] = {}
         # Registrations by RMB and link number: an RKey belongs to one protection domain.
         self._regions: dict[Rmb, dict[int, MemoryRegion]] = {}
-        # Callbacks that wait for the peer's reply, by element size; none for a spare RMB.
+        # By element size of an RMB under way: the callbacks that wait for it; none for a spare RMB.
         self._waiting: dict[int, list[_Waiter]] = {}
         self._last_request: dict[int, float] = {}
         self._idle = IdleRmbs(owner, self)
@@ -157,7 +160,7 @@ class OwnRmbs:
 
     @property
     def leaving(self) -> tuple[Rmb, ...]:
-        """The RMBs that the peer has been asked to forget, and has not replied about."""
+        """The RMBs removed from the pool whose deletion the peer has not confirmed."""
         return self._idle.leaving
 
     @property
@@ -166,7 +169,7 @@ class OwnRmbs:
         return any(self._waiting.values())
 
     def has_room(self, size: int) -> bool:
-        """True if an element of ``size`` bytes is free or can be created (2.1: 255 RMBs)."""
+        """True if an element of ``size`` bytes is free or can be created (at most 255 RMBs)."""
         if len(self._regions) < MAX_RMBS:
             return True
         size = rmbe_size_for(size)
@@ -200,7 +203,7 @@ class OwnRmbs:
         return self.pool.rmbs + self.leaving
 
     def release(self, rmbe: Rmbe, used: int | None) -> None:
-        """Release an element; ``used`` bytes of its ring were written, None: unknown."""
+        """Release an element; ``used``: the bytes of its ring that were written, None: unknown."""
         if rmbe.rmb in self._regions:
             self.pool.release(rmbe, used)
             if self.pool.is_empty(rmbe.rmb):
@@ -240,8 +243,8 @@ class OwnRmbs:
         for rmb, region in regions.items():
             self._regions[rmb][link.number] = region
 
-    def forget_link(self, number: int) -> None:
-        """See `Rkeys.forget_link`."""
+    def drop_link(self, number: int) -> None:
+        """See `Rkeys.drop_link`."""
         self._links.pop(number, None)
         for regions in self._regions.values():
             region = regions.pop(number, None)
@@ -249,7 +252,7 @@ class OwnRmbs:
                 region.close()
 
     def renumber(self, old: int, new: int) -> None:
-        """The server has assigned a number to a link."""
+        """Note the number that the server has assigned to a link."""
         self._links[new] = self._links.pop(old)
         for regions in self._regions.values():
             regions[new] = regions.pop(old)
@@ -279,10 +282,10 @@ class OwnRmbs:
     # --- new RMBs -----------------------------------------------------------------------------
 
     def _serve(self, size: int, waiting: list[_Waiter]) -> None:
-        """Give each an element; if there are too few, the others wait for one more RMB.
+        """Give each callback an element; if there are too few, the others wait for one more RMB.
 
-        If the pages of an element cannot be allocated, its callback gets None, because another
-        element would not get them either.
+        If the pages of an element cannot be allocated, its callback gets None at once: for another
+        element there would be no pages either.
         """
         taken: list[Rmbe | None] = []
         for _ in waiting:
@@ -294,7 +297,7 @@ class OwnRmbs:
                 continue
             if rmbe is None:
                 break
-            self._idle.used(rmbe.rmb)
+            self._idle.on_used(rmbe.rmb)
             taken.append(rmbe)
         rest = waiting[len(taken) :]
         if rest:
@@ -304,12 +307,12 @@ class OwnRmbs:
                 self._add_rmb(size, rest)
         elif taken:
             self._make_ahead(size)
-        # Last, because a link may have failed with the messages above, and `done` names a link.
+        # Last: the messages sent above may have failed a link, and ``done`` must not name that one.
         for (done, _), each in zip(waiting, taken, strict=False):
             done(each)
 
     def _take_first(self, size: int) -> Rmbe | None:
-        """An element of an RMB just added; None if its pages cannot be allocated."""
+        """An element of an RMB that was just added; None if its pages cannot be allocated."""
         try:
             return self.pool.take(size)
         except OSError as error:
@@ -336,7 +339,7 @@ class OwnRmbs:
         owner = self._owner
         try:
             if len(self._regions) >= MAX_RMBS:
-                raise OverflowError(f"it has {MAX_RMBS} RMBs, the most there may be")
+                raise OverflowError(f"a link group has at most {MAX_RMBS} RMBs")
             rmb = self._make_rmb(size)
         except (OSError, OverflowError) as error:
             LOGGER.warning("%r: no new RMB of %d-byte elements: %s", owner, size, error)
@@ -374,16 +377,16 @@ class OwnRmbs:
         waiting = self._waiting.pop(rmb.element_size)
         if known is not PeerKnowledge.KNOWN:
             if rmb not in self._regions:
-                pass  # the group has ended, and freed it
+                pass  # the group has ended, and has freed the RMB
             elif known is PeerKnowledge.IN_DOUBT:
-                self._idle.withdraw(rmb)
+                self._idle.delete_later(rmb)
             else:
                 self.free(rmb)
             for done, _ in waiting:
                 done(None)
             return
         self.pool.add(rmb)
-        self._idle.on_empty(rmb)  # until an element is taken, perhaps much later from a spare
+        self._idle.on_empty(rmb)  # an element of a spare RMB may be taken only much later
         self._serve(rmb.element_size, waiting)
 
 
@@ -394,7 +397,7 @@ class IdleRmbs:
         self._owner = owner
         self._own = own
         self._empty_since: dict[Rmb, float] = {}
-        # Removed from the pool; a DELETE RKEY under way may name the first of them.
+        # RMBs removed from the pool, oldest first. A DELETE RKEY under way names the first of them.
         self._leaving: dict[Rmb, None] = {}
         self._deleting = False
         self._timer: Timer | None = None
@@ -410,13 +413,13 @@ class IdleRmbs:
         self._empty_since[rmb] = self._owner.timers.now()
         self._check_later()
 
-    def used(self, rmb: Rmb) -> None:
+    def on_used(self, rmb: Rmb) -> None:
         """An element of an RMB was handed out."""
         self._empty_since.pop(rmb, None)
         if self._empty_since:
             self._check_later()
 
-    def withdraw(self, rmb: Rmb) -> None:
+    def delete_later(self, rmb: Rmb) -> None:
         """Delete an RMB that the peer refused, but may know."""
         self._leaving[rmb] = None
         self._check_later()
@@ -440,12 +443,12 @@ class IdleRmbs:
             del self._empty_since[rmb]
             self._leaving[rmb] = None
         self._delete()
-        # A group without connections ends as a whole; `used` checks again with the next one.
+        # A group without connections ends as a whole; `on_used` checks again with the next one.
         if self._leaving or (self._empty_since and self._owner.connections):
             self._check_later()
 
     def _due(self) -> list[Rmb]:
-        """The RMBs that have been empty long enough; the newest of a size come first."""
+        """The RMBs that have been empty long enough; of each size the newest first."""
         now, owner = self._owner.timers.now(), self._owner
         if not owner.connections:
             return []

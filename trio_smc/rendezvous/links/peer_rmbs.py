@@ -1,8 +1,8 @@
 """The RMBs of the peer of a link group, into which this side writes, and their RTokens.
 
 An RToken is the RKey and address of an RMB on one link (RFC 7609, 1.1). An RMB has one RToken per
-link. All of them name the same elements, so that an element in use is found on whichever link a new
-message names it (RFC 7609, 3.5.2.2).
+link, and a CLC message names an element by any of them. So this module keeps all RTokens of an RMB
+together: then it finds an element that is in use already (RFC 7609, 3.5.2.2).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PeerRmb:
         self.tokens: dict[int, RToken] = {}
         """By link number."""
         self.elements: dict[int, ElementUser] = {}
-        """Connections that write into it, by element index."""
+        """Connections that write into the RMB, by element index."""
 
 
 class PeerRmbs:
@@ -54,7 +54,7 @@ class PeerRmbs:
     def __init__(self) -> None:
         self._by_token: dict[tuple[int, int], PeerRmb] = {}
         self._rmbs: dict[PeerRmb, None] = {}
-        # RTokens of removed links, by link number, the latest last.
+        # RTokens of links that were just removed, by link number, the latest last.
         self._late: dict[int, dict[RToken, PeerRmb]] = {}
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class PeerRmbs:
         return self._by_token.get((link_number, rkey))
 
     def find_named(self, link_number: int, token: RToken) -> PeerRmb | None:
-        """The RMB that has this RToken on this link, or had it on a link that was just removed."""
+        """The RMB with this RToken on this link, even if the link was just removed."""
         rmb = self.find(link_number, token.rkey)
         if rmb is not None:
             return rmb if rmb.tokens[link_number] == token else None
@@ -76,7 +76,7 @@ class PeerRmbs:
         return rmb if rmb in self._rmbs else None
 
     def learn_untrusted(self, tokens: dict[int, RToken]) -> PeerRmb:
-        """Note an RMB's RTokens, by link number. Known ones change nothing.
+        """Note an RMB's RTokens, by link number. RTokens that are known already change nothing.
 
         Raises:
           ProtocolError: the table is full, or the tokens contradict known ones. Nothing is noted.
@@ -84,7 +84,7 @@ class PeerRmbs:
         keys = [(number, token.rkey) for number, token in tokens.items()]
         known = {self._by_token[key] for key in keys if key in self._by_token}
         if len(known) > 1:
-            raise ProtocolError("RKeys of two RMBs are given as one")
+            raise ProtocolError("RKeys of two RMBs are announced as those of one")
         rmb = known.pop() if known else PeerRmb()
         if rmb not in self._rmbs and len(self._rmbs) >= MAX_RMBS:
             raise ProtocolError("more RMBs than a link group may have")
@@ -97,10 +97,10 @@ class PeerRmbs:
         return rmb
 
     def add_token_untrusted(self, rmb: PeerRmb, number: int, token: RToken) -> None:
-        """Note a known RMB's RToken on one more link. A known one changes nothing.
+        """Note a known RMB's RToken on one more link. A known RToken changes nothing.
 
         Raises:
-          ProtocolError: it contradicts a known RToken.
+          ProtocolError: the RToken contradicts a known one.
         """
         self._check_untrusted(rmb, number, token)
         rmb.tokens[number] = token
@@ -131,14 +131,14 @@ class PeerRmbs:
                 del self._by_token[old, token.rkey]
                 self._by_token[new, token.rkey] = rmb
 
-    def forget(self, rmb: PeerRmb) -> None:
+    def remove(self, rmb: PeerRmb) -> None:
         """Drop an RMB with all its RTokens."""
         del self._rmbs[rmb]
         for number, token in rmb.tokens.items():
             del self._by_token[number, token.rkey]
 
-    def forget_link(self, number: int) -> None:
-        """Drop all RTokens of a link, and RMBs that have no other RToken."""
+    def drop_link(self, number: int) -> None:
+        """Drop all RTokens of a link, and the RMBs that have no RToken on another link."""
         self._late.pop(number, None)
         late = self._late[number] = {}
         if len(self._late) > GONE_LINKS:

@@ -2,24 +2,24 @@
 
 Theory of operation
 -------------------
-An RMB has one RToken per link. Four exchanges keep the tables of both sides equal: CONFIRM RKEY
+An RMB has one RToken per link. Four events keep the tables of both sides equal: CONFIRM RKEY
 announces a new RMB's RTokens on all links; DELETE RKEY deletes RMBs; the ADD LINK CONTINUATIONs of
-a new link pair known RTokens on an existing link with new ones (`pairs_for`,
-`learn_pairs_untrusted`); and the loss of a link removes its RTokens (`forget_link`).
+a new link pair the known RTokens on an existing link with the new ones (`pairs_for`,
+`learn_pairs_untrusted`); and the loss of a link removes its RTokens (`drop_link`).
 
-CONFIRM RKEY has room for three links. For more, CONTINUATIONs follow on the same link (A.3.6), all
-sent at once. Each message is echoed by itself, and the exchange ends with the last echo. The peer's
-messages are assembled for each link (`_Parts`), in order and counted; the counter of one byte
-limits their number. A message out of order is a protocol error; RTokens that cannot be used get a
-negative reply. Messages and replies are made when their turn comes, so that they name the links of
-that moment.
+CONFIRM RKEY has room for three links. For more links, CONTINUATIONs follow on the same link
+(A.3.6), all sent at once. The receiver echoes each message, and the exchange ends with the last
+echo. The parts of a message of the peer are collected for each link (`_Parts`). They must come in
+order, and their counter has one byte, which limits their number. A part out of order is a protocol
+error; RTokens that cannot be used get a negative reply. Messages and replies are made when they are
+sent, so that they name the links of that moment.
 
 `Rkeys` makes and reads all these messages. In `RkeyExchanges` the requests of both sides wait for
-their turn, which `exchanges` decides; `own_rmbs` decides which RMBs there are.
+their turn, which `exchanges` decides. `own_rmbs` decides when RMBs are added and deleted.
 
-A request of this side begins again, with the links of that moment, after a failed link, after a
-reply that requires it, and if an ADD LINK or DELETE LINK of the server overtook it (3.5.5.3.3). In
-the last case the request stays `_current` until its reply has arrived.
+A request of this side starts again, with the links of that moment, if its link failed, if the reply
+requires this, and if it crossed an ADD LINK or DELETE LINK of the server (3.5.5.3.3). In the last
+case the request stays `_current` until its reply has arrived.
 
 Requests of the peer are answered at once if the state permits. While links change, a CONFIRM RKEY
 is refused with "retry" (3.5.5.3.1), and a DELETE RKEY is answered after the change.
@@ -60,13 +60,19 @@ LOGGER = logging.getLogger("trio_smc.link_group")
 _LLC_LOGGER = logging.getLogger("trio_smc.llc")
 
 _MAX_QUEUED: Final = 512
+"""Requests of this side that wait: twice the largest number of RMBs. Chosen."""
 _MAX_DEFERRED: Final = 16
+"""Requests of the peer that wait for the end of a change of links. Chosen: peers wait for a reply
+before the next request."""
 _RETRIES: Final = 3
+"""Further tries of a request that the peer wants to have repeated. Chosen."""
 _RETRY_DELAY: Final = 0.05
-"""Seconds before the first retry; four times as long before each further one."""
+"""Seconds before the first retry; four times as long before each further one. Chosen."""
 
 _IN_FIRST: Final = 2
+"""RTokens of other links in CONFIRM RKEY (RFC 7609, A.3.5)."""
 _IN_CONTINUATION: Final = 3
+"""RTokens in CONFIRM RKEY CONTINUATION (A.3.6)."""
 
 RkeyMessage: TypeAlias = llc.ConfirmRkey | llc.ConfirmRkeyContinuation | llc.DeleteRkey
 
@@ -76,7 +82,7 @@ def confirm_rkey_messages(tokens: dict[int, RToken], number: int) -> list[llc.Me
 
     Parameters:
       tokens: an RMB's RTokens by link number.
-      number: the link that the messages will travel on; one of ``tokens``.
+      number: the link that will carry the messages; one of ``tokens``.
     """
     here = tokens[number]
     others = tuple(
@@ -101,7 +107,7 @@ class _Parts:
     """The parts of a CONFIRM RKEY of the peer that have arrived.
 
     Attributes:
-      tokens: by link number.
+      tokens: the RTokens, by link number.
       left: the number of RTokens that are still to come.
       refused: True if a part got a negative reply; the following parts get one, too.
     """
@@ -114,7 +120,7 @@ class _Parts:
         self.refused: bool = False
 
     def add_untrusted(self, others: Iterable[llc.LinkRToken]) -> None:
-        """Add the RTokens of one message.  Raises ProtocolError if it names a link again."""
+        """Add the RTokens of one message.  Raises ProtocolError if a link is named twice."""
         for other in others:
             if other.link_number in self.tokens:
                 raise ProtocolError(f"two RKeys for link {other.link_number}")
@@ -144,7 +150,7 @@ class Rkeys:
     def __init__(self, group: Group, own: OwnRmbs) -> None:
         self._group = group
         self._own = own
-        # By link number; at most one on each link.
+        # By link number: a CONFIRM RKEY of the peer that is not complete, at most one on each link.
         self._parts: dict[int, _Parts] = {}
 
     @property
@@ -155,20 +161,20 @@ class Rkeys:
     # --- links come and go --------------------------------------------------------------------
 
     def register_on(self, link: Link) -> None:
-        """Register all RMBs of this side, also future ones, on a new link.
+        """Register all RMBs of this side on a new link; future RMBs are registered there, too.
 
         Raises RnicError; then no RMB is registered on the link.
         """
         self._own.register_on(link)
 
-    def forget_link(self, number: int) -> None:
+    def drop_link(self, number: int) -> None:
         """Close the registrations and drop the RTokens of a link that is removed or not added.
 
         To be called before the link's protection domain is closed.  Idempotent.
         """
         self._parts.pop(number, None)
-        self._own.forget_link(number)
-        self._group.peer_rmbs.forget_link(number)
+        self._own.drop_link(number)
+        self._group.peer_rmbs.drop_link(number)
 
     def renumber(self, old: int, new: int) -> None:
         """The server has assigned a number to the first link (3.5.1.5)."""
@@ -176,7 +182,7 @@ class Rkeys:
         self._group.peer_rmbs.renumber(old, new)
 
     def pairs_for(self, old: Link, new: Link) -> list[llc.RTokenPair]:
-        """The pairs for ADD LINK CONTINUATION: every RMB of ours that the peer knows on ``old``."""
+        """The pairs for ADD LINK CONTINUATION: this side's RMBs that the peer knows on ``old``."""
         own = self._own
         pairs = []
         for rmb in own.known_to_peer():
@@ -192,29 +198,29 @@ class Rkeys:
         return pairs
 
     def learn_pairs_untrusted(self, old: Link, new: Link, pairs: Sequence[llc.RTokenPair]) -> None:
-        """Note the peer's RTokens on ``new``; `forget_link` drops them if the link is not added.
+        """Note the peer's RTokens on ``new``; `drop_link` drops them if the link is not added.
 
-        A pair for an unknown RMB is ignored, because our reply to its DELETE RKEY may be in flight
-        on another link.
+        A pair for an unknown RMB is ignored: the reply to a DELETE RKEY for it may be in flight on
+        another link.
 
         Raises:
           ProtocolError: a pair contradicts known RTokens.
         """
-        peer, strange = self._group.peer_rmbs, 0
+        peer, unknown = self._group.peer_rmbs, 0
         for pair in pairs:
             rmb = peer.find(old.number, pair.reference_rkey)
             if rmb is None:
-                strange += 1
+                unknown += 1
                 continue
             peer.add_token_untrusted(rmb, new.number, RToken(pair.new_rkey, pair.new_address))
-        if strange:  # one line, however many pairs the peer sends
-            LOGGER.info("%r: %d RKeys for another link name no RMB", old, strange)
+        if unknown:  # one line of the log for all pairs of a message
+            LOGGER.info("%r: %d RKeys for another link name no RMB", old, unknown)
 
     def covers(self, link: Link) -> bool:
         """True if every RMB of the peer that a connection writes into is known on ``link``."""
         return self._group.peer_rmbs.covers(link.number)
 
-    # --- our RMBs -----------------------------------------------------------------------------
+    # --- RMBs of this side ----------------------------------------------------------------------
 
     def confirmation(self, rmb: Rmb, numbers: Iterable[int], link: Link) -> list[llc.Message]:
         """The messages that announce an RMB on the links of these numbers, sent over ``link``."""
@@ -227,7 +233,7 @@ class Rkeys:
         return [llc.DeleteRkey(rkeys=tuple(own.tokens(rmb)[link.number].rkey for rmb in rmbs))]
 
     def carrying(self) -> list[int]:
-        """Numbers of the links that an RMB must be known on."""
+        """Numbers of the links on which the peer must know an RMB: connections use them."""
         links = self._group.links.items()
         return [number for number, link in links if link.state in ("ACTIVE", "TESTING")]
 
@@ -237,7 +243,7 @@ class Rkeys:
         """Read a CONFIRM RKEY, its CONTINUATION, or a DELETE RKEY.
 
         Raises:
-          ProtocolError: a CONTINUATION is missing, out of order, or names a link twice.
+          ProtocolError: a part is missing, is out of order, or names a link twice.
         """
         if isinstance(message, llc.DeleteRkey):
             return PeerRequest(link, message, None, last=True)
@@ -257,7 +263,7 @@ class Rkeys:
         """Apply the peer's request and echo it."""
         link, message, parts, last = request
         if isinstance(message, llc.DeleteRkey):
-            unknown = self._forget_rkeys(link, message.rkeys)
+            unknown = self._remove_rmbs(link, message.rkeys)
             mask = sum(0x80 >> place for place in unknown)
             link.send_llc(
                 dataclasses.replace(
@@ -298,22 +304,22 @@ class Rkeys:
         return True
 
     def _fail_links_without_rkey(self, tokens: dict[int, RToken]) -> None:
-        """Fail the links for which the peer gives no RKey: they have failed there (C.7.1)."""
+        """Fail the links for which the peer sent no RKey: they have failed there (C.7.1)."""
         for number in self.carrying():
             if number not in tokens and number in self._group.links:
                 link = self._group.links[number]
                 LOGGER.info("%r: the peer's new RMB has no RKey there", link)
                 link.machine.send("failed")
 
-    def _forget_rkeys(self, link: Link, rkeys: tuple[int, ...]) -> list[int]:
-        """Forget RMBs; return the places of the RKeys that are unknown."""
+    def _remove_rmbs(self, link: Link, rkeys: tuple[int, ...]) -> list[int]:
+        """Remove RMBs of the peer; return the places of the RKeys that are unknown."""
         unknown = []
         for position, rkey in enumerate(rkeys):
             rmb = self._group.peer_rmbs.find(link.number, rkey)
             if rmb is None:
                 unknown.append(position)
                 continue
-            self._group.peer_rmbs.forget(rmb)
+            self._group.peer_rmbs.remove(rmb)
             for user in list(rmb.elements.values()):
                 user.rmbe_conflict()  # nothing may be written there again
         return unknown
@@ -321,14 +327,15 @@ class Rkeys:
 
 @dataclass(slots=True, eq=False)
 class RkeyRequest:
-    """A CONFIRM RKEY with its CONTINUATIONs or a DELETE RKEY of ours, waiting or under way.
+    """A request of this side: CONFIRM RKEY with its CONTINUATIONs, or DELETE RKEY.
 
     Attributes:
-      messages: makes the request for the link that will carry it, when its turn comes.
+      messages: makes the messages, when they are sent, for the link that will carry them.
       finished: called once, with True if the peer agreed.
-      over: the link to send it over, if that is still usable.
-      in_doubt: True if it was sent and had no reply: the peer may have accepted it, even if it
-        refuses a repetition.
+      over: the link that is to carry the messages, if it is still usable.
+      tries: the number of retries so far.
+      in_doubt: True if the request was sent and had no reply: the peer may have accepted it, even
+        if it refuses a repetition.
     """
 
     messages: Callable[[Link], list[llc.Message]]
@@ -341,7 +348,7 @@ class RkeyRequest:
     _retry: bool = False
 
     def send(self, link: Link) -> None:
-        """Send all messages; each is echoed by itself (A.3.5, A.3.6)."""
+        """Send all messages; the peer echoes each of them (A.3.5, A.3.6)."""
         messages = self.messages(link)
         self._awaited = deque(map(type, messages))
         self._negative = self._retry = False
@@ -349,7 +356,7 @@ class RkeyRequest:
             link.send_llc(message)
 
     def on_echo_untrusted(self, echo: RkeyMessage) -> bool:
-        """Process an echo; True if it was the last one.  Raises ProtocolError if it is none."""
+        """Process an echo; True if it was the last.  Raises ProtocolError if none is expected."""
         if not self._awaited or type(echo) is not self._awaited.popleft():
             raise ProtocolError(f"{type(echo).__name__} reply without a request")
         if isinstance(echo, llc.DeleteRkey):
@@ -370,7 +377,7 @@ class RkeyRequest:
         return not self._negative
 
     def next_delay(self) -> float:
-        """Seconds until the next try; longer each time."""
+        """Count a retry; return the seconds until it, which are more each time."""
         self.tries += 1
         return _RETRY_DELAY * float(4 ** (self.tries - 1))
 
@@ -381,7 +388,7 @@ class RkeyRequest:
 
 
 class RkeyExchanges:
-    """Our requests and the peer's, in turn: the actions of `states.llc_exchange` about RKeys."""
+    """The requests of both sides, each at its turn: the RKey actions of `states.llc_exchange`."""
 
     def __init__(self, group: Group, exchange: Exchange, rkeys: Rkeys) -> None:
         self._group = group
@@ -391,7 +398,7 @@ class RkeyExchanges:
         self._current: RkeyRequest | None = None
         self._rkeys_link: Link | None = None
         self._rkeys_timer: Timer | None = None
-        # More than one if they arrive during an action, when their events wait, too.
+        # More than one if they arrive while the machine runs an action: their events wait, too.
         self._peer_requests: deque[PeerRequest] = deque()
         self._deferred: deque[PeerRequest] = deque()
         self._retries: dict[RkeyRequest, Timer] = {}
@@ -436,7 +443,8 @@ class RkeyExchanges:
             return rkeys.confirmation(rmb, confirmed_on, link)
 
         def answered(agreed: bool) -> None:
-            # A link came up while the reply was in flight on another one.
+            # Repeat if a link came up while the reply was in flight: the peer does not know the RMB
+            # there.
             if agreed and not confirmed_on.issuperset(rkeys.carrying()):
                 self._confirm(rmb, finished, over, in_doubt=True)
             elif agreed:
@@ -450,8 +458,8 @@ class RkeyExchanges:
     def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
         """Delete up to eight unused RMBs (3.5.5.2.2).
 
-        ``finished`` is called once, with True if the peer replied. A negative reply, of a peer that
-        did not know an RMB any more, counts as a reply and is only logged (A.3.7).
+        ``finished`` is called once, with True if the peer replied. A negative reply (the peer did
+        not know an RMB any more) counts as a reply and is only logged (A.3.7).
         """
         self._change(RkeyRequest(lambda link: self._rkeys.deletion(rmbs, link), finished))
 
@@ -475,7 +483,7 @@ class RkeyExchanges:
         return True
 
     def on_reply_untrusted(self, link: Link, reply: RkeyMessage) -> None:
-        """Process an echo; raises ProtocolError if no request of ours was sent on ``link``."""
+        """Process an echo; raises ProtocolError if this side sent no request on ``link``."""
         request = self._current
         if request is None or link is not self._rkeys_link:
             raise ProtocolError(f"{type(reply).__name__} reply without a request")
@@ -483,7 +491,7 @@ class RkeyExchanges:
             self._exchange.send("rkeys_replied")
 
     def send(self) -> None:
-        """Send our request and start the timer for its echoes."""
+        """Send the request of this side, and start the timer for its echoes."""
         if self._current is not None and self._rkeys_link is not None:
             self._current.send(self._rkeys_link)
         self._rkeys_timer = self._group.timers.call_later(
@@ -491,18 +499,18 @@ class RkeyExchanges:
         )
 
     def stop_timer(self) -> None:
-        """The echoes came, or are no longer needed."""
+        """Stop the timer: the echoes have come, or are no longer needed."""
         if self._rkeys_timer is not None:
             self._rkeys_timer.cancel()
             self._rkeys_timer = None
 
     def end(self) -> None:
-        """All echoes have arrived."""
+        """End the request: all echoes have arrived."""
         request, self._current, self._rkeys_link = self._current, None, None
         if request is None:
             return
         if request.to_be_retried:
-            # 3.5.5.3.1: begin again after the peer's exchange, whose end is not announced.
+            # 3.5.5.3.1: start again after the peer's exchange. Its end is not announced, so wait.
             self._retries[request] = self._group.timers.call_later(
                 request.next_delay(), lambda: self._retry(request)
             )
@@ -510,18 +518,21 @@ class RkeyExchanges:
         request.finished(request.agreed)
 
     def redo(self) -> None:
-        """Begin again whatever the replies were, because links have changed (3.5.5.3.3)."""
+        """Start the request again, whatever the replies: links have changed (3.5.5.3.3)."""
         request, self._current, self._rkeys_link = self._current, None, None
         if request is not None:
             request.in_doubt = True
             self._queue.appendleft(request)
 
     def fail_link(self) -> None:
-        """The link that carried the request has failed (C.7.1)."""
-        fail(self._rkeys_link, self._exchange.state)
+        """Fail the link that carried the request, because there was no answer (C.7.1)."""
+        fail_unanswered(self._rkeys_link, self._exchange.state)
 
     def link_lost(self, link: Link, *, begun: bool) -> bool:
-        """``link`` has failed; True if it carried our request."""
+        """``link`` has failed; True if it carried the request of this side.
+
+        ``begun``: the machine handles the failure (event ``carrier_lost``), so do nothing here.
+        """
         if link is not self._rkeys_link:
             return False
         if not begun:
@@ -534,7 +545,7 @@ class RkeyExchanges:
         self._change(request)
 
     def fail_queued(self) -> None:
-        """Let all waiting requests fail (2.3)."""
+        """Fail all requests of this side (2.3)."""
         waiting = [self._current] if self._current is not None else []
         waiting += self._queue
         waiting += self._retries
@@ -581,7 +592,7 @@ class RkeyExchanges:
             request.link.machine.send("failed")
 
 
-def fail(link: Link | None, state: str) -> None:
+def fail_unanswered(link: Link | None, state: str) -> None:
     """Fail ``link``, because an exchange on it was not answered."""
     if link is not None:
         _LLC_LOGGER.info("%r: an LLC request was not answered: %s", link, state)

@@ -1,4 +1,4 @@
-"""A timer with a descriptor: retries work without a task and without reading the clock."""
+"""A timer with a descriptor: with it, work is retried without a task and without a clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Setting(ctypes.Structure):
 
 
 class Alarm:
-    """A timerfd (timerfd_create(2)).  Raises OSError if the system has none left.
+    """A timerfd (timerfd_create(2)).  Raises OSError if there is no descriptor left.
 
     Attributes:
       fd: readable when the time has passed.
@@ -44,10 +44,10 @@ class Alarm:
             raise OSError(number, os.strerror(number))
 
     def set(self, seconds: float) -> None:
-        """Make ``fd`` readable once, after less than one second.
+        """Make ``fd`` readable once, after ``seconds``.
 
         Args:
-          seconds: the time from now; less than 1.
+          seconds: the time from now, more than 0 and less than 1.
         """
         if sys.version_info >= (3, 13):
             os.timerfd_settime(self.fd, initial=seconds)

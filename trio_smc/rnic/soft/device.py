@@ -3,7 +3,7 @@
 Memory regions are sealed memfds that peers map.  An RDMA write is a copy into the mapping; the
 writer checks RKey, bounds and validity.  A send fills a slot in a ring of the receiver's queue
 pair.  The sender rings a doorbell only if the receiver sleeps, so two busy sides need no system
-call.  A doorbell is a packet on the queue pair's socket.  The first few peers have a pipe instead,
+call.  A doorbell is a packet on the queue pair's socket.  The first four peers have a pipe instead,
 which is faster and takes two more descriptors.
 
 Idle peers do not slow down busy ones.  If there are many rings, the RNIC polls only those that had
@@ -13,10 +13,10 @@ several peers: a peer that rings without need, or does not ring, affects only it
 
 This module has the device, and its `Acceptor`, which accepts peers.  The other parts are `ring`
 (sends), `regions` (memory), `queue_pair`, and `messages` and `peer_sockets` (how RNICs find and
-notify each other).  `port` is the device as these parts see it, and `faults` makes it fail on
-purpose.
+notify each other).  `port` is the device as these parts see it, and `faults` injects failures for
+tests.
 
-Several RNICs can be open in one process, even with one name, and a process can connect to itself.
+A process can open several RNICs, even with the same name, and can connect to itself.
 """
 
 from __future__ import annotations
@@ -69,22 +69,31 @@ __all__ = [
 
 
 _GID_PREFIX: Final = bytes.fromhex("fd534d4352000000")
+"""A unique local address (RFC 4193): fd, and the letters "SMCR"."""
 _MACHINES: Final = ("x86_64", "AMD64")
 _SEND_DEPTH: Final = 1024
+"""Requests that can wait in a send queue.  Chosen: as many as a ring has slots."""
 _EVENTS_AT_ONCE: Final = 64
+"""Events of one call of epoll_wait(2).  Chosen; no measurement is recorded."""
 _MAX_ROUNDS: Final = 16
+"""Calls of epoll_wait(2) in one `poll_sockets`; more events wait for the next one.  Chosen."""
 _MAX_ACCEPTED: Final = 32
-"""Connections accepted at a time, which takes less than a millisecond."""
+"""Connections accepted in one turn.  Chosen, to keep a turn under a millisecond; no measurement is
+recorded."""
 _MAX_BEFORE_HELLO: Final = 64
-"""Accepted connections that have not sent a Hello yet."""
+"""Accepted connections that have not sent a Hello yet.  Chosen; no measurement is recorded."""
 _EDGES: Final = select.EPOLLIN | select.EPOLLET
 _ALWAYS_POLLED: Final = 8
-"""If there are at most so many rings, all are polled always."""
+"""Up to this number of rings, all are always polled.  Chosen; docs/decisions.md, "which rings a
+software RNIC polls", has the cost of idle rings with this value and that of `_IDLE_POLLS`."""
 _MAX_DOORBELLS: Final = 4
+"""Peers with a doorbell pipe.  Chosen, because each pipe takes two descriptors."""
 _RETRY_INTERVAL: Final = 0.05
-"""Seconds after which an action that failed for lack of resources is retried."""
+"""Seconds after which an action that failed for lack of resources is retried.  Chosen; no
+measurement is recorded."""
 _IDLE_POLLS: Final = 256
-"""Polls without a message after which a ring enters interrupt mode, if there are many rings."""
+"""If there are more rings than `_ALWAYS_POLLED`, a ring without a message in this number of polls
+enters interrupt mode.  Chosen."""
 
 
 class Faults(Protocol):
@@ -107,7 +116,7 @@ class SoftRnic(Rnic):
 
     __slots__ = (
         "_acceptor", "_alarm", "_completion_epoll", "_directory", "_doorbells", "_epoll",
-        "_events", "_half_closed", "_handlers", "_has_many_rings", "_make_qp", "_next_actions",
+        "_events", "_handlers", "_has_many_rings", "_kept_open", "_make_qp", "_next_actions",
         "_only_doorbell", "_open", "_pds", "_peer_events", "_polls", "_qps", "_retries", "_rings",
         "_rkeys", "_self_wake", "accepting_later", "disconnected", "done", "faults", "gid",
         "intake", "mac", "mtu", "name", "on_event", "port_active", "send_depth", "stalled",
@@ -133,9 +142,9 @@ class SoftRnic(Rnic):
         self.accepting_later: bool = False
         self._next_actions: dict[Callable[[], None], None] = {}
         self._retries: dict[Callable[[], None], None] = {}
-        self._rings: tuple[ReceiveRing, ...] = ()  # all that are not in interrupt mode
+        self._rings: tuple[ReceiveRing, ...] = ()  # polled: all that are not in interrupt mode
         self._has_many_rings = False
-        self._polls = 0  # polls of many rings since the last check for idle ones
+        self._polls = 0  # polls since the last check for idle rings, if there are many rings
         self._qps: dict[int, SoftQueuePair] = {}
         self._pds: set[SoftProtectionDomain] = set()
         self._rkeys: set[int] = set()
@@ -144,11 +153,12 @@ class SoftRnic(Rnic):
         self._peer_events: dict[int, int] = {}
         self._doorbells: dict[int, Callable[[], bool]] = {}  # by descriptor
         self._only_doorbell: Callable[[], bool] | None = None
-        # Watches `_peer_events` in place of `_epoll` as soon as `completion_fd` was called.
+        # Watches the descriptors of `_peer_events` in place of `_epoll`, once `completion_fd` has
+        # been called.
         self._completion_epoll: select.epoll | None = None
-        # Sockets of queue pairs that ended while the port was down, or quietly: they stay open, so
-        # that the peers do not notice yet.
-        self._half_closed: list[socket.socket] = []
+        # Sockets of queue pairs that went to ERR while the port was down, or for a fault that the
+        # peer is not to notice: an open socket shows the peer no end.
+        self._kept_open: list[socket.socket] = []
         self._events: list[RnicEvent] = []
         self._open = False
         self._make_qp: Callable[[SoftRnic, SoftProtectionDomain, int], SoftQueuePair] = (
@@ -206,7 +216,7 @@ class SoftRnic(Rnic):
                 region.close()
             pd.close()
         self._acceptor.close()
-        self._close_half_closed()
+        self._close_kept_open()
         self._handlers.clear()
         self._events.clear()
         self.stalled.clear()
@@ -233,7 +243,7 @@ class SoftRnic(Rnic):
             self._acceptor.abandon()
             for qp in self._qps.values():
                 qp.abandon()
-            for sock in self._half_closed:
+            for sock in self._kept_open:
                 sock.close()
             self.intake.abandon()
 
@@ -270,34 +280,34 @@ class SoftRnic(Rnic):
     def fail(self) -> None:
         """Take the port down without warning.
 
-        From now on our own posts are flushed, and posts of peers to this port end with
+        From now on, posts of this port are flushed, and posts of peers to this port end with
         RETRY_EXC_ERR.  Unused queue pairs stay in RTS.  `service` reports PORT_DOWN.  Idempotent.
         """
         self._check_open()
         self._set_port(False)
 
     def restore(self) -> None:
-        """Bring the port up again; queue pairs that are still in RTS go on.  Idempotent."""
+        """Bring the port up again; queue pairs that are still in RTS continue.  Idempotent."""
         self._check_open()
         self._set_port(True)
 
     def _set_port(self, active: bool) -> None:
         if self.port_active == active:
             return
-        # A peer that dialled before the change is connected, and does not notice the change.
+        # First accept the peers that dialled before the change: they must not notice it.
         self.poll_sockets()
         self.port_active = active
         self._events.append(RnicEvent.PORT_UP if active else RnicEvent.PORT_DOWN)
         for qp in tuple(self._qps.values()):
             qp.on_port_change()
         if active:
-            self._close_half_closed()
+            self._close_kept_open()
         os.eventfd_write(self._self_wake, 1)
 
-    def _close_half_closed(self) -> None:
-        for sock in self._half_closed:
+    def _close_kept_open(self) -> None:
+        for sock in self._kept_open:
             self.intake.discard(sock)
-        self._half_closed.clear()
+        self._kept_open.clear()
 
     # -- completions ---------------------------------------------------------------------
 
@@ -409,9 +419,9 @@ class SoftRnic(Rnic):
     # -- what queue pairs and protection domains call -------------------------------------
 
     def poll_sockets(self) -> None:
-        """Handle the events of all sockets, without waiting; each action runs at most once."""
-        again, self._next_actions = self._next_actions, {}
-        for action in again:
+        """Call the actions of `call_at_service`, and handle the events of all sockets."""
+        actions, self._next_actions = self._next_actions, {}
+        for action in actions:
             action()
         for _ in range(_MAX_ROUNDS):
             events = self._epoll.poll(0, _EVENTS_AT_ONCE)
@@ -423,11 +433,10 @@ class SoftRnic(Rnic):
         else:
             self._next_actions[_no_action] = None
         if self._next_actions:
-            os.eventfd_write(self._self_wake, 1)  # here, because a poll above would consume it
+            os.eventfd_write(self._self_wake, 1)  # last, because the polls above consume the event
 
     def call_at_service(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at the next `poll_sockets`, and request that: others have their turn
-        first."""
+        """Call ``action`` at the next `poll_sockets`, so that other work has its turn first."""
         self._next_actions[action] = None
         self.request_service()
 
@@ -459,7 +468,7 @@ class SoftRnic(Rnic):
             return self._directory.dial(socket_name(gid))
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None] | None) -> None:
-        """Make `wait_fd` readable with ``fd``; `service` passes the epoll events to ``handler``."""
+        """Watch ``fd`` with `wait_fd`; `service` passes the epoll events to ``handler``."""
         self._epoll.register(fd, events)
         if handler is not None:
             self._handlers[fd] = handler
@@ -470,11 +479,11 @@ class SoftRnic(Rnic):
         self._handlers.pop(fd, None)
 
     def watch_peer(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
-        """Make `completion_fd` readable with a peer's socket; `wait_fd` if that is not in use."""
+        """Watch a peer's socket with `completion_fd`, or with `wait_fd` if that is not in use."""
         self._watch_peer(sock.fileno(), handler)
 
     def watch_readable(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Watch for readability of a peer's socket, or stop that."""
+        """Watch for packets in a peer's socket; ``wanted=False``: stop watching."""
         fd = sock.fileno()
         if fd in self._peer_events:
             self._watch_events(fd, select.EPOLLIN if wanted else 0)
@@ -486,8 +495,8 @@ class SoftRnic(Rnic):
           rung: called when the descriptor is readable; True: the doorbell has been rung.
 
         Returns:
-          None: the peer uses its socket.  Only the first few peers have a doorbell, because
-          doorbells take descriptors.
+          None: the peer uses its socket, because there are `_MAX_DOORBELLS` already, or no
+          descriptors.
         """
         if len(self._doorbells) >= _MAX_DOORBELLS:
             return None
@@ -525,10 +534,10 @@ class SoftRnic(Rnic):
         self._handlers[fd] = handler
 
     def watch_writable(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Watch for room in a peer's socket, or stop that.
+        """Watch for room in a peer's socket; ``wanted=False``: stop watching.
 
-        It is watched only while messages wait.  Otherwise each doorbell that the peer reads would
-        wake this process, because it makes room.
+        A socket is watched for room only while messages wait for it.  Otherwise this process would
+        wake up whenever the peer reads a doorbell, because that makes room.
         """
         fd = sock.fileno()
         reading = self._peer_events[fd] & select.EPOLLIN
@@ -561,10 +570,10 @@ class SoftRnic(Rnic):
         self.stalled.pop(user, None)
 
     def close_peer_socket(self, sock: socket.socket | None, *, quietly: bool) -> None:
-        """Close a watched socket; if the port is down, keep it open until the port is up again.
+        """Close a watched socket; if the port is down, only when the port is up again.
 
         Args:
-          quietly: keep the socket open too, so that the peer does not notice.
+          quietly: do not close the socket yet, so that the peer does not notice.
         """
         if sock is None:
             return
@@ -572,15 +581,15 @@ class SoftRnic(Rnic):
         if self.port_active and not quietly:
             self.intake.discard(sock)
             return
-        for other in tuple(self._half_closed):
+        for other in tuple(self._kept_open):
             if _peer_has_ended(other):
-                self._half_closed.remove(other)
+                self._kept_open.remove(other)
                 self.intake.discard(other)
-        self._half_closed.append(sock)
+        self._kept_open.append(sock)
 
     def _unwatch_peer(self, fd: int) -> None:
         if self._peer_events.pop(fd, None) is None:
-            return  # the socket was never watched: there were too many epoll watches
+            return  # the socket was never watched, because there were too many epoll watches
         del self._handlers[fd]
         (self._completion_epoll or self._epoll).unregister(fd)
 
@@ -613,7 +622,7 @@ def _peer_has_ended(sock: socket.socket) -> bool:
 
 
 def _no_action() -> None:
-    """No-op: the poll of the sockets itself is what was requested."""
+    """No-op, for `poll_sockets` to be called again without another action."""
 
 
 def socket_name(gid: bytes) -> str:
@@ -625,7 +634,7 @@ class Acceptor:
     """Accepts connections, reads one Hello from each and passes it to its queue pair.
 
     A connection that sends nothing is kept until `_MAX_BEFORE_HELLO` others have come.  A peer that
-    sends anything else, or belongs to another user, is disconnected.
+    sends anything but a Hello, or that belongs to another user, is disconnected.
     """
 
     def __init__(self, rnic: SoftRnic, directory: Directory) -> None:
@@ -645,7 +654,7 @@ class Acceptor:
         self._rnic.intake.closer.discard_listener(self._listener)
 
     def ensure_name(self) -> None:
-        """Listen again if the socket's name was removed, for example by a cleaner of /tmp."""
+        """Listen again if the socket's name was removed, for example by systemd-tmpfiles."""
         if self._listener.fileno() < 0 or self._directory.has(self._name):
             return
         self._directory.reopen()
@@ -679,7 +688,7 @@ class Acceptor:
                 if not isinstance(problem, BlockingIOError) and is_lack(problem):
                     self._accept_later()
                 return
-            # A port that is down accepts no peer.
+            # A port that is down disconnects each new peer.
             group = self._directory.group
             if not self._rnic.port_active or not is_admitted(sock, group):
                 intake.discard(sock)
@@ -714,7 +723,7 @@ class Acceptor:
         intake = self._rnic.intake
         try:
             packet = intake.receive(sock)
-        except OSError:  # no descriptors left: the Hello waits in the socket
+        except OSError:  # no descriptors or memory left: the Hello waits in the socket
             self._rnic.retry_later(self._read_all_hellos)
             return
         if packet is None:

@@ -1,15 +1,16 @@
-"""Injected faults of the software RNIC, which are rare on real ones and which tests need often.
+"""Injected faults of the software RNIC, for tests: on real RNICs these faults are rare.
 
 Theory of operation.  A `FaultPlan` belongs to one `SoftRnic`, whose queue pairs are then of the
-class `FaultyQueuePair`.  An RNIC without a plan runs none of this code.  A faulty queue pair asks
-its plan before it executes a request; if no fault is due, a write and its message may also be
-executed at once (`QueuePair.deliver`).  A fault either *strikes* at once (a link or port goes down,
-messages are delayed), or is *armed* until the next request of its kind.  Faults are injected on
-command (`FaultPlan.inject`), or after random numbers of requests.  The seed and the sequence of
-requests determine these faults, and `FaultPlan.log` lists them.
+class `FaultyQueuePair`.  An RNIC without a plan runs none of this code.  A faulty queue pair
+queries its plan before it executes a request.  If the plan has no fault for them, a write and its
+message are executed together, as without a plan (`QueuePair.deliver`).  A fault either *strikes* at
+once (a link or port goes down, messages are delayed), or is *armed* until the next request of its
+kind.  Faults are injected on command (`FaultPlan.inject`), or at random, after random numbers of
+requests.  The seed and the sequence of requests determine the random faults.  `FaultPlan.log` lists
+all faults.
 
 A fault looks as it does with hardware: the request completes with RETRY_EXC_ERR, the other requests
-are flushed, and the queue pair is in ERR.  A queue pair that goes on never loses anything: a
+are flushed, and the queue pair is in ERR.  A queue pair that stays in RTS never loses anything: a
 reliable connection delivers all messages in order, or ends.
 
 Only `Fault.NOT_PLACED` breaks the rules of a reliable connection: the request completes with
@@ -78,7 +79,7 @@ class Struck(NamedTuple):
     """A fault that happened."""
 
     request: int
-    """How many requests the RNIC had executed before."""
+    """How many requests the RNIC had executed before the fault."""
     kind: Fault
     qp_num: int
     """0 for a fault of the whole port."""
@@ -100,8 +101,8 @@ class FaultPlan:
       every: requests between two random faults, on average; 0: faults only on command.
       delay: the longest delay by `Fault.DELAY`, seconds.
       flap: how long the port is down in `Fault.PORT_FLAP`, seconds.
-      concerns: True for the messages that `Fault.COMPLETION_LOST`, `Fault.MESSAGE_LOST` and
-        `Fault.NOT_PLACED` may hit; by default all.
+      concerns: returns True for the messages that `Fault.COMPLETION_LOST`, `Fault.MESSAGE_LOST` and
+        `Fault.NOT_PLACED` may hit; by default all messages.
 
     Attributes:
       log: the faults that have happened, oldest first.
@@ -141,7 +142,7 @@ class FaultPlan:
           ValueError: the plan belongs to another RNIC already.
         """
         if hasattr(self, "_rnic"):
-            raise ValueError("a fault plan serves one RNIC")
+            raise ValueError("the fault plan belongs to another RNIC")
         self._rnic = rnic
 
     def queue_pair(self, rnic: SoftRnic, pd: SoftProtectionDomain, qp_num: int) -> FaultyQueuePair:
@@ -172,9 +173,9 @@ class FaultPlan:
         if kind in _OF_REQUESTS:
             self._armed.append(_Armed(kind, qp_num))
         elif kind in (Fault.PORT_DOWN, Fault.PORT_FLAP):
-            self._strike_port(kind)
+            self._inject_port_fault(kind)
         else:
-            self._strike_link(kind, self._choose(qp_num))
+            self._inject_link_fault(kind, self._choose(qp_num))
 
     # -- inside --------------------------------------------------------------------------
 
@@ -190,17 +191,17 @@ class FaultPlan:
             and qp_num in (None, qp.qp_num)
         ]
         if not usable:
-            raise ValueError("no queue pair to fail")
-        # In the order of creation: the queue pair numbers do not depend on the seed.
+            raise ValueError("no such queue pair in RTS")
+        # In the order of creation, because the queue pair numbers do not depend on the seed.
         return self.rng.choice(usable)
 
-    def _strike_port(self, kind: Fault) -> None:
+    def _inject_port_fault(self, kind: Fault) -> None:
         self.note(kind, 0, None)
         self._rnic.fail()
         if kind is Fault.PORT_FLAP:
             DelayedAction(self._rnic, self.flap, self._rnic.restore)
 
-    def _strike_link(self, kind: Fault, qp: FaultyQueuePair) -> None:
+    def _inject_link_fault(self, kind: Fault, qp: FaultyQueuePair) -> None:
         self.note(kind, qp.qp_num, None)
         if kind is Fault.LINK_DOWN:
             qp.to_err()
@@ -220,7 +221,7 @@ class FaultPlan:
         if self.on_struck is not None:
             self.on_struck(struck)
 
-    def meet(self, qp: FaultyQueuePair, message: bytes | None) -> Fault | None:
+    def next_fault(self, qp: FaultyQueuePair, message: bytes | None) -> Fault | None:
         """The fault that hits the next request, or None.
 
         Args:
@@ -233,7 +234,7 @@ class FaultPlan:
             kind = self.rng.choice(self._kinds)
             self.inject(kind, None if kind in _OF_REQUESTS else qp.qp_num)
         for each in self._armed:
-            if each.qp_num in (None, qp.qp_num) and self._is_about(each.kind, message):
+            if each.qp_num in (None, qp.qp_num) and self._can_hit(each.kind, message):
                 self._armed.remove(each)
                 return each.kind
         return None
@@ -245,7 +246,7 @@ class FaultPlan:
         self._requests += requests
         return True
 
-    def _is_about(self, kind: Fault, message: bytes | None) -> bool:
+    def _can_hit(self, kind: Fault, message: bytes | None) -> bool:
         if message is None:
             return kind is Fault.WRITE_LOST
         return kind in _OF_MESSAGES and (self.concerns is None or self.concerns(message))
@@ -284,13 +285,13 @@ class FaultyQueuePair(SoftQueuePair):
 
     def to_err_quietly(self) -> None:
         """As `to_err`, but without a notification of the peer."""
-        self._rnic.poll_sockets()  # accept a peer that has connected before
+        self._rnic.poll_sockets()  # accept a peer that has already connected
         self._enter_err(quietly=True)
 
     def stop_silently(self) -> None:
         """Execute no more requests, and receive no more messages, without notification."""
         self._silent = True
-        # Take the messages that the peer has published; after them no receive is posted any more.
+        # Take the messages that the peer has published.  For later ones no receive is posted.
         self.ring.take_untrusted(self._complete)
         self.ring.set_posted(self.ring.tail)
 
@@ -319,7 +320,8 @@ class FaultyQueuePair(SoftQueuePair):
         if self._must_wait():
             return False
         super().update_ready()
-        # If a fault is due, the caller posts both, and the fault hits one of them.
+        # If a fault is due, return False: the caller then posts write and message separately, and
+        # the fault hits one of them.
         ready = self._ready_peer is not None and self._plan.lets_pass(1 if data is None else 2)
         done = ready and super().deliver(message, data, address, rkey)
         self.update_ready()
@@ -356,8 +358,8 @@ class FaultyQueuePair(SoftQueuePair):
         peer = sockets.peer
         if not self._rnic.port_active or peer is None or peer.ring.is_closed() or sockets.unsent:
             return super()._execute(request)
-        kind = self._plan.meet(self, request.message)
-        # A random fault of the link or port may have ended or delayed this queue pair.
+        kind = self._plan.next_fault(self, request.message)
+        # `next_fault` may have injected a fault of the link or port, which ends or delays this one.
         if self._must_wait():
             return STALLED
         if kind is None:
@@ -377,14 +379,14 @@ class FaultyQueuePair(SoftQueuePair):
             super()._execute(self._partial(request))
         elif kind is Fault.NOT_PLACED:
             self._silent = True
-            # The failure is reported after this completion, not before.
+            # The next poll reports the failure, after this completion.
             self._rnic.disconnected.append(self)
             status = _OK
         self._plan.note(kind, self.qp_num, request.message)
         return status
 
     def _partial(self, request: Request) -> Request:
-        """A random part of a write, from its beginning."""
+        """The request with only a random part of its data, from the beginning."""
         assert request.data is not None
         return request._replace(
             data=request.data[: self._plan.rng.randrange(len(request.data) + 1)], more=None

@@ -2,20 +2,21 @@
 
 Every open RNIC listens on a Unix SEQPACKET socket ``rnic-<GID in hex>`` in the user's private
 directory.  When a queue pair goes to RTR, it connects to the peer RNIC and sends `Hello` together
-with its receive ring, which is all that the peer needs to write to it.  The peer's queue pair sends
-its Hello on the same socket.  If both connect at the same time, the pair has two sockets, and each
-side sends on its own.  No side waits for an answer, and the order does not matter.
+with its receive ring, which is all that the peer needs in order to send.  The peer's queue pair
+sends its Hello on the same socket.  If both connect at the same time, they have two sockets, and
+each side sends on its own.  No side waits for an answer, and the order does not matter.
 
-Later a side announces memory regions (`Register`, `Revoke`), and `DOORBELL` wakes its peer.  Each
-end of a socket has flags of its own, so a peer can neither make this process wait when it rings,
-nor read doorbells that are not its own.  The end of a socket shows that the peer has ended, in
-order or by SIGKILL.
+Later a side announces memory regions (`Register`, `Revoke`), and wakes its peer by `DOORBELL`.
+Unlike the ends of a pipe, each end of a socket has flags of its own.  So a peer can neither make
+this process wait when this process rings, nor read the doorbells of another process.  The end of a
+socket shows that the peer has ended, even by SIGKILL.
 
 A pipe wakes a process faster than a socket.  So a Hello to a process of the same user may include
-a `Doorbell`, which is rung instead.  Both sides open the pipe again, to have flags of their own,
-and for reading and writing: writing to a pipe without readers raises SIGPIPE, and a pipe without
-writers is always readable.  Both ends of a pipe share one lock, which a hostile peer could hold.
-Therefore only a process of the same user gets one: that user could stop this process anyway.
+a `Doorbell`, a pipe that the receiver of the Hello rings instead of the socket.  Both sides open
+the pipe again through /proc, to have flags of their own.  They open it for reading *and* writing,
+because writing to a pipe without readers raises SIGPIPE, and a pipe without writers is always
+readable.  Both ends of a pipe share one lock, which a hostile peer could hold.  Therefore only a
+process of the same user gets a pipe: that user could stop this process anyway.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ __all__ = [
 
 _MAGIC: Final = b"SMCN"
 VERSION: Final = 4
-"""Of the messages and of the memory that software RNICs share."""
+"""The version of these messages, and of the memory that software RNICs share."""
 DOORBELL: Final = b"\0"
 """A packet, or a byte in a pipe, that makes the peer poll its ring."""
 _HELLO: Final = 1
@@ -82,16 +83,17 @@ _MAX_FDS: Final = 2
 _PEEK: Final = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
 _BACKLOG: Final = 1024
+"""Peers that have connected and wait for `Acceptor`.  Chosen; no measurement is recorded."""
 DOORBELL_READ_SIZE: Final = 64
-"""Bytes read from a doorbell at a time."""
+"""Bytes read from a doorbell at a time.  Chosen: the peer rings once for each time it is armed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """The first message on a socket: names the two queue pairs.
 
-    Its descriptors are the sender's receive ring and, if the sender has a `Doorbell`, the write end
-    of that.
+    With it come descriptors of the sender's receive ring and, if the sender has a `Doorbell`, of
+    its write end.
 
     Attributes:
       gid: the GID of the sender's RNIC.
@@ -113,7 +115,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
-    """A memory region of the sender that the receiver may write into; its descriptor is the memfd.
+    """A memory region of the sender that the receiver may write into; its memfd comes with it.
 
     Attributes:
       rkey: the RKey, which is also in the key page while the region is valid.
@@ -179,16 +181,16 @@ class Intake:
     `receive` peeks at a packet before it removes it from the socket.  So the kernel never closes a
     surplus descriptor in this thread, which might wait (`trio_smc.host.descriptors`).  A packet
     with too many descriptors stays in its socket until the `Closer` closes both.  A packet for
-    which the descriptor table has no room stays until there is room.  Two spare descriptors keep
-    room for descriptors that are mapped and closed at once.
+    which the descriptor table has no room stays until there is room.  Two spare descriptors reserve
+    room for a message whose descriptors are mapped and then closed at once.
 
     Args:
       closer: closes descriptors in a thread of its own.
 
     Attributes:
       spare: descriptors that are closed to make room.
-      unmapper: unmaps large memory of peers, in a thread of its own.  Unlike ``closer`` it is busy
-        even without an attack.
+      unmapper: unmaps large memory of peers, in a thread of its own, because it has work even
+        without an attack, unlike ``closer``.
     """
 
     def __init__(self, closer: Closer) -> None:
@@ -198,11 +200,11 @@ class Intake:
         self._refill()
 
     def receive(self, sock: socket.socket) -> tuple[bytes, list[int]] | None:
-        """Receive one packet and its descriptors, which the caller gives to `close_fds`.
+        """Receive one packet and its descriptors, which the caller must pass to `close_fds`.
 
         Returns:
           None: there is no packet.  An empty packet: the socket has ended, or the packet has too
-          many descriptors; the caller must give the socket to `discard`.
+          many descriptors; the caller must pass the socket to `discard`.
 
         Raises:
           OSError: this process lacks descriptors or memory (`is_lack`); the packet stays.
@@ -215,7 +217,8 @@ class Intake:
             except BlockingIOError:
                 return None
             except ConnectionResetError:
-                # The peer closed its end and had not read all; its own packets are still here.
+                # The peer closed its end before it had read all.  The packets that it sent are
+                # still here.
                 continue
             except OSError as problem:
                 if is_lack(problem):
@@ -227,7 +230,7 @@ class Intake:
             if not most or not self._copy_descriptors(sock, most, fds):
                 return b"", []
         if data:
-            # This process has copies of the descriptors, so no file is closed here.
+            # This process has copies of the descriptors, so the kernel closes no file here.
             sock.recv(_MAX_SIZE + 1, socket.MSG_DONTWAIT)
         return data, fds
 
@@ -244,9 +247,9 @@ class Intake:
             fds += descriptors_in(ancillary)
             if not flags & socket.MSG_CTRUNC:
                 return True
-            many = len(fds) == most
+            too_many = len(fds) == most
             self.close_fds(fds)
-            if many:
+            if too_many:
                 return False
             if not self.spare:
                 raise OSError(errno.EMFILE, "no room for a peer's descriptor")
@@ -259,9 +262,9 @@ class Intake:
 
         Args:
           fds: the descriptors.
-          sender: the socket they came on.  A pipe of the same user is closed at once, because that
-            takes only the pipe's lock.
-          mapped: they are memory that this process has mapped.
+          sender: the socket they came on.  A pipe of the same user is closed in this thread,
+            because closing it takes only the pipe's lock.
+          mapped: they are memory that this process has mapped, so closing them frees nothing.
         """
         while fds:
             fd = fds.pop()
@@ -297,7 +300,7 @@ class Intake:
             try:
                 self.spare.append(os.eventfd(0, os.EFD_CLOEXEC))
             except OSError:
-                return  # the next packet that needs room will wait
+                return  # the next packet for which there is no room will wait
 
 
 def _max_descriptors(data: bytes) -> int:
@@ -319,7 +322,7 @@ def take_doorbell(sock: socket.socket) -> bool:
     fcntl.ioctl(sock.fileno(), termios.FIONREAD, _unread)
     if _unread[0] != len(DOORBELL):
         return False
-    # The kernel would close a descriptor that came with the byte, in this thread.
+    # Peek first: if a descriptor came with the byte, the kernel would close it in this thread.
     data, _, flags, _ = sock.recvmsg(len(DOORBELL), 0, _PEEK)
     if len(data) != len(DOORBELL) or flags & socket.MSG_CTRUNC:
         return False
@@ -327,7 +330,7 @@ def take_doorbell(sock: socket.socket) -> bool:
 
 
 class Doorbell:
-    """A pipe that one peer writes to.  Raises OSError if there are no descriptors left.
+    """A pipe that one peer writes to.  Raises OSError if there is no descriptor left.
 
     Attributes:
       fd: readable when the doorbell was rung.
@@ -365,7 +368,7 @@ def open_doorbell_untrusted(fd: int) -> int:
 
     Raises:
       ProtocolError: the descriptor is not a pipe.
-      OSError: it cannot be opened, for example because /proc is missing.
+      OSError: the pipe cannot be opened, for example because /proc is missing.
     """
     if not is_anonymous_pipe(fd):  # fstat(2) of another kind of file may wait
         raise ProtocolError("a doorbell is not a pipe")
@@ -377,13 +380,13 @@ def _reopened(fd: int) -> int:
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors that this process has made, and empty the list."""
+    """Close descriptors that this process has created, and empty the list."""
     while fds:
         os.close(fds.pop())
 
 
 class Directory:
-    """The private directory, where software RNICs listen.  Errors are `RnicError`.
+    """The private directory, in which software RNICs listen.  Errors are `RnicError`.
 
     Attributes:
       group: `PrivateDirectory.group`.
@@ -419,7 +422,7 @@ class Directory:
         older.close()
 
     def listen(self, name: str) -> socket.socket:
-        """A listening socket.  Its name appears only when the socket accepts connections."""
+        """A listening socket.  The name appears only when the socket accepts connections."""
         try:
             return self._directory.listen(name, _BACKLOG, descriptors=True)
         except OSError as problem:
@@ -431,7 +434,7 @@ class Directory:
             sock = self._directory.connect(name, descriptors=True)
             if not is_admitted(sock, self.group):
                 sock.close()
-                raise PermissionError(errno.EPERM, "it belongs to another user")
+                raise PermissionError(errno.EPERM, "the listener belongs to another user")
         except OSError as problem:
             raise RnicError(problem.errno, f"cannot reach {name}: {problem}") from problem
         return sock

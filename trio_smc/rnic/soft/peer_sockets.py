@@ -1,12 +1,12 @@
 """The sockets between a software queue pair and its peer: the slow path beside the rings.
 
-`PeerSockets` holds the socket on which this side sends the messages of `messages`, and the one on
-which it receives.  Mostly both are one socket, opened by the side that connected first.  If both
-sides belong to one user, each may also have a doorbell pipe, which the other side rings.
+`PeerSockets` has the socket on which this side sends the messages of `messages`, and the socket on
+which it receives them.  Usually both are the same socket, opened by the side that connected first.
+If both sides belong to one user, each may also have a doorbell pipe, which the other side rings.
 
-This module never changes the state of the queue pair and never runs its queue, because it may be
-called in the middle of a post.  Instead it notes events in `Port.disconnected` and `Port.stalled`
-for the next poll.
+This module never changes the state of the queue pair and never executes its queued requests,
+because it may be called in the middle of a post.  Instead it notes the queue pair in
+`Port.disconnected` or `Port.stalled` for the next poll.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ __all__ = [
 _ENDED: Final = select.EPOLLHUP | select.EPOLLERR
 _NO_WAIT: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MAX_PENDING: Final = 4
+"""Hellos that one queue pair keeps until it goes to RTR.  Chosen: only the peer's is needed."""
 _MAX_RECEIVED: Final = 64
-"""Messages of one peer that are taken in at a time."""
+"""Messages of one peer that are handled in one call.  Chosen; no measurement is recorded."""
 
 
 class Peer:
-    """The peer's queue pair, with the memory and the doorbell that its Hello brought."""
+    """The peer's queue pair, with the ring and the doorbell that came with its Hello."""
 
     __slots__ = ("_pipe", "hello", "regions", "ring")
 
@@ -62,7 +63,7 @@ class Peer:
         self.hello: Hello = hello
         self.ring: SendRing = ring
         self.regions: PeerRegions = regions
-        self._pipe = pipe  # the pipe that rings; -1: a socket rings, or nothing
+        self._pipe = pipe  # the peer's doorbell; -1: a packet rings, or there is no doorbell
 
     @classmethod
     def map_untrusted(
@@ -92,7 +93,7 @@ class Peer:
             memory.close()
             raise
         except OSError:
-            pass  # the socket rings instead
+            pass  # a packet on the socket rings instead
         if pipe < 0 and send_socket is not None:
             doorbell = partial(send_socket.send, DOORBELL, _NO_WAIT)
         ring = SendRing(memory, doorbell, partial(_retry_doorbell, rnic))
@@ -132,10 +133,10 @@ class PeerSockets:
       peer: the peer's queue pair; None before its Hello came, and after the end.
       unsent: messages that the socket had no room for, with copies of their descriptors, because a
         region may be closed before its message is sent.  Posted sends wait until this is empty, so
-        that no send overtakes the announcement of its memory region.
+        that no send overtakes the announcement of a memory region.
       has_unread: messages of the peer may be unread.
-      lacks_resources: the next message needs descriptors, memory or address space that this process
-        lacks.  Nothing is read until a retry, which comes soon.
+      lacks_resources: this process lacks the descriptors, memory or address space for the next
+        message.  Nothing is read until a retry, which comes soon.
     """
 
     __slots__ = (
@@ -148,7 +149,7 @@ class PeerSockets:
         self.unsent: deque[tuple[Message, list[int]]] = deque()
         self.has_unread: bool = False
         self.lacks_resources: bool = False
-        # A message that was read and could not be handled for lack of resources.
+        # A message that was read, but not handled for lack of resources.
         self._postponed: tuple[Message, list[int]] | None = None
         self._rnic = rnic
         self._owner = owner
@@ -240,10 +241,13 @@ class PeerSockets:
     def _send_again(self) -> None:
         if self.unsent and self._send_socket is not None:
             self.flush()
-            self._rnic.stalled[self._owner] = None  # requests may have waited for this
+            self._rnic.stalled[self._owner] = None  # requests may have waited for `unsent`
 
     def _send(self, message: Message, fds: Sequence[int]) -> bool:
-        """True if the message was sent.  If the peer has gone, note that and return False.
+        """Send a message.  If the peer has gone, note that for the next poll.
+
+        Returns:
+          False: the socket has no room, or the peer has gone.
 
         Raises:
           OSError: the message cannot be sent for another reason, such as a lack of resources.
@@ -261,7 +265,7 @@ class PeerSockets:
         return True
 
     def receive(self) -> None:
-        """Read and handle the peer's messages, `_MAX_RECEIVED` at a time."""
+        """Read and handle at most `_MAX_RECEIVED` messages of the peer; the rest follows soon."""
         if self.lacks_resources:
             return
         self.has_unread = False
@@ -313,9 +317,8 @@ class PeerSockets:
         self.lacks_resources = False
         self._watch_readable(wanted=True)
         if self._owner.ring.interrupt_mode:
-            self._rnic.resume_polling(
-                self._owner.ring
-            )  # a doorbell may be among the unread packets
+            # One of the unread packets may be a doorbell.
+            self._rnic.resume_polling(self._owner.ring)
         if self._pending:
             self.offer_pending()
         self._receive_more()
@@ -329,8 +332,8 @@ class PeerSockets:
         self.receive()
         self._rnic.stalled[self._owner] = None  # requests may have waited for these messages
 
-    def keep_early(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
-        """Keep a Hello that came too early for `offer_pending`, or refuse it."""
+    def keep_pending(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
+        """Keep a Hello that came before this side went to RTR; refuse it if there are too many."""
         if len(self._pending) < _MAX_PENDING:
             self._pending.append((hello, sock, fds))
         else:
@@ -338,7 +341,7 @@ class PeerSockets:
             self._rnic.intake.close_fds(fds)
 
     def offer_pending(self) -> None:
-        """Pass the Hellos that came too early to the queue pair again."""
+        """Pass the kept Hellos to the queue pair again."""
         pending, self._pending = self._pending, []
         for hello, sock, fds in pending:
             self._owner.on_hello(hello, sock, fds)
@@ -346,13 +349,14 @@ class PeerSockets:
     def accept(self, sock: socket.socket, hello: Hello, fds: list[int]) -> None:
         """Map the memory of the peer that this queue pair is connected to, or refuse the peer.
 
-        If resources lack, the Hello is kept for a retry.
+        If this process lacks resources, the Hello is kept for a retry.
         """
         intake = self._rnic.intake
         try:
             if self._receive_socket is not None:
                 raise ProtocolError("a second Hello of the same queue pair")
-            # Without a doorbell of its own, this side saves the descriptor of the peer's, too.
+            # If this side has no doorbell pipe, it does not use the peer's either, to save the
+            # descriptor.
             doorbell_fd = fds[1] if len(fds) > 1 and self._doorbell is not None else None
             peer = Peer.map_untrusted(self._rnic, hello, fds[0], doorbell_fd, self._send_socket)
         except ProtocolError:
@@ -383,7 +387,7 @@ class PeerSockets:
         if sock is self._send_socket:
             self._pending.append((hello, sock, kept))
         else:
-            self.keep_early(hello, sock, kept)
+            self.keep_pending(hello, sock, kept)
         self._wait_for_resources()
 
     def close(self, *, quietly: bool) -> None:
@@ -458,7 +462,7 @@ class PeerSockets:
             self._rnic.stalled[self._owner] = None
 
     def _took_doorbell(self) -> bool:
-        """Read a doorbell that no message follows, the usual case; False: call `receive`."""
+        """Read a doorbell if nothing else is unread, the usual case; False: call `receive`."""
         sock = self._receive_socket or self._send_socket
         try:
             is_alone = not self.has_unread and not self.unsent
@@ -484,7 +488,7 @@ class PeerSockets:
         if not self._is_connected() and not self._is_short_of_resources():
             raise ProtocolError("a Hello of another queue pair")
 
-    # As properties of their own, because mypy would assume that `on_hello` changes nothing.
+    # Methods, because mypy would assume that `on_hello` does not change the attributes.
 
     def _is_connected(self) -> bool:
         return self._receive_socket is not None

@@ -44,7 +44,7 @@ class Port(Protocol):
       disconnected: queue pairs whose peers have ended; the next poll handles them.
       timed_waits: how many of ``stalled`` wait for a time and not for the peer.  If there are any,
         `Rnic.arm` returns False, so that Trio does not sleep.
-      accepting_later: more connections of peers wait in the backlog.
+      accepting_later: more connections of peers may wait in the backlog; a later call accepts them.
     """
 
     intake: Intake
@@ -72,7 +72,7 @@ class Port(Protocol):
     def retry_later(self, action: Callable[[], None]) -> None:
         """Call ``action`` a moment from now, because it failed for lack of resources.
 
-        An action that is given several times before that is called once.
+        If the same action is passed several times before, it is called once.
         """
 
     def watch_peer(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
@@ -91,16 +91,16 @@ class Port(Protocol):
         """Undo `add_doorbell`."""
 
     def watch_writable(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Watch for room in a peer's socket, or stop that."""
+        """Watch for room in a peer's socket; ``wanted=False``: stop watching."""
 
     def watch_readable(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Watch for readability of a peer's socket, or stop that."""
+        """Watch for packets in a peer's socket; ``wanted=False``: stop watching."""
 
     def resume_polling(self, ring: ReceiveRing) -> None:
         """End the interrupt mode of a ring, because its doorbell was rung."""
 
     def close_peer_socket(self, sock: socket.socket | None, *, quietly: bool) -> None:
-        """Close a watched socket; ``quietly``: so that the peer does not notice yet."""
+        """Close a watched socket; ``quietly``: not yet, so that the peer does not notice."""
 
     def new_rkey(self) -> int:
         """Draw an RKey that no region has."""

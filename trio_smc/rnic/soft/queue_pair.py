@@ -7,11 +7,11 @@ A request is executed while it is posted: a write is a copy into the peer's memo
 slot of the peer's ring.  If the peer has no receive posted, a send waits (RNR), and all later
 requests wait behind it.  So the send queue is normally empty.  `_ready_peer` is the peer if a
 request can be executed at once (RTS, port up, peer known, queue empty), else None.  `deliver` works
-only then, and so needs no completion.
+only in the first case: its return value is the result, so it has no completion.
 
 An error ends the queue pair as with verbs: the request that failed completes with its status, and
 all later ones with WR_FLUSH_ERR.  All posted receives together have *one* completion with
-WR_FLUSH_ERR.  Messages that the peer has sent before are delivered first.
+WR_FLUSH_ERR.  Messages that the peer has sent before the error are delivered first.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _UNREACHABLE: Final = int(WcStatus.RETRY_EXC_ERR)
 STALLED: Final = -1
 """In place of a `WcStatus`: the request cannot be executed yet."""
 
-# To look up a member of an enumeration costs more than the comparison.
+# Module constants, because looking up a member of an enumeration costs more than the comparison.
 _RESET: Final = QpState.RESET
 _ERR: Final = QpState.ERR
 
@@ -75,7 +75,11 @@ _STATUS_OF: Final = {
 
 
 class Request(NamedTuple):
-    """A work request that could not be executed while it was posted."""
+    """A work request that could not be executed while it was posted.
+
+    ``message`` belongs to a send.  The other fields from ``data`` on belong to a write, which puts
+    ``data`` and then ``more`` at ``address``.
+    """
 
     wr_id: int
     signaled: bool
@@ -121,7 +125,7 @@ class SoftQueuePair(QueuePair):
         self.state = QpState.INIT
 
     def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
-        """INIT to RTR.  Raises RnicError also if the peer's RNIC cannot be reached."""
+        """Go from INIT to RTR.  Raises RnicError also if the peer's RNIC cannot be reached."""
         self._check_state(QpState.INIT)
         if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 1 <= mtu <= 5:
             raise RnicError(errno.EINVAL, "not a valid GID, queue pair number or MTU")
@@ -166,7 +170,9 @@ class SoftQueuePair(QueuePair):
     def post_receive(self, count: int) -> None:
         state = self.state
         if state is _RESET or self._closed:
-            raise RnicError(errno.EINVAL, f"a queue pair in {self._name()} accepts no receives")
+            raise RnicError(
+                errno.EINVAL, f"a queue pair in {self._state_name()} accepts no receives"
+            )
         ring = self.ring
         posted = ring.posted + count
         if posted - ring.tail > SLOTS:
@@ -239,10 +245,11 @@ class SoftQueuePair(QueuePair):
     def can_reach(self, rkey: int) -> bool:
         sockets = self._sockets
         if sockets.peer is None and self.state is not QpState.ERR:
-            self._rnic.poll_sockets()  # a ring may be faster than the sockets
+            # The peer's Hello may be unread although a message in the ring was taken already.
+            self._rnic.poll_sockets()
         peer = sockets.peer
         if peer is None:
-            return not sockets.lacks_resources  # no Hello yet, or its memory cannot be mapped
+            return not sockets.lacks_resources  # no Hello yet, or its ring cannot be mapped yet
         if rkey in peer.regions:
             return True
         sockets.receive()
@@ -280,7 +287,7 @@ class SoftQueuePair(QueuePair):
         self.update_ready()
 
     def on_port_change(self) -> None:
-        """Publish in the ring that the port went down or up; a peer sees that when it posts."""
+        """Publish in the ring that the port went down or up; the peer reads this when it posts."""
         if self.state is QpState.ERR:
             return
         if self.ring.set_posted(self.ring.posted if self._rnic.port_active else PORT_DOWN):
@@ -290,7 +297,7 @@ class SoftQueuePair(QueuePair):
             self.push()
 
     def on_peer_end(self) -> None:
-        """Go to ERR, after its last messages were taken, because the peer has ended."""
+        """Go to ERR, because the peer has ended.  The peer's last messages are taken first."""
         self.to_err()
 
     def on_invalid_ring(self) -> None:
@@ -319,7 +326,7 @@ class SoftQueuePair(QueuePair):
         From now on this queue pair owns the socket and the descriptors.
         """
         if self.state in (QpState.RESET, QpState.INIT):
-            self._sockets.keep_early(hello, sock, fds)
+            self._sockets.keep_pending(hello, sock, fds)
         elif self.state is QpState.ERR or self._peer_name != (hello.gid, hello.qp_num):
             self._rnic.intake.discard(sock)
             self._rnic.intake.close_fds(fds)
@@ -331,13 +338,13 @@ class SoftQueuePair(QueuePair):
 
     def _check_state(self, state: QpState) -> None:
         if self.state is not state or self._closed:
-            raise RnicError(errno.EINVAL, f"a queue pair in {self._name()}, not in {state}")
+            raise RnicError(errno.EINVAL, f"a queue pair in {self._state_name()}, not in {state}")
 
-    def _name(self) -> str:
+    def _state_name(self) -> str:
         return "closed" if self._closed else self.state.value
 
     def _is_reachable(self) -> bool:
-        # As with hardware: a packet with an unexpected sequence number is not acknowledged.
+        # Hardware, too, does not acknowledge a packet with an unexpected sequence number.
         peer = self._sockets.peer
         return peer is not None and peer.hello.peer_psn == self._psn
 
@@ -354,11 +361,11 @@ class SoftQueuePair(QueuePair):
             self._ready_peer = None
             self.push()
         if self._queue and self._queue[-1] is request:
-            # The request may wait for long, and a sender that is cancelled may reuse its buffer.
+            # The request may wait long, and the caller may reuse its buffer if it is cancelled.
             self._queue[-1] = request.copied()
 
     def _execute(self, request: Request) -> int:
-        """Execute one request; returns a `WcStatus` or `STALLED`."""
+        """Execute one request; return a `WcStatus` or `STALLED`."""
         if not self._rnic.port_active:
             return _FLUSHED
         sockets = self._sockets
@@ -396,18 +403,18 @@ class SoftQueuePair(QueuePair):
         """Go to ERR; no-op in ERR.
 
         Args:
-          failed: a request that failed and is no longer queued.  It completes with ``status``.
+          failed: a request that failed and is no longer queued; it completes with ``status``.
           status: a `WcStatus`.
-          quietly: do not notify the peer, which notices when it posts.
+          quietly: do not notify the peer, which will notice when it posts.
         """
         if self.state is _ERR:
             return
         self.state = _ERR
         self._ready_peer = None
         ring = self.ring
-        # A port that is down notifies no peer.
-        told = self._rnic.port_active and not quietly
-        if ring.set_posted_finally(CLOSED if told else PORT_DOWN) and told:
+        # A port that is down cannot notify the peer.
+        notify = self._rnic.port_active and not quietly
+        if ring.set_posted_finally(CLOSED if notify else PORT_DOWN) and notify:
             self._ring_doorbell()
         ring.take_untrusted(self._complete)
         if failed is not None:

@@ -3,8 +3,8 @@
 Each queue pair of a protection domain shares a *key page* with its peer: slot i holds the RKey of
 the region registered there, or 0.  A writer checks the key page before every write, so writes with
 a revoked RKey fail at once, without a message.  A writer that checked just before may still be
-copying when `SoftMemoryRegion.close` returns.  For that reason SMC-R asks its peer first (DELETE
-RKEY, RFC 7609, 3.5.5.2).
+copying when `SoftMemoryRegion.close` returns.  Therefore a side sends DELETE RKEY first, and closes
+the region when the peer has confirmed it (RFC 7609, 3.5.5.2).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_REGIONS: Final = 256
 """Regions of one protection domain, and so of one peer.  Each RMB is one region, and a link group
 has at most 255 RMBs."""
 MAX_MAPPED: Final = 1 << 40
-"""Bytes of these regions together.  The peer maps them into its address space of 128 TiB."""
+"""Bytes of these regions together.  Chosen: a peer has an address space of 128 TiB for them."""
 
 _OK: Final = int(WcStatus.SUCCESS)
 _ACCESS: Final = int(WcStatus.REM_ACCESS_ERR)
@@ -46,7 +46,7 @@ class Announcer(Protocol):
     ring: ReceiveRing
 
     def announce(self, message: Message, fds: tuple[int, ...]) -> None:
-        """Send a message to the peer.  Raises OSError if resources lack."""
+        """Send a message to the peer.  Raises OSError for lack of resources."""
 
 
 class SoftMemoryRegion(MemoryRegion):
@@ -112,7 +112,7 @@ class SoftProtectionDomain(ProtectionDomain):
                 qp.announce(message, (fd,))
                 announced.append(qp)
         except OSError as problem:
-            # Only this registration fails; the queue pairs go on.
+            # Only this registration fails; the queue pairs continue.
             self._remove_region(region, announced)
             text = f"a memory region cannot be announced: {problem}"
             raise RnicError(problem.errno, text) from problem
@@ -159,7 +159,7 @@ class PeerRegions:
         self._keys = keys
         self._run_later = run_later
         self._mapped = 0
-        # rkey -> view, address, length, slot, memory
+        # By RKey: view, address, length, slot, memory.
         self._regions: dict[int, tuple[memoryview, int, int, int, PeerMemory]] = {}
 
     def __contains__(self, rkey: int) -> bool:
@@ -192,7 +192,7 @@ class PeerRegions:
     def write(
         self, data: bytes | memoryview, more: memoryview | None, address: int, rkey: int
     ) -> int:
-        """Copy ``data`` and ``more`` into the peer's memory, or nothing; returns a `WcStatus`."""
+        """Copy ``data``, then ``more``, into the peer's memory, or nothing; return a `WcStatus`."""
         region = self._regions.get(rkey)
         if region is None:
             return _ACCESS

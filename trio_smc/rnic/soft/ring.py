@@ -18,13 +18,13 @@ A receiver that stops polling does ``ARMED = 1; fence; read HEAD``, and a sender
 ``HEAD = n; fence; read ARMED``.  At least one of the two sees the other's store, so no wakeup is
 lost.  WAITING and POSTED work the same way in the other direction.
 
-The end of a receiver works in the same way: it does ``POSTED = CLOSED; ARMED = 1; fence; take``.  A
-sender that finds ARMED set reads POSTED again, and does not report a message as sent if the
-receiver may not have taken it.
+The end of a receiver works in the same way: the receiver does ``POSTED = CLOSED; ARMED = 1; fence``
+and then takes the last messages.  A sender that finds ARMED set reads POSTED again, and does not
+report a message as sent if the receiver may not have taken it.
 
 x86-64 keeps the order of stores among themselves and of loads among themselves, and an aligned
 8-byte store through a memoryview is one instruction.  Only a store and a later load can change
-places.  Python has no fence, but to acquire and release an uncontended lock executes locked
+places.  Python has no fence.  But acquiring and releasing an uncontended lock executes locked
 instructions, which are full fences on x86-64.  Other machines guarantee less, so the RNIC refuses
 to open there.
 
@@ -57,13 +57,13 @@ __all__ = [
 
 
 SLOTS: Final = 1024
-"""Receives that can be posted; a power of two."""
+"""Receives that can be posted; a power of two.  Chosen; no measurement is recorded."""
 _SLOT_MASK: Final = SLOTS - 1
 _SLOT_SIZE: Final = 64
 _SLOTS_AT: Final = 4096
 _KEYS_AT: Final = _SLOTS_AT + SLOTS * _SLOT_SIZE
 KEYS: Final = 1024
-"""Words of 4 bytes on the key page."""
+"""Words of 4 bytes on the key page, which is one page of memory."""
 RING_SIZE: Final = _KEYS_AT + KEYS * 4
 
 # Indices of 8-byte words, 64 bytes apart.
@@ -108,9 +108,9 @@ class Sent:
     GONE: Final = 2
     """The peer's queue pair is in ERR or its port is down."""
     INVALID: Final = 3
-    """The peer's words are not valid."""
+    """The peer's control words are not valid."""
     UNKNOWN: Final = 4
-    """Published while the peer's queue pair ended, which may have taken the message or not."""
+    """Published while the peer's queue pair ended: perhaps the peer has taken the message."""
 
 
 class ReceiveRing:
@@ -118,14 +118,14 @@ class ReceiveRing:
 
     Attributes:
       head: the word HEAD as a view of one integer; there are messages if ``head[0] != tail``.
-      armed: the word ARMED as such a view.  1 requests a doorbell at the next message; then a
-        `fence` and a check of ``head`` must follow.
+      armed: the word ARMED as such a view.  1 requests a doorbell at the next message; after
+        setting it, the RNIC must call `fence` and check ``head``.
       keys: the key page, as integers.
       tail: messages taken.
       posted: receives posted.
       interrupt_mode: the ring stays armed, and the RNIC polls it only after its doorbell; set by
         the RNIC.
-      polled_tail: ``tail`` when the RNIC last checked which rings are idle.
+      polled_tail: the value of ``tail`` when the RNIC last checked which rings are idle.
     """
 
     __slots__ = (
@@ -151,7 +151,11 @@ class ReceiveRing:
         self.interrupt_mode: bool = False
 
     def set_posted(self, word: int) -> bool:
-        """Set POSTED to `posted`, `PORT_DOWN` or `CLOSED`; True: the sender waits, ring it."""
+        """Set POSTED to `posted`, `PORT_DOWN` or `CLOSED`.
+
+        Returns:
+          True: the sender waits, and the caller has to ring its doorbell.
+        """
         words = self._words
         words[_POSTED] = word
         fence()
@@ -167,8 +171,8 @@ class ReceiveRing:
         sent.
         """
         words = self._words
-        # In this order: ARMED may have been set before.  A sender that clears it then must find
-        # the word when it reads POSTED for its next message.
+        # POSTED first: ARMED may be 1 already.  A sender that clears ARMED after this store finds
+        # `word` when it reads POSTED again, at the latest for its next message.
         words[_POSTED] = word
         words[_ARMED] = 1
         return self.set_posted(word)
@@ -202,13 +206,13 @@ class SendRing:
 
     Args:
       memory: the peer's ring.
-      doorbell: wakes the peer; if it raises BlockingIOError, the peer is awake or will wake up.
+      doorbell: wakes the peer.  BlockingIOError means that the peer is awake or will wake up.
       on_failed_ring: called with this object and the exception of the doorbell.
 
     Attributes:
       keys: the peer's key page.
-      posted: the word POSTED as a view of one integer; from `PORT_DOWN` up: the peer receives
-        nothing.
+      posted: the word POSTED as a view of one integer.  If the value is `PORT_DOWN` or greater,
+        the peer receives nothing.
     """
 
     __slots__ = (
@@ -231,7 +235,7 @@ class SendRing:
         self.keys: memoryview[int] = memory.cast(_KEYS_AT, KEYS * 4, "I")
 
     def ring_doorbell(self) -> None:
-        """Wake the peer.  If the socket or the pipe is full, the peer is awake."""
+        """Wake the peer.  If the socket or the pipe is full, the peer is awake or will wake up."""
         try:
             self._doorbell()
         except OSError as problem:
@@ -243,7 +247,7 @@ class SendRing:
         self._doorbell = no_doorbell
 
     def put(self, data: bytes) -> int:
-        """Publish one message of at most `RECEIVE_SIZE` bytes; returns one of `Sent`."""
+        """Publish one message of at most `RECEIVE_SIZE` bytes; return a value of `Sent`."""
         words = self._words
         head = self._head
         if not 0 < words[_POSTED] - head <= SLOTS:
@@ -268,7 +272,7 @@ class SendRing:
         return 0
 
     def _refusal(self) -> int:
-        """The reason why no message can be published; `Sent.DONE` if one can after all."""
+        """The reason why no message can be published; `Sent.DONE` if that has changed meanwhile."""
         # Set WAITING before POSTED is read again (see the theory of operation).
         self._words[_WAITING] = 1
         fence()

@@ -6,8 +6,8 @@ The module of a subcommand has
 - ``SUMMARY``: one line for the list of commands, without a full stop,
 - ``DESCRIPTION``: paragraphs for ``--help``; ``EPILOG``: examples and exit codes,
 - ``configure(parser)``: adds its arguments,
-- ``run(options) -> int``: does the work, and returns the exit code.  It raises
-  `trio_smc.tools.output.ToolError` for bad input (exit code 2).
+- ``run(options) -> int``: runs the command, and returns the exit code.  For bad input it raises
+  `trio_smc.tools.output.ToolError` (exit code 2).
 
 This module also has the arguments that several commands share.
 """
@@ -38,8 +38,11 @@ __all__ = [
 ]
 
 _DAY: Final = 86400
+"""Seconds of a day, the largest time that an argument may have.  Chosen."""
 _MAX_DIGITS: Final = 20
-_SHOWN: Final = 60  # characters of a wrong argument in an error
+"""Digits of a whole number.  Chosen: a number of 64 bits has at most 20."""
+_SHOWN: Final = 60
+"""Characters of a wrong argument in an error.  Chosen."""
 
 MODULES = (
     "ss",
@@ -70,7 +73,7 @@ class Command(Protocol):
         """Add the command's arguments."""
 
     def run(self, options: argparse.Namespace) -> int:
-        """Do the work; return the exit code."""
+        """Run the command, and return the exit code."""
 
 
 def load() -> tuple[Command, ...]:
@@ -83,7 +86,7 @@ def load() -> tuple[Command, ...]:
 
 def add_json(parser: argparse._ActionsContainer) -> None:
     """Add ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def add_process(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +95,7 @@ def add_process(parser: argparse.ArgumentParser) -> None:
         "--pid",
         type=process_number,
         metavar="PID",
-        help="only this process; default: all of this user",
+        help="only this process; default: all processes of this user",
     )
     add_directory(parser)
 
@@ -114,7 +117,7 @@ def private_directory(options: argparse.Namespace) -> Path:
 
 
 def directory(text: str) -> Path:
-    """The type of an argument for `Config.directory`."""
+    """The argparse type of a private directory (`Config.directory`)."""
     try:
         return Config(directory=text).private_directory()
     except ValueError as error:
@@ -122,7 +125,7 @@ def directory(text: str) -> Path:
 
 
 def positive_seconds(text: str) -> float:
-    """The type of an argument in seconds, above 0 and at most a day."""
+    """The argparse type of a time in seconds, above 0 and at most a day."""
     try:
         value = float(text)
     except ValueError:
@@ -135,15 +138,16 @@ def positive_seconds(text: str) -> float:
 
 
 def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
-    """The type of an argument that is a whole number in decimal digits.
+    """Make the argparse type of a whole number in decimal digits.
 
     Args:
       what: the noun for the error message.
-      least, most: the range.
+      least, most: the smallest and the largest number that are allowed.
     """
 
     def convert(text: str) -> int:
-        # `int` raises an error of its own for thousands of digits.
+        # `int` would also accept "+1", "1_000" and digits of other scripts.  For more than 4300
+        # digits it would raise an error that does not mention the argument.
         digits = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
         if not digits or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(

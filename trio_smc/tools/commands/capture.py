@@ -22,13 +22,14 @@ from trio_smc.tools.commands import (
 from trio_smc.tools.output import ToolError
 
 NAME = "capture"
-SUMMARY = "capture a running process's messages for Wireshark"
+SUMMARY = "write the SMC-R messages of a running process to a file for Wireshark"
 DESCRIPTION = """
 Write every CLC, LLC and CDC message and every RDMA write of a running process to a pcapng file,
-until Ctrl-C, until the process's stack is closed, or for --seconds.  Wireshark's SMC dissector
-and `trio-smc ladder` can read it.
+until Ctrl-C, until the process closes its stack, or for --seconds.  Wireshark's SMC dissector and
+`trio-smc ladder` can read the file.
 
-For each RDMA write the file contains address and length, and the first --payload bytes of data.
+For each RDMA write the file contains the address, the length, and the first --payload bytes of the
+data.
 """
 EPILOG = """
 Examples:
@@ -36,8 +37,8 @@ Examples:
   trio-smc capture 4242 -o - | wireshark -k -i -
   trio-smc capture 4242 -o smc.pcapng --payload 64 --seconds 10
 
-In Wireshark disable the protocol "rpcordma" (Analyze, Enabled Protocols), which would decode
-SMC-R's messages wrongly.
+In Wireshark disable the protocol "rpcordma" (Analyze, Enabled Protocols).  Otherwise Wireshark
+decodes the messages of SMC-R as RPC over RDMA.
 
 Exit codes: 0; 2 if the process cannot be captured or the file cannot be written.
 """
@@ -51,19 +52,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--output",
         required=True,
         metavar="FILE",
-        help='created with mode 0600, replacing a file of this user; "-" is stdout',
+        help='the file to create, with mode 0600; it replaces a file of this user; "-" is stdout',
     )
     parser.add_argument(
         "--payload", type=whole_number("number of bytes", 0, MAX_PAYLOAD), default=0, metavar="N",
-        help="bytes of each RDMA write to keep, 4096 at most; default 0",
+        help="bytes of each RDMA write to keep, at most 4096; default: 0",
     )  # fmt: skip
     parser.add_argument(
         "--stack",
         metavar="PEERID",
-        help="the stack, if the process has several; without this option they are listed",
+        help="the peer ID of the stack, if the process has several stacks; without this "
+        "option an error lists them",
     )
     parser.add_argument(
-        "--seconds", type=positive_seconds, metavar="S", help="duration; default: until Ctrl-C"
+        "--seconds",
+        type=positive_seconds,
+        metavar="S",
+        help="duration in seconds; default: until Ctrl-C",
     )
     add_directory(parser)
 
@@ -71,13 +76,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Copy the capture to the output."""
     if options.output == "-" and sys.stdout.isatty():
-        # The bytes of other processes could control the terminal.
+        # The data may contain control sequences for the terminal.
         raise ToolError("capture: cannot write binary data to a terminal; use -o FILE or a pipe")
     pieces = stream_capture(
         private_directory(options), options.pid, options.stack, options.payload, options.seconds
     )
     with contextlib.closing(pieces):
-        first = next(pieces, None)  # before the file is created
+        first = next(pieces, None)  # an error must come before the file is created
         if first is None:
             raise ToolError(f"capture: process {options.pid} has ended")
         try:
@@ -97,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _output(name: str) -> Iterator[BinaryIO]:
-    """Open the output without a buffer, so that the file can be read while it grows."""
+    """Open the output without a buffer, so that another program can read the file meanwhile."""
     if name == "-":
         yield os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
         return

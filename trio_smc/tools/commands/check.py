@@ -13,7 +13,7 @@ import trio
 
 import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, ProtocolError, SmcStream
-from trio_smc.tools.client import Silent, take_snapshots
+from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import (
     add_directory,
     add_json,
@@ -36,22 +36,24 @@ from trio_smc.wire import clc, llc
 from trio_smc.wire.fields import eid_name
 
 NAME = "check"
-SUMMARY = "connect to a server, and explain if SMC-R is used, or why not"
+SUMMARY = "connect to a server, and report if SMC-R is used, or why not"
 DESCRIPTION = """
 Connect to a server as a program with trio_smc would, show each step, and report if SMC-R is used.
-If not, report at which step it ended, the reason, which side decided, and a remedy.
+If SMC-R is not used, report the step that failed, the reason, the side that decided, and a remedy.
 
-The connection is real: the server accepts it, and it is closed without a byte of data.  If the
+The command opens a real connection to the server, and closes it without sending data.  If the
 server is another process of this user, the command also shows the server's view of the connection.
-If the server is on this host and does not speak SMC-R, the command shows what is known about it:
-its user, its private directory, its network namespace, and its program.
+If the server is on this host and does not speak SMC-R, the command shows what the system reveals
+about the server: its user, private directory, network namespace and program.
+
+Steps:
 
   resolve    the addresses of the name
   RNICs      the RNICs that this side can use
-  UEIDs      the UEIDs for SMC-R version 2, if an RNIC supports it: those of --ueid, else those
-             of this host's kernel
+  UEIDs      the UEIDs (user-defined enterprise IDs) for SMC-R version 2, if an RNIC supports this
+             version: those of --ueid, else those of this host's kernel
   connect    the TCP connection
-  discovery  how this side finds out that the server speaks SMC-R
+  discovery  whether this side found out that the server speaks SMC-R, before any CLC message
   CLC        messages on the TCP connection: Proposal, Accept, Confirm, or Decline with a
              diagnosis word (RFC 7609, 3.5)
   LLC        messages on the new link, at the first contact of two peers
@@ -64,30 +66,42 @@ Examples:
   trio-smc check db.example.net 5432 --ueid PLANT-7
   trio-smc check ::1 7000 --json
 
---discovery assume sends a Proposal without discovery.  Use it only for servers that speak SMC-R.
-Over soft-RoCE Linux supports only version 2, and declines without a common UEID.
+--discovery assume sends a Proposal without discovery.  Use this only for servers that speak SMC-R:
+any other server receives the Proposal as data.  Over soft-RoCE the Linux kernel supports only
+version 2, and declines a client that has no UEID in common with it.
 
 Exit codes:
   0  SMC-R is used
   1  SMC-R is not used: the connection is TCP, or failed
-  2  bad input: the name is unknown, --directory is not a directory, ...
+  2  bad input: the host is unknown, --directory is not a directory, ...
 """
 
 _NO_SMC_R: Final = 1
+"""The exit code if the connection does not use SMC-R."""
 _RETRY_INTERVAL: Final = 0.1
+"""Seconds between two queries of the server's view.  Chosen."""
 _MAX_TRIES: Final = 30
-_CLOSING: Final = 0.5
-_UNEXPLAINED: Final = (
+"""Queries of the server's view.  Chosen: 3 seconds in all."""
+_CLOSE_TIMEOUT: Final = 0.5
+"""Seconds that closing the stack may wait for the server.  Chosen."""
+_EXPLAINED_BY_LISTENER: Final = (
     FallbackReason.PEER_NOT_CAPABLE,
     FallbackReason.OTHER_USER,
     FallbackReason.PATH_NOT_PROVEN,
     FallbackReason.NO_RNIC,
 )
+"""Local reasons whose cause may be the listener's process, which is examined then."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One step of the check; its verdict is "ok", "no" (SMC-R ends here) or "info"."""
+    """One step of the check.
+
+    Attributes:
+      name: the name of the step, as in ``--help``.
+      verdict: "ok", "no" if SMC-R is not used because of this step, or "info".
+      text: the details.
+    """
 
     name: str
     verdict: str
@@ -102,14 +116,15 @@ class Report:
     port: int
     mode: str | None = None
     ueids: list[str] = field(default_factory=list)
-    """The UEIDs with which version 2 was offered."""
+    """The UEIDs of this side, with which version 2 is offered."""
     steps: list[Step] = field(default_factory=list)
     fallback: dict[str, Any] | None = None
     server: dict[str, Any] | None = None
-    """The server's view, as in `trio-smc ss --json`, and its UEIDs, if it is a process of this
-    user."""
+    """The server's view of the connection, as in `trio-smc ss --json`, with its process number and
+    UEIDs; None unless the server is a process of this user."""
     listener: dict[str, Any] | None = None
-    """Why a listener of this host does not use SMC-R: "text", "remedy", "pid", "uid"."""
+    """Why the listener does not use SMC-R (the fields of `processes.Obstacle`); None unless the
+    listener is on this host."""
 
     def add(self, name: str, verdict: str, text: str) -> None:
         """Add a step."""
@@ -118,15 +133,16 @@ class Report:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("host", metavar="HOST", type=_host, help="name or address")
-    parser.add_argument("port", metavar="PORT", type=tcp_port, help="TCP port")
+    parser.add_argument("host", metavar="HOST", type=_host, help="name or address of the server")
+    parser.add_argument("port", metavar="PORT", type=tcp_port, help="TCP port of the server")
     parser.add_argument("--discovery", choices=("auto", "assume", "tcp-option"), default="auto",
-                        help="as Config(discovery=...); default: auto")  # fmt: skip
+                        help="how to find out that the server speaks SMC-R, as "
+                        "Config(discovery=...); default: auto")  # fmt: skip
     parser.add_argument("--ueid", action="append", metavar="NAME",
                         help="offer SMC-R version 2 with this UEID, as Config(ueids=...); can be "
                         "repeated; default: kernel, the UEIDs of this host's kernel")  # fmt: skip
     parser.add_argument("--timeout", type=positive_seconds, default=15.0, metavar="SECONDS",
-                        help="for the whole check; default: 15")  # fmt: skip
+                        help="limit for the whole check; default: 15")  # fmt: skip
     add_directory(parser)
     add_json(parser)
 
@@ -141,17 +157,17 @@ def run(options: argparse.Namespace) -> int:
     """Connect, and print the result."""
     directory = private_directory(options)
     if options.directory is not None and not directory.is_dir():
-        # A stack would create it, and find no other process there.
+        # A stack would create the directory, and find no other process there.
         raise ToolError(f"{directory}: no such directory")
-    named = tuple(options.ueid or ("kernel",))
+    ueids = tuple(options.ueid or ("kernel",))
     try:
         config = Config(
             directory=directory,
             discovery=options.discovery,
-            ueids="kernel" if named == ("kernel",) else named,
+            ueids="kernel" if ueids == ("kernel",) else ueids,
             control=False,
             # The server may never close its side, so do not wait for that.
-            shutdown_timeout=_CLOSING,
+            shutdown_timeout=_CLOSE_TIMEOUT,
         )
     except ValueError as error:
         raise ToolError(str(error)) from None
@@ -182,20 +198,24 @@ async def _check(report: Report, config: Config, options: argparse.Namespace) ->
 
 def _check_ueids(report: Report, stack: trio_smc.Stack, *, requested: bool) -> None:
     """Add the step "UEIDs", unless no RNIC supports version 2 and none was requested."""
-    served = any(rnic.routable for rnic in stack.rnics)
-    if not requested and not served:
+    has_v2_rnic = any(rnic.routable for rnic in stack.rnics)
+    if not requested and not has_v2_rnic:
         return
     report.ueids = list(stack.ueids or ())
     if stack.ueids:
         names = ", ".join(stack.ueids)
-        if served:
+        if has_v2_rnic:
             report.add("UEIDs", "ok", names)
         else:
-            report.add("UEIDs", "no", f"{names}; but none of these RNICs supports version 2")
+            report.add("UEIDs", "no", f"{names}, but none of these RNICs supports version 2")
     else:
-        why = "has no SMC (modprobe smc)" if stack.ueids is None else "has none (smcr ueid add)"
+        why = "has no SMC (modprobe smc)" if stack.ueids is None else "has no UEID (smcr ueid add)"
         verdict = "no" if requested else "info"
-        report.add("UEIDs", verdict, f"the kernel {why}: version 2 is not offered (--ueid)")
+        report.add(
+            "UEIDs",
+            verdict,
+            f"the kernel {why}, so version 2 is not offered; --ueid NAME offers it",
+        )
 
 
 async def _resolve(report: Report) -> None:
@@ -217,13 +237,13 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
     try:
         stream = await stack.open_stream(report.host, report.port)
     except OSError as error:
-        place = "handshake" if messages.seen else "connect"
-        report.add(place, "no", error_text(error))
+        step = "handshake" if messages.seen else "connect"
+        report.add(step, "no", error_text(error))
         return
     async with stream:
-        ours, theirs = _names(stream)
+        ours, theirs = _ends(stream)
         ends = f"{address(list(ours[:2]))} → {address(list(theirs[:2]))}"
-        # Before the messages on the connection.
+        # This step belongs before the steps of the messages.
         report.steps.insert(messages.first, Step("connect", "ok", ends))
         report.mode = stream.mode.value
         if not messages.seen:
@@ -234,22 +254,26 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
             report.steps.insert(messages.first + 1, Step("discovery", "ok", text))
         _conclude(report, stream)
         report.server = await _server_view(ours, theirs, directory)
-        named, there = _normalized(ours), _normalized(theirs)
+        here, there = _normalized(ours), _normalized(theirs)
         why = stream.fallback
-        unknown = why is not None and why.origin is Origin.LOCAL and why.reason in _UNEXPLAINED
-        if unknown and report.server is None and named and there:
-            # At the timeout the thread is abandoned, because another process can delay /proc.
+        needs_listener = (
+            why is not None and why.origin is Origin.LOCAL and why.reason in _EXPLAINED_BY_LISTENER
+        )
+        if needs_listener and report.server is None and here and there:
+            # At the timeout the thread is abandoned, because another process can make reading its
+            # files in /proc slow.
             explain = (
-                partial(explain_listener, *there, directory, named)
-                if named[0] == there[0] or ipaddress.ip_address(there[0]).is_loopback
+                partial(explain_listener, *there, directory, here)
+                if here[0] == there[0] or ipaddress.ip_address(there[0]).is_loopback
                 else partial(explain_container, *there, directory)
             )
             found = await trio.to_thread.run_sync(explain, abandon_on_cancel=True)
             report.listener = asdict(found) if found is not None else None
 
 
-def _names(stream: SmcStream) -> tuple[Any, Any]:
-    """The addresses of both ends; () for a server that has reset the connection."""
+def _ends(stream: SmcStream) -> tuple[Any, Any]:
+    """The addresses of this side and of the server; the latter is () if the server has reset the
+    connection."""
     try:
         theirs = stream.socket.getpeername()
     except OSError:
@@ -275,13 +299,18 @@ def _conclude(report: Report, stream: SmcStream) -> None:
 
 
 class _Messages:
-    """Adds a step for each message of the handshake (`trio_smc.Observer`)."""
+    """Adds a step for each message of the handshake (a `trio_smc.Observer`).
+
+    Attributes:
+      first: the index of the first step that this observer adds.
+      seen: True if a CLC message was sent or received.
+    """
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self.first = len(report.steps)
         self.seen = False
-        self._over = False
+        self._finished = False
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
         self.seen = True
@@ -297,8 +326,8 @@ class _Messages:
             self._add("CLC", "ok", outgoing, type(decoded).__name__ + _version_2_text(decoded))
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
-        if self._over:
-            return  # what a link says later is no part of this handshake
+        if self._finished:
+            return  # later LLC messages are not part of the handshake
         try:
             framing = llc.V2 if message[0] in llc.V2.types else llc.V1
             name = type(framing.decode_untrusted(message)).__name__
@@ -316,7 +345,7 @@ class _Messages:
         pass
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
-        self._over = True
+        self._finished = True
 
     def _add(self, name: str, verdict: str, outgoing: bool, text: str) -> None:
         self._report.add(name, verdict, f"{'sent' if outgoing else 'received'} {text}")
@@ -342,11 +371,13 @@ def _version_2_text(message: clc.Proposal | clc.Accept | clc.Confirm) -> str:
 # --- the other side --------------------------------------------------------------------------
 
 
-async def _server_view(our_name: Any, their_name: Any, directory: Path) -> dict[str, Any] | None:
-    """The server's view of the connection; None unless the server is a local process of this
-    user."""
-    ours, theirs = _normalized(our_name), _normalized(their_name)
-    silent = Silent(quiet=True)  # printed only if the server may be one of them
+async def _server_view(
+    our_address: Any, their_address: Any, directory: Path
+) -> dict[str, Any] | None:
+    """The server's view of the connection; None unless the server is a process of this user on this
+    host."""
+    ours, theirs = _normalized(our_address), _normalized(their_address)
+    silent = SilentProcesses(quiet=True)
     for _ in range(_MAX_TRIES):
         ask = partial(_query, directory, silent)
         try:
@@ -359,27 +390,27 @@ async def _server_view(our_name: Any, their_name: Any, directory: Path) -> dict[
                     return {"pid": snapshot.pid, "ueids": snapshot.ueids, **each}
         ports = [listener[1] for snapshot in snapshots for listener in snapshot.listeners]
         if theirs is None or theirs[1] not in ports:
-            silent.report()  # the server may be one of them
+            silent.report()  # the server may be one of the processes that did not answer
             return None
         # The server's handshake may end a moment later than this side's.
         await trio.sleep(_RETRY_INTERVAL)
     return None
 
 
-def _query(directory: Path, silent: Silent) -> list[Any]:
-    return take_snapshots(directory, ("connections", "listeners"), some=False, silent=silent)
+def _query(directory: Path, silent: SilentProcesses) -> list[Any]:
+    return take_snapshots(directory, ("connections", "listeners"), required=False, silent=silent)
 
 
-def _normalized(name: Any) -> tuple[str, int] | None:
-    """An address in its canonical form."""
-    if not name:
+def _normalized(socket_address: Any) -> tuple[str, int] | None:
+    """Address and port of a socket, in canonical form; None if the address is no IP address."""
+    if not socket_address:
         return None
     try:
-        found = ipaddress.ip_address(name[0])
+        found = ipaddress.ip_address(socket_address[0])
     except ValueError:
         return None
     mapped = getattr(found, "ipv4_mapped", None)
-    return str(mapped or found), name[1]
+    return str(mapped or found), socket_address[1]
 
 
 # --- output ----------------------------------------------------------------------------------
@@ -420,10 +451,10 @@ def _print(report: Report) -> None:
 
 
 def _ueids(report: Report) -> str:
-    """The UEIDs of both sides; a Decline does not include the server's."""
-    theirs = "unknown" if report.server is None else _names_of(report.server["ueids"])
-    return f"  UEIDs      this side's: {_names_of(report.ueids)}; the server's: {theirs}"
+    """The UEIDs of both sides.  A Decline does not include the server's, so they may be unknown."""
+    theirs = "unknown" if report.server is None else _joined(report.server["ueids"])
+    return f"  UEIDs      this side's: {_joined(report.ueids)}; the server's: {theirs}"
 
 
-def _names_of(ueids: list[str]) -> str:
+def _joined(ueids: list[str]) -> str:
     return ", ".join(ueids) or "none"

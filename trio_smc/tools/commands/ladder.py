@@ -28,14 +28,15 @@ the style of RFC 7609's figures: the client's peer on the left, the server's on 
 arrow for each message.
 
 FILE may come from `trio-smc capture`, from trio_smc.Config(capture=...), or from a tool such as
-tcpdump, which sees the kernel's soft-RoCE.  A capture made by a stack of trio_smc contains the
-RDMA writes of that stack, but not those of its peer.
+tcpdump, which sees the packets of the kernel's soft-RoCE.  A capture made by a stack of trio_smc
+contains the RDMA writes of that stack, but not those of its peer.
 """
 EPILOG = """
 Columns: seconds since the first message; the TCP connection, numbered from 1 in the order of the
 Proposals; the number of the link, which the server chose.
 
-CDC messages: "prod 0:4096" is a cursor, wraps and offset.  Flags (RFC 7609, A.4):
+CDC messages: "prod 0:4096" is the producer cursor, after 0 wraps at offset 4096 of the ring; "cons"
+is the consumer cursor.  Flags (RFC 7609, A.4):
 B writer blocked, P urgent pending, U urgent present, R update requested, F failover validation;
 D sending done, C connection closed, A abnormal close.
 
@@ -44,13 +45,14 @@ Examples:
   trio-smc ladder smc.pcapng --connection 2 --svg second.svg
   trio-smc capture 4242 -o - --seconds 5 | trio-smc ladder -
 
-Exit codes: 0; 1 if the capture contains no SMC-R; 2 if it is damaged.  Then the readable part is
-drawn, and one line on stderr describes the damage.
+Exit codes: 0; 1 if the capture contains no SMC-R; 2 if the capture is damaged, or for bad input.
+The part before the damage is drawn, and one line on stderr describes the damage.
 """
 
 _LIMIT: Final = 1000
+"""The default of --limit.  Chosen."""
 _MAX_MESSAGES: Final = 1_000_000
-"""The largest number of messages that are read, to bound memory."""
+"""The largest number of messages that are read.  Chosen: a bound on memory."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -64,17 +66,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_json(shape)
     parser.add_argument(
-        "--connection", type=positive_count, metavar="N", help="only this TCP connection"
+        "--connection",
+        type=positive_count,
+        metavar="N",
+        help="only the TCP connection with this number",
     )
     parser.add_argument(
         "--limit",
         type=positive_count,
         default=_LIMIT,
         metavar="N",
-        help=f"the largest number of messages to draw; default {_LIMIT}",
+        help=f"the largest number of messages to draw; default: {_LIMIT}",
     )
     parser.add_argument(
-        "--width", type=positive_count, default=100, metavar="N", help="columns of text"
+        "--width", type=positive_count, default=100, metavar="N", help="columns; default: 100"
     )
 
 
@@ -100,15 +105,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(ladders: Sequence[Ladder], seen: list[Seen], options: argparse.Namespace) -> None:
-    left = options.limit
+    remaining = options.limit
     for number, ladder in enumerate(ladders):
         if number:
             print_line()
         for line in ladder_text.draw(
-            ladder, start=seen[0].time, limit=max(left, 0), width=options.width
+            ladder, start=seen[0].time, limit=max(remaining, 0), width=options.width
         ):
             print_line(line)
-        left -= len(ladder.rows)
+        remaining -= len(ladder.rows)
 
 
 def _write(drawn: str, name: str) -> None:
@@ -156,7 +161,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     if str(path) == "-":
         yield sys.stdin.buffer
         return
-    # Of this process itself, as a shell opens one for <(zcat smc.pcapng.gz).
+    # A descriptor of this process, as a shell passes for <(zcat smc.pcapng.gz), may be a pipe.
     is_inherited = path.parent == Path("/dev/fd")
     try:
         file = path.open("rb") if is_inherited else os.fdopen(open_regular_file(path), "rb")

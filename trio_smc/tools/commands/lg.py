@@ -5,26 +5,29 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from trio_smc.tools.client import Silent, take_snapshots
+from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import agreed, print_json, show, size, table
 
 NAME = "lg"
 SUMMARY = "list link groups, their links, and their receive buffers (RMBs)"
 DESCRIPTION = """
-List the link groups of this user's running processes (RFC 7609, 2.2).  A link group is shared by
-the connections to one peer.
+List the link groups of this user's running processes (RFC 7609, 2.2).  The connections to one peer
+share a link group, and each of them sends on one of its links.
 
 Columns:
-  GROUP   the number within its process, as in `trio-smc ss`
-  ROLE    client or server: the side of this process in the first TCP connection
-  VERSION the version of SMC-R; in version 2 with the release, the common UEID, and "direct" or
-          "gateway": how the RNICs of the two sides reach each other
-  KIND    single: one link; asymmetric: two links that share one side's RNIC; symmetric: two
-          links that survive the loss of any one RNIC
-  LINK    the number, which the server chose; USERS: connections that send on it
-  USER ID the link user IDs of this side and the peer (A.3.1), which the peer's tools show, too
-  RMBS    RMB elements: in use, total, and size
+  GROUP       the number of the link group within its process, as in `trio-smc ss`
+  ROLE        client or server: the role of this process in the first connection of the group
+  PEER ID     the peer's ID, as in its CLC messages (RFC 7609, 2.2.1)
+  VERSION     the version of SMC-R; for version 2 also the release, the common UEID, and the route
+              between the RNICs of the two sides: "direct", or "gateway" if it crosses a router
+  KIND        single: one link; asymmetric: two links that share the RNIC of one side; symmetric:
+              two links without a common RNIC, so that the group survives the loss of any RNIC
+  STATE       the state of the group, such as FORMING before the first link is confirmed
+  LINK        the number of the link, which the server chose; LINK STATE: ACTIVE if it is usable
+  USERS       the number of connections that send on the link
+  USER ID     the link user IDs of this side and of the peer (A.3.1), as in the peer's tools
+  RMBS        elements of the receive buffers (RMBs): in use, all, and the size of one
 
 PID and GROUP together identify a link group.
 """
@@ -33,7 +36,7 @@ Examples:
   trio-smc lg
   trio-smc lg --pid 4242 --json
 
-Exit codes: 0, 1 if a process did not answer, or 2 if there is none.
+Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or for bad input.
 """
 
 
@@ -45,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Query the stacks, and print."""
-    silent = Silent()
+    silent = SilentProcesses()
     snapshots = take_snapshots(
         private_directory(options), ("link_groups",), options.pid, silent=silent
     )
@@ -67,7 +70,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
-    """One row for each link and each RMB size, side by side; only the first has the group."""
+    """The rows of one group: links and RMB sizes side by side.
+
+    The columns of the group are filled in the first row only.
+    """
     names = [
         *(group["number"], group["role"], group["peer_id"]),
         *(agreed(**group), group["kind"], group["state"]),
@@ -90,7 +96,7 @@ def _link(link: dict[str, Any]) -> list[object]:
 
 
 def _rmbs(rmbs: list[dict[str, Any]]) -> list[str]:
-    """The RMBs as text, one line for each size."""
+    """The elements of all RMBs as text, one item for each element size."""
     sizes: dict[int, list[int]] = {}
     for rmb in rmbs:
         total = sizes.setdefault(rmb["element_size"], [0, 0])

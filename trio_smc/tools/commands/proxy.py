@@ -1,4 +1,4 @@
-"""`trio-smc proxy`: forward between TCP and SMC-R, for programs that speak only one of them."""
+"""`trio-smc proxy`: forward connections between TCP and SMC-R."""
 
 from __future__ import annotations
 
@@ -19,28 +19,32 @@ from trio_smc.tools.output import ToolError, error_text, print_line, size
 NAME = "proxy"
 SUMMARY = "forward connections between TCP and SMC-R"
 DESCRIPTION = """
-Accept connections and forward each to TARGET: bytes and ends of streams, in both directions.  One
-side uses SMC-R if both ends can, the other plain TCP.  So an SMC-R client can reach a server that
-has only TCP, and a client that has only TCP can reach a server over SMC-R.
+Accept connections on LISTEN, connect to TARGET for each of them, and forward the data and the end
+of each direction.  A connection at an smc: address uses SMC-R if its two ends can, a connection at
+a tcp: address uses plain TCP.  So an SMC-R client can reach a server that has only TCP, and a
+client that has only TCP can reach a server over SMC-R.
 
-The proxy extends reach, not speed.  A connection through it is slower than TCP directly to
-TARGET: it needs two connections, each message wakes one more process, and each byte is received
-and sent once more.  At its end the proxy prints the forwarded bytes and its processor time.
+The proxy makes nothing faster.  A connection through the proxy is slower than TCP directly to
+TARGET: it consists of two connections, each message wakes one more process, and each byte is
+received and sent once more.  At its end the proxy prints the number of forwarded bytes and its own
+processor time.
 
-LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT, with IPv6 addresses in brackets.  Port 0
-listens on a free port, which is printed.
+LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT, with IPv6 addresses in brackets.  If the port
+of LISTEN is 0, the system chooses a free port, which the proxy prints.
 """
 EPILOG = """
 Examples:
   trio-smc proxy smc:localhost:6380 tcp:localhost:6379     in front of a database
   trio-smc proxy tcp:localhost:5433 smc:localhost:5432     in front of a client
 
-Exit codes: 0 after SIGTERM; 2 for bad input, such as an address on which it cannot listen.
+Exit codes: 0 after SIGTERM; 2 for bad input, such as an address on which the proxy cannot listen.
 """
 
 LOGGER: Final = logging.getLogger("trio_smc.proxy")
 _PIECE: Final = 1 << 18
-_MAX_HOST: Final = 255  # characters
+"""Largest number of bytes that one call receives.  Chosen."""
+_MAX_HOST: Final = 255
+"""Characters of a host name (RFC 1035, 2.3.4)."""
 _port = whole_number("TCP port", 0, 65535)
 
 
@@ -52,17 +56,23 @@ class _Address(NamedTuple):
 
 @dataclass(slots=True)
 class _Totals:
-    """The forwarded connections and bytes, in both directions together."""
+    """The numbers of forwarded connections, and of forwarded bytes in both directions together."""
 
     connections: int = 0
-    count: int = 0
+    forwarded: int = 0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("listen", type=_address, metavar="LISTEN")
-    parser.add_argument("target", type=_address, metavar="TARGET")
-    parser.add_argument("--require-smc", action="store_true", help="refuse TCP on the SMC-R side")
+    parser.add_argument(
+        "listen", type=_address, metavar="LISTEN", help="the address on which clients connect"
+    )
+    parser.add_argument("target", type=_address, metavar="TARGET", help="the address of the server")
+    parser.add_argument(
+        "--require-smc",
+        action="store_true",
+        help="let connections at an smc: address fail if they would stay on TCP",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -88,8 +98,9 @@ def _address(text: str) -> _Address:
 
 
 async def _serve(listen: _Address, target: _Address, require: bool) -> None:
-    totals, begun = _Totals(), time.process_time()
-    # Outside the stack: a second signal must not prevent the stack from removing its names.
+    totals, started = _Totals(), time.process_time()
+    # The receiver surrounds the stack, so that a second SIGTERM does not end the process before the
+    # stack has removed its sockets from the private directory.
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
         async with trio_smc.open_stack(trio_smc.Config(require_smc=require)) as stack:
             listeners = await _listeners(stack, listen)
@@ -105,7 +116,7 @@ async def _serve(listen: _Address, target: _Address, require: bool) -> None:
             finally:
                 LOGGER.info(
                     "connections: %d; bytes: %s; processor time of the proxy: %.2f s",
-                    totals.connections, size(totals.count), time.process_time() - begun,
+                    totals.connections, size(totals.forwarded), time.process_time() - started,
                 )  # fmt: skip
 
 
@@ -136,12 +147,12 @@ async def _forward(
     totals: _Totals,
     client: trio.abc.HalfCloseableStream,
 ) -> None:
-    """Forward one connection; an error ends it at both sides."""
+    """Connect to the target, and forward one client's connection.  An error resets both sides."""
     async with client:
         try:
             server = await _connect(stack, target)
         except OSError as error:
-            LOGGER.info("cannot connect to %s: %s", _shown(target), _why(error))
+            LOGGER.info("cannot connect to %s: %s", _shown(target), _last_error_text(error))
             _reset(client)
             return
         totals.connections += 1
@@ -153,13 +164,17 @@ async def _forward(
                     nursery.start_soon(_copy, client, server, totals)
                     nursery.start_soon(_copy, server, client, totals)
             except* trio.BrokenResourceError:
-                # Reset both, so that the other end does not mistake the error for an end.
+                # Reset both connections, because the other end would take a close for the regular
+                # end of the data.
                 _reset(client)
                 _reset(server)
 
 
-def _why(error: OSError) -> str:
-    """The error of the last attempt; Trio's own error has only the text that all failed."""
+def _last_error_text(error: OSError) -> str:
+    """The error of the last attempt to connect.
+
+    The text of Trio's own error only says that all attempts failed.
+    """
     cause = error.__cause__
     if isinstance(cause, ExceptionGroup):
         cause = cause.exceptions[-1]
@@ -171,7 +186,7 @@ async def _copy(
 ) -> None:
     while data := await source.receive_some(_PIECE):
         await target.send_all(data)
-        totals.count += len(data)
+        totals.forwarded += len(data)
     await target.send_eof()
 
 

@@ -11,17 +11,18 @@ from trio_smc.tools.commands import add_json
 from trio_smc.tools.output import ToolError, fields, print_json, show, table
 
 NAME = "reasons"
-SUMMARY = "explain why connections stay on TCP: every reason and diagnosis word"
+SUMMARY = "explain the reasons why connections stay on TCP, and the diagnosis words"
 DESCRIPTION = """
-Explain fallback reasons, which SmcStream.fallback.reason and `trio-smc ss` name, and the diagnosis
-words in SMC Decline messages (RFC 7609, A.2.4).
+Explain the reasons why connections stay on TCP (SmcStream.fallback.reason, and FALLBACK in
+`trio-smc ss`), and the diagnosis words in SMC Decline messages (RFC 7609, A.2.4).  Without an
+argument the command lists all reasons and words.
 
-Without an argument all are listed.  RFC 7609 leaves the words to the implementation.  These are
-the words that Linux uses, so that each side's tools can explain the other's.
+RFC 7609 lets each implementation choose its diagnosis words.  trio_smc uses those of Linux, so that
+the tools of both can explain the words of the other.
 """
 EPILOG = """
 Examples:
-  trio-smc reasons                    all
+  trio-smc reasons                    all reasons and words
   trio-smc reasons no-rnic            one reason
   trio-smc reasons 0x03030000         one diagnosis word
 
@@ -32,7 +33,10 @@ Exit codes: 0, or 2 for an unknown reason or word.
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "reason", nargs="?", metavar="REASON|WORD", help="a reason by name, or a word as 0x…"
+        "reason",
+        nargs="?",
+        metavar="REASON|WORD",
+        help="such as no-rnic, or 0x03030000",
     )
     add_json(parser)
 

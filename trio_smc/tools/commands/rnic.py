@@ -1,7 +1,7 @@
-"""`trio-smc rnic`: list the RNICs of stacks, those that "auto" finds, and the machine's devices.
+"""`trio-smc rnic`: list the RNICs of running stacks and of a new stack, and all RDMA devices.
 
-The machine's devices are read from /sys/class/infiniband.  This needs neither pyverbs nor
-privileges, so it also works if a stack cannot use the device.
+The RDMA devices of the machine are read from /sys/class/infiniband.  Reading there needs neither
+pyverbs nor privileges, so the list also includes devices that no stack can use.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any, Final
 import trio
 
 import trio_smc
-from trio_smc.tools.client import Silent, take_snapshots
+from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import ToolError, error_text, gid, print_json, show, table
 
 NAME = "rnic"
-SUMMARY = 'list RNICs: of running stacks, those that "auto" finds, and the machine\'s devices'
+SUMMARY = "list the RNICs of running processes and of a new one, and all RDMA devices"
 DESCRIPTION = """
-List RNICs (RFC 7609, 2.1): those of running stacks, those that Config(rnics="auto"), the default,
-would use in a new process, and the RDMA devices of the machine with their ports, GIDs and network
-interfaces, even if no stack can use them.
+List the RNICs (RDMA adapters, RFC 7609, 2.1) of running processes, the RNICs that a new process
+would use with Config(rnics="auto"), the default, and all RDMA devices of the machine with their
+ports, GIDs and network interfaces, even devices that trio_smc cannot use.
 
-An RNIC serves a connection if the route uses one of the interfaces in NETDEVS.  These are the
-interfaces of its GIDs, the VLANs and bonds on top of them, and those that the stack's PNET table
-(Config(pnet=...), docs/rnic.md) assigns to it.  The software RNIC (kind "software") serves
-connections between processes of one host.
+A connection can use an RNIC if its route leaves through one of the interfaces in NETDEVS.  These
+are the interfaces of the RNIC's GIDs, the VLANs and bonds on top of them, and those that the PNET
+table (Config(pnet=...), docs/rnic.md) assigns to the RNIC.  The software RNIC (kind "software")
+serves connections between processes of one host.
 
-To find out what "auto" finds, the command opens a stack for a moment, without a control socket.
-If that stack has no software RNIC, the command prints the reason.
+To find out what a new process would use, the command opens a stack of its own for a moment.  If
+that stack has no software RNIC, the command prints the reason.
 """
 EPILOG = """
 Examples:
@@ -43,7 +43,8 @@ Examples:
   trio-smc rnic --pid 4242    only the RNICs of that process
   trio-smc rnic --json
 
-Exit codes: 0, 1 if a process did not answer, or 2 if that was the process of --pid.
+Exit codes: 0; 1 if a process did not answer; 2 if the process of --pid did not answer or has no
+stack, or for bad input.
 """
 
 
@@ -56,13 +57,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Query the stacks, read the devices, and print."""
     directory = private_directory(options)
-    named = options.pid is not None
-    silent = Silent()
-    stacks = take_snapshots(directory, ("rnics",), options.pid, some=named, silent=silent)
+    one_process = options.pid is not None
+    silent = SilentProcesses()
+    stacks = take_snapshots(directory, ("rnics",), options.pid, required=one_process, silent=silent)
     found: dict[str, Any] = {
         "stacks": [{"pid": s.pid, "stack": s.stack, "rnics": s.rnics} for s in stacks]
     }
-    if not named:
+    if not one_process:
         found["auto"], found["no_software_rnic"] = trio.run(_automatic, directory)
         found["devices"] = [dataclasses.asdict(port) for port in read_ports()]
         found["pyverbs"] = importlib.util.find_spec("pyverbs") is not None
@@ -74,9 +75,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _automatic(directory: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The RNICs of a new stack, in the shape of the control socket's "rnics".
+    """The RNICs of a new stack, as the control socket sends them in "rnics".
 
-    Returned with the reason why there is no software RNIC, or None.
+    The second value is the reason why the stack has no software RNIC; None if it has one.
     """
     config = trio_smc.Config(directory=directory, control=False)
     try:
@@ -120,7 +121,7 @@ def _print(found: dict[str, Any]) -> None:
         return
     if found["stacks"]:
         show("")
-    show(table(heads, [_rnic(each, ports) for each in found["auto"]], 'What "auto" finds'))
+    show(table(heads, [_rnic(each, ports) for each in found["auto"]], "RNICs of a new process"))
     if found["no_software_rnic"]:
         show(f"No software RNIC: {found['no_software_rnic']}.")
     show("", *_devices(list(ports.values()), found["pyverbs"]))
@@ -152,11 +153,11 @@ def _devices(ports: list[Port], pyverbs: bool) -> list[Any]:
     heads = ("DEVICE", ">PORT", "STATE", "LAYER", ">INDEX", "GID", "TYPE", "NETDEV", "NETDEVS")
     lines: list[Any] = [table(heads, rows, "RDMA devices of this machine")]
     if not pyverbs:
-        lines.append("pyverbs is not installed, so no stack of this Python can use them.")
+        lines.append("pyverbs is not installed, so no stack of this Python can use these devices.")
     return lines
 
 
-# --- the machine's devices ---------------------------------------------------------------------
+# --- the RDMA devices of the machine -----------------------------------------------------------
 
 
 _SYS: Final = Path("/sys")
@@ -181,9 +182,9 @@ class Port:
       number: the number of the port, from 1.
       state: the kernel's word: "ACTIVE", "DOWN", ...
       link_layer: "Ethernet" for RoCE.
-      gids: the entries in use.
-      netdevs: the network interfaces whose routes it serves: those of its GIDs, and VLANs and bonds
-        on top of them.
+      gids: the entries of the GID table that are in use.
+      netdevs: the network interfaces whose routes the port serves: those of its GIDs, and the VLANs
+        and bonds on top of them.
     """
 
     device: str

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import tomllib
 from pathlib import Path
 from typing import Final
 
 from trio_smc import load_config
-from trio_smc._base.regular_file import read_regular_file
+from trio_smc._base.toml_file import read_toml_file
 from trio_smc.tools import site
 from trio_smc.tools.output import ToolError
 from trio_smc.tools.supervisor import supervise
@@ -17,21 +16,23 @@ from trio_smc.tools.supervisor import supervise
 NAME = "run"
 SUMMARY = "run an unmodified Trio or AnyIO program over SMC-R"
 DESCRIPTION = """
-Run PROGRAM, a Python program that uses Trio or AnyIO on Trio, so that its TCP connections use
-SMC-R if both ends can, as with `trio_smc.enable()`.  This includes its Python child processes,
-such as a server's workers.  Nothing else about the program changes.
+Run PROGRAM, a Python program that uses Trio or AnyIO on Trio.  Its TCP connections use SMC-R if
+both ends can, as after a call of `trio_smc.enable()`.  So do those of its Python child processes,
+such as the workers of a server.  Nothing else about the program changes.
 
 The Python that runs PROGRAM must have trio_smc installed.  Sockets that a program uses without
-Trio stay TCP.  If a process of PROGRAM opens connections with asyncio or has a Python without
-trio_smc, or if PROGRAM ends without having used Trio, one line on stderr reports it.  With
---require-smc this is an error, and ends PROGRAM.
+Trio stay TCP.  One line on stderr reports the first of these problems: a process of PROGRAM opens
+connections with asyncio, the Python of a process has no trio_smc, or PROGRAM ends without having
+used Trio.  With --require-smc each problem is an error, and ends PROGRAM.
 
-Peers whose connections are always short get TCP (learn_short of trio_smc.Config), unless
---require-smc or FILE turns this off, or the peer requires SMC-R and is on this host.  A peer on
-another host that requires SMC-R refuses TCP: use --require-smc at both ends, or
-learn_short = false.
+If the connections with a peer are always short, the next ones use TCP, which takes less processor
+time for them (learn_short of trio_smc.Config).  To turn this off, use --require-smc, or
+"learn_short = false" in the --config FILE.  A peer that requires SMC-R still gets SMC-R if it is on
+this host.  If such a peer is on another host, it refuses the TCP connections: use --require-smc at
+both ends.
 
-PROGRAM is a child process of this command, which forwards signals and ends as PROGRAM does.
+PROGRAM is a child process of this command, which forwards signals to PROGRAM and ends with its exit
+code or by the same signal.
 """
 EPILOG = """
 Examples:
@@ -44,24 +45,25 @@ The configuration file is TOML with the fields of trio_smc.Config:
   receive_buffer = 4194304
   assume = ["192.0.2.0/24", ["db.example", 5432]]
 
-Exit codes: those of PROGRAM; with --require-smc 1 instead of 0 if a process of it cannot use
-SMC-R; 2 for bad input, 127 if there is no such program.
+Exit codes: that of PROGRAM; with --require-smc 1 instead of 0 if a process of PROGRAM cannot use
+SMC-R; 2 for bad input; 127 if there is no such program.
 """
 
 _NOT_FOUND: Final = 127
-_MAX_FILE: Final = 1 << 20
+"""The exit code if there is no such program, as that of a shell."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--require-smc", action="store_true", help="connections that would be TCP fail"
+        "--require-smc", action="store_true", help="let connections fail that would stay on TCP"
     )
     parser.add_argument(
         "--report", action="store_true",
-        help="at the end print the numbers of SMC-R and TCP connections, reasons, and bytes",
+        help="at the end print the numbers and bytes of SMC-R and TCP connections, and the reasons "
+        "for TCP",
     )  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="settings in a TOML file")
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with settings")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM [ARGUMENT…]")
 
 
@@ -85,31 +87,23 @@ def run(options: argparse.Namespace) -> int:
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     environment = dict(os.environ)
-    ours = str(Path(site.__file__).parent)
-    theirs = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{ours}{os.pathsep}{theirs}" if theirs else ours
+    hook = str(Path(site.__file__).parent)
+    existing = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{hook}{os.pathsep}{existing}" if existing else hook
     for name in ("CONFIG", "LEARN", "REQUIRE"):
         environment.pop(f"TRIO_SMC_{name}", None)
     learn = not options.require_smc
     if options.config is not None:
         try:
             config = load_config(options.config)
-            said = "learn_short" in _settings(options.config)
+            sets_learn_short = "learn_short" in read_toml_file(options.config)
         except ValueError as error:
             raise ToolError(str(error)) from error
         path = Path(options.config).absolute()
         environment["TRIO_SMC_CONFIG"] = str(path)
-        learn = learn and not config.require_smc and not said
+        learn = learn and not config.require_smc and not sets_learn_short
     if options.require_smc:
         environment["TRIO_SMC_REQUIRE"] = "1"
     if learn:
         environment["TRIO_SMC_LEARN"] = "1"
     return environment
-
-
-def _settings(path: str) -> dict[str, object]:
-    """The keys and values of a TOML file that `load_config` accepts."""
-    try:
-        return tomllib.loads(read_regular_file(path, _MAX_FILE).decode())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error

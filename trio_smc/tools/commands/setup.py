@@ -11,29 +11,32 @@ from trio_smc.tools.output import ToolError, print_line
 __all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
 
 NAME = "setup"
-SUMMARY = "let users announce SMC-R by the TCP option (root)"
+SUMMARY = "let users announce SMC-R by the TCP option (needs root)"
 DESCRIPTION = """
-Load the BPF program that adds the TCP option of RFC 7609 to the connections of processes that
-request it, and let the users of a group use it.  This lasts until `trio-smc teardown` or the next
-boot, so run it at boot.  If it is set up already, only the group changes.
+Load the BPF program that adds the TCP option of RFC 7609, 3.1, to new connections of processes that
+request the option, and let root and the members of a group request it.  The option announces SMC-R
+to peers on other hosts.  The program stays loaded until `trio-smc teardown` or the next boot, so
+run this command at boot.  If the program is loaded already, only the group changes.
 """
 EPILOG = """
 Examples:
   trio-smc setup --group smc                  members of the group "smc", on the whole system
   trio-smc setup --group smc --cgroup /sys/fs/cgroup/system.slice
 
-Exit codes: 0 if the option is set up; 2 with one line on stderr if that is not possible.
+Exit codes: 0 if the option is set up; 2 if that is not possible: one line on stderr has the reason.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--group", metavar="GROUP", help="the group that may use it (default: only root)"
+        "--group",
+        metavar="GROUP",
+        help="group whose members may request it; default: only root",
     )
     parser.add_argument(
         "--cgroup", metavar="PATH", type=Path,
-        help="only for processes in this cgroup and below it (default: all)",
+        help="only for processes in this cgroup or below it; default: all processes",
     )  # fmt: skip
     add_pin(parser)
 
@@ -43,8 +46,8 @@ def add_pin(parser: argparse.ArgumentParser) -> None:
     default = trio_smc.Config().tcp_option
     parser.add_argument(
         "--pin", metavar="PATH", type=Path, default=default,
-        help=f"directory for BPF objects; programs name it in Config(tcp_option=...) "
-        f"(default: {default})",
+        help=f"directory of the BPF objects, as in the programs' Config(tcp_option=...); "
+        f"default: {default}",
     )  # fmt: skip
 
 

@@ -7,29 +7,29 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from trio_smc.tools.client import Silent, Snapshot, take_snapshots
+from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import address, agreed, fallback_codes, print_json, show, size, table
 
 NAME = "ss"
 SUMMARY = "list connections: SMC-R or TCP, their state, and the reason for TCP"
 DESCRIPTION = """
-List the connections of this user's running processes, and the addresses that their stacks listen
-on.
+List the connections of this user's running processes, and the addresses on which they listen.
 
 Columns:
   STATE     over SMC-R the state of RFC 7609, 4.8 (ACTIVE: open; INIT: the handshake is not
-            finished; PEERCLOSEWAIT1: closed by this side; ...); else that of TCP
-  MODE      smc-r, smc-r v2 (version 2, with a common UEID), or tcp
-  RECV-Q    bytes that have arrived and that the program has not received
+            finished; PEERCLOSEWAIT1: closed by this side; ...); over TCP the state of TCP;
+            LISTEN: the address of a listening socket
+  MODE      smc-r (version 1 of SMC-R), smc-r v2 (version 2), or tcp
+  RECV-Q    bytes that have arrived, but that the program has not read
   SEND-Q    bytes sent that the peer has not consumed, as far as this side knows
   GROUP     the link group, numbered as in `trio-smc lg`, and the link within it
-  FALLBACK  the reason for tcp: "local: ..." if this side decided, "peer: ..." if the other did
+  FALLBACK  the reason for tcp: "local: ..." if this side decided, "peer: ..." if the peer did;
+            `trio-smc reasons` explains each reason
 
-With -v the command also prints the version of SMC-R (in version 2 with release, UEID and route),
-the cursors of RFC 7609, 4.3, in bytes since the start of the connection, the numbers of CDC
-messages, and the diagnosis words (RFC 7609, A.2.4) with a remedy.  `trio-smc reasons` explains the
-words.
+-v prints more about each connection.  For SMC-R: the version (for version 2 also the release, the
+UEID and the route), the cursors of RFC 7609, 4.3, in bytes since the start of the connection, and
+counters.  For TCP: the diagnosis words of both sides (RFC 7609, A.2.4), and a remedy.
 """
 EPILOG = """
 Examples:
@@ -38,7 +38,7 @@ Examples:
   trio-smc ss --pid 4242 -v    one process, with cursors
   trio-smc ss --json           for scripts; docs/cli.md describes the fields
 
-Exit codes: 0, 1 if a process did not answer, or 2 if there is none.
+Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or for bad input.
 """
 
 
@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
     add_json(parser)
-    parser.add_argument("-v", "--verbose", action="store_true", help="cursors, queues, codes")
+    parser.add_argument("-v", "--verbose", action="store_true", help="more about each connection")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--smc", dest="mode", action="store_const", const="smc-r",
                       help="only connections over SMC-R")  # fmt: skip
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Query the stacks, and print."""
-    silent = Silent()
+    silent = SilentProcesses()
     snapshots = take_snapshots(
         private_directory(options), ("connections", "listeners"), options.pid, silent=silent
     )
@@ -100,12 +100,12 @@ def _rows(snapshots: list[Snapshot], mode: str | None) -> Iterator[list[object]]
                 each["send_queue"],
                 address(each["local"]),
                 address(each["peer"]),
-                _place(each),
-                _why(each["fallback"]),
+                _group_and_link(each),
+                _fallback_text(each["fallback"]),
             ]
 
 
-def _place(connection: dict[str, Any]) -> str | None:
+def _group_and_link(connection: dict[str, Any]) -> str | None:
     group = connection["link_group"]
     if group is None:
         return None
@@ -113,7 +113,7 @@ def _place(connection: dict[str, Any]) -> str | None:
     return f"{group}, link {'-' if link is None else link}"
 
 
-def _why(fallback: dict[str, Any] | None) -> str | None:
+def _fallback_text(fallback: dict[str, Any] | None) -> str | None:
     return None if fallback is None else f"{fallback['origin']}: {fallback['reason']}"
 
 

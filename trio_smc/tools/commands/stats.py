@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from trio_smc import Agreed
-from trio_smc.tools.client import Silent, Snapshot, take_snapshots
+from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import (
     add_json,
     add_process,
@@ -20,18 +20,29 @@ from trio_smc.tools.output import agreed, print_json, print_line, show, size, ta
 NAME = "stats"
 SUMMARY = "show counters: connections, fallbacks by reason and side, bytes, writes, failovers"
 DESCRIPTION = """
-Show the counters of this user's running processes, with one column for each stack: since the
-stack was opened, or with --interval the increase in each interval.
+Show the counters of this user's running processes, with one column for each stack.  Without
+--interval the counters start at zero when the stack is opened; with --interval each column shows
+the increase in the last interval.
 
-  connections        SMC-R connections opened, by the version of SMC-R, and in version 2 by
-                     release, UEID and route; open connections: those that are open now
-  fallbacks          connections that stay on TCP, by the side that decided and the reason
-  bytes              over SMC-R; tcp bytes: over connections that stay on TCP, from the kernel
-  writes             RDMA writes posted; cdcs: CDC messages (RFC 7609, A.4)
+  up                 the time since the stack was opened
+  connections        SMC-R connections opened; below them by the version of SMC-R, for version 2
+                     also by release, UEID and route
+  open connections   SMC-R connections that are open now
+  bytes              bytes over SMC-R
+  tcp bytes          bytes over connections that stay on TCP, as the kernel counts them
+  writes             RDMA writes posted
+  cdcs               CDC messages (RFC 7609, A.4); stale: dropped because they were old
   coalesced          CDC messages not sent, because a later one included their contents
   window stalls      how often a sender found the peer's window closed
-  buffers reused     assigned RMB elements that an earlier connection had used
-  handshakes failed  handshakes that ended the TCP connection; refused: closed by require_smc
+  unknown tokens     CDC messages dropped, because their alert token names no connection
+  buffers allocated  receive buffers (RMB elements) assigned to connections; reused: those that an
+                     earlier connection had used
+  link groups        link groups opened
+  failovers          how often a connection moved its sending to another link
+  handshakes         handshakes started; failed: those that ended the TCP connection
+  refused            connections closed because of require_smc
+  fallbacks          connections that stay on TCP; below them by the side that decided and the
+                     reason
 """
 EPILOG = """
 Examples:
@@ -41,7 +52,7 @@ Examples:
 
 With --json and --interval the command prints one document for each interval.
 
-Exit codes: 0, 1 if a process did not answer, or 2 if there is none.
+Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or for bad input.
 """
 
 _GAUGES = ("open_connections",)
@@ -49,7 +60,8 @@ _BREAKDOWNS = {
     "connections": ("agreed", Agreed._fields),
     "fallbacks": ("fallbacks", ("origin", "reason")),
 }
-"""Counters with a breakdown: the name of the list, and its keys."""
+"""Counters that are also shown in parts: the list with the parts, and the fields that identify a
+part."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,14 +69,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_process(parser)
     add_json(parser)
     parser.add_argument("--interval", type=positive_seconds, metavar="SECONDS",
-                        help="show the increase in each interval")  # fmt: skip
+                        help="show the increase in each interval of this length")  # fmt: skip
     parser.add_argument("--count", type=positive_count, metavar="N",
                         help="intervals to show; default: until Ctrl-C")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     """Query the stacks and print, once or at intervals."""
-    silent = Silent()
+    silent = SilentProcesses()
     counted = _query(options, silent)
     if options.interval is None:
         _print(counted, options.json, "")
@@ -76,43 +88,45 @@ def run(options: argparse.Namespace) -> int:
         if rounds and not options.json:
             print_line()
         added = {
-            key: (snapshot, _difference(flat, before[key][1] if key in before else {}))
-            for key, (snapshot, flat) in counted.items()
+            key: (snapshot, _difference(counters, before[key][1] if key in before else {}))
+            for key, (snapshot, counters) in counted.items()
         }
         _print(added, options.json, time.strftime("%H:%M:%S"))
         rounds += 1
     return silent.exit_code
 
 
-_Flat = dict[tuple[Any, ...], int]
-"""Counters by name, and by name and keys of the breakdown."""
-_Counted = dict[tuple[int, str], tuple[Snapshot, _Flat]]
+_Counters = dict[tuple[Any, ...], int]
+"""Counters.  The key of a counter is ``(name,)``.  The key of a part also has the values of the
+fields in `_BREAKDOWNS`: ``("fallbacks", "local", "no-rnic")``."""
+_CountersByStack = dict[tuple[int, str], tuple[Snapshot, _Counters]]
+"""By process number and peer ID of the stack."""
 
 
-def _query(options: argparse.Namespace, silent: Silent) -> _Counted:
+def _query(options: argparse.Namespace, silent: SilentProcesses) -> _CountersByStack:
     snapshots = take_snapshots(
         private_directory(options), ("statistics",), options.pid, silent=silent
     )
-    return {(each.pid, each.stack): (each, _flat(each.statistics)) for each in snapshots}
+    return {(each.pid, each.stack): (each, _flatten(each.statistics)) for each in snapshots}
 
 
-def _flat(statistics: dict[str, Any]) -> _Flat:
-    flat: _Flat = {(name,): n for name, n in statistics.items() if isinstance(n, int)}
-    flat["fallbacks",] = sum(each["count"] for each in statistics["fallbacks"])
-    for name, (part, by) in _BREAKDOWNS.items():
+def _flatten(statistics: dict[str, Any]) -> _Counters:
+    counters: _Counters = {(name,): n for name, n in statistics.items() if isinstance(n, int)}
+    counters["fallbacks",] = sum(each["count"] for each in statistics["fallbacks"])
+    for name, (part, names) in _BREAKDOWNS.items():
         for each in statistics[part]:
-            flat[name, *(each[what] for what in by)] = each["count"]
-    return flat
+            counters[name, *(each[key] for key in names)] = each["count"]
+    return counters
 
 
-def _difference(now: _Flat, before: _Flat) -> _Flat:
+def _difference(now: _Counters, before: _Counters) -> _Counters:
     return {
         key: value if key[0] in _GAUGES else value - before.get(key, 0)
         for key, value in now.items()
     }
 
 
-def _print(counted: _Counted, as_json: bool, title: str) -> None:
+def _print(counted: _CountersByStack, as_json: bool, title: str) -> None:
     if as_json:
         print_json(
             [
@@ -120,30 +134,32 @@ def _print(counted: _Counted, as_json: bool, title: str) -> None:
                     "pid": snapshot.pid,
                     "stack": snapshot.stack,
                     "uptime": snapshot.uptime,
-                    "counters": {key[0]: n for key, n in flat.items() if len(key) == 1},
-                    **{part: _breakdown(flat, name) for name, (part, _) in _BREAKDOWNS.items()},
+                    "counters": {key[0]: n for key, n in counters.items() if len(key) == 1},
+                    **{part: _breakdown(counters, name) for name, (part, _) in _BREAKDOWNS.items()},
                 }
-                for snapshot, flat in counted.values()
+                for snapshot, counters in counted.values()
             ]
         )
         return
-    keys = list(dict.fromkeys(key for _, flat in counted.values() for key in flat))
+    keys = list(dict.fromkeys(key for _, counters in counted.values() for key in counters))
     names = [key[0] for key in keys]
     keys.sort(key=lambda key: (names.index(key[0]), len(key)))
     columns = ["COUNTER", *(f">{name}" for name in _headings(counted))]
-    rows: list[list[object]] = [["up", *(_time(each.uptime) for each, _ in counted.values())]]
+    rows: list[list[object]] = [
+        ["up", *(_uptime_text(each.uptime) for each, _ in counted.values())]
+    ]
     rows += [
-        [_name(key), *(_value(key, flat.get(key, 0)) for _, flat in counted.values())]
+        [_name(key), *(_value(key, counters.get(key, 0)) for _, counters in counted.values())]
         for key in keys
     ]
     show(table(columns, rows, title))
 
 
-def _breakdown(flat: _Flat, name: str) -> list[dict[str, Any]]:
-    """The breakdown of one counter, in the shape of the control socket's answer."""
-    by = _BREAKDOWNS[name][1]
-    found = [(key, n) for key, n in flat.items() if key[0] == name and len(key) > 1]
-    return [{**dict(zip(by, key[1:], strict=True)), "count": n} for key, n in found]
+def _breakdown(counters: _Counters, name: str) -> list[dict[str, Any]]:
+    """The parts of one counter, in the same shape as in the control socket's answer."""
+    names = _BREAKDOWNS[name][1]
+    found = [(key, n) for key, n in counters.items() if key[0] == name and len(key) > 1]
+    return [{**dict(zip(names, key[1:], strict=True)), "count": n} for key, n in found]
 
 
 def _name(key: tuple[Any, ...]) -> str:
@@ -156,8 +172,8 @@ def _name(key: tuple[Any, ...]) -> str:
             return f"  version {agreed(*key[1:])}"
 
 
-def _headings(counted: _Counted) -> list[str]:
-    """The headings of the stacks: the process, and the peer ID if a process has several stacks."""
+def _headings(counted: _CountersByStack) -> list[str]:
+    """The heading of each stack: the process, and the peer ID if the process has several stacks."""
     pids = [pid for pid, _ in counted]
     return [
         f"PID {pid}" if pids.count(pid) == 1 else f"PID {pid} {stack}" for pid, stack in counted
@@ -168,7 +184,7 @@ def _value(key: tuple[Any, ...], value: int) -> str:
     return size(value) if "bytes" in key[0] else str(value)
 
 
-def _time(seconds: float) -> str:
+def _uptime_text(seconds: float) -> str:
     whole = int(seconds)
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"

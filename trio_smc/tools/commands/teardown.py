@@ -11,12 +11,14 @@ from trio_smc.tools.output import ToolError, print_line
 __all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
 
 NAME = "teardown"
-SUMMARY = "undo setup: remove the TCP option (root)"
+SUMMARY = "undo setup: remove the TCP option (needs root)"
 DESCRIPTION = """
-Undo `trio-smc setup`.  Open connections go on; new ones do not have the option.
+Undo `trio-smc setup`: remove the BPF program of the TCP option.  Open connections are not affected.
+New connections do not have the option.
 """
 EPILOG = """
-Exit codes: 0 if the option is no longer set up, 2 with one line on stderr if removing it failed.
+Exit codes: 0 if the option is no longer set up; 2 if it could not be removed: one line on stderr
+has the reason.
 """
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trio_smc.tools.client import Silent, Snapshot, take_snapshots
+from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import (
     add_json,
     add_process,
@@ -31,25 +31,32 @@ from trio_smc.tools.output import (
 NAME = "top"
 SUMMARY = "watch the busiest connections, live"
 DESCRIPTION = """
-Watch stacks and their busiest SMC-R connections, refreshed every --interval seconds, until
-Ctrl-C.  Rates are per second over the last interval.  If the output is not a terminal, each
-refresh is printed below the last one; with --json as one document.
+Show the busiest SMC-R connections of this user's processes, and refresh the table every --interval
+seconds until Ctrl-C.  Rates are averages over the last interval.  If the output is not a terminal,
+each table is printed below the last one.  With --json each refresh is one document.
 
-TCP connections are only counted here; `trio-smc stats` shows the bytes of all of them together.
+Columns:
+  WRITES  RDMA writes
+  STALLS  how often a sender found the peer's window closed
+The other columns are those of `trio-smc ss`.
+
+The first line has the number of TCP connections, but the table does not list them.
+`trio-smc stats` shows the sum of their bytes.
 """
 EPILOG = """
 Examples:
   trio-smc top
   trio-smc top --interval 0.5 --lines 40
-  trio-smc top --count 1 --json    two seconds, for scripts
+  trio-smc top --count 1 --json    the rates of the next two seconds, for scripts
 
-Exit codes: 0 (also after Ctrl-C), 1 if a process did not answer, or 2 if there is none.
+Exit codes: 0 (also after Ctrl-C); 1 if a process did not answer; 2 if no process uses trio_smc, or
+for bad input.
 """
 
 _PARTS = ("statistics", "connections")
 _SHOWN = ("local", "peer", "state", "send_queue", "receive_queue")
 _RATES = ("bytes_sent", "bytes_received", "writes", "window_stalls")
-# On a narrow terminal the last columns are omitted.
+# The columns by importance: if the terminal is too narrow, the last ones are omitted.
 _HEADS = ("PID", "LOCAL", "PEER", ">SENT", ">RECEIVED", ">WRITES", ">STALLS", ">SEND-Q",
           ">RECV-Q", "STATE")  # fmt: skip
 
@@ -59,18 +66,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_process(parser)
     add_json(parser)
     parser.add_argument("--interval", type=positive_seconds, default=2.0, metavar="SECONDS",
-                        help="between two refreshes; default: 2")  # fmt: skip
+                        help="seconds between two refreshes; default: 2")  # fmt: skip
     parser.add_argument("--lines", type=positive_count, default=20, metavar="N",
-                        help="connections to show; default: 20")  # fmt: skip
+                        help="largest number of connections in the table; default: 20")  # fmt: skip
     parser.add_argument("--count", type=positive_count, metavar="N",
-                        help="refreshes; default: until Ctrl-C")  # fmt: skip
+                        help="number of refreshes; default: until Ctrl-C")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show frames until Ctrl-C, or --count times."""
+    """Show a frame (totals and table) every --interval seconds, --count times or until Ctrl-C."""
     live = not options.json and console().is_terminal
-    # A line on stderr would damage the screen, so the frame itself names silent processes.
-    silent = Silent(quiet=live)
+    # A line on stderr would damage the screen.  So each frame names the processes that do not
+    # answer, and the lines on stderr come at the end.
+    silent = SilentProcesses(quiet=live)
     with contextlib.suppress(KeyboardInterrupt):
         if live:
             _live(options, silent)
@@ -84,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     return silent.exit_code
 
 
-def _live(options: argparse.Namespace, silent: Silent) -> None:
+def _live(options: argparse.Namespace, silent: SilentProcesses) -> None:
     from rich.live import Live
 
     first = _Sample.take(options, silent)
@@ -94,7 +102,7 @@ def _live(options: argparse.Namespace, silent: Silent) -> None:
             live.update(_frame(last, before, options.lines, silent), refresh=True)
 
 
-def _frame(last: _Sample, before: _Sample, lines: int, silent: Silent) -> Any:
+def _frame(last: _Sample, before: _Sample, lines: int, silent: SilentProcesses) -> Any:
     """One frame for the screen."""
     from rich.console import Group
     from rich.text import Text
@@ -104,9 +112,9 @@ def _frame(last: _Sample, before: _Sample, lines: int, silent: Silent) -> Any:
 
 
 def _samples(
-    options: argparse.Namespace, silent: Silent, first: _Sample | None = None
+    options: argparse.Namespace, silent: SilentProcesses, first: _Sample | None = None
 ) -> Iterator[tuple[_Sample, _Sample]]:
-    """Yield each sample with the one before it, --count times."""
+    """Yield each new sample together with the one before, --count times."""
     last = first or _Sample.take(options, silent)
     frames = 0
     while frames != options.count:
@@ -116,7 +124,7 @@ def _samples(
         frames += 1
 
 
-def _fitting(rows: list[list[object]]) -> Any:
+def _fitting_table(rows: list[list[object]]) -> Any:
     """The table with as many columns as fit on the terminal."""
     columns = len(_HEADS)
     while True:
@@ -134,12 +142,12 @@ class _Sample:
     stacks: list[Snapshot]
 
     @classmethod
-    def take(cls, options: argparse.Namespace, silent: Silent) -> _Sample:
+    def take(cls, options: argparse.Namespace, silent: SilentProcesses) -> _Sample:
         stacks = take_snapshots(private_directory(options), _PARTS, options.pid, silent=silent)
         return cls(time.monotonic(), stacks)
 
     def connections(self) -> dict[tuple[object, ...], tuple[int, dict[str, Any]]]:
-        """The SMC-R connections, by process, stack and alert token."""
+        """The process and the data of each SMC-R connection, by process, stack and alert token."""
         return {
             (stack.pid, stack.stack, each["cursors"]["alert_token"]): (stack.pid, each)
             for stack in self.stacks
@@ -148,7 +156,8 @@ class _Sample:
         }
 
     def rates(self, before: _Sample) -> list[dict[str, Any]]:
-        """The connections with their rates per second, the busiest first."""
+        """The connections with their rates per second since the sample ``before``, the busiest
+        first."""
         seconds = max(self.time - before.time, 1e-9)
         old = before.connections()
         rates = []
@@ -164,7 +173,7 @@ class _Sample:
         return rates
 
     def since(self, before: _Sample, lines: int) -> list[Any]:
-        """The frame: totals, and connections ordered by their bytes."""
+        """The frame for people: a line of totals, and a table of the busiest connections."""
         rates = self.rates(before)
         rows: list[list[object]] = [
             [
@@ -183,10 +192,10 @@ class _Sample:
             f"{totals['smc-r']} over SMC-R, {totals['tcp']} over TCP; since the start: "
             f"fallbacks: {totals['fallbacks']}, failovers: {totals['failovers']}"
         )
-        return [line, "", _fitting(rows), *more]
+        return [line, "", _fitting_table(rows), *more]
 
     def report(self, before: _Sample, lines: int) -> dict[str, Any]:
-        """The frame for scripts: rates per second, sizes in bytes."""
+        """The frame for scripts.  Rates are per second, and sizes are in bytes."""
         return {
             "seconds": self.time - before.time,
             **self.totals(),
@@ -194,7 +203,7 @@ class _Sample:
         }
 
     def totals(self) -> dict[str, int]:
-        """Totals of all stacks: open connections; fallbacks and failovers since the start."""
+        """Sums over all stacks: open connections; fallbacks and failovers since the opening."""
         return {
             "stacks": len(self.stacks),
             "smc-r": sum(each.statistics["open_connections"] for each in self.stacks),

@@ -1,1 +1,1 @@
-"""The directory that `trio-smc run` adds to a program's path; see `sitecustomize` in it."""
+"""The directory that `trio-smc run` adds to PYTHONPATH, with the hook `sitecustomize`."""

@@ -1,17 +1,19 @@
-"""Loaded by every Python that `trio-smc run` starts: enables SMC-R as soon as Trio is imported.
+"""The hook: loaded by every Python under `trio-smc run`, it enables SMC-R once Trio is imported.
 
-Python imports `sitecustomize` at its start, from the first directory of its path that has one.
-`trio-smc run` makes this directory the first.  If there is another `sitecustomize` behind it, this
-module runs that, too.
+Python imports `sitecustomize` when it starts, from the first directory of `sys.path` that has one.
+`trio-smc run` puts the directory of this module first in PYTHONPATH.  If a later directory has
+another `sitecustomize`, this module runs that one, too.
 
-`_report` sends messages to the command: this interpreter has the hook, Trio runs, trio_smc is
-missing, or asyncio opens TCP connections, which can never be SMC-R.  Sending never waits.  A
-message that cannot be sent is counted, and the next one includes that count.  An audit hook sees
-the connections of asyncio, because its loop creates a Python socket for each connection.  uvloop
-does not, so its methods are wrapped.  Under ``--require-smc`` these connections fail.
+`_report` sends messages to the command: this Python has the hook, Trio runs, trio_smc is missing,
+or asyncio opens TCP connections, which cannot be SMC-R.  Sending never waits.  If a message cannot
+be sent, it is counted as dropped, and the next message includes that count.
 
-An interpreter without trio_smc has only this file, so the file imports no other module of trio_smc
-at its top.
+Connections of asyncio are noticed by an audit hook, because the event loop of asyncio creates a
+Python socket for each connection.  uvloop creates no Python sockets, so two methods of its loop are
+wrapped.  With ``--require-smc`` these connections fail.
+
+This file must also work in a Python that has no trio_smc, so it imports no module of trio_smc at
+its top.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ _dropped = 0
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Calls a function after the import of a module.
+    """Calls a function after the first import of a module.
 
     Args:
-      after: functions by the name of the module.
+      after: the functions, each by the name of its module.
     """
 
     def __init__(self, after: dict[str, Callable[[], None]]) -> None:
@@ -57,11 +59,12 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     def _afterwards(
         self, name: str, execute: Callable[[ModuleType], None]
     ) -> Callable[[ModuleType], None]:
-        # Act in `exec_module`, because `importlib.util.find_spec` calls `find_spec` without an
-        # import.
+        # The function is called in `exec_module` and not in `find_spec`, because a program may call
+        # `importlib.util.find_spec` without an import.
         def exec_module(module: ModuleType) -> None:
             before, action = self._after, self._after.get(name)
-            # `_enable` is registered for both trio and trio_smc; it runs after the first of them.
+            # `_enable` is registered for trio and for trio_smc.  It is removed for both names,
+            # before the first of them is imported, because that import may import the other.
             self._after = {k: v for k, v in before.items() if v is not action}
             try:
                 execute(module)
@@ -82,7 +85,8 @@ def _enable() -> None:
     except ImportError as error:
         received = _report("missing", executable=sys.executable, error=str(error))
         if _REQUIRED:
-            # The program would run over TCP.  If the message was received, the command prints it.
+            # Without trio_smc the program would use TCP.  If the message was sent, the command
+            # prints the problem, else this process does.
             sys.exit(1 if received else f"trio-smc run: {error}")
         return
     try:
@@ -105,11 +109,11 @@ def _reporting(start: Callable[..., Any]) -> Callable[..., Any]:
     from functools import wraps
 
     @wraps(start)
-    def noted(*args: Any, **options: Any) -> Any:
+    def reporting(*args: Any, **options: Any) -> Any:
         _report_once("trio")
         return start(*args, **options)
 
-    return noted
+    return reporting
 
 
 # --- asyncio ---------------------------------------------------------------------------------
@@ -146,7 +150,7 @@ def _watch_uvloop() -> None:
 
 
 def _in_trio() -> bool:
-    """True in a Trio run, even if asyncio hosts it; then the sockets belong to Trio."""
+    """True in a Trio run, even as a guest of asyncio.  Then the socket belongs to Trio."""
     trio = sys.modules.get("trio")
     return trio is not None and bool(trio.lowlevel.in_trio_run())
 
@@ -171,7 +175,8 @@ def _report(kind: str, **more: str) -> bool:
     path = os.environ.get("TRIO_SMC_RUN")
     if not path:
         return False
-    # Not `socket` and `json`: every Python program runs this at its start, and they are slow.
+    # Not `socket` and `json`, because every Python runs this function when it starts, and these
+    # modules take long to import.
     import _socket
 
     global _dropped
@@ -195,9 +200,9 @@ def _report(kind: str, **more: str) -> bool:
     return True
 
 
-def _run_hidden() -> None:
-    elsewhere = [each for each in sys.path if os.path.abspath(each or ".") != _HERE]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+def _run_next_sitecustomize() -> None:
+    other_paths = [each for each in sys.path if os.path.abspath(each or ".") != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", other_paths)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
@@ -215,4 +220,4 @@ sys.meta_path.insert(
 )
 _report("python")
 os.register_at_fork(after_in_child=lambda: _report("python"))
-_run_hidden()
+_run_next_sitecustomize()
