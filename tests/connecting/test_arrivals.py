@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
 import trio_smc
+from tests.api.api_peers import plain_server
 from trio_smc import FallbackReason
 from trio_smc.connecting import accept
+from trio_smc.host.private_directory import PrivateDirectory
+from trio_smc.rendezvous.discovery.announcing import Announcer
+from trio_smc.rendezvous.discovery.names import Names
 from trio_smc.stack.policy import Route, choose_route
 
 HOST = "127.0.0.1"
@@ -40,3 +46,47 @@ async def test_a_client_in_another_namespace(monkeypatch: pytest.MonkeyPatch) ->
                 await stream.send_all(b"x")
                 assert await stream.receive_some() == b"x"
             await listener.aclose()
+
+
+async def test_a_dead_name_does_not_keep_a_client_from_being_assumed(
+    monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
+) -> None:
+    """A killed client left the name; this one has the same port, and sends CLC unannounced."""
+    directory = PrivateDirectory.open(runtime_directory / "trio-smc", create=True)
+    monkeypatch.setattr(Names, "find", lambda self, name: [directory])
+    config = trio_smc.Config(assume=(HOST,))
+    with contextlib.closing(directory), trio.fail_after(10):
+        async with trio_smc.open_stack(config) as stack:
+            [listener] = await stack.open_listeners(0, host=HOST)
+            async with listener, trio.open_nursery() as nursery:
+
+                async def answer() -> None:
+                    async with await listener.accept() as stream:
+                        assert stream.mode == "smc-r"
+
+                nursery.start_soon(answer)
+                async with await stack.open_stream(*listener.socket.getsockname()) as stream:
+                    assert stream.mode == "smc-r", stream.fallback
+
+
+@pytest.mark.usefixtures("runtime_directory")
+async def test_no_plain_connection_waits_for_a_place_of_an_announcement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many connections as may be are announced; those to a plain server are not."""
+    waits: list[float] = []
+
+    async def wait(self: Announcer, deadline: float) -> None:
+        waits.append(deadline)
+
+    monkeypatch.setattr(Announcer, "is_full", True)
+    monkeypatch.setattr(Announcer, "wait_for_place", wait)
+    async with plain_server() as plain, trio_smc.open_stack() as stack:
+        [listener] = await stack.open_listeners(0, host=HOST)
+        async with listener:
+            async with await stack.open_stream(*plain.socket.getsockname()):
+                assert waits == []
+            async with await stack.open_stream(*listener.socket.getsockname()) as stream:
+                assert len(waits) == 1
+                assert stream.fallback is not None
+                assert stream.fallback.reason is FallbackReason.OUT_OF_RESOURCES

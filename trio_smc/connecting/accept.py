@@ -125,8 +125,9 @@ class Arrival:
             if reason is not None:
                 claim.refuse(reason)
                 self._fallback = Fallback.local(reason)
-            else:
-                claim.accept(required=self._config.require_smc)
+            elif not claim.accept(required=self._config.require_smc):
+                # The client has given up, or a killed client left the name: it says nothing.
+                self._on_claim(None)
         elif not self._config.assumes(self._local, self._remote, self._publication.address):
             reason = self._stack.tcp_option.answer(self.sock)
             if reason is not None:

@@ -426,16 +426,19 @@ async def _announce(
         name = attempt.sock.getsockname()
         source = name[0], name[1]
         attempt.here = plain_address(name[0])
-    if stack.discovery.is_full:
-        with stack.call():
-            await stack.discovery.wait_for_place(trio.current_time() + _PLACE_PATIENCE)
-    attempt.announcement = stack.discovery.announce(
+    announce = partial(
+        stack.discovery.announce,
         source,
         attempt.peer,
         attempt.plain or attempt.sock,
         required=config.require_smc,
         elsewhere=attempt.elsewhere,
     )
+    attempt.announcement = announce()
+    if attempt.announcement is FallbackReason.OUT_OF_RESOURCES and stack.discovery.is_full:
+        with stack.call():
+            await stack.discovery.wait_for_place(trio.current_time() + _PLACE_PATIENCE)
+        attempt.announcement = announce()
 
 
 async def _connected(stack: DialHost, attempt: Attempt, address: Any) -> bool:
