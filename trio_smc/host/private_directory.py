@@ -55,6 +55,7 @@ from trio_smc.host.descriptors import refuse_descriptors
 from trio_smc.host.overcommit import commit_is_limited
 
 __all__ = [
+    "PATH_FLAGS",
     "DirectoryUnusable",
     "PrivateDirectory",
     "admits_user",
@@ -72,9 +73,9 @@ __all__ = [
 
 if sys.platform == "linux":
     _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    _NAME_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 else:
-    _FLAGS = _NAME_FLAGS = 0  # nobody comes here
+    _FLAGS = PATH_FLAGS = 0  # nobody comes here
 _HIDDEN = "."  # names of sockets that do not listen yet start so
 _STALE_AFTER = 60.0  # seconds after which such a name is left over from a crash
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -400,7 +401,7 @@ class PrivateDirectory:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             listener.setblocking(False)
             os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the name
-            listener.bind(self.reach(hidden))
+            listener.bind(self._reach(hidden))
             try:
                 if self.group is not None:
                     self._share(hidden)
@@ -429,7 +430,7 @@ class PrivateDirectory:
 
         Raises OSError: it is missing, or no socket.
         """
-        descriptor = os.open(name, _NAME_FLAGS, dir_fd=self.descriptor)
+        descriptor = os.open(name, PATH_FLAGS, dir_fd=self.descriptor)
         try:
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), name)
@@ -442,7 +443,7 @@ class PrivateDirectory:
 
         Raises OSError: EADDRINUSE, if there is such a name.
         """
-        sock.bind(self.reach(name))
+        sock.bind(self._reach(name))
         if self.group is not None:
             self._share(name)
 
@@ -513,11 +514,14 @@ class PrivateDirectory:
     def remove_stale(self, prefix: str = "", *, listening: bool = True) -> None:
         """Remove the sockets that dead processes left behind, of names that begin so.
 
+        Those that cannot be examined, for lack of descriptors for example, stay.
+
         listening: sockets got their names when they listened (`listen`), not before (`bind`).
         """
-        for name in self._sockets():
-            if name.removeprefix(_HIDDEN).startswith(prefix):
-                self.remove_dead(name, young=listening and not name.startswith(_HIDDEN))
+        with contextlib.suppress(OSError):
+            for name in self._sockets():
+                if name.removeprefix(_HIDDEN).startswith(prefix):
+                    self.remove_dead(name, young=listening and not name.startswith(_HIDDEN))
 
     def _sockets(self) -> list[str]:
         found: list[str] = []
@@ -530,8 +534,7 @@ class PrivateDirectory:
                     found.append(entry.name)
         return found
 
-    def reach(self, name: str) -> str:
-        """The address of the socket ``name``; a symbolic link of this name is followed."""
+    def _reach(self, name: str) -> str:
         return f"/proc/self/fd/{self.descriptor}/{name}"
 
 

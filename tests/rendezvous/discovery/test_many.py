@@ -15,9 +15,11 @@ import trio.testing
 
 from tests.lingering import full_table
 from tests.rendezvous.discovery.world import (
+    Both,
     Server,
     agree,
     announce,
+    both_go,
     bound,
     names_below,
     serving,
@@ -130,18 +132,33 @@ def left_in_a_child(made: list[Discovery], descriptors: list[int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def open_descriptors() -> set[int]:
+    """The numbers of all descriptors of this process."""
+    listed = os.listdir("/proc/self/fd")
+    # The descriptor of the listing itself is closed by now.
+    return {int(each) for each in listed if os.path.exists(f"/proc/self/fd/{each}")}
+
+
 async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> None:
     asking = Discovery(private)
     async with trio.open_nursery() as nursery, serving(private) as server:
-        before = set(map(int, os.listdir("/proc/self/fd")))
+        before = open_descriptors()
         await agree(asking, server, server.address)
         publishing = Discovery(private)
         publication = publishing.publish(("127.0.0.1", 9), nursery)
         await trio.testing.wait_all_tasks_blocked()
-        held = sorted(set(map(int, os.listdir("/proc/self/fd"))) - before)
-        assert len(held) >= 4  # the listener's, its directory's, and those of announcements
-        # One is of the listing itself.
-        assert left_in_a_child([asking, publishing], held) <= 1
+        async with bound() as client:
+            tcp = {client.fileno()}
+            with await announce(asking, client, server.address) as announcement:
+                held = sorted(open_descriptors() - before - tcp)
+                # The listener's, its directory's, and those of announcements.
+                assert len(held) >= 5
+                assert left_in_a_child([asking, publishing], held) == 0
+                await client.connect(server.address)
+                connection, claim = await server.accept()
+                with connection:
+                    assert claim is not None
+                    await both_go(Both(client, announcement, connection, claim))
         await agree(asking, server, server.address)
         publication.close()
 

@@ -19,6 +19,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.lingering import full_table
 from tests.rendezvous.discovery.world import (
     LONG,
     Both,
@@ -33,6 +34,7 @@ from tests.rendezvous.discovery.world import (
     sockets_below,
 )
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.timers import Timers
 from trio_smc.host import private_directory
 from trio_smc.rendezvous.discovery import messages, names, publication
 from trio_smc.rendezvous.discovery.announcing import Announcement
@@ -50,12 +52,17 @@ def name_of(client: trio.socket.SocketType, address: tuple[str, int]) -> str:
     return announced_name(namespace_name(), key)
 
 
-@pytest.mark.parametrize("kind", ["fifo", "file", "directory", "dead", "stream"])
+@pytest.mark.parametrize("kind", ["fifo", "file", "directory", "dead", "stream", "link"])
 async def test_what_is_no_socket_of_a_client_is_no_announcement(
     kind: str, private: Path, tmp_path: Path
 ) -> None:
-    """The server never waits, and has plain TCP."""
-    with serving_socket(tmp_path) as stream:
+    """The server never waits, has plain TCP, and sends nothing to another service."""
+    with (
+        serving_socket(tmp_path) as stream,
+        socket.socket(socket.AF_UNIX, DATAGRAM) as other,
+    ):
+        other.bind(str(tmp_path / "other"))
+        other.setblocking(False)
         async with serving(private) as server, bound() as client:
             with open_names(private):
                 pass
@@ -69,6 +76,8 @@ async def test_what_is_no_socket_of_a_client_is_no_announcement(
             elif kind == "dead":
                 with socket.socket(socket.AF_UNIX, DATAGRAM) as dead, reached(place) as path:
                     dead.bind(path)
+            elif kind == "link":
+                place.symlink_to(tmp_path / "other")
             else:
                 os.link(stream, place)
             await client.connect(server.address)
@@ -79,7 +88,10 @@ async def test_what_is_no_socket_of_a_client_is_no_announcement(
                         assert not claim.accept()
                         assert not await claim.confirm(connection, trio.current_time() + LONG)
             place.rmdir() if kind == "directory" else place.unlink()
+        with pytest.raises(BlockingIOError):
+            other.recv(1)
     stream.unlink()
+    (tmp_path / "other").unlink()
 
 
 class serving_socket:  # noqa: N801 - a context manager
@@ -277,6 +289,61 @@ async def test_a_client_that_takes_smc_or_nothing_says_so(umask: int, private: P
             os.umask(before)
 
 
+UNREAD = 8
+"""Datagrams in the queue of each client; net.unix.max_dgram_qlen is 10 by default."""
+
+
+def test_answers_that_are_not_read_keep_no_other_client_from_its_answer(private: Path) -> None:
+    """The sending socket is charged for each of them; its buffer has room for about 278."""
+    with open_names(private) as found, contextlib.ExitStack() as clients:
+        for name in map(str, range(60)):
+            clients.enter_context(found.listen(name))
+            [directory] = found.find(name)
+            assert [found.send(directory, name, b"?") for _ in range(UNREAD)] == [True] * UNREAD
+        assert not all(found.send(directory, name, b"?") for _ in range(1000)), "never full"
+        for name in map(str, range(60)):
+            found.remove(name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+async def test_a_server_that_has_become_another_user(private: Path) -> None:
+    """It cannot answer, so the client does not wait until its deadline."""
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        await client.connect(server.address)
+        os.seteuid(64201)
+        try:
+            connection, claim = await server.accept()
+        finally:
+            os.seteuid(0)
+        with connection, trio.fail_after(LONG):
+            assert claim is None
+            assert server.publication.unavailable is FallbackReason.OTHER_USER
+            reason = await announcement.accepted(trio.current_time() + 60)
+            assert reason is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_a_flood_of_empty_datagrams_does_not_keep_a_client_waiting(private: Path) -> None:
+    """Also if the timers of the stack are late."""
+    asking = Discovery(private, Timers(trio.current_time, lambda: None))
+    async with claimed(private, asking=asking) as both, trio.open_nursery() as nursery:
+        [name] = names_below(private)
+
+        async def flood() -> None:
+            with reached(name) as path, socket.socket(socket.AF_UNIX, DATAGRAM) as raw:
+                raw.setblocking(False)
+                while True:
+                    with contextlib.suppress(OSError):
+                        raw.sendto(b"", path)
+                    await trio.lowlevel.checkpoint()
+
+        nursery.start_soon(flood)
+        with trio.fail_after(LONG):
+            reason = await both.announcement.accepted(trio.current_time() + 0.1)
+        assert reason is FallbackReason.PEER_NOT_CAPABLE
+        nursery.cancel_scope.cancel()
+
+
 def test_a_name_that_is_taken(private: Path) -> None:
     with open_names(private) as names, names.listen("x"):
         with pytest.raises(OSError, match="in use") as refused:
@@ -309,6 +376,22 @@ def member(shared: Path, user: int, name: str = "member") -> Path:
     os.chown(path, user, os.getegid())
     path.chmod(0o2750)
     return path
+
+
+async def test_members_that_cannot_be_listed_now_are_listed_later(shared: Path) -> None:
+    """A server that lacks descriptors for a moment finds their names afterwards."""
+    place = member(shared, 64201)
+    (place / "x").touch()
+    await trio.sleep(0.15)  # until the clock of the directories has ticked
+    with open_names(shared) as found:
+        await trio.sleep(0.15)
+        with full_table():
+            assert found.find("x") == []
+        with trio.fail_after(LONG):
+            while not found.find("x"):  # noqa: ASYNC110
+                await trio.sleep(0.01)
+    (place / "x").unlink()
+    place.rmdir()
 
 
 @pytest.mark.usefixtures("shared")

@@ -153,7 +153,8 @@ class Announcement:
             if await wait_readable_until(self._sock, self._owner.timers, until):
                 if self._receive():
                     return
-                if self._ignored >= _MOST_IGNORED:
+                # Empty datagrams are not counted.
+                if self._ignored >= _MOST_IGNORED or trio.current_time() >= deadline:
                     _log.info("same-host discovery: gave up, as others send to %s", self.name)
                     return
             elif trio.current_time() >= deadline or not self._is_expected():
@@ -212,7 +213,7 @@ class Announcement:
                 sock.shutdown(socket.SHUT_RD)
                 self._receive(everything=True)
             owner.closer.discard_datagrams(sock)
-            owner.settled()
+            owner.settled(self)
             self._committed |= self._acceptance is not None
         return self._acceptance is not None
 
@@ -231,6 +232,13 @@ class Announcement:
         if self._sock.fileno() >= 0:
             trio.lowlevel.notify_closing(self._sock)
         self.close()
+
+    def abandon(self) -> None:
+        """Close the descriptor: this process is a forked child, and it is its parent's.
+
+        If the child kept it and the parent were killed, the name would look alive.
+        """
+        self._sock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -269,7 +277,7 @@ class Announcer:
         self.closer = Closer("announcements")
         self.names: Names = Names(private)
         self._lookups = Lookups(private, self.names, ended)
-        self._open = 0
+        self._open: set[Announcement] = set()
         self._most_open = _most_open()
         self._places = trio.lowlevel.ParkingLot()
         self._warned = False
@@ -279,7 +287,7 @@ class Announcer:
     @property
     def is_full(self) -> bool:
         """True if so many announcements are open that another one waits (`wait_for_place`)."""
-        return self._open >= self._most_open
+        return len(self._open) >= self._most_open
 
     async def wait_for_place(self, deadline: float) -> None:
         """Wait until another announcement may be made, at most until ``deadline``."""
@@ -327,8 +335,9 @@ class Announcer:
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 return None
             return self.why_not(error)
-        self._open += 1
-        return Announcement(self, waiting, name, found, source[0], destination, sock)
+        made = Announcement(self, waiting, name, found, source[0], destination, sock)
+        self._open.add(made)
+        return made
 
     async def prove(
         self, source: str, destination: tuple[str, int], sock: AnySocket
@@ -378,6 +387,13 @@ class Announcer:
         # No descriptors, no /proc, no room: the TCP connection does not fail for it.
         return FallbackReason.OUT_OF_RESOURCES
 
+    def abandon(self) -> None:
+        """Close all descriptors: this process is a forked child, and they are its parent's."""
+        self.names.close()
+        for announcement in self._open:
+            announcement.abandon()
+        self._open.clear()
+
     # --- for announcements -------------------------------------------------------------------
 
     def is_server(self, announcement: Announcement, sender: int | None) -> bool:
@@ -400,9 +416,9 @@ class Announcer:
             return self._lookups.may_answer(each.found, each.source, each.destination).users
         return set()
 
-    def settled(self) -> None:
+    def settled(self, announcement: Announcement) -> None:
         """An announcement has been withdrawn."""
-        self._open -= 1
+        self._open.discard(announcement)
         if self._places:
             self._places.unpark()
 

@@ -83,6 +83,7 @@ class NewSocket:
       group: `PrivateDirectory.group`.
       namespace: the network namespace where it was made.
       socket: does not block, and receives the credentials of senders.
+      user: the effective user that made it, to whom its name belongs.
     """
 
     def __init__(self, private: Path, name: str) -> None:
@@ -94,6 +95,7 @@ class NewSocket:
         self._private, self._below = private, name
         self.namespace: str = namespace_name()
         self._path = ""
+        self.user: int = os.geteuid()
         self._pid = os.getpid()
         self._name = f"{self._pid}-{secrets.token_hex(8)}"
         for attempt in range(_ATTEMPTS):

@@ -7,12 +7,13 @@ connection.  It does so in a directory of its own, so in a directory that a grou
 can remove, replace or occupy the names of another one.  A server looks a name up in the directories
 of all members: one system call for each, at most `_MOST_DIRECTORIES`.
 
-In a private directory only this user can make names, so the server sends to the name itself.  In a
-group's directory a name counts only if it is a socket that belongs to the owner of the member's
-directory.  The member may put a symbolic link, a FIFO or another user's socket there, and may
-replace it at any moment.  So the server opens the name without following a link and without opening
-what is behind it (O_PATH, O_NOFOLLOW), and sends to the socket that is open.  The server never
-waits.
+The name may be a symbolic link, a FIFO or the socket of another service, and may become one at any
+moment.  In a group's directory each member can do that.  In a private directory that containers
+share, a process of the same user in another container can, which has no other way to send to the
+services of this container.  So the server opens the name without following a link and without
+opening what is behind it (O_PATH, O_NOFOLLOW), and sends to what is open.  The kernel refuses to
+send to anything but a socket.  In a group's directory the socket must also belong to the owner of
+the member's directory.  The server never waits.
 
 The directory is named by its descriptor, because another user may make a directory with its path
 when a cleaner of /tmp has removed it.
@@ -43,10 +44,7 @@ from typing import Final
 
 from trio_smc._base.resources import is_lack
 from trio_smc.host.descriptors import refuse_descriptors
-from trio_smc.host.private_directory import (
-    PrivateDirectory,
-    own_credentials,
-)
+from trio_smc.host.private_directory import PATH_FLAGS, PrivateDirectory, own_credentials
 
 __all__ = ["DATAGRAM", "KIND", "Names", "announced_name", "send_to"]
 
@@ -70,17 +68,16 @@ def announced_name(namespace: str, key: bytes) -> str:
     return f"{namespace}-{key.hex()}"
 
 
-def send_to(sender: socket.socket, message: bytes, path: str | None = None) -> bool:
+def send_to(sender: socket.socket, message: bytes) -> bool:
     """Send a datagram without waiting.
 
-    sender: a datagram socket that does not block.
-    path: where to; None: to the socket that ``sender`` is connected to.
+    sender: a datagram socket that does not block, and is connected to the receiver.
 
     False: it was not sent, as the socket is closed or shut down, its queue is full, or this process
     lacks memory.  The receiver has nothing of it then.
     """
     try:
-        sender.sendmsg([message], own_credentials(), 0, path)
+        sender.sendmsg([message], own_credentials())
     except OSError:
         return False
     return True
@@ -231,18 +228,43 @@ class Names:
         return False
 
     def send(self, directory: PrivateDirectory, name: str, message: bytes) -> bool:
-        """Send a datagram to a name that was found, as `send_to`."""
+        """Send a datagram to a name that was found, without waiting.
+
+        False: it was not sent, for a reason of `send_to`, because the name is no socket, or because
+        this process lacks descriptors.
+        """
+        try:
+            descriptor = os.open(name, PATH_FLAGS, dir_fd=directory.descriptor)
+        except OSError:
+            return False
+        try:
+            path = f"/proc/self/fd/{descriptor}"
+            if directory.group is None:
+                return self._send(message, path, [])
+            is_its_own = os.stat(path).st_uid == directory.owner
+            return is_its_own and self._send(message, path, own_credentials())
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+
+    def _send(self, message: bytes, path: str, credentials: list[tuple[int, int, bytes]]) -> bool:
+        """Send a datagram to a path; False if the receiver's queue is full.  Raises OSError."""
         if self._sender is None:
             return False
         try:
-            if directory.group is None:
-                self._sender.sendto(message, directory.reach(name))
-                return True
-            with directory.socket_at(name) as path:
-                is_its_own = os.stat(path).st_uid == directory.owner
-                return is_its_own and send_to(self._sender, message, path)
-        except OSError:
-            return False
+            self._sender.sendmsg([message], credentials, 0, path)
+        except BlockingIOError:
+            # Or the buffer of the sending socket is full: it is charged for all datagrams that
+            # their receivers have not read (278 with the buffer of 208 KiB that is usual).
+            fresh = socket.socket(socket.AF_UNIX, DATAGRAM)
+            self._sender.close()
+            self._sender = fresh
+            try:
+                self._sender.sendmsg([message], credentials, 0, path)
+            except BlockingIOError:
+                return False
+        return True
 
     def _list_members(self, root: PrivateDirectory) -> None:
         """Open the directories of all members of the group, if the names in ``root`` changed."""
@@ -251,6 +273,8 @@ class Names:
         if changed == self._stamp or began < self._not_before:
             return
         self._close_members()
+        # A change within the same tick of the clock does not show.
+        settled = time.time_ns() - changed > _TICKS_NS
         with contextlib.suppress(OSError):
             for name in root.member_directories(KIND)[:_MOST_DIRECTORIES]:
                 try:
@@ -258,8 +282,6 @@ class Names:
                 except OSError as error:
                     if is_lack(error):
                         raise
-        # A change within the same tick of the clock does not show.
-        settled = time.time_ns() - changed > _TICKS_NS
-        self._stamp = changed if settled else 0
+            self._stamp = changed if settled else 0
         now = time.monotonic_ns()
         self._not_before = now + _LISTING_SHARE * (now - began)

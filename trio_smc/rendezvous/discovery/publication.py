@@ -241,6 +241,9 @@ class Publication:
         """
         if self._made is None:
             return None
+        if self._made.user != os.geteuid():
+            self._on_other_user()
+            return None
         if not self.answerer.is_named and not is_same_host(local[0], remote[0]):
             return None
         name = announced_name(self._namespace, messages.four_tuple(remote, local))
@@ -249,6 +252,16 @@ class Publication:
         if not found or (accepted is not None and not is_established(accepted)):
             return None
         return Claim(self, name, found, accepted)
+
+    def _on_other_user(self) -> None:
+        """Publish nothing more: this process has become another user, as daemons do.
+
+        It cannot reach the names of clients in a private directory, and in a group's directory no
+        client believes this user.  Without a listener they need not wait for an answer.
+        """
+        _log.info("same-host discovery ends for one listener: this process changed its user")
+        self.unavailable = FallbackReason.OTHER_USER
+        self.close()
 
     async def wait(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Wait for bytes on an accepted TCP connection; False: look what has happened.

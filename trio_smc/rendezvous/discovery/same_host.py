@@ -106,7 +106,7 @@ class Discovery(Announcer):
 
     def abandon(self) -> None:
         """Close all descriptors: this process is a forked child, and they are its parent's."""
-        self.names.close()
+        super().abandon()
         for publication in self._publications:
             publication.abandon()
 
