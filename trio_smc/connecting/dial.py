@@ -4,11 +4,11 @@ On one host the client must announce its source address before it connects (see
 `rendezvous.discovery`), so the connection attempts are made here and not by
 `trio.open_tcp_stream`; RFC 8305 describes the order and the stagger.
 
-The port that is announced is drawn by lot, and IP_LOCAL_PORT_RANGE (Linux 6.3) leaves the kernel no
-other when it connects.  So sockets share ports as those of plain TCP do, towards other
-destinations, and nobody's ports become fewer.  Where a port is taken, the announcement is withdrawn
-and the next one drawn.  Before Linux 6.3 the socket must be bound, which takes the port from
-everybody who does not ask for sharing it (SO_REUSEADDR).
+The client chooses a port at random and announces it.  The option IP_LOCAL_PORT_RANGE (Linux 6.3)
+then leaves the kernel only this port when the socket connects.  So sockets with different
+destinations share ports, as with plain TCP, and other programs lose no ports.  If the port is
+taken, the client withdraws the announcement and chooses another port.  Before Linux 6.3 the client
+must bind the socket to the port, and then only sockets with SO_REUSEADDR can share it.
 """
 
 from __future__ import annotations
@@ -47,46 +47,47 @@ if TYPE_CHECKING:
 __all__ = ["Attempt", "DialHost", "Target", "connect_attempt", "connect_tcp", "numeric_targets"]
 
 _REMEMBERED = 256  # numeric addresses looked up last
-_PORTS_TRIED = 32  # for one connection, before it is TCP
-_PORTS_BOUND = 256  # likewise, where that is all that it takes to see that a port is taken
-_PORTS_SHARED = 1024  # likewise, where the kernel finds none
-_PLACE_PATIENCE = 1.0  # how long to wait until an announcement may be made, seconds
-_PORTS_KNOWN = 10.0  # how long the system's range of ports is taken for granted, seconds
+_PORTS_TRIED = 32  # announced for one connection, before it is TCP
+_PORTS_BOUND = 256  # tried with bind(2) for one connection, before it is TCP
+_PORTS_SHARED = 1024  # tried for one TCP connection if the kernel finds no free port
+_PLACE_PATIENCE = 1.0  # seconds to wait if too many announcements are open
+_PORTS_KNOWN = 10.0  # seconds until the system's range of ports is read again
 _IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
 _USUAL_PORTS = 32768, 60999
-_RANGE = struct.Struct("=I")  # the last in the upper half
+_RANGE = struct.Struct("=I")  # the last port in the upper half, the first in the lower one
 _DIRECTORY = FallbackReason.OTHER_USER, FallbackReason.DIRECTORY_UNUSABLE
 Target = tuple[int, int, int, Any]
 """Family, type, protocol and address of a socket to be connected."""
 
 
 class DialHost(RouteHost, Protocol):
-    """What an attempt to connect wants of the stack."""
+    """The stack, as seen by an attempt to connect."""
 
     discovery: Discovery
     tcp_option: TcpOption
 
     def call(self) -> AbstractContextManager[None]:
-        """Around what may wait in a user's call: leaving the stack ends it with
+        """A context manager for a wait in a user's call: leaving the stack ends the wait with
         ClosedResourceError."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A TCP connection, and what discovery said before it was opened.
+    """A TCP connection, and the result of discovery before it was opened.
 
     Attributes:
-      named: the (host, port) that the user asked for.
-      peer: the address it resolved to.
-      announcement: made on this host; or why discovery is impossible.
-      offers: whether the TCP option is to tell.
-      here: the address that it was announced to come from.
+      named: the (host, port) that the user gave.
+      peer: the address and port that ``named`` resolved to.
+      announcement: of this connection; or why it was not announced.
+      offers: True if the TCP option is to show if the peer speaks SMC-R.
+      here: the source address that was announced.
       route: the RNIC that serves the connection, or why none does; None: not decided yet.
-      elsewhere: the listeners of other network namespaces that the address is proven to lead to.
-      bare: the socket that ``sock`` wraps, where the caller knows it.
-      plain: the same when it was made here, so that nobody has set an option or bound it.
+      elsewhere: the listeners of another network namespace, if the address is proven to lead to
+        them.
+      bare: the socket that ``sock`` wraps, if it is known.
+      plain: the same socket, if this module made it: no program has set options or bound it.
       clc_begun: CLC messages were exchanged.
-      cancelled: given up as the stack was closed.
+      cancelled: the stack was closed.
     """
 
     sock: trio.socket.SocketType
@@ -103,7 +104,7 @@ class Attempt:
     cancelled: bool = False
 
     def assumed(self, config: Config) -> bool:
-        """Whether the peer is known to speak SMC-R without being asked."""
+        """True if the peer is known to speak SMC-R without discovery."""
         return config.assumes(self.named, self.peer)
 
     def close(self) -> None:
@@ -111,19 +112,19 @@ class Attempt:
         self.sock.close()
 
     def cancel(self) -> None:
-        """End what is going on with the connection, from outside of its task."""
+        """End the attempt from outside its task."""
         self.cancelled = True
         if isinstance(self.announcement, Announcement):
             self.announcement.cancel()
         close_with_reset(self.sock)
 
     def refrain(self) -> None:
-        """The connection is going to be TCP, or to come from another port."""
+        """Withdraw: the connection is going to be TCP, or to have another port."""
         self.withdraw()
         self.announcement = FallbackReason.OUT_OF_RESOURCES
 
     def renew(self) -> None:
-        """Have a new socket: one that was bound to a port keeps it."""
+        """Replace the socket, because a bound socket cannot change its port."""
         plain = self.plain
         if plain is None:
             raise RuntimeError("the socket is the caller's")
@@ -133,7 +134,7 @@ class Attempt:
         self.sock = from_stdlib_socket(self.plain)
 
     def withdraw(self) -> None:
-        """Discovery is over; idempotent."""
+        """Withdraw the announcement, if there is one.  Idempotent."""
         if isinstance(self.announcement, Announcement):
             self.announcement.close()
 
@@ -159,7 +160,7 @@ async def connect_tcp(
 
 
 async def _resolve(stack: DialHost, host: str | bytes, port: int) -> Sequence[Target]:
-    """As `trio.socket.getaddrinfo`; an address needs no pass of the scheduler."""
+    """As `trio.socket.getaddrinfo`, but without a pass of the scheduler for a numeric address."""
     await trio.lowlevel.checkpoint_if_cancelled()
     try:
         return numeric_targets(host, port)
@@ -172,10 +173,13 @@ async def _resolve(stack: DialHost, host: str | bytes, port: int) -> Sequence[Ta
 
 @lru_cache(_REMEMBERED)
 def numeric_targets(host: str | bytes, port: int) -> Sequence[Target]:
-    """Where an address leads, which does not change.  Raises for a name: gaierror, UnicodeError."""
+    """The targets of a numeric address, which do not change.
+
+    Raises gaierror, UnicodeError: ``host`` is a name.
+    """
     numeric = stdlib_socket.AI_NUMERICHOST | stdlib_socket.AI_NUMERICSERV
     if b"%" in host if isinstance(host, bytes) else "%" in host:
-        raise UnicodeError("the number of an interface may change")
+        raise UnicodeError("the index of an interface may change")
     return _alternate_families(
         stdlib_socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM, flags=numeric)
     )
@@ -187,7 +191,7 @@ async def _first_of(
     delay: float,
     connect: Callable[[Target], Awaitable[Attempt]],
 ) -> Attempt:
-    """The first of several (RFC 8305, 5)."""
+    """Connect to several targets, staggered; returns the first connection (RFC 8305, 5)."""
     winners: list[Attempt] = []
     errors: list[OSError] = []
     defects: list[Exception] = []
@@ -199,7 +203,7 @@ async def _first_of(
             errors.append(error)
             failed.set()
         except Exception as defect:
-            defects.append(defect)  # out of the nursery as it is, not in a group
+            defects.append(defect)  # raised below as it is; a nursery would raise a group
             race.cancel()
         else:
             race.cancel()
@@ -222,8 +226,8 @@ async def _first_of(
 
 
 def _nothing_connected(named: tuple[str, int], errors: list[OSError]) -> OSError:
-    """One error for the failure of all attempts; its number is that of the last resort."""
-    # Trio's words without its number, which the new error has.
+    """One error for the failure of all attempts, with the number of the last one."""
+    # The new error has the number already.
     texts = "; ".join(dict.fromkeys(error.strerror or str(error) for error in errors))
     failure = OSError(errors[-1].errno, f"no connection to {named[0]} port {named[1]}: {texts}")
     failure.__cause__ = errors[0] if len(errors) == 1 else ExceptionGroup(str(failure), errors)
@@ -231,7 +235,7 @@ def _nothing_connected(named: tuple[str, int], errors: list[OSError]) -> OSError
 
 
 def _alternate_families(found: Iterable[tuple[int, int, int, str, Any]]) -> list[Target]:
-    """The resolver's order, but the second target of the other family (RFC 8305, 4)."""
+    """The resolver's order, except that the second target is of the other family (RFC 8305, 4)."""
     ordered = list(
         dict.fromkeys(
             (family, kind, protocol, address) for family, kind, protocol, _, address in found
@@ -248,7 +252,7 @@ async def _connect_one(
     stack: DialHost, target: Target, *, named: tuple[str, int], local: str | None, config: Config
 ) -> Attempt:
     family, kind, protocol, address = target
-    # Not by `trio.socket.socket`, which may be asked for sockets that come here again.
+    # Not `trio.socket.socket`: a program may have replaced it by sockets that call this function.
     plain = stdlib_socket.socket(family, kind, protocol)
     peer = (plain_address(address[0]), address[1])
     attempt = Attempt(from_stdlib_socket(plain), named, peer, bare=plain, plain=plain)
@@ -259,7 +263,7 @@ async def _connect_one(
 async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
     """Connect without a pass of the scheduler over loopback.
 
-    There the connection is made as soon as the kernel was asked for it, and the next call says so.
+    Over loopback the first connect(2) makes the connection, and the second one returns its result.
     """
     bare = attempt.bare
     if bare is None:
@@ -274,19 +278,21 @@ async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
             await trio.lowlevel.wait_writable(bare)
         error = bare.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
     if error:
-        # In Trio's words: a program may know them.
+        # The text is Trio's, because programs may look for it.
         raise OSError(error, f"Error connecting to {address!r}: {os.strerror(error)}")
 
 
 async def connect_attempt(
     stack: DialHost, attempt: Attempt, address: Any, local: str | None, config: Config
 ) -> None:
-    """Announce and connect; ``local``: the address to connect from.  A socket of the caller's is
-    bound to it."""
+    """Announce a connection and connect; on an error the socket is closed.
+
+    local: the source address, to which a socket of the caller is bound already; None: any.
+    """
     bound = attempt.plain is None and local is not None
     try:
         source = await _announced_source(stack, attempt, address, local, config)
-        # A reason is a string too.
+        # A FallbackReason is a string, too.
         if isinstance(source, str) and not isinstance(source, FallbackReason):
             if bound:
                 await _announce(stack, attempt, config)
@@ -319,9 +325,11 @@ async def connect_attempt(
 async def _connect_announced(
     stack: DialHost, attempt: Attempt, address: Any, source: str, config: Config, *, given: bool
 ) -> bool:
-    """Announce a port, and connect from it; False: nobody listens to that, or ports run out.
+    """Announce a port, and connect from it.
 
-    ``given``: the source address is the program's choice, and not what the system takes.
+    given: the program has chosen the source address.
+
+    False: not connected, because no listener is announced to, or because all ports are taken.
     """
     attempt.here = plain_address(source)
     sock = attempt.plain or attempt.sock
@@ -344,7 +352,8 @@ async def _connect_announced(
                 opened = True
                 name = sock.getsockname()
                 if (plain_address(name[0]), name[1]) != (attempt.here, port):
-                    # The system's range or routes have just changed: the kernel took what it liked.
+                    # The system's range of ports or its routes have just changed, and the kernel
+                    # has chosen another port or address.
                     attempt.refrain()
                 return True
             attempt.refrain()
@@ -352,7 +361,7 @@ async def _connect_announced(
             attempt.announcement = FallbackReason.OUT_OF_RESOURCES
         return False
     finally:
-        # Nothing asks a connected socket for ports any more, but who made it may read the option.
+        # The option has no effect after connect(2), but the caller may read it from its own socket.
         if sock.fileno() >= 0 and not (opened and attempt.plain is not None):
             _set_option(sock, wanted)
 
@@ -362,7 +371,7 @@ async def _connect_bound(
 ) -> bool:
     """`_connect_announced` before Linux 6.3."""
     if attempt.plain is None:
-        # The caller's own socket cannot have a second try: a port that nobody else has.
+        # A socket of the caller cannot be replaced for a second try, so it gets a port of its own.
         try:
             with stack.call():
                 await attempt.sock.bind((source, 0))
@@ -401,8 +410,10 @@ async def _connect_bound(
 async def _connect_shared(
     stack: DialHost, attempt: Attempt, address: Any, source: str | None
 ) -> bool:
-    """Connect from a port that others are bound to, which before Linux 6.3 the kernel would not
-    choose: there are no more.  False: there are none either."""
+    """Connect from a port to which other sockets are bound, because there is no free port.
+
+    Before Linux 6.3 the kernel does not choose such a port.  False: no such port can be used.
+    """
     if source is None or isinstance(source, FallbackReason) or _option(attempt.sock) is not None:
         return False
     for port in islice(_ports(), _PORTS_SHARED):
@@ -419,8 +430,10 @@ async def _connect_shared(
 async def _announce(
     stack: DialHost, attempt: Attempt, config: Config, source: tuple[str, int] | None = None
 ) -> None:
-    """Announce; ``attempt.announcement`` is None if another connection with these addresses is
-    announced.  ``source``: None where the socket is bound to it.
+    """Announce a connection: set ``attempt.announcement``, to None if another connection with these
+    addresses is announced.
+
+    source: address and port of this side; None: the socket is bound to them.
     """
     if source is None:
         name = attempt.sock.getsockname()
@@ -442,7 +455,7 @@ async def _announce(
 
 
 async def _connected(stack: DialHost, attempt: Attempt, address: Any) -> bool:
-    """Connect; False: the port is taken."""
+    """Connect.  False: another connection has these addresses and ports."""
     try:
         await _connect(stack, attempt, address)
     except OSError as error:
@@ -453,13 +466,16 @@ async def _connected(stack: DialHost, attempt: Attempt, address: Any) -> bool:
 
 
 async def _bind(attempt: Attempt, source: str, *, numeric: bool) -> None:
-    """Bind to an address only: the port is chosen at connect, so that many may share one."""
+    """Bind to an address without a port, which connect(2) chooses, so that sockets may share it.
+
+    numeric: ``source`` is no name.
+    """
     sock = attempt.sock
     try:
         with contextlib.suppress(OSError, AttributeError):
             sock.setsockopt(stdlib_socket.IPPROTO_IP, stdlib_socket.IP_BIND_ADDRESS_NO_PORT, 1)
         if numeric and attempt.plain is not None and "%" not in source:
-            attempt.plain.bind((source, 0))  # Trio would take a pass to look an address up
+            attempt.plain.bind((source, 0))  # Trio would look the address up in a thread
         else:
             await sock.bind((source, 0))
     except OSError as error:
@@ -473,7 +489,7 @@ def _unusable(source: str, error: OSError) -> OSError:
 
 
 def _option(sock: AnySocket) -> bytes | None:
-    """The ports that the program wants for its socket, zeros for any; None: before Linux 6.3."""
+    """The value of IP_LOCAL_PORT_RANGE, zeros by default; None: before Linux 6.3."""
     try:
         return sock.getsockopt(stdlib_socket.IPPROTO_IP, _IP_LOCAL_PORT_RANGE, _RANGE.size)
     except OSError:
@@ -487,12 +503,12 @@ def _set_option(sock: AnySocket, ports: bytes) -> None:
 def _ports(wanted: bytes = bytes(_RANGE.size)) -> Iterator[int]:
     """Ports for a connection, in random order and each once.
 
-    wanted: those that the program wants, of the system's; zeros: all.
+    wanted: the program's IP_LOCAL_PORT_RANGE; zeros: the system's range.
     """
     first, last, reserved = _system_ports(int(time.monotonic() / _PORTS_KNOWN))
     [both] = _RANGE.unpack(wanted)
     low, high = both & 0xFFFF, both >> 16
-    # What is beyond the system's range does not count (ip(7)).
+    # The kernel ignores a limit outside the system's range (ip(7)).
     begins, ends = first <= low <= last, first <= high <= last
     first, last = low if begins else first, high if ends else last
     count = last - first + 1
@@ -500,7 +516,7 @@ def _ports(wanted: bytes = bytes(_RANGE.size)) -> Iterator[int]:
     for _ in range(count):
         if first + place not in reserved:
             yield first + place
-        if not step:  # nearly always the first does
+        if not step:  # chosen late, because the first port nearly always suffices
             step = random.randrange(1, count + 1)
             while math.gcd(step, count) != 1:
                 step += 1
@@ -512,8 +528,8 @@ def _system_ports(_moment: int) -> tuple[int, int, frozenset[int]]:
     """The range of ports for connections, and those in it that are reserved (ip-sysctl)."""
     try:
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_bytes().split())
-        said = Path("/proc/sys/net/ipv4/ip_local_reserved_ports").read_bytes().strip()
-        ranges = [each.split(b"-") for each in said.split(b",") if each]
+        listed = Path("/proc/sys/net/ipv4/ip_local_reserved_ports").read_bytes().strip()
+        ranges = [each.split(b"-") for each in listed.split(b",") if each]
     except OSError:
         return *_USUAL_PORTS, frozenset()
     reserved = (range(int(each[0]), int(each[-1]) + 1) for each in ranges)
@@ -523,10 +539,11 @@ def _system_ports(_moment: int) -> tuple[int, int, frozenset[int]]:
 async def _announced_source(
     stack: DialHost, attempt: Attempt, address: Any, local: str | None, config: Config
 ) -> str | FallbackReason | None:
-    """The address to announce on this host; why not; or None where it does not apply.
+    """The source address to announce; or why the connection is not announced; or None if discovery
+    on this host does not apply.
 
-    Sets ``attempt.offers`` where the TCP option is to tell instead, and ``attempt.elsewhere`` where
-    the listener is in another network namespace of this host.
+    Sets ``attempt.route``; ``attempt.offers`` if the TCP option is used instead; and
+    ``attempt.elsewhere`` if the listener is in another network namespace of this host.
     """
     if attempt.assumed(config):
         return None
@@ -535,7 +552,7 @@ async def _announced_source(
     try:
         plain = plain_address(source or "")
     except ValueError:
-        return None  # no route, or a name as local address
+        return None  # there is no route, or the local address is a name
     if source is None:
         return None
     here = is_same_host(plain, host)
@@ -553,7 +570,7 @@ async def _announced_source(
     if reason is FallbackReason.SHORT_CONNECTIONS and stack.discovery.has_ended(
         plain, attempt.peer, attempt.plain or attempt.sock
     ):
-        # What was learned of them is cleared.
+        # The listeners have ended, so the records of short connections were cleared.
         attempt.route = choose_route(stack, config, plain, attempt.peer, attempt.named)
         reason = attempt.route.reason
     if reason is not None:
@@ -573,7 +590,7 @@ async def _prove(
     """
     reason = near.reason
     if reason is not None:
-        # A directory that was named, and cannot be used, is what keeps containers apart.
-        said = reason in _DIRECTORY and is_named(config.private_directory())
-        return reason if said else FallbackReason.PEER_NOT_CAPABLE
+        # If containers are to share a directory that cannot be used, the user is to know it.
+        is_cause = reason in _DIRECTORY and is_named(config.private_directory())
+        return reason if is_cause else FallbackReason.PEER_NOT_CAPABLE
     return await stack.discovery.prove(near.local, attempt.peer, attempt.sock)

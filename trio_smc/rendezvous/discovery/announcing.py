@@ -138,10 +138,10 @@ class Announcement:
 
         kind: of the RNIC that serves it, as `Rnic.kind`.
         """
-        said = self._acceptance
-        if said is None or not said.is_common:
+        accepted = self._acceptance
+        if accepted is None or not accepted.is_common:
             return FallbackReason.LOCAL_VERSION_MISMATCH
-        if kind == "software" and said.rnic_version != VERSION:
+        if kind == "software" and accepted.rnic_version != VERSION:
             return FallbackReason.VERSION_MISMATCH
         return None
 

@@ -179,7 +179,7 @@ class Lookups:
         is_here = is_same_host(source, destination[0])
         paths = directory.namespace_paths(root, found.namespace)
         for each, _ in _listeners(root, paths, destination):
-            # Our own wildcard listener says nothing about the same port of another host.
+            # A wildcard listener of this host does not serve the same port of another host.
             if each.is_wildcard and not is_here:
                 found.is_general = False
             elif not admits_user(each.user, root.group):

@@ -117,7 +117,7 @@ class Message(NamedTuple):
     """A decoded message.
 
     Fields:
-      kind: what it says.
+      kind: of the message.
       is_common: False if its sender speaks no version that this side speaks; ``kind`` is ACCEPTED
         or REFUSED then, and nothing else is known.
       reason: of REFUSED, else None.

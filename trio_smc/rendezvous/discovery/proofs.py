@@ -39,7 +39,7 @@ from trio_smc.rendezvous.discovery.names import Names, send_to
 
 __all__ = ["Listener", "Probe", "Proofs", "reply_name"]
 
-_PROOF_PATIENCE: Final = 1.0  # for all that are asked together, seconds
+_PROOF_PATIENCE: Final = 1.0  # for all listeners together, seconds
 _PROBE_TIMEOUT: Final = 2.0  # seconds
 _IFNAMSIZ: Final = 16
 _SO_NETNS_COOKIE: Final = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
@@ -67,7 +67,7 @@ class Listener(NamedTuple):
 
 
 class Proofs:
-    """Asking listeners of other network namespaces to prove that an address leads to them.
+    """Requests to listeners of other network namespaces to prove that an address leads to them.
 
     Leaving it as a context manager closes the sockets.
 
@@ -124,9 +124,9 @@ class Proofs:
 
         async def receive(waiting: socket.socket, listener: Listener) -> None:
             try:
-                said = await self._answer(waiting, listener)
-                is_answer = said.kind is Kind.LISTENING and said.connection == self._key
-                if is_answer and await self._is_true(said):
+                answer = await self._answer(waiting, listener)
+                is_proof = answer.kind is Kind.LISTENING and answer.connection == self._key
+                if is_proof and await self._is_true(answer):
                     proven.append(listener)
             except OSError as error:
                 if is_lack(error):
@@ -158,12 +158,12 @@ class Proofs:
         while True:
             await trio.lowlevel.wait_readable(waiting)
             with contextlib.suppress(BlockingIOError):
-                said, sender = messages.receive(waiting, self._closer)
+                answer, sender = messages.receive(waiting, self._closer)
                 is_known = sender == listener.user or not self._names.are_shared
-                if said is not None and is_known:
-                    return said
+                if answer is not None and is_known:
+                    return answer
 
-    async def _is_true(self, said: Message) -> bool:
+    async def _is_true(self, answer: Message) -> bool:
         """True if the address leads from here to the sender, and untranslated.  Raises OSError."""
         family = socket.AF_INET6 if ":" in self._destination else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as plain:
@@ -171,9 +171,9 @@ class Proofs:
                 return False
             plain.bind((self._source, 0))
             with trio.socket.from_stdlib_socket(plain) as probe:
-                await probe.connect((self._destination, said.port))
+                await probe.connect((self._destination, answer.port))
                 here, there = probe.getsockname()[:2], probe.getpeername()[:2]
-                wanted = messages.proof(said.nonce, here, there)
+                wanted = messages.proof(answer.nonce, here, there)
                 got = b""
                 while len(got) < len(wanted):
                     more = await probe.recv(len(wanted) - len(got))

@@ -15,7 +15,7 @@ the announced one, which had the port before.  Then the client sends NOT_MINE, o
 are not CLC, or the connection has ended; in each case it is plain TCP.  A connection that has ended
 before it was accepted is not answered for.
 
-A client of another network namespace asks for a proof first (`discovery.proofs`).  Proofs are
+A client of another network namespace requests a proof first (`discovery.proofs`).  Proofs are
 counted by user (`discovery.shares`): if no place is left, the user that has most of them loses the
 oldest one to a user that has fewer.
 """
@@ -264,7 +264,9 @@ class Publication:
         self.close()
 
     async def wait(self, connection: trio.socket.SocketType, deadline: float) -> bool:
-        """Wait for bytes on an accepted TCP connection; False: look what has happened.
+        """Wait for bytes on an accepted TCP connection.
+
+        False: the deadline has passed, or `end_waits` was called.
 
         Raises trio.ClosedResourceError: another task has closed it.
         """
@@ -395,7 +397,7 @@ class Publication:
         if len(self.probes) >= _MAX_PROBES:
             loser = self._shares.oldest_of_largest(user)
             if loser is None:
-                raise OSError(errno.EMFILE, "many ask for a proof")
+                raise OSError(errno.EMFILE, "too many proofs are under way")
             loser.cancel()
             self._end_probe(loser)
         probe = Probe(connection, user)

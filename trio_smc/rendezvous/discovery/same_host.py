@@ -127,7 +127,7 @@ class Discovery(Announcer):
         nursery: where the background task runs; it never raises there.
         dual_stack: the socket is an IPv6 one without IPV6_V6ONLY.
 
-        Never fails: where nothing can be published, `Publication.unavailable` says why.
+        Never fails: if nothing can be published, `Publication.unavailable` is the reason.
         """
         address = plain_address(sockname[0]), sockname[1]
         if sys.platform != "linux":
