@@ -220,17 +220,20 @@ async def test_a_cleaner_removes_it(
 
 
 async def test_a_full_directory(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection is TCP, and the next one SMC-R."""
+    """Full or read-only: the connection is TCP, and the next one SMC-R."""
 
     def full(number: int, *_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
     async with serving(private) as server:
-        for number in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOMEM):
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOMEM, errno.EROFS):
             with monkeypatch.context() as patch:
                 patch.setattr(Names, "listen", partial(full, number))
                 outcome = Discovery(private).announce(("127.0.0.1", 1), server.address)
-                assert outcome is FallbackReason.OUT_OF_RESOURCES
+                if number == errno.EROFS:
+                    assert outcome is FallbackReason.DIRECTORY_UNUSABLE
+                else:
+                    assert outcome is FallbackReason.OUT_OF_RESOURCES
         await agree(private, server, server.address)
 
 

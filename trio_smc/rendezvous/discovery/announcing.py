@@ -382,7 +382,7 @@ class Announcer:
         _log.log(level, "no SMC-R between processes of this host: %s", error)
         if isinstance(error, DirectoryUnusable):
             return error.reason
-        if isinstance(error, PermissionError | NotADirectoryError):
+        if isinstance(error, PermissionError | NotADirectoryError) or error.errno == errno.EROFS:
             return unusable(error, self._private).reason
         # No descriptors, no /proc, no room: the TCP connection does not fail for it.
         return FallbackReason.OUT_OF_RESOURCES
