@@ -11,11 +11,13 @@ import trio
 
 import trio_smc
 from tests.api.api_peers import plain_server
+from tests.rendezvous.discovery.world import announce, bound, soon
 from trio_smc import FallbackReason
-from trio_smc.connecting import accept
+from trio_smc.connecting import accept, listener
 from trio_smc.host.private_directory import PrivateDirectory
 from trio_smc.rendezvous.discovery.announcing import Announcer
 from trio_smc.rendezvous.discovery.names import Names
+from trio_smc.rendezvous.discovery.same_host import Discovery
 from trio_smc.stack.policy import Route, choose_route
 
 HOST = "127.0.0.1"
@@ -90,3 +92,30 @@ async def test_no_plain_connection_waits_for_a_place_of_an_announcement(
                 assert len(waits) == 1
                 assert stream.fallback is not None
                 assert stream.fallback.reason is FallbackReason.OUT_OF_RESOURCES
+
+
+@pytest.mark.parametrize("required", [False, True])
+async def test_a_client_is_refused_before_the_listener_is_full(
+    required: bool, monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
+) -> None:
+    """So its connection is TCP, and is not reset to make room. One that requires SMC-R waits."""
+    monkeypatch.setattr(listener, "MOST_WAITING", 1)  # so 4 handshakes
+    asking = Discovery(runtime_directory / "trio-smc")
+    with trio.fail_after(10):
+        async with trio_smc.open_stack() as stack, contextlib.AsyncExitStack() as silent:
+            silent.callback(asking.close)
+            [served] = await stack.open_listeners(0, host=HOST)
+            address = served.socket.getsockname()
+            await silent.enter_async_context(served)
+            for _ in range(2):
+                client = await silent.enter_async_context(bound())
+                announcement = silent.enter_context(await announce(asking, client, address))
+                await client.connect(address)
+                assert await announcement.accepted(soon()) is None
+            config = trio_smc.Config(require_smc=required)
+            async with await stack.open_stream(*address, config=config) as stream:
+                if required:
+                    assert stream.mode == "smc-r"
+                else:
+                    assert stream.fallback is not None
+                    assert stream.fallback.reason is FallbackReason.HANDSHAKE_LIMIT

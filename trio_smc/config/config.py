@@ -222,8 +222,10 @@ class Config:
       handshake_limit: while this many handshakes of one listener are under way, further
         connections are TCP at once. None: they wait for their turn. In both cases at most 128
         streams of a listener wait for `accept`, or as many as this limit if it is larger, and at
-        most four times as many handshakes are under way. Beyond that, connections wait in the TCP
-        backlog, and connections whose handshake has made no progress for a second are reset.
+        most four times as many handshakes are under way. When these places are nearly used up,
+        further connections of this host are TCP, unless one side requires SMC-R. Beyond that,
+        connections wait in the TCP backlog, and connections whose handshake has made no progress
+        for a second are reset.
       allow: connections that may use SMC-R; empty: all. Networks ("192.0.2.0/24"), (host, port)
         pairs and ports of the service. A client compares the address that it connects to. A
         listener compares its own address, and the client's with its own port.

@@ -59,6 +59,8 @@ class Arrival:
       stack, config, publication: of the listener.
       accepted, remote: the connection and the client's address, as ``accept`` returned them.
       at_limit: True if `Config.handshake_limit` handshakes are under way.
+      is_crowded: True if the listener has hardly room for another handshake. Then an announced
+        connection is TCP, unless one side requires SMC-R.
 
     Attributes:
       sock: the connection.
@@ -67,8 +69,9 @@ class Arrival:
     """
 
     __slots__ = ("_accepted_from", "_at_limit", "_bare", "_claim", "_clc_begun", "_client",
-                 "_config", "_failure", "_fallback", "_local", "_publication", "_remote",
-                 "_required", "_route", "_stack", "on_progress", "progressed", "sock")  # fmt: skip
+                 "_config", "_failure", "_fallback", "_is_crowded", "_local",
+                 "_publication", "_remote", "_required", "_route", "_stack", "on_progress",
+                 "progressed", "sock")  # fmt: skip
 
     _route: Route  # once discovery is over
 
@@ -81,6 +84,7 @@ class Arrival:
         remote: tuple[str, int],
         *,
         at_limit: bool,
+        is_crowded: bool = False,
     ) -> None:
         self.sock: SocketType = from_stdlib_socket(accepted)
         self._bare = accepted
@@ -89,6 +93,7 @@ class Arrival:
         self._config = config
         self._publication = publication
         self._at_limit = at_limit
+        self._is_crowded = is_crowded
         self.progressed: float = trio.current_time()
         self.on_progress: Callable[[Arrival, float], object] | None = None
         self._claim: Claim | None = None
@@ -114,10 +119,13 @@ class Arrival:
         """
         self._claim = claim
         self._required = claim is not None and self._config.learn_short and claim.is_required()
-        # A client that has announced itself is on this host, whatever its address says.
+        at_limit = self._at_limit
+        if claim is not None and self._is_crowded and not self._config.require_smc:
+            at_limit = at_limit or not claim.is_required()
+        # A client that has announced itself is on this host, whatever its address is.
         self._route = choose_route(
             self._stack, self._config, self._local[0], self._client, self._local,
-            self._publication.address, at_limit=self._at_limit, near=claim is not None,
+            self._publication.address, at_limit=at_limit, near=claim is not None,
             required=self._required,
         )  # fmt: skip
         if claim is not None:

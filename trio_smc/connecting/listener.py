@@ -394,7 +394,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 limit = config.handshake_limit
                 at_limit = limit is not None and len(self._arrivals) >= limit
                 arrival = Arrival(
-                    self._stack, config, self.publication, accepted, remote, at_limit=at_limit
+                    self._stack,
+                    config,
+                    self.publication,
+                    accepted,
+                    remote,
+                    at_limit=at_limit,
+                    is_crowded=self._pending.is_nearly_full,
                 )
                 self._in_listener += 1
                 self._accepted_count += 1

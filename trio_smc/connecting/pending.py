@@ -15,6 +15,10 @@ If the listener is full, overdue handshakes give way, a batch in one pass. The o
 the address with the most overdue handshakes gives way first. If several addresses have that many,
 the address that reached the number first is chosen.
 
+A client on this host that has announced its connection can be refused before anything is sent, and
+then uses TCP. So if the listener is nearly full, such connections become TCP at once, and need not
+give way later.
+
 An address is an IPv4 address or an IPv6 /64 (`trio_smc.host.addresses.address_block`), since a host
 chooses freely among the addresses of its /64.
 
@@ -133,6 +137,11 @@ class PendingHandshakes:
     def is_full(self) -> bool:
         """True if the limit is reached."""
         return len(self._all) >= self._limit
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """True if two batches or less are left, so that a client that can be TCP had better be."""
+        return len(self._all) >= self._limit - 2 * self._batch
 
     def add(self, handshake: Pending) -> None:
         """Add a handshake whose connection TCP has just accepted."""
