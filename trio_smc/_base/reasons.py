@@ -93,7 +93,8 @@ class FallbackReason(StrEnum):
     LINK_FAILED = "link-failed"
     """The RoCE path could not be confirmed before data flowed (RFC 7609, C.2)."""
     HANDSHAKE_LIMIT = "handshake-limit"
-    """The listener has `Config.handshake_limit` or more handshakes in progress."""
+    """The listener has `Config.handshake_limit` or more handshakes in progress; or the client is on
+    this host, and the listener has nearly as many as it can have."""
     TCP_OPTION_UNAVAILABLE = "tcp-option-unavailable"
     """This system cannot send the TCP option, or no program sends it for this process."""
     TCP_OPTION_NOT_PERMITTED = "tcp-option-not-permitted"
