@@ -25,6 +25,7 @@ from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 
 import trio_smc
 from tests.peers import connect_sockets
+from tests.streams.buffers import ALIGNMENT, SENT
 from tests.streams.stream_pairs import cancel_when_blocked
 from trio_smc.sockets.drop_in import DropInSocket, OverSmc, Side
 from trio_smc.streams.rdma_stream import RdmaStream
@@ -202,6 +203,29 @@ def test_peeking_and_other_ways_to_receive(enabled: None) -> None:
             assert (await server.recvmsg_into([first, second]))[0] == 2
             assert first + second == b"cd"
             assert await server.recvfrom(10) == (b"ef", None)
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("shape", SENT)
+def test_send_takes_and_refuses_the_buffers_of_a_plain_socket(enabled: None, shape: str) -> None:
+    data = bytes(range(ALIGNMENT))
+    expected: int | type[Exception]
+    near, far = stdlib_socket.socketpair()
+    with near, far:
+        try:
+            expected = near.send(SENT[shape](data))
+        except BufferError:
+            expected = BufferError
+
+    async def main() -> None:
+        async with drop_ins() as (client, server):
+            if expected is BufferError:
+                with pytest.raises(BufferError):
+                    await client.send(SENT[shape](data))
+            else:
+                assert await client.send(SENT[shape](data)) == expected == ALIGNMENT
+                assert await server.recv(ALIGNMENT) == data
 
     trio.run(main)
 
