@@ -100,7 +100,7 @@ def end_of(rnic: VerbsRnic, directory: Path) -> Iterator[End]:
     sh("ip neigh flush dev mac0")
     with closing(rnic):
         rnic.open(directory)
-        rnic.address_known(rnic.gid)  # loads pyroute2
+        rnic.address_known(rnic.gid)
         with closing(make_end(rnic)) as end:
             yield end
 

@@ -150,7 +150,12 @@ async def test_data_of_every_shape_and_format(pairs: Pairs, shape: str, rng: ran
 
 @pytest.mark.parametrize(
     "empty",
-    [array.array("I"), memoryview(b"").cast("d"), (ctypes.c_int * 0 * 3)(), memoryview(b"ab")[2::2]],
+    [
+        array.array("I"),
+        memoryview(b"").cast("d"),
+        (ctypes.c_int * 0 * 3)(),
+        memoryview(b"ab")[2::2],
+    ],
     ids=["array", "doubles", "two dimensions", "strided"],
 )
 async def test_empty_data_of_every_shape(pairs: Pairs, empty: object) -> None:

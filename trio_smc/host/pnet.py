@@ -22,14 +22,18 @@ files.  The other functions depend on their arguments alone.
 from __future__ import annotations
 
 import ipaddress
+import os
+import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from trio_smc._base.regular_file import read_regular_file
 from trio_smc.host.addresses import Prefix, address_interface, plain_address
-from trio_smc.host.netlink import query
+from trio_smc.host.netlink import Message, Request, attribute, attributes, query
+from trio_smc.host.routes import outgoing_interface, route_request
 
 __all__ = [
     "Interface",
@@ -254,10 +258,29 @@ def _is_in_network(value: bytes, network: Prefix) -> bool:
 # --- queries of the kernel ---------------------------------------------------------------------
 
 
+# Numbers and structures of linux/if_link.h and linux/rtnetlink.h.
+_LINK_HEAD: Final = struct.Struct("=BxHiII")  # ifinfomsg: family, device, index, flags, change
+_RTM_GETLINK: Final = 18
+_IFLA_IFNAME: Final = 3
+_IFLA_LINK: Final = 5
+_IFLA_MASTER: Final = 10
+_IFLA_LINKINFO: Final = 18
+_IFLA_EXT_MASK: Final = 29
+_IFLA_INFO_KIND: Final = 1
+_IFLA_INFO_DATA: Final = 2
+_IFLA_VLAN_ID: Final = 1
+_SKIP_STATISTICS: Final = 8  # RTEXT_FILTER_SKIP_STATS
+_INTERFACES: Final = Request(
+    _RTM_GETLINK,
+    _LINK_HEAD.pack(0, 0, 0, 0, 0) + attribute(_IFLA_EXT_MASK, struct.pack("=I", _SKIP_STATISTICS)),
+    _LINK_HEAD.size,
+    dump=True,
+)
+
+
 def interfaces() -> dict[int, Interface]:
     """The network interfaces of this host by index; empty without netlink."""
-    found = query(lambda route: route.get_links(), _interface, "interfaces")
-    return {interface.index: interface for interface in found}
+    return {interface.index: interface for interface in query(_INTERFACES, _interface)}
 
 
 def route_interface(local: str, remote: str) -> int | None:
@@ -267,27 +290,27 @@ def route_interface(local: str, remote: str) -> int | None:
         # A link-local address is in the network of each interface.  The right interface is the one
         # that has the local address.
         return address_interface(source)
-    found = query(
-        lambda route: route.route("get", dst=destination, src=source),
-        lambda message: message.get_attr("RTA_OIF"),
-        ("route", source, destination),
-    )
+    found = query(route_request(source, destination), outgoing_interface)
     return found[0] if found else None
 
 
-def _interface(message: Any) -> Interface:
-    attribute = message.get_attr
-    details = attribute("IFLA_LINKINFO")
-    kind = details.get_attr("IFLA_INFO_KIND") if details else None
-    data = details.get_attr("IFLA_INFO_DATA") if details and kind == "vlan" else None
+def _interface(message: Message) -> Interface:
+    found = message.attributes
+    details = attributes(found.get(_IFLA_LINKINFO, b""))
+    kind = details.get(_IFLA_INFO_KIND, b"").removesuffix(b"\0")
+    data = attributes(details.get(_IFLA_INFO_DATA, b"")) if kind == b"vlan" else {}
     return Interface(
-        index=message["index"],
-        name=attribute("IFLA_IFNAME"),
-        vlan=data.get_attr("IFLA_VLAN_ID") if data else None,
-        lower=attribute("IFLA_LINK") if kind == "vlan" else None,
-        master=attribute("IFLA_MASTER"),
-        bond=kind == "bond",
+        index=_LINK_HEAD.unpack(message.head)[2],
+        name=os.fsdecode(found[_IFLA_IFNAME].removesuffix(b"\0")),
+        vlan=_number(data.get(_IFLA_VLAN_ID)),
+        lower=_number(found.get(_IFLA_LINK)) if kind == b"vlan" else None,
+        master=_number(found.get(_IFLA_MASTER)),
+        bond=kind == b"bond",
     )
+
+
+def _number(value: bytes | None) -> int | None:
+    return None if value is None else int.from_bytes(value, sys.byteorder)
 
 
 def table_of(setting: PnetTable | Path | str) -> PnetTable:
