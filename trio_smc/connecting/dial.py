@@ -428,7 +428,7 @@ async def _announce(
         attempt.here = plain_address(name[0])
     if stack.discovery.is_full:
         with stack.call():
-            await stack.discovery.wait_for_place(trio.current_time() + _PLACE_PATIENCE)
+            await stack.discovery.wait_for_place(stack.timers.now() + _PLACE_PATIENCE)
     attempt.announcement = stack.discovery.announce(
         source,
         attempt.peer,

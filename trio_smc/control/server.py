@@ -29,6 +29,7 @@ from trio_smc.control import protocol as control
 from trio_smc.control.snapshot import Snapshots, plain_statistics
 from trio_smc.host.descriptors import Closer, receive_bytes
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
+from trio_smc.host.real_time import move_on_after
 from trio_smc.host.tcp import unsent_bytes
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class ControlSocket:
                 while True:
                     await self._slots.acquire_on_behalf_of(token := object())
                     client = None
-                    with trio.move_on_after(_NAME_INTERVAL):
+                    with move_on_after(self._stack.runtime.timers, _NAME_INTERVAL):
                         client = await self._accept()
                     if self._closed:
                         await trio.sleep_forever()  # `abandon` was called in a forked child
@@ -324,7 +325,8 @@ class RunReport:
         last_sent = None
         try:
             while True:
-                await trio.sleep(self._every)
+                with move_on_after(self._stack.runtime.timers, self._every):
+                    await trio.sleep_forever()
                 counts = plain_statistics(self._stack.statistics())
                 if counts != last_sent:
                     self._send("stack-counts", statistics=counts)
