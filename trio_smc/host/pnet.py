@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import struct
 import sys
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,7 @@ __all__ = [
     "choose_gids",
     "interfaces",
     "parse_table",
+    "problem_of_name",
     "read_table",
     "route_interface",
     "same_network",
@@ -52,6 +54,18 @@ __all__ = [
 _ROCE_V2: Final = 2  # IBV_GID_TYPE_ROCE_V2
 _MAX_SIZE: Final = 1 << 20
 """Bytes of a PNET table.  Chosen."""
+_BYTE_ORDER_MARK: Final = "\ufeff"
+_SMC_PNET_COLUMNS: Final = 4
+"""Columns of the listing of smc_pnet (smc_pnet(8)): PNET ID, interface, RNIC, number of the port.
+Both names may be "n/a"."""
+_INTERFACE_NAME: Final = re.compile(r"[\w.@+-]{1,15}", re.ASCII)
+"""At most 15 bytes (IFNAMSIZ of linux/if.h).  The kernel refuses "/", ":" and spaces only.  The
+other characters that are missing here are those of lists, quotations and markup."""
+_RNIC_NAME: Final = re.compile(r"[\w.-]{1,63}(/[1-9]\d{0,2})?", re.ASCII)
+"""The name of a device, at most 63 bytes (IB_DEVICE_NAME_MAX), and the number of a port of at most
+255."""
+_SHOWN: Final = 40
+"""Characters of a wrong name that an error shows.  Chosen."""
 _MAPPED: Final = bytes(10) + b"\xff\xff"
 """The first bytes of an IPv4-mapped IPv6 address (RFC 4291, 2.5.5.2)."""
 
@@ -108,15 +122,52 @@ def parse_table(text: str, source: str = "the PNET table") -> PnetTable:
       source: the name of the table in errors.
 
     Raises:
-      ValueError: a line names no RNIC.
+      ValueError: a line names no RNIC, or has a word that is no name.
     """
     pairs = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].split()
-        if len(words) == 1:
-            raise ValueError(f"{source}, line {number}: no RNIC for interface {words[0]!r}")
+        problem = _problem_of_line(words)
+        if problem is not None:
+            raise ValueError(f"{source}, line {number}: {problem}")
         pairs += [(words[0], rnic) for rnic in words[1:]]
     return tuple(pairs)
+
+
+def _problem_of_line(words: Sequence[str]) -> str | None:
+    if not words:
+        return None
+    if words[0].startswith(_BYTE_ORDER_MARK):
+        return "a byte order mark; save the file as UTF-8 without one"
+    if any("," in word for word in words):
+        return "a comma; separate names by spaces"
+    if len(words) == _SMC_PNET_COLUMNS and words[-1].isdecimal():
+        return (
+            "a line of the listing of smc_pnet; a line of a PNET table has an interface and the "
+            "RNICs that serve it"
+        )
+    for kind, name in zip(("interface", *["RNIC"] * len(words)), words, strict=False):
+        problem = problem_of_name(kind, name)
+        if problem is not None:
+            return problem
+    if len(words) == 1:
+        return f"no RNIC for interface {words[0]!r}"
+    return None
+
+
+def problem_of_name(kind: str, name: str) -> str | None:
+    """The reason why an interface or an RNIC cannot have this name; None if it can.
+
+    Args:
+      kind: "interface" or "RNIC".
+      name: the name.
+    """
+    if name.isascii() and name.isdecimal():
+        return f"the number {name[:_SHOWN]} is not the name of an {kind}"
+    pattern = _INTERFACE_NAME if kind == "interface" else _RNIC_NAME
+    if pattern.fullmatch(name) is None or name in (".", ".."):
+        return f"{name[:_SHOWN]!a} is not the name of an {kind}"
+    return None
 
 
 def read_table(path: Path) -> PnetTable:
@@ -126,13 +177,18 @@ def read_table(path: Path) -> PnetTable:
       ValueError: the file cannot be read, or a line is wrong.
     """
     try:
-        text = read_regular_file(path, _MAX_SIZE).decode()
+        data = read_regular_file(path, _MAX_SIZE)
     except OSError as error:
         raise ValueError(f"the PNET table {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the PNET table {path} cannot be read: it is not UTF-8") from error
     except ValueError as error:
         raise ValueError(f"the PNET table {path} cannot be read: {error}") from error
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"the PNET table {path} cannot be read: line {line} is not UTF-8"
+        ) from error
     return parse_table(text, str(path))
 
 
