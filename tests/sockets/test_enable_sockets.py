@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import anyio
 import anyio.abc
@@ -27,6 +27,9 @@ import trio_smc
 from tests.peers import connect_sockets
 from tests.streams.buffers import ALIGNMENT, SENT
 from tests.streams.stream_pairs import cancel_when_blocked
+from trio_smc.rnic.roce import pyverbs
+from trio_smc.rnic.verbs import RnicError
+from trio_smc.sockets import enable
 from trio_smc.sockets.drop_in import DropInSocket, OverSmc, Side
 from trio_smc.streams.rdma_stream import RdmaStream
 
@@ -590,6 +593,27 @@ def test_required(enabled: None) -> None:
             assert client.fileno() == -1
 
     trio.run(main)
+
+
+@pytest.mark.parametrize("ports", [[], [("rxe0", 1)]])
+@pytest.mark.parametrize("rnics", ["auto", ()])
+def test_pyverbs_is_imported_before_the_run(
+    enabled: None, ports: list[tuple[str, int]], rnics: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded_in_run: list[bool] = []
+
+    def load() -> None:
+        loaded_in_run.append(trio.lowlevel.in_trio_run())
+        raise RnicError(errno.ENOSYS, "no pyverbs")
+
+    async def main() -> None:
+        pass
+
+    monkeypatch.setattr(enable, "active_ports", lambda: ports)
+    monkeypatch.setattr(pyverbs, "load", load)
+    trio_smc.enable(dataclasses.replace(SMALL, rnics=rnics))
+    trio.run(main)
+    assert loaded_in_run == ([False] if ports and rnics == "auto" else [])
 
 
 def test_a_guest_run(enabled: None) -> None:

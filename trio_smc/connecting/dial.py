@@ -40,6 +40,7 @@ from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Fou
 from trio_smc.stack.policy import Route, RouteHost, choose_route
 
 if TYPE_CHECKING:
+    from trio_smc._base.timers import Timers
     from trio_smc.config.config import Config
     from trio_smc.rendezvous.discovery.same_host import Discovery
     from trio_smc.rendezvous.discovery.tcp_option import TcpOption
@@ -65,6 +66,7 @@ class DialHost(RouteHost, Protocol):
 
     discovery: Discovery
     tcp_option: TcpOption
+    timers: Timers
 
     def call(self) -> AbstractContextManager[None]:
         """Around what may wait in a user's call: leaving the stack ends it with

@@ -29,7 +29,7 @@ from trio_smc.control import protocol as control
 from trio_smc.control.snapshot import Snapshots, plain_statistics
 from trio_smc.host.descriptors import Closer, receive_bytes
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
-from trio_smc.host.real_time import move_on_after
+from trio_smc.host.real_time import move_on_after, sleep
 from trio_smc.host.tcp import unsent_bytes
 
 if TYPE_CHECKING:
@@ -325,8 +325,7 @@ class RunReport:
         last_sent = None
         try:
             while True:
-                with move_on_after(self._stack.runtime.timers, self._every):
-                    await trio.sleep_forever()
+                await sleep(self._stack.runtime.timers, self._every)
                 counts = plain_statistics(self._stack.statistics())
                 if counts != last_sent:
                     self._send("stack-counts", statistics=counts)

@@ -21,7 +21,7 @@ import trio
 
 from trio_smc._base.timers import Timers
 
-__all__ = ["move_on_after", "move_on_at", "now", "real_clock"]
+__all__ = ["move_on_after", "move_on_at", "now", "real_clock", "sleep"]
 
 
 def real_clock() -> Callable[[], float]:
@@ -63,3 +63,9 @@ def move_on_after(
 ) -> AbstractContextManager[trio.CancelScope]:
     """As `trio.move_on_after`, with the clock of ``timers``; see `move_on_at`."""
     return move_on_at(timers, now(timers) + seconds)
+
+
+async def sleep(timers: Timers | None, seconds: float) -> None:
+    """As `trio.sleep`, with the clock of ``timers``."""
+    with move_on_after(timers, seconds):
+        await trio.sleep_forever()
