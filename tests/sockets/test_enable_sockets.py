@@ -27,10 +27,11 @@ import trio_smc
 from tests.peers import connect_sockets
 from tests.streams.buffers import ALIGNMENT, SENT
 from tests.streams.stream_pairs import cancel_when_blocked
+from tests.timing import PATIENCE
 from trio_smc.rnic.roce import pyverbs
 from trio_smc.rnic.verbs import RnicError
 from trio_smc.sockets import enable
-from trio_smc.sockets.drop_in import DropInSocket, OverSmc, Side
+from trio_smc.sockets.drop_in import DropInSocket, OverSmc, Side, Unconnected
 from trio_smc.streams.rdma_stream import RdmaStream
 
 LOOPBACK = "127.0.0.1"
@@ -550,6 +551,41 @@ def test_sockets_of_the_standard_library(enabled: None) -> None:
         assert over_smc(cast(DropInSocket, accepted[0].socket))
         await accepted[0].aclose()
         await client.aclose()
+
+    trio.run(main)
+
+
+def test_a_connection_that_ended_before_it_was_accepted(enabled: None) -> None:
+    """`accept` returns it with the peer's address, as over TCP, and the listener goes on."""
+
+    async def main() -> None:
+        listener = trio.socket.socket()
+        await listener.bind((LOOPBACK, 0))
+        listener.listen()
+        assert isinstance(listener, DropInSocket)
+        names: list[object] = []
+
+        async def abort() -> None:
+            client = trio.socket.socket()
+            await client.connect(listener.getsockname())
+            assert isinstance(client, DropInSocket)
+            assert client.stream is not None
+            names.append(client.getsockname())
+            client.stream.abort()
+
+        with trio.fail_after(PATIENCE), listener:
+            side = listener._side
+            assert isinstance(side, Unconnected)
+            assert side.listener is not None
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(abort)
+                stream = await side.listener.accept()
+            while stream.socket.fileno() >= 0:  # noqa: ASYNC110 - nothing announces it
+                await trio.sleep(0.01)
+            ended, name = listener.wrap_stream(stream)
+            assert [name] == names
+            with ended, pytest.raises(ConnectionResetError):
+                await ended.recv(1)
 
     trio.run(main)
 

@@ -96,8 +96,9 @@ class SmcSocket:
         try:
             return self._sock.getpeername()
         except OSError as error:
-            # The peer may have reset TCP before `accept` returned.
-            if error.errno != errno.ENOTCONN or self._accepted is None:
+            # The connection may have ended before `accept` returned: the peer has reset TCP, or the
+            # descriptor is closed already.
+            if error.errno not in (errno.ENOTCONN, errno.EBADF) or self._accepted is None:
                 raise
             return self._accepted
 
