@@ -68,7 +68,8 @@ class ControlSocket:
         self._clients: set[socket.socket] = set()
         self._closer = Closer("control socket")
         self._directory, self._socket = self._listen()
-        self._directory.remove_stale()
+        with contextlib.suppress(OSError, DirectoryUnusable):  # for lack of descriptors
+            self._directory.remove_stale()
 
     def _listen(self) -> tuple[PrivateDirectory, socket.socket]:
         root = PrivateDirectory.open(self._path, create=True)
