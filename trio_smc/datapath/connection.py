@@ -295,6 +295,16 @@ class Connection:
         return self.close_pending
 
     @property
+    def abort_in_flight(self) -> bool:
+        """True if A was requested or posted, and is not known to have arrived."""
+        messenger = self.messenger
+        return (
+            bool(messenger.flags & ABNORMAL_CLOSE)
+            and messenger.channel is not None
+            and (messenger.cdc_requested or messenger.completed != messenger.sequence)
+        )
+
+    @property
     def unsent(self) -> bool:
         """True if data is in flight (guard of the states, RFC 7609, 4.8.1 (3A, 4A)).
 
@@ -646,7 +656,7 @@ class Connection:
             if self._aborting:
                 pass
             elif endings and endings & ABNORMAL_CLOSE:
-                arrived = receiver.last_producer_untrusted(wrap, offset)
+                arrived = receiver.last_producer_untrusted(wrap, offset, flags)
             else:
                 if offset != receiver.received_offset or wrap != receiver.received_wrap:
                     arrived = receiver.producer_untrusted(wrap, offset)
