@@ -268,7 +268,7 @@ ROWS = [
     Row("open D close", "abort", PEERABORT, "", "RST", timer=True),
     Row("open D close", "close_timeout", "CLOSED", "", "RST"),
     Row("open D close", "links_lost", "CLOSED", "", "RST"),
-    Row("open D close", "rmbe_conflict", "CLOSED", "", "RST", RESET),
+    Row("open D close", "rmbe_conflict", "CLOSED", "", "RST"),
     # --- PEERABORTWAIT: TCP was reset on the way in
     Row("open abort", "peer_closed", "CLOSED", error=ABORTED),
     Row("open abort", "peer_abort", "CLOSED", error=ABORTED),
