@@ -536,7 +536,6 @@ def test_what_arrived_before_an_abort_is_read_and_then_one_call_fails(first: str
         elif first == "send":
             with pytest.raises(ConnectionResetError):
                 lone.it.send(memoryview(b"x"))
-        assert not lone.it.receiver.at_eof
         read(lone)
         if first == "receive":
             with pytest.raises(ConnectionResetError):

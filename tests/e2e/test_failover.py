@@ -119,7 +119,9 @@ async def test_without_any_link_streams_break_on_both_sides(where: str) -> None:
         await pair.busy()
         peer, name = (pair.server, "a") if where == "server" else (pair.client, "c")
         await peer.call("fail", name=name)
-        no_link = "BrokenResourceError from ConnectionResetError(104, 'no link to the peer is left')"
+        no_link = (
+            "BrokenResourceError from ConnectionResetError(104, 'no link to the peer is left')"
+        )
         reset = "BrokenResourceError from ConnectionResetError(104, 'Connection reset by peer')"
         errors = [
             [set(error.split(" / ")) for error in answer["errors"]]
