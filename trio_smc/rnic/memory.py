@@ -111,9 +111,10 @@ class Memory:
 
     Attributes:
       fd: the memfd, sealed against shrinking and growing; -1 after it was closed.
-      size: bytes, with the progress words.
-      view: the whole memory as a writable memoryview of bytes.
-      has_progress: the last `PROGRESS_SIZE` bytes are progress words.
+      size: bytes.
+      view: the whole memory as a writable memoryview of bytes, without progress words.
+      mapped: bytes of the memfd.
+      has_progress: the last `PROGRESS_SIZE` bytes of the memfd are progress words.
       pinned: an adapter has these pages registered and writes to them even if the memfd drops them.
         The adapter's code sets it.
     """
@@ -124,19 +125,23 @@ class Memory:
         """``progress``: add progress words behind ``size`` bytes, rounded up to whole pages."""
         if size <= 0:
             raise ValueError("size must be positive")
-        if progress:
-            size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + PROGRESS_SIZE
         self.size = size
         self.has_progress: bool = progress
+        self.mapped: int = size
+        if progress:
+            self.mapped = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + PROGRESS_SIZE
         self.fd: int = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.fd, size)
+            os.ftruncate(self.fd, self.mapped)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._map = _mapped(self.fd, size)
+            self._map = _mapped(self.fd, self.mapped)
         except BaseException:
             os.close(self.fd)
             raise
-        self.view: memoryview[int] = memoryview(self._map)
+        whole = memoryview(self._map)
+        self.view: memoryview[int] = whole[:size]
+        self._progress = whole[self.mapped - PROGRESS_SIZE :] if progress else whole[:0]
+        whole.release()
         self._slices: list[memoryview] = []
         self._committed = False  # `commit` has allocated some pages
         self._progress_committed = False
@@ -167,7 +172,7 @@ class Memory:
         """
         if not self.has_progress:
             return 0
-        word: int = _WORD.unpack_from(self.view, self.size - PROGRESS_SIZE + number * 8)[0]
+        word: int = _WORD.unpack_from(self._progress, number * 8)[0]
         return word
 
     def clear_progress(self, number: int) -> None:
@@ -177,12 +182,12 @@ class Memory:
           OSError: as `commit`.
         """
         if self.has_progress:
-            start = self.size - PROGRESS_SIZE
             if not self._progress_committed:
                 self._progress_committed = True
                 if not self.pinned and commit_is_limited():
+                    start = self.mapped - PROGRESS_SIZE
                     os.posix_fallocate(self.fd, start, PROGRESS_SIZE)
-            _WORD.pack_into(self.view, start + number * 8, 0)
+            _WORD.pack_into(self._progress, number * 8, 0)
 
     def slice(self, start: int, length: int) -> memoryview:
         """A view of ``length`` bytes from ``start``; `close` releases it."""
@@ -247,6 +252,7 @@ class Memory:
             piece.release()
         self._slices.clear()
         self.view.release()
+        self._progress.release()
         self._map.close()
         self.close_descriptor()
 

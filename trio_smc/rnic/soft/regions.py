@@ -56,7 +56,7 @@ class SoftMemoryRegion(MemoryRegion):
         self.rkey = rkey
         # Any number works: writes use it only to compute offsets.
         self.address: int = (1 + secrets.randbits(34)) << 12
-        self.length: int = memory.size
+        self.length: int = memory.mapped
         self._memory = memory
         self._pd = pd
         self.slot = slot
@@ -99,7 +99,7 @@ class SoftProtectionDomain(ProtectionDomain):
             raise RnicError(errno.EFAULT, "the memory is closed")
         if len(self._regions) >= MAX_REGIONS:
             raise RnicError(errno.ENOMEM, f"a protection domain holds {MAX_REGIONS} regions")
-        if memory.size + sum(region.length for region in self._regions.values()) > MAX_MAPPED:
+        if memory.mapped + sum(region.length for region in self._regions.values()) > MAX_MAPPED:
             raise RnicError(errno.ENOMEM, f"a protection domain holds {MAX_MAPPED} bytes")
         slot = self._free.pop() if self._free else len(self._regions)
         region = SoftMemoryRegion(self, memory, self._rnic.new_rkey(), slot)
