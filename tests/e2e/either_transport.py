@@ -167,7 +167,10 @@ class Program:
             await self._end.aclose()
 
     async def _drop(self, _: int) -> None:
-        await trio.aclose_forcefully(self._end)
+        if self._level == "socket":
+            self._end.close()
+        else:
+            await trio.aclose_forcefully(self._end)
 
     async def _cancelled(self, size: int) -> bool:
         """Send, and cancel that once it waits."""
@@ -205,10 +208,7 @@ class Program:
     async def over(self) -> dict[str, Any]:
         """Close what is left."""
         with contextlib.suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError):
-            if self._level == "socket":
-                self._end.close()
-            else:
-                await trio.aclose_forcefully(self._end)
+            await self._drop(0)
         return {}
 
 

@@ -36,7 +36,7 @@ def changed(state: str, event: str, **changes: object) -> Table:
     "table",
     [
         pytest.param(
-            changed("ACTIVE", "peer_abort", actions=("purge", "fail_reset")), id="A unanswered"
+            changed("ACTIVE", "peer_abort", actions=("fail_reset",)), id="A unanswered"
         ),
         pytest.param(changed("PEERCLOSEWAIT1", "close", actions=()), id="C not sent"),
         pytest.param(changed("ACTIVE", "close", target="CLOSED"), id="closed too early"),

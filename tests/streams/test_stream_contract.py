@@ -420,12 +420,18 @@ async def test_broken_stays_broken(pairs: Pairs) -> None:
 async def test_a_reset_is_broken_with_its_reason(smc: Pairs) -> None:
     a, b = await smc.make()
     b.abort()
-    for call in (lambda: read(a, 1), lambda: a.send_all(b"x"), lambda: a.send_all(b"")):
-        for _ in range(2):
-            with pytest.raises(trio.BrokenResourceError) as caught:
-                await call()
-            assert isinstance(caught.value.__cause__, OSError)
-            assert caught.value.__cause__.errno == errno.ECONNRESET
+    await wait_all_tasks_blocked()
+    for call, number in (
+        (lambda: read(a, 1), errno.ECONNRESET),
+        (lambda: a.send_all(b"x"), errno.EPIPE),
+        (lambda: a.send_all(b"x"), errno.EPIPE),
+    ):
+        with pytest.raises(trio.BrokenResourceError) as caught:
+            await call()
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.__cause__.errno == number
+    assert await a.receive_some() == b"", "the error was reported"
+    await a.send_all(b"")
     await a.wait_send_all_might_not_block()
     await a.aclose()
 

@@ -27,7 +27,7 @@ The application sees the end of the connection as it would see that of a TCP con
   later sends fail with EPIPE. So do sends after any error that a call has reported.
 - The error is reported once, by a send, a read at the end of the data, or SO_ERROR, whichever comes
   first. It is ECONNRESET for everything that the peer or the links did. If D or C had arrived, it
-  is EPIPE, and only sends and SO_ERROR report it.
+  is EPIPE, and only sends and SO_ERROR report it. If this side has ended, too, there is no error.
 
 The states and all their edges are declared in `trio_smc.states.connection`, and a connection is the
 model of that machine: guards are attributes, actions are methods.
@@ -296,6 +296,16 @@ class Connection:
                 self.messenger.cdc_requested or self.messenger.completed != self.messenger.sequence
             )
         return self.close_pending
+
+    @property
+    def abort_in_flight(self) -> bool:
+        """True if A was requested or posted, and is not known to have arrived."""
+        messenger = self.messenger
+        return (
+            bool(messenger.flags & ABNORMAL_CLOSE)
+            and messenger.channel is not None
+            and (messenger.cdc_requested or messenger.completed != messenger.sequence)
+        )
 
     @property
     def unsent(self) -> bool:
@@ -684,7 +694,7 @@ class Connection:
             if self._aborting:
                 pass
             elif endings and endings & ABNORMAL_CLOSE:
-                arrived = receiver.last_producer_untrusted(wrap, offset)
+                arrived = receiver.last_producer_untrusted(wrap, offset, flags)
             else:
                 if offset != receiver.received_offset or wrap != receiver.received_wrap:
                     arrived = receiver.producer_untrusted(wrap, offset)
@@ -905,10 +915,12 @@ class Connection:
         receiver = self.receiver
         if self.error is not None:
             return
-        if number == errno.ECONNRESET and receiver.peer_done and not (
-            self.write_closed or receiver.purged
-        ):
-            number = errno.EPIPE  # as TCP if RST arrives after FIN
+        if number == errno.ECONNRESET and receiver.peer_done and not receiver.purged:
+            # As TCP if RST arrives after FIN. If both sides have ended, there is nothing to report.
+            if not self.write_closed:
+                number = errno.EPIPE
+            elif not self.eof_pending:
+                return
         self.error = receiver.error = OSError(number, text or os.strerror(number))
         self.error.__cause__ = cause
         receiver.error_pending = True

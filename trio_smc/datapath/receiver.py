@@ -399,15 +399,18 @@ class Receiver:
         self.received_offset = offset
         return True
 
-    def last_producer_untrusted(self, wrap: int, offset: int) -> bool:
+    def last_producer_untrusted(self, wrap: int, offset: int, flags: int) -> bool:
         """Follow the producer cursor beside A, if it can be believed.
 
-        The RDMA writes before A have arrived, but for those on links that the peer has left.
+        The RDMA writes before A have arrived, except those on links that the peer has left. With
+        urgent flags it is ignored, because the last byte may not be part of the stream.
 
         Returns:
           True if the cursor has moved forward.
         """
-        if self.replayed or (offset == self.received_offset and wrap == self.received_wrap):
+        if self.replayed or flags & _URGENT:
+            return False
+        if offset == self.received_offset and wrap == self.received_wrap:
             return False
         try:
             return self.producer_untrusted(wrap, offset)
