@@ -120,13 +120,14 @@ class Memory:
     """
 
     pinned = False
+    has_progress = False
 
     def __init__(self, size: int, *, name: str = "trio_smc", progress: bool = False) -> None:
         """``progress``: add progress words behind ``size`` bytes, rounded up to whole pages."""
         if size <= 0:
             raise ValueError("size must be positive")
         self.size = size
-        self.has_progress: bool = progress
+        self.has_progress = progress
         self.mapped: int = size
         if progress:
             self.mapped = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + PROGRESS_SIZE
