@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import struct
 
 import pytest
@@ -49,9 +48,8 @@ def test_more_than_the_window_is_an_error(beyond: int) -> None:
         claim(pair.b, min(pair.b.receiver.usable + beyond, (1 << 64) - 1))
         pair.hosts[1].end = "fin"
         pair.b.links_lost(all_received=True)
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(ConnectionResetError):
             pair.b.receiver.receive(100)
-        assert caught.value.errno == errno.ECONNRESET
 
 
 @pytest.mark.parametrize(("end", "all_received"), [("reset", True), ("none", True), ("fin", False)])
@@ -62,9 +60,8 @@ def test_without_fin_or_with_a_loss_it_is_an_error(end: str, all_received: bool)
         pair.hosts[1].end = end  # type: ignore[assignment]
         pair.b.links_lost(all_received=all_received)
         assert pair.b.receiver.receive(100) == b"abc"
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(ConnectionResetError):
             pair.b.receiver.receive(100)
-        assert caught.value.errno == errno.ECONNRESET
 
 
 def test_a_full_ring_shows_that_the_peer_had_not_read_all() -> None:
@@ -72,6 +69,5 @@ def test_a_full_ring_shows_that_the_peer_had_not_read_all() -> None:
         pair.b.send(memoryview(bytes(2 * SIZE)))
         pair.hosts[1].end = "fin"
         pair.b.links_lost(all_received=True)
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(ConnectionResetError):
             pair.b.receiver.receive(100)
-        assert caught.value.errno == errno.ECONNRESET

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -13,8 +15,8 @@ import trio
 import trio_smc
 from tests.e2e.test_careless import clear_directory
 from tests.timing import PATIENCE
-from trio_smc import Config, SmcStream
-from trio_smc.rendezvous.links import own_rmbs
+from trio_smc import Config, SmcStream, Stack
+from trio_smc.datapath.rmb import Rmbe
 
 HOST = "127.0.0.1"
 TIMERS = {"test_link_interval": 0.1, "test_link_timeout": 0.1, "llc_timeout": 0.2}
@@ -51,6 +53,20 @@ async def server() -> AsyncIterator[tuple[trio.Process, int]]:
     await process.wait()
     await process.stdout.aclose()
     await clear_directory()
+    # A client would remove the names of a listener that was killed.
+    shutil.rmtree(Config().private_directory() / "tcp")
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[tuple[Stack, SmcStream]]:
+    """A stack with short timers and a stream to the server."""
+    async with (
+        trio_smc.open_stack(Config(**TIMERS)) as stack,  # type: ignore[arg-type]
+        await trio_smc.open_stream(HOST, port) as stream,
+    ):
+        assert stream.mode == "smc-r"
+        await exchange(stream, b"before")
+        yield stack, stream
 
 
 async def exchange(stream: SmcStream, data: bytes) -> None:
@@ -61,61 +77,47 @@ async def exchange(stream: SmcStream, data: bytes) -> None:
 
 async def test_a_stopped_process(server: tuple[trio.Process, int]) -> None:
     process, port = server
-    async with trio_smc.open_stack(Config(**TIMERS)):  # type: ignore[arg-type]
-        async with await trio_smc.open_stream(HOST, port) as stream:
-            assert stream.mode == "smc-r"
-            await exchange(stream, b"before")
-            for _ in range(2):
-                process.send_signal(signal.SIGSTOP)
-                await trio.sleep(PAST_ALL_TIMERS)
-                await stream.send_all(b"meanwhile")
-                process.send_signal(signal.SIGCONT)
-                with trio.fail_after(PATIENCE):
-                    assert await stream.receive_some() == b"meanwhile"
-                await exchange(stream, b"after")
+    async with connected(port) as (_, stream):
+        for _ in range(2):
+            process.send_signal(signal.SIGSTOP)
+            await trio.sleep(PAST_ALL_TIMERS)
+            await stream.send_all(b"meanwhile")
+            process.send_signal(signal.SIGCONT)
+            with trio.fail_after(PATIENCE):
+                assert await stream.receive_some() == b"meanwhile"
+            await exchange(stream, b"after")
 
 
 async def test_a_handler_that_blocks(server: tuple[trio.Process, int]) -> None:
     _, port = server
-    async with trio_smc.open_stack(Config(**TIMERS)):  # type: ignore[arg-type]
-        async with (
-            await trio_smc.open_stream(HOST, port) as blocking,
-            await trio_smc.open_stream(HOST, port) as other,
-        ):
-            await exchange(blocking, b"block")
-            await exchange(other, b"other")
+    async with connected(port) as (_, blocking), await trio_smc.open_stream(HOST, port) as other:
+        await exchange(blocking, b"block")
+        await exchange(other, b"other")
 
 
 async def test_a_request_of_rkeys_waits_for_a_stopped_process(
-    server: tuple[trio.Process, int], monkeypatch: pytest.MonkeyPatch
+    server: tuple[trio.Process, int],
 ) -> None:
-    """This side deletes an RMB while the peer stands still: CONFIRM RKEY and DELETE RKEY wait."""
-    monkeypatch.setattr(own_rmbs, "RMB_IDLE", 0.05)
-    monkeypatch.setattr(own_rmbs, "_CHECK_INTERVAL", 0.05)
     process, port = server
-    async with trio_smc.open_stack(Config(**TIMERS)) as stack:  # type: ignore[arg-type]
-        async with await trio_smc.open_stream(HOST, port) as stream:
-            large = Config(receive_buffer=16 << 20)
-            other = await trio_smc.open_stream(HOST, port, config=large)
-            assert other.mode == "smc-r"
-            [group] = stack.runtime.groups.groups
-            process.send_signal(signal.SIGSTOP)
-            other.abort()
-            with trio.fail_after(PATIENCE):
-                # An aborted connection keeps its element until the peer answers.
-                await trio.sleep(PAST_ALL_TIMERS)
-            process.send_signal(signal.SIGCONT)
-            await exchange(stream, b"after")
-            assert group.state == "SINGLE"
+    async with connected(port) as (stack, stream):
+        [group] = stack.runtime.groups.groups
+        elements: list[Rmbe | None] = []
+        process.send_signal(signal.SIGSTOP)
+        group.request_element(16 << 20, elements.append)
+        await trio.sleep(PAST_ALL_TIMERS)
+        assert not elements
+        process.send_signal(signal.SIGCONT)
+        await exchange(stream, b"after")
+        [element] = elements
+        assert element is not None
+        group.own_rmbs.release(element, 0)
 
 
 async def test_the_end_of_a_stopped_process_is_noticed(server: tuple[trio.Process, int]) -> None:
     process, port = server
-    async with trio_smc.open_stack(Config(**TIMERS)):  # type: ignore[arg-type]
-        async with await trio_smc.open_stream(HOST, port) as stream:
-            await exchange(stream, b"before")
-            process.send_signal(signal.SIGSTOP)
-            await trio.sleep(PAST_ALL_TIMERS)
-            process.kill()
-            with trio.fail_after(PATIENCE):
-                assert await stream.receive_some() == b""
+    async with connected(port) as (_, stream):
+        process.send_signal(signal.SIGSTOP)
+        await trio.sleep(PAST_ALL_TIMERS)
+        process.kill()
+        with trio.fail_after(PATIENCE):
+            assert await stream.receive_some() == b""
