@@ -60,7 +60,7 @@ async def main(transport: str, how: str, sends: int, size: int, port: int) -> No
 
 
 if __name__ == "__main__":
-    way, how_to_end, *numbers = sys.argv[1:]
+    way, how_to_end, sends, size, port = sys.argv[1:]
     if way == "enabled":
         trio_smc.enable()
-    trio.run(main, way, how_to_end, *map(int, numbers))
+    trio.run(main, way, how_to_end, int(sends), int(size), int(port))

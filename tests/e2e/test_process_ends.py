@@ -36,7 +36,8 @@ class Server:
     async def handler(self, stream: SmcStream) -> None:
         """Exchange a greeting, read to the end, and send what has no reader."""
         self.modes.add(stream.mode)
-        received, outcome = b"", []
+        received = b""
+        outcome: list[Any] = []
         try:
             await stream.receive_some(len(GREETING))
             await stream.send_all(GREETING)
@@ -60,7 +61,7 @@ class Server:
 async def serving(server: Server) -> AsyncIterator[int]:
     async with trio_smc.open_stack(Config(tcp_option="off")), trio.open_nursery() as nursery:
         [listener] = await nursery.start(
-            lambda **kw: trio_smc.serve(server.handler, 0, host=HOST, **kw)  # type: ignore[arg-type]
+            lambda **kw: trio_smc.serve(server.handler, 0, host=HOST, **kw)
         )
         yield listener.socket.getsockname()[1]
         nursery.cancel_scope.cancel()
