@@ -268,7 +268,7 @@ ROWS = [
     Row("open D close", "abort", PEERABORT, "", "RST", timer=True),
     Row("open D close", "close_timeout", "CLOSED", "", "RST"),
     Row("open D close", "links_lost", "CLOSED", "", "RST"),
-    Row("open D close", "rmbe_conflict", "CLOSED", "", "RST", RESET),
+    Row("open D close", "rmbe_conflict", "CLOSED", "", "RST"),
     # --- PEERABORTWAIT: TCP was reset on the way in
     Row("open abort", "peer_closed", "CLOSED", error=ABORTED),
     Row("open abort", "peer_abort", "CLOSED", error=ABORTED),
@@ -536,7 +536,6 @@ def test_what_arrived_before_an_abort_is_read_and_then_one_call_fails(first: str
         elif first == "send":
             with pytest.raises(ConnectionResetError):
                 lone.it.send(memoryview(b"x"))
-        assert not lone.it.receiver.at_eof
         read(lone)
         if first == "receive":
             with pytest.raises(ConnectionResetError):

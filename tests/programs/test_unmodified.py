@@ -185,7 +185,6 @@ def test_an_answer_that_comes_before_the_upload_ends_is_read(tmp_path: Path) -> 
     assert done.stdout.split() == ["413"] * 10, done.stderr
 
 
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_hypercorns_own_command_line(workers: int, tmp_path: Path) -> None:
     """The workers are processes of its own, spawned by multiprocessing.

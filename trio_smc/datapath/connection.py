@@ -10,9 +10,9 @@ below calls `on_timer`.
 
 A received CDC message is applied in this order: sequence number, cursors (and with them data),
 producer flags, then the connection flags in the order A (abnormal close), C (connection closed), D
-(sending done). If A is set, only the producer cursor is read, and it is ignored if it is invalid, or
-if the peer has changed links: then the data before it may be lost (4.6.2). C and D promise that the
-cursors announce all data, so both are ignored if the cursors beside them are invalid. A message
+(sending done). If A is set, only the producer cursor is read, and it is ignored if it is invalid,
+or if the peer has changed links: then the data before it may be lost (4.6.2). C and D promise that
+the cursors announce all data, so both are ignored if the cursors beside them are invalid. A message
 that arrives before the end of the rendezvous is applied, but its data can be read only after
 `established` (3.5.2.4).
 
@@ -691,11 +691,7 @@ class Connection:
                 return
             self._last_received = sequence
             self.cdcs_received += 1
-            if self._aborting:
-                pass
-            elif endings and endings & ABNORMAL_CLOSE:
-                arrived = receiver.last_producer_untrusted(wrap, offset, flags)
-            else:
+            if not (self._aborting or (endings and endings & ABNORMAL_CLOSE)):
                 if offset != receiver.received_offset or wrap != receiver.received_wrap:
                     arrived = receiver.producer_untrusted(wrap, offset)
                     if self.sent_closed:
@@ -710,7 +706,7 @@ class Connection:
         except ProtocolError as exc:
             self._abort_for(exc)
         if endings and endings & ~self._peer_flags:
-            self._note_endings(endings & ~self._peer_flags)
+            self._note_endings(endings & ~self._peer_flags, wrap, offset, flags)
         wake = self.on_readable
         if arrived and wake is not None:
             self.on_readable = None
@@ -731,9 +727,14 @@ class Connection:
             self.protocol_error(exc)
         raise exc
 
-    def _note_endings(self, endings: int) -> None:
-        """Note new flags at once, and process them in turn: A implies C, and C implies D."""
+    def _note_endings(self, endings: int, wrap: int, offset: int, flags: int) -> None:
+        """Note new flags at once, and process them in turn: A implies C, and C implies D.
+
+        ``wrap``, ``offset`` and ``flags`` are those of the producer in the same message.
+        """
         if endings & ABNORMAL_CLOSE:
+            if not self._aborting:
+                self.receiver.last_producer_untrusted(wrap, offset, flags)
             self._peer_flags |= ABNORMAL_CLOSE | CONNECTION_CLOSED | SENDING_DONE
         elif endings & CONNECTION_CLOSED:
             self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE

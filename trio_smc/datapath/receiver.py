@@ -217,8 +217,8 @@ class Receiver:
 
         Raises:
           ValueError: ``max_bytes`` is not positive.
-          OSError: the connection has failed, all data was read, the peer had not ended its side, and
-            no other call has reported the error.
+          OSError: the connection has failed, all data was read, the peer had not ended its side,
+            and no other call has reported the error.
         """
         consumed = self.consumed
         length = self.received - consumed - self._hidden
