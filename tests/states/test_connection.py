@@ -126,6 +126,10 @@ ANSWER = "send_abort sender.drop_unsent fail_reset arm_abort_timer"
         # Linux V3: A cannot be sent without a link.
         ("ACTIVE", "", "links_lost", "CLOSED: reset_tcp sender.drop_unsent fail_links_lost"),
         ("APPCLOSEWAIT1", "", "links_lost", "CLOSED: reset_tcp sender.drop_unsent fail_links_lost"),
+        # After C the reader misses nothing.
+        ("APPCLOSEWAIT1", "got_closed", "links_lost", "CLOSED: reset_tcp sender.drop_unsent"),
+        ("APPCLOSEWAIT2", "got_closed", "links_lost", "CLOSED: reset_tcp"),
+        ("APPFINCLOSEWAIT", "", "links_lost", "CLOSED: reset_tcp"),
     ],
 )  # fmt: skip
 def test_flows(state: str, facts: str, events: str, outcome: str) -> None:

@@ -45,7 +45,7 @@ import logging
 import os
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.statistics import STREAM_COUNTERS, StreamStatistics
@@ -96,6 +96,9 @@ class Host(Protocol):
 
     def close_tcp(self, connection: Connection) -> None:
         """End the TCP connection by FIN."""
+
+    def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
+        """How the peer has ended the TCP connection."""
 
     def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
         """Notify observers of a new state."""
@@ -411,12 +414,45 @@ class Connection:
         self.peer_rmbe_known = False
         self._process("close")
 
-    def links_lost(self) -> None:
-        """No link is left in the group: nothing more can be sent (4.8.3)."""
+    def links_lost(self, *, all_received: bool = False) -> None:
+        """No link is left in the group: nothing more can be sent (4.8.3).
+
+        Args:
+          all_received: the peer's process has ended, and this side has received all that the peer
+            had posted. If the kernel has ended the TCP connection by FIN, too, the peer has closed.
+        """
+        if all_received and not self._released:
+            self._peer_ended_untrusted()
         self.messenger.cdc_requested = False
         self.messenger.stop()
         self._process("links_lost")
         self._release_if_due()
+
+    def _peer_ended_untrusted(self) -> None:
+        """Process the end of the peer's process like its C, if nothing is missing.
+
+        If the peer's ring was full, the peer had not read all, and TCP would end by RST.
+        """
+        if self._peer_flags & _FINAL or self.messenger.blocked or self._aborting:
+            return
+        if self._host.tcp_end(self) != "fin":
+            return
+        try:
+            self.receiver.progress_untrusted(self._rmbe.progress)
+        except ProtocolError as exc:
+            _log.warning("%r is reset: %s", self, exc)
+            self.protocol_error(exc)
+            return
+        if self.sent_closed:
+            self.receiver.drop_unread()
+        self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
+        self.receiver.peer_done = True
+        self._process("peer_closed")
+
+    @property
+    def tcp_has_ended(self) -> bool:
+        """True if the peer has ended the TCP connection, or this side has."""
+        return self._tcp_ended or self._host.tcp_end(self) != "none"
 
     def rmbe_conflict(self) -> None:
         """The peer gave the RMBE that we write into to another connection (4.4.2)."""
@@ -499,6 +535,7 @@ class Connection:
             raise OSError(errno.ENOTCONN, "the rendezvous is not complete")
         self._errno = errno.EPIPE
         self._process("abort")
+        self._fail(errno.EPIPE)  # if no link is left, there is nothing to abort
         return min(length, max(1, self.sender.window))
 
     def check_sendable(self) -> None:
@@ -624,6 +661,7 @@ class Connection:
     def _use(self, channel: Channel, address: int, rkey: int) -> None:
         messenger = self.messenger
         messenger.channel = channel
+        messenger.progress = None
         messenger.rkey = rkey
         messenger.holder = None
         messenger.waiting = False

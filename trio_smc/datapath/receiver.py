@@ -417,6 +417,25 @@ class Receiver:
         except ProtocolError:
             return False
 
+    def progress_untrusted(self, count: int) -> None:
+        """Receive what the peer has written, but not announced before its process ended.
+
+        Args:
+          count: bytes that the peer has written since the connection began.
+
+        Raises:
+          ProtocolError: the peer claims more than the window.
+        """
+        if count <= self.received:
+            return
+        if count > self.announced + self.usable:
+            raise ProtocolError("the peer claims to have written beyond the window")
+        if self.peer_done or self.urgent_mark > self.announced:
+            raise ProtocolError("the peer has written what it must not write")
+        if self._eye_catcher and not self._rmbe.check_eye_catcher():
+            raise ProtocolError(_OVERWRITTEN)
+        self.received = count
+
     def flags_untrusted(self, flags: int, arrived: bool) -> bool:
         """Apply the producer flags of a CDC message, after its cursors.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.tcp import close_with_reset, resets_on_close
+from trio_smc.host.tcp import close_with_reset, peer_end, resets_on_close
 
 if TYPE_CHECKING:
     import trio
@@ -154,6 +154,10 @@ class Endpoint:
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_BY_FIN)
             sock.close()
+
+    def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
+        """How the peer has ended the TCP connection."""
+        return "reset" if self.sock is None else peer_end(self.sock)
 
     def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
         """Send RST if it waits for CLOSED, and notify the observer."""

@@ -80,6 +80,7 @@ _DONE = "choice: the peer sends nothing more, so no answer is waited for"
 _AFTER_C = "A.4 (C-bit); choice: keep the RMBE until the peer answers or the timer ends"
 _CROSSED = "choice: C crossed A; if C were ignored (4.8.2, 1A), only the timer would end the wait"
 _UNKNOWN = "3.5.2.4, C.7.1; choice: a CDC message came before SMC Confirm, so no RMBE is known yet"
+_ALL_GOT = "4.8.3; after C nothing more was to come, so the loss is no error for the reader"
 _NOTE = "4.8.1 (note on stranded states)"
 _STALLED = "4.8.2 (second bullet)"
 
@@ -174,7 +175,7 @@ class ConnectionChart(Chart):
     edge(APPFINCLOSEWAIT, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2A, 2B)")
     edge(APPFINCLOSEWAIT, "abort", PROCESSABORT, do=_ABORT, rfc=f"4.8.2 (1A); {_DONE}")
     ignore(APPFINCLOSEWAIT, "abort_sent close_timeout abort_timeout", rfc=_NEVER)
-    edge(APPFINCLOSEWAIT, "links_lost", CLOSED, do="reset_tcp fail_links_lost", rfc="4.8.3")
+    edge(APPFINCLOSEWAIT, "links_lost", CLOSED, do="reset_tcp", rfc=_ALL_GOT)
     edge(APPFINCLOSEWAIT, "rmbe_conflict", CLOSED, do=_CONFLICT, rfc="4.4.2")
 
     # Entered from INIT if a CDC message came before the end of the rendezvous. The event
@@ -215,6 +216,8 @@ class ConnectionChart(Chart):
     edge(APPCLOSEWAIT1, "close_timeout", PEERABORTWAIT, when="close_pending", do=_ABORT,
          rfc=_STALLED)
     ignore(APPCLOSEWAIT1, "close_timeout", rfc=_NEVER)
+    edge(APPCLOSEWAIT1, "links_lost", CLOSED, when="got_closed", do="reset_tcp sender.drop_unsent",
+         rfc=_ALL_GOT)
     edge(APPCLOSEWAIT1, "links_lost", CLOSED, do="reset_tcp sender.drop_unsent fail_links_lost",
          rfc="4.8.3")
     edge(APPCLOSEWAIT1, "rmbe_conflict", CLOSED, do=_CONFLICT, rfc="4.4.2")
@@ -233,6 +236,7 @@ class ConnectionChart(Chart):
          rfc=f"4.8.2 (1A); {_DONE}")
     edge(APPCLOSEWAIT2, "abort", PEERABORTWAIT, do=_ABORT, rfc="4.8.2 (1A)")
     ignore(APPCLOSEWAIT2, "abort_sent close_timeout abort_timeout", rfc=_NEVER)
+    edge(APPCLOSEWAIT2, "links_lost", CLOSED, when="got_closed", do="reset_tcp", rfc=_ALL_GOT)
     edge(APPCLOSEWAIT2, "links_lost", CLOSED, do="reset_tcp fail_links_lost", rfc="4.8.3")
     edge(APPCLOSEWAIT2, "rmbe_conflict", CLOSED, do=_CONFLICT, rfc="4.4.2")
 

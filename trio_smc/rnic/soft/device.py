@@ -248,7 +248,7 @@ class SoftRnic(Rnic):
             self.intake.abandon()
 
     def alloc_memory(self, size: int) -> Memory:
-        return Memory(size)
+        return Memory(size, progress=True)
 
     def alloc_pd(self) -> SoftProtectionDomain:
         self._check_open()
