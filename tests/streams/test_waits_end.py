@@ -215,7 +215,7 @@ def streamed() -> Iterator[Streamed]:
         it.open()
         it.make_stream()
         yield it
-        it.stream.close_forcefully()
+        it.stream.close()
     finally:
         it.memory.close()
 

@@ -322,6 +322,10 @@ class StreamOptions:
         else:
             core.sender.merge_messages(self._delay_until_delivered, when_delivered=True)
 
+    def send_more(self, core: Connection, data: memoryview) -> int:
+        """Send with MSG_MORE; see `Sender.send_more`."""
+        return core.send_more(data, self._delay)
+
     def _delay(self, flush: _Flush) -> None:
         if self._merge_timer is not None:
             self._merge_timer.cancel()

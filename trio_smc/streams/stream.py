@@ -35,6 +35,7 @@ __all__ = [
     "SmcStream",
     "UrgentState",
     "byte_view",
+    "contiguous_byte_view",
     "nonempty_byte_view",
     "urgent_inline_error",
     "writable_byte_view",
@@ -260,6 +261,18 @@ def byte_view(data: Buffer) -> memoryview:
     if view.format != "B" or view.ndim != 1 or not view.c_contiguous:
         view = memoryview(bytes(view))
     return view
+
+
+def contiguous_byte_view(data: Buffer) -> memoryview:
+    """A view of ``data`` as single bytes.
+
+    Raises:
+      BufferError: ``data`` is not contiguous, as from `socket.socket.send`.
+    """
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise BufferError("memoryview: underlying buffer is not C-contiguous")
+    return view if view.format == "B" and view.ndim == 1 else byte_view(view)
 
 
 def writable_byte_view(buffer: Buffer) -> memoryview:
