@@ -10,8 +10,8 @@ from __future__ import annotations
 import array
 import ctypes
 import itertools
-import os
-import socket as S
+import operator
+import socket as stdlib
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -28,7 +28,7 @@ from trio_smc.sockets.drop_in import DropInSocket
 HOST: Final = "127.0.0.1"
 Case = Callable[["Ends"], Awaitable[None]]
 CASES: Final[dict[str, Case]] = {}
-_LINGER_0: Final = S.SOL_SOCKET, S.SO_LINGER, struct.pack("ii", 1, 0)
+_LINGER_0: Final = stdlib.SOL_SOCKET, stdlib.SO_LINGER, struct.pack("ii", 1, 0)
 _QUIET: Final = 0.003
 """Seconds without a runnable task after which a call counts as waiting."""
 
@@ -130,7 +130,7 @@ async def _data(ends: Ends) -> None:
 
 
 async def _end(ends: Ends) -> None:
-    ends.client.shutdown(S.SHUT_WR)
+    ends.client.shutdown(stdlib.SHUT_WR)
 
 
 async def _data_and_end(ends: Ends) -> None:
@@ -139,7 +139,7 @@ async def _data_and_end(ends: Ends) -> None:
 
 
 async def _shut(ends: Ends) -> None:
-    ends.server.shutdown(S.SHUT_RD)
+    ends.server.shutdown(stdlib.SHUT_RD)
 
 
 async def _data_and_shut(ends: Ends) -> None:
@@ -156,16 +156,16 @@ async def _shut_and_data(ends: Ends) -> None:
 async def _shut_both(ends: Ends) -> None:
     await _data(ends)
     await ends.settle()
-    ends.server.shutdown(S.SHUT_RDWR)
+    ends.server.shutdown(stdlib.SHUT_RDWR)
 
 
 async def _urgent(ends: Ends) -> None:
     await ends.client.send(b"ab")
-    await ends.client.send(b"cd!", S.MSG_OOB)
+    await ends.client.send(b"cd!", stdlib.MSG_OOB)
 
 
 async def _urgent_inline(ends: Ends) -> None:
-    ends.server.setsockopt(S.SOL_SOCKET, S.SO_OOBINLINE, 1)
+    ends.server.setsockopt(stdlib.SOL_SOCKET, stdlib.SO_OOBINLINE, 1)
     await _urgent(ends)
 
 
@@ -180,17 +180,21 @@ STATES: Final = (
 )  # fmt: skip
 FLAGS: Final = {
     "none": 0,
-    "PEEK": S.MSG_PEEK,
-    "DONTWAIT": S.MSG_DONTWAIT,
-    "WAITALL": S.MSG_WAITALL,
-    "TRUNC": S.MSG_TRUNC,
-    "PEEK-TRUNC": S.MSG_PEEK | S.MSG_TRUNC,
-    "PEEK-DONTWAIT": S.MSG_PEEK | S.MSG_DONTWAIT,
-    "PEEK-WAITALL": S.MSG_PEEK | S.MSG_WAITALL,
-    "OOB": S.MSG_OOB,
-    "OOB-PEEK": S.MSG_OOB | S.MSG_PEEK,
-    "CMSG_CLOEXEC": S.MSG_CMSG_CLOEXEC,
-    "others": S.MSG_NOSIGNAL | S.MSG_EOR | S.MSG_MORE | S.MSG_DONTROUTE | S.MSG_CONFIRM,
+    "PEEK": stdlib.MSG_PEEK,
+    "DONTWAIT": stdlib.MSG_DONTWAIT,
+    "WAITALL": stdlib.MSG_WAITALL,
+    "TRUNC": stdlib.MSG_TRUNC,
+    "PEEK-TRUNC": stdlib.MSG_PEEK | stdlib.MSG_TRUNC,
+    "PEEK-DONTWAIT": stdlib.MSG_PEEK | stdlib.MSG_DONTWAIT,
+    "PEEK-WAITALL": stdlib.MSG_PEEK | stdlib.MSG_WAITALL,
+    "OOB": stdlib.MSG_OOB,
+    "OOB-PEEK": stdlib.MSG_OOB | stdlib.MSG_PEEK,
+    "CMSG_CLOEXEC": stdlib.MSG_CMSG_CLOEXEC,
+    "others": stdlib.MSG_NOSIGNAL
+    | stdlib.MSG_EOR
+    | stdlib.MSG_MORE
+    | stdlib.MSG_DONTROUTE
+    | stdlib.MSG_CONFIRM,
     "wrong": "x",
 }
 SIZES: Final = {"3": 3, "0": 0, "all": 100, "-1": -1, "huge": 2**70, "wrong": "x"}
@@ -198,7 +202,7 @@ SIZES: Final = {"3": 3, "0": 0, "all": 100, "-1": -1, "huge": 2**70, "wrong": "x
 
 def _hide_discarded(data: bytes, flags: object) -> object:
     """MSG_TRUNC returns bytes of an undefined value."""
-    return len(data) if isinstance(flags, int) and flags & S.MSG_TRUNC else data
+    return len(data) if isinstance(flags, int) and flags & stdlib.MSG_TRUNC else data
 
 
 async def _recv(sock: Any, size: Any, flags: Any) -> object:
@@ -298,13 +302,13 @@ async def ask_for_more_than_a_buffer_holds_during_a_call(ends: Ends) -> None:
 
 @case
 async def stop_at_the_mark(ends: Ends) -> None:
-    ends.server.setsockopt(S.SOL_SOCKET, S.SO_OOBINLINE, 1)
-    await ends.client.send(b"abc!", S.MSG_OOB)
+    ends.server.setsockopt(stdlib.SOL_SOCKET, stdlib.SO_OOBINLINE, 1)
+    await ends.client.send(b"abc!", stdlib.MSG_OOB)
     await ends.settle()
-    await ends.see(ends.server.recv, 100, S.MSG_PEEK)
+    await ends.see(ends.server.recv, 100, stdlib.MSG_PEEK)
     await ends.see(ends.server.recv, 2)
     await ends.see(ends.server.recv, 100)
-    await ends.see(ends.server.recv, 100, S.MSG_PEEK)
+    await ends.see(ends.server.recv, 100, stdlib.MSG_PEEK)
     await ends.see(ends.server.recv, 100)
     await ends.client.send(b"later")
     await ends.see(ends.server.recv, 100)
@@ -312,18 +316,18 @@ async def stop_at_the_mark(ends: Ends) -> None:
 
 @case
 async def wait_for_an_urgent_byte_that_was_taken(ends: Ends) -> None:
-    await ends.see(ends.server.recv, 1, S.MSG_OOB)
-    await ends.client.send(b"!", S.MSG_OOB)
+    await ends.see(ends.server.recv, 1, stdlib.MSG_OOB)
+    await ends.client.send(b"!", stdlib.MSG_OOB)
     await ends.settle()
     for _ in range(2):
-        await ends.see(ends.server.recv, 1, S.MSG_OOB)
+        await ends.see(ends.server.recv, 1, stdlib.MSG_OOB)
 
 
 # --- sending -------------------------------------------------------------------------------------
 
 
 async def _shut_for_writing(ends: Ends) -> None:
-    ends.client.shutdown(S.SHUT_WR)
+    ends.client.shutdown(stdlib.SHUT_WR)
 
 
 async def _sender_closed(ends: Ends) -> None:
@@ -333,12 +337,12 @@ async def _sender_closed(ends: Ends) -> None:
 SENDERS_STATES: Final = (_nothing, _shut_for_writing, _sender_closed)
 SEND_FLAGS: Final = {
     "none": 0,
-    "MORE": S.MSG_MORE,
-    "EOR": S.MSG_EOR,
-    "DONTWAIT-NOSIGNAL": S.MSG_DONTWAIT | S.MSG_NOSIGNAL,
+    "MORE": stdlib.MSG_MORE,
+    "EOR": stdlib.MSG_EOR,
+    "DONTWAIT-NOSIGNAL": stdlib.MSG_DONTWAIT | stdlib.MSG_NOSIGNAL,
     "ZEROCOPY": 0x4000000,
-    "of-receiving": S.MSG_PEEK | S.MSG_TRUNC | S.MSG_WAITALL,
-    "others": S.MSG_DONTROUTE | S.MSG_CONFIRM,
+    "of-receiving": stdlib.MSG_PEEK | stdlib.MSG_TRUNC | stdlib.MSG_WAITALL,
+    "others": stdlib.MSG_DONTROUTE | stdlib.MSG_CONFIRM,
     "wrong": "x",
 }
 SENT: Final[dict[str, Callable[[], Any]]] = {
@@ -360,7 +364,7 @@ def _sending_case(prepare: Any, send: Callable[[Any], Any]) -> Case:
         await ends.see(send, ends.client)
         await ends.settle()
         if prepare is not _sender_closed:
-            await ends.see(ends.server.recv, 100, S.MSG_DONTWAIT)
+            await ends.see(ends.server.recv, 100, stdlib.MSG_DONTWAIT)
 
     return sending
 
@@ -377,13 +381,13 @@ for _state in SENDERS_STATES:
                 CASES[f"send-{_state.__name__[1:]}-{_name}-{_flags}"] = _sending_case(_state, _send)
 
         async def _send_urgent(sock: Any, make: Any = _make) -> object:
-            return await sock.send(make(), S.MSG_OOB)
+            return await sock.send(make(), stdlib.MSG_OOB)
 
         CASES[f"send-{_state.__name__[1:]}-{_name}-OOB"] = _sending_case(_state, _send_urgent)
     for _name, _arguments in {
         "address": (b"abc", (HOST, 1)),
         "flags-and-address": (b"abc", 0, (HOST, 1)),
-        "urgent": (b"abc", S.MSG_OOB, (HOST, 1)),
+        "urgent": (b"abc", stdlib.MSG_OOB, (HOST, 1)),
         "name": (b"abc", ("localhost", 1)),
         "None": (b"abc", None),
         "no-address": (b"abc",),
@@ -402,11 +406,11 @@ for _state in SENDERS_STATES:
         "buffers": ([b"abc", bytearray(b"def")],),
         "no-buffers": ([],),
         "empty-buffers": ([b"", b""],),
-        "rights": ([b"abc"], [(S.SOL_SOCKET, S.SCM_RIGHTS, array.array("i", [0]))]),
-        "other-level": ([b"abc"], [(S.IPPROTO_TCP, 1, b"1234")]),
-        "unknown": ([b"abc"], [(S.SOL_SOCKET, 999, b"1234")]),
+        "rights": ([b"abc"], [(stdlib.SOL_SOCKET, stdlib.SCM_RIGHTS, array.array("i", [0]))]),
+        "other-level": ([b"abc"], [(stdlib.IPPROTO_TCP, 1, b"1234")]),
+        "unknown": ([b"abc"], [(stdlib.SOL_SOCKET, 999, b"1234")]),
         "wrong-ancillary": ([b"abc"], [(1, 2)]),
-        "flags": ([b"abc"], [], S.MSG_MORE),
+        "flags": ([b"abc"], [], stdlib.MSG_MORE),
         "wrong-flags": ([b"abc"], [], "x"),
         "address": ([b"abc"], [], 0, (HOST, 1)),
         "wrong-address": ([b"abc"], [], 0, (HOST, 70000)),
@@ -422,17 +426,17 @@ for _state in SENDERS_STATES:
 
 @case
 async def more_to_come(ends: Ends) -> None:
-    await ends.see(ends.client.send, b"a", S.MSG_MORE)
-    await ends.see(ends.client.sendmsg, [b"b"], [], S.MSG_MORE)
+    await ends.see(ends.client.send, b"a", stdlib.MSG_MORE)
+    await ends.see(ends.client.sendmsg, [b"b"], [], stdlib.MSG_MORE)
     await ends.see(ends.server.is_readable)
     await ends.see(ends.client.send, b"c")
     await ends.settle()
     await ends.see(ends.server.recv, 100)
     for finish in (
-        lambda: ends.client.send(b"", S.MSG_MORE),
-        lambda: ends.client.shutdown(S.SHUT_WR),
+        lambda: ends.client.send(b"", stdlib.MSG_MORE),
+        lambda: ends.client.shutdown(stdlib.SHUT_WR),
     ):
-        await ends.see(ends.client.send, b"d", S.MSG_MORE)
+        await ends.see(ends.client.send, b"d", stdlib.MSG_MORE)
         await ends.see(finish)
     with trio.fail_after(PATIENCE):
         rest = b""
@@ -443,7 +447,7 @@ async def more_to_come(ends: Ends) -> None:
 
 @case
 async def more_to_come_and_nothing_comes(ends: Ends) -> None:
-    await ends.see(ends.client.send, b"a", S.MSG_MORE)
+    await ends.see(ends.client.send, b"a", stdlib.MSG_MORE)
     with trio.fail_after(PATIENCE):
         ends.seen.append(await ends.server.recv(100))
 
@@ -453,7 +457,7 @@ async def more_to_come_and_nothing_comes(ends: Ends) -> None:
 
 async def _fill(sock: Any) -> None:
     """Send until nothing more can be sent; see `tests.streams.stream_pairs` for the options."""
-    sock.setsockopt(S.SOL_SOCKET, S.SO_SNDBUF, 1 << 18)
+    sock.setsockopt(stdlib.SOL_SOCKET, stdlib.SO_SNDBUF, 1 << 18)
     with trio.CancelScope() as scope:
 
         async def stop() -> None:
@@ -463,33 +467,38 @@ async def _fill(sock: Any) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stop)
             while True:
-                await sock.send(bytes(1 << 16), S.MSG_EOR)
-    sock.setsockopt(S.IPPROTO_TCP, S.TCP_NOTSENT_LOWAT, 1)
+                await sock.send(bytes(1 << 16), stdlib.MSG_EOR)
+    sock.setsockopt(stdlib.IPPROTO_TCP, stdlib.TCP_NOTSENT_LOWAT, 1)
+
+
+def _lowlevel(name: str, sock: object) -> Any:
+    """Call a function of `trio.lowlevel`, which `enable` may have replaced."""
+    return getattr(trio.lowlevel, name)(sock)
 
 
 ENDINGS: Final[dict[str, Callable[[Any], Any]]] = {
     "close": lambda sock: sock.close(),
-    "SHUT_RD": lambda sock: sock.shutdown(S.SHUT_RD),
-    "SHUT_WR": lambda sock: sock.shutdown(S.SHUT_WR),
-    "SHUT_RDWR": lambda sock: sock.shutdown(S.SHUT_RDWR),
-    "notify_closing": lambda sock: trio.lowlevel.notify_closing(sock),
-    "notify_closing-number": lambda sock: trio.lowlevel.notify_closing(sock.fileno()),
-    "notify_closing-and-close": lambda sock: (trio.lowlevel.notify_closing(sock), sock.close()),
+    "SHUT_RD": lambda sock: sock.shutdown(stdlib.SHUT_RD),
+    "SHUT_WR": lambda sock: sock.shutdown(stdlib.SHUT_WR),
+    "SHUT_RDWR": lambda sock: sock.shutdown(stdlib.SHUT_RDWR),
+    "notify_closing": lambda sock: _lowlevel("notify_closing", sock),
+    "notify_closing-number": lambda sock: _lowlevel("notify_closing", sock.fileno()),
+    "notify_closing-and-close": lambda sock: (_lowlevel("notify_closing", sock), sock.close()),
 }
 WAITS: Final[dict[str, Callable[[Any], Any]]] = {
     "recv": lambda sock: sock.recv(10),
-    "recv-PEEK": lambda sock: sock.recv(10, S.MSG_PEEK),
+    "recv-PEEK": lambda sock: sock.recv(10, stdlib.MSG_PEEK),
     "recv_into": lambda sock: sock.recv_into(bytearray(10)),
     "recvmsg": lambda sock: sock.recvmsg(10),
-    "wait_readable": lambda sock: trio.lowlevel.wait_readable(sock),
-    "wait_readable-number": lambda sock: trio.lowlevel.wait_readable(sock.fileno()),
+    "wait_readable": lambda sock: _lowlevel("wait_readable", sock),
+    "wait_readable-number": lambda sock: _lowlevel("wait_readable", sock.fileno()),
     "receive_some": lambda sock: trio.SocketStream(sock).receive_some(10),
 }
 FULL_WAITS: Final[dict[str, Callable[[Any], Any]]] = {
     "send": lambda sock: sock.send(b"abc"),
     "sendmsg": lambda sock: sock.sendmsg([b"abc"]),
-    "wait_writable": lambda sock: sock.wait_writable(),
-    "lowlevel.wait_writable": lambda sock: trio.lowlevel.wait_writable(sock),
+    "wait_writable": operator.methodcaller("wait_writable"),
+    "lowlevel.wait_writable": lambda sock: _lowlevel("wait_writable", sock),
     "send_all": lambda sock: trio.SocketStream(sock).send_all(b"abc"),
 }
 
@@ -530,14 +539,23 @@ async def accept_twice(ends: Ends) -> None:
 
 @case
 async def shut_down_again(ends: Ends) -> None:
-    for flag in (S.SHUT_WR, S.SHUT_WR, S.SHUT_RD, S.SHUT_RDWR, 3, -1, "x", None):
+    for flag in (
+        stdlib.SHUT_WR,
+        stdlib.SHUT_WR,
+        stdlib.SHUT_RD,
+        stdlib.SHUT_RDWR,
+        3,
+        -1,
+        "x",
+        None,
+    ):
         await ends.see(ends.client.shutdown, flag)
         ends.seen.append(ends.client.did_shutdown_SHUT_WR)
     await ends.see(ends.server.recv, 10)
-    ends.server.shutdown(S.SHUT_WR)
+    ends.server.shutdown(stdlib.SHUT_WR)
     await ends.settle()
     for sock in (ends.client, ends.server):
-        await ends.see(sock.shutdown, S.SHUT_WR)
+        await ends.see(sock.shutdown, stdlib.SHUT_WR)
         await ends.see(sock.recv, 10)
 
 
@@ -545,7 +563,7 @@ async def shut_down_again(ends: Ends) -> None:
 async def shut_down_both_with_unread_data(ends: Ends) -> None:
     await ends.client.send(b"unread")
     await ends.settle()
-    ends.server.shutdown(S.SHUT_RDWR)
+    ends.server.shutdown(stdlib.SHUT_RDWR)
     await ends.see(ends.client.recv, 10)
     await ends.see(ends.server.send, b"x")
     for _ in range(2):
@@ -559,12 +577,12 @@ async def use_a_closed_socket(ends: Ends) -> None:
     for call in (
         client.close, client.fileno, client.getsockname, client.getpeername, client.is_readable,
         client.get_inheritable, client.detach, client.dup, client.wait_writable,
-        lambda: client.set_inheritable(True), lambda: client.shutdown(S.SHUT_WR),
-        lambda: client.getsockopt(S.SOL_SOCKET, S.SO_ERROR),
-        lambda: client.setsockopt(S.SOL_SOCKET, S.SO_KEEPALIVE, 1),
+        lambda: client.set_inheritable(True), lambda: client.shutdown(stdlib.SHUT_WR),
+        lambda: client.getsockopt(stdlib.SOL_SOCKET, stdlib.SO_ERROR),
+        lambda: client.setsockopt(stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, 1),
         lambda: client.bind((HOST, 0)), lambda: client.listen(1), client.accept,
         lambda: client.connect(ends.listener.getsockname()),
-        lambda: trio.lowlevel.wait_readable(client),
+        lambda: _lowlevel("wait_readable", client),
         lambda: client.send(b"x"), lambda: client.sendto(b"x", (HOST, 1)),
         lambda: client.sendmsg([b"x"]), lambda: client.recv(0),
     ):  # fmt: skip
@@ -578,7 +596,7 @@ async def use_a_connected_socket_as_a_new_one(ends: Ends) -> None:
         lambda: client.bind((HOST, 0)), lambda: client.bind("x"), lambda: client.listen(1),
         lambda: client.listen("x"), client.accept,
         lambda: ends.server.connect(ends.listener.getsockname()), lambda: client.connect("x"),
-        lambda: ends.server.send(b"x", S.MSG_FASTOPEN),
+        lambda: ends.server.send(b"x", stdlib.MSG_FASTOPEN),
         client.get_inheritable, lambda: client.set_inheritable(True), client.get_inheritable,
     ):  # fmt: skip
         await ends.see(call)
@@ -601,23 +619,25 @@ async def use_options(ends: Ends) -> None:
     client = ends.client
     second = struct.pack("ll", 1, 0)
     for level, option, value in (
-        (S.SOL_SOCKET, S.SO_RCVTIMEO, second),
-        (S.SOL_SOCKET, S.SO_SNDTIMEO, second),
-        (S.SOL_SOCKET, S.SO_OOBINLINE, 1),
-        (S.SOL_SOCKET, S.SO_LINGER, struct.pack("ii", 1, 5)),
-        (S.IPPROTO_TCP, S.TCP_NODELAY, 1),
+        (stdlib.SOL_SOCKET, stdlib.SO_RCVTIMEO, second),
+        (stdlib.SOL_SOCKET, stdlib.SO_SNDTIMEO, second),
+        (stdlib.SOL_SOCKET, stdlib.SO_OOBINLINE, 1),
+        (stdlib.SOL_SOCKET, stdlib.SO_LINGER, struct.pack("ii", 1, 5)),
+        (stdlib.IPPROTO_TCP, stdlib.TCP_NODELAY, 1),
     ):
         await ends.see(client.setsockopt, level, option, value)
         await ends.see(client.getsockopt, level, option, 16)
     for arguments in (
-        (S.SOL_SOCKET, S.SO_ERROR), (S.SOL_SOCKET, S.SO_ERROR, 4), (S.SOL_SOCKET, S.SO_TYPE),
-        (S.SOL_SOCKET, S.SO_ACCEPTCONN), ("x", 1), (1, 99999), (1,), (),
+        (stdlib.SOL_SOCKET, stdlib.SO_ERROR), (stdlib.SOL_SOCKET, stdlib.SO_ERROR, 4),
+        (stdlib.SOL_SOCKET, stdlib.SO_TYPE), (stdlib.SOL_SOCKET, stdlib.SO_ACCEPTCONN),
+        ("x", 1), (1, 99999), (1,), (),
     ):  # fmt: skip
         await ends.see(client.getsockopt, *arguments)
     for arguments in (
-        (S.SOL_SOCKET, S.SO_KEEPALIVE), (S.SOL_SOCKET, S.SO_KEEPALIVE, None),
-        (S.SOL_SOCKET, S.SO_KEEPALIVE, 1, 4), (S.SOL_SOCKET, S.SO_KEEPALIVE, None, 4),
-        (S.SOL_SOCKET, 99999, 1),
+        (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE), (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, None),
+        (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, 1, 4),
+        (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, None, 4),
+        (stdlib.SOL_SOCKET, 99999, 1),
     ):  # fmt: skip
         await ends.see(client.setsockopt, *arguments)
     await ends.during(lambda: client.recv(10), lambda: ends.server.send(b"later than a second"))
@@ -639,7 +659,8 @@ async def use_two_tasks(ends: Ends) -> None:
 
     async def repeat(call: Callable[[], Any]) -> None:
         for _ in range(50):
-            outcomes.append(await call())
+            outcome = await call()
+            outcomes.append(outcome)
 
     async with trio.open_nursery() as nursery:
         for _ in range(2):
@@ -737,7 +758,7 @@ async def inherit_linger_0(ends: Ends) -> None:
 
 @case
 async def connect_after_a_refusal(ends: Ends) -> None:
-    with S.create_server((HOST, 0)) as free:
+    with stdlib.create_server((HOST, 0)) as free:
         name = free.getsockname()
     sock = trio.socket.socket()
     with sock:
@@ -754,9 +775,9 @@ async def connect_after_a_refusal(ends: Ends) -> None:
 
 @case
 async def connect_from_a_bound_port_after_a_refusal(ends: Ends) -> None:
-    with S.create_server((HOST, 0)) as free:
+    with stdlib.create_server((HOST, 0)) as free:
         name = free.getsockname()
-    with S.create_server(("127.0.0.2", 0)) as free:
+    with stdlib.create_server(("127.0.0.2", 0)) as free:
         chosen = free.getsockname()
     for local in (("127.0.0.2", 0), chosen):
         with trio.socket.socket() as sock:
@@ -780,8 +801,8 @@ async def connect_to_what_is_no_address(ends: Ends) -> None:
 
 @case
 async def close_while_connecting(ends: Ends) -> None:
-    full = S.create_server((HOST, 0), backlog=0)
-    with full, S.create_connection(full.getsockname()), trio.socket.socket() as sock:
+    full = stdlib.create_server((HOST, 0), backlog=0)
+    with full, stdlib.create_connection(full.getsockname()), trio.socket.socket() as sock:
         await ends.during(lambda: sock.connect(full.getsockname()), sock.close)
 
 
@@ -838,4 +859,4 @@ def test_a_case_can_fail(observed: Any) -> None:
     """The cases note something: they are not all empty, and not all alike."""
     over_tcp, _ = observed
     assert all(over_tcp.values())
-    assert len({repr(each) for each in over_tcp.values()}) > 100, os.getpid()
+    assert len({repr(each) for each in over_tcp.values()}) > 100

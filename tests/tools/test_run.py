@@ -76,6 +76,32 @@ asyncio.run(host())
 """
 
 
+TRIO_ASYNCIO = f"""{TRIO}
+import asyncio, socket, trio_asyncio
+
+async def serve_asyncio():
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    server.close()
+
+async def connect_asyncio(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.close()
+
+async def connect_socket(port):
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+
+async def both():
+    async with trio_asyncio.open_loop():
+        await main()  # Trio's own connections
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            await CALL
+        await main()
+"""
+
+
 def run(
     directory: Path, program: str, *options: str, python: tuple[str, ...] = (sys.executable,)
 ) -> tuple[int, str]:
@@ -287,6 +313,30 @@ def test_connections_of_asyncio(tmp_path: Path, runner: str) -> None:
     code, said = run(tmp_path, f"{ASYNCIO}\n{runner}", "--require-smc")
     assert code == 1
     assert re.search(r"^trio-smc run: error: process \d+ opens TCP .*asyncio", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "serve_asyncio)()",
+        "connect_asyncio)(other.getsockname()[1])",
+        "connect_socket)(other.getsockname()[1])",
+    ],
+    ids=["server", "client", "socket"],
+)
+def test_connections_of_asyncio_inside_a_trio_run(tmp_path: Path, call: str) -> None:
+    program = TRIO_ASYNCIO.replace("CALL", f"trio_asyncio.aio_as_trio({call}") + "\ntrio.run(both)"
+    code, said = run(tmp_path, program)
+    assert code == 0, said
+    assert re.fullmatch(r"trio-smc run: warning: process \d+ opens TCP .* asyncio, .*\n", said)
+    code, said = run(tmp_path, program, "--require-smc")
+    assert code == 1
+    assert re.search(r"^trio-smc run: error: process \d+ opens TCP .*asyncio", said, re.MULTILINE)
+
+
+def test_a_loop_of_asyncio_inside_a_trio_run_without_connections(tmp_path: Path) -> None:
+    program = TRIO_ASYNCIO.replace("await CALL", "pass") + "\ntrio.run(both)"
+    assert run(tmp_path, program, "--require-smc") == (0, "")
 
 
 def test_connections_of_asyncio_in_a_worker(tmp_path: Path) -> None:

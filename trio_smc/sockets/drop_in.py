@@ -1088,9 +1088,9 @@ class DropInFactory(trio.abc.SocketFactory):
         Raises:
           SmcUnavailable: the socket is connected, and ``config.require_smc`` is set.
         """
-        if config.require_smc and _is_tcp(sock.family, sock.type, sock.proto):
-            if _is_connected(sock):
-                raise SmcUnavailable(_ALREADY_CONNECTED)
+        is_tcp = _is_tcp(sock.family, sock.type, sock.proto)
+        if config.require_smc and is_tcp and _is_connected(sock):
+            raise SmcUnavailable(_ALREADY_CONNECTED)
         return wrap(sock, self._find_stack)
 
 

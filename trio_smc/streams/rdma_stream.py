@@ -417,7 +417,7 @@ class RdmaStream(SmcStream):
         self._pump.drain_if_pending()
         return self._translating(take, argument)
 
-    # The next four methods are for sockets.
+    # The methods from here to `shut_down_reading` are for sockets.
 
     async def receive_by(
         self, take: Callable[[], _Result | None], *, urgent: bool = False
