@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -299,6 +300,52 @@ def test_two_workers_and_helpers_have_one_report(tmp_path: Path) -> None:
     lines = said.splitlines()
     assert lines[0] == "trio-smc run: 10 connections of 2 processes"
     assert len(lines) == 3
+
+
+@pytest.mark.parametrize("way", ["fromfd(number)", "socket(fileno=number)"])
+def test_a_service_gets_its_listening_socket_as_a_descriptor(tmp_path: Path, way: str) -> None:
+    """As from systemd (LISTEN_FDS)."""
+    (tmp_path / "service.py").write_text(f"""
+import sys, trio, trio.testing
+
+async def echo(stream):
+    await stream.send_all(await stream.receive_some())
+
+async def main(number):
+    listener = trio.SocketListener(trio.socket.{way})
+    async with trio.open_nursery() as nursery:
+        await nursery.start(trio.serve_listeners, echo, [listener])
+        await trio.testing.wait_all_tasks_blocked()
+        print("ready", flush=True)
+
+trio.run(main, int(sys.argv[1]))
+""")
+    client = """
+import sys, trio
+
+async def main(port):
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        await stream.send_all(b"x")
+        assert await stream.receive_some() == b"x"
+
+trio.run(main, int(sys.argv[1]))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as passed:
+        port = passed.getsockname()[1]
+        number = str(passed.fileno())
+        with subprocess.Popen(
+            [*RUN, "--require-smc", "--", sys.executable, "service.py", number],
+            cwd=tmp_path, stdout=subprocess.PIPE, pass_fds=[passed.fileno()],
+        ) as service:  # fmt: skip
+            assert service.stdout is not None
+            assert service.stdout.readline() == b"ready\n"
+            (tmp_path / "program.py").write_text(client)
+            done = subprocess.run(
+                [*RUN, "--require-smc", "--", sys.executable, "program.py", str(port)],
+                cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+            )  # fmt: skip
+            service.terminate()
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_trio_as_a_guest_of_asyncio_is_trio(tmp_path: Path) -> None:
