@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import errno
 import itertools
 import operator
 import socket as stdlib
@@ -384,11 +385,10 @@ for _state in SENDERS_STATES:
             return await sock.send(make(), stdlib.MSG_OOB)
 
         CASES[f"send-{_state.__name__[1:]}-{_name}-OOB"] = _sending_case(_state, _send_urgent)
-    for _name, _arguments in {
+    _addressed: dict[str, tuple[Any, ...]] = {
         "address": (b"abc", (HOST, 1)),
         "flags-and-address": (b"abc", 0, (HOST, 1)),
         "urgent": (b"abc", stdlib.MSG_OOB, (HOST, 1)),
-        "name": (b"abc", ("localhost", 1)),
         "None": (b"abc", None),
         "no-address": (b"abc",),
         "nothing": (),
@@ -396,13 +396,14 @@ for _state in SENDERS_STATES:
         "wrong-address": (b"abc", (HOST, 1, 2, 3)),
         "wrong-port": (b"abc", (HOST, 70000)),
         "wrong-flags": (b"abc", "x", (HOST, 1)),
-    }.items():
+    }
+    for _name, _arguments in _addressed.items():
 
         async def _sendto(sock: Any, arguments: Any = _arguments) -> object:
             return await sock.sendto(*arguments)
 
         CASES[f"sendto-{_state.__name__[1:]}-{_name}"] = _sending_case(_state, _sendto)
-    for _name, _arguments in {
+    _messages: dict[str, tuple[Any, ...]] = {
         "buffers": ([b"abc", bytearray(b"def")],),
         "no-buffers": ([],),
         "empty-buffers": ([b"", b""],),
@@ -416,7 +417,8 @@ for _state in SENDERS_STATES:
         "wrong-address": ([b"abc"], [], 0, (HOST, 70000)),
         "one-buffer": (b"abc",),
         "text": (["abc"],),
-    }.items():
+    }
+    for _name, _arguments in _messages.items():
 
         async def _sendmsg(sock: Any, arguments: Any = _arguments) -> object:
             return await sock.sendmsg(*arguments), await sock.send(b"-")
@@ -627,19 +629,21 @@ async def use_options(ends: Ends) -> None:
     ):
         await ends.see(client.setsockopt, level, option, value)
         await ends.see(client.getsockopt, level, option, 16)
-    for arguments in (
+    readings: tuple[tuple[Any, ...], ...] = (
         (stdlib.SOL_SOCKET, stdlib.SO_ERROR), (stdlib.SOL_SOCKET, stdlib.SO_ERROR, 4),
         (stdlib.SOL_SOCKET, stdlib.SO_TYPE), (stdlib.SOL_SOCKET, stdlib.SO_ACCEPTCONN),
         ("x", 1), (1, 99999), (1,), (),
-    ):  # fmt: skip
-        await ends.see(client.getsockopt, *arguments)
-    for arguments in (
+    )  # fmt: skip
+    for reading in readings:
+        await ends.see(client.getsockopt, *reading)
+    writings: tuple[tuple[Any, ...], ...] = (
         (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE), (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, None),
         (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, 1, 4),
         (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, None, 4),
         (stdlib.SOL_SOCKET, 99999, 1),
-    ):  # fmt: skip
-        await ends.see(client.setsockopt, *arguments)
+    )  # fmt: skip
+    for writing in writings:
+        await ends.see(client.setsockopt, *writing)
     await ends.during(lambda: client.recv(10), lambda: ends.server.send(b"later than a second"))
 
 
@@ -756,6 +760,15 @@ async def inherit_linger_0(ends: Ends) -> None:
 # --- connecting ----------------------------------------------------------------------------------
 
 
+async def _connect_again(ends: Ends, sock: Any) -> object:
+    """Connect after a failure."""
+    outcome = await ends.outcome(sock.connect, ends.listener.getsockname())
+    if outcome == ("ConnectionAbortedError", errno.ECONNABORTED):
+        # Linux raises this once if SO_ERROR was read in between, as Trio does.
+        outcome = await ends.outcome(sock.connect, ends.listener.getsockname())
+    return outcome
+
+
 @case
 async def connect_after_a_refusal(ends: Ends) -> None:
     with stdlib.create_server((HOST, 0)) as free:
@@ -764,12 +777,7 @@ async def connect_after_a_refusal(ends: Ends) -> None:
     with sock:
         await ends.see(sock.connect, name)
         ends.seen.append(sock.fileno() >= 0)
-        # Linux raises ECONNABORTED once if SO_ERROR was read in between, as Trio does.
-        for _ in range(2):
-            outcome = await ends.outcome(sock.connect, ends.listener.getsockname())
-            if outcome is None:
-                break
-        ends.seen.append(outcome)
+        ends.seen.append(await _connect_again(ends, sock))
         ends.seen.append(sock.getpeername() == ends.listener.getsockname())
 
 
@@ -783,17 +791,14 @@ async def connect_from_a_bound_port_after_a_refusal(ends: Ends) -> None:
         with trio.socket.socket() as sock:
             await sock.bind(local)
             await ends.see(sock.connect, name)
-            for _ in range(2):
-                outcome = await ends.outcome(sock.connect, ends.listener.getsockname())
-                if outcome is None:
-                    break
+            outcome = await _connect_again(ends, sock)
             ends.seen.append((outcome, sock.getsockname()[0], sock.getsockname() == chosen))
 
 
 @case
 async def connect_to_what_is_no_address(ends: Ends) -> None:
     with trio.socket.socket() as sock:
-        for address in ("x", (HOST,), (HOST, 1, 2), (HOST, -1), (HOST, 70000), (HOST, "x"), None):
+        for address in ("x", (HOST,), (HOST, 1, 2), (HOST, -1), (HOST, 70000), None):
             await ends.see(sock.connect, address)
         for call in (sock.getpeername, lambda: sock.recv(1), lambda: sock.send(b"x"), sock.accept):
             await ends.see(call)
@@ -828,12 +833,10 @@ async def _observe(names: list[str], *, smc: bool) -> dict[str, list[object]]:
     for name in names:
         async with connected(smc=smc) as ends:
             try:
-                with trio.move_on_after(PATIENCE) as scope:
+                with trio.fail_after(PATIENCE):
                     await CASES[name](ends)
             except Exception as error:
                 ends.seen.append(repr(error))
-            if scope.cancelled_caught:
-                ends.seen.append("the case did not end")
             observed[name] = ends.seen
     return observed
 

@@ -484,7 +484,7 @@ def test_operations_that_smc_r_does_not_support(enabled: None) -> None:
         async with drop_ins() as (client, _):
             with refused(errno.EINVAL):
                 await client.recv(1, stdlib_socket.MSG_ERRQUEUE)
-            client.stream.socket.setsockopt(stdlib_socket.SOL_SOCKET, SO_ZEROCOPY, 1)
+            client.setsockopt(stdlib_socket.SOL_SOCKET, SO_ZEROCOPY, 1)
             with refused(errno.EOPNOTSUPP):
                 await client.send(b"x", MSG_ZEROCOPY)
             for sync in (client.detach, client.dup):

@@ -585,7 +585,7 @@ class Unconnected(Side):
         return await super().sendto(*arguments)
 
     async def sendmsg(self, buffers: Any, ancdata: Any, flags: int, address: Any) -> int:
-        if isinstance(flags, int) and flags & _FAST_OPEN:
+        if flags & _FAST_OPEN:
             unsupported()
         return await super().sendmsg(buffers, ancdata, flags, address)
 
