@@ -1,0 +1,251 @@
+"""Two-ended programs, each over TCP and over SMC-R: both ends observe the same.
+
+    python -m tests.campaigns.differential [--programs N] [--seed S] [--jobs J]
+    python -m tests.campaigns.differential --seed S --batch B
+    python -m tests.campaigns.differential --program '[["socket", "socket"], false, [[0, [["close", 0]]]]]'
+
+Each program has one connection.  Its steps are tasks of the server's or the client's process that
+send, receive, peek, shut down, close, linger and ask questions, by `trio.socket`, SocketStream or
+SSLStream; cancellation; and signals, stops and ends of the processes (in every tenth batch).
+Compared are the bytes, ends and kinds of exceptions that each operation observed, and the step
+after which it returned.  hypothesis draws the programs and shrinks a difference; the output has the
+shrunk program, both observations and the command that runs it alone.  A difference that
+`_listed_differences` explains is only counted.
+
+50,000 cases are 3,300 programs; ``--programs`` takes their number itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+from hypothesis.errors import Flaky
+
+from tests.campaigns._listed_differences import LISTED
+from tests.campaigns._options import parse
+from tests.campaigns._program_runner import Line, Observation, Runner, make_contexts
+from tests.campaigns._programs import Program, programs
+
+CASES_PER_PROGRAM: Final = 25
+BATCH: Final = 100
+"""Programs that hypothesis draws with one seed."""
+_PROCESS_BATCH: Final = 10
+"""One batch of so many has programs that stop and end processes."""
+_MORE_TCP: Final = 3
+_CONFIRMATIONS: Final = 10
+Kind = tuple[str, str, str, str]
+"""Style, operation, result over TCP, result over SMC-R."""
+
+
+@dataclass
+class Difference(Exception):
+    """A program whose ends observed over SMC-R what they do not observe over TCP."""
+
+    program: Program
+    tcp: Observation
+    smc: Observation
+    times: str = ""
+
+    def __post_init__(self) -> None:
+        self.kind = kind_of(self.program, self.tcp, self.smc)
+
+    def __str__(self) -> str:
+        ours, theirs = set(self.smc), set(self.tcp)
+        lines = [str(self.program)]
+        for line in sorted(ours | theirs, key=lambda each: (each.at, each)):
+            mark = "both " if line in ours & theirs else "TCP  " if line in theirs else "SMC-R"
+            lines.append(f"    {mark} {line}")
+        data = json.dumps(self.program.as_data())
+        lines.append(f"  {self.times} --program '{data}'")
+        return "\n".join(lines)
+
+
+def kind_of(program: Program, tcp: Observation, smc: Observation) -> Kind:
+    """The kind of a difference: where the observations differ first, and how."""
+
+    def first(lines: set[Line]) -> Line | None:
+        return min(lines, key=lambda each: (each.at, each), default=None)
+
+    missing, added = first(set(tcp) - set(smc)), first(set(smc) - set(tcp))
+    line = min((each for each in (missing, added) if each), key=lambda each: (each.at, each))
+    same = [
+        next((each for each in lines if each[:3] == line[:3] and each not in other), None)
+        for lines, other in ((tcp, smc), (smc, tcp))
+    ]
+    operation = "epilogue"
+    if line.step < len(program.steps):
+        operation = program.steps[line.step].operations[min(line.position, 2)][0]
+    tcp_result, smc_result = ("nothing" if each is None else each.result for each in same)
+    return program.styles[line.end], operation, _word(tcp_result), _word(smc_result)
+
+
+def _word(result: str) -> str:
+    return result.split()[0] if result.startswith(("read ", "peeked ")) else result
+
+
+@dataclass
+class Result:
+    """What a campaign found."""
+
+    programs: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    again: Counter[Kind] = field(default_factory=Counter)
+    listed: Counter[str] = field(default_factory=Counter)
+
+
+class Comparison:
+    """Runs programs over both transports."""
+
+    def __init__(self) -> None:
+        contexts = make_contexts()
+        self._tcp = Runner(False, contexts)
+        self._smc = Runner(True, contexts)
+        self.result = Result()
+        self._known: set[Kind] = set()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._tcp.close()
+        self._smc.close()
+
+    def check(self, program: Program) -> None:
+        """Raise Difference for an observation over SMC-R that TCP does not show."""
+        tcp, smc = self._tcp.run(program), self._smc.run(program)
+        if smc == tcp:
+            return
+        for _ in range(_MORE_TCP):
+            if self._tcp.run(program) == smc:
+                return
+        difference = Difference(program, tcp, smc)
+        if difference.kind in self._known:
+            self.result.again[difference.kind] += 1
+            return
+        for each in LISTED:
+            if each.explains(program, tcp, smc):
+                self.result.listed[each.name] += 1
+                return
+        raise difference
+
+    def note(self, difference: Difference) -> None:
+        """Confirm a difference and keep it; its kind is only counted from now on."""
+        program = difference.program
+        tcp = Counter(self._tcp.run(program) for _ in range(_CONFIRMATIONS))
+        smc = Counter(self._smc.run(program) for _ in range(_CONFIRMATIONS))
+        different = sum(count for seen, count in smc.items() if seen not in tcp)
+        difference.times = f"{different} of {_CONFIRMATIONS} times:"
+        self._known.add(difference.kind)
+        self.result.differences.append(difference)
+
+    def batch(self, number: int, seed: int, size: int) -> None:
+        """Draw and compare ``size`` programs, and shrink what differs."""
+        left, attempt = size, 0
+        while left > 0:
+            left -= self._draw(left, f"{seed}/{number}/{attempt}", number)
+            attempt += 1
+
+    def _draw(self, size: int, seed: str, number: int) -> int:
+        """Compare programs up to the first that differs; return how many."""
+        processes = number % _PROCESS_BATCH == _PROCESS_BATCH - 1
+        last: list[Difference] = []
+        drawn = 0
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=size,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            verbosity=hypothesis.Verbosity.quiet,
+        )
+        @hypothesis.given(programs(processes=processes))
+        def compare(program: Program) -> None:
+            nonlocal drawn
+            drawn += not last
+            try:
+                self.check(program)
+            except Difference as difference:
+                last[:] = [difference]
+                raise
+
+        try:
+            compare()
+        except Difference as difference:
+            self.note(difference)
+        except Flaky:
+            self.note(last[0])
+        self.result.programs += drawn
+        return max(1, drawn)
+
+
+def run_batches(numbers: list[int], seed: int, size: int, *, verbose: bool = False) -> Result:
+    """Run these batches in this process."""
+    with tempfile.TemporaryDirectory(prefix="smc-") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory
+        comparison = Comparison()
+        try:
+            for number in numbers:
+                found = len(comparison.result.differences)
+                comparison.batch(number, seed, size)
+                if verbose:
+                    for each in comparison.result.differences[found:]:
+                        print(f"batch {number}: {each.kind}\n{each}", flush=True)
+        finally:
+            comparison.close()
+        return comparison.result
+
+
+def main() -> int:
+    """Return the exit code."""
+
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--programs", type=int, help="default: a fifteenth of the cases")
+        parser.add_argument("--jobs", type=int, default=1, help="processes, default 1")
+        parser.add_argument("--program", type=json.loads, help="run this one alone")
+
+    options = parse(__doc__, replay="batch", add_options=add_options)
+    if options.program is not None:
+        return _run_one(Program.from_data(options.program))
+    count = options.programs or max(1, options.cases // CASES_PER_PROGRAM)
+    numbers = list(range(-(-count // BATCH))) if options.batch is None else [options.batch]
+    start = time.perf_counter()
+    result = run_batches(numbers, options.seed, min(count, BATCH), verbose=True)
+    for kind, times in result.again.most_common():
+        print(f"again {times} times: {kind}")
+    print(
+        f"differential: {result.programs} programs, {len(result.differences)} differences, "
+        f"listed {dict(result.listed)}, seed {options.seed}, {time.perf_counter() - start:.1f} s"
+    )
+    return 1 if result.differences else 0
+
+
+def _run_one(program: Program) -> int:
+    with tempfile.TemporaryDirectory(prefix="smc-") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory
+        comparison = Comparison()
+        try:
+            comparison.check(program)
+        except Difference as difference:
+            comparison.note(difference)
+            print(difference)
+            return 1
+        finally:
+            comparison.close()
+    print(f"{program}\nthe same over TCP and SMC-R")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
