@@ -14,12 +14,11 @@ from __future__ import annotations
 import errno
 import marshal
 import os
-import random
 import socket
 import ssl
 import struct
-import sys
 import warnings
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,7 +27,7 @@ import trio
 import trio.testing
 
 import trio_smc
-from tests.campaigns._programs import LARGE, text
+from tests.campaigns._programs import Kind, text
 from trio_smc import Config
 from trio_smc._api import find_stack
 from trio_smc.datapath.connection import Connection as SmcConnection
@@ -36,6 +35,8 @@ from trio_smc.datapath.connection import Connection as SmcConnection
 __all__ = ["Channel", "EndSettings", "live"]
 
 HOST: Final = "127.0.0.1"
+_PATIENCE: Final = 10.0
+_TURNS: Final = 3
 _LENGTH: Final = struct.Struct("<I")
 _PIECE: Final = 1 << 15
 _CHUNK: Final = 1 << 15
@@ -52,7 +53,7 @@ class Channel:
         self.sock = sock
         self._unread = b""
 
-    def send(self, *message: object) -> None:
+    def send(self, *message: Any) -> None:
         """Send one message.  Raises OSError if the other process is gone."""
         data = marshal.dumps(message)
         self.sock.sendall(_LENGTH.pack(len(data)) + data)
@@ -143,6 +144,46 @@ class Connection:
             )
             await self.stream.do_handshake()
 
+    # --- connecting ----------------------------------------------------------------------------
+
+    async def connect(self, _: int, task: Task) -> str:
+        """Connect to the server; `End.settle` waits until it has ended.
+
+        Over SMC-R a handshake waits for the server's `accept`, for a time; over TCP a client is
+        connected before.
+        """
+        task.connects = True
+        try:
+            await self.sock.connect((HOST, self._end.port))
+        finally:
+            task.connects = False
+        return "connected"
+
+    async def connect_refused(self, _: int, task: Task) -> str:
+        with socket.socket() as bound:
+            bound.bind((HOST, 0))
+            task.connects = True
+            try:
+                await self.sock.connect(bound.getsockname())
+            finally:
+                task.connects = False
+        return "connected"
+
+    async def renew(self, *_: object) -> str:
+        self.sock.close()
+        self.sock = trio.socket.socket()
+        return "new"
+
+    async def accept(self, *_: object) -> str:
+        sock, address = await self._end.listeners["connecting"].accept()
+        self.sock.close()
+        self.sock = sock
+        return f"accepted from {address[0]}"
+
+    async def close_listener(self, *_: object) -> str:
+        self._end.listeners["connecting"].close()
+        return "closed"
+
     # --- data --------------------------------------------------------------------------------
 
     async def send(self, size: int, task: Task) -> str:
@@ -195,20 +236,20 @@ class Connection:
                     self._end.activity += 1
                     task.has_some = True
                     if not data:
-                        task.say(f"read {self._end.received - before}")
+                        task.say(self._end.describe(before))
                         return "end"
                     self._end.note_received(data)
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
-            task.say(f"read {self._end.received - before}")
+            task.say(self._end.describe(before))
             raise
         finally:
             task.collect = None
             task.has_some = False
-        return f"read {self._end.received - before}"
+        return self._end.describe(before)
 
     async def peek(self, size: int, _: Task) -> str:
         data = await self.sock.recv(size, socket.MSG_PEEK)
-        return f"peeked {len(data)} {data[:4].hex()}"
+        return f"peeked {len(data)} {zlib.crc32(data):08x}"
 
     async def wait_writable(self, *_: object) -> str:
         await self.stream.wait_send_all_might_not_block()
@@ -282,6 +323,7 @@ class Task:
         self._cancelled = False
         self.collect: trio.CancelScope | None = None
         self.has_some = False
+        self.connects = False
 
     def say(self, result: str) -> None:
         """Note a result of the operation at `position`."""
@@ -293,7 +335,8 @@ class Task:
         self._end.tasks.add(self)
         connection = self._end.connection
         assert connection is not None
-        for self.position, (name, argument) in enumerate(self.operations):
+        for position, (name, argument) in enumerate(self.operations):
+            self.position = position
             if self._cancelled:
                 break
             result = "cancelled"
@@ -303,6 +346,10 @@ class Task:
                 except Exception as error:
                     result = name_of(error)
             self.say(result)
+            # A task that this operation has woken runs now: with amortised checkpoints the
+            # operation need not have let it run (docs/programs.md).
+            for _ in range(_TURNS):
+                await trio.lowlevel.cancel_shielded_checkpoint()
         self._end.tasks.discard(self)
 
     def cancel(self) -> None:
@@ -317,7 +364,8 @@ class End:
     def __init__(self, settings: EndSettings, channel: Channel) -> None:
         self.settings = settings
         self._channel = channel
-        self._listeners: dict[bool, trio.socket.SocketType] = {}
+        self.listeners: dict[Kind, trio.socket.SocketType] = {}
+        self.port = 0
         self.connection: Connection | None = None
         self.tasks: set[Task] = set()
         self.results: list[tuple[int, int, str]] = []
@@ -329,6 +377,14 @@ class End:
         """Count and keep what has arrived."""
         self.received += len(data)
         self._pieces.append(data)
+
+    def describe(self, before: int) -> str:
+        """A read since ``before`` bytes had been received: its bytes, by number and checksum."""
+        count = self.received - before
+        if not count:
+            return "read 0"
+        data = b"".join(self._pieces)[-count:]
+        return f"read {count} {zlib.crc32(data):08x}"
 
     async def run(self) -> None:
         """Do what the runner says until it is gone, or says how to end."""
@@ -361,29 +417,34 @@ class End:
         if how == "os._exit":
             os._exit(0)
 
-    async def _listen(self, small_buffers: bool) -> int:
-        listener = self._listeners.get(small_buffers)
+    async def _listen(self, kind: Kind) -> int:
+        listener = self.listeners.get(kind)
+        if kind == "connecting" and listener is not None:
+            listener.close()
+            listener = None
         if listener is None:
             listener = trio.socket.socket()
-            self._set_buffers(listener, small_buffers)
+            self._set_buffers(listener, kind)
             await listener.bind((HOST, 0))
             listener.listen(16)
-            self._listeners[small_buffers] = listener
+            self.listeners[kind] = listener
         return int(listener.getsockname()[1])
 
     @staticmethod
-    def _set_buffers(sock: trio.socket.SocketType, small: bool) -> None:
-        if small:
+    def _set_buffers(sock: trio.socket.SocketType, kind: Kind) -> None:
+        if kind == "full":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
 
-    async def _open(self, style: str, small_buffers: bool, port: int) -> str:
-        if self.settings.number == 0:
-            sock, _ = await self._listeners[small_buffers].accept()
+    async def _open(self, style: str, kind: Kind, port: int) -> str:
+        self.port = port
+        if self.settings.number == 0 and kind != "connecting":
+            sock, _ = await self.listeners[kind].accept()
         else:
             sock = trio.socket.socket()
-            self._set_buffers(sock, small_buffers)
-            await sock.connect((HOST, port))
+            self._set_buffers(sock, kind)
+            if kind != "connecting":
+                await sock.connect((HOST, port))
         stream = getattr(sock, "stream", None)
         mode = "tcp" if stream is None else str(stream.mode)
         self.connection = Connection(self, sock, style)
@@ -399,6 +460,9 @@ class End:
             # A solo reader that was cancelled looks for messages only after WATCHDOG_INTERVAL.
             stack = await find_stack()
             stack.runtime.pump.resume_hooks()
+        with trio.fail_after(_PATIENCE):
+            while any(task.connects for task in self.tasks):  # noqa: ASYNC110
+                await trio.sleep(0.002)
         await trio.testing.wait_all_tasks_blocked()
         if collect:
             for task in self.tasks:
@@ -444,7 +508,7 @@ def live(settings: EndSettings, sock: socket.socket) -> None:
     warnings.simplefilter("ignore", ResourceWarning)
     if settings.smc:
         _messages.begin()
-        trio_smc.enable(Config(require_smc=True, receive_buffer=RING, **settings.config))
+        trio_smc.enable(Config(**{"receive_buffer": RING, "require_smc": True, **settings.config}))
     sock.setblocking(True)
     end = End(settings, Channel(sock))
     trio.run(end.run)

@@ -37,9 +37,14 @@ _PATIENCE: Final = 10.0
 """Seconds after which an end that does not answer hangs."""
 _QUIET_ROUNDS: Final = 3
 _MOST_ROUNDS: Final = 20_000
-_STOPPED: Final = 0.4
-"""Seconds that a stopped process stands still: longer than `_CONFIG` needs to test a link."""
-_CONFIG: Final = {"test_link_interval": 0.1, "test_link_timeout": 0.1}
+_STOPPED: Final = 0.25
+"""Seconds that a stopped process stands still: longer than `_OFTEN_TESTED` needs to test a link."""
+_CONNECTING: Final = {"require_smc": False, "handshake_timeout": 0.2}
+_OFTEN_TESTED: Final = {
+    "test_link_interval": 0.05,
+    "test_link_timeout": 0.05,
+    "shutdown_timeout": 1.0,
+}
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -82,32 +87,34 @@ class Runner:
 
     smc: bool
     contexts: tuple[ssl.SSLContext, ssl.SSLContext]
-    _kept: list[_Process] = field(default_factory=list)
+    _kept: dict[bool, list[_Process]] = field(default_factory=dict)
 
     def run(self, program: Program) -> Observation:
         """Run a program; return what both ends observed."""
+        connecting = program.kind == "connecting"
+        config = _CONNECTING if connecting else {}
         if program.needs_processes:
-            ends = self._fork(_CONFIG)
+            ends = self._fork(config | _OFTEN_TESTED)
             try:
                 return _Run(program, ends, self.smc).observe()
             finally:
                 _end(ends)
-        if not self._kept:
-            self._kept = self._fork({})
-        run = _Run(program, self._kept, self.smc)
-        good = False
+        if connecting not in self._kept:
+            self._kept[connecting] = self._fork(config)
+        run = _Run(program, self._kept[connecting], self.smc)
+        usable = False
         try:
             observation = run.observe()
-            good = not run.hung
+            usable = not run.hung
         finally:
-            if not good:
-                self.close()
+            if not usable:
+                _end(self._kept.pop(connecting))
         return observation
 
     def close(self) -> None:
         """End the processes that are kept."""
-        _end(self._kept)
-        self._kept = []
+        while self._kept:
+            _end(self._kept.popitem()[1])
 
     def _fork(self, config: dict[str, Any]) -> list[_Process]:
         made: list[_Process] = []
@@ -170,7 +177,8 @@ class _Run:
         """Run the program and its epilogue."""
         try:
             self._open()
-            for self._step, step in enumerate(self._program.steps):
+            for step in self._program.steps:
+                self._step += 1
                 self._perform(self._step, step)
                 self._settle()
             for end in self._ends:
@@ -191,15 +199,17 @@ class _Run:
 
     def _open(self) -> None:
         server, client = (end.channel for end in self._ends)
-        small = self._program.small_buffers
-        server.send("listen", small)
+        kind = self._program.kind
+        server.send("listen", kind)
         port = server.receive()
-        server.send("open", self._program.styles[0], small, 0)
-        client.send("open", self._program.styles[1], small, port)
+        server.send("open", self._program.styles[0], kind, 0)
+        client.send("open", self._program.styles[1], kind, port)
         modes = client.receive(), server.receive()
         for end in self._ends:
             end.activity = -1
         expected = "smc-r" if self._smc else "tcp"
+        if kind == "connecting":
+            expected = "tcp"
         assert modes == (expected, expected), modes
 
     def _perform(self, number: int, step: Step) -> None:
@@ -231,7 +241,7 @@ class _Run:
 
     def _resume(self, end: _Process) -> None:
         if end.stopped:
-            time.sleep(_STOPPED)
+            time.sleep(_STOPPED if self._smc else 0)
             os.kill(end.pid, signal.SIGCONT)
             end.stopped = False
 
@@ -285,7 +295,7 @@ class _Run:
             end.channel.send("finish")
             arrived.append(end.channel.receive())
         self._incomplete = [False, False]
-        for number, received in enumerate(arrived):
+        for number in range(2):
             done = {
                 (line.step, line.position)
                 for line in self._lines
@@ -310,13 +320,12 @@ class _Run:
                     for position, (name, size) in enumerate(step.operations)
                     if name == "send"
                 ]
-            if not _fits(other, texts):
+            if self._program.kind != "connecting" and not _fits(other, texts):
                 self._lines.append(Line(1 - number, self._step, 9, "wrong bytes", self._step))
-        return
 
     def _normalised(self) -> Observation:
         lines = sorted(self._lines, key=lambda line: line[:3])
-        if not self._program.small_buffers:
+        if self._program.kind != "full":
             return tuple(lines)
         incomplete = getattr(self, "_incomplete", [True, True])
         return tuple(
@@ -330,12 +339,21 @@ class _Run:
         )
 
 
+def _common(data: bytes, piece: bytes) -> int:
+    """Bytes at the beginning of both."""
+    if data.startswith(piece):
+        return len(piece)
+    pairs = zip(data, piece, strict=False)
+    differing = (position for position, (ours, theirs) in enumerate(pairs) if ours != theirs)
+    return next(differing, min(len(data), len(piece)))
+
+
 def _fits(data: bytes, texts: list[tuple[bytes, bool]]) -> bool:
     """True if the data is a beginning of these texts in a row, of which some may be cut off."""
     if not data or not texts:
         return not data
     piece, complete = texts[0]
-    common = len(os.path.commonprefix([data[: len(piece)], piece]))
+    common = _common(data, piece)
     if common == len(piece):
         return _fits(data[common:], texts[1:])
     if common == len(data):

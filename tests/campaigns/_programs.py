@@ -6,11 +6,22 @@ import functools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from hypothesis import strategies as st
 
-__all__ = ["ENDS", "LARGE", "Operation", "Program", "Step", "programs", "text"]
+__all__ = [
+    "ENDS",
+    "EXITS",
+    "LARGE",
+    "Kind",
+    "Operation",
+    "Program",
+    "Step",
+    "programs",
+    "sends",
+    "text",
+]
 
 ENDS: Final = ("server", "client")
 LARGE: Final = 1_500_000
@@ -20,6 +31,10 @@ _TEXT_SIZE: Final = 1 << 22
 
 Operation = tuple[str, int]
 """Name and argument; the names are the methods of `_program_end.Connection`."""
+Kind = Literal["usual", "full", "connecting"]
+"""What a program begins with: a connection, one with small buffers (so that a send of `LARGE` bytes
+waits), or a listener and a new socket, so that the program itself connects and accepts."""
+_KINDS: Final[tuple[Kind, ...]] = ("usual", "usual", "usual", "full")
 STYLES: Final = (
     ("socket", "socket"),
     ("stream", "stream"),
@@ -64,12 +79,12 @@ class Program:
 
     Attributes:
       styles: of the server and the client: "socket", "stream" (`trio.SocketStream`), or "tls".
-      small_buffers: SO_SNDBUF and SO_RCVBUF are small, so that a send of `LARGE` bytes waits.
+      kind: what it begins with.
       steps: in this order; each begins when everything that came of the one before has arrived.
     """
 
     styles: tuple[str, str]
-    small_buffers: bool
+    kind: Kind
     steps: tuple[Step, ...]
 
     @property
@@ -81,23 +96,22 @@ class Program:
         """What `from_data` takes; JSON has it."""
         return [
             list(self.styles),
-            self.small_buffers,
+            self.kind,
             [[step.end, [list(each) for each in step.operations]] for step in self.steps],
         ]
 
     @classmethod
     def from_data(cls, data: list[Any]) -> Program:
         """The program of which `as_data` is ``data``."""
-        styles, small, steps = data
+        styles, kind, steps = data
         return cls(
             (styles[0], styles[1]),
-            bool(small),
+            kind,
             tuple(Step(end, tuple((name, arg) for name, arg in ops)) for end, ops in steps),
         )
 
     def __str__(self) -> str:
-        buffers = ", small buffers" if self.small_buffers else ""
-        lines = [f"server {self.styles[0]}, client {self.styles[1]}{buffers}"]
+        lines = [f"{self.kind}, server {self.styles[0]}, client {self.styles[1]}"]
         lines += [f"  {number} {step}" for number, step in enumerate(self.steps)]
         return "\n".join(lines)
 
@@ -137,13 +151,21 @@ _OPERATIONS: Final = {
     "tls": {**_COMMON, "unwrap": _nothing, "close_transport": _nothing},
 }
 
+_CONNECTING: Final = (
+    {"accept": _nothing, "close_listener": _nothing},
+    {"connect": _nothing, "connect_refused": _nothing, "renew": _nothing},
+)
 
-def _operation(style: str, small_buffers: bool) -> st.SearchStrategy[Operation]:
+
+def _operation(style: str, end: int, kind: Kind) -> st.SearchStrategy[Operation]:
     kinds = dict(_OPERATIONS[style])
-    if small_buffers:
+    if kind == "connecting":
+        kinds |= _CONNECTING[end]
+    if kind == "full":
         kinds["send"] = st.sampled_from((1, 1000, LARGE, LARGE))
         kinds["recv"] = kinds["peek"] = kinds["recv_into"] = st.sampled_from((1, 1000))
     weights = {"send": 4, "recv": 3, "close": 2, "read_all": 2, "shut_wr": 2}
+    weights |= {"accept": 8, "connect": 8}
     return st.one_of(
         *(
             st.tuples(st.just(name), argument)
@@ -154,12 +176,10 @@ def _operation(style: str, small_buffers: bool) -> st.SearchStrategy[Operation]:
 
 
 @functools.cache
-def _steps(
-    styles: tuple[str, str], small_buffers: bool, processes: bool
-) -> st.SearchStrategy[list[Step]]:
+def _steps(styles: tuple[str, str], kind: Kind, processes: bool) -> st.SearchStrategy[list[Step]]:
     kinds: list[st.SearchStrategy[Step]] = []
     for end, style in enumerate(styles):
-        operations = st.lists(_operation(style, small_buffers), min_size=1, max_size=3)
+        operations = st.lists(_operation(style, end, kind), min_size=1, max_size=3)
         task = st.builds(Step, st.just(end), operations.map(tuple))
         kinds += [task] * 6
         kinds.append(st.just(Step(end, (("cancel", 0),))))
@@ -179,11 +199,17 @@ def _action(end: int, name: str, argument: int) -> Step:
 
 
 @st.composite
-def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
+def programs(draw: st.DrawFn, *, processes: bool = False, connecting: bool = False) -> Program:
     """A program; with ``processes``, its processes may be stopped and may end."""
+    if connecting:
+        return Program(
+            ("socket", "socket"),
+            "connecting",
+            tuple(draw(_steps(("socket", "socket"), "connecting", processes))),
+        )
     styles = draw(st.sampled_from(STYLES))
-    small_buffers = draw(st.sampled_from((False, False, False, True)))
-    return Program(styles, small_buffers, tuple(draw(_steps(styles, small_buffers, processes))))
+    kind: Kind = draw(st.sampled_from(_KINDS))
+    return Program(styles, kind, tuple(draw(_steps(styles, kind, processes))))
 
 
 def sends(program: Program, end: int) -> Iterator[tuple[int, int, int]]:

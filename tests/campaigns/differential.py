@@ -1,8 +1,7 @@
 """Two-ended programs, each over TCP and over SMC-R: both ends observe the same.
 
-    python -m tests.campaigns.differential [--programs N] [--seed S] [--jobs J]
-    python -m tests.campaigns.differential --seed S --batch B
-    python -m tests.campaigns.differential --program '[["socket", "socket"], false, [[0, [["close", 0]]]]]'
+    python -m tests.campaigns.differential [--programs N] [--seed S] [--batch B]
+    python -m tests.campaigns.differential --program '[["tls","tls"], "usual", [[0, [["recv",1]]]]]'
 
 Each program has one connection.  Its steps are tasks of the server's or the client's process that
 send, receive, peek, shut down, close, linger and ask questions, by `trio.socket`, SocketStream or
@@ -12,7 +11,7 @@ after which it returned.  hypothesis draws the programs and shrinks a difference
 shrunk program, both observations and the command that runs it alone.  A difference that
 `_listed_differences` explains is only counted.
 
-50,000 cases are 3,300 programs; ``--programs`` takes their number itself.
+50,000 cases are 2,000 programs; ``--programs`` takes their number itself.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -40,8 +38,13 @@ from tests.campaigns._programs import Program, programs
 CASES_PER_PROGRAM: Final = 25
 BATCH: Final = 100
 """Programs that hypothesis draws with one seed."""
-_PROCESS_BATCH: Final = 10
-"""One batch of so many has programs that stop and end processes."""
+_SLOW_EVERY: Final = 10
+_CONNECTING: Final = 4
+_PROCESSES: Final = 9
+"""Of so many batches, the ones with programs that connect themselves, and that stop and end
+processes."""
+_SLOW_SHARE: Final = 5
+"""Those batches have so many times fewer programs: each of them may take a fifth of a second."""
 _MORE_TCP: Final = 3
 _CONFIRMATIONS: Final = 10
 Kind = tuple[str, str, str, str]
@@ -91,7 +94,7 @@ def kind_of(program: Program, tcp: Observation, smc: Observation) -> Kind:
 
 
 def _word(result: str) -> str:
-    return result.split()[0] if result.startswith(("read ", "peeked ")) else result
+    return result.split(maxsplit=1)[0] if result.startswith(("read ", "peeked ")) else result
 
 
 @dataclass
@@ -149,6 +152,8 @@ class Comparison:
 
     def batch(self, number: int, seed: int, size: int) -> None:
         """Draw and compare ``size`` programs, and shrink what differs."""
+        if number % _SLOW_EVERY in (_CONNECTING, _PROCESSES):
+            size = -(-size // _SLOW_SHARE)
         left, attempt = size, 0
         while left > 0:
             left -= self._draw(left, f"{seed}/{number}/{attempt}", number)
@@ -156,7 +161,7 @@ class Comparison:
 
     def _draw(self, size: int, seed: str, number: int) -> int:
         """Compare programs up to the first that differs; return how many."""
-        processes = number % _PROCESS_BATCH == _PROCESS_BATCH - 1
+        kind = number % _SLOW_EVERY
         last: list[Difference] = []
         drawn = 0
 
@@ -170,7 +175,7 @@ class Comparison:
             report_multiple_bugs=False,
             verbosity=hypothesis.Verbosity.quiet,
         )
-        @hypothesis.given(programs(processes=processes))
+        @hypothesis.given(programs(processes=kind == _PROCESSES, connecting=kind == _CONNECTING))
         def compare(program: Program) -> None:
             nonlocal drawn
             drawn += not last
@@ -211,8 +216,7 @@ def main() -> int:
     """Return the exit code."""
 
     def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--programs", type=int, help="default: a fifteenth of the cases")
-        parser.add_argument("--jobs", type=int, default=1, help="processes, default 1")
+        parser.add_argument("--programs", type=int, help="default: a 25th of the cases")
         parser.add_argument("--program", type=json.loads, help="run this one alone")
 
     options = parse(__doc__, replay="batch", add_options=add_options)
