@@ -90,26 +90,28 @@ class Runner:
     _kept: dict[bool, list[_Process]] = field(default_factory=dict)
 
     def run(self, program: Program) -> Observation:
-        """Run a program; return what both ends observed."""
+        """Run a program; return what both ends observed.
+
+        An end that hangs does so twice in a row, with fresh processes: a machine may stand still.
+        """
+        run = self._run(program)
+        return (self._run(program) if run.hung else run).observation
+
+    def _run(self, program: Program) -> _Run:
         connecting = program.kind == "connecting"
         config = _CONNECTING if connecting else {}
         if program.needs_processes:
             ends = self._fork(config | _OFTEN_TESTED)
             try:
-                return _Run(program, ends, self.smc).observe()
+                return _Run(program, ends, self.smc)
             finally:
                 _end(ends)
         if connecting not in self._kept:
             self._kept[connecting] = self._fork(config)
         run = _Run(program, self._kept[connecting], self.smc)
-        usable = False
-        try:
-            observation = run.observe()
-            usable = not run.hung
-        finally:
-            if not usable:
-                _end(self._kept.pop(connecting))
-        return observation
+        if run.hung:
+            _end(self._kept.pop(connecting))
+        return run
 
     def close(self) -> None:
         """End the processes that are kept."""
@@ -163,7 +165,12 @@ def _end(processes: list[_Process]) -> None:
 
 
 class _Run:
-    """One program."""
+    """A program and its epilogue, which have run.
+
+    Attributes:
+      hung: an end did not answer; its process is not usable.
+      observation: what both ends observed.
+    """
 
     def __init__(self, program: Program, ends: list[_Process], smc: bool) -> None:
         self._program = program
@@ -171,10 +178,11 @@ class _Run:
         self._smc = smc
         self._lines: list[Line] = []
         self._step = -1
+        self._incomplete = [True, True]  # a send of `LARGE` bytes of that end has not returned
         self.hung = False
+        self.observation = self._observe()
 
-    def observe(self) -> Observation:
-        """Run the program and its epilogue."""
+    def _observe(self) -> Observation:
         try:
             self._open()
             for step in self._program.steps:
@@ -294,7 +302,6 @@ class _Run:
                 continue
             end.channel.send("finish")
             arrived.append(end.channel.receive())
-        self._incomplete = [False, False]
         for number in range(2):
             done = {
                 (line.step, line.position)
@@ -327,12 +334,11 @@ class _Run:
         lines = sorted(self._lines, key=lambda line: line[:3])
         if self._program.kind != "full":
             return tuple(lines)
-        incomplete = getattr(self, "_incomplete", [True, True])
         return tuple(
             line._replace(
                 at=0,
                 result=line.result.split()[0]
-                if incomplete[1 - line.end] and line.result.startswith(("read ", "peeked "))
+                if self._incomplete[1 - line.end] and line.result.startswith(("read ", "peeked "))
                 else line.result,
             )
             for line in lines
