@@ -115,6 +115,8 @@ def name_of(error: BaseException) -> str:
         return errno.errorcode.get(error.errno, str(error.errno))
     name = type(error).__name__
     cause = error.__cause__
+    if cause is error:
+        return f"{name} from itself"
     return name if cause is None else f"{name} from {name_of(cause)}"
 
 

@@ -131,25 +131,28 @@ class Comparison:
 
     Args:
       transports: of the observations that are compared: by default of TCP and SMC-R.
+
+    Attributes:
+      tcp, smc: run a program over one of them.
     """
 
     def __init__(self, transports: tuple[Transport, Transport] = ("TCP", "SMC-R")) -> None:
         contexts = make_contexts()
-        self._tcp, self._smc = (Runner(name == "SMC-R", contexts) for name in transports)
+        self.tcp, self.smc = (Runner(name == "SMC-R", contexts) for name in transports)
         self.result = Result()
         self._known: set[Kind] = set()
 
     def close(self) -> None:
         """End the processes."""
-        self._tcp.close()
-        self._smc.close()
+        self.tcp.close()
+        self.smc.close()
 
     def check(self, program: Program) -> None:
         """Raise Difference for an observation over SMC-R that TCP does not show."""
-        tcp, smc = self._tcp.run(program), self._smc.run(program)
-        if smc == tcp or smc in {self._tcp.run(program) for _ in range(_MORE_TCP)}:
+        tcp, smc = self.tcp.run(program), self.smc.run(program)
+        if smc == tcp or smc in {self.tcp.run(program) for _ in range(_MORE_TCP)}:
             return
-        if all(self._smc.run(program) == tcp for _ in range(_MORE_SMC)):
+        if all(self.smc.run(program) == tcp for _ in range(_MORE_SMC)):
             self.result.once.append(Difference(program, tcp, smc, "once:"))
             return
         difference = Difference(program, tcp, smc)
@@ -167,7 +170,7 @@ class Comparison:
         wrong = []
         for each in LISTED:
             program = Program.from_data(each.example)
-            tcp, smc = self._tcp.run(program), self._smc.run(program)
+            tcp, smc = self.tcp.run(program), self.smc.run(program)
             if smc == tcp:
                 wrong.append(f"no longer so: {each.name}; remove it here and in docs/programs.md")
             elif not each.explains(program, tcp, smc):
@@ -178,19 +181,24 @@ class Comparison:
     def note(self, difference: Difference) -> None:
         """Confirm a difference and keep it; its kind is only counted from now on."""
         program = difference.program
-        tcp = Counter(self._tcp.run(program) for _ in range(_CONFIRMATIONS))
-        smc = Counter(self._smc.run(program) for _ in range(_CONFIRMATIONS))
+        tcp = Counter(self.tcp.run(program) for _ in range(_CONFIRMATIONS))
+        smc = Counter(self.smc.run(program) for _ in range(_CONFIRMATIONS))
         different = sum(count for seen, count in smc.items() if seen not in tcp)
         difference.times = f"{different} of {_CONFIRMATIONS} times:"
         self._known.add(difference.kind)
         self.result.differences.append(difference)
 
-    def batch(self, number: int, seed: int, size: int) -> None:
-        """Draw and compare ``size`` programs, and shrink what differs."""
+    def batch(self, number: int, seed: int, size: int, *, most: int | None = None) -> None:
+        """Draw and compare ``size`` programs, and shrink what differs.
+
+        Args:
+          number: of the batch: it chooses the programs, and their kind.
+          most: stop after so many differences.
+        """
         if number % _SLOW_EVERY in (_CONNECTING, _PROCESSES):
             size = -(-size // _SLOW_SHARE)
         left, attempt = size, 0
-        while left > 0:
+        while left > 0 and len(self.result.differences) != most:
             left -= self._draw(left, f"{seed}/{number}/{attempt}", number)
             attempt += 1
 
