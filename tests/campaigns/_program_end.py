@@ -94,7 +94,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndSettings:
-    """What the process of an end needs to know.
+    """The settings of the process of an end.
 
     Attributes:
       number: 0 is the server, 1 the client.
@@ -238,11 +238,11 @@ class Connection:
                     self._end.activity += 1
                     task.has_some = True
                     if not data:
-                        task.say(self._end.describe(before))
+                        task.record(self._end.describe(before))
                         return "end"
                     self._end.note_received(data)
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
-            task.say(self._end.describe(before))
+            task.record(self._end.describe(before))
             raise
         finally:
             task.collect = None
@@ -327,7 +327,7 @@ class Task:
         self.has_some = False
         self.connects = False
 
-    def say(self, result: str) -> None:
+    def record(self, result: str) -> None:
         """Note a result of the operation at `position`."""
         self._end.activity += 1
         self._end.results.append((self.number, self.position, result))
@@ -347,7 +347,7 @@ class Task:
                     result = await getattr(connection, name)(argument, self)
                 except Exception as error:
                     result = name_of(error)
-            self.say(result)
+            self.record(result)
             # A task that this operation has woken runs now: with amortised checkpoints the
             # operation need not have let it run (docs/programs.md).
             for _ in range(_TURNS):

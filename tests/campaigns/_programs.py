@@ -93,7 +93,7 @@ class Program:
         return any(step.action in PROCESS_STEPS for step in self.steps)
 
     def as_data(self) -> list[Any]:
-        """What `from_data` takes; JSON has it."""
+        """The program as lists, for JSON and `from_data`."""
         return [
             list(self.styles),
             self.kind,

@@ -101,7 +101,7 @@ def _word(result: str) -> str:
 
 @dataclass
 class Result:
-    """What a campaign found.
+    """The findings of a campaign.
 
     Attributes:
       programs: that were drawn; more were run.
