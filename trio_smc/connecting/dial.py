@@ -33,7 +33,12 @@ import trio
 from trio.socket import from_stdlib_socket
 
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.host.addresses import is_same_host, plain_address, source_address
+from trio_smc.host.addresses import (
+    is_same_host,
+    plain_address,
+    reached_address,
+    source_address,
+)
 from trio_smc.host.private_directory import is_named
 from trio_smc.host.tcp import close_with_reset
 from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Found
@@ -50,12 +55,16 @@ _REMEMBERED = 256  # numeric addresses looked up last
 _PORTS_TRIED = 32  # for one connection, before it is TCP
 _PORTS_BOUND = 256  # likewise, where that is all that it takes to see that a port is taken
 _PORTS_SHARED = 1024  # likewise, where the kernel finds none
-_PLACE_PATIENCE = 1.0  # how long to wait until an announcement may be made, seconds
 _PORTS_KNOWN = 10.0  # how long the system's range of ports is taken for granted, seconds
+_FASTOPEN_CONNECT = getattr(stdlib_socket, "TCP_FASTOPEN_CONNECT", 30)
 _IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
 _USUAL_PORTS = 32768, 60999
 _RANGE = struct.Struct("=I")  # the last in the upper half
-_DIRECTORY = FallbackReason.OTHER_USER, FallbackReason.DIRECTORY_UNUSABLE
+_DIRECTORY = (
+    FallbackReason.OTHER_USER,
+    FallbackReason.DIRECTORY_UNUSABLE,
+    FallbackReason.DIRECTORY_FULL,
+)
 Target = tuple[int, int, int, Any]
 """Family, type, protocol and address of a socket to be connected."""
 
@@ -250,7 +259,7 @@ async def _connect_one(
     family, kind, protocol, address = target
     # Not by `trio.socket.socket`, which may be asked for sockets that come here again.
     plain = stdlib_socket.socket(family, kind, protocol)
-    peer = (plain_address(address[0]), address[1])
+    peer = (reached_address(address[0], local), address[1])
     attempt = Attempt(from_stdlib_socket(plain), named, peer, bare=plain, plain=plain)
     await connect_attempt(stack, attempt, address, local, config)
     return attempt
@@ -288,6 +297,7 @@ async def connect_attempt(
         source = await _announced_source(stack, attempt, address, local, config)
         # A reason is a string too.
         if isinstance(source, str) and not isinstance(source, FallbackReason):
+            _send_syn_at_once(attempt)
             if bound:
                 await _announce(stack, attempt, config)
             elif await _connect_announced(
@@ -296,6 +306,8 @@ async def connect_attempt(
                 return
         else:
             attempt.announcement = source
+        if attempt.offers or attempt.assumed(config):
+            _send_syn_at_once(attempt)
         if local is not None and not bound:
             with stack.call():
                 await _bind(attempt, local, numeric=False)
@@ -314,6 +326,15 @@ async def connect_attempt(
     except BaseException:
         attempt.close()
         raise
+
+
+def _send_syn_at_once(attempt: Attempt) -> None:
+    """Switch TCP_FASTOPEN_CONNECT off: connect(2) would send the SYN with the first data only, and
+    over SMC-R no data follows."""
+    if attempt.plain is None:  # otherwise the socket is new
+        with contextlib.suppress(OSError):
+            if attempt.sock.getsockopt(stdlib_socket.IPPROTO_TCP, _FASTOPEN_CONNECT):
+                attempt.sock.setsockopt(stdlib_socket.IPPROTO_TCP, _FASTOPEN_CONNECT, 0)
 
 
 async def _connect_announced(
@@ -428,7 +449,7 @@ async def _announce(
         attempt.here = plain_address(name[0])
     if stack.discovery.is_full:
         with stack.call():
-            await stack.discovery.wait_for_place(trio.current_time() + _PLACE_PATIENCE)
+            await stack.discovery.wait_for_place(required=config.require_smc)
     attempt.announcement = stack.discovery.announce(
         source,
         attempt.peer,
@@ -528,6 +549,8 @@ async def _announced_source(
     if attempt.assumed(config):
         return None
     host, port = address[0], address[1]
+    if plain_address(host) != attempt.peer[0]:
+        host = attempt.peer[0]  # a wildcard address, which stands for this host
     source = local or source_address(host, port)
     try:
         plain = plain_address(source or "")
@@ -554,6 +577,8 @@ async def _announced_source(
         attempt.route = choose_route(stack, config, plain, attempt.peer, attempt.named)
         reason = attempt.route.reason
     if reason is not None:
+        if reason is FallbackReason.SHORT_CONNECTIONS and here:
+            stack.discovery.mark_short(plain, attempt.peer)
         return reason if unproven is FallbackReason.PEER_NOT_CAPABLE else unproven
     if config.discovery == "tcp-option" or not here:
         attempt.offers = True

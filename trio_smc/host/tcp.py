@@ -17,6 +17,7 @@ __all__ = [
     "has_news",
     "has_urgent_byte",
     "is_established",
+    "is_open",
     "resets_on_close",
     "unread_bytes",
     "unsent_bytes",
@@ -64,6 +65,14 @@ def has_news(sock: trio.socket.SocketType | socket.socket) -> bool:
 def is_established(sock: trio.socket.SocketType | socket.socket) -> bool:
     """True if a TCP connection is open in both directions.  Raises OSError if it is closed."""
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+
+
+def is_open(sock: trio.socket.SocketType | socket.socket) -> bool:
+    """As `is_established`, and False for a socket that is closed."""
+    try:
+        return is_established(sock)
+    except OSError:
+        return False
 
 
 def has_urgent_byte(sock: trio.socket.SocketType) -> bool:

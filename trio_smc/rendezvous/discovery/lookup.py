@@ -46,6 +46,8 @@ _LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks for listeners that may have been killed, which changes no directory."""
 _PROOF_HOLDS: Final = 10.0  # how long a proof counts, seconds
 _DISPROOF_HOLDS: Final = 60.0  # how long it counts that no process accepted a connection, seconds
+_SILENCE_HOLDS: Final = 60.0  # how long it counts that no listener has answered, seconds
+_MOST_SILENCES: Final = 256  # addresses where that is so
 
 AnySocket = trio.socket.SocketType | socket.socket
 
@@ -101,6 +103,25 @@ class Found:
         return not math.isinf(self.until)
 
 
+class _Silence:
+    """No listener has answered for a connection to an address.
+
+    Attributes:
+      reason: why.
+      names: of the listeners that did not answer.
+      stamps: of the directories where they were found.
+      until: when this ends to count.
+    """
+
+    __slots__ = ("names", "reason", "stamps", "until")
+
+    def __init__(self, found: Found, reason: FallbackReason) -> None:
+        self.reason = reason
+        self.names: frozenset[str] = frozenset(found.names)
+        self.stamps: directory.Stamps = found.stamps
+        self.until: float = trio.current_time() + _SILENCE_HOLDS
+
+
 class Lookups:
     """The listeners of the TCP addresses that one stack has connected to.
 
@@ -122,6 +143,8 @@ class Lookups:
         self._namespaces: dict[bytes, str] = {}
         self.known: dict[tuple[str, str, int], Found] = {}
         self.elsewhere: dict[tuple[str, str, str, int], Found] = {}
+        # By namespace, address and port; the oldest first.
+        self._silences: dict[tuple[str, str, int], _Silence] = {}
 
     def namespace(self, sock: AnySocket | None) -> str:
         """The name of a socket's network namespace in the directories."""
@@ -186,6 +209,62 @@ class Lookups:
                 found.reason = FallbackReason.OTHER_USER
             else:
                 found.add(each)
+
+    def has_listeners(self, namespace: str) -> bool:
+        """True if any address of a network namespace has a listener in the private directory.
+
+        Raises DirectoryUnusable, OSError.
+        """
+        try:
+            root = PrivateDirectory.open(self._private, create=False)
+        except FileNotFoundError:
+            return False
+        with contextlib.closing(root):
+            for path in directory.namespace_paths(root, namespace):
+                with (
+                    contextlib.suppress(FileNotFoundError),
+                    contextlib.closing(root.below(path)) as below,
+                ):
+                    if below.entries():
+                        return True
+        return False
+
+    def note_silence(
+        self, found: Found, destination: tuple[str, int], reason: FallbackReason
+    ) -> None:
+        """No listener of an address has answered: see `silence`."""
+        key = (found.namespace, *destination)
+        self._silences.pop(key, None)
+        if len(self._silences) >= _MOST_SILENCES:
+            del self._silences[next(iter(self._silences))]
+        self._silences[key] = _Silence(self.known.get(key, found), reason)
+
+    def forget_silence(self, found: Found, destination: tuple[str, int]) -> None:
+        """A listener of an address has answered."""
+        if self._silences:
+            self._silences.pop((found.namespace, *destination), None)
+
+    def silence(
+        self, found: Found, source: str, destination: tuple[str, int]
+    ) -> FallbackReason | None:
+        """Why no listener has answered for a connection to this address within the last minute.
+
+        None: that is unknown, or another listener has come since.
+
+        Raises DirectoryUnusable, OSError.
+        """
+        noted = self._silences.get((found.namespace, *destination)) if self._silences else None
+        if noted is None:
+            return None
+        if trio.current_time() < noted.until:
+            if noted.stamps.unchanged():
+                return noted.reason
+            found = self.look(found.namespace, source, destination)
+            if found.names <= noted.names:
+                noted.stamps = found.stamps
+                return noted.reason
+        self.forget_silence(found, destination)
+        return None
 
     def may_answer(self, found: Found, source: str, destination: tuple[str, int]) -> Found:
         """Those of the listeners of ``found`` that are alive, and others that have come since.
