@@ -13,7 +13,13 @@ import trio
 
 from trio_smc._base.errors import SmcUnavailable
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
-from trio_smc.connecting.dial import Attempt, DialHost, connect_attempt, connect_tcp
+from trio_smc.connecting.dial import (
+    Attempt,
+    DialHost,
+    connect_again,
+    connect_attempt,
+    connect_tcp,
+)
 from trio_smc.connecting.established import HandshakeHost, established_stream
 from trio_smc.host.addresses import (
     Prefix,
@@ -186,6 +192,8 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         deadline = trio.current_time() + config.handshake_timeout
         refusal = await announcement.accepted(deadline)
         if refusal is not None:
+            if announcement.is_lost and await connect_again(stack, attempt, config):
+                return await _negotiate(stack, attempt, config)
             return _discovery_failed(refusal, by_peer=True)
         mismatch = announcement.mismatch(rnic.kind)
         if mismatch is not None:

@@ -40,7 +40,7 @@ from trio_smc.host.addresses import (
     source_address,
 )
 from trio_smc.host.private_directory import is_named
-from trio_smc.host.tcp import close_with_reset
+from trio_smc.host.tcp import close_with_reset, disconnect
 from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Found
 from trio_smc.stack.policy import Route, RouteHost, choose_route
 
@@ -49,13 +49,23 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.discovery.same_host import Discovery
     from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 
-__all__ = ["Attempt", "DialHost", "Target", "connect_attempt", "connect_tcp", "numeric_targets"]
+__all__ = [
+    "Attempt",
+    "DialHost",
+    "Target",
+    "connect_again",
+    "connect_attempt",
+    "connect_tcp",
+    "numeric_targets",
+]
 
 _REMEMBERED = 256  # numeric addresses looked up last
 _PORTS_TRIED = 32  # for one connection, before it is TCP
 _PORTS_BOUND = 256  # likewise, where that is all that it takes to see that a port is taken
 _PORTS_SHARED = 1024  # likewise, where the kernel finds none
 _PORTS_KNOWN = 10.0  # how long the system's range of ports is taken for granted, seconds
+_CONNECT_TIME = 127.0  # seconds that TCP tries to connect (net.ipv4.tcp_syn_retries)
+_LOST_PATIENCE = 1.0  # seconds for which lost connections are made again, before one is TCP
 _FASTOPEN_CONNECT = getattr(stdlib_socket, "TCP_FASTOPEN_CONNECT", 30)
 _IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
 _USUAL_PORTS = 32768, 60999
@@ -96,6 +106,8 @@ class Attempt:
       plain: the same when it was made here, so that nobody has set an option or bound it.
       clc_begun: CLC messages were exchanged.
       cancelled: given up as the stack was closed.
+      address, local: the arguments of `connect_attempt`.
+      began: when that was called for the first time, as `trio.current_time`.
     """
 
     sock: trio.socket.SocketType
@@ -110,6 +122,9 @@ class Attempt:
     plain: stdlib_socket.socket | None = None
     clc_begun: bool = False
     cancelled: bool = False
+    address: Any = None
+    local: str | None = None
+    began: float = 0.0
 
     def assumed(self, config: Config) -> bool:
         """Whether the peer is known to speak SMC-R without being asked."""
@@ -293,6 +308,8 @@ async def connect_attempt(
     """Announce and connect; ``local``: the address to connect from.  A socket of the caller's is
     bound to it."""
     bound = attempt.plain is None and local is not None
+    if attempt.address is None:
+        attempt.address, attempt.local, attempt.began = address, local, trio.current_time()
     try:
         source = await _announced_source(stack, attempt, address, local, config)
         # A reason is a string too.
@@ -326,6 +343,20 @@ async def connect_attempt(
     except BaseException:
         attempt.close()
         raise
+
+
+async def connect_again(stack: DialHost, attempt: Attempt, config: Config) -> bool:
+    """Connect once more, because the server's kernel has lost the connection; False: too late.
+
+    On an error the socket is closed.
+    """
+    patience = _CONNECT_TIME if config.require_smc else _LOST_PATIENCE
+    if trio.current_time() >= attempt.began + patience or not disconnect(attempt.sock):
+        return False
+    attempt.announcement, attempt.here = None, None
+    attempt.offers, attempt.route, attempt.elsewhere = False, None, None
+    await connect_attempt(stack, attempt, attempt.address, attempt.local, config)
+    return True
 
 
 def _send_syn_at_once(attempt: Attempt) -> None:

@@ -46,6 +46,7 @@ from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.connecting.accept import Arrival
 from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
+from trio_smc.host.tcp import backlog
 from trio_smc.rnic.spinner import AcceptSpin
 from trio_smc.streams.rdma_stream import RdmaStream
 
@@ -81,6 +82,9 @@ Chosen; no measurement is recorded."""
 _LEAVE_TO_OTHERS: Final = 0.02
 """Seconds that a connection waits for another process to accept it, if no task of this program
 waits for a connection.  Chosen."""
+_LEAST_BACKLOG: Final = 4096
+"""Connections that may wait in the kernel at least; net.core.somaxconn, whose default is the same,
+may limit it further.  Chosen."""
 _DEFER_ACCEPT: Final = (stdlib_socket.IPPROTO_TCP, getattr(stdlib_socket, "TCP_DEFER_ACCEPT", 9))
 _HANDSHAKES_PER_STREAM: Final = 4
 """Handshakes under way for each stream that may wait for `accept`.  Chosen; no measurement is
@@ -177,6 +181,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._wanted = trio.Event()  # a task waits for a connection
         self.deferral = 0
         self.take_deferral()
+        self._raise_backlog()
         if not invited_only or config.discovery != "auto":
             self._invited.set()
         self.publication: Publication = self._publish()
@@ -263,6 +268,17 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if seconds:
             self.socket.setsockopt(*_DEFER_ACCEPT, 0)
             self.deferral = seconds
+
+    def _raise_backlog(self) -> None:
+        """Let more connections wait in the kernel.
+
+        If the backlog is full, the kernel drops the client's last ACK.  Over TCP the client's first
+        data repeats it.  A client that waits for this side's answer sends no data, and would wait
+        for the repeated SYN-ACK, a second or more.
+        """
+        with contextlib.suppress(OSError):
+            if sys.platform == "linux" and backlog(self.socket) < _LEAST_BACKLOG:
+                self.socket.listen(_LEAST_BACKLOG)
 
     async def _wait_for_change(self) -> None:
         """Wait for a stream or the end of the listener. Raises the listener's pending error."""

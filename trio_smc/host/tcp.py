@@ -11,8 +11,10 @@ import sys
 import trio
 
 __all__ = [
+    "backlog",
     "carried_bytes",
     "close_with_reset",
+    "disconnect",
     "end_waits",
     "has_news",
     "has_urgent_byte",
@@ -30,6 +32,7 @@ if sys.platform == "linux":  # on other systems every connection is TCP and need
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
+_BACKLOG = struct.Struct("=28xI")  # of struct tcp_info, for a listening socket: tcpi_sacked
 _CARRIED = struct.Struct("=B127xQ8xI52xQQ")
 """Of struct tcp_info (linux/tcp.h, since Linux 4.19): tcpi_state, bytes_received, notsent_bytes,
 bytes_sent, bytes_retrans."""
@@ -43,6 +46,20 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     sock.close()
+
+
+def backlog(sock: trio.socket.SocketType | socket.socket) -> int:
+    """How many connections may wait to be accepted; of a listening socket.  Raises OSError."""
+    return int(_BACKLOG.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32))[0])
+
+
+def disconnect(sock: trio.socket.SocketType | socket.socket) -> bool:
+    """Reset a connection, and leave the socket open, to be connected again (connect(2),
+    AF_UNSPEC); False if this cannot be done."""
+    import ctypes  # takes milliseconds, and is seldom needed
+
+    connect = ctypes.CDLL(None, use_errno=True).connect
+    return bool(sock.fileno() >= 0 and connect(sock.fileno(), bytes(16), 16) == 0)
 
 
 def end_waits(sock: trio.socket.SocketType | socket.socket) -> None:

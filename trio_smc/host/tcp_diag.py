@@ -64,6 +64,10 @@ class FarEnd(Enum):
     namespace."""
     MISSING = "missing"
     """No socket of this network namespace has these addresses."""
+    LOST = "lost"
+    """The server's kernel knows nothing of the connection: it answered with a SYN cookie, and had
+    no room in the listener's backlog when the last ACK came.  `far_end` returns MISSING, since only
+    its caller may know that the address leads to the listener."""
     OPENING = "opening"
     """The server's kernel has not taken the last ACK: the listener's backlog was full, or the
     listener waits for data (TCP_DEFER_ACCEPT)."""

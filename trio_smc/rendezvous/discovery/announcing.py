@@ -25,12 +25,15 @@ kernel shows where the server's end is (`trio_smc.host.tcp_diag`).  The client g
 - soon after a process has accepted the connection, because a listener that speaks SMC-R answers in
   the same pass of its scheduler;
 - after `Announcer.patience_for`, at most a second, if the connection waits in a backlog;
+- at once if the listener's kernel knows nothing of the connection, because it sent a SYN cookie and
+  dropped the client's last ACK.  Only data, which repeats that ACK, would open the connection then;
+  so the client connects again, or sends its data over TCP (`Announcement.is_lost`);
 - a little later if the listener's kernel has not taken the client's last ACK, because its backlog
   was full.  The kernel then repeats its SYN-ACK a second after the first one (RFC 6298, 5.7).
 
-If the client takes SMC-R or nothing, it waits in the last two cases as long as TCP itself waits for
-a connection.  In each case no other connection to that address is announced for a minute, unless
-another listener comes or an answer.
+If the client takes SMC-R or nothing, it waits for a backlog as long as TCP itself waits for a
+connection.  Unless the connection was lost, no other one to that address is announced for a minute,
+or until another listener comes or an answer.
 """
 
 from __future__ import annotations
@@ -103,6 +106,7 @@ _DESCRIPTOR_SHARE: Final = 4  # and at most the process's limit of descriptors d
 _SILENT: Final = {
     FarEnd.UNKNOWN: FallbackReason.PEER_NOT_CAPABLE,
     FarEnd.MISSING: FallbackReason.PATH_NOT_PROVEN,
+    FarEnd.LOST: FallbackReason.NOT_ACCEPTED,
     FarEnd.OPENING: FallbackReason.NOT_ACCEPTED,
     FarEnd.QUEUED: FallbackReason.NOT_ACCEPTED,
     FarEnd.ACCEPTED: FallbackReason.PEER_NOT_CAPABLE,
@@ -118,12 +122,13 @@ class Announcement:
     Attributes:
       name: of its socket.
       found: the listeners that may answer.
+      is_lost: True if the server's kernel knows nothing of the connection (`FarEnd.LOST`).
       source, destination: the address that the connection comes from; address and port where to.
     """
 
     __slots__ = (
         "_acceptance", "_committed", "_ignored", "_owner", "_refusal", "_required", "_sock",
-        "_tcp", "destination", "found", "name", "source",
+        "_tcp", "destination", "found", "is_lost", "name", "source",
     )  # fmt: skip
 
     def __init__(
@@ -139,6 +144,7 @@ class Announcement:
     ) -> None:
         self._owner = owner
         self._required = required
+        self.is_lost: bool = False
         self._sock = sock
         self.name: str = name
         self.found: Found = found
@@ -180,6 +186,8 @@ class Announcement:
             return None
         if self._refusal is not None:
             return self._refusal.reason
+        if self.is_lost:
+            return _SILENT[FarEnd.LOST]
         if silence is not None and not self.found.is_elsewhere:
             self._owner.note_silence(self, silence)
             return silence
@@ -226,6 +234,9 @@ class Announcement:
             if found is not far:
                 far, since = found, now
             limit = self._last_moment(far, began, since, deadline)
+            if far is FarEnd.LOST:
+                self.is_lost = True
+                return None
             if now >= limit:
                 return _SILENT[far] if limit != deadline else None
             if far is FarEnd.QUEUED:
@@ -237,8 +248,16 @@ class Announcement:
         if self._tcp is None or self.found.is_elsewhere:
             return FarEnd.UNKNOWN  # the kernel shows one network namespace only
         found = far_end(self._tcp)
-        if found is FarEnd.MISSING and has_news(self._tcp):
+        if found is not FarEnd.MISSING:
+            return found
+        if has_news(self._tcp):
             return FarEnd.ACCEPTED  # and closed meanwhile
+        # Without connection tracking nothing translates the connection.
+        is_plain = original_destination(self._tcp) is None
+        if is_plain or (
+            self._owner.has_answered(self.destination) and not has_local_end(self._tcp)
+        ):
+            return FarEnd.LOST
         return found
 
     def _reason_for_news(self, tcp: AnySocket) -> FallbackReason | None:
@@ -253,7 +272,7 @@ class Announcement:
         deadline: of the caller.
         """
         required = self._required
-        if far is FarEnd.MISSING:
+        if far in (FarEnd.MISSING, FarEnd.LOST):
             return since
         if far is FarEnd.ACCEPTED:
             patience = _MOST_PATIENCE if required else _ACCEPTED_PATIENCE
@@ -557,6 +576,11 @@ class Announcer:
         if usual is None:
             return _MOST_PATIENCE
         return min(max(_USUAL_ANSWERS * usual, _LEAST_PATIENCE), _MOST_PATIENCE)
+
+    def has_answered(self, destination: tuple[str, int]) -> bool:
+        """True if a listener of this address has answered, after a wait, so the address leads to
+        it."""
+        return destination in self._usual
 
     def note_answer(self, destination: tuple[str, int], seconds: float) -> None:
         """A listener has answered for a connection so many seconds after it was open."""
