@@ -159,13 +159,9 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
 
 async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> RdmaStream | Fallback:
     sock, announcement = attempt.sock, attempt.announcement
-    if attempt.offers:
-        reason = stack.tcp_option.answer(sock)
-        if reason is not None:
-            return Fallback.local(_translated(stack, attempt, reason))
-    elif not isinstance(announcement, Announcement) and not attempt.assumed(config):
-        reason = announcement or FallbackReason.PEER_NOT_CAPABLE
-        return _discovery_failed(_translated(stack, attempt, reason))
+    unable = _peer_unable(stack, attempt, config)
+    if unable is not None:
+        return unable
     here = attempt.here or plain_address(sock.getsockname()[0])
     route = attempt.route
     if route is None or route.local != here or not route.is_usable(stack):
@@ -218,6 +214,18 @@ def _translated(stack: ConnectHost, attempt: Attempt, reason: FallbackReason) ->
     if reason in _NO_SUCH_PEER and stack.discovery.leads_to_listener(attempt.sock, attempt.peer):
         return FallbackReason.PATH_NOT_PROVEN
     return reason
+
+
+def _peer_unable(stack: ConnectHost, attempt: Attempt, config: Config) -> Fallback | None:
+    """The fallback if no server is known that speaks SMC-R; otherwise None."""
+    announcement = attempt.announcement
+    if attempt.offers:
+        reason = stack.tcp_option.answer(attempt.sock)
+        return None if reason is None else Fallback.local(_translated(stack, attempt, reason))
+    if isinstance(announcement, Announcement) or attempt.assumed(config):
+        return None
+    reason = announcement or FallbackReason.PEER_NOT_CAPABLE
+    return _discovery_failed(_translated(stack, attempt, reason))
 
 
 async def _decline(

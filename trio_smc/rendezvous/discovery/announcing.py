@@ -172,12 +172,12 @@ class Announcement:
         sides stay on TCP.
         """
         spinner = self._owner.spinner
-        silence = None
+        silence, began = None, trio.current_time()
         arrived = self._has_arrived() or spinner.until(self._has_arrived, soon=True)
         if not (arrived and self._receive()):
             spinner.sleeping += 1
             try:
-                silence = await self._wait(deadline)
+                silence = await self._wait(began, deadline)
             finally:
                 spinner.sleeping -= 1
         if self._acceptance is not None or self.withdraw():
@@ -189,7 +189,9 @@ class Announcement:
         if self.is_lost:
             return _SILENT[FarEnd.LOST]
         if silence is not None and not self.found.is_elsewhere:
-            self._owner.note_silence(self, silence)
+            # A listener that answers others meanwhile is busy, and answers the next ones.
+            if not self._owner.has_answered(self.destination, began):
+                self._owner.note_silence(self, silence)
             return silence
         return self.found.disprove()
 
@@ -205,12 +207,13 @@ class Announcement:
             return FallbackReason.VERSION_MISMATCH
         return None
 
-    async def _wait(self, deadline: float) -> FallbackReason | None:
+    async def _wait(self, began: float, deadline: float) -> FallbackReason | None:
         """Wait until there is an answer, none can come any more, or another task closes this.
+
+        began: when the connection was open.
 
         Returns why there is none, if that holds for other connections to the address, too.
         """
-        began = trio.current_time()
         pause = _FIRST_CHECK
         # Where the server's end was at the last check, and since when.
         far, since = FarEnd.UNKNOWN, began
@@ -391,7 +394,8 @@ class Announcer:
         self._marked: dict[tuple[str, tuple[str, int]], float] = {}  # when, by both addresses
         # By address: if it is translated to one of this host, and until when that counts.
         self._translated: dict[tuple[str, int], tuple[bool, float]] = {}
-        self._usual: dict[tuple[str, int], float] = {}  # seconds until an answer, by address
+        # By address: seconds until an answer, and when the last one came.
+        self._usual: dict[tuple[str, int], tuple[float, float]] = {}
         self._open = 0
         self._most_open = _most_open()
         self._places = trio.lowlevel.ParkingLot()
@@ -572,22 +576,26 @@ class Announcer:
 
     def patience_for(self, destination: tuple[str, int]) -> float:
         """Seconds that a connection to an address may wait in a backlog."""
-        usual = self._usual.get(destination)
-        if usual is None:
+        known = self._usual.get(destination)
+        if known is None:
             return _MOST_PATIENCE
-        return min(max(_USUAL_ANSWERS * usual, _LEAST_PATIENCE), _MOST_PATIENCE)
+        return min(max(_USUAL_ANSWERS * known[0], _LEAST_PATIENCE), _MOST_PATIENCE)
 
-    def has_answered(self, destination: tuple[str, int]) -> bool:
-        """True if a listener of this address has answered, after a wait, so the address leads to
-        it."""
-        return destination in self._usual
+    def has_answered(self, destination: tuple[str, int], since: float = -math.inf) -> bool:
+        """True if a listener of this address has answered after a wait.
+
+        since: the answer came later than that, as `trio.current_time`.
+        """
+        known = self._usual.get(destination)
+        return known is not None and known[1] > since
 
     def note_answer(self, destination: tuple[str, int], seconds: float) -> None:
         """A listener has answered for a connection so many seconds after it was open."""
         usual = self._usual
         if len(usual) >= _MOST_HISTORIES:
             usual.clear()
-        usual[destination] = max(seconds, _USUAL_DECAY * usual.get(destination, 0.0))
+        before, _ = usual.get(destination, (0.0, 0.0))
+        usual[destination] = max(seconds, _USUAL_DECAY * before), trio.current_time()
 
     def wake_listener(self, announcement: Announcement) -> None:
         """A connection waits in the backlog, perhaps of a listener of the same stack."""
