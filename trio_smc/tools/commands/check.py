@@ -88,7 +88,6 @@ _EXPLAINED_BY_LISTENER: Final = (
     FallbackReason.PEER_NOT_CAPABLE,
     FallbackReason.OTHER_USER,
     FallbackReason.PATH_NOT_PROVEN,
-    FallbackReason.NOT_ACCEPTED,
     FallbackReason.NO_RNIC,
 )
 """Local reasons whose cause may be the listener's process, which is examined then."""
