@@ -253,7 +253,7 @@ class Announcement:
         found = far_end(self._tcp)
         if found is not FarEnd.MISSING:
             return found
-        if has_news(self._tcp):
+        if not is_open(self._tcp):
             return FarEnd.ACCEPTED  # and closed meanwhile
         # Without connection tracking nothing translates the connection.
         is_plain = original_destination(self._tcp) is None
@@ -265,7 +265,10 @@ class Announcement:
 
     def _reason_for_news(self, tcp: AnySocket) -> FallbackReason | None:
         """A process that speaks before the client does not speak SMC-R; an end shows nothing."""
-        return FallbackReason.PEER_NOT_CAPABLE if is_open(tcp) else None
+        if not is_open(tcp):
+            return None
+        is_missing = self._find_far_end() is FarEnd.MISSING
+        return _SILENT[FarEnd.MISSING if is_missing else FarEnd.ACCEPTED]
 
     def _last_moment(self, far: FarEnd, began: float, since: float, deadline: float) -> float:
         """When to stop waiting.
