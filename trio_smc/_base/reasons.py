@@ -263,8 +263,8 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.NOT_ACCEPTED: _Explanation(
         "the listening process has not accepted the connection in time",
-        "check that this process runs and accepts: it may be stopped, busy, or wait for data first "
-        "(TCP_DEFER_ACCEPT); or raise its backlog",
+        "check that this process runs and accepts: it may be stopped, busy, or have set "
+        "TCP_DEFER_ACCEPT",
         Diagnosis.PEER_NOT_CAPABLE,
     ),
     FallbackReason.LOCAL_VERSION_MISMATCH: _Explanation(

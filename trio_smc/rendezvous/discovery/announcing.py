@@ -511,6 +511,7 @@ class Announcer:
             return
         if len(self._marked) >= _MOST_HISTORIES:
             self._marked.clear()
+            self.names.remove_marks()
         self._marked[key] = now
         with contextlib.suppress(DirectoryUnusable, OSError):
             name = messages.four_tuple((source, 0), key[1])

@@ -115,6 +115,7 @@ class Names:
 
     def __init__(self, private: Path) -> None:
         self._private = private
+        self._marks: set[str] = set()
         self._own: PrivateDirectory | None = None  # this user's directory of names
         self._path = ""  # where it is
         self._root: PrivateDirectory | None = None  # the private directory, if a group shares it
@@ -222,6 +223,13 @@ class Names:
         flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(_MARK + name, flags, 0o600, dir_fd=directory.descriptor), "wb") as file:
             os.utime(file.fileno())
+        self._marks.add(name)
+
+    def remove_marks(self) -> None:
+        """Remove the marks that were set.  Other clients set theirs again when they need them."""
+        for name in self._marks:
+            self.remove(_MARK + name)
+        self._marks.clear()
 
     def has(self, name: str) -> bool:
         """True if a name of this user is still there."""
