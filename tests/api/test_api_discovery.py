@@ -40,7 +40,7 @@ from tests.api.api_peers import (
 from tests.peers import check_echo, echo
 from tests.timing import PATIENCE
 from trio_smc import Config, Fallback, FallbackReason, Mode, SmcListener, SmcStream, Stack
-from trio_smc.rendezvous.discovery import tcp_option
+from trio_smc.rendezvous.discovery import lookup, tcp_option
 from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.wire import clc
 
@@ -90,8 +90,9 @@ class ReusePort(trio.abc.SocketFactory):
         return trio.socket.from_stdlib_socket(sock)
 
 
-async def test_a_port_shared_with_a_plain_tcp_process() -> None:
+async def test_a_port_shared_with_a_plain_tcp_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the process that accepts a connection answers; the plain process gets no CLC byte."""
+    monkeypatch.setattr(lookup, "_SILENCE_HOLDS", 0.0)
     trio.socket.set_custom_socket_factory(ReusePort())
     # Expires once or twice, and is long enough for handshakes on a busy machine.
     config = Config(receive_buffer=16384, handshake_timeout=0.6)
@@ -119,7 +120,10 @@ async def test_a_port_shared_with_a_plain_tcp_process() -> None:
             nursery.cancel_scope.cancel()
 
 
-async def test_a_plain_server_on_an_address_and_a_listener_on_the_wildcard() -> None:
+async def test_a_plain_server_on_an_address_and_a_listener_on_the_wildcard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup, "_SILENCE_HOLDS", 0.0)
     trio.socket.set_custom_socket_factory(ReusePort())
     impatient = replace(QUICK, handshake_timeout=SOON)
     async with listening(QUICK, "0.0.0.0") as (stack, listener):

@@ -76,10 +76,10 @@ async def test_no_plain_connection_waits_for_a_place_of_an_announcement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As many connections as may be are announced; those to a plain server are not."""
-    waits: list[float] = []
+    waits: list[bool] = []
 
-    async def wait(self: Announcer, deadline: float) -> None:
-        waits.append(deadline)
+    async def wait(self: Announcer, *, required: bool) -> None:
+        waits.append(required)
 
     monkeypatch.setattr(Announcer, "is_full", True)
     monkeypatch.setattr(Announcer, "wait_for_place", wait)
@@ -89,7 +89,7 @@ async def test_no_plain_connection_waits_for_a_place_of_an_announcement(
             async with await stack.open_stream(*plain.socket.getsockname()):
                 assert waits == []
             async with await stack.open_stream(*listener.socket.getsockname()) as stream:
-                assert len(waits) == 1
+                assert waits == [False]
                 assert stream.fallback is not None
                 assert stream.fallback.reason is FallbackReason.OUT_OF_RESOURCES
 

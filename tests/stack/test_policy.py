@@ -14,6 +14,7 @@ import trio
 import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, SmcListener, SmcStream
 from trio_smc.connecting import dial
+from trio_smc.rendezvous.discovery import names
 from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.rnic.verbs import Rnic
 from trio_smc.stack.policy import RETRY_AFTER, SHORT_AFTER, SHORT_SIZE, ShortConnections
@@ -215,6 +216,44 @@ async def test_short_connections_become_tcp() -> None:
     # Both ends count, under the same port of the server.
     assert modes.count(Mode.SMC_R) <= SHORT_AFTER
     assert modes[-1] is Mode.TCP
+
+
+@pytest.mark.parametrize("learned", [True, False], ids=["server-learned", "server-did-not"])
+async def test_short_connections_have_one_reason_at_both_ends(learned: bool) -> None:
+    """Also if the server has seen fewer of them, like one of several workers."""
+    async with trio_smc.open_stack(Config(learn_short=learned)) as server:
+        [listener] = await server.open_listeners(0, host=HOST)
+        port = listener.socket.getsockname()[1]
+        async with listener, trio_smc.open_stack(Config(learn_short=True)) as client:
+            for stack in (client, server) if learned else (client,):
+                short = stack.runtime.short_connections
+                for number in range(SHORT_AFTER):
+                    short.opened(number, (HOST, port))
+                    short.closed(number, 0)
+            for _ in range(3):
+                ours = await client.open_stream(HOST, port)
+                theirs = await listener.accept()
+                assert ours.fallback == Fallback.local(FallbackReason.SHORT_CONNECTIONS)
+                assert theirs.fallback == Fallback.local(FallbackReason.SHORT_CONNECTIONS)
+                await ours.aclose()
+                await theirs.aclose()
+
+
+async def test_a_mark_of_short_connections_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "_MARK_HOLDS", 0.0)
+    async with trio_smc.open_stack() as server:
+        [listener] = await server.open_listeners(0, host=HOST)
+        port = listener.socket.getsockname()[1]
+        async with listener, trio_smc.open_stack(Config(learn_short=True)) as client:
+            short = client.runtime.short_connections
+            for number in range(SHORT_AFTER):
+                short.opened(number, (HOST, port))
+                short.closed(number, 0)
+            ours = await client.open_stream(HOST, port)
+            theirs = await listener.accept()
+            assert theirs.fallback == Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
+            await ours.aclose()
+            await theirs.aclose()
 
 
 async def test_a_client_tries_again_later(monkeypatch: pytest.MonkeyPatch) -> None:

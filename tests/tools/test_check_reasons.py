@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from trio_smc.rendezvous.discovery import (
     publication,
     tcp_option,
 )
+from trio_smc.rendezvous.discovery.names import Names
+from trio_smc.rendezvous.discovery.same_host import Discovery
 from trio_smc.stack.policy import SHORT_AFTER
 from trio_smc.tools.commands import check
 from trio_smc.wire import clc
@@ -175,6 +178,27 @@ def open_to_all(patch: Patch) -> None:
     directory.chmod(0o755)
 
 
+def full_directory(patch: Patch) -> None:
+    """The file system of the private directory has no inodes left."""
+
+    def full(self: Names, name: str, *, required: bool = False) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch.setattr(Names, "listen", full)
+
+
+@asynccontextmanager
+async def never_accepting(patch: Patch) -> AsyncIterator[int]:
+    """A listener that has its name and does not accept."""
+    with socket.create_server((HOST, 0)) as listening:
+        async with trio.open_nursery() as nursery:
+            discovery = Discovery(Config().private_directory())
+            published = discovery.publish(listening.getsockname(), nursery)
+            yield listening.getsockname()[1]
+            published.close()
+        discovery.close()
+
+
 def another_user(patch: Patch) -> None:
     """The process that listens is another user's."""
     patch.setattr(lookup, "admits_user", lambda user, group: False)
@@ -276,8 +300,10 @@ CASES = [
     Case(Reason.TCP_OPTION_UNAVAILABLE, LOCAL, changed(NOWHERE, no_option(errno.ENOSYS)), OPTION),
     Case(Reason.TCP_OPTION_NOT_PERMITTED, LOCAL, changed(NOWHERE, no_option(errno.EPERM)), OPTION),
     Case(Reason.DIRECTORY_UNUSABLE, LOCAL, changed(plain_tcp, open_to_all)),
+    Case(Reason.DIRECTORY_FULL, LOCAL, changed(ours, full_directory)),
     Case(Reason.OTHER_USER, LOCAL, changed(ours, another_user)),
     Case(Reason.PATH_NOT_PROVEN, LOCAL, changed(ours, another_network)),
+    Case(Reason.NOT_ACCEPTED, LOCAL, never_accepting),
     Case(Reason.LOCAL_VERSION_MISMATCH, LOCAL, changed(ours, another_release)),
     Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, changed(plain_tcp, another_processor)),
     Case(Reason.NOT_PERMITTED, LOCAL, checking_with(ours, deny=("127.0.0.0/8",))),

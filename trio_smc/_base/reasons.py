@@ -103,9 +103,13 @@ class FallbackReason(StrEnum):
     """The user's private directory is missing, not private or cannot be written."""
     OTHER_USER = "other-user"
     """The process at the other end, or the private directory, belongs to another user."""
+    DIRECTORY_FULL = "directory-full"
+    """The file system of the private directory has no inodes, room or quota left."""
     PATH_NOT_PROVEN = "path-not-proven"
-    """Listeners of other network namespaces share the directory, and the address does not lead
-    directly to any of them."""
+    """The address does not lead directly to a listener that shares the directory: it is translated,
+    on this host, or on the way to another network namespace."""
+    NOT_ACCEPTED = "not-accepted"
+    """The listener's process has not accepted the connection in time."""
     LOCAL_VERSION_MISMATCH = "local-version-mismatch"
     """The two processes have no common version of same-host discovery."""
     UNSUPPORTED_PLATFORM = "unsupported-platform"
@@ -252,6 +256,18 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         "the address does not lead directly to a process that shares the directory: NAT, a proxy, "
         "or another host",
         "connect to the listener's own address, without NAT, proxy or closed ports in between",
+        Diagnosis.PEER_NOT_CAPABLE,
+    ),
+    FallbackReason.DIRECTORY_FULL: _Explanation(
+        "the file system of the private directory is full",
+        "free inodes or room there (df -i, df), or name another Config(directory=...)",
+        Diagnosis.CONFIGURATION,
+        at_decider=True,
+    ),
+    FallbackReason.NOT_ACCEPTED: _Explanation(
+        "the listening process has not accepted the connection in time",
+        "check that this process runs and accepts: it may be stopped, busy, or have set "
+        "TCP_DEFER_ACCEPT",
         Diagnosis.PEER_NOT_CAPABLE,
     ),
     FallbackReason.LOCAL_VERSION_MISMATCH: _Explanation(

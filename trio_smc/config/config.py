@@ -211,7 +211,9 @@ class Config:
       checkpoints: "strict": every call is a full Trio checkpoint. "amortised": every call checks
         for cancellation, but only some calls reschedule. None: amortised for the sockets of
         `enable` and ``trio-smc run``, strict for everything else.
-      handshake_timeout: for each CLC message (RFC 7609, C.5), and each step before the first.
+      handshake_timeout: for each CLC message (RFC 7609, C.5), and each step before the first. On
+        one host a client waits a second at most for the process that accepts; if it requires
+        SMC-R, as long as TCP tries to connect.
       first_contact_timeout: for each LLC message of a first contact (C.7).
       llc_timeout: for each later LLC reply (C.7).
       test_link_interval: idle time after which a link is tested (4.5.3).

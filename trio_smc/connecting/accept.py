@@ -21,6 +21,7 @@ from trio_smc.host.addresses import (
     plain_address,
 )
 from trio_smc.host.tcp import close_with_reset, has_urgent_byte, unread_bytes
+from trio_smc.host.tcp_diag import original_destination
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rendezvous.server import ServerNegotiation
@@ -140,9 +141,27 @@ class Arrival:
         elif not self._config.assumes(self._local, self._remote, self._publication.address):
             reason = self._stack.tcp_option.answer(self.sock)
             if reason is not None:
-                if self._config.discovery == "auto" and self._is_same_host():
-                    reason = self._publication.unavailable or FallbackReason.PEER_NOT_CAPABLE
-                self._fallback = Fallback.local(reason)
+                self._fallback = Fallback.local(self._unannounced(reason))
+
+    def _unannounced(self, reason: FallbackReason) -> FallbackReason:
+        """Why a client has not announced its connection.
+
+        Args:
+          reason: what the TCP option has shown.
+        """
+        if self._route.reason is FallbackReason.SHORT_CONNECTIONS:
+            return self._route.reason  # this side has learned the same of this client
+        if self._config.discovery != "auto" or not self._is_same_host():
+            return reason
+        publication = self._publication
+        if publication.unavailable is not None:
+            return publication.unavailable
+        if publication.is_short(self._local, self._remote):
+            return FallbackReason.SHORT_CONNECTIONS
+        original = original_destination(self._bare)
+        if original is not None and _plain_name(original) != self._local:
+            return FallbackReason.PATH_NOT_PROVEN  # translated within this host
+        return FallbackReason.PEER_NOT_CAPABLE
 
     def _is_same_host(self) -> bool:
         return is_same_host(self._local[0], self._remote[0])

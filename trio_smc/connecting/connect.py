@@ -13,9 +13,20 @@ import trio
 
 from trio_smc._base.errors import SmcUnavailable
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
-from trio_smc.connecting.dial import Attempt, DialHost, connect_attempt, connect_tcp
+from trio_smc.connecting.dial import (
+    Attempt,
+    DialHost,
+    connect_again,
+    connect_attempt,
+    connect_tcp,
+)
 from trio_smc.connecting.established import HandshakeHost, established_stream
-from trio_smc.host.addresses import Prefix, interface_prefixes, plain_address
+from trio_smc.host.addresses import (
+    Prefix,
+    interface_prefixes,
+    plain_address,
+    reached_address,
+)
 from trio_smc.host.tcp import close_with_reset
 from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.discovery.same_host import Announcement
@@ -49,6 +60,18 @@ _NOT_ACCEPTED: Final = frozenset(
         FallbackReason.LOCAL_VERSION_MISMATCH,
         FallbackReason.OTHER_USER,
         FallbackReason.PATH_NOT_PROVEN,
+        FallbackReason.NOT_ACCEPTED,
+    }
+)
+
+
+# Reasons of a client that has found no listener on this host at the address.
+_NO_SUCH_PEER: Final = frozenset(
+    {
+        FallbackReason.PEER_NOT_CAPABLE,
+        FallbackReason.NO_RNIC,
+        FallbackReason.TCP_OPTION_UNAVAILABLE,
+        FallbackReason.TCP_OPTION_NOT_PERMITTED,
     }
 )
 
@@ -96,9 +119,10 @@ async def connect_socket(
       bare: the socket that ``sock`` wraps.
       bound: ``sock`` is bound to an address and a port.
     """
-    peer = (plain_address(address[0]), address[1])
-    attempt = Attempt(sock, peer, peer, bare=bare)
     source = sock.getsockname()[0] if bound else None
+    peer = (reached_address(address[0], source), address[1])
+    named = (plain_address(address[0]), address[1])
+    attempt = Attempt(sock, named, peer, bare=bare)
     await connect_attempt(stack, attempt, address, source, config)
     return await _finish(stack, attempt, config)
 
@@ -141,12 +165,9 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
 
 async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> RdmaStream | Fallback:
     sock, announcement = attempt.sock, attempt.announcement
-    if attempt.offers:
-        reason = stack.tcp_option.answer(sock)
-        if reason is not None:
-            return Fallback.local(reason)
-    elif not isinstance(announcement, Announcement) and not attempt.assumed(config):
-        return _discovery_failed(announcement or FallbackReason.PEER_NOT_CAPABLE)
+    unable = _peer_unable(stack, attempt, config)
+    if unable is not None:
+        return unable
     here = attempt.here or plain_address(sock.getsockname()[0])
     route = attempt.route
     if route is None or route.local != here or not route.is_usable(stack):
@@ -173,6 +194,8 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         deadline = stack.timers.now() + config.handshake_timeout
         refusal = await announcement.accepted(deadline)
         if refusal is not None:
+            if announcement.is_lost and await connect_again(stack, attempt, config):
+                return await _negotiate(stack, attempt, config)
             return _discovery_failed(refusal, by_peer=True)
         mismatch = announcement.mismatch(rnic.kind)
         if mismatch is not None:
@@ -189,6 +212,26 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
             peer = None if wanted else attempt.peer
             return established_stream(stack, outcome, sock, config, peer, options)
     return outcome.fallback
+
+
+def _translated(stack: ConnectHost, attempt: Attempt, reason: FallbackReason) -> FallbackReason:
+    """The reason for TCP; PATH_NOT_PROVEN if a rule of this host has led the connection to a
+    process of this host, under another address than the one that the client connected to."""
+    if reason in _NO_SUCH_PEER and stack.discovery.leads_to_listener(attempt.sock, attempt.peer):
+        return FallbackReason.PATH_NOT_PROVEN
+    return reason
+
+
+def _peer_unable(stack: ConnectHost, attempt: Attempt, config: Config) -> Fallback | None:
+    """The fallback if no server is known that speaks SMC-R; otherwise None."""
+    announcement = attempt.announcement
+    if attempt.offers:
+        reason = stack.tcp_option.answer(attempt.sock)
+        return None if reason is None else Fallback.local(_translated(stack, attempt, reason))
+    if isinstance(announcement, Announcement) or attempt.assumed(config):
+        return None
+    reason = announcement or FallbackReason.PEER_NOT_CAPABLE
+    return _discovery_failed(_translated(stack, attempt, reason))
 
 
 async def _decline(

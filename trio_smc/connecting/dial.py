@@ -33,9 +33,14 @@ import trio
 from trio.socket import from_stdlib_socket
 
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.host.addresses import is_same_host, plain_address, source_address
+from trio_smc.host.addresses import (
+    is_same_host,
+    plain_address,
+    reached_address,
+    source_address,
+)
 from trio_smc.host.private_directory import is_named
-from trio_smc.host.tcp import close_with_reset
+from trio_smc.host.tcp import close_with_reset, disconnect
 from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Found
 from trio_smc.stack.policy import Route, RouteHost, choose_route
 
@@ -45,18 +50,32 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.discovery.same_host import Discovery
     from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 
-__all__ = ["Attempt", "DialHost", "Target", "connect_attempt", "connect_tcp", "numeric_targets"]
+__all__ = [
+    "Attempt",
+    "DialHost",
+    "Target",
+    "connect_again",
+    "connect_attempt",
+    "connect_tcp",
+    "numeric_targets",
+]
 
 _REMEMBERED = 256  # numeric addresses looked up last
 _PORTS_TRIED = 32  # announced for one connection, before it is TCP
 _PORTS_BOUND = 256  # tried with bind(2) for one connection, before it is TCP
 _PORTS_SHARED = 1024  # tried for one TCP connection if the kernel finds no free port
-_PLACE_PATIENCE = 1.0  # seconds to wait if too many announcements are open
 _PORTS_KNOWN = 10.0  # seconds until the system's range of ports is read again
+_CONNECT_TIME = 127.0  # seconds that TCP tries to connect (net.ipv4.tcp_syn_retries)
+_LOST_PATIENCE = 1.0  # seconds for which lost connections are made again, before one is TCP
+_FASTOPEN_CONNECT = getattr(stdlib_socket, "TCP_FASTOPEN_CONNECT", 30)
 _IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
 _USUAL_PORTS = 32768, 60999
 _RANGE = struct.Struct("=I")  # the last port in the upper half, the first in the lower one
-_DIRECTORY = FallbackReason.OTHER_USER, FallbackReason.DIRECTORY_UNUSABLE
+_DIRECTORY = (
+    FallbackReason.OTHER_USER,
+    FallbackReason.DIRECTORY_UNUSABLE,
+    FallbackReason.DIRECTORY_FULL,
+)
 Target = tuple[int, int, int, Any]
 """Family, type, protocol and address of a socket to be connected."""
 
@@ -90,6 +109,8 @@ class Attempt:
       plain: the same socket, if this module made it: no program has set options or bound it.
       clc_begun: CLC messages were exchanged.
       cancelled: the stack was closed.
+      address, local: the arguments of `connect_attempt`.
+      began: when that was called for the first time, by the clock of the stack's timers.
     """
 
     sock: trio.socket.SocketType
@@ -104,6 +125,9 @@ class Attempt:
     plain: stdlib_socket.socket | None = None
     clc_begun: bool = False
     cancelled: bool = False
+    address: Any = None
+    local: str | None = None
+    began: float = 0.0
 
     def assumed(self, config: Config) -> bool:
         """True if the peer is known to speak SMC-R without discovery."""
@@ -256,7 +280,7 @@ async def _connect_one(
     family, kind, protocol, address = target
     # Not `trio.socket.socket`: a program may have replaced it by sockets that call this function.
     plain = stdlib_socket.socket(family, kind, protocol)
-    peer = (plain_address(address[0]), address[1])
+    peer = (reached_address(address[0], local), address[1])
     attempt = Attempt(from_stdlib_socket(plain), named, peer, bare=plain, plain=plain)
     await connect_attempt(stack, attempt, address, local, config)
     return attempt
@@ -292,10 +316,13 @@ async def connect_attempt(
     local: the source address, to which a socket of the caller is bound already; None: any.
     """
     bound = attempt.plain is None and local is not None
+    if attempt.address is None:
+        attempt.address, attempt.local, attempt.began = address, local, stack.timers.now()
     try:
         source = await _announced_source(stack, attempt, address, local, config)
         # A FallbackReason is a string, too.
         if isinstance(source, str) and not isinstance(source, FallbackReason):
+            _send_syn_at_once(attempt)
             if bound:
                 await _announce(stack, attempt, config)
             elif await _connect_announced(
@@ -304,6 +331,8 @@ async def connect_attempt(
                 return
         else:
             attempt.announcement = source
+        if attempt.offers or attempt.assumed(config):
+            _send_syn_at_once(attempt)
         if local is not None and not bound:
             with stack.call():
                 await _bind(attempt, local, numeric=False)
@@ -325,6 +354,29 @@ async def connect_attempt(
         else:
             attempt.close()
         raise
+
+
+async def connect_again(stack: DialHost, attempt: Attempt, config: Config) -> bool:
+    """Connect once more, because the server's kernel has lost the connection; False: too late.
+
+    On an error the socket is closed.
+    """
+    patience = _CONNECT_TIME if config.require_smc else _LOST_PATIENCE
+    if stack.timers.now() >= attempt.began + patience or not disconnect(attempt.sock):
+        return False
+    attempt.announcement, attempt.here = None, None
+    attempt.offers, attempt.route, attempt.elsewhere = False, None, None
+    await connect_attempt(stack, attempt, attempt.address, attempt.local, config)
+    return True
+
+
+def _send_syn_at_once(attempt: Attempt) -> None:
+    """Switch TCP_FASTOPEN_CONNECT off: connect(2) would send the SYN with the first data only, and
+    over SMC-R no data follows."""
+    if attempt.plain is None:  # otherwise the socket is new
+        with contextlib.suppress(OSError):
+            if attempt.sock.getsockopt(stdlib_socket.IPPROTO_TCP, _FASTOPEN_CONNECT):
+                attempt.sock.setsockopt(stdlib_socket.IPPROTO_TCP, _FASTOPEN_CONNECT, 0)
 
 
 async def _connect_announced(
@@ -455,7 +507,7 @@ async def _announce(
     attempt.announcement = announce()
     if attempt.announcement is FallbackReason.OUT_OF_RESOURCES and stack.discovery.is_full:
         with stack.call():
-            await stack.discovery.wait_for_place(stack.timers.now() + _PLACE_PATIENCE)
+            await stack.discovery.wait_for_place(required=config.require_smc)
         attempt.announcement = announce()
 
 
@@ -553,6 +605,8 @@ async def _announced_source(
     if attempt.assumed(config):
         return None
     host, port = address[0], address[1]
+    if plain_address(host) != attempt.peer[0]:
+        host = attempt.peer[0]  # a wildcard address, which stands for this host
     source = local or source_address(host, port)
     try:
         plain = plain_address(source or "")
@@ -579,6 +633,8 @@ async def _announced_source(
         attempt.route = choose_route(stack, config, plain, attempt.peer, attempt.named)
         reason = attempt.route.reason
     if reason is not None:
+        if reason is FallbackReason.SHORT_CONNECTIONS and here:
+            stack.discovery.mark_short(plain, attempt.peer)
         return reason if unproven is FallbackReason.PEER_NOT_CAPABLE else unproven
     if config.discovery == "tcp-option" or not here:
         attempt.offers = True

@@ -10,6 +10,18 @@ error of one connection never reaches the caller of `accept`.
 finishes the handshake and uses the stream. This saves a task and two passes of the scheduler for
 each connection. `SmcListener.serve` is `hand_out` with a handler in a task.
 
+The listening socket may be shared: a copy of its descriptor in this process, or in another one.
+Over TCP a connection goes to the process that calls accept(2), and waits in the backlog as long as
+none does.  So a listener accepts at once only while a task waits for a connection.  If no task
+waits, a connection has `_LEAVE_TO_OTHERS` seconds to be accepted by another process; then the
+listener accepts it, so that a program that works on one connection does not delay the handshake of
+the next.  A listener that shall not accept uninvited (``invited_only``) does so only after the
+first call of `accept` or `hand_out`, or if a client of the same stack waits for it.
+
+TCP_DEFER_ACCEPT is no option of the TCP socket of a listener: the client waits for the server's
+answer before it sends a byte.  Like Linux' AF_SMC, a listener takes the option over, and passes on
+a connection when data or the end of the stream has arrived, or the seconds are over.
+
 This module opens the listening sockets itself, because a socket has to offer the TCP option before
 it listens (`rendezvous.discovery.tcp_option`). The sockets of `trio.open_tcp_listeners` listen
 already.
@@ -34,7 +46,8 @@ from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.connecting.accept import Arrival
 from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
-from trio_smc.host.real_time import move_on_at
+from trio_smc.host.real_time import move_on_after, move_on_at
+from trio_smc.host.tcp import backlog
 from trio_smc.streams.rdma_stream import RdmaStream
 
 if TYPE_CHECKING:
@@ -66,6 +79,13 @@ _ACCEPT_BATCH: Final = 16
 MOST_WAITING: Final = 128
 """Streams of one listener that wait for `accept`, if `Config.handshake_limit` is not larger.
 Chosen; no measurement is recorded."""
+_LEAVE_TO_OTHERS: Final = 0.02
+"""Seconds that a connection waits for another process to accept it, if no task of this program
+waits for a connection.  Chosen."""
+_LEAST_BACKLOG: Final = 4096
+"""Connections that may wait in the kernel at least; net.core.somaxconn, whose default is the same,
+may limit it further.  Chosen."""
+_DEFER_ACCEPT: Final = (stdlib_socket.IPPROTO_TCP, getattr(stdlib_socket, "TCP_DEFER_ACCEPT", 9))
 _HANDSHAKES_PER_STREAM: Final = 4
 """Handshakes under way for each stream that may wait for `accept`.  Chosen; no measurement is
 recorded."""
@@ -113,8 +133,15 @@ class Incoming:
 class SmcListener(trio.abc.Listener["SmcStream"]):
     """A listener of `SmcStream`; made by `open_listeners`.
 
+    Args:
+      stack, config: of the listener.
+      sock: the listening TCP socket.
+      invited_only: accept nothing before the program does so for the first time.
+
     Attributes:
       socket: the listening TCP socket, for names and options.
+      deferral: seconds that a connection waits for data before `accept` returns it
+        (TCP_DEFER_ACCEPT); 0: it does not wait.
     """
 
     def __init__(
@@ -122,6 +149,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         stack: ListenerHost,
         sock: trio.socket.SocketType,
         config: Config,
+        *,
+        invited_only: bool = False,
     ) -> None:
         self.socket = sock
         self._stack = stack
@@ -139,7 +168,15 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         # Connections that TCP has accepted and `accept` has not returned yet.
         self._in_listener = 0
         self._room_changed = trio.Event()
+        self._invited = trio.Event()  # the program accepts, or has done so before
+        self._wanted = trio.Event()  # a task waits for a connection
+        self.deferral = 0
+        self.take_deferral()
+        self._raise_backlog()
+        if not invited_only or config.discovery != "auto":
+            self._invited.set()
         self.publication: Publication = self._publish()
+        self.publication.on_waiting = self._invited.set
         stack.add_listener(self)
         stack.nursery.start_soon(self._run)
 
@@ -176,7 +213,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 await self._wait_for_change()
             raise trio.ClosedResourceError("the listener was closed")
         finally:
-            self._accepting = False
+            self._end_to_accept()
 
     async def hand_out(self, start_task: Callable[[Incoming], None]) -> NoReturn:
         """Accept in a loop; call ``start_task`` for each connection as soon as TCP has accepted it.
@@ -197,7 +234,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 await self._wait_for_change()
             raise trio.ClosedResourceError("the listener was closed")
         finally:
-            self._accepting = False
+            self._end_to_accept()
             self._start_task = None
 
     def _begin_to_accept(self) -> None:
@@ -205,6 +242,34 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if self._accepting:
             raise trio.BusyResourceError("another task is accepting")
         self._accepting = True
+        self._invited.set()
+        self._wanted.set()
+        if not self._closed:
+            self.take_deferral()
+
+    def _end_to_accept(self) -> None:
+        self._accepting = False
+        self._wanted = trio.Event()
+
+    def take_deferral(self) -> None:
+        """Take TCP_DEFER_ACCEPT over from the TCP socket, if the program has set it there."""
+        if sys.platform != "linux" or self.socket.fileno() < 0:
+            return
+        seconds = self.socket.getsockopt(*_DEFER_ACCEPT)
+        if seconds:
+            self.socket.setsockopt(*_DEFER_ACCEPT, 0)
+            self.deferral = seconds
+
+    def _raise_backlog(self) -> None:
+        """Let more connections wait in the kernel.
+
+        If the backlog is full, the kernel drops the client's last ACK.  Over TCP the client's first
+        data repeats it.  A client that waits for this side's answer sends no data, and would wait
+        for the repeated SYN-ACK, a second or more.
+        """
+        with contextlib.suppress(OSError):
+            if sys.platform == "linux" and backlog(self.socket) < _LEAST_BACKLOG:
+                self.socket.listen(_LEAST_BACKLOG)
 
     async def _wait_for_change(self) -> None:
         """Wait for a stream or the end of the listener. Raises the listener's pending error."""
@@ -275,16 +340,32 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     async def _finish_handshake(self, arrival: Arrival) -> SmcStream | None:
         """Run the handshake of a connection that was handed out before it."""
         try:
-            return await self._run_handshake(arrival)
+            stream = await self._run_handshake(arrival)
+            return await self._defer(stream) if stream is not None and self.deferral else stream
         finally:
             self._connection_left()
+
+    async def _defer(self, stream: SmcStream) -> SmcStream:
+        """Wait until data or the end of the stream has arrived, for `deferral` seconds at most."""
+        try:
+            with move_on_after(self._stack.timers, self.deferral):
+                if isinstance(stream, RdmaStream):
+                    await stream.receive_by(lambda: stream.is_readable() or None)
+                else:
+                    await trio.lowlevel.wait_readable(stream.socket)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # the program finds it
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
 
     async def _run(self) -> None:
         with self._stack.track(self._scope), self._scope:
             async with trio.open_nursery() as nursery:
 
                 def begin(arrival: Arrival) -> None:
-                    stream = arrival.plain_stream()
+                    stream = None if self.deferral else arrival.plain_stream()
                     if stream is not None:
                         self._arrivals.remove(arrival)
                         self._add_ready(stream)
@@ -314,6 +395,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         stream = None
         try:
             stream = await self._run_handshake(arrival)
+            if stream is not None and self.deferral:
+                stream = await self._defer(stream)
         finally:
             if stream is None:
                 self._connection_left()
@@ -368,7 +451,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if self._closed:
             return
         try:
-            await trio.lowlevel.wait_readable(self.socket)
+            await self._wait_for_connection()
             self._stack.check_not_forked()  # the connections are the parent's
             # If connections come one after the other, a second `accept` only delays the first one.
             for _ in range(_ACCEPT_BATCH if self._pending else 1):
@@ -405,6 +488,15 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 LOGGER.error("the listening socket %s failed: %s", self.socket, error)
                 self.close()
             # Otherwise the client has already ended the connection (accept(2)).
+
+    async def _wait_for_connection(self) -> None:
+        """Wait until a connection is there that no other process is expected to accept."""
+        if not self._invited.is_set():
+            await self._invited.wait()
+        await trio.lowlevel.wait_readable(self.socket)
+        if not self._accepting:
+            with move_on_after(self._stack.timers, _LEAVE_TO_OTHERS):
+                await self._wanted.wait()
 
     def _has_room(self) -> bool:
         waiting = self._in_listener - len(self._pending)

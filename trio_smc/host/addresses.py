@@ -18,6 +18,7 @@ empty.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import ipaddress
@@ -40,6 +41,7 @@ __all__ = [
     "is_same_host",
     "local_prefix",
     "plain_address",
+    "reached_address",
     "source_address",
 ]
 
@@ -98,6 +100,33 @@ def plain_address(address: str) -> str:
       ValueError: `address` is not an IP address.
     """
     return str(_parse(address))
+
+
+@functools.lru_cache(_CACHE_SIZE)
+def reached_address(address: str, source: str | None = None) -> str:
+    """`plain_address` of the address that a connection to ``address`` reaches.
+
+    Connecting to 0.0.0.0 or :: reaches this host: the address that the socket is bound to, or a
+    loopback address (ip(7); Linux: ip_route_output_key_hash_rcu, tcp_v6_connect).
+
+    Args:
+      source: the local address to which the socket is bound; None: it is not bound.
+
+    Raises:
+      ValueError: `address` is not an IP address.
+    """
+    plain = _parse(address)
+    if not plain.is_unspecified:
+        return str(plain)
+    bound = None
+    if source is not None:
+        with contextlib.suppress(ValueError):  # the name of a host
+            bound = _parse(source)
+    if plain.version == 4:
+        own = bound is not None and bound.version == 4 and not bound.is_unspecified
+        return str(bound) if own else "127.0.0.1"
+    is_mapped = bound is not None and bound.version == 4 and not bound.is_unspecified
+    return "127.0.0.1" if is_mapped else "::1"
 
 
 @functools.lru_cache(_CACHE_SIZE)

@@ -76,6 +76,7 @@ if sys.platform == "linux":
     PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 else:
     _FLAGS = PATH_FLAGS = 0  # nobody comes here
+_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMLINK})  # of inodes or room
 _HIDDEN = "."  # names of sockets that do not listen yet start so
 _STALE_AFTER = 60.0  # seconds after which such a name is left over from a crash
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -106,7 +107,9 @@ class DirectoryUnusable(Exception):
 def unusable(error: OSError, path: Path) -> DirectoryUnusable:
     """The `DirectoryUnusable` for an error met in the directory `path`."""
     reason = FallbackReason.DIRECTORY_UNUSABLE
-    if is_lack(error):
+    if error.errno in _FULL_ERRORS:
+        reason = FallbackReason.DIRECTORY_FULL
+    elif is_lack(error):
         reason = FallbackReason.OUT_OF_RESOURCES
     elif error.errno in (errno.EACCES, errno.EPERM):
         with contextlib.suppress(OSError):
@@ -355,6 +358,12 @@ class PrivateDirectory:
         """At most `_MOST_NAMES` entries of it."""
         with os.scandir(self.descriptor) as found:
             return list(itertools.islice(found, _MOST_NAMES))
+
+    def check_room(self) -> None:
+        """Make a name and remove it.  Raises OSError: the file system has no room for a name."""
+        name = f"{_HIDDEN}room-{secrets.token_hex(8)}"
+        os.mkdir(name, mode=0o700, dir_fd=self.descriptor)
+        os.rmdir(name, dir_fd=self.descriptor)
 
     def remove_empty(self, path: str) -> None:
         """Remove a directory below this one, and those on the way there as far as they are empty;

@@ -12,12 +12,15 @@ from typing import Literal
 import trio
 
 __all__ = [
+    "backlog",
     "carried_bytes",
     "close_with_reset",
+    "disconnect",
     "end_waits",
     "has_news",
     "has_urgent_byte",
     "is_established",
+    "is_open",
     "peer_end",
     "resets_on_close",
     "unread_bytes",
@@ -31,6 +34,7 @@ if sys.platform == "linux":  # on other systems every connection is TCP and need
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
+_BACKLOG = struct.Struct("=28xI")  # of struct tcp_info, for a listening socket: tcpi_sacked
 _CARRIED = struct.Struct("=B127xQ8xI52xQQ")
 """Of struct tcp_info (linux/tcp.h, since Linux 4.19): tcpi_state, bytes_received, notsent_bytes,
 bytes_sent, bytes_retrans."""
@@ -45,6 +49,20 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     sock.close()
+
+
+def backlog(sock: trio.socket.SocketType | socket.socket) -> int:
+    """How many connections may wait to be accepted; of a listening socket.  Raises OSError."""
+    return int(_BACKLOG.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32))[0])
+
+
+def disconnect(sock: trio.socket.SocketType | socket.socket) -> bool:
+    """Reset a connection, and leave the socket open, to be connected again (connect(2),
+    AF_UNSPEC); False if this cannot be done."""
+    import ctypes  # takes milliseconds, and is seldom needed
+
+    connect = ctypes.CDLL(None, use_errno=True).connect
+    return bool(sock.fileno() >= 0 and connect(sock.fileno(), bytes(16), 16) == 0)
 
 
 def end_waits(sock: trio.socket.SocketType | socket.socket) -> None:
@@ -67,6 +85,14 @@ def has_news(sock: trio.socket.SocketType | socket.socket) -> bool:
 def is_established(sock: trio.socket.SocketType | socket.socket) -> bool:
     """True if a TCP connection is open in both directions.  Raises OSError if it is closed."""
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+
+
+def is_open(sock: trio.socket.SocketType | socket.socket) -> bool:
+    """As `is_established`, and False for a socket that is closed."""
+    try:
+        return is_established(sock)
+    except OSError:
+        return False
 
 
 def peer_end(sock: trio.socket.SocketType | socket.socket) -> Literal["none", "fin", "reset"]:

@@ -40,6 +40,7 @@ import logging
 import operator
 import os
 import socket as stdlib_socket
+import struct
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -117,6 +118,11 @@ LOGGER = logging.getLogger("trio_smc")
 _NO_PORT_AT_BIND: Final = (
     stdlib_socket.IPPROTO_IP,
     getattr(stdlib_socket, "IP_BIND_ADDRESS_NO_PORT", 24),
+)
+
+_DEFER_ACCEPT: Final = (
+    stdlib_socket.IPPROTO_TCP,
+    getattr(stdlib_socket, "TCP_DEFER_ACCEPT", 9),
 )
 
 FindStack = Callable[[], Awaitable["Stack"]]
@@ -526,7 +532,7 @@ class Unconnected(Side):
         self.plain.listen(backlog)
         self._listening = True
         if stack is not None and not stack.runtime.closing:
-            self.listener = SmcListener(stack.runtime, self.plain, _config_of(stack))
+            self.listener = _listener(stack, self.plain)
             return
         trio.lowlevel.spawn_system_task(self._publish_in_background, context=copy_context())
 
@@ -548,8 +554,23 @@ class Unconnected(Side):
                 stack = await self._find_stack()
                 if self.plain.fileno() < 0:
                     raise trio.ClosedResourceError("the socket was closed")
-                self.listener = SmcListener(stack.runtime, self.plain, _config_of(stack))
+                self.listener = _listener(stack, self.plain)
         return self.listener
+
+    def getsockopt(self, level: int, optname: int, buflen: int | None) -> Any:
+        # The listener has taken this option over from the TCP socket.
+        if (level, optname) == _DEFER_ACCEPT and self.listener and self.listener.deferral:
+            seconds = self.listener.deferral
+            return seconds if buflen is None else struct.pack("=i", seconds)[:buflen]
+        return super().getsockopt(level, optname, buflen)
+
+    def setsockopt(
+        self, level: int, optname: int, value: int | Buffer | None, optlen: int | None
+    ) -> None:
+        super().setsockopt(level, optname, value, optlen)
+        if (level, optname) == _DEFER_ACCEPT and self.listener is not None:
+            self.listener.deferral = 0
+            self.listener.take_deferral()
 
     async def accept(self) -> tuple[trio.socket.SocketType, Any]:
         if not self._listening:
@@ -979,6 +1000,16 @@ def _config_of(stack: Stack) -> Config:
             config = replace(config, checkpoints="amortised")
         _configs[stack] = config
     return config
+
+
+def _listener(stack: Stack, plain: trio.socket.SocketType) -> SmcListener:
+    """The listener of a socket; another process may have the socket, too, and accept.
+
+    A client on another host has to be answered in time, whatever the program does.
+    """
+    runtime = stack.runtime
+    remote = any(rnic.kind == "roce" for rnic in runtime.rnic_set.opened)
+    return SmcListener(runtime, plain, _config_of(stack), invited_only=not remote)
 
 
 def _is_listening(plain: trio.socket.SocketType) -> bool:

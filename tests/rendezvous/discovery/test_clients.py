@@ -107,7 +107,7 @@ async def test_an_announcement_waits_for_a_place(
         waited: list[bool] = []
 
         async def wait() -> None:
-            await asking.wait_for_place(trio.current_time() + LONG)
+            await asking.wait_for_place(required=True)
             waited.append(not asking.is_full)
 
         nursery.start_soon(wait)

@@ -205,7 +205,7 @@ async def test_a_full_file_system(private: Path, monkeypatch: pytest.MonkeyPatch
         patch.setattr(os, "mkdir", full)
         async with trio.open_nursery() as nursery:
             publication = Discovery(private).publish(("127.0.0.1", 9), nursery)
-            assert publication.unavailable is FallbackReason.OUT_OF_RESOURCES
+            assert publication.unavailable is FallbackReason.DIRECTORY_FULL
 
 
 async def test_entries_that_are_no_sockets_are_left_alone(private: Path, tmp_path: Path) -> None:

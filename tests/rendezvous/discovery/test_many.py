@@ -53,7 +53,9 @@ async def test_many_at_once(private: Path) -> None:
 
     async def call(server: Server) -> None:
         async with bound() as client:
-            with await announce(asking, client, server.address) as announcement:
+            # The last one may wait for more than a second.
+            calling = announce(asking, client, server.address, required=True)
+            with await calling as announcement:
                 await client.connect(server.address)
                 results.append(await announcement.accepted(soon()) is None)
                 await client.send(b"C")

@@ -232,6 +232,8 @@ async def test_a_full_directory(private: Path, monkeypatch: pytest.MonkeyPatch) 
                 outcome = Discovery(private).announce(("127.0.0.1", 1), server.address)
                 if number == errno.EROFS:
                     assert outcome is FallbackReason.DIRECTORY_UNUSABLE
+                elif number in (errno.ENOSPC, errno.EDQUOT):
+                    assert outcome is FallbackReason.DIRECTORY_FULL
                 else:
                     assert outcome is FallbackReason.OUT_OF_RESOURCES
         await agree(private, server, server.address)
@@ -271,7 +273,7 @@ def test_a_file_system_without_room(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["out-of-resources", "True", "True"]
+    assert done.stdout.split() == ["directory-full", "True", "True"]
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o177])

@@ -260,7 +260,7 @@ async def test_what_is_proven_is_not_asked_again(private: Path, monkeypatch: Pat
         assert await asking.prove(HOST, server.address, client) is first
         assert asked == 1
         assert isinstance(first, Found)
-        first.disprove()
+        first.disprove(trio.current_time())
         assert await asking.prove(HOST, server.address, client) is FallbackReason.PATH_NOT_PROVEN
     assert asked == 1
 

@@ -75,12 +75,16 @@ async def bound(address: str = "127.0.0.1") -> AsyncIterator[trio.socket.SocketT
 
 
 async def announce(
-    asking: Path | Discovery, client: trio.socket.SocketType, destination: tuple[str, int]
+    asking: Path | Discovery,
+    client: trio.socket.SocketType,
+    destination: tuple[str, int],
+    *,
+    required: bool = False,
 ) -> Announcement:
     if isinstance(asking, Path):
         asking = Discovery(asking)
     source: tuple[str, int] = client.getsockname()[:2]
-    outcome = asking.announce(source, destination, client)
+    outcome = asking.announce(source, destination, client, required=required)
     assert isinstance(outcome, Announcement)
     return outcome
 

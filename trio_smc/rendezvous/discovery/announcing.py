@@ -18,7 +18,22 @@ another connection with the same addresses first, the one of the process that ha
 That server, or the other one, then finds the name again when it accepts the announced connection.
 
 If the answer does not come at once, the client checks from time to time that it may still come: the
-name is there, a listener is alive, and the TCP connection is open and has carried nothing.
+name is there, a listener is alive, the TCP connection is open and has carried nothing, and the
+kernel shows where the server's end is (`trio_smc.host.tcp_diag`).  The client gives up
+
+- at once if the server's end is not on this host under these addresses (a rule translates them);
+- soon after a process has accepted the connection, because a listener that speaks SMC-R answers in
+  the same pass of its scheduler;
+- after `Announcer.patience_for`, at most a second, if the connection waits in a backlog;
+- at once if the listener's kernel knows nothing of the connection, because it sent a SYN cookie and
+  dropped the client's last ACK.  Only data, which repeats that ACK, would open the connection then;
+  so the client connects again, or sends its data over TCP (`Announcement.is_lost`);
+- a little later if the listener's kernel has not taken the client's last ACK, because its backlog
+  was full.  The kernel then repeats its SYN-ACK a second after the first one (RFC 6298, 5.7).
+
+If the client takes SMC-R or nothing, it waits for a backlog as long as TCP itself waits for a
+connection.  Unless the connection was lost, no other one to that address is announced for a minute,
+or until another listener comes or an answer.
 """
 
 from __future__ import annotations
@@ -27,6 +42,7 @@ import contextlib
 import errno
 import functools
 import logging
+import math
 import socket
 import sys
 from collections.abc import Callable
@@ -44,8 +60,9 @@ from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import plain_address
 from trio_smc.host.descriptors import Closer, has_datagram
 from trio_smc.host.private_directory import DirectoryUnusable, is_named, unusable
-from trio_smc.host.real_time import move_on_at, now
-from trio_smc.host.tcp import has_news
+from trio_smc.host.real_time import move_on_after, now
+from trio_smc.host.tcp import has_news, is_open
+from trio_smc.host.tcp_diag import FarEnd, far_end, has_local_end, original_destination
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.lookup import AnySocket, Found, Lookups
 from trio_smc.rendezvous.discovery.messages import Kind, Message
@@ -61,11 +78,41 @@ _log = logging.getLogger(__name__)
 _FIRST_CHECK: Final = 0.02
 """Seconds until the first check that the answer may still come; each next one is twice as late."""
 _LONGEST_CHECK: Final = 1.0
+_LEAST_PATIENCE: Final = 0.2
+"""Seconds that a connection may wait in a backlog at least before it is TCP.  Chosen."""
+_MOST_PATIENCE: Final = 1.0
+"""Seconds that it may wait there at most, and while no answer of that address is known.  Chosen."""
+_USUAL_ANSWERS: Final = 8
+"""In between: so many times the usual time until an answer.  Chosen."""
+_USUAL_DECAY: Final = 0.875
+"""How much of the usual time remains after a faster answer, as in RFC 6298, 2."""
+_ACCEPTED_PATIENCE: Final = 0.1
+"""Seconds after which a process that has accepted a connection does not answer any more.  Chosen: a
+process that is ready to run may wait for a processor for tens of milliseconds."""
+_REPEATED_SYN_ACK: Final = 1.25
+"""Seconds until the repeated SYN-ACK, which Linux sends after one second (TCP_TIMEOUT_INIT), must
+have been acknowledged."""
+_CONNECT_TIME: Final = 127.0
+"""Seconds that TCP tries to connect: 2**7 - 1 for the 6 repetitions of net.ipv4.tcp_syn_retries."""
 _LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _MOST_IGNORED: Final = 64  # datagrams of other senders, and such as are no answer
 _REMEMBERED: Final = 256  # addresses that were connected to last
+_MOST_HISTORIES: Final = 1024  # addresses of which something was learned
+_MARK_INTERVAL: Final = 20.0  # seconds after which a mark is set again, as long as there is need
+_TRANSLATION_HOLDS: Final = 60.0  # seconds
 _MOST_OPEN: Final = 4096  # announcements, each of them a descriptor
 _DESCRIPTOR_SHARE: Final = 4  # and at most the process's limit of descriptors divided by this
+
+
+_SILENT: Final = {
+    FarEnd.UNKNOWN: FallbackReason.PEER_NOT_CAPABLE,
+    FarEnd.MISSING: FallbackReason.PATH_NOT_PROVEN,
+    FarEnd.LOST: FallbackReason.NOT_ACCEPTED,
+    FarEnd.OPENING: FallbackReason.NOT_ACCEPTED,
+    FarEnd.QUEUED: FallbackReason.NOT_ACCEPTED,
+    FarEnd.ACCEPTED: FallbackReason.PEER_NOT_CAPABLE,
+}
+"""Why there is no answer, by the place where the server's end was found."""
 
 
 class Announcement:
@@ -76,12 +123,13 @@ class Announcement:
     Attributes:
       name: of its socket.
       found: the listeners that may answer.
+      is_lost: True if the server's kernel knows nothing of the connection (`FarEnd.LOST`).
       source, destination: the address that the connection comes from; address and port where to.
     """
 
     __slots__ = (
-        "_acceptance", "_committed", "_ignored", "_owner", "_refusal", "_sock", "_tcp",
-        "destination", "found", "name", "source",
+        "_acceptance", "_committed", "_ignored", "_owner", "_refusal", "_required", "_sock",
+        "_tcp", "destination", "found", "is_lost", "name", "source",
     )  # fmt: skip
 
     def __init__(
@@ -93,8 +141,11 @@ class Announcement:
         source: str,
         destination: tuple[str, int],
         tcp: AnySocket | None,
+        required: bool,
     ) -> None:
         self._owner = owner
+        self._required = required
+        self.is_lost: bool = False
         self._sock = sock
         self.name: str = name
         self.found: Found = found
@@ -114,25 +165,36 @@ class Announcement:
     async def accepted(self, deadline: float) -> FallbackReason | None:
         """Wait until the process that accepted the TCP connection answers.
 
-        deadline: when to stop waiting, by the clock of the stack's timers.
+        deadline: when to stop waiting, by the clock of the stack's timers.  If the announcement is
+        not `required`, this mostly stops earlier; if it is, this waits longer while the connection
+        waits in a backlog.
 
         None: the server expects a CLC message; send it, or end the TCP connection.  A reason: both
         sides stay on TCP.
         """
         spinner = self._owner.spinner
+        silence, began = None, now(self._owner.timers)
         arrived = self._has_arrived() or spinner.until(self._has_arrived, soon=True)
         if not (arrived and self._receive()):
             spinner.sleeping += 1
             try:
-                await self._wait(deadline)
+                silence = await self._wait(began, deadline)
             finally:
                 spinner.sleeping -= 1
         if self._acceptance is not None or self.withdraw():
             self._committed = True
+            self._owner.forget_silence(self)
             return None
         if self._refusal is not None:
             return self._refusal.reason
-        return self.found.disprove()
+        if self.is_lost:
+            return _SILENT[FarEnd.LOST]
+        if silence is not None and not self.found.is_elsewhere:
+            # A listener that answers others meanwhile is busy, and answers the next ones.
+            if not self._owner.has_answered(self.destination, began):
+                self._owner.note_silence(self, silence)
+            return silence
+        return self.found.disprove(now(self._owner.timers))
 
     def mismatch(self, kind: str) -> FallbackReason | None:
         """Why the accepted connection cannot be SMC-R, so that the server is to be sent a Decline.
@@ -146,28 +208,93 @@ class Announcement:
             return FallbackReason.VERSION_MISMATCH
         return None
 
-    async def _wait(self, deadline: float) -> None:
-        """Wait until there is an answer, none can come any more, or another task closes this."""
+    async def _wait(self, began: float, deadline: float) -> FallbackReason | None:
+        """Wait until there is an answer, none can come any more, or another task closes this.
+
+        began: when the connection was open.
+
+        Returns why there is none, if that holds for other connections to the address, too.
+        """
         pause = _FIRST_CHECK
+        # Where the server's end was at the last check, and since when.
+        far, since = FarEnd.UNKNOWN, began
         while self._sock.fileno() >= 0:
-            until = min(deadline, now(self._owner.timers) + pause)
+            moment = now(self._owner.timers)
+            until = min(moment + pause, self._last_moment(far, began, since, deadline))
             if await wait_readable_until(self._sock, self._owner.timers, until):
                 if self._receive():
-                    return
-                # Empty datagrams are not counted.
-                if self._ignored >= _MOST_IGNORED or now(self._owner.timers) >= deadline:
+                    waited = now(self._owner.timers) - began
+                    self._owner.note_answer(self.destination, waited)
+                    return None
+                if self._ignored >= _MOST_IGNORED:
                     _log.info("same-host discovery: gave up, as others send to %s", self.name)
-                    return
-            elif now(self._owner.timers) >= deadline or not self._is_expected():
-                return
-            else:
-                pause = min(2 * pause, _LONGEST_CHECK)
+                    return None
+                # Empty datagrams are not counted, and must not keep the checks from being made.
+                if now(self._owner.timers) < until:
+                    continue
+            if self._sock.fileno() < 0 or not self._owner.may_be_answered(self):
+                return None
+            if self._tcp is not None and has_news(self._tcp):
+                return self._reason_for_news(self._tcp)
+            found = self._find_far_end()
+            moment = now(self._owner.timers)
+            if found is not far:
+                far, since = found, moment
+            limit = self._last_moment(far, began, since, deadline)
+            if far is FarEnd.LOST:
+                self.is_lost = True
+                return None
+            if moment >= limit:
+                return _SILENT[far] if limit != deadline else None
+            if far is FarEnd.QUEUED:
+                self._owner.wake_listener(self)
+            pause = min(2 * pause, _LONGEST_CHECK)
+        return None
 
-    def _is_expected(self) -> bool:
-        """True if the answer may still come."""
-        if self._tcp is not None and has_news(self._tcp):
-            return False
-        return self._owner.may_be_answered(self)
+    def _find_far_end(self) -> FarEnd:
+        if self._tcp is None or self.found.is_elsewhere:
+            return FarEnd.UNKNOWN  # the kernel shows one network namespace only
+        found = far_end(self._tcp)
+        if found is not FarEnd.MISSING:
+            return found
+        if not is_open(self._tcp):
+            return FarEnd.ACCEPTED  # and closed meanwhile
+        # Without connection tracking nothing translates the connection.
+        is_plain = original_destination(self._tcp) is None
+        if is_plain or (
+            self._owner.has_answered(self.destination) and not has_local_end(self._tcp)
+        ):
+            return FarEnd.LOST
+        return found
+
+    def _reason_for_news(self, tcp: AnySocket) -> FallbackReason | None:
+        """A process that speaks before the client does not speak SMC-R; an end shows nothing."""
+        if not is_open(tcp):
+            return None
+        is_missing = self._find_far_end() is FarEnd.MISSING
+        return _SILENT[FarEnd.MISSING if is_missing else FarEnd.ACCEPTED]
+
+    def _last_moment(self, far: FarEnd, began: float, since: float, deadline: float) -> float:
+        """When to stop waiting.
+
+        far: where the server's end was found, ``since`` when.
+        began: when the connection was open.
+        deadline: of the caller.
+        """
+        required = self._required
+        if far in (FarEnd.MISSING, FarEnd.LOST):
+            return since
+        if far is FarEnd.ACCEPTED:
+            patience = _MOST_PATIENCE if required else _ACCEPTED_PATIENCE
+            return min(deadline, since + patience)
+        if far is FarEnd.UNKNOWN and required:
+            return deadline
+        if required:
+            return max(deadline, began + _CONNECT_TIME)
+        if far is FarEnd.OPENING:
+            return min(deadline, began + _REPEATED_SYN_ACK)
+        patience = self._owner.patience_for(self.destination)
+        return min(deadline, max(began + patience, since + _LEAST_PATIENCE))
 
     def _receive(self, *, everything: bool = False) -> bool:
         """Receive what has come; True if the server has answered.
@@ -277,7 +404,12 @@ class Announcer:
         self.spinner = spinner
         self.closer = Closer("announcements")
         self.names: Names = Names(private)
-        self._lookups = Lookups(private, self.names, ended)
+        self._lookups = Lookups(private, self.names, ended, timers)
+        self._marked: dict[tuple[str, tuple[str, int]], float] = {}  # when, by both addresses
+        # By address: if it is translated to one of this host, and until when that counts.
+        self._translated: dict[tuple[str, int], tuple[bool, float]] = {}
+        # By address: seconds until an answer, and when the last one came.
+        self._usual: dict[tuple[str, int], tuple[float, float]] = {}
         self._open: set[Announcement] = set()
         self._most_open = _most_open()
         self._places = trio.lowlevel.ParkingLot()
@@ -290,9 +422,12 @@ class Announcer:
         """True if so many announcements are open that another one waits (`wait_for_place`)."""
         return len(self._open) >= self._most_open
 
-    async def wait_for_place(self, deadline: float) -> None:
-        """Wait until another announcement may be made, at most until ``deadline``."""
-        with move_on_at(self.timers, deadline):
+    async def wait_for_place(self, *, required: bool) -> None:
+        """Wait until another announcement may be made, at most a second.
+
+        required: the connection is to be SMC-R: wait as long as TCP tries to connect.
+        """
+        with move_on_after(self.timers, _CONNECT_TIME if required else _MOST_PATIENCE):
             while self.is_full:
                 await self._places.park()
 
@@ -328,6 +463,10 @@ class Announcer:
                 found = self._lookups.find(namespace, source[0], destination)
             if not found:
                 return found.reason
+            if not required:
+                silence = self._lookups.silence(found, source[0], destination)
+                if silence is not None:
+                    return silence
             if self.is_full:
                 return FallbackReason.OUT_OF_RESOURCES
             name = announced_name(found.namespace, messages.four_tuple(source, destination))
@@ -336,7 +475,7 @@ class Announcer:
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 return None
             return self.why_not(error)
-        made = Announcement(self, waiting, name, found, source[0], destination, sock)
+        made = Announcement(self, waiting, name, found, source[0], destination, sock, required)
         self._open.add(made)
         return made
 
@@ -375,6 +514,44 @@ class Announcer:
             self.why_not(error)
             return False
 
+    def mark_short(self, source: str, destination: tuple[str, int]) -> None:
+        """Let the servers at an address know that connections from ``source`` are TCP because they
+        are too short for SMC-R."""
+        key = source, _reached(destination)
+        moment = now(self.timers)
+        if moment < self._marked.get(key, -math.inf) + _MARK_INTERVAL:
+            return
+        if len(self._marked) >= _MOST_HISTORIES:
+            self._marked.clear()
+            self.names.remove_marks()
+        self._marked[key] = moment
+        with contextlib.suppress(DirectoryUnusable, OSError):
+            name = messages.four_tuple((source, 0), key[1])
+            self.names.mark(announced_name(self._lookups.namespace(None), name))
+
+    def leads_to_listener(self, sock: AnySocket, destination: tuple[str, int]) -> bool:
+        """True if an open connection that was not announced leads to a process of this host, under
+        another address than ``destination``, while there are listeners in the private directory.
+
+        Costs a system call if this host tracks no connections, and otherwise about a millisecond,
+        once a minute for each address.
+        """
+        destination = _reached(destination)
+        if original_destination(sock) is None:
+            return False
+        moment = now(self.timers)
+        known = self._translated.get(destination)
+        if known is not None and moment < known[1]:
+            return known[0]
+        found = False
+        with contextlib.suppress(DirectoryUnusable, OSError):
+            if self._lookups.has_listeners(self._lookups.namespace(sock)):
+                found = far_end(sock) is FarEnd.MISSING and has_local_end(sock)
+        if len(self._translated) >= _MOST_HISTORIES:
+            self._translated.clear()
+        self._translated[destination] = found, moment + _TRANSLATION_HOLDS
+        return found
+
     def why_not(self, error: DirectoryUnusable | OSError) -> FallbackReason:
         """Log what kept a connection from discovery; returns why it is plain TCP."""
         # A warning once: every connection has its reason, the log needs the details only.
@@ -383,9 +560,14 @@ class Announcer:
         _log.log(level, "no SMC-R between processes of this host: %s", error)
         if isinstance(error, DirectoryUnusable):
             return error.reason
-        if isinstance(error, PermissionError | NotADirectoryError) or error.errno == errno.EROFS:
-            return unusable(error, self._private).reason
-        # No descriptors, no /proc, no room: the TCP connection does not fail for it.
+        reason = unusable(error, self._private).reason
+        if (
+            reason is not FallbackReason.DIRECTORY_UNUSABLE
+            or isinstance(error, PermissionError | NotADirectoryError)
+            or error.errno == errno.EROFS
+        ):
+            return reason
+        # No descriptors, no /proc: the TCP connection does not fail for it.
         return FallbackReason.OUT_OF_RESOURCES
 
     def abandon(self) -> None:
@@ -416,6 +598,40 @@ class Announcer:
         with contextlib.suppress(OSError, DirectoryUnusable):
             return self._lookups.may_answer(each.found, each.source, each.destination).users
         return set()
+
+    def patience_for(self, destination: tuple[str, int]) -> float:
+        """Seconds that a connection to an address may wait in a backlog."""
+        known = self._usual.get(destination)
+        if known is None:
+            return _MOST_PATIENCE
+        return min(max(_USUAL_ANSWERS * known[0], _LEAST_PATIENCE), _MOST_PATIENCE)
+
+    def has_answered(self, destination: tuple[str, int], since: float = -math.inf) -> bool:
+        """True if a listener of this address has answered after a wait.
+
+        since: the answer came later than that, by the clock of the stack's timers.
+        """
+        known = self._usual.get(destination)
+        return known is not None and known[1] > since
+
+    def note_answer(self, destination: tuple[str, int], seconds: float) -> None:
+        """A listener has answered for a connection so many seconds after it was open."""
+        usual = self._usual
+        if len(usual) >= _MOST_HISTORIES:
+            usual.clear()
+        before, _ = usual.get(destination, (0.0, 0.0))
+        usual[destination] = max(seconds, _USUAL_DECAY * before), now(self.timers)
+
+    def wake_listener(self, announcement: Announcement) -> None:
+        """A connection waits in the backlog, perhaps of a listener of the same stack."""
+
+    def note_silence(self, announcement: Announcement, reason: FallbackReason) -> None:
+        """No listener has answered; connections to the address are TCP for a minute."""
+        self._lookups.note_silence(announcement.found, announcement.destination, reason)
+
+    def forget_silence(self, announcement: Announcement) -> None:
+        """A listener has answered."""
+        self._lookups.forget_silence(announcement.found, announcement.destination)
 
     def settled(self, announcement: Announcement) -> None:
         """An announcement has been withdrawn."""

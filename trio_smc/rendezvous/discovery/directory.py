@@ -124,6 +124,11 @@ class NewSocket:
                 root.close()
         self._directory.remove_stale()
 
+    @property
+    def path(self) -> str:
+        """Its name, as clients find it: below the private directory."""
+        return f"{self._path}/{self._name}"
+
     def may_prove(self) -> bool:
         """True if this thread may prove which addresses lead to the listener: the directory was
         named outright, and the thread is still in the namespace where it was published."""

@@ -30,9 +30,11 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
+from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import is_same_host
 from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import PrivateDirectory, admits_user
+from trio_smc.host.real_time import now
 from trio_smc.rendezvous.discovery import directory
 from trio_smc.rendezvous.discovery.names import DATAGRAM, Names, send_to
 from trio_smc.rendezvous.discovery.proofs import Listener, Proofs
@@ -46,6 +48,8 @@ _LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks for listeners that may have been killed, which changes no directory."""
 _PROOF_HOLDS: Final = 10.0  # how long a proof counts, seconds
 _DISPROOF_HOLDS: Final = 60.0  # how long it counts that no process accepted a connection, seconds
+_SILENCE_HOLDS: Final = 60.0  # how long it counts that no listener has answered, seconds
+_MOST_SILENCES: Final = 256  # addresses where that is so
 
 AnySocket = trio.socket.SocketType | socket.socket
 
@@ -59,8 +63,8 @@ class Found:
       names: of their sockets.
       stamps: of the directories that were looked at.
       is_general: False if this holds for one source address only.
-      looked: when that was, as `trio.current_time`.
-      until: when this ends to count at the latest.
+      looked: when that was, by the clock of the stack's timers.
+      until: when this ends to count at the latest, by the same clock.
       reason: why there are none.
     """
 
@@ -68,13 +72,13 @@ class Found:
         "is_general", "looked", "names", "namespace", "reason", "stamps", "until", "users",
     )  # fmt: skip
 
-    def __init__(self, namespace: str, stamps: directory.Stamps) -> None:
+    def __init__(self, namespace: str, stamps: directory.Stamps, looked: float) -> None:
         self.namespace: str = namespace
         self.stamps: directory.Stamps = stamps
         self.users: set[int] = set()
         self.names: set[str] = set()
         self.is_general: bool = True
-        self.looked: float = trio.current_time()
+        self.looked: float = looked
         self.until: float = math.inf
         self.reason: FallbackReason = FallbackReason.PEER_NOT_CAPABLE
 
@@ -86,12 +90,15 @@ class Found:
         self.users.add(listener.user)
         self.names.add(listener.name)
 
-    def disprove(self) -> FallbackReason:
-        """Note that no listener accepted a connection; returns why it is plain TCP."""
+    def disprove(self, moment: float) -> FallbackReason:
+        """Note that no listener accepted a connection; returns why it is plain TCP.
+
+        moment: the current time, by the clock of the stack's timers.
+        """
         if self.is_elsewhere:
             # The connection reached another process than the proof did.
             self.users.clear()
-            self.until = trio.current_time() + _DISPROOF_HOLDS
+            self.until = moment + _DISPROOF_HOLDS
             self.reason = FallbackReason.PATH_NOT_PROVEN
         return self.reason
 
@@ -99,6 +106,25 @@ class Found:
     def is_elsewhere(self) -> bool:
         """True if the listeners are in another network namespace, and had to prove the path."""
         return not math.isinf(self.until)
+
+
+class _Silence:
+    """No listener has answered for a connection to an address.
+
+    Attributes:
+      reason: why.
+      names: of the listeners that did not answer.
+      stamps: of the directories where they were found.
+      until: when this ends to count, by the clock of the stack's timers.
+    """
+
+    __slots__ = ("names", "reason", "stamps", "until")
+
+    def __init__(self, found: Found, reason: FallbackReason, until: float) -> None:
+        self.reason = reason
+        self.names: frozenset[str] = frozenset(found.names)
+        self.stamps: directory.Stamps = found.stamps
+        self.until: float = until
 
 
 class Lookups:
@@ -109,19 +135,25 @@ class Lookups:
       elsewhere: the same for other namespaces, by our own, source, address and port.
     """
 
-    def __init__(self, private: Path, names: Names, ended: Callable[[], object]) -> None:
+    def __init__(
+        self, private: Path, names: Names, ended: Callable[[], object], timers: Timers | None
+    ) -> None:
         """
         Args:
           private: the user's private directory (`Config.private_directory`).
           names: where the announcements are made.
           ended: called when listeners that were known are gone.
+          timers: of the stack; None: there are none.
         """
         self._private = private
         self._names = names
         self._ended = ended
+        self._timers = timers
         self._namespaces: dict[bytes, str] = {}
         self.known: dict[tuple[str, str, int], Found] = {}
         self.elsewhere: dict[tuple[str, str, str, int], Found] = {}
+        # By namespace, address and port; the oldest first.
+        self._silences: dict[tuple[str, str, int], _Silence] = {}
 
     def namespace(self, sock: AnySocket | None) -> str:
         """The name of a socket's network namespace in the directories."""
@@ -157,10 +189,10 @@ class Lookups:
         try:
             root = PrivateDirectory.open(self._private, create=False)
         except FileNotFoundError:
-            found = Found(namespace, directory.Stamps(self._private, None))
+            found = Found(namespace, directory.Stamps(self._private, None), now(self._timers))
         else:
             with contextlib.closing(root):
-                found = Found(namespace, directory.Stamps(self._private, root))
+                found = Found(namespace, directory.Stamps(self._private, root), now(self._timers))
                 self._look(root, found, source, destination)
         if found.is_general and (found or found.stamps.settled()):
             if len(self.known) >= _MOST_LOOKUPS:
@@ -187,6 +219,64 @@ class Lookups:
             else:
                 found.add(each)
 
+    def has_listeners(self, namespace: str) -> bool:
+        """True if any address of a network namespace has a listener in the private directory.
+
+        Raises DirectoryUnusable, OSError.
+        """
+        try:
+            root = PrivateDirectory.open(self._private, create=False)
+        except FileNotFoundError:
+            return False
+        with contextlib.closing(root):
+            for path in directory.namespace_paths(root, namespace):
+                with (
+                    contextlib.suppress(FileNotFoundError),
+                    contextlib.closing(root.below(path)) as below,
+                ):
+                    if below.entries():
+                        return True
+        return False
+
+    def note_silence(
+        self, found: Found, destination: tuple[str, int], reason: FallbackReason
+    ) -> None:
+        """No listener of an address has answered: see `silence`."""
+        key = (found.namespace, *destination)
+        self._silences.pop(key, None)
+        if len(self._silences) >= _MOST_SILENCES:
+            del self._silences[next(iter(self._silences))]
+        self._silences[key] = _Silence(
+            self.known.get(key, found), reason, now(self._timers) + _SILENCE_HOLDS
+        )
+
+    def forget_silence(self, found: Found, destination: tuple[str, int]) -> None:
+        """A listener of an address has answered."""
+        if self._silences:
+            self._silences.pop((found.namespace, *destination), None)
+
+    def silence(
+        self, found: Found, source: str, destination: tuple[str, int]
+    ) -> FallbackReason | None:
+        """Why no listener has answered for a connection to this address within the last minute.
+
+        None: that is unknown, or another listener has come since.
+
+        Raises DirectoryUnusable, OSError.
+        """
+        noted = self._silences.get((found.namespace, *destination)) if self._silences else None
+        if noted is None:
+            return None
+        if now(self._timers) < noted.until:
+            if noted.stamps.unchanged():
+                return noted.reason
+            found = self.look(found.namespace, source, destination)
+            if found.names <= noted.names:
+                noted.stamps = found.stamps
+                return noted.reason
+        self.forget_silence(found, destination)
+        return None
+
     def may_answer(self, found: Found, source: str, destination: tuple[str, int]) -> Found:
         """Those of the listeners of ``found`` that are alive, and others that have come since.
 
@@ -194,7 +284,7 @@ class Lookups:
         """
         if not found.is_elsewhere:
             return self.look(found.namespace, source, destination)
-        alive = Found(found.namespace, found.stamps)
+        alive = Found(found.namespace, found.stamps, now(self._timers))
         with contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root:
             paths = directory.namespace_paths(root, found.namespace)
             for each, _ in _listeners(root, paths, destination):
@@ -217,7 +307,7 @@ class Lookups:
         """
         known = self.known.get((namespace, *destination))
         if not known or (
-            trio.current_time() < known.looked + _LOOK_INTERVAL and known.stamps.unchanged()
+            now(self._timers) < known.looked + _LOOK_INTERVAL and known.stamps.unchanged()
         ):
             return False
         return not known.names & self.look(namespace, source, destination).names
@@ -234,17 +324,17 @@ class Lookups:
         namespace = self.namespace(sock)
         key = (namespace, source, *destination)
         known = self.elsewhere.get(key)
-        if known is not None and trio.current_time() < known.until and known.stamps.unchanged():
+        if known is not None and now(self._timers) < known.until and known.stamps.unchanged():
             return known
         try:
             root = PrivateDirectory.open(self._private, create=False)
         except FileNotFoundError:
-            return Found(namespace, directory.Stamps(self._private, None))
+            return Found(namespace, directory.Stamps(self._private, None), now(self._timers))
         with (
             contextlib.closing(root),
             Proofs(source, destination[0], sock, root.group, self._names, closer) as proofs,
         ):
-            found = Found(namespace, directory.Stamps(self._private, root))
+            found = Found(namespace, directory.Stamps(self._private, root), now(self._timers))
             paths = directory.other_namespaces(root, namespace)
             listeners = _listeners(root, paths, destination)
             for each, connected in islice(listeners, _MOST_LISTENERS):
@@ -256,7 +346,7 @@ class Lookups:
                     found.namespace = there
                     found.add(each)
             found.reason = proofs.reason
-        found.until = trio.current_time() + _PROOF_HOLDS
+        found.until = now(self._timers) + _PROOF_HOLDS
         if found.stamps.settled():
             if len(self.elsewhere) >= _MOST_LOOKUPS:
                 self.elsewhere.clear()

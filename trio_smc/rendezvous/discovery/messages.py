@@ -109,6 +109,7 @@ _REASONS = {
     8: FallbackReason.NOT_PERMITTED,
     9: FallbackReason.SHORT_CONNECTIONS,
     10: FallbackReason.PATH_NOT_PROVEN,
+    11: FallbackReason.DIRECTORY_FULL,
 }
 _REASON_CODES = {reason: code for code, reason in _REASONS.items()}
 

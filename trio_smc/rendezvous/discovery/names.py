@@ -24,6 +24,10 @@ by occupying the names of others.
 The mode of the name has the sticky bit, which means nothing for a socket, if the client takes SMC-R
 or nothing.
 
+A client that keeps its connections to an address on TCP, because they are too short, does not
+announce them.  It sets a *mark* once in a while instead, so that servers know the reason, too: an
+empty file in the same directory, whose name has the port 0.
+
 A cleaner of /tmp may remove the directories.  A client makes its directory again as soon as it
 cannot bind a name there, and a server checks its directories every few seconds.
 
@@ -48,6 +52,9 @@ from trio_smc.host.private_directory import PATH_FLAGS, PrivateDirectory, own_cr
 
 __all__ = ["DATAGRAM", "KIND", "Names", "announced_name", "send_to"]
 
+_MARK: Final = "short-"
+_MARK_HOLDS: Final = 60.0
+"""Seconds for which a mark holds after it was set.  Chosen."""
 DATAGRAM: Final = int(socket.SOCK_DGRAM) | int(getattr(socket, "SOCK_NONBLOCK", 0))
 """The type of all sockets of discovery."""
 KIND: Final = "announced"
@@ -83,6 +90,19 @@ def send_to(sender: socket.socket, message: bytes) -> bool:
     return True
 
 
+def _is_fresh(mark: os.stat_result) -> bool:
+    return abs(time.time() - mark.st_mtime) < _MARK_HOLDS
+
+
+def _remove_marks(directory: PrivateDirectory) -> None:
+    """Remove the marks that do not hold any more."""
+    for entry in directory.entries():
+        if entry.name.startswith(_MARK):
+            with contextlib.suppress(OSError):
+                if not _is_fresh(entry.stat(follow_symlinks=False)):
+                    directory.remove(entry.name)
+
+
 class Names:
     """The names of announcements in one private directory: this user's, and those of all members.
 
@@ -92,6 +112,7 @@ class Names:
 
     def __init__(self, private: Path) -> None:
         self._private = private
+        self._marks: set[str] = set()
         self._own: PrivateDirectory | None = None  # this user's directory of names
         self._path = ""  # where it is
         self._root: PrivateDirectory | None = None  # the private directory, if a group shares it
@@ -121,6 +142,7 @@ class Names:
         else:
             self._root = root
         self._own.remove_stale(listening=False)
+        _remove_marks(self._own)
         return self._own
 
     @property
@@ -192,6 +214,20 @@ class Names:
             raise
         return sock
 
+    def mark(self, name: str) -> None:
+        """Set a mark: an empty file, whose time counts.  Raises DirectoryUnusable, OSError."""
+        directory = self._own or self.open()
+        flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(_MARK + name, flags, 0o600, dir_fd=directory.descriptor), "wb") as file:
+            os.utime(file.fileno())
+        self._marks.add(name)
+
+    def remove_marks(self) -> None:
+        """Remove the marks that were set.  Other clients set theirs again when they need them."""
+        for name in self._marks:
+            self.remove(_MARK + name)
+        self._marks.clear()
+
     def has(self, name: str) -> bool:
         """True if a name of this user is still there."""
         return self._own is not None and self._own.has(name)
@@ -219,6 +255,17 @@ class Names:
             for each in self._members
             if os.access(name, os.F_OK, dir_fd=each.descriptor, follow_symlinks=False)
         ]
+
+    def is_marked(self, name: str) -> bool:
+        """True if a client has set a mark (`mark`) a short time ago."""
+        if self._root is not None:
+            self._list_members(self._root)
+        for each in self._members:
+            with contextlib.suppress(OSError):
+                found = os.stat(_MARK + name, dir_fd=each.descriptor, follow_symlinks=False)
+                if stat.S_ISREG(found.st_mode) and _is_fresh(found):
+                    return True
+        return False
 
     def is_required(self, directory: PrivateDirectory, name: str) -> bool:
         """True if the client with a name that was found takes SMC-R or nothing."""

@@ -27,6 +27,7 @@ import errno
 import logging
 import os
 import socket
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import trio
@@ -58,6 +59,10 @@ _NAME_INTERVAL: Final = 10.0
 """Seconds between checks that the socket still has its name."""
 _ANY: Final = ("0.0.0.0", "::")
 _MAX_PROBES: Final = 16  # at a time, each of them a descriptor
+
+
+def _no_op() -> None:
+    """No-op: no listener."""
 
 
 class Answerer(NamedTuple):
@@ -203,6 +208,8 @@ class Publication:
       answerer: of the stack.
       claims: those whose clients were sent ACCEPTED, by token.
       probes: the proofs that are under way.
+      on_waiting: called when a client of the same stack finds that its connection waits in the
+        backlog of a listener with this address.
     """
 
     def __init__(
@@ -224,7 +231,13 @@ class Publication:
         self._abandoned = False
         self.claims: dict[bytes, Claim] = {}
         self.probes: set[Probe] = set()
+        self.on_waiting: Callable[[], object] = _no_op
         self._shares: Shares[Probe] = Shares()
+
+    @property
+    def path(self) -> str:
+        """The name of its socket, below the private directory; empty if nothing is published."""
+        return "" if self._made is None else self._made.path
 
     def claim(
         self,
@@ -263,6 +276,14 @@ class Publication:
         _log.info("same-host discovery ends for one listener: this process changed its user")
         self.unavailable = FallbackReason.OTHER_USER
         self.close()
+
+    def is_short(self, local: tuple[str, int], remote: tuple[str, int]) -> bool:
+        """True if a client has marked the connections from its address to this one as too short for
+        SMC-R (`Announcer.mark_short`)."""
+        if self._made is None:
+            return False
+        key = messages.four_tuple((remote[0], 0), local)
+        return self.answerer.names.is_marked(announced_name(self._namespace, key))
 
     async def wait(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Wait for bytes on an accepted TCP connection.

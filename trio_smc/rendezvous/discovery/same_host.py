@@ -65,6 +65,7 @@ from trio_smc.host.addresses import plain_address
 from trio_smc.host.private_directory import (
     DirectoryUnusable,
     PrivateDirectory,
+    unusable,
 )
 from trio_smc.rendezvous.discovery import directory
 from trio_smc.rendezvous.discovery.announcing import Announcement, Announcer
@@ -101,6 +102,7 @@ class Discovery(Announcer):
 
     def close(self) -> None:
         """Close what announcing and answering need; neither is done any more.  Idempotent."""
+        self.names.remove_marks()
         self.names.close()
         self.closer.join()
 
@@ -113,9 +115,12 @@ class Discovery(Announcer):
     def unusable(self) -> FallbackReason | None:
         """Why the private directory cannot be used, or None; it is made if it is missing."""
         try:
-            PrivateDirectory.open(self._private, create=True).close()
+            with contextlib.closing(PrivateDirectory.open(self._private, create=True)) as found:
+                found.check_room()
         except DirectoryUnusable as error:
             return error.reason
+        except OSError as error:
+            return unusable(error, self._private).reason
         return None
 
     def publish(
@@ -142,6 +147,12 @@ class Discovery(Announcer):
         publication.start(nursery)
         self._publications.add(publication)
         return publication
+
+    def wake_listener(self, announcement: Announcement) -> None:
+        """As `Announcer.wake_listener`: `Publication.on_waiting` of a listener of this stack."""
+        for publication in tuple(self._publications):
+            if publication.path in announcement.found.names:
+                publication.on_waiting()
 
     def publish_nothing(self, sockname: tuple[str, int], reason: FallbackReason) -> Publication:
         """The publication of a listener to which no connection shall be announced, and why."""

@@ -1,0 +1,152 @@
+"""A client whose announcement no process answers: how long it waits, and what it remembers."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.rendezvous.discovery.world import LONG, Server, announce, bound, serving, soon
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.rendezvous.discovery import announcing, lookup
+from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
+
+AT_MOST = 2.0
+"""Seconds after which a connection is late; the longest patience is one second and a quarter."""
+SOURCE = "127.0.0.1", 1
+
+
+async def unanswered(asking: Discovery, server: Server) -> FallbackReason | None:
+    """Connect; the reason for TCP, which must come soon."""
+    async with bound() as client:
+        announcement = await announce(asking, client, server.address)
+        await client.connect(server.address)
+        with trio.fail_after(AT_MOST):
+            return await announcement.accepted(soon(60))
+
+
+def next_one(asking: Discovery, server: Server) -> FallbackReason | None:
+    """Why the next connection is not announced; None: it is."""
+    found = asking.announce(SOURCE, server.address)
+    if isinstance(found, Announcement):
+        found.close()
+        return None
+    return found
+
+
+async def test_a_connection_that_stays_queued(private: Path) -> None:
+    """The process is stopped, or busy."""
+    asking = Discovery(private)
+    async with serving(private) as server:
+        assert await unanswered(asking, server) is FallbackReason.NOT_ACCEPTED
+        assert next_one(asking, server) is FallbackReason.NOT_ACCEPTED, "for a minute"
+
+
+async def test_a_listener_that_waits_for_data(private: Path) -> None:
+    asking = Discovery(private)
+    async with serving(private) as server:
+        server.plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 10)
+        assert await unanswered(asking, server) is FallbackReason.NOT_ACCEPTED
+        assert next_one(asking, server) is FallbackReason.NOT_ACCEPTED
+
+
+async def test_a_process_that_accepts_and_does_not_answer(private: Path) -> None:
+    """The client knows soon, and does not wait as for a process that may be busy."""
+    asking = Discovery(private)
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(asking, client, server.address)
+        await client.connect(server.address)
+        accepted, _ = server.plain.accept()
+        began = trio.current_time()
+        with accepted:
+            assert await announcement.accepted(soon(60)) is FallbackReason.PEER_NOT_CAPABLE
+        assert trio.current_time() - began < announcing._MOST_PATIENCE
+        assert next_one(asking, server) is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_an_answer_is_remembered_instead(private: Path) -> None:
+    """A connection that takes SMC-R or nothing is announced all the same."""
+    asking = Discovery(private)
+    async with serving(private) as server:
+        assert await unanswered(asking, server) is FallbackReason.NOT_ACCEPTED
+        queued, _ = server.plain.accept()
+        queued.close()
+        async with bound() as client:
+            announcement = await announce(asking, client, server.address, required=True)
+            await client.connect(server.address)
+            connection, claim = await server.accept()
+            with connection:
+                assert claim is not None
+                assert claim.accept()
+                assert await announcement.accepted(soon()) is None
+                claim.forget()
+            announcement.close()
+        assert next_one(asking, server) is None
+
+
+async def test_another_listener_ends_the_memory(private: Path) -> None:
+    """The silent process is replaced by another one; listeners at other addresses end nothing."""
+    asking = Discovery(private)
+    async with serving(private) as server:
+        assert await unanswered(asking, server) is FallbackReason.NOT_ACCEPTED
+        async with serving(private):
+            assert next_one(asking, server) is FallbackReason.NOT_ACCEPTED
+        async with trio.open_nursery() as nursery:
+            other = Discovery(private).publish(server.address, nursery)
+            assert next_one(asking, server) is None
+            other.close()
+
+
+async def test_the_memory_is_short_and_bounded(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = Discovery(private)
+    lookups = asking._lookups
+    async with serving(private) as server:
+        found = lookups.find(lookups.namespace(None), SOURCE[0], server.address)
+        for port in range(1, 2 * lookup._MOST_SILENCES):
+            lookups.note_silence(found, ("127.0.0.1", port), FallbackReason.NOT_ACCEPTED)
+        assert len(lookups._silences) == lookup._MOST_SILENCES
+        lookups.note_silence(found, server.address, FallbackReason.NOT_ACCEPTED)
+        assert next_one(asking, server) is FallbackReason.NOT_ACCEPTED
+        monkeypatch.setattr(trio, "current_time", lambda: found.looked + lookup._SILENCE_HOLDS + 5)
+        assert next_one(asking, server) is None
+
+
+async def test_a_client_that_takes_smc_or_nothing_waits_longer(private: Path) -> None:
+    """As TCP waits for a connection: here for a process that is busy for more than a second."""
+    asking = Discovery(private)
+    async with serving(private) as server, bound() as client, trio.open_nursery() as nursery:
+        announcement = await announce(asking, client, server.address, required=True)
+        await client.connect(server.address)
+
+        async def answer() -> None:
+            await trio.sleep(announcing._REPEATED_SYN_ACK + 0.2)
+            connection, claim = await server.accept()
+            with connection:
+                assert claim is not None
+                assert await claim.confirm(connection, soon())
+
+        nursery.start_soon(answer)
+        with trio.fail_after(LONG):
+            assert await announcement.accepted(soon(0.1)) is None
+        announcement.close()
+        await client.send(b"C")
+
+
+def test_the_patience_follows_the_usual_answer(private: Path) -> None:
+    asking = Discovery(private)
+    there = ("127.0.0.1", 9)
+    assert asking.patience_for(there) == announcing._MOST_PATIENCE
+
+    async def note(*seconds: float) -> float:
+        for each in seconds:
+            asking.note_answer(there, each)
+        return asking.patience_for(there)
+
+    assert trio.run(note, 0.001) == announcing._LEAST_PATIENCE
+    assert trio.run(note, 0.05) == pytest.approx(8 * 0.05)
+    assert trio.run(note, 5.0) == announcing._MOST_PATIENCE
+    assert trio.run(note, *[0.001] * 100) == announcing._LEAST_PATIENCE

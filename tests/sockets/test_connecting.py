@@ -1,0 +1,254 @@
+"""`connect` and `accept` under `enable`, where TCP connects at once: SMC-R is as quick."""
+
+from __future__ import annotations
+
+import os
+import socket as stdlib_socket
+from collections.abc import AsyncIterator
+
+import pytest
+import trio
+import trio.testing
+
+import trio_smc
+from tests.timing import PATIENCE
+from trio_smc.rendezvous.discovery import announcing
+from trio_smc.sockets.drop_in import DropInSocket
+
+HOST = "127.0.0.1"
+TCP = stdlib_socket.IPPROTO_TCP
+FASTOPEN_CONNECT = 30  # linux/tcp.h; Python 3.11 has no name for it
+LATE = 2.0
+"""Seconds that no `connect` may take."""
+
+
+@pytest.fixture(params=[True, False], ids=["required", "wanted"])
+async def required(request: pytest.FixtureRequest) -> AsyncIterator[bool]:
+    """Enable SMC-R for the run; True: it is required."""
+    trio_smc.enable(trio_smc.Config(require_smc=request.param, receive_buffer=16 * 1024))
+    try:
+        yield request.param
+    finally:
+        trio_smc.disable()
+
+
+async def listen(
+    host: str = HOST, backlog: int = 16, family: int = stdlib_socket.AF_INET
+) -> trio.socket.SocketType:
+    sock = trio.socket.socket(family)
+    await sock.bind((host, 0))
+    sock.listen(backlog)
+    return sock
+
+
+async def check_pair(client: trio.socket.SocketType, server: trio.socket.SocketType) -> None:
+    """Both ends are over SMC-R, and bytes arrive."""
+    for end in (client, server):
+        assert isinstance(end, DropInSocket)
+        assert end.stream is not None
+        assert end.stream.mode is trio_smc.Mode.SMC_R, end.stream.fallback
+    await client.send(b"ping")
+    assert await server.recv(4) == b"ping"
+    client.close()
+    server.close()
+
+
+async def connect_and_accept(
+    client: trio.socket.SocketType, listener: trio.socket.SocketType, address: object = None
+) -> trio.socket.SocketType:
+    accepted: list[trio.socket.SocketType] = []
+
+    async def accept() -> None:
+        accepted.append((await listener.accept())[0])
+
+    with trio.fail_after(LATE):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(accept)
+            await client.connect(address or listener.getsockname())
+    return accepted[0]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before-listen", "after-listen"])
+async def test_a_listener_that_waits_for_data(required: bool, before: bool) -> None:
+    """TCP_DEFER_ACCEPT: `accept` returns when data has arrived, and `connect` at once."""
+    listener = trio.socket.socket()
+    await listener.bind((HOST, 0))
+    if not before:
+        listener.listen()
+    listener.setsockopt(TCP, stdlib_socket.TCP_DEFER_ACCEPT, 10)
+    if before:
+        listener.listen()
+    with stdlib_socket.create_server((HOST, 0)) as reference:
+        reference.setsockopt(TCP, stdlib_socket.TCP_DEFER_ACCEPT, 10)
+        over_tcp = reference.getsockopt(TCP, stdlib_socket.TCP_DEFER_ACCEPT)
+    accepted: list[trio.socket.SocketType] = []
+
+    async def accept() -> None:
+        accepted.append((await listener.accept())[0])
+
+    with listener, trio.socket.socket() as client:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(accept)
+            with trio.fail_after(LATE):
+                await client.connect(listener.getsockname())
+            assert listener.getsockopt(TCP, stdlib_socket.TCP_DEFER_ACCEPT) == over_tcp
+            await trio.sleep(0.1)
+            assert not accepted
+            await client.send(b"hello")
+        assert await accepted[0].recv(5) == b"hello"
+        await check_pair(client, accepted[0])
+
+
+async def test_a_deferred_connection_that_ends_without_data(required: bool) -> None:
+    """TCP passes it on, too."""
+    listener = await listen()
+    listener.setsockopt(TCP, stdlib_socket.TCP_DEFER_ACCEPT, 10)
+    with listener, trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+
+            async def call() -> None:
+                with trio.socket.socket() as client:
+                    await client.connect(listener.getsockname())
+
+            nursery.start_soon(call)
+            server, _ = await listener.accept()
+            with server:
+                assert await server.recv(1) == b""
+
+
+async def test_fast_open(required: bool) -> None:
+    """The SYN of such a socket leaves with the first data, if the server has given a cookie."""
+    listener = await listen()
+    listener.setsockopt(TCP, stdlib_socket.TCP_FASTOPEN, 5)
+    with listener:
+        for _ in range(3):
+            client = trio.socket.socket()
+            client.setsockopt(TCP, FASTOPEN_CONNECT, 1)
+            await check_pair(client, await connect_and_accept(client, listener))
+
+
+async def test_a_copy_that_accepts(required: bool) -> None:
+    """The original never takes a connection from the copy."""
+    listener = await listen()
+    with listener, listener.dup() as copy:
+        for _ in range(8):
+            client = trio.socket.socket()
+            server = await connect_and_accept(client, copy, listener.getsockname())
+            await check_pair(client, server)
+
+
+async def test_a_thread_that_accepts(required: bool) -> None:
+    """A blocking accept(2) on a copy of the descriptor gets each connection, over TCP."""
+    listener = await listen()
+    plain = stdlib_socket.socket(fileno=os.dup(listener.fileno()))
+    plain.setblocking(True)
+
+    def echo() -> None:
+        accepted, _ = plain.accept()
+        with accepted:
+            while data := accepted.recv(10):
+                accepted.sendall(data)
+
+    with listener, plain, trio.fail_after(PATIENCE):
+        for _ in range(4):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.to_thread.run_sync, echo)
+                with trio.socket.socket() as client:
+                    began = trio.current_time()
+                    try:
+                        await client.connect(listener.getsockname())
+                    except trio_smc.SmcUnavailable as error:
+                        assert required
+                        reason = error.fallback.reason
+                        assert reason is trio_smc.FallbackReason.PEER_NOT_CAPABLE
+                        continue
+                    finally:
+                        assert trio.current_time() - began < LATE
+                    await client.send(b"ping")
+                    assert await client.recv(4) == b"ping"
+
+
+async def test_a_program_that_connects_before_it_accepts(required: bool) -> None:
+    """One task, as over TCP."""
+    listener = await listen()
+    with listener:
+        for _ in range(3):
+            client = trio.socket.socket()
+            with trio.fail_after(LATE):
+                await client.connect(listener.getsockname())
+                server, _ = await listener.accept()
+            await check_pair(client, server)
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "family"),
+    [
+        ("0.0.0.0", HOST, stdlib_socket.AF_INET),
+        ("0.0.0.0", "0.0.0.0", stdlib_socket.AF_INET),
+        ("::", "::1", stdlib_socket.AF_INET6),
+        ("::", "::", stdlib_socket.AF_INET6),
+    ],
+)
+async def test_a_wildcard_address_means_this_host(
+    required: bool, address: str, host: str, family: int
+) -> None:
+    listener = await listen(host, family=family)
+    with listener:
+        client = trio.socket.socket(family)
+        there = address, listener.getsockname()[1]
+        await check_pair(client, await connect_and_accept(client, listener, there))
+        stream = await trio.open_tcp_stream(*there)
+        server, _ = await listener.accept()
+        await check_pair(stream.socket, server)
+
+
+async def test_a_wildcard_address_from_a_bound_socket(required: bool) -> None:
+    """The kernel connects to the address that the socket is bound to."""
+    listener = await listen("127.0.0.7")
+    with listener:
+        client = trio.socket.socket()
+        await client.bind(("127.0.0.7", 0))
+        there = "0.0.0.0", listener.getsockname()[1]
+        await check_pair(client, await connect_and_accept(client, listener, there))
+
+
+@pytest.mark.parametrize("raised", [True, False], ids=["raised", "as-asked"])
+async def test_a_full_backlog(
+    required: bool, raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All connections are made, also those that the kernel has lost."""
+    if not raised:
+        monkeypatch.setattr("trio_smc.connecting.listener._LEAST_BACKLOG", 0)
+    made: list[str] = []
+
+    async def call(address: tuple[str, int]) -> None:
+        stream = await trio.open_tcp_stream(*address)
+        async with stream:
+            await stream.send_all(b"x")
+            made.append((await stream.receive_some(1)).decode())
+
+    async def echo(stream: trio.SocketStream) -> None:
+        async for data in stream:
+            await stream.send_all(data)
+
+    async with trio.open_nursery() as nursery:
+        [listener] = await trio.open_tcp_listeners(0, host=HOST, backlog=10)
+        nursery.start_soon(trio.serve_listeners, echo, [listener])
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as callers:
+                for _ in range(60):
+                    callers.start_soon(call, listener.socket.getsockname())
+        nursery.cancel_scope.cancel()
+    assert made == ["x"] * 60
+
+
+async def test_the_wait_of_one_process_is_no_wait_of_another(required: bool) -> None:
+    """A connection to a listener that does not accept delays none to another listener."""
+    silent, listener = await listen(), await listen()
+    with silent, listener:
+        queued = stdlib_socket.create_connection(silent.getsockname())
+        client = trio.socket.socket()
+        began = trio.current_time()
+        await check_pair(client, await connect_and_accept(client, listener))
+        assert trio.current_time() - began < announcing._MOST_PATIENCE
+        queued.close()
