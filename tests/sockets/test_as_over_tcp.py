@@ -766,11 +766,20 @@ async def inherit_linger_0(ends: Ends) -> None:
 
 
 async def _connect_again(ends: Ends, sock: Any) -> object:
-    """Connect after a failure."""
-    outcome = await ends.outcome(sock.connect, ends.listener.getsockname())
-    if outcome == ("ConnectionAbortedError", errno.ECONNABORTED):
-        # Linux raises this once if SO_ERROR was read in between, as Trio does.
+    """Connect after a failure, to a program that accepts."""
+
+    async def accept() -> None:
+        server, _ = await ends.listener.accept()
+        server.close()
+
+    async with trio.open_nursery() as nursery:
+        # If no task accepted, the connection would wait for another process (docs/programs.md).
+        nursery.start_soon(accept)
         outcome = await ends.outcome(sock.connect, ends.listener.getsockname())
+        if outcome == ("ConnectionAbortedError", errno.ECONNABORTED):
+            # Linux raises this once if SO_ERROR was read in between, as Trio does.
+            outcome = await ends.outcome(sock.connect, ends.listener.getsockname())
+        nursery.cancel_scope.cancel()
     return outcome
 
 

@@ -285,8 +285,8 @@ class Announcement:
         if far in (FarEnd.MISSING, FarEnd.LOST):
             return since
         if far is FarEnd.ACCEPTED:
-            patience = _MOST_PATIENCE if required else _ACCEPTED_PATIENCE
-            return min(deadline, since + patience)
+            # The connection may have waited in a backlog until after the deadline.
+            return since + _MOST_PATIENCE if required else min(deadline, since + _ACCEPTED_PATIENCE)
         if far is FarEnd.UNKNOWN and required:
             return deadline
         if required:
