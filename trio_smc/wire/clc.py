@@ -187,7 +187,8 @@ class _Part(Value):
         # Without the constructor, because its `Layout.check` is not needed here and takes time.
         part = object.__new__(cls)
         try:
-            for name, value in (cls.LAYOUT.unpack_untrusted(data, version) | more).items():
+            cls.LAYOUT.read_untrusted(part, data, version)
+            for name, value in more.items():
                 setattr(part, name, value)
             part._check()
         except ValueError as error:
@@ -348,7 +349,8 @@ class Proposal(ClcMessage):
         ClcMessage._check(self)
         if self.version == 1 and self.flags:
             raise ValueError(f"flags {self.flags} in version 1, which has none")
-        if self.prefix_area() != _PrefixArea() and not _has_prefixes(self.version, self.flags):
+        area = self.prefix_area()
+        if not _has_prefixes(self.version, self.flags) and area != _PrefixArea():
             raise ValueError("prefixes without a version-1 offer")
         if self.v2 is not None and not _offers_v2(self.version, self.flags):
             raise ValueError("v2, but version and flags do not announce it")
