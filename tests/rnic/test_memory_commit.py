@@ -22,7 +22,7 @@ MIB = 1 << 20
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if vm.overcommit_memory were 2."""
-    monkeypatch.setattr(memory_module, "commit_is_limited", lambda: True)
+    monkeypatch.setattr(memory_module, "may_refuse_pages", lambda: True)
 
 
 def allocated(memory: Memory) -> int:
@@ -72,7 +72,7 @@ def test_pages_are_allocated_and_given_back(limited: None) -> None:
 
 
 def test_nothing_is_allocated_where_no_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "commit_is_limited", lambda: False)
+    monkeypatch.setattr(memory_module, "may_refuse_pages", lambda: False)
     memory = Memory(MIB)
     try:
         assert not memory.commit(0, MIB)
