@@ -195,6 +195,11 @@ class Negotiation(ABC):
         the peer, which would be a `protocol_error`. Then it clears the list, sends the messages and
         calls `sent`.
       outcome: None while the negotiation runs.
+      has_final_message: True if `outgoing` is this side's last CLC message. Reading must stop before
+        it is sent: after a Decline the peer's bytes belong to the application, and after a Confirm
+        they are a violation.
+      awaits_clc: True if the CLC timer must run (C.5).
+      expected: types of CLC messages that the peer may send now (C.1, C.6).
       changed: called whenever `outgoing` or `outcome` may have changed.
     """
 
@@ -207,6 +212,7 @@ class Negotiation(ABC):
 
     def __init__(self, table: Table, host: NegotiationHost, receive_buffer: int) -> None:
         self.machine: Machine = Machine(table, self)
+        self._note_state(self.machine.state)
         self.outgoing: list[bytes] = []
         self.outcome: Established | FellBack | Failed | None = None
         self.changed: Callable[[], None] = lambda: None
@@ -235,25 +241,6 @@ class Negotiation(ABC):
     def state(self) -> str:
         """The state (`trio_smc.states.clc`)."""
         return self.machine.state
-
-    @property
-    def has_final_message(self) -> bool:
-        """True if `outgoing` is this side's last CLC message.
-
-        Reading must stop before it is sent: after a Decline the peer's bytes belong to the
-        application, and after a Confirm they are a violation.
-        """
-        return self.machine.state in _FINAL
-
-    @property
-    def awaits_clc(self) -> bool:
-        """True if the CLC timer must run (C.5)."""
-        return self.machine.state in self.AWAITS_CLC
-
-    @property
-    def expected(self) -> frozenset[clc.MessageType]:
-        """Types of CLC messages that the peer may send now (C.1, C.6)."""
-        return self.EXPECTED.get(self.machine.state, _NONE)
 
     def receive_untrusted(self, data: bytes) -> None:
         """Process one whole CLC message; a violation ends the negotiation (C.6)."""
@@ -426,6 +413,7 @@ class Negotiation(ABC):
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Cancel a wait, and notify observers and the runner."""
+        self._note_state(new)
         if self._wait is not None and old in _WAITING:
             self._wait.cancel()
             self._wait = None
@@ -436,6 +424,12 @@ class Negotiation(ABC):
         self.changed()
 
     # --- helpers -----------------------------------------------------------------------------
+
+    def _note_state(self, state: str) -> None:
+        # Once for each state, because the runner reads these attributes several times in each.
+        self.has_final_message: bool = state in _FINAL
+        self.awaits_clc: bool = state in self.AWAITS_CLC
+        self.expected: frozenset[clc.MessageType] = self.EXPECTED.get(state, _NONE)
 
     @abstractmethod
     def _dispatch_untrusted(self, message: clc.Message) -> None:

@@ -365,7 +365,11 @@ class Proposal(ClcMessage):
 
     def encode(self) -> bytes:
         """The message on the wire."""
-        return _encoded(self)
+        global _last_encoded
+        last = _last_encoded
+        if last[0] is not self:  # otherwise `hash` would read all fields
+            last = _last_encoded = self, _encoded(self)
+        return last[1]
 
     @classmethod
     def decode_untrusted(cls, raw: bytes) -> Proposal:
@@ -389,6 +393,9 @@ def _has_prefixes(version: int, flags: int) -> bool:
 
 def _offers_v2(version: int, flags: int) -> bool:
     return version > 1 and flags >> 2 & _OFFER_MASK in (_SMC_R, _BOTH)
+
+
+_last_encoded: tuple[Proposal | None, bytes] = (None, b"")
 
 
 @functools.lru_cache(_CACHED_PROPOSALS)
@@ -577,14 +584,16 @@ class Credentials(ClcMessage):
             return None
 
     def _check(self) -> None:
-        ClcMessage._check(self)
+        if self.version == 0:  # inlined `ClcMessage._check`
+            raise ValueError("there is no version 0")
         if self.qp_number == 0:
             raise ValueError("QP number 0")
         if self.gid == _NO_GID:
             raise ValueError("a GID of zeros")
         if self.rmbe_index == 0:
             raise ValueError("RMBE index 0")
-        if self.rmb_address + self.rmbe_index * self.buffer_size > _END_OF_MEMORY:
+        size = RMBE_SIZE_UNIT << self.buffer_size_code
+        if self.rmb_address + self.rmbe_index * size > _END_OF_MEMORY:
             raise ValueError("an RMBE beyond the end of memory")
         if self.v2 is not None:
             self._check_v2(self.v2)
