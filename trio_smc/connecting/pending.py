@@ -158,10 +158,12 @@ class PendingHandshakes:
 
     def discard(self, handshake: Pending) -> bool:
         """Remove a handshake; False if it was not pending."""
-        if handshake not in self._all:
+        block = self._all.get(handshake)
+        if block is None:
             return False
         self._remove_age(handshake)
-        self._counts.remove(self._all.pop(handshake), handshake)
+        del self._all[handshake]
+        self._counts.remove(block, handshake)
         return True
 
     def give_way(self, now: float) -> float:

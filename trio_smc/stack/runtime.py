@@ -199,7 +199,7 @@ class Runtime:
         # Sockets that may offer SMC-R by the TCP option, now or once there is a RoCE port.
         self._offering: weakref.WeakSet[trio.socket.SocketType] = weakref.WeakSet()
         self._under_way: set[Cancellable] = set()
-        self._timers_changed = trio.Event()
+        self._timer_scope = trio.CancelScope()  # around the sleep of `_run_timers`
         self._something_ended = trio.Event()
         self._forked = False
         self._in_forked_child: list[Callable[[], object]] = []
@@ -321,14 +321,14 @@ class Runtime:
 
     async def _run_timers(self) -> None:
         while True:
-            self._timers_changed = trio.Event()
-            with trio.move_on_at(self.timers.next_deadline()):
-                await self._timers_changed.wait()
+            with trio.CancelScope(deadline=self.timers.next_deadline()) as self._timer_scope:
+                await trio.sleep_forever()
             if self.timers.run_due():
                 self.pump.resume_hooks()  # a timer may have sent something
 
     def _timer_is_earlier(self) -> None:
-        self._timers_changed.set()
+        # Not by a wakeup: most timers are cancelled before they are due.
+        self._timer_scope.deadline = self.timers.next_deadline()
 
     # --- the end ---------------------------------------------------------------------------
 

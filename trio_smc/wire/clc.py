@@ -110,6 +110,7 @@ _V2_FIRST_ACCEPT_SIZE = 160
 _V2_FIRST_CONFIRM_SIZE = 164  # and 16 for each GID
 _DECLINE_SIZES = (28, 44)
 
+_CACHED_HEADERS = 64  # chosen
 _CACHED_PROPOSALS = 64  # encoded Proposals that are cached, and as many decoded ones; chosen
 # From version 2 on, the two low bits of a Proposal's flags are the offer of version 1, and the two
 # bits above them that of version 2: SMC-R, SMC-D (1), nothing or both.
@@ -702,6 +703,12 @@ def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
     """
     if len(header) < HEADER_SIZE:
         raise ProtocolError(f"CLC header of {len(header)} bytes")
+    return _length_untrusted(bytes(header[:HEADER_SIZE]))
+
+
+@functools.lru_cache(_CACHED_HEADERS)
+def _length_untrusted(header: bytes) -> int:
+    """Cached, because there are few different headers, and each is checked twice."""
     eye_catcher, kind, length = _HEADER.unpack_from(header)
     version = header[7] >> 4
     if eye_catcher != EYE_CATCHER:
