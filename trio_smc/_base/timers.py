@@ -171,7 +171,7 @@ class Timers:
         finally:
             self._in_turn = False
             took = self.turn_clock() - began
-            self._spent += (took if took < _LONGEST_END else _LONGEST_END) + charge
+            self._spent += min(took, _LONGEST_END) + charge
 
     def _is_over_budget(self) -> bool:
         now = self.now()

@@ -29,8 +29,9 @@ The other 8 MiB are chosen."""
 def commit_is_limited() -> bool:
     """True if a page may be refused when it is first touched.
 
-    An administrator can change the mode at any time, so each call reads the mode from /proc.  If the mode cannot be read, the result is True: a needless
-    allocation costs only memory, but SIGBUS ends the process.
+    An administrator can change the mode at any time, so each call reads the mode from /proc.  If
+    the mode cannot be read, the result is True: a needless allocation costs only memory, but SIGBUS
+    ends the process.
     """
     try:
         descriptor = os.open(_MODE, os.O_RDONLY | os.O_CLOEXEC)

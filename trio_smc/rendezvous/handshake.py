@@ -192,7 +192,7 @@ def _given_up() -> trio.ClosedResourceError:
 def _write(sock: _Socket, data: bytes) -> bytes:
     """Send as much as TCP accepts at once; return the rest."""
     try:
-        return data[os.write(sock.fileno(), data) :]
+        return data[os.write(_descriptor(sock), data) :]
     except BlockingIOError:
         return data
 

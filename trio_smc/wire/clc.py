@@ -54,7 +54,7 @@ import struct
 from collections.abc import Container
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any, ClassVar, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.wire.fields import EID_SIZE, MAX_EIDS, RMBE_SIZE_UNIT, Value, eid_name
@@ -82,6 +82,7 @@ __all__ = [
     "V2Answer",
     "V2Offer",
     "decode_untrusted",
+    "encode_credentials",
     "message_length_untrusted",
     "proposal_flags",
 ]
@@ -111,6 +112,7 @@ _V2_FIRST_CONFIRM_SIZE = 164  # and 16 for each GID
 _DECLINE_SIZES = (28, 44)
 
 _CACHED_HEADERS = 64  # chosen
+_CACHED_LINKS = 64  # encoded Accepts and Confirms of one RMB and link; chosen
 _CACHED_PROPOSALS = 64  # encoded Proposals that are cached, and as many decoded ones; chosen
 # From version 2 on, the two low bits of a Proposal's flags are the offer of version 1, and the two
 # bits above them that of version 2: SMC-R, SMC-D (1), nothing or both.
@@ -621,6 +623,51 @@ class Credentials(ClcMessage):
         return cls.read_untrusted(raw, min(raw[7] >> 4, 2), v2=v2)
 
 
+_PER_CONNECTION: Final = slice(45, 50)  # RMBE index and alert token
+_INDEX_AND_TOKEN: Final = struct.Struct(">BI")
+
+
+def encode_credentials(
+    kind: type[Accept | Confirm], link: tuple[Any, ...], *, rmbe_index: int, alert_token: int
+) -> bytes:
+    """An Accept or Confirm of version 1, for a connection of an existing link and RMB.
+
+    Parameters:
+      link: the values that all connections of the link and the RMB share: `peer_id`,
+        `first_contact`, `gid`, `mac`, `qp_number`, `rkey`, `buffer_size_code`, `qp_mtu`,
+        `rmb_address`, `initial_psn` (`Credentials`).
+
+    Raises:
+      ValueError: a value of ``link`` does not fit its field.
+      struct.error: another value does not fit its field.
+    """
+    message = bytearray(_link_credentials(kind is Accept, link))
+    message[_PER_CONNECTION] = _INDEX_AND_TOKEN.pack(rmbe_index, alert_token)
+    return bytes(message)
+
+
+@functools.lru_cache(_CACHED_LINKS)
+def _link_credentials(is_accept: bool, link: tuple[Any, ...]) -> bytes:
+    """The message for the first element of an RMB.  Cached, because the checks and the packing of
+    all fields take longer than the rest of the message."""
+    peer_id, first_contact, gid, mac, qp_number, rkey, size_code, qp_mtu, rmb_address, psn = link
+    message = (Accept if is_accept else Confirm)(
+        peer_id=peer_id,
+        first_contact=first_contact,
+        gid=gid,
+        mac=mac,
+        qp_number=qp_number,
+        rkey=rkey,
+        rmbe_index=1,
+        alert_token=0,
+        buffer_size_code=size_code,
+        qp_mtu=qp_mtu,
+        rmb_address=rmb_address,
+        initial_psn=psn,
+    )
+    return message.encode()
+
+
 @laid_out(64)
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Accept(Credentials):
@@ -802,15 +849,15 @@ class ClcReader:
         data += piece
         self.wanted -= len(piece)
         size = len(data)
-        if size < HEADER_SIZE:
-            _check_start_untrusted(data)
-        elif size == HEADER_SIZE:
-            self.wanted = message_length_untrusted(data) - HEADER_SIZE
-        elif not self.wanted:
+        if size > HEADER_SIZE and not self.wanted:
             message = bytes(data)
             data.clear()
             self.wanted = HEADER_SIZE
             return message
+        if size < HEADER_SIZE:
+            _check_start_untrusted(data)
+        elif size == HEADER_SIZE:
+            self.wanted = message_length_untrusted(data) - HEADER_SIZE
         elif self.wanted < len(EYE_CATCHER) and not EYE_CATCHER.startswith(
             data[self.wanted - len(EYE_CATCHER) :]
         ):

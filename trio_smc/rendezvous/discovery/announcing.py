@@ -79,8 +79,8 @@ class Announcement:
     """
 
     __slots__ = (
-        "_acceptance", "_committed", "_has_arrived", "_ignored", "_owner", "_refusal", "_sock", "_tcp",
-        "destination", "found", "name", "source",
+        "_acceptance", "_committed", "_has_arrived", "_ignored", "_owner", "_refusal", "_sock",
+        "_tcp", "destination", "found", "name", "source",
     )  # fmt: skip
 
     def __init__(
