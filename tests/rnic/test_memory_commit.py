@@ -138,3 +138,20 @@ def test_the_placeholder_is_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked == [mmap.PAGESIZE]
     finally:
         memory.close()
+
+
+def test_the_mode_is_read_again_only_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "overcommit_memory"
+    place.write_text("2\n")
+    now = 1000.0
+    monkeypatch.setattr(overcommit, "_MODE", str(place))
+    for name, value in (("_known_until", 0.0), ("_known", False)):
+        monkeypatch.setattr(overcommit, name, value)  # and put the old values back at the end
+    monkeypatch.setattr(overcommit.time, "monotonic", lambda: now)
+    assert overcommit.may_refuse_pages()
+    place.write_text("0\n")
+    assert overcommit.may_refuse_pages(), "known from just before"
+    now += 0.2
+    assert not overcommit.may_refuse_pages()
