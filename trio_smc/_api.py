@@ -42,6 +42,11 @@ def set_default_config(config: Config | None) -> None:
     _default_config = config
 
 
+def default_config() -> Config:
+    """The configuration of default stacks that are opened from now on."""
+    return _default_config or Config()
+
+
 class _DefaultStack:
     """The stack of calls outside any `open_stack`; one for each Trio run."""
 

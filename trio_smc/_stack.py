@@ -19,6 +19,7 @@ from trio_smc._base.observer import ObserverGroup
 from trio_smc.config.config import Config, short_repr
 from trio_smc.connecting.connect import connect_stream
 from trio_smc.connecting.listener import SmcListener, open_listening_sockets
+from trio_smc.host.real_time import move_on_after
 from trio_smc.stack.runtime import Runtime
 from trio_smc.streams.connection_views import (
     ConnectionView,
@@ -231,7 +232,7 @@ class Stack:
             while rnics.is_drained(rnic) and (groups := table.on_rnics(rnics.on_port(rnic))):
                 table.end_unused(groups)
                 # A group without connections may have a handshake under way.
-                with trio.move_on_after(_LOOK_AGAIN):
+                with move_on_after(self.runtime.timers, _LOOK_AGAIN):
                     await table.link_gone.park()
             if rnics.is_drained(rnic):
                 LOGGER.info("%s is drained: no link uses it", name)

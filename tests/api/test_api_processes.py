@@ -273,7 +273,7 @@ ELSEWHERE = """
         for name in names:
             if hasattr(module, name):
                 delattr(module, name)
-    for name in ("fcntl", "termios", "resource", "pyroute2"):
+    for name in ("fcntl", "termios", "resource"):
         sys.modules[name] = None
 
     import trio_smc

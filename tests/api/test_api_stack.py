@@ -336,6 +336,7 @@ async def test_open_streams_are_closed_as_sockets_are(unread: bool) -> None:
         assert len(caught) == 2
         with trio.fail_after(PATIENCE):
             if unread:
+                assert await other.receive_some() == b"sent"
                 with pytest.raises(trio.BrokenResourceError) as there:
                     await other.receive_some()
                 assert isinstance(there.value.__cause__, ConnectionResetError)

@@ -80,6 +80,10 @@ class Side:
     def unsent(self) -> bool:
         return bool(self.accepted) or any(cdc.data for cdc in self.completing)
 
+    @property
+    def writing(self) -> bool:
+        return self.unsent
+
     def raise_(self, event: str) -> None:
         self.note(f"{self.name} {self.state} {event}")
         self.machine.send(event)
@@ -136,7 +140,7 @@ class Side:
     def fail(self) -> None:
         self.failed = True
 
-    fail_aborted = fail_reset = fail_links_lost = fail_handshake = fail
+    fail_aborted = fail_reset = fail_refused = fail_links_lost = fail_handshake = fail
 
     def open_to_application(self) -> None:
         self.open = True
@@ -167,7 +171,7 @@ class Side:
 
     def write(self) -> None:
         if self.got_closed:
-            self.raise_("abort")  # cannot reach a reader: send_all raises and aborts
+            self.raise_("abort")  # it cannot reach a reader: the send aborts
             self.done = True
             return
         self.accepted += 1

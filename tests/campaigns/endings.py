@@ -128,7 +128,7 @@ class App:
         if self.rng.random() < 0.3:
             data = bytearray(data)
         sent = self.account(self.it.send(memoryview(data)))
-        if sent < size:
+        if sent < size and self.it.error is None:
             self.park("writable")
         return f"sends {sent} of {size}"
 
@@ -152,13 +152,16 @@ class App:
         if sent and not self.urgent_left:
             self.marks.append(self.sent)
             return f"sends {sent}, urgent: mark {self.sent}"
-        self.park("writable")
+        if self.it.error is None:
+            self.park("writable")
         return f"sends {sent} of urgent data"
 
     def account(self, sent: int) -> int:
         if self.it.sender.borrowed:
             self.it.sender.keep_copies()
         self.sent += sent
+        if self.it.got_closed:
+            self.sent = self.it.sender.bytes_sent  # the rest was dropped: no reader is left
         if self.sent != self.it.sender.bytes_sent:
             raise Broken(
                 f"{self.name}: {self.it.sender.bytes_sent} bytes sent, {self.sent} accepted"
@@ -180,7 +183,10 @@ class App:
         wanted = self.expected(len(got))
         if got != wanted:
             raise Broken(f"{self.name}: receives {got!r} instead of {wanted!r}")
-        if self.it.receiver.at_eof:
+        if self.it.receiver.at_eof and not self.it.receiver.peer_done:
+            if self.it.error is None:
+                raise Broken(f"{self.name}: an end that the peer has not sent")
+        elif self.it.receiver.at_eof:
             self.expected(0)
             if self.position != self.peer.sent:
                 raise Broken(f"{self.name}: the end at {self.position} of {self.peer.sent}")

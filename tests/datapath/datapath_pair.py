@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.connection import Connection
@@ -74,6 +74,8 @@ class FakeHost:
         self.states: list[tuple[str, str, str]] = []
         self.timer: float | None = None
         self.connection: Connection | None = None
+        self.end: Literal["none", "fin", "reset"] = "none"
+        """How the peer has ended the TCP connection."""
 
     def connection_closed(self, connection: Connection) -> None:
         self.calls.append("closed")
@@ -86,6 +88,9 @@ class FakeHost:
 
     def close_tcp(self, connection: Connection) -> None:
         self.calls.append("close_tcp")
+
+    def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
+        return self.end
 
     def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
         self.states.append((old, new, event))
@@ -124,6 +129,8 @@ class FakeChannel:
         self.room = 1 << 40
         """Bytes `capacity` offers at most."""
         self.waiting: list[Any] = []
+        self.words: memoryview[int] = memoryview(bytearray(8)).cast("Q")
+        """The progress words of the peer's memory."""
         self.peer: Connection | None = None
         self.peer_base = 0
         self.rkey = 0
@@ -206,6 +213,11 @@ class FakeChannel:
     def deliver_announced(self) -> None:
         """The link fails: what was done at once is with the peer."""
         self.deliver(sum(kind == "announced" for kind, _, _ in self.queue))
+
+    def progress_word(
+        self, address: int, rkey: int, size: int
+    ) -> tuple[memoryview[int], int] | None:
+        return self.words, 0
 
     def hand_over(self, connection: object, successor: object) -> None:
         for entry, (owner, sequence) in enumerate(self.uncompleted):

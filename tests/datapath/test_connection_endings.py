@@ -160,7 +160,7 @@ class Row(NamedTuple):
     timer: bool | None = None  # whether one runs then; None: as before, none in CLOSED
 
 
-ABORTED, RESET = errno.ECONNABORTED, errno.ECONNRESET
+ABORTED, RESET, PIPE = errno.ECONNABORTED, errno.ECONNRESET, errno.EPIPE
 PW1, PW2, AW1, AW2 = "PEERCLOSEWAIT1", "PEERCLOSEWAIT2", "APPCLOSEWAIT1", "APPCLOSEWAIT2"
 APPFIN, PEERFIN = "APPFINCLOSEWAIT", "PEERFINCLOSEWAIT"
 PEERABORT, PROCESS = "PEERABORTWAIT", "PROCESSABORT"
@@ -189,12 +189,12 @@ ROWS = [
     Row("open send shut", "all_sent", PW1, "D"),
     Row("open send shut close", "all_sent", PW1, "C", timer=True),
     Row("open", "peer_done", AW1),
-    Row("open send", "peer_closed", PROCESS, "A", "RST", ABORTED, True),
+    Row("open send", "peer_closed", PROCESS, "A", "RST", PIPE, True),
     Row("open", "peer_closed", AW1),
     Row("open data", "peer_abort", PROCESS, "A", "", RESET, True),
     Row("open", "abort", PEERABORT, "A", "RST", ABORTED, True),
     Row("open send close", "close_timeout", PEERABORT, "A", "RST", timer=True),
-    Row("open", "links_lost", "CLOSED", "", "RST", ABORTED),
+    Row("open", "links_lost", "CLOSED", "", "RST", RESET),
     Row("open", "rmbe_conflict", "CLOSED", "", "RST", RESET),
     # --- PEERCLOSEWAIT1
     Row("open shut data", "close", PEERABORT, "A", "RST", timer=True),
@@ -208,7 +208,7 @@ ROWS = [
     Row("open shut", "abort", PEERABORT, "A", "RST", ABORTED, True),
     Row("open close", "close_timeout", "CLOSED", "", "RST"),
     Row("open close", "links_lost", "CLOSED", "", "RST"),
-    Row("open shut", "links_lost", "CLOSED", "", "RST", ABORTED),
+    Row("open shut", "links_lost", "CLOSED", "", "RST", RESET),
     Row("open shut", "rmbe_conflict", "CLOSED", "", "RST", RESET),
     # --- PEERCLOSEWAIT2
     Row("open shut data+D", "close", PEERABORT, "A", "RST", timer=True),
@@ -216,20 +216,20 @@ ROWS = [
     Row("open shut D close", "peer_closed", "CLOSED", "", "FIN"),
     Row("open shut D", "peer_closed", APPFIN),
     Row("open shut D close", "peer_abort", "CLOSED", "", "FIN"),
-    Row("open shut D", "peer_abort", PROCESS, "A", "", RESET, True),
+    Row("open shut D", "peer_abort", PROCESS, "A", "", 0, True),
     Row("open shut D close", "abort", PEERABORT, "", "RST", timer=True),
     Row("open shut D", "abort", PEERABORT, "A", "RST", ABORTED, True),
     Row("open shut D close", "close_timeout", "CLOSED", "", "RST"),
     Row("open shut D close", "links_lost", "CLOSED", "", "RST"),
-    Row("open shut D", "links_lost", "CLOSED", "", "RST", ABORTED),
-    Row("open shut D", "rmbe_conflict", "CLOSED", "", "RST", RESET),
+    Row("open shut D", "links_lost", "CLOSED", "", "RST", 0),
+    Row("open shut D", "rmbe_conflict", "CLOSED", "", "RST", 0),
     # --- APPFINCLOSEWAIT
     Row("open shut C", "close", "CLOSED", "C", "FIN"),
     Row("open shut data+C", "close", PROCESS, "A", "RST", timer=True),
-    Row("open shut C", "peer_abort", PROCESS, "A", "", RESET, True),
+    Row("open shut C", "peer_abort", PROCESS, "A", "", 0, True),
     Row("open shut C", "abort", PROCESS, "A", "RST", ABORTED, True),
-    Row("open shut C", "links_lost", "CLOSED", "", "RST", ABORTED),
-    Row("open shut C", "rmbe_conflict", "CLOSED", "", "RST", RESET),
+    Row("open shut C", "links_lost", "CLOSED", "", "RST", 0),
+    Row("open shut C", "rmbe_conflict", "CLOSED", "", "RST", 0),
     # --- APPCLOSEWAIT1
     Row("know D", "established", AW1),
     Row("open D", "shutdown_wr", AW2, "D"),
@@ -242,33 +242,33 @@ ROWS = [
     Row("open D", "close", PEERFIN, "C", timer=True),
     Row("open D send close", "all_sent", PEERFIN, "C", timer=True),
     Row("open D send shut", "all_sent", AW2, "D"),
-    Row("open D send", "peer_closed", PROCESS, "A", "RST", ABORTED, True),
+    Row("open D send", "peer_closed", PROCESS, "A", "RST", PIPE, True),
     Row("open D", "peer_closed", AW1),
-    Row("open D", "peer_abort", PROCESS, "A", "", RESET, True),
+    Row("open D", "peer_abort", PROCESS, "A", "", PIPE, True),
     Row("C", "abort", "CLOSED", "", "RST", ABORTED),
     Row("open C", "abort", PROCESS, "A", "RST", ABORTED, True),
     Row("open D", "abort", PEERABORT, "A", "RST", ABORTED, True),
     Row("open D send close", "close_timeout", PEERABORT, "A", "RST", ABORTED, True),
-    Row("open D", "links_lost", "CLOSED", "", "RST", ABORTED),
-    Row("open D", "rmbe_conflict", "CLOSED", "", "RST", RESET),
+    Row("open D", "links_lost", "CLOSED", "", "RST", PIPE),
+    Row("open D", "rmbe_conflict", "CLOSED", "", "RST", PIPE),
     # --- APPCLOSEWAIT2
     Row("open data+C shut", "close", PROCESS, "A", "RST", timer=True),
     Row("open data+D shut", "close", PEERABORT, "A", "RST", timer=True),
     Row("open C shut", "close", "CLOSED", "C", "FIN"),
     Row("open D shut", "close", PEERFIN, "C", timer=True),
     Row("open D shut", "peer_closed", AW2),
-    Row("open D shut", "peer_abort", PROCESS, "A", "", RESET, True),
+    Row("open D shut", "peer_abort", PROCESS, "A", "", 0, True),
     Row("open C shut", "abort", PROCESS, "A", "RST", ABORTED, True),
     Row("open D shut", "abort", PEERABORT, "A", "RST", ABORTED, True),
-    Row("open D shut", "links_lost", "CLOSED", "", "RST", ABORTED),
-    Row("open D shut", "rmbe_conflict", "CLOSED", "", "RST", RESET),
+    Row("open D shut", "links_lost", "CLOSED", "", "RST", 0),
+    Row("open D shut", "rmbe_conflict", "CLOSED", "", "RST", 0),
     # --- PEERFINCLOSEWAIT
     Row("open D close", "peer_closed", "CLOSED", "", "FIN"),
     Row("open D close", "peer_abort", "CLOSED", "", "FIN"),
     Row("open D close", "abort", PEERABORT, "", "RST", timer=True),
     Row("open D close", "close_timeout", "CLOSED", "", "RST"),
     Row("open D close", "links_lost", "CLOSED", "", "RST"),
-    Row("open D close", "rmbe_conflict", "CLOSED", "", "RST", RESET),
+    Row("open D close", "rmbe_conflict", "CLOSED", "", "RST"),
     # --- PEERABORTWAIT: TCP was reset on the way in
     Row("open abort", "peer_closed", "CLOSED", error=ABORTED),
     Row("open abort", "peer_abort", "CLOSED", error=ABORTED),
@@ -276,6 +276,7 @@ ROWS = [
     Row("open abort", "links_lost", "CLOSED", error=ABORTED),
     Row("open abort", "rmbe_conflict", "CLOSED", error=ABORTED),
     # --- PROCESSABORT
+    Row("know A", "established", PROCESS, error=RESET),
     Row("open A", "abort_sent", "CLOSED", "", "FIN", RESET),
     Row("open C abort", "abort_sent", "CLOSED", "", "", ABORTED),
     Row("open A", "abort_timeout", "CLOSED", "", "RST", RESET),
@@ -431,9 +432,11 @@ def test_nothing_follows_a() -> None:
         lone.it.abort()
         posted = len(lone.channel.log)
         lone.peer(data=b"late", flags=cdc.WRITER_BLOCKED | cdc.UPDATE_REQUESTED)
-        for call in (lambda: lone.it.receiver.receive(100), lambda: lone.it.send(memoryview(b"x"))):
-            with pytest.raises(ConnectionAbortedError):
-                call()
+        assert lone.it.receiver.receive(100) == b"not read"
+        with pytest.raises(ConnectionAbortedError):
+            lone.it.receiver.receive(100)
+        with pytest.raises(BrokenPipeError):
+            lone.it.send(memoryview(b"x"))
         lone.it.shutdown_write()
         lone.it.close()
         lone.complete()
@@ -444,15 +447,33 @@ def test_nothing_follows_a() -> None:
         assert len(lone.channel.log) == posted
 
 
-def test_sending_to_a_peer_that_has_closed_is_an_abort() -> None:
+@pytest.mark.rfc("4.8.1/11")
+@pytest.mark.parametrize("urgent", [False, True])
+def test_sending_to_a_peer_that_has_closed_is_an_abort(urgent: bool) -> None:
+    """TCP takes the data, too, and learns only from the answer that there is no reader."""
+    with lone_connection() as lone:
+        STEPS["open"](lone)
+        lone.peer(C, b"unread")
+        assert not lone.it.sender.can_send
+        send = lone.it.send_urgent if urgent else lone.it.send
+        assert send(memoryview(b"this is not read")) == 16
+        assert lone.it.state == PROCESS
+        assert [entry for entry in lone.channel.log if isinstance(entry, Write)] == []
+        assert flags_since(lone.channel, 0) == "A"
+        for _ in range(2):
+            with pytest.raises(BrokenPipeError):
+                send(memoryview(b"x"))
+        read(lone)
+        assert lone.it.receiver.at_eof
+
+
+def test_a_closed_peer_takes_no_more_than_fits() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.peer(C)
-        assert not lone.it.sender.can_send
-        with pytest.raises(ConnectionAbortedError):
-            lone.it.send(memoryview(b"this is not read"))
-        assert lone.it.state == PROCESS
-        assert [entry for entry in lone.channel.log if isinstance(entry, Write)] == []
+        assert lone.it.send(memoryview(bytes(SIZE + 1))) == SIZE
+        with pytest.raises(BrokenPipeError):
+            lone.it.send(memoryview(b"x"))
 
 
 def test_data_before_d_is_read_and_then_the_end_of_stream() -> None:
@@ -485,7 +506,7 @@ def test_data_that_arrived_before_the_links_were_lost_is_still_read(read_before:
         assert bytes(buffer[:6]) == b" words"
         assert lone.it.receiver.at_eof
         assert lone.it.receiver.receive(1) == b""
-        with pytest.raises(ConnectionAbortedError):
+        with pytest.raises(BrokenPipeError):
             lone.it.send(memoryview(b"x"))
 
 
@@ -501,17 +522,69 @@ def test_data_after_close_is_dropped_with_the_ring() -> None:
 
 
 @pytest.mark.rfc("4.8.2/9", "4.8.2/10", "A.4/19")
-def test_an_abort_drops_what_was_unread() -> None:
+@pytest.mark.parametrize("first", ["receive", "send", "SO_ERROR"])
+def test_what_arrived_before_an_abort_is_read_and_then_one_call_fails(first: str) -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
-        lone.peer(D, b"dropped")
+        lone.peer(data=b"unread")
         lone.peer(A)
-        with pytest.raises(ConnectionResetError):
-            lone.it.receiver.receive(100)
-        with pytest.raises(ConnectionResetError):
+        lone.complete()
+        assert lone.it.state == "CLOSED"
+        lone.memory.view[:30] = bytes(30)  # the RMBE serves another connection
+        if first == "SO_ERROR":
+            assert isinstance(lone.it.receiver.take_error(), ConnectionResetError)
+        elif first == "send":
+            with pytest.raises(ConnectionResetError):
+                lone.it.send(memoryview(b"x"))
+        read(lone)
+        if first == "receive":
+            with pytest.raises(ConnectionResetError):
+                lone.it.receiver.receive(100)
+        assert lone.it.receiver.at_eof
+        assert lone.it.receiver.receive(100) == b""
+        assert lone.it.receiver.take_error() is None
+        with pytest.raises(BrokenPipeError):
             lone.it.send(memoryview(b"x"))
-        assert not lone.it.receiver.at_eof
-        assert lone.it.receiver.readable == 0
+
+
+@pytest.mark.parametrize("shut", [False, True])
+def test_an_abort_after_the_end_of_the_data_is_no_error_for_the_reader(shut: bool) -> None:
+    """TCP's RST after FIN: sends get EPIPE. If this side has ended, too, there is no error."""
+    with lone_connection() as lone:
+        STEPS["open"](lone)
+        lone.peer(D, b"unread")
+        if shut:
+            lone.it.shutdown_write()
+        lone.peer(A)
+        read(lone)
+        assert lone.it.receiver.at_eof
+        error = lone.it.receiver.take_error()
+        assert (None if error is None else error.errno) == (None if shut else PIPE)
+        assert lone.it.receiver.take_error() is None
+        with pytest.raises(BrokenPipeError):
+            lone.it.send(memoryview(b"x"))
+
+
+def test_data_that_the_abort_itself_announces_is_read() -> None:
+    """The peer's link may have had no room for an earlier message."""
+    with lone_connection() as lone:
+        STEPS["open"](lone)
+        lone.peer(A, b"unread")
+        read(lone)
+        with pytest.raises(ConnectionResetError):
+            lone.it.receiver.receive(1)
+
+
+@pytest.mark.parametrize("way", ["a new link", "urgent data"])
+def test_data_that_only_the_abort_announces_may_be_missing(way: str) -> None:
+    with lone_connection() as lone:
+        STEPS["open"](lone)
+        if way == "a new link":
+            lone.sequence -= 1  # it has the number of the last message that arrived
+            lone.peer(flags=cdc.FAILOVER_VALIDATION)
+        lone.peer(A, b"unread", cdc.URGENT_PRESENT if way == "urgent data" else 0)
+        with pytest.raises(ConnectionResetError):
+            lone.it.receiver.receive(1)
 
 
 def test_the_final_message_waits_for_room_and_the_rmbe_with_it() -> None:
@@ -627,7 +700,7 @@ def test_a_tcp_reset_after_the_peers_close_drops_nothing(before: str) -> None:
         assert flags_since(lone.channel, 0) in ("A", "DA")
         read(lone)
         assert lone.it.receiver.at_eof
-        with pytest.raises(ConnectionResetError):
+        with pytest.raises(BrokenPipeError):
             lone.it.send(memoryview(b"x"))
 
 
@@ -650,7 +723,7 @@ def test_a_protocol_error_is_the_cause_of_the_applications_error() -> None:
         STEPS["open"](lone)
         exc = ProtocolError("data on the TCP connection")
         lone.it.protocol_error(exc)
-        with pytest.raises(ConnectionAbortedError) as caught:
+        with pytest.raises(ConnectionResetError) as caught:
             lone.it.receiver.receive(1)
         assert caught.value.__cause__ is exc
 

@@ -341,11 +341,12 @@ def test_an_abort_while_urgent_data_waits(pair: Pair) -> None:
         pair.a.send_urgent(view(b"!"))
 
 
-def test_an_abort_drops_the_byte(pair: Pair) -> None:
+def test_the_byte_survives_an_abort(pair: Pair) -> None:
     pair.a.send_urgent(view(b"!"))
     pair.settle()
     pair.a.abort()
     pair.settle()
+    assert pair.b.receiver.receive_urgent() == ord("!")
     assert pair.b.receiver.urgent == "none"
     with pytest.raises(ConnectionResetError):
         pair.b.receiver.receive_urgent()

@@ -164,6 +164,7 @@ def test_a_user_timeout_is_an_abort_of_its_own_kind(pair: Pair) -> None:
         pair.a.send(memoryview(b"x"))
     assert caught.value.errno == errno.ETIMEDOUT
     pair.settle()
+    assert len(pair.b.receiver.receive(100)) == 10
     with pytest.raises(ConnectionResetError):
         pair.b.receiver.receive(100)
 

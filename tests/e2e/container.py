@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import encodings.idna  # noqa: F401 - before the user changes, as the next
+import encodings.idna  # noqa: F401 - before the user changes
 import json
 import os
 import sys
 from typing import Any
 
-import pyroute2  # noqa: F401
 import trio
 
 import trio_smc

@@ -125,6 +125,7 @@ async def test_what_was_sent_before_the_close_arrives(pairs: Pairs, first: str) 
     await a.send_all(bytes(SMALL_RING))
     await a.aclose()
     assert len(await read_all(b)) == SMALL_RING
+    await b.send_all(b"this is not read")
     with pytest.raises(trio.BrokenResourceError):
         await b.send_all(b"this is not read")
     await b.aclose()

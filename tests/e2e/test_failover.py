@@ -120,7 +120,7 @@ async def test_without_any_link_streams_break_on_both_sides(where: str) -> None:
         peer, name = (pair.server, "a") if where == "server" else (pair.client, "c")
         await peer.call("fail", name=name)
         no_link = (
-            "BrokenResourceError from ConnectionAbortedError(103, 'no link to the peer is left')"
+            "BrokenResourceError from ConnectionResetError(104, 'no link to the peer is left')"
         )
         reset = "BrokenResourceError from ConnectionResetError(104, 'Connection reset by peer')"
         errors = [
@@ -132,7 +132,9 @@ async def test_without_any_link_streams_break_on_both_sides(where: str) -> None:
         assert sum(no_link in error for each in errors for error in each) >= 2
         for each in errors:
             assert len(each) == 2
-            assert all(error <= {no_link, reset} for error in each)
+            # The error is reported once; a task that sends afterwards gets EPIPE.
+            later = "BrokenResourceError from BrokenPipeError(32, 'Broken pipe')"
+            assert all({later} != error <= {no_link, reset, later} for error in each)
         answer = await pair.client.call("connect", port=pair.port)
         assert answer["modes"] == ["tcp"]
         assert answer["fallbacks"] == ["RNIC_DOWN"]

@@ -161,7 +161,7 @@ def test_more_losses_than_sequence_numbers_end_the_connection(lost: int) -> None
     else:
         assert pair.a.state == "CLOSED"
         assert pair.a.error is not None
-        assert pair.a.error.errno == errno.ECONNABORTED
+        assert pair.a.error.errno == errno.ECONNRESET
         assert "reset_tcp" in pair.hosts[0].calls
     pair.close()
 

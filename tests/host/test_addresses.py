@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import struct
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from trio_smc.host import addresses as prefixes
+from trio_smc.host import netlink
 from trio_smc.host.addresses import Prefix
+from trio_smc.host.netlink import Message
 
 LOOPBACK = Prefix(network=bytes((127, 0, 0, 0)), length=8)
 LOOPBACK6 = Prefix(network=bytes(15) + b"\x01", length=128)
@@ -199,25 +201,24 @@ def test_plain_addresses() -> None:
     assert prefixes.plain_address("::ffff:192.0.2.7") == "192.0.2.7"
 
 
-class Message(dict[str, Any]):
-    """A message of pyroute2 about one address."""
-
-    def get_attr(self, name: str) -> str | None:
-        return {"IFA_LOCAL": "192.0.2.7", "IFA_ADDRESS": "198.51.100.9"}[name]
-
-
 def test_a_point_to_point_interface_is_in_its_peer_s_network() -> None:
-    found = prefixes._own_address(Message(prefixlen=32, index=4))
-    assert found.address == "192.0.2.7"
-    assert found.prefix == Prefix(network=bytes((198, 51, 100, 9)), length=32)
+    head = struct.pack("=BBBBI", socket.AF_INET, 30, 0, 0, 4)
+    own, peer = socket.inet_aton("192.0.2.7"), socket.inet_aton("198.51.100.9")
+    found = prefixes._own_address(Message(head, {1: peer, 2: own}))
+    assert (found.interface, found.address) == (4, "192.0.2.7")
+    assert found.prefix == Prefix(network=bytes((198, 51, 100, 8)), length=30)
 
 
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_without_netlink_there_are_no_networks(
-    platform: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setitem(sys.modules, "pyroute2", None)  # import fails
+@pytest.mark.parametrize("length", [0, 1, 8, 63, 64, 65, 127, 128])
+def test_bits_beyond_the_prefix_are_zero(length: int) -> None:
+    head = struct.pack("=BBBBI", socket.AF_INET6, length, 0, 0, 4)
+    packed = ipaddress.ip_address("2001:db8:ffff:ffff:ffff::7").packed
+    found = prefixes._own_address(Message(head, {1: packed}))
+    expected = ipaddress.ip_network((packed, length), strict=False)
+    assert found.prefix == Prefix(network=expected.network_address.packed, length=length)
+
+
+def without_networks() -> None:
     assert prefixes.all_prefixes() == ()
     assert prefixes.local_prefix("192.0.2.7") is None
     assert not prefixes.is_attached([Prefix(bytes((192, 0, 2, 0)), 24)])
@@ -225,29 +226,14 @@ def test_without_netlink_there_are_no_networks(
     assert not prefixes.is_same_host("192.0.2.7", "203.0.113.5")
 
 
-def test_a_failing_netlink_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyroute2
+def test_another_platform_has_no_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    without_networks()
 
-    def refuse() -> None:
+
+def test_without_netlink_there_are_no_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(protocol: int) -> socket.socket:
         raise PermissionError("no netlink here")
 
-    monkeypatch.setattr(pyroute2, "IPRoute", refuse)
-    assert prefixes.all_prefixes() == ()
-
-
-def test_an_interrupted_dump_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyroute2
-    from pyroute2.netlink.exceptions import NetlinkDumpInterrupted
-
-    real = pyroute2.IPRoute
-    attempts: list[int] = []
-
-    def interrupted_once() -> Any:
-        attempts.append(1)
-        if len(attempts) == 1:
-            raise NetlinkDumpInterrupted
-        return real()
-
-    monkeypatch.setattr(pyroute2, "IPRoute", interrupted_once)
-    assert LOOPBACK in prefixes.all_prefixes()
-    assert len(attempts) == 2
+    monkeypatch.setattr(netlink, "_open_socket", refuse)
+    without_networks()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from types import SimpleNamespace
-from typing import Any, Self
+from typing import Self
 
 import pytest
-from pyroute2.netlink.exceptions import NetlinkError
 
 from trio_smc.host import netlink, pnet
-from trio_smc.host.netlink import AnswerCache, query
+from trio_smc.host.netlink import AnswerCache, Message, Request, query
 
 
 class Kernel:
@@ -23,15 +23,15 @@ class Kernel:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked = 0
-        self.answer: list[int] | None = [1, 2]
+        self.answer: bytes | None = b"\1\2"
         self.subscribers = 0
         self.ours: socket.socket | None = None
         monkeypatch.setattr(netlink, "_query_or_warn", self._query)
         monkeypatch.setattr(netlink, "_subscribe", self._subscribe)
 
-    def _query(self, question: object) -> list[int] | None:
+    def _query(self, request: Request) -> list[Message] | None:
         self.asked += 1
-        return self.answer
+        return None if self.answer is None else [Message(bytes((n,)), {}) for n in self.answer]
 
     def _subscribe(self) -> socket.socket:
         self.subscribers += 1
@@ -63,8 +63,16 @@ def is_kept(answer: int) -> bool:
     return AnswerCache.get("is_kept")[0] == [answer]
 
 
+def twice(message: Message) -> int:
+    return 2 * message.head[0]
+
+
 def double(key: str = "numbers") -> list[int]:
-    return query(lambda route: (), lambda number: 2 * number, key)
+    return query(request_of(key), twice)
+
+
+def request_of(key: str) -> Request:
+    return Request(1, key.encode(), 1)
 
 
 def test_without_anybody_who_remembers(kernel: Kernel) -> None:
@@ -80,7 +88,7 @@ def test_kept_until_something_changes(kernel: Kernel) -> None:
         assert kernel.asked == 1
         double("others")
         assert kernel.asked == 2, "another question"
-        kernel.answer = [7]
+        kernel.answer = b"\7"
         assert double() == [2, 4]
         kernel.change()
         kernel.change()
@@ -110,7 +118,7 @@ def test_no_answer_is_not_kept(kernel: Kernel) -> None:
         memory.open()
         kernel.answer = None
         assert double() == []
-        kernel.answer = [1]
+        kernel.answer = b"\1"
         assert double() == [2]
 
 
@@ -135,7 +143,9 @@ def test_not_more_than_so_many(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) 
         memory.open()
         for number in range(10):
             double(str(number))
-            assert sum(AnswerCache.get(str(each))[0] is not None for each in range(10)) <= 3
+            assert sum(
+                AnswerCache.get((request_of(str(each)), twice))[0] is not None for each in range(10)
+            ) in range(1, 4)
 
 
 def test_a_kernel_that_reports_nothing(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +184,15 @@ def test_the_real_kernel() -> None:
         assert pnet.route_interface("127.0.0.1", "127.0.0.1") in before
 
 
-# --- UEIDs of the kernel --------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
-class SmcNetlink:
-    """SMC's generic netlink: none, or one that answers with these."""
+class FakeSocket:
+    """A netlink socket whose answers the test gives; each is a datagram and its sender."""
 
-    prid = 40
-    answers: list[object] | Exception | None = None
+    def __init__(self, *answers: tuple[bytes, int]) -> None:
+        self._answers = list(answers)
+        self.requests: list[bytes] = []
 
     def __enter__(self) -> Self:
         return self
@@ -189,48 +200,146 @@ class SmcNetlink:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def bind(self, family: str, kind: type) -> None:
-        assert family == "SMC_GEN_NETLINK"
-        if self.answers is None:
-            raise NetlinkError(errno.ENOENT)
+    def sendto(self, data: bytes, address: tuple[int, int]) -> None:
+        assert address == (0, 0)
+        self.requests.append(data)
 
-    def nlm_request(self, request: Any, *, msg_type: int, msg_flags: int) -> list[object]:
-        assert (request["cmd"], request["version"], msg_type) == (9, 1, self.prid)
-        if isinstance(self.answers, Exception):
-            raise self.answers
-        assert self.answers is not None
-        return self.answers
+    def recvfrom(self, size: int) -> tuple[bytes, tuple[int, int]]:
+        if not self._answers:
+            raise BlockingIOError
+        data, sender = self._answers.pop(0)
+        return data, (sender, 0)
 
 
-def named(value: bytes | None) -> SimpleNamespace:
-    return SimpleNamespace(get_attr={"SMC_NLA_EID_TABLE_ENTRY": value}.get)
+def message(kind: int, content: bytes = b"", flags: int = 2) -> bytes:
+    data = struct.pack("=IHHII", 16 + len(content), kind, flags, 1, 0) + content
+    return data + bytes(-len(data) % 4)
 
+
+INTERRUPTED = 0x12
+DONE = message(3, bytes(4))
+ADDRESSES = Request(22, bytes(8), 8, dump=True)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, *sockets: FakeSocket) -> None:
+    left = list(sockets)
+    monkeypatch.setattr(netlink, "_open_socket", lambda protocol: left.pop(0))
+
+
+def dumped(*numbers: int, flags: int = 2) -> bytes:
+    return b"".join(
+        message(20, bytes(8) + netlink.attribute(number, b"x" * number), flags)
+        for number in numbers
+    )
+
+
+def numbers(answer: list[Message] | None) -> list[int] | None:
+    return None if answer is None else [next(iter(each.attributes)) for each in answer]
+
+
+def test_a_dump_in_several_datagrams(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeSocket((dumped(1, 2), 0), (dumped(3), 0), (DONE, 0))
+    use(monkeypatch, fake)
+    answer = netlink.query_now(ADDRESSES)
+    assert numbers(answer) == [1, 2, 3]
+    assert answer is not None
+    assert [each.attributes for each in answer] == [{n: b"x" * n} for n in (1, 2, 3)]
+    assert fake.requests == [struct.pack("=IHHII", 24, 22, 0x301, 1, 0) + bytes(8)]
+
+
+def test_messages_of_other_processes_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, FakeSocket((dumped(9) + DONE, 4711), (dumped(1) + DONE, 0)))
+    assert numbers(netlink.query_now(ADDRESSES)) == [1]
+
+
+def test_an_interrupted_dump_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted = (dumped(1, flags=INTERRUPTED) + DONE, 0)
+    use(monkeypatch, FakeSocket(interrupted), FakeSocket((dumped(2) + DONE, 0)))
+    assert numbers(netlink.query_now(ADDRESSES)) == [2]
+    late = (dumped(1) + message(3, bytes(4), INTERRUPTED), 0)
+    use(monkeypatch, *(FakeSocket(late) for _ in range(3)))
+    assert netlink.query_now(ADDRESSES) is None
+
+
+@pytest.mark.parametrize("kind", [2, 3])
+def test_errors_of_the_kernel(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    refused = (message(kind, struct.pack("=i", -errno.ENETUNREACH)), 0)
+    use(monkeypatch, FakeSocket(refused), FakeSocket(refused))
+    with pytest.raises(OSError, match="unreachable") as caught:
+        netlink.query_now(ADDRESSES)
+    assert caught.value.errno == errno.ENETUNREACH
+    assert query(ADDRESSES, twice) == []
+
+
+def test_a_kernel_without_an_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, FakeSocket())
+    assert query(ADDRESSES, twice) == []
+
+
+def test_a_query_imports_nothing_and_is_short() -> None:
+    """The first connection of a program makes it on the Trio thread."""
+    code = (
+        "import sys, time, trio_smc\n"
+        "from trio_smc.host import addresses, netlink, pnet\n"
+        "before = set(sys.modules)\n"
+        "began = time.process_time()\n"
+        "pnet.interfaces(), addresses.all_prefixes(), netlink.kernel_ueids()\n"
+        "pnet.route_interface('127.0.0.1', '127.0.0.1')\n"
+        "took = time.process_time() - began\n"
+        "print(*sorted(set(sys.modules) - before), took < 0.02)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "True\n"
+
+
+# --- UEIDs of the kernel --------------------------------------------------------------------------
 
 ONE, TWO = b"PLANT-7".ljust(32), b"OTHER".ljust(32)
+NO_FAMILY = message(2, struct.pack("=i", -errno.ENOENT))
+FAMILY = message(16, bytes(4) + netlink.attribute(1, struct.pack("=H", 40)))
+
+
+def named(*values: bytes | None) -> bytes:
+    return b"".join(
+        message(40, bytes(4) + (b"" if value is None else netlink.attribute(1, value)))
+        for value in values
+    )
 
 
 @pytest.mark.v2("v2.1/5")
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        (None, None),  # the module is not loaded
-        (OSError(errno.EPROTONOSUPPORT, "no netlink"), None),
-        (RuntimeError("another event loop is running"), None),
-        ([], ()),
-        ([named(None)], ()),
-        ([named(ONE + b"\0"), named(TWO)], (ONE, TWO)),
-        ([named(b"PLANT-7\0")], (ONE,)),
-        ([named(b"N%d" % n) for n in range(9)], tuple(b"N%d".ljust(33) % n for n in range(8))),
+        (message(2, struct.pack("=i", -errno.EPROTONOSUPPORT)), None),
+        (DONE, ()),
+        (named(None) + DONE, ()),
+        (named(ONE + b"\0", TWO) + DONE, (ONE, TWO)),
+        (named(b"PLANT-7\0") + DONE, (ONE,)),
+        (
+            named(*(b"N%d" % n for n in range(9))) + DONE,
+            tuple(b"N%d".ljust(33) % n for n in range(8)),
+        ),
     ],
 )
 def test_ueids_of_the_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-    answers: list[object] | Exception | None,
-    expected: tuple[bytes, ...] | None,
+    monkeypatch: pytest.MonkeyPatch, answers: bytes, expected: tuple[bytes, ...] | None
 ) -> None:
-    monkeypatch.setattr("pyroute2.netlink.generic.GenericNetlinkSocket", SmcNetlink)
-    monkeypatch.setattr(SmcNetlink, "answers", answers)
+    families, table = FakeSocket((FAMILY, 0)), FakeSocket((answers, 0))
+    use(monkeypatch, families, table)
     assert netlink.kernel_ueids() == expected
+    assert families.requests == [
+        struct.pack("=IHHIIBBH", 40, 16, 1, 1, 0, 3, 1, 0)
+        + netlink.attribute(2, b"SMC_GEN_NETLINK\0")
+    ]
+    assert table.requests == [struct.pack("=IHHIIBBH", 20, 40, 0x301, 1, 0, 9, 1, 0)]
+
+
+@pytest.mark.v2("v2.1/5")
+def test_without_smc_in_the_kernel_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, FakeSocket((NO_FAMILY, 0)))
+    assert netlink.kernel_ueids() is None
 
 
 @pytest.mark.v2("v2.1/5")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,77 @@ def test_a_table_as_text(tmp_path: Path) -> None:
     path.write_text(text)
     assert pnet.read_table(path) == table
     assert parse_table("") == ()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_names_that_a_table_may_have(end: str, tmp_path: Path) -> None:
+    path = tmp_path / "pnet"
+    names = ["eth0", "enp1s0np0.4094", "br-0123456789ab", "veth@1", "tun+", "a_b"]
+    path.write_bytes(end.join(f"\t{name} mlx5_0 irdma-1.2/255" for name in names).encode())
+    assert [name for name, _ in pnet.read_table(path)[::2]] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ("# smc_pnet\nNET1 eth0 n/a 255\nNET1 n/a mlx5_0 1\n", 2, "listing of smc_pnet"),
+        ("NET1 n/a mlx5_0 1\n", 1, "listing of smc_pnet"),
+        ("NET1 eth0 mlx5_0 1\n", 1, "listing of smc_pnet"),
+        ("eth0 rxe0\neth1 n/a\n", 2, "'n/a' is not the name of an RNIC"),
+        ("n/a rxe0", 1, "'n/a' is not the name of an interface"),
+        ("eth0 1", 1, "the number 1 is not the name of an RNIC"),
+        ("7 rxe0", 1, "the number 7 is not the name of an interface"),
+        ("eth0 mlx5_0 1 2", 1, "smc_pnet"),
+        ("eth0 mlx5_0/0", 1, "'mlx5_0/0' is not the name of an RNIC"),
+        ("eth0 mlx5_0/a", 1, "'mlx5_0/a' is not"),
+        ("\ufeffeth0 rxe0\n", 1, "byte order mark"),
+        ("eth0,rxe0\n", 1, "comma"),
+        ("eth0 rxe0, rxe1\n", 1, "comma"),
+        ("\n\neth0 rxe0;rxe1", 3, "'rxe0;rxe1' is not"),
+        ("eth0: rxe0", 1, "'eth0:' is not the name of an interface"),
+        ("eth0 = rxe0", 1, "'=' is not"),
+        ('[pnet]\neth0 = "rxe0"', 1, "'[pnet]' is not"),
+        ('{"eth0": ["rxe0"]}', 1, "is not the name of an interface"),
+        ('"eth0" "rxe0"', 1, "is not the name of an interface"),
+        ("eth0 rxe0\neth1\x00 rxe0", 2, "is not the name of an interface"),
+        ("eth0 rxe\xe9", 1, "is not the name of an RNIC"),
+        ("eth0\u2028rxe0 rxe1\neth1", 2, "no RNIC"),
+        ("an-interface-with-a-long-name rxe0", 1, "is not the name of an interface"),
+        (".. rxe0", 1, "'..' is not the name of an interface"),
+        ("e" * 10_000 + " rxe0", 1, "is not the name of an interface"),
+    ],
+)
+def test_a_file_that_is_not_a_table(text: str, line: int, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "pnet"
+    path.write_bytes(text.encode())
+    with pytest.raises(ValueError, match=re.escape(f"{path}, line {line}: ")) as caught:
+        pnet.read_table(path)
+    assert reason in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < len(str(path)) + 200
+    settings = tmp_path / "smc.toml"
+    settings.write_text(f"pnet = {str(path)!r}\n")
+    with pytest.raises(ValueError, match=f"line {line}: "):
+        trio_smc.load_config(settings)
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [("eth0 rxe0\n".encode("utf-16"), 1), (b"eth0 rxe0\neth1 rxe1\neth2 rxe\xe9\n", 3)],
+)
+def test_a_file_that_is_not_utf_8(data: bytes, line: int, tmp_path: Path) -> None:
+    path = tmp_path / "pnet"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=f"line {line} is not UTF-8"):
+        pnet.read_table(path)
+
+
+@pytest.mark.parametrize(
+    "pair", [("eth0", "n/a"), ("eth0", "1"), ("n/a", "rxe0"), ("eth0,", "rxe0")]
+)
+def test_pairs_of_a_setting_are_names(pair: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"^pnet: .* names of an interface and an RNIC"):
+        Config(pnet=(("eth0", "rxe0"), pair))
 
 
 @pytest.mark.parametrize("bad", ["eth0", "eth0 rxe0\neth1 # rxe1"])

@@ -27,8 +27,7 @@ from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.verbs import QpState, Rnic, RnicError
 
 AT_ONCE: Final = 0.4
-"""Seconds: netlink takes two passes through pyroute2, some 20 ms in a guest; the kernel would wait
-for a second, each time."""
+"""Seconds.  Two queries by netlink take far less; the kernel would wait for a second, each time."""
 TRIES: Final = 5
 """A host that is busy with others stops a guest now and then, but not each time."""
 
@@ -100,7 +99,7 @@ def end_of(rnic: VerbsRnic, directory: Path) -> Iterator[End]:
     sh("ip neigh flush dev mac0")
     with closing(rnic):
         rnic.open(directory)
-        rnic.address_known(rnic.gid)  # loads pyroute2
+        rnic.address_known(rnic.gid)
         with closing(make_end(rnic)) as end:
             yield end
 

@@ -41,6 +41,40 @@ async def main():
 trio.run(main)
 """
 
+UPLOAD_REFUSED = """
+import functools, httpx, hypercorn.config, hypercorn.trio, trio
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        while True:
+            message = await receive()
+            await send({"type": message["type"] + ".complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+    headers = [(b"content-length", b"3"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": b"big"})
+
+async def pieces():
+    for _ in range(20):
+        yield b"x" * 5000
+        await trio.sleep(0.005)
+
+async def main():
+    config = hypercorn.config.Config()
+    config.bind = ["127.0.0.1:0"]
+    config.errorlog = config.accesslog = None
+    serve = functools.partial(hypercorn.trio.serve, app, config)
+    async with trio.open_nursery() as nursery, httpx.AsyncClient() as client:
+        [address] = await nursery.start(serve)
+        for _ in range(5):
+            for content in (b"x" * 5_000_000, pieces()):
+                print((await client.post(address, content=content)).status_code, flush=True)
+        nursery.cancel_scope.cancel()
+
+trio.run(main)
+"""
+
 WEBSOCKET_SERVER = """
 import trio
 from trio_websocket import ConnectionClosed, serve_websocket
@@ -136,6 +170,19 @@ def run_client(cwd: Path, program: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_an_answer_that_comes_before_the_upload_ends_is_read(tmp_path: Path) -> None:
+    """The server answers 413 and closes, without reading the upload."""
+    done = subprocess.run(
+        [*RUN, "--require-smc", "--", sys.executable, "-c", UPLOAD_REFUSED],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
+    )
+    assert done.stdout.split() == ["413"] * 10, done.stderr
 
 
 @pytest.mark.parametrize("workers", [1, 2])

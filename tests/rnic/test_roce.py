@@ -9,6 +9,7 @@ import gc
 import ipaddress
 import os
 import select
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 
 from trio_smc.config.config import Config
+from trio_smc.host.netlink import Message, Request
+from trio_smc.host.routes import neighbour_request, route_request
 from trio_smc.rnic.roce import device as roce_device
 from trio_smc.rnic.roce import gids, neighbours, pyverbs
 from trio_smc.rnic.roce.device import VerbsRnic
@@ -403,55 +406,53 @@ def test_which_uevents_are_news(uevent: bytes, expected: bool) -> None:
 class Kernel:
     """A kernel with one route and one neighbour; `asked` lists the neighbours queried."""
 
-    def __init__(self, route: object, state: int | OSError | None) -> None:
+    def __init__(self, route: Message | OSError | None, state: int | OSError | None) -> None:
         self._route, self._state = route, state
         self.asked: list[tuple[str, int]] = []
 
-    def route(self, command: str, *, dst: str, src: str, oif: int) -> list[object]:
-        assert (command, dst, src, oif) == ("get", "192.0.2.9", "192.0.2.1", LOOPBACK)
-        if isinstance(self._route, OSError):
-            raise self._route
-        return [self._route]
-
-    def neigh(self, command: str, *, dst: str, ifindex: int) -> list[object]:
-        assert command == "get"
-        self.asked.append((dst, ifindex))
-        if isinstance(self._state, OSError):
-            raise self._state
-        return [{"state": self._state}]
-
-    def query(self, question: Callable[[Kernel], list[object]]) -> list[object] | None:
-        return question(self) if self._route is not None else None
-
-
-class Route(dict[str, int]):
-    def __init__(self, kind: int = 1, **attributes: object) -> None:
-        super().__init__(type=kind)
-        self.attributes = {"RTA_OIF": LOOPBACK, **attributes}
-
-    def get_attr(self, name: str) -> object:
-        return self.attributes.get(name)
+    def query(self, request: Request) -> list[Message] | None:
+        if self._route is None:
+            return None
+        if request == route_request("192.0.2.1", "192.0.2.9", LOOPBACK):
+            if isinstance(self._route, OSError):
+                raise self._route
+            return [self._route]
+        for hop in ("192.0.2.9", "192.0.2.254", "fe80::9"):
+            if request == neighbour_request(hop, LOOPBACK):
+                self.asked.append((hop, LOOPBACK))
+                if isinstance(self._state, OSError):
+                    raise self._state
+                assert self._state is not None
+                return [Message(struct.pack("=BxxxiHBB", 2, LOOPBACK, self._state, 0, 1), {})]
+        raise AssertionError(request)
 
 
+def route(kind: int = 1, attributes: dict[int, bytes] | None = None) -> Message:
+    """The kernel's answer: an unicast route over the loopback interface, or a changed one."""
+    head = struct.pack("=8BI", 2, 32, 0, 0, 254, 0, 0, kind, 0)
+    return Message(head, {4: struct.pack("=I", LOOPBACK), **(attributes or {})})
+
+
+GATEWAY = {5: ipaddress.ip_address("192.0.2.254").packed}  # RTA_GATEWAY
+VIA = {18: struct.pack("=H", 10) + ipaddress.ip_address("fe80::9").packed}  # RTA_VIA
 LOOPBACK = 1  # where the made-up device's GIDs are
 NO_ENTRY = OSError(errno.ENOENT, "no such neighbour")
 UNKNOWN = OSError(errno.EOPNOTSUPP, "no such question")
-VIA = {"family": 10, "addr": "fe80::9"}
 
 
 @pytest.mark.parametrize(
     ("route", "neighbour", "known", "asked"),
     [
-        (Route(), 0x02, True, ["192.0.2.9"]),
-        (Route(), 0x04, True, ["192.0.2.9"]),  # stale: the kernel takes it as it is
-        (Route(), 0x80, True, ["192.0.2.9"]),
-        (Route(), 0x20, False, ["192.0.2.9"]),  # no answer
-        (Route(), NO_ENTRY, False, ["192.0.2.9"]),
-        (Route(), 0x01, False, ["192.0.2.9"]),  # is being asked for
-        (Route(), UNKNOWN, True, ["192.0.2.9"]),  # Linux 4
-        (Route(RTA_GATEWAY="192.0.2.254"), 0x02, True, ["192.0.2.254"]),
-        (Route(RTA_VIA=VIA), 0x20, False, ["fe80::9"]),
-        (Route(2), NO_ENTRY, True, []),  # ourselves
+        (route(), 0x02, True, ["192.0.2.9"]),
+        (route(), 0x04, True, ["192.0.2.9"]),  # stale: the kernel takes it as it is
+        (route(), 0x80, True, ["192.0.2.9"]),
+        (route(), 0x20, False, ["192.0.2.9"]),  # no answer
+        (route(), NO_ENTRY, False, ["192.0.2.9"]),
+        (route(), 0x01, False, ["192.0.2.9"]),  # is being asked for
+        (route(), UNKNOWN, True, ["192.0.2.9"]),  # Linux 4
+        (route(attributes=GATEWAY), 0x02, True, ["192.0.2.254"]),
+        (route(attributes=VIA), 0x20, False, ["fe80::9"]),
+        (route(2), NO_ENTRY, True, []),  # ourselves
         (OSError(errno.ENETUNREACH, "no route"), NO_ENTRY, True, []),
         (None, None, True, []),  # no netlink
     ],
@@ -460,7 +461,7 @@ def test_whether_an_address_is_known(
     monkeypatch: pytest.MonkeyPatch,
     device: Device,
     rnic: VerbsRnic,
-    route: object,
+    route: Message | OSError | None,
     neighbour: int | OSError | None,
     known: bool,
     asked: list[str],
@@ -490,24 +491,27 @@ def test_whether_an_address_is_known(
 @pytest.mark.parametrize(
     ("route", "direct"),
     [
-        (Route(), True),
-        (Route(2), True),  # ourselves
-        (Route(RTA_GATEWAY="192.0.2.254"), False),
-        (Route(RTA_VIA=VIA), False),
+        (route(), True),
+        (route(2), True),  # ourselves
+        (route(attributes=GATEWAY), False),
+        (route(attributes=VIA), False),
         (OSError(errno.ENETUNREACH, "no route"), None),
         (None, None),  # no netlink
     ],
 )
 def test_whether_a_gateway_is_between(
-    monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic, route: object, direct: bool | None
+    monkeypatch: pytest.MonkeyPatch,
+    rnic: VerbsRnic,
+    route: Message | OSError | None,
+    direct: bool | None,
 ) -> None:
     kernel = Kernel(route, NO_ENTRY)
 
-    def query(question: Any, read: Callable[[object], object], key: object) -> list[object]:
+    def query(request: Request, read: Callable[[Message], object]) -> list[object]:
         try:
-            return [read(message) for message in kernel.query(question) or ()]
+            return [read(message) for message in kernel.query(request) or ()]
         except OSError:
-            return []  # as `netlink.ask` does
+            return []  # as `netlink.query` does
 
     monkeypatch.setattr(neighbours, "query", query)
     assert rnic.is_direct(gid("192.0.2.9")) is direct

@@ -86,7 +86,8 @@ def test_nothing_is_sent_after_an_abort(state: str) -> None:
 
 
 RESET = "send_abort reset_tcp purge arm_abort_timer"
-ANSWER = "send_abort purge fail_reset arm_abort_timer"
+ABORT = "send_abort reset_tcp sender.drop_unsent arm_abort_timer"
+ANSWER = "send_abort sender.drop_unsent fail_reset arm_abort_timer"
 
 
 @pytest.mark.parametrize(
@@ -108,11 +109,11 @@ ANSWER = "send_abort purge fail_reset arm_abort_timer"
          "CLOSED: send_done send_closed arm_close_timer"),
         ("ACTIVE", "", "peer_closed close",
          "CLOSED: set_got_closed send_closed"),
-        ("ACTIVE", "unsent", "peer_closed abort_sent",
-         f"CLOSED: set_got_closed {RESET} fail_aborted"),
+        ("ACTIVE", "writing", "peer_closed abort_sent",
+         f"CLOSED: set_got_closed {ABORT} fail_refused"),
         # Figure 23.
-        ("ACTIVE", "", "abort peer_abort", f"CLOSED: {RESET} fail_aborted"),
-        ("ACTIVE", "", "abort peer_done abort_timeout", f"CLOSED: {RESET} fail_aborted"),
+        ("ACTIVE", "", "abort peer_abort", f"CLOSED: {ABORT} fail_aborted"),
+        ("ACTIVE", "", "abort peer_done abort_timeout", f"CLOSED: {ABORT} fail_aborted"),
         ("ACTIVE", "", "peer_abort abort_sent", f"CLOSED: {ANSWER}"),
         ("PEERCLOSEWAIT1", "sent_closed", "peer_abort", "CLOSED: "),
         ("PEERCLOSEWAIT2", "sent_closed", "abort", "PEERABORTWAIT: reset_tcp arm_abort_timer"),
@@ -121,9 +122,14 @@ ANSWER = "send_abort purge fail_reset arm_abort_timer"
         ("INIT", "", "peer_done established", "APPCLOSEWAIT1: open_to_application"),
         ("INIT", "", "peer_closed established close",
          "CLOSED: set_got_closed open_to_application send_closed"),
+        ("INIT", "", "peer_abort established", f"PROCESSABORT: {ANSWER} open_to_application"),
         # Linux V3: A cannot be sent without a link.
         ("ACTIVE", "", "links_lost", "CLOSED: reset_tcp sender.drop_unsent fail_links_lost"),
         ("APPCLOSEWAIT1", "", "links_lost", "CLOSED: reset_tcp sender.drop_unsent fail_links_lost"),
+        # After C the reader misses nothing.
+        ("APPCLOSEWAIT1", "got_closed", "links_lost", "CLOSED: reset_tcp sender.drop_unsent"),
+        ("APPCLOSEWAIT2", "got_closed", "links_lost", "CLOSED: reset_tcp"),
+        ("APPFINCLOSEWAIT", "", "links_lost", "CLOSED: reset_tcp"),
     ],
 )  # fmt: skip
 def test_flows(state: str, facts: str, events: str, outcome: str) -> None:

@@ -35,9 +35,7 @@ def changed(state: str, event: str, **changes: object) -> Table:
 @pytest.mark.parametrize(
     "table",
     [
-        pytest.param(
-            changed("ACTIVE", "peer_abort", actions=("purge", "fail_reset")), id="A unanswered"
-        ),
+        pytest.param(changed("ACTIVE", "peer_abort", actions=("fail_reset",)), id="A unanswered"),
         pytest.param(changed("PEERCLOSEWAIT1", "close", actions=()), id="C not sent"),
         pytest.param(changed("ACTIVE", "close", target="CLOSED"), id="closed too early"),
         pytest.param(changed("PEERFINCLOSEWAIT", "peer_closed", internal=True), id="C ignored"),

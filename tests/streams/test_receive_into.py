@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import array
-import mmap
+import ctypes
 import random
 from collections.abc import AsyncIterator
 from functools import partial
@@ -13,6 +12,7 @@ import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 from tests.peers import open_pair
+from tests.streams.buffers import ALIGNMENT, WRITABLE
 from tests.streams.stream_pairs import SMALL_RING, Pairs, open_pairs, smc_config, tcp_config
 from trio_smc import SmcStream
 
@@ -72,14 +72,16 @@ async def test_only_received_bytes_are_written(pair: tuple[SmcStream, SmcStream]
     buffer.append(0)  # fails if a view of the buffer is left
 
 
-async def test_buffers_of_every_kind(pair: tuple[SmcStream, SmcStream]) -> None:
+@pytest.mark.parametrize("shape", WRITABLE)
+async def test_buffers_of_every_shape_and_format(
+    pair: tuple[SmcStream, SmcStream], shape: str, rng: random.Random
+) -> None:
     a, b = pair
-    with mmap.mmap(-1, 4096) as mapped:
-        numbers = array.array("I", [0, 0])
-        for buffer in (mapped, numbers, memoryview(bytearray(8)).cast("B", (2, 4))):
-            await a.send_all(b"12345678")
-            assert await b.receive_some_into(buffer) == 8
-            assert bytes(memoryview(buffer).cast("B")[:8]) == b"12345678"
+    data = rng.randbytes(ALIGNMENT)
+    buffer = WRITABLE[shape](bytes(ALIGNMENT))
+    await a.send_all(data)
+    assert await b.receive_some_into(buffer) == ALIGNMENT
+    assert memoryview(buffer).tobytes() == data
 
 
 async def test_unsuitable_buffers(pair: tuple[SmcStream, SmcStream]) -> None:
@@ -87,6 +89,8 @@ async def test_unsuitable_buffers(pair: tuple[SmcStream, SmcStream]) -> None:
     await a.send_all(b"x")
     with pytest.raises(ValueError, match="empty"):
         await b.receive_some_into(bytearray())
+    with pytest.raises(ValueError, match="empty"):
+        await b.receive_some_into((ctypes.c_int * 0 * 3)())
     with pytest.raises(TypeError, match="read-only"):
         await b.receive_some_into(b"constant")
     with pytest.raises(TypeError):

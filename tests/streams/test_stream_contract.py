@@ -8,6 +8,8 @@ import ctypes
 import errno
 import gc
 import inspect
+import random
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
@@ -15,6 +17,7 @@ import pytest
 import trio
 from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 
+from tests.streams.buffers import ALIGNMENT, SENT
 from tests.streams.stream_pairs import (
     SMALL_RING,
     Pairs,
@@ -25,6 +28,7 @@ from tests.streams.stream_pairs import (
     smc_config,
     tcp_config,
 )
+from tests.timing import PATIENCE
 from trio_smc import Mode, SmcStream
 
 KINDS = {
@@ -128,28 +132,57 @@ async def test_sizes_of_every_kind(smc: Pairs) -> None:
     await close_both(pair)
 
 
-VIEWS: dict[str, Callable[[], object]] = {
-    "bytes": lambda: b"0123456789ab",
-    "bytearray": lambda: bytearray(b"0123456789ab"),
-    "memoryview": lambda: memoryview(b"xx0123456789abxx")[2:-2],
-    "memoryview of a bytearray": lambda: memoryview(bytearray(b"0123456789ab")),
-    "two dimensions": lambda: memoryview(b"0123456789ab").cast("B", (3, 4)),
-    "three dimensions": lambda: memoryview(b"0123456789ab").cast("B", (2, 2, 3)),
-    "integers": lambda: memoryview(array.array("I", b"0123456789ab")),
-    "array": lambda: array.array("H", b"0123456789ab"),
-    "every second byte": lambda: memoryview(b"0-1-2-3-4-5-6-7-8-9-a-b-")[::2],
-    "backwards": lambda: memoryview(b"ba9876543210")[::-1],
-    "ctypes structure": lambda: (ctypes.c_uint32 * 3).from_buffer_copy(b"0123456789ab"),
-    "signed": lambda: memoryview(b"0123456789ab").cast("b"),
-    "characters": lambda: memoryview(b"0123456789ab").cast("c"),
-}
+@pytest.mark.parametrize("shape", SENT)
+async def test_data_of_every_shape_and_format(pairs: Pairs, shape: str, rng: random.Random) -> None:
+    """All of it arrives, also if the buffers of the connection hold only a part."""
+    a, b = pair = await pairs.make()
+    for size in (ALIGNMENT, 20_000 * ALIGNMENT):
+        data = rng.randbytes(size)
+        got = bytearray()
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(a.send_all, SENT[shape](data))
+                while len(got) < size:
+                    got += await b.receive_some()
+        assert got == data
+    await close_both(pair)
 
 
-@pytest.mark.parametrize("what", VIEWS)
-async def test_data_of_every_kind(smc: Pairs, what: str) -> None:
-    a, b = pair = await smc.make()
-    await a.send_all(VIEWS[what]())  # type: ignore[arg-type]
-    assert await read(b, 12) == b"0123456789ab"
+@pytest.mark.parametrize(
+    "empty",
+    [
+        array.array("I"),
+        memoryview(b"").cast("d"),
+        (ctypes.c_int * 0 * 3)(),
+        memoryview(b"ab")[2::2],
+    ],
+    ids=["array", "doubles", "two dimensions", "strided"],
+)
+async def test_empty_data_of_every_shape(pairs: Pairs, empty: object) -> None:
+    a, b = pair = await pairs.make()
+    await a.send_all(empty)  # type: ignore[arg-type]
+    await a.send_all(b"y")
+    assert await b.receive_some() == b"y"
+    await close_both(pair)
+
+
+@pytest.mark.parametrize("shape", ["array of doubles", "two dimensions of integers", "records"])
+async def test_data_in_c_order_is_not_copied(pairs: Pairs, shape: str) -> None:
+    size = 1 << 24
+    size -= size % ALIGNMENT
+    a, b = pair = await pairs.make()
+    buffer, place = SENT[shape](bytes(size)), bytearray(1 << 16)
+    left = size
+    tracemalloc.start()
+    try:
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(a.send_all, buffer)
+                while left:
+                    left -= await b.receive_some_into(place)
+        assert tracemalloc.get_traced_memory()[1] < size // 4
+    finally:
+        tracemalloc.stop()
     await close_both(pair)
 
 
@@ -420,12 +453,18 @@ async def test_broken_stays_broken(pairs: Pairs) -> None:
 async def test_a_reset_is_broken_with_its_reason(smc: Pairs) -> None:
     a, b = await smc.make()
     b.abort()
-    for call in (lambda: read(a, 1), lambda: a.send_all(b"x"), lambda: a.send_all(b"")):
-        for _ in range(2):
-            with pytest.raises(trio.BrokenResourceError) as caught:
-                await call()
-            assert isinstance(caught.value.__cause__, OSError)
-            assert caught.value.__cause__.errno == errno.ECONNRESET
+    await wait_all_tasks_blocked()
+    for call, number in (
+        (lambda: read(a, 1), errno.ECONNRESET),
+        (lambda: a.send_all(b"x"), errno.EPIPE),
+        (lambda: a.send_all(b"x"), errno.EPIPE),
+    ):
+        with pytest.raises(trio.BrokenResourceError) as caught:
+            await call()
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.__cause__.errno == number
+    assert await a.receive_some() == b"", "the error was reported"
+    await a.send_all(b"")
     await a.wait_send_all_might_not_block()
     await a.aclose()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket as stdlib_socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -10,6 +11,7 @@ import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
+from tests.streams.buffers import ALIGNMENT, SENT
 from tests.streams.stream_pairs import (
     SMALL_RING,
     Pairs,
@@ -20,6 +22,7 @@ from tests.streams.stream_pairs import (
     smc_config,
     tcp_config,
 )
+from tests.timing import PATIENCE
 from trio_smc import SmcStream
 
 KINDS = {
@@ -197,6 +200,17 @@ async def test_arguments(pairs: Pairs) -> None:
     await a.send_urgent(memoryview(b"a-b-!-")[::2])
     assert await read(b, 2) == b"ab"
     assert await b.receive_urgent() == b"!"
+    await close_both(pair)
+
+
+@pytest.mark.parametrize("shape", SENT)
+async def test_data_of_every_shape_and_format(pairs: Pairs, shape: str, rng: random.Random) -> None:
+    a, b = pair = await pairs.make()
+    data = rng.randbytes(ALIGNMENT)
+    with trio.fail_after(PATIENCE):
+        await a.send_urgent(SENT[shape](data))
+        assert await read(b, ALIGNMENT - 1) == data[:-1]
+        assert await b.receive_urgent() == data[-1:]
     await close_both(pair)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast
 
 from trio_smc.capture.frames import MAX_PAYLOAD
 from trio_smc.host.caches import private_cache
+from trio_smc.host.pnet import problem_of_name
 from trio_smc.host.private_directory import default_directories
 from trio_smc.wire.fields import (
     MAX_EIDS,
@@ -426,8 +427,10 @@ def _pnet(name: str, value: object) -> None:
                 not isinstance(pair, tuple)
                 or len(pair) != 2
                 or not all(_is_text(each, _LONGEST_NAME) for each in pair)
+                or problem_of_name("interface", pair[0])
+                or problem_of_name("RNIC", pair[1])
             ):
-                _refuse(name, pair, "an (interface, RNIC) pair")
+                _refuse(name, pair, "a pair of the names of an interface and an RNIC")
         return
     _refuse(name, value, f"a tuple of at most {_MOST_ENTRIES} (interface, RNIC) pairs, or a file")
 

@@ -64,7 +64,8 @@ class Arrival:
 
     Attributes:
       sock: the connection.
-      progressed: when TCP accepted it, or a complete Proposal arrived, as `trio.current_time`.
+      progressed: when TCP accepted it, or a complete Proposal arrived, by the clock of the stack's
+        timers.
       on_progress: called with this object and the current time when a Proposal has arrived.
     """
 
@@ -94,7 +95,7 @@ class Arrival:
         self._publication = publication
         self._at_limit = at_limit
         self._is_crowded = is_crowded
-        self.progressed: float = trio.current_time()
+        self.progressed: float = stack.timers.now()
         self.on_progress: Callable[[Arrival, float], object] | None = None
         self._claim: Claim | None = None
         self._required = False  # the client takes SMC-R or nothing; only `learn_short` needs it
@@ -260,7 +261,7 @@ class Arrival:
 
         def admit(proposal: clc.Proposal) -> tuple[Rnic, Terms] | FallbackReason:
             if self.on_progress is not None:
-                self.on_progress(self, trio.current_time())
+                self.on_progress(self, self._stack.timers.now())
             return _admit(proposal, route, groups.offer)
 
         negotiation = ServerNegotiation(
@@ -278,7 +279,7 @@ class Arrival:
         """
         sock, patience = self.sock, self._config.handshake_timeout
         if self._claim is not None:
-            agreed = await self._claim.confirm(sock, trio.current_time() + patience)
+            agreed = await self._claim.confirm(sock, self._stack.timers.now() + patience)
             # Another program may have taken the port that the client announced, and this may be the
             # connection of that program. The client then withdraws the announcement, or connects
             # when this connection is closed.

@@ -164,7 +164,7 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
     if offer is not None and rnic.routable and ":" not in here:
         proposal = with_v2_offer(proposal, offer)
     if isinstance(announcement, Announcement):
-        deadline = trio.current_time() + config.handshake_timeout
+        deadline = stack.timers.now() + config.handshake_timeout
         refusal = await announcement.accepted(deadline)
         if refusal is not None:
             return _discovery_failed(refusal, by_peer=True)

@@ -40,6 +40,7 @@ from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Fou
 from trio_smc.stack.policy import Route, RouteHost, choose_route
 
 if TYPE_CHECKING:
+    from trio_smc._base.timers import Timers
     from trio_smc.config.config import Config
     from trio_smc.rendezvous.discovery.same_host import Discovery
     from trio_smc.rendezvous.discovery.tcp_option import TcpOption
@@ -65,6 +66,7 @@ class DialHost(RouteHost, Protocol):
 
     discovery: Discovery
     tcp_option: TcpOption
+    timers: Timers
 
     def call(self) -> AbstractContextManager[None]:
         """A context manager for a wait in a user's call: leaving the stack ends the wait with
@@ -450,7 +452,7 @@ async def _announce(
     attempt.announcement = announce()
     if attempt.announcement is FallbackReason.OUT_OF_RESOURCES and stack.discovery.is_full:
         with stack.call():
-            await stack.discovery.wait_for_place(trio.current_time() + _PLACE_PATIENCE)
+            await stack.discovery.wait_for_place(stack.timers.now() + _PLACE_PATIENCE)
         attempt.announcement = announce()
 
 

@@ -67,7 +67,7 @@ def established_stream(
     if endpoint.reset:
         # The peer's first CDC message was invalid (4.8.2). The abort needs no stream.
         endpoint.closed_by_user = True
-        raise ConnectionAbortedError(errno.ECONNABORTED, "the new connection had to be reset")
+        raise ConnectionResetError(errno.ECONNRESET, "the new connection had to be reset")
     amortised = config.checkpoints == "amortised"
     endpoint.connection.set_policy(
         close_timeout=config.close_timeout,

@@ -34,6 +34,7 @@ from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.connecting.accept import Arrival
 from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
+from trio_smc.host.real_time import move_on_at
 from trio_smc.streams.rdma_stream import RdmaStream
 
 if TYPE_CHECKING:
@@ -360,7 +361,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         config = self._config
         while not self._has_room():
             self._room_changed = trio.Event()
-            with trio.move_on_at(self._pending.give_way(trio.current_time())):
+            timers = self._stack.timers
+            with move_on_at(timers, self._pending.give_way(timers.now())):
                 await self._room_changed.wait()
         if self._closed:
             return

@@ -57,7 +57,7 @@ class Pending(Protocol):
     """A handshake that waits for its client.
 
     Attributes:
-      progressed: when it last made progress, as `trio.current_time`.
+      progressed: when it last made progress, by the clock of the stack's timers.
     """
 
     progressed: float
@@ -167,7 +167,7 @@ class PendingHandshakes:
     def give_way(self, now: float) -> float:
         """If the limit is reached, let a batch of overdue handshakes give way.
 
-        Returns when to call again, as `trio.current_time`: ``now`` if there may be more overdue
+        Returns when to call again, by the same clock: ``now`` if there may be more overdue
         handshakes, infinity if the limit is not reached.
         """
         if not self.is_full:

@@ -29,6 +29,7 @@ from trio_smc.control import protocol as control
 from trio_smc.control.snapshot import Snapshots, plain_statistics
 from trio_smc.host.descriptors import Closer, receive_bytes
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
+from trio_smc.host.real_time import move_on_after, sleep
 from trio_smc.host.tcp import unsent_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class ControlSocket:
         self._clients: set[socket.socket] = set()
         self._closer = Closer("control socket")
         self._directory, self._socket = self._listen()
-        self._directory.remove_stale()
+        with contextlib.suppress(OSError, DirectoryUnusable):  # for lack of descriptors
+            self._directory.remove_stale()
 
     def _listen(self) -> tuple[PrivateDirectory, socket.socket]:
         root = PrivateDirectory.open(self._path, create=True)
@@ -135,7 +137,7 @@ class ControlSocket:
                 while True:
                     await self._slots.acquire_on_behalf_of(token := object())
                     client = None
-                    with trio.move_on_after(_NAME_INTERVAL):
+                    with move_on_after(self._stack.runtime.timers, _NAME_INTERVAL):
                         client = await self._accept()
                     if self._closed:
                         await trio.sleep_forever()  # `abandon` was called in a forked child
@@ -324,7 +326,7 @@ class RunReport:
         last_sent = None
         try:
             while True:
-                await trio.sleep(self._every)
+                await sleep(self._stack.runtime.timers, self._every)
                 counts = plain_statistics(self._stack.statistics())
                 if counts != last_sent:
                     self._send("stack-counts", statistics=counts)

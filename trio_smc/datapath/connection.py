@@ -10,10 +10,24 @@ below calls `on_timer`.
 
 A received CDC message is applied in this order: sequence number, cursors (and with them data),
 producer flags, then the connection flags in the order A (abnormal close), C (connection closed), D
-(sending done). If A is set, cursors and producer flags are not read, even if they are invalid: all
-data is dropped (A.4, A-bit; 4.8.2, 2A). C and D promise that the cursors announce all data, so both
-are ignored if the cursors beside them are invalid. A message that arrives before the end of the
-rendezvous is applied, but its data can be read only after `established` (3.5.2.4).
+(sending done). If A is set, only the producer cursor is read, and it is ignored if it is invalid,
+or if the peer has changed links: then the data before it may be lost (4.6.2). C and D promise that
+the cursors announce all data, so both are ignored if the cursors beside them are invalid. A message
+that arrives before the end of the rendezvous is applied, but its data can be read only after
+`established` (3.5.2.4).
+
+Endings, as the application sees them
+-------------------------------------
+The application sees the end of the connection as it would see that of a TCP connection on Linux:
+
+- It reads all data that has arrived, whatever happens afterwards. If D or C had arrived, the end of
+  the stream follows. Otherwise one call gets the error, and after it reading is at the end.
+- After the peer's C the first send succeeds, although no reader is left: TCP cannot know that
+  before the peer answers, either. RFC 7609, 4.8.1 (4A) requires an abort, which that send starts;
+  later sends fail with EPIPE. So do sends after any error that a call has reported.
+- The error is reported once, by a send, a read at the end of the data, or SO_ERROR, whichever comes
+  first. It is ECONNRESET for everything that the peer or the links did. If D or C had arrived, it
+  is EPIPE, and only sends and SO_ERROR report it. If this side has ended, too, there is no error.
 
 The states and all their edges are declared in `trio_smc.states.connection`, and a connection is the
 model of that machine: guards are attributes, actions are methods.
@@ -31,12 +45,12 @@ import logging
 import os
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.statistics import STREAM_COUNTERS, StreamStatistics
 from trio_smc.datapath.messenger import Messenger
-from trio_smc.datapath.receiver import Receiver, failure
+from trio_smc.datapath.receiver import Receiver
 from trio_smc.datapath.rmb import EYE_CATCHER
 from trio_smc.datapath.sender import Sender
 from trio_smc.states.engine import Machine
@@ -82,6 +96,9 @@ class Host(Protocol):
 
     def close_tcp(self, connection: Connection) -> None:
         """End the TCP connection by FIN."""
+
+    def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
+        """How the peer has ended the TCP connection."""
 
     def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
         """Notify observers of a new state."""
@@ -153,7 +170,6 @@ class Connection:
         "_peer_flags",
         "_released",
         "_rmbe",
-        "_keep_unread",
         "_reset_due",
         "_tcp_ended",
         "_timer",
@@ -211,7 +227,6 @@ class Connection:
         self._applied_all = True
         self._application_closed = False
         self._released = False
-        self._keep_unread = False
         self._tcp_ended = False
         self._reset_due = False  # TCP ends by RST
         self._validation_received = False  # a failover validation, which `cdcs_received` omits
@@ -283,6 +298,16 @@ class Connection:
         return self.close_pending
 
     @property
+    def abort_in_flight(self) -> bool:
+        """True if A was requested or posted, and is not known to have arrived."""
+        messenger = self.messenger
+        return (
+            bool(messenger.flags & ABNORMAL_CLOSE)
+            and messenger.channel is not None
+            and (messenger.cdc_requested or messenger.completed != messenger.sequence)
+        )
+
+    @property
     def unsent(self) -> bool:
         """True if data is in flight (guard of the states, RFC 7609, 4.8.1 (3A, 4A)).
 
@@ -290,6 +315,11 @@ class Connection:
         the order of posting, and the peer's close loses no data with them.
         """
         return self.messenger.produced != self.sender.delivered
+
+    @property
+    def writing(self) -> bool:
+        """True if data is in flight, or a task waits to send more (guard of the states, 4A)."""
+        return self.unsent or self.messenger.blocked or self.starved
 
     @property
     def starved(self) -> bool:
@@ -363,8 +393,8 @@ class Connection:
     def established(self) -> None:
         """The rendezvous is complete: the application may send and receive (4.8.1, 2)."""
         self._process("established")
-        if self._released:
-            self.receiver.open = True  # the link group has ended: see `ended_before_established`
+        if self._machine.state == "CLOSED":
+            self.receiver.open = True  # the peer, or the link group, has ended the connection
             self.wake_all()
 
     def ended_before_established(self) -> bool:
@@ -384,12 +414,45 @@ class Connection:
         self.peer_rmbe_known = False
         self._process("close")
 
-    def links_lost(self) -> None:
-        """No link is left in the group: nothing more can be sent (4.8.3)."""
+    def links_lost(self, *, all_received: bool = False) -> None:
+        """No link is left in the group: nothing more can be sent (4.8.3).
+
+        Args:
+          all_received: the peer's process has ended, and this side has received all that the peer
+            had posted. If the kernel has ended the TCP connection by FIN, too, the peer has closed.
+        """
+        if all_received and not self._released:
+            self._peer_ended_untrusted()
         self.messenger.cdc_requested = False
         self.messenger.stop()
         self._process("links_lost")
         self._release_if_due()
+
+    def _peer_ended_untrusted(self) -> None:
+        """Process the end of the peer's process like its C, if nothing is missing.
+
+        If the peer's ring was full, the peer had not read all, and TCP would end by RST.
+        """
+        if self._peer_flags & _FINAL or self.messenger.blocked or self._aborting:
+            return
+        if self._host.tcp_end(self) != "fin":
+            return
+        try:
+            self.receiver.progress_untrusted(self._rmbe.progress)
+        except ProtocolError as exc:
+            _log.warning("%r is reset: %s", self, exc)
+            self.protocol_error(exc)
+            return
+        if self.sent_closed:
+            self.receiver.drop_unread()
+        self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
+        self.receiver.peer_done = True
+        self._process("peer_closed")
+
+    @property
+    def tcp_has_ended(self) -> bool:
+        """True if the peer has ended the TCP connection, or this side has."""
+        return self._tcp_ended or self._host.tcp_end(self) != "none"
 
     def rmbe_conflict(self) -> None:
         """The peer gave the RMBE that we write into to another connection (4.4.2)."""
@@ -415,7 +478,6 @@ class Connection:
                 self._process("abort_timeout")
             return
         self._errno = errno.ECONNRESET
-        self._keep_unread = self.got_closed
         self._process("abort")
 
     def user_timeout(self) -> None:
@@ -442,7 +504,7 @@ class Connection:
         """
         sender = self.sender
         if not sender.sendable:
-            raise self._refusal()
+            return self._send_without_reader(len(data))
         return sender.send(data) if sender.send_limit is None else sender.send_limited(data)
 
     def send_urgent(self, data: memoryview) -> int:
@@ -459,19 +521,34 @@ class Connection:
         if not data:
             raise ValueError("at least one byte is urgent")
         if not self.sender.sendable:
-            raise self._refusal()
+            return self._send_without_reader(len(data))
         return self.sender.send_urgent(data)
 
-    def _refusal(self) -> OSError:
-        """The error of a send that is not possible."""
-        if self.error is None and not self.write_closed:
-            if not self.receiver.open:
-                return OSError(errno.ENOTCONN, "the rendezvous is not complete")
-            # The peer has closed: no reader is left for the data.
-            self._process("abort")
-        if self.error is not None:
-            return failure(self.error)
-        return OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+    def _send_without_reader(self, length: int) -> int:
+        """Drop data if the peer has closed, and abort (4.8.1, 4A); otherwise raise the error.
+
+        TCP takes such data into its send buffer and learns only from the peer's RST that no reader
+        is left. As much is dropped here as would have fitted into the peer's ring.
+        """
+        self.check_sendable()
+        if not self.got_closed:
+            raise OSError(errno.ENOTCONN, "the rendezvous is not complete")
+        self._errno = errno.EPIPE
+        self._process("abort")
+        self._fail(errno.EPIPE)  # if no link is left, there is nothing to abort
+        return min(length, max(1, self.sender.window))
+
+    def check_sendable(self) -> None:
+        """Raise the error that a send of no bytes gets.
+
+        Raises:
+          OSError: as from `send`.
+        """
+        error = self.receiver.take_error()
+        if error is None and (self.error is not None or self.write_closed):
+            error = OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+        if error is not None:
+            raise error
 
     def limit_unacknowledged(self, limit: int | None) -> None:
         """Limit the unacknowledged bytes to ``limit``; None: as many as fit."""
@@ -506,11 +583,12 @@ class Connection:
         """Close without the application, whose calls fail from now on."""
         self.close()
         self._fail(errno.EBADF)
+        self.receiver.purge()
         self.wake_all()
 
     def abort(self) -> None:
         """Reset the connection: nothing more is sent or received (4.8.2)."""
-        self.write_closed = True
+        self.write_closed = self._application_closed = True
         self.sender.sendable = False
         self._process("abort")
 
@@ -555,6 +633,7 @@ class Connection:
         """Abort: the peer violated the protocol; ``exc`` causes the application's error."""
         if self._cause is None:
             self._cause = exc
+            self._errno = errno.ECONNRESET
         self._process("abort")
 
     # --- changing the link, for `trio_smc.failover.replay` (4.6) -----------------------------
@@ -582,6 +661,7 @@ class Connection:
     def _use(self, channel: Channel, address: int, rkey: int) -> None:
         messenger = self.messenger
         messenger.channel = channel
+        messenger.progress = None
         messenger.rkey = rkey
         messenger.holder = None
         messenger.waiting = False
@@ -626,7 +706,7 @@ class Connection:
         except ProtocolError as exc:
             self._abort_for(exc)
         if endings and endings & ~self._peer_flags:
-            self._note_endings(endings & ~self._peer_flags)
+            self._note_endings(endings & ~self._peer_flags, wrap, offset, flags)
         wake = self.on_readable
         if arrived and wake is not None:
             self.on_readable = None
@@ -647,9 +727,14 @@ class Connection:
             self.protocol_error(exc)
         raise exc
 
-    def _note_endings(self, endings: int) -> None:
-        """Note new flags at once, and process them in turn: A implies C, and C implies D."""
+    def _note_endings(self, endings: int, wrap: int, offset: int, flags: int) -> None:
+        """Note new flags at once, and process them in turn: A implies C, and C implies D.
+
+        ``wrap``, ``offset`` and ``flags`` are those of the producer in the same message.
+        """
         if endings & ABNORMAL_CLOSE:
+            if not self._aborting:
+                self.receiver.last_producer_untrusted(wrap, offset, flags)
             self._peer_flags |= ABNORMAL_CLOSE | CONNECTION_CLOSED | SENDING_DONE
         elif endings & CONNECTION_CLOSED:
             self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
@@ -664,7 +749,6 @@ class Connection:
         if self._released:
             return
         if endings & ABNORMAL_CLOSE:
-            self._errno = errno.ECONNRESET
             self._process("peer_abort")
         elif endings & CONNECTION_CLOSED:
             self.receiver.peer_done = True
@@ -674,7 +758,8 @@ class Connection:
             self._process("peer_done")
 
     def _on_overwritten(self, exc: ProtocolError) -> None:
-        """Abort: the eye catcher of our RMBE is gone (4.4.1)."""
+        """Abort: the eye catcher of our RMBE is gone, and its data cannot be trusted (4.4.1)."""
+        self.receiver.purge()
         _log.warning("%r is reset: %s", self, exc)
         self.protocol_error(exc)
 
@@ -777,7 +862,7 @@ class Connection:
     def open_to_application(self) -> None:
         """Action: the application may read and send."""
         self.receiver.open = True
-        self.sender.sendable = not self.got_closed
+        self.sender.sendable = not (self.got_closed or self._aborting)
 
     def send_done(self) -> None:
         """Action: D."""
@@ -820,19 +905,26 @@ class Connection:
             (self._host.reset_tcp if self._reset_due else self._host.close_tcp)(self)
 
     def purge(self) -> None:
-        """Action: drop unread and unsent data."""
+        """Action: drop unread and unsent data, because the application has closed."""
         self.sender.drop_unsent()
-        if not self._keep_unread:
-            self.receiver.purged = True
-            self.receiver.drop_unread()
+        self.receiver.purge()
 
     def _fail(
         self, number: int, cause: BaseException | None = None, text: str | None = None
     ) -> None:
-        """Make later calls of the application raise an error; the first error stays."""
-        if self.error is None:
-            self.error = self.receiver.error = OSError(number, text or os.strerror(number))
-            self.error.__cause__ = cause
+        """Make a later call of the application raise an error; the first error stays."""
+        receiver = self.receiver
+        if self.error is not None:
+            return
+        if number == errno.ECONNRESET and receiver.peer_done and not receiver.purged:
+            # As TCP if RST arrives after FIN. If both sides have ended, there is nothing to report.
+            if not self.write_closed:
+                number = errno.EPIPE
+            elif not self.eof_pending:
+                return
+        self.error = receiver.error = OSError(number, text or os.strerror(number))
+        self.error.__cause__ = cause
+        receiver.error_pending = True
 
     def fail_aborted(self) -> None:
         """Action: an abort by this side, or a TCP reset instead of the peer's abort."""
@@ -842,9 +934,13 @@ class Connection:
         """Action: the peer's abort."""
         self._fail(errno.ECONNRESET)
 
+    def fail_refused(self) -> None:
+        """Action: the peer has closed while this side was writing."""
+        self._fail(errno.EPIPE)
+
     def fail_links_lost(self) -> None:
         """Action: no link to the peer is left."""
-        self._fail(errno.ECONNABORTED, text="no link to the peer is left")
+        self._fail(errno.ECONNRESET, text="no link to the peer is left")
 
     def fail_handshake(self) -> None:
         """Action: the rendezvous fails."""

@@ -109,6 +109,11 @@ class Channel(Protocol):
             like everything that was posted and did not complete.
         """
 
+    def progress_word(
+        self, address: int, rkey: int, size: int
+    ) -> tuple[memoryview[int], int] | None:
+        """See `QueuePair.progress_word`."""
+
     def hand_over(self, poster: Poster, successor: Poster | None) -> None:
         """Report the completions of ``poster`` to ``successor`` from now on; None: drop them.
 
@@ -141,6 +146,8 @@ class Messenger:
       holder: posts in the connection's place; usually None.
       rkey: the RKey of the peer's ring.
       peer_token, peer_usable, peer_first: the peer's alert token; its ring's size and offset.
+      progress, progress_at: the progress words of the peer's memory, and the index of the one that
+        shows ``produced``; None: not known yet.
       produced: bytes written into the peer's ring.
       announced: ``produced`` in the last CDC message posted.
       sequence, completed: sequence number of the last CDC message posted, and of the last one
@@ -183,6 +190,8 @@ class Messenger:
         "peer_usable",
         "poster",
         "produced",
+        "progress",
+        "progress_at",
         "immediate_sends_left",
         "rkey",
         "sequence",
@@ -207,6 +216,8 @@ class Messenger:
         self.peer_token: int = 0
         self.peer_usable: int = 1
         self.peer_first: int = 0
+        self.progress: memoryview[int] | None = None
+        self.progress_at: int = 0
         self.produced: int = 0
         self.announced: int = 0
         self.sequence: int = 0
@@ -400,7 +411,7 @@ class Messenger:
 
     def stop(self) -> None:
         """Send nothing more."""
-        self.channel = None
+        self.channel = self.progress = None
         holder, self.holder = self.holder, None
         if holder is not None:
             holder.connection_ended()

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
     from trio_smc.datapath.rmb import Rmbe
 
-__all__ = ["Receiver", "Updates", "failure"]
+__all__ = ["Receiver", "Updates"]
 
 _OVERWRITTEN = "the eye catcher of the RMBE was overwritten"  # 4.4.1
 _URGENT = URGENT_PENDING | URGENT_PRESENT
@@ -91,12 +91,13 @@ class Receiver:
       messenger: sends the window updates; set by the connection.
       on_overwritten: aborts the connection, because the peer overwrote the eye catcher (4.4.1).
       error: the reason of a failed connection, else None.
+      error_pending: True until a call of the application has reported ``error``.
       received, consumed, announced: see the top of this module.
       received_wrap, received_offset: the peer's producer cursor, as received.
       usable: bytes of the ring.
       first: offset of the ring in the element.
       peer_done: True after D or C: the peer sends nothing more.
-      purged: True if unread data was dropped.
+      purged: True if unread data was dropped: every further read fails.
       open: True if the application may read.
       replayed: True after the peer has changed links: its cursor may go back.
       writer_waits: True while the peer's writer is blocked (B).
@@ -120,6 +121,7 @@ class Receiver:
         "consumed",
         "peer_done",
         "error",
+        "error_pending",
         "application_closed",
         "first",
         "messenger",
@@ -143,6 +145,7 @@ class Receiver:
     def __init__(self, rmbe: Rmbe, on_overwritten: Callable[[ProtocolError], None]) -> None:
         self.on_overwritten: Callable[[ProtocolError], None] = on_overwritten
         self.error: OSError | None = None
+        self.error_pending: bool = False
         self._rmbe = rmbe
         self._ring_start = 0  # the count at which the ring began
         self.received: int = 0
@@ -186,8 +189,16 @@ class Receiver:
 
     @property
     def at_eof(self) -> bool:
-        """True if the peer is done writing and everything was read: `receive` returns b""."""
-        return self.peer_done and self.received == self.consumed and not self.purged and self.open
+        """True if everything was read and nothing more comes: `receive` returns b"".
+
+        The peer is done writing, or the connection has failed and a call has reported the error.
+        """
+        return (
+            self.received == self.consumed
+            and (self.peer_done or (self.error is not None and not self.error_pending))
+            and not self.purged
+            and self.open
+        )
 
     def is_blank(self) -> bool:
         """True if no byte, end or error has arrived."""
@@ -201,12 +212,13 @@ class Receiver:
     def receive(self, max_bytes: int) -> bytes:
         """Take at most ``max_bytes`` bytes without waiting.
 
-        b"" means that nothing is readable; `at_eof` shows why. If the peer ended its side after all
-        its data had arrived, the data stays readable even if the connection fails later.
+        b"" means that nothing is readable; `at_eof` shows why. Data stays readable after the
+        connection has failed.
 
         Raises:
           ValueError: ``max_bytes`` is not positive.
-          OSError: the connection has failed (ECONNRESET by the peer, ECONNABORTED by us).
+          OSError: the connection has failed, all data was read, the peer had not ended its side,
+            and no other call has reported the error.
         """
         consumed = self.consumed
         length = self.received - consumed - self._hidden
@@ -283,7 +295,7 @@ class Receiver:
         """
         byte = self._urgent_byte
         if byte is None and self.error is not None and not (self.peer_done and not self.purged):
-            raise failure(self.error)
+            raise _failure(self.error)
         self._urgent_byte = None
         return byte
 
@@ -295,12 +307,24 @@ class Receiver:
             self.on_overwritten(ProtocolError(_OVERWRITTEN))
         length = self.received - self.consumed - self._hidden
         if not length or not self.open:
-            if self.error is not None and not (self.peer_done and not self.purged):
-                raise failure(self.error)
+            if self.error is not None and (self.purged or not self.peer_done):
+                if self.purged:
+                    raise _failure(self.error)
+                if self.error_pending:
+                    self.error_pending = False
+                    raise _failure(self.error)
             return 0
         if length > max_bytes:
             return max_bytes
         return length
+
+    def take_error(self) -> OSError | None:
+        """Return the error that no call has reported yet, which is thereby reported; or None."""
+        if not self.error_pending:
+            return None
+        self.error_pending = False
+        assert self.error is not None
+        return _failure(self.error)
 
     def _copy(self, length: int) -> bytes:
         start = (self.consumed - self._ring_start) % self.usable
@@ -368,11 +392,49 @@ class Receiver:
         if self.urgent_mark > self.announced:
             raise ProtocolError("data behind urgent data that was not acknowledged")
         if self._eye_catcher and not self._rmbe.check_eye_catcher():
+            self.purge()
             raise ProtocolError(_OVERWRITTEN)
         self.received = count
         self.received_wrap = wrap
         self.received_offset = offset
         return True
+
+    def last_producer_untrusted(self, wrap: int, offset: int, flags: int) -> bool:
+        """Follow the producer cursor beside A, if it can be believed.
+
+        The RDMA writes before A have arrived, except those on links that the peer has left. With
+        urgent flags it is ignored, because the last byte may not be part of the stream.
+
+        Returns:
+          True if the cursor has moved forward.
+        """
+        if self.replayed or flags & _URGENT:
+            return False
+        if offset == self.received_offset and wrap == self.received_wrap:
+            return False
+        try:
+            return self.producer_untrusted(wrap, offset)
+        except ProtocolError:
+            return False
+
+    def progress_untrusted(self, count: int) -> None:
+        """Receive what the peer has written, but not announced before its process ended.
+
+        Args:
+          count: bytes that the peer has written since the connection began.
+
+        Raises:
+          ProtocolError: the peer claims more than the window.
+        """
+        if count <= self.received:
+            return
+        if count > self.announced + self.usable:
+            raise ProtocolError("the peer claims to have written beyond the window")
+        if self.peer_done or self.urgent_mark > self.announced:
+            raise ProtocolError("the peer has written what it must not write")
+        if self._eye_catcher and not self._rmbe.check_eye_catcher():
+            raise ProtocolError(_OVERWRITTEN)
+        self.received = count
 
     def flags_untrusted(self, flags: int, arrived: bool) -> bool:
         """Apply the producer flags of a CDC message, after its cursors.
@@ -444,11 +506,18 @@ class Receiver:
         self._hidden = 0
         self._urgent_byte = None
 
+    def purge(self) -> None:
+        """Drop all unread data; every further read fails, also if the peer has ended its side."""
+        self.purged = True
+        self.drop_unread()
+
     def leave_ring(self) -> None:
         """Copy the unread data, because the RMBE goes back to its pool.
 
         So no data is lost if a peer closes and its process ends at once.
         """
+        if self._eye_catcher and self.error is not None and not self._rmbe.check_eye_catcher():
+            self.purge()
         unread = self.received - self.consumed
         self._ring = memoryview(self._copy(unread) if unread else b"")
         self._ring_start = self.consumed
@@ -456,7 +525,7 @@ class Receiver:
         self._eye_catcher = False
 
 
-def failure(error: OSError) -> OSError:
+def _failure(error: OSError) -> OSError:
     """Return a copy of a connection's error to raise: the original collects no tracebacks."""
     copy = OSError(*error.args)
     copy.__cause__ = error.__cause__

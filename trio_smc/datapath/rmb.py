@@ -132,7 +132,14 @@ class Rmbe:
           OSError: as `commit`.
         """
         self.commit()
+        self.rmb.memory.clear_progress(self.index - 1)
         self._eye_catcher[:] = EYE_CATCHER[: self.first]
+
+    @property
+    def progress(self) -> int:
+        """Bytes that the peer has written into the ring since the connection began, as the peer
+        claims; 0 if it has announced all of them, or if the RNIC has no progress words."""
+        return self.rmb.memory.progress(self.index - 1)
 
     def lay_out(self) -> None:
         """Divide it into eye catcher and ring, like its RMB; `prepare` writes the eye catcher."""

@@ -404,8 +404,17 @@ class Sender:
         """
         messenger = self._messenger
         later = messenger.flush_later
+        progress = messenger.progress
+        if progress is None:
+            progress = self._find_progress(channel)
+        if progress is not None:
+            try:
+                progress[messenger.progress_at] = messenger.produced
+            except ValueError:
+                progress = None  # the link has ended, and with it the peer's memory here
         if (
             later is None
+            or progress is None
             or messenger.blocked
             or messenger.produced - messenger.announced >= self._chunk
             or messenger.urgent_goal
@@ -416,6 +425,19 @@ class Sender:
             messenger.coalesced += 1
         else:
             messenger.defer(later)
+
+    def _find_progress(self, channel: Channel) -> memoryview[int] | None:
+        """Find the word that shows the peer what was written, if this process ends unexpectedly.
+
+        None: the peer's memory is not known yet, so this message must not be deferred.
+        """
+        messenger = self._messenger
+        size = messenger.peer_first + messenger.peer_usable
+        found = channel.progress_word(self.address - messenger.peer_first, messenger.rkey, size)
+        if found is None:
+            return None
+        messenger.progress, messenger.progress_at = found
+        return messenger.progress
 
     def replay(self, start: int = 0) -> Iterator[tuple[int, memoryview]]:
         """The data to write again after a link has failed, from count ``start`` on.

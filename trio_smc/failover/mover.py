@@ -85,7 +85,7 @@ class GroupMover:
         self.link_ends(link)
         connections = _connections(link)
         if self._group.links.for_llc(avoid=link) in (None, link):
-            if connections:
+            if connections and not link.qp.received_all:
                 LOGGER.warning(
                     "%r: no other link is left, %d connections end", link, len(connections)
                 )

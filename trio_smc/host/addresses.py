@@ -22,11 +22,12 @@ import errno
 import functools
 import ipaddress
 import socket
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Final, NamedTuple
 
-from trio_smc.host.netlink import query
+from trio_smc.host.netlink import Message, Request, query
 
 __all__ = [
     "Prefix",
@@ -260,21 +261,32 @@ def _parse(address: str) -> _Address:
     return parsed
 
 
+# Numbers and structures of linux/if_addr.h and linux/rtnetlink.h.
+_HEAD: Final = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix length, flags, scope, interface
+_RTM_GETADDR: Final = 22
+_IFA_ADDRESS: Final = 1
+_IFA_LOCAL: Final = 2
+_DUMP: Final = Request(_RTM_GETADDR, _HEAD.pack(0, 0, 0, 0, 0), _HEAD.size, dump=True)
+
+
 def _addresses() -> list[_OwnAddress]:
     """All addresses that this host has now."""
-    return query(lambda route: route.get_addr(), _own_address, "addresses")
+    return query(_DUMP, _own_address)
 
 
-def _own_address(message: Any) -> _OwnAddress:
-    attribute = message.get_attr
+def _own_address(message: Message) -> _OwnAddress:
+    _, length, _, _, interface = _HEAD.unpack(message.head)
     # On a point-to-point interface IFA_LOCAL is the address of this host, and IFA_ADDRESS is that
     # of the peer, which determines the network.  On other interfaces both are the same, but for
     # IPv6 there is only IFA_ADDRESS.
-    network = attribute("IFA_ADDRESS")
-    length = message["prefixlen"]
-    whole = ipaddress.ip_network(f"{network or attribute('IFA_LOCAL')}/{length}", strict=False)
+    other = message.attributes.get(_IFA_ADDRESS)
+    own = message.attributes.get(_IFA_LOCAL) or other
+    assert own is not None  # every address has one of them
+    network = other or own
+    host_bits = 8 * len(network) - length
+    first = int.from_bytes(network, "big") >> host_bits << host_bits
     return _OwnAddress(
-        interface=message["index"],
-        address=str(_parse(attribute("IFA_LOCAL") or network)),
-        prefix=Prefix(network=whole.network_address.packed, length=whole.prefixlen),
+        interface=interface,
+        address=str(_parse(str(ipaddress.ip_address(own)))),
+        prefix=Prefix(network=first.to_bytes(len(network), "big"), length=length),
     )

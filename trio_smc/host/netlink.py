@@ -1,8 +1,11 @@
 """Queries of the kernel's network configuration, by netlink (rtnetlink(7)).
 
-A query is one synchronous exchange with the kernel, and pyroute2 needs milliseconds for it.  Each
-connection over RoCE needs interfaces, addresses and a route.  So answers are cached until the next
-change.  While an `AnswerCache` is open, a netlink socket receives a report of every change of
+A query is one synchronous exchange with the kernel.  The kernel answers a request before the system
+call that sends it returns, so a query never waits.  Numbers and structures are those of
+linux/netlink.h, linux/rtnetlink.h and linux/genetlink.h.
+
+Each connection over RoCE needs interfaces, addresses and a route.  So answers are cached until the
+next change.  While an `AnswerCache` is open, a netlink socket receives a report of every change of
 interfaces, addresses, routes and rules.  The kernel sends the report before the change is finished.
 So while the socket is not readable, the cached answers are valid.
 
@@ -15,13 +18,18 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Final, NamedTuple, TypeVar
 
 __all__ = [
     "AnswerCache",
+    "Message",
+    "Request",
+    "attribute",
+    "attributes",
     "kernel_ueids",
     "query",
     "query_now",
@@ -34,11 +42,60 @@ _ATTEMPTS: Final = 3
 """Attempts of a query whose answer the kernel marks as interrupted by a change.  Chosen."""
 _MAX_ANSWERS: Final = 1000
 """Answers in the cache.  Chosen: a bound on memory."""
+_RECEIVE_SIZE: Final = 1 << 16
+"""Bytes of the receive buffer.  Chosen: the kernel's dumps have at most 32 KiB in one datagram."""
 # The groups of linux/rtnetlink.h whose reports are received: RTNLGRP_LINK, IPV4_IFADDR, IPV4_ROUTE,
 # IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE, NEXTHOP.
 _GROUPS: Final = sum(1 << group - 1 for group in (1, 5, 7, 8, 9, 11, 19, 32))
 
+_NETLINK_GENERIC: Final = 16
+_NLM_F_REQUEST: Final = 0x1
+_NLM_F_DUMP_INTR: Final = 0x10
+_NLM_F_DUMP: Final = 0x300
+_NLMSG_NOOP: Final = 1
+_NLMSG_ERROR: Final = 2
+_NLMSG_DONE: Final = 3
+_HEADER: Final = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence number, port
+_ATTRIBUTE: Final = struct.Struct("=HH")  # nlattr: length, type
+_TYPE: Final = 0x3FFF  # NLA_TYPE_MASK
+
+_Answer = TypeVar("_Answer")
+
 _warned = False
+
+
+class Request(NamedTuple):
+    """A request to the kernel.
+
+    Fields:
+      kind: the type of the message, such as RTM_GETADDR.
+      body: the structure of that type, and the attributes (`attribute`).
+      head: bytes of the structure before the attributes of the answer.
+      dump: request all objects and not a single one.
+      protocol: the netlink protocol.
+    """
+
+    kind: int
+    body: bytes
+    head: int
+    dump: bool = False
+    protocol: int = 0  # NETLINK_ROUTE
+
+
+class Message(NamedTuple):
+    """A message of an answer.
+
+    Fields:
+      head: the structure before the attributes.
+      attributes: the values of the attributes by type.
+    """
+
+    head: bytes
+    attributes: dict[int, bytes]
+
+
+class _DumpInterrupted(Exception):
+    """A change during a dump has made the dump inconsistent."""
 
 
 class AnswerCache:
@@ -100,16 +157,15 @@ class AnswerCache:
         cls._end()
 
 
-def query(
-    request: Callable[[Any], Iterable[Any]], read: Callable[[Any], Any], key: Hashable
-) -> list[Any]:
-    """The answers to a query, from the cache if possible.
+def query(request: Request, read: Callable[[Message], _Answer]) -> list[_Answer]:
+    """The answer to a query, from the cache if possible.
 
     Args:
-      request: sends the query by a `pyroute2.IPRoute`, and returns the kernel's messages.
-      read: converts one message.
-      key: the key of the answer in the cache.
+      request: the request.
+      read: converts one message; a function of a module, because it is part of the key of the
+        cache.
     """
+    key = request, read
     cached, generation = AnswerCache.get(key)
     if cached is not None:
         return cached
@@ -121,7 +177,7 @@ def query(
     return found
 
 
-def _query_or_warn(request: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
+def _query_or_warn(request: Request) -> list[Message] | None:
     try:
         return query_now(request)
     except OSError as error:
@@ -129,39 +185,89 @@ def _query_or_warn(request: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
         return None
 
 
-def query_now(request: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
-    """The messages that ``request`` returns, without the cache; None without netlink.
+def query_now(request: Request) -> list[Message] | None:
+    """The kernel's answer, without the cache; None without netlink.
 
     Raises:
       OSError: the kernel's answer is an error.
     """
     if sys.platform != "linux":
         return None
-    # The import takes about 100 ms (python -X importtime), so it is delayed until the first query.
-    try:
-        from pyroute2 import IPRoute
-        from pyroute2.netlink.exceptions import NetlinkDumpInterrupted, NetlinkError
-    except (ImportError, OSError) as error:
-        _warn_once("no netlink: %s", error)
-        return None
     for _ in range(_ATTEMPTS):
         try:
-            with IPRoute() as route:
-                return list(request(route))
-        except NetlinkDumpInterrupted:
-            continue
-        except NetlinkError as error:
-            raise OSError(error.code, os.strerror(error.code)) from error
-        # RuntimeError: pyroute2 starts an event loop of asyncio, but this thread has one already if
-        # Trio is a guest of asyncio.
-        except (OSError, RuntimeError) as error:
-            _warn_once("netlink does not answer: %s", error)
+            sock = _open_socket(request.protocol)
+        except OSError as error:
+            _warn_once("no netlink: %s", error)
             return None
+        with sock, contextlib.suppress(_DumpInterrupted):
+            return list(_exchange(sock, request))
     return None
 
 
-_MAX_UEIDS: Final = 8  # the largest number in a Proposal; Linux stores at most four
+def _open_socket(protocol: int) -> socket.socket:
+    kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+    return socket.socket(socket.AF_NETLINK, kind, protocol)
+
+
+def _exchange(sock: socket.socket, request: Request) -> Iterator[Message]:
+    """Send a request, and yield the messages of the answer."""
+    flags = _NLM_F_REQUEST | (_NLM_F_DUMP if request.dump else 0)
+    length = _HEADER.size + len(request.body)
+    sock.sendto(_HEADER.pack(length, request.kind, flags, 1, 0) + request.body, (0, 0))
+    interrupted = False
+    while True:
+        data, sender = sock.recvfrom(_RECEIVE_SIZE)
+        if sender[0] != 0:
+            continue  # from another process; the port number of the kernel is 0
+        for kind, flags, content in _messages(data):
+            interrupted = interrupted or bool(flags & _NLM_F_DUMP_INTR)
+            if kind in (_NLMSG_ERROR, _NLMSG_DONE):
+                (code,) = struct.unpack_from("=i", content) if len(content) >= 4 else (0,)
+                if code:
+                    raise OSError(-code, os.strerror(-code))
+                if interrupted:
+                    raise _DumpInterrupted
+                return
+            if kind != _NLMSG_NOOP:
+                yield Message(content[: request.head], attributes(content[request.head :]))
+        if not request.dump:
+            return
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Type, flags and content of each message in a datagram of the kernel."""
+    at = 0
+    while at + _HEADER.size <= len(data):
+        size, kind, flags, _, _ = _HEADER.unpack_from(data, at)
+        yield kind, flags, data[at + _HEADER.size : at + size]
+        at += max(_HEADER.size, size + 3 & ~3)
+
+
+def attributes(data: bytes) -> dict[int, bytes]:
+    """The values of the attributes in ``data`` by type; of equal types, the last one."""
+    found = {}
+    at = 0
+    while at + _ATTRIBUTE.size <= len(data):
+        size, kind = _ATTRIBUTE.unpack_from(data, at)
+        found[kind & _TYPE] = data[at + _ATTRIBUTE.size : at + size]
+        at += max(_ATTRIBUTE.size, size + 3 & ~3)
+    return found
+
+
+def attribute(kind: int, value: bytes) -> bytes:
+    """An attribute of a request."""
+    return _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+_GENERIC_HEAD: Final = struct.Struct("=BBH")  # genlmsghdr: command, version, reserved
+_GENL_ID_CTRL: Final = 16
+_CTRL_CMD_GETFAMILY: Final = 3
+_CTRL_ATTR_FAMILY_ID: Final = 1
+_CTRL_ATTR_FAMILY_NAME: Final = 2
+_SMC_FAMILY: Final = b"SMC_GEN_NETLINK\0"
 _DUMP_UEID: Final = 9  # SMC_NETLINK_DUMP_UEID
+_EID_TABLE_ENTRY: Final = 1  # SMC_NLA_EID_TABLE_ENTRY
+_MAX_UEIDS: Final = 8  # the largest number in a Proposal; Linux stores at most four
 
 
 def kernel_ueids() -> tuple[bytes, ...] | None:
@@ -169,34 +275,28 @@ def kernel_ueids() -> tuple[bytes, ...] | None:
 
     None: the kernel has no SMC, or netlink does not work.
     """
-    if sys.platform != "linux":
-        return None
     try:
-        from pyroute2.netlink import NLM_F_DUMP, NLM_F_REQUEST, genlmsg
-        from pyroute2.netlink.exceptions import NetlinkError
-        from pyroute2.netlink.generic import GenericNetlinkSocket
-    except (ImportError, OSError) as error:
-        _warn_once("no netlink: %s", error)
-        return None
-
-    class Ueid(genlmsg):  # type: ignore[misc]  # pyroute2 has no types
-        nla_map = (("SMC_NLA_EID_TABLE_UNSPEC", "none"), ("SMC_NLA_EID_TABLE_ENTRY", "cdata"))
-
-    request = Ueid()
-    request["cmd"], request["version"] = _DUMP_UEID, 1
-    try:
-        with GenericNetlinkSocket() as smc:
-            smc.bind("SMC_GEN_NETLINK", Ueid)
-            answers = list(
-                smc.nlm_request(request, msg_type=smc.prid, msg_flags=NLM_F_REQUEST | NLM_F_DUMP)
+        families = query_now(
+            _generic(
+                _GENL_ID_CTRL, _CTRL_CMD_GETFAMILY, attribute(_CTRL_ATTR_FAMILY_NAME, _SMC_FAMILY)
             )
-    except NetlinkError:
+        )
+    except OSError:
         return None  # the kernel has no such family, because the module smc is not loaded
-    except (OSError, RuntimeError) as error:
-        _warn_once("netlink does not answer: %s", error)
+    if not families:
         return None
-    found = [answer.get_attr("SMC_NLA_EID_TABLE_ENTRY") for answer in answers]
+    family = int.from_bytes(families[0].attributes[_CTRL_ATTR_FAMILY_ID], sys.byteorder)
+    answers = _query_or_warn(_generic(family, _DUMP_UEID, dump=True))
+    if answers is None:
+        return None
+    found = [answer.attributes.get(_EID_TABLE_ENTRY) for answer in answers]
     return tuple(each.rstrip(b"\0").ljust(32)[:32] for each in found if each)[:_MAX_UEIDS]
+
+
+def _generic(family: int, command: int, data: bytes = b"", *, dump: bool = False) -> Request:
+    """A request of generic netlink."""
+    body = _GENERIC_HEAD.pack(command, 1, 0) + data
+    return Request(family, body, _GENERIC_HEAD.size, dump, _NETLINK_GENERIC)
 
 
 def _subscribe() -> socket.socket:

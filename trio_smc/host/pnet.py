@@ -22,14 +22,19 @@ files.  The other functions depend on their arguments alone.
 from __future__ import annotations
 
 import ipaddress
+import os
+import re
+import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from trio_smc._base.regular_file import read_regular_file
 from trio_smc.host.addresses import Prefix, address_interface, plain_address
-from trio_smc.host.netlink import query
+from trio_smc.host.netlink import Message, Request, attribute, attributes, query
+from trio_smc.host.routes import outgoing_interface, route_request
 
 __all__ = [
     "Interface",
@@ -38,6 +43,7 @@ __all__ = [
     "choose_gids",
     "interfaces",
     "parse_table",
+    "problem_of_name",
     "read_table",
     "route_interface",
     "same_network",
@@ -48,6 +54,18 @@ __all__ = [
 _ROCE_V2: Final = 2  # IBV_GID_TYPE_ROCE_V2
 _MAX_SIZE: Final = 1 << 20
 """Bytes of a PNET table.  Chosen."""
+_BYTE_ORDER_MARK: Final = "\ufeff"
+_SMC_PNET_COLUMNS: Final = 4
+"""Columns of the listing of smc_pnet (smc_pnet(8)): PNET ID, interface, RNIC, number of the port.
+Both names may be "n/a"."""
+_INTERFACE_NAME: Final = re.compile(r"[\w.@+-]{1,15}", re.ASCII)
+"""At most 15 bytes (IFNAMSIZ of linux/if.h).  The kernel refuses "/", ":" and spaces only.  The
+other characters that are missing here are those of lists, quotations and markup."""
+_RNIC_NAME: Final = re.compile(r"[\w.-]{1,63}(/[1-9]\d{0,2})?", re.ASCII)
+"""The name of a device, at most 63 bytes (IB_DEVICE_NAME_MAX), and the number of a port of at most
+255."""
+_SHOWN: Final = 40
+"""Characters of a wrong name that an error shows.  Chosen."""
 _MAPPED: Final = bytes(10) + b"\xff\xff"
 """The first bytes of an IPv4-mapped IPv6 address (RFC 4291, 2.5.5.2)."""
 
@@ -104,15 +122,52 @@ def parse_table(text: str, source: str = "the PNET table") -> PnetTable:
       source: the name of the table in errors.
 
     Raises:
-      ValueError: a line names no RNIC.
+      ValueError: a line names no RNIC, or has a word that is no name.
     """
     pairs = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].split()
-        if len(words) == 1:
-            raise ValueError(f"{source}, line {number}: no RNIC for interface {words[0]!r}")
+        problem = _problem_of_line(words)
+        if problem is not None:
+            raise ValueError(f"{source}, line {number}: {problem}")
         pairs += [(words[0], rnic) for rnic in words[1:]]
     return tuple(pairs)
+
+
+def _problem_of_line(words: Sequence[str]) -> str | None:
+    if not words:
+        return None
+    if words[0].startswith(_BYTE_ORDER_MARK):
+        return "a byte order mark; save the file as UTF-8 without one"
+    if any("," in word for word in words):
+        return "a comma; separate names by spaces"
+    if len(words) == _SMC_PNET_COLUMNS and words[-1].isdecimal():
+        return (
+            "a line of the listing of smc_pnet; a line of a PNET table has an interface and the "
+            "RNICs that serve it"
+        )
+    for kind, name in zip(("interface", *["RNIC"] * len(words)), words, strict=False):
+        problem = problem_of_name(kind, name)
+        if problem is not None:
+            return problem
+    if len(words) == 1:
+        return f"no RNIC for interface {words[0]!r}"
+    return None
+
+
+def problem_of_name(kind: str, name: str) -> str | None:
+    """The reason why an interface or an RNIC cannot have this name; None if it can.
+
+    Args:
+      kind: "interface" or "RNIC".
+      name: the name.
+    """
+    if name.isascii() and name.isdecimal():
+        return f"the number {name[:_SHOWN]} is not the name of an {kind}"
+    pattern = _INTERFACE_NAME if kind == "interface" else _RNIC_NAME
+    if pattern.fullmatch(name) is None or name in (".", ".."):
+        return f"{name[:_SHOWN]!a} is not the name of an {kind}"
+    return None
 
 
 def read_table(path: Path) -> PnetTable:
@@ -122,13 +177,18 @@ def read_table(path: Path) -> PnetTable:
       ValueError: the file cannot be read, or a line is wrong.
     """
     try:
-        text = read_regular_file(path, _MAX_SIZE).decode()
+        data = read_regular_file(path, _MAX_SIZE)
     except OSError as error:
         raise ValueError(f"the PNET table {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the PNET table {path} cannot be read: it is not UTF-8") from error
     except ValueError as error:
         raise ValueError(f"the PNET table {path} cannot be read: {error}") from error
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"the PNET table {path} cannot be read: line {line} is not UTF-8"
+        ) from error
     return parse_table(text, str(path))
 
 
@@ -254,10 +314,29 @@ def _is_in_network(value: bytes, network: Prefix) -> bool:
 # --- queries of the kernel ---------------------------------------------------------------------
 
 
+# Numbers and structures of linux/if_link.h and linux/rtnetlink.h.
+_LINK_HEAD: Final = struct.Struct("=BxHiII")  # ifinfomsg: family, device, index, flags, change
+_RTM_GETLINK: Final = 18
+_IFLA_IFNAME: Final = 3
+_IFLA_LINK: Final = 5
+_IFLA_MASTER: Final = 10
+_IFLA_LINKINFO: Final = 18
+_IFLA_EXT_MASK: Final = 29
+_IFLA_INFO_KIND: Final = 1
+_IFLA_INFO_DATA: Final = 2
+_IFLA_VLAN_ID: Final = 1
+_SKIP_STATISTICS: Final = 8  # RTEXT_FILTER_SKIP_STATS
+_INTERFACES: Final = Request(
+    _RTM_GETLINK,
+    _LINK_HEAD.pack(0, 0, 0, 0, 0) + attribute(_IFLA_EXT_MASK, struct.pack("=I", _SKIP_STATISTICS)),
+    _LINK_HEAD.size,
+    dump=True,
+)
+
+
 def interfaces() -> dict[int, Interface]:
     """The network interfaces of this host by index; empty without netlink."""
-    found = query(lambda route: route.get_links(), _interface, "interfaces")
-    return {interface.index: interface for interface in found}
+    return {interface.index: interface for interface in query(_INTERFACES, _interface)}
 
 
 def route_interface(local: str, remote: str) -> int | None:
@@ -267,27 +346,27 @@ def route_interface(local: str, remote: str) -> int | None:
         # A link-local address is in the network of each interface.  The right interface is the one
         # that has the local address.
         return address_interface(source)
-    found = query(
-        lambda route: route.route("get", dst=destination, src=source),
-        lambda message: message.get_attr("RTA_OIF"),
-        ("route", source, destination),
-    )
+    found = query(route_request(source, destination), outgoing_interface)
     return found[0] if found else None
 
 
-def _interface(message: Any) -> Interface:
-    attribute = message.get_attr
-    details = attribute("IFLA_LINKINFO")
-    kind = details.get_attr("IFLA_INFO_KIND") if details else None
-    data = details.get_attr("IFLA_INFO_DATA") if details and kind == "vlan" else None
+def _interface(message: Message) -> Interface:
+    found = message.attributes
+    details = attributes(found.get(_IFLA_LINKINFO, b""))
+    kind = details.get(_IFLA_INFO_KIND, b"").removesuffix(b"\0")
+    data = attributes(details.get(_IFLA_INFO_DATA, b"")) if kind == b"vlan" else {}
     return Interface(
-        index=message["index"],
-        name=attribute("IFLA_IFNAME"),
-        vlan=data.get_attr("IFLA_VLAN_ID") if data else None,
-        lower=attribute("IFLA_LINK") if kind == "vlan" else None,
-        master=attribute("IFLA_MASTER"),
-        bond=kind == "bond",
+        index=_LINK_HEAD.unpack(message.head)[2],
+        name=os.fsdecode(found[_IFLA_IFNAME].removesuffix(b"\0")),
+        vlan=_number(data.get(_IFLA_VLAN_ID)),
+        lower=_number(found.get(_IFLA_LINK)) if kind == b"vlan" else None,
+        master=_number(found.get(_IFLA_MASTER)),
+        bond=kind == b"bond",
     )
+
+
+def _number(value: bytes | None) -> int | None:
+    return None if value is None else int.from_bytes(value, sys.byteorder)
 
 
 def table_of(setting: PnetTable | Path | str) -> PnetTable:

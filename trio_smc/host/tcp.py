@@ -7,6 +7,7 @@ import select
 import socket
 import struct
 import sys
+from typing import Literal
 
 import trio
 
@@ -17,6 +18,7 @@ __all__ = [
     "has_news",
     "has_urgent_byte",
     "is_established",
+    "peer_end",
     "resets_on_close",
     "unread_bytes",
     "unsent_bytes",
@@ -35,6 +37,7 @@ bytes_sent, bytes_retrans."""
 _ESTABLISHED = 1  # linux/tcp_states.h
 _PEER_HAS_ENDED = {6, 7, 8, 9, 11}
 """TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING (linux/tcp_states.h)."""
+_CLOSE = 7
 
 
 def close_with_reset(sock: trio.socket.SocketType) -> None:
@@ -64,6 +67,17 @@ def has_news(sock: trio.socket.SocketType | socket.socket) -> bool:
 def is_established(sock: trio.socket.SocketType | socket.socket) -> bool:
     """True if a TCP connection is open in both directions.  Raises OSError if it is closed."""
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+
+
+def peer_end(sock: trio.socket.SocketType | socket.socket) -> Literal["none", "fin", "reset"]:
+    """How the peer has ended a TCP connection.  A connection with unread bytes counts as reset."""
+    try:
+        state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        if state not in _PEER_HAS_ENDED:
+            return "none"
+        return "reset" if state == _CLOSE or unread_bytes(sock.fileno()) else "fin"
+    except OSError:
+        return "reset"  # closed
 
 
 def has_urgent_byte(sock: trio.socket.SocketType) -> bool:

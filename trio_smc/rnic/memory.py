@@ -5,6 +5,13 @@ that was received over a socket.  A mapping needs no descriptor.  But before Pyt
 always keeps a copy of the descriptor that it gets, and a server with hundreds of link groups would
 run out of descriptors (`_mapped`).
 
+Theory of operation: progress words
+-----------------------------------
+A process may be killed after it has written data into a peer's memory and before it has announced
+the data.  Memory made with ``progress`` ends with one page of *progress words*, one for each
+element of the memory.  The peer stores there how many bytes it has written into the element so far.
+The owner reads the word when the peer's process has ended.
+
 Theory of operation: pages
 --------------------------
 A page of a memfd is allocated when this process, or a peer that maps the memfd, first touches it.
@@ -19,6 +26,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import struct
 import sys
 from collections.abc import Callable
 
@@ -26,7 +34,14 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.resources import is_lack
 from trio_smc.host.overcommit import commit_is_limited
 
-__all__ = ["QUICK_TO_FREE", "Memory", "PeerMemory", "is_quick_to_free"]
+__all__ = [
+    "PROGRESS_SIZE",
+    "PROGRESS_WORDS",
+    "QUICK_TO_FREE",
+    "Memory",
+    "PeerMemory",
+    "is_quick_to_free",
+]
 
 _ZEROES = memoryview(bytes(64 * 1024))
 QUICK_TO_FREE = 32 << 20
@@ -35,6 +50,10 @@ written takes 2.1 ms of thread time (Linux 6.18, least of 8 runs), and time grow
 took 140 ms."""
 _HUGE_PAGE = 2 << 20  # the last page of a memfd may be one ("shmem_enabled")
 _BLOCK = 512  # unit of st_blocks (stat(3type))
+PROGRESS_SIZE = 4096
+"""Bytes of the page with progress words."""
+PROGRESS_WORDS = PROGRESS_SIZE // 8
+_WORD = struct.Struct("=Q")
 if sys.platform == "linux":  # other systems have no RNIC, and no caller
     import fcntl
 
@@ -93,28 +112,40 @@ class Memory:
     Attributes:
       fd: the memfd, sealed against shrinking and growing; -1 after it was closed.
       size: bytes.
-      view: the whole memory as a writable memoryview of bytes.
+      view: the whole memory as a writable memoryview of bytes, without progress words.
+      mapped: bytes of the memfd.
+      has_progress: the last `PROGRESS_SIZE` bytes of the memfd are progress words.
       pinned: an adapter has these pages registered and writes to them even if the memfd drops them.
         The adapter's code sets it.
     """
 
     pinned = False
+    has_progress = False
 
-    def __init__(self, size: int, *, name: str = "trio_smc") -> None:
+    def __init__(self, size: int, *, name: str = "trio_smc", progress: bool = False) -> None:
+        """``progress``: add progress words behind ``size`` bytes, rounded up to whole pages."""
         if size <= 0:
             raise ValueError("size must be positive")
         self.size = size
+        self.has_progress = progress
+        self.mapped: int = size
+        if progress:
+            self.mapped = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + PROGRESS_SIZE
         self.fd: int = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.fd, size)
+            os.ftruncate(self.fd, self.mapped)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._map = _mapped(self.fd, size)
+            self._map = _mapped(self.fd, self.mapped)
         except BaseException:
             os.close(self.fd)
             raise
-        self.view: memoryview[int] = memoryview(self._map)
+        whole = memoryview(self._map)
+        self.view: memoryview[int] = whole[:size]
+        self._progress = whole[self.mapped - PROGRESS_SIZE :] if progress else whole[:0]
+        whole.release()
         self._slices: list[memoryview] = []
         self._committed = False  # `commit` has allocated some pages
+        self._progress_committed = False
 
     def commit(self, start: int, length: int) -> bool:
         """Allocate the pages of ``length`` bytes from ``start``, if the system could refuse a page
@@ -134,6 +165,30 @@ class Memory:
         self._committed = True
         os.posix_fallocate(self.fd, start, length)
         return True
+
+    def progress(self, number: int) -> int:
+        """The progress word with this number, which the peer may change at any time.
+
+        0 if the memory has none.
+        """
+        if not self.has_progress:
+            return 0
+        word: int = _WORD.unpack_from(self._progress, number * 8)[0]
+        return word
+
+    def clear_progress(self, number: int) -> None:
+        """Set the progress word with this number to 0; no-op if the memory has none.
+
+        Raises:
+          OSError: as `commit`.
+        """
+        if self.has_progress:
+            if not self._progress_committed:
+                self._progress_committed = True
+                if not self.pinned and commit_is_limited():
+                    start = self.mapped - PROGRESS_SIZE
+                    os.posix_fallocate(self.fd, start, PROGRESS_SIZE)
+            _WORD.pack_into(self._progress, number * 8, 0)
 
     def slice(self, start: int, length: int) -> memoryview:
         """A view of ``length`` bytes from ``start``; `close` releases it."""
@@ -198,6 +253,7 @@ class Memory:
             piece.release()
         self._slices.clear()
         self.view.release()
+        self._progress.release()
         self._map.close()
         self.close_descriptor()
 

@@ -267,6 +267,36 @@ class QueuePair(ABC):
         that waits for room posts a signaled request after its writes.
         """
 
+    received_all: bool = False
+    """True if the peer's queue pair has ended without a message, as the end of its process leaves
+    it, and everything that the peer has posted has been received.  Only a software RNIC knows."""
+
+    def peer_lives(self) -> bool:
+        """True if the peer's process exists and can receive, even if it does not run now.
+
+        False if this side does not know.
+        """
+        return False
+
+    def progress_word(
+        self, address: int, rkey: int, size: int
+    ) -> tuple[memoryview[int], int] | None:
+        """Where to store the number of bytes that were written into an element of the peer.
+
+        If this process ends before it has announced the data, the peer finds the number there
+        (`Memory.progress`).  When the queue pair has ended, storing raises ValueError.
+
+        Args:
+          address: the first byte of the element.
+          rkey: the RKey of its region.
+          size: bytes of the element.
+
+        Returns:
+          The words and the index of the element's word; a word that no peer reads if the RNIC has
+          none.  None: the peer's memory is not known yet.
+        """
+        return memoryview(bytearray(8)).cast("Q"), 0
+
     def lacks_resources(self) -> bool:
         """True if requests wait until this process has resources to reach the peer."""
         return False

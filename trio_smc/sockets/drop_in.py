@@ -645,7 +645,7 @@ class OverSmc(Side):
     async def send(self, data: Buffer, flags: int) -> int:
         if self._write_shut:
             raise os_error(errno.EPIPE)
-        view = byte_view(data)
+        view = byte_view(data, strided=False)
         try:
             if not flags:
                 return await self.stream.send_some(view)

@@ -35,10 +35,12 @@ from typing import Any, Final
 
 import trio
 
-from trio_smc._api import find_stack, set_default_config
+from trio_smc._api import default_config, find_stack, set_default_config
 from trio_smc.config.config import Config
 from trio_smc.connecting.dial import Target, numeric_targets
 from trio_smc.connecting.listener import CAPACITY_ERRORS, CAPACITY_PAUSE, Incoming
+from trio_smc.rnic.roce import pyverbs
+from trio_smc.rnic.roce.hotplug import active_ports
 from trio_smc.sockets.drop_in import DropInFactory, DropInSocket
 
 __all__ = [
@@ -97,6 +99,16 @@ def _patch(module: Any, name: str, replacement: Any) -> None:
     setattr(module, name, replacement)
 
 
+def _load_verbs() -> None:
+    """Import pyverbs if this host has RoCE ports, before the run starts.
+
+    Otherwise the first connection of the run would import it, and stop all other tasks meanwhile.
+    """
+    with suppress(OSError):  # the stack tries again, and logs the reason
+        if default_config().rnics == "auto" and active_ports():
+            pyverbs.load()
+
+
 def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``start``, which starts a run, so that the run sets the factory."""
 
@@ -104,6 +116,8 @@ def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
     def start_with_factory(
         async_fn: Callable[..., Awaitable[Any]], *args: Any, **options: Any
     ) -> Any:
+        _load_verbs()
+
         @wraps(async_fn)
         async def main(*args: Any) -> Any:
             # Keep a factory that the program has set before, for example in a test.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.tcp import close_with_reset, resets_on_close
+from trio_smc.host.tcp import close_with_reset, peer_end, resets_on_close
 
 if TYPE_CHECKING:
     import trio
@@ -48,8 +48,8 @@ class Endpoint:
     after its stream was closed.
     """
 
-    __slots__ = ("_stack", "_timer", "abandoned", "closed_by_user", "connection", "group",
-                 "lingers", "reset", "rmbe", "sock")  # fmt: skip
+    __slots__ = ("_reset_waits", "_stack", "_timer", "abandoned", "closed_by_user", "connection",
+                 "group", "lingers", "reset", "rmbe", "sock")  # fmt: skip
 
     connection: Connection
 
@@ -62,6 +62,7 @@ class Endpoint:
         """The TCP connection while SMC-R owns it; otherwise None."""
         self.reset: bool = False
         """True if the TCP connection ends by RST, even before it is adopted."""
+        self._reset_waits = False  # RST is due when the state is CLOSED
         self.closed_by_user: bool = False
         """True if the stream was closed."""
         self.lingers: bool = True
@@ -127,8 +128,19 @@ class Endpoint:
             self._timer = self._stack.timers.call_later(seconds, connection.on_timer)
 
     def reset_tcp(self, connection: Connection) -> None:
-        """End the TCP connection by RST. It must not be adopted afterwards."""
+        """End the TCP connection by RST. It must not be adopted afterwards.
+
+        On RoCE, RST waits for the end of the connection while A is in flight: otherwise RST could
+        overtake the data and A, and the peer would drop data that was sent before the abort.
+        """
         self.reset = True
+        if self.group.rnic.kind == "roce" and connection.abort_in_flight:
+            self._reset_waits = True
+        else:
+            self._reset_now()
+
+    def _reset_now(self) -> None:
+        self._reset_waits = False
         sock = self._detach_socket()
         if sock is not None:
             close_with_reset(sock)
@@ -143,8 +155,14 @@ class Endpoint:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_BY_FIN)
             sock.close()
 
+    def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
+        """How the peer has ended the TCP connection."""
+        return "reset" if self.sock is None else peer_end(self.sock)
+
     def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
-        """Notify the observer."""
+        """Send RST if it waits for CLOSED, and notify the observer."""
+        if new == "CLOSED" and self._reset_waits:
+            self._reset_now()
         observer = self._stack.observer
         if observer is not None:
             observer.state(connection, old, new, event)

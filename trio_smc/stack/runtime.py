@@ -44,6 +44,8 @@ from trio_smc._base.timers import Timers
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.receiver import Receiver
 from trio_smc.datapath.sender import Sender
+from trio_smc.host.alarm import Alarm
+from trio_smc.host.real_time import move_on_at, real_clock
 from trio_smc.rendezvous.discovery.same_host import Discovery
 from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.rnic.pump import Pump
@@ -156,7 +158,7 @@ class Runtime:
     """The parts of one stack, and the tasks that serve them.
 
     Args:
-      clock: seconds, for timers.
+      clock: seconds, for timers; None: real time.
 
     Attributes:
       config: the stack's configuration.
@@ -178,7 +180,8 @@ class Runtime:
     nursery: trio.Nursery
     trio_token: trio.lowlevel.TrioToken
 
-    def __init__(self, config: Config, clock: Callable[[], float] = trio.current_time) -> None:
+    def __init__(self, config: Config, clock: Callable[[], float] | None = None) -> None:
+        clock = clock or real_clock()
         self.config = config
         self.pump: Pump = Pump(spin=config.spin, wake=config.wake)
         self.budget: Budget = Budget(self.pump)
@@ -200,6 +203,7 @@ class Runtime:
         self._offering: weakref.WeakSet[trio.socket.SocketType] = weakref.WeakSet()
         self._under_way: set[Cancellable] = set()
         self._timers_changed = trio.Event()
+        self._alarm: Alarm | None = None
         self._something_ended = trio.Event()
         self._forked = False
         self._in_forked_child: list[Callable[[], object]] = []
@@ -288,6 +292,7 @@ class Runtime:
                     self.nursery = nursery
                     self.trio_token = trio.lowlevel.current_trio_token()
                     if self._supported:
+                        self._alarm = Alarm()
                         self.groups.tcp_watch = TcpWatch()
                         if self.config.discovery != "tcp-option":
                             self.discovery.open()
@@ -321,14 +326,29 @@ class Runtime:
 
     async def _run_timers(self) -> None:
         while True:
-            self._timers_changed = trio.Event()
-            with trio.move_on_at(self.timers.next_deadline()):
-                await self._timers_changed.wait()
+            if self._alarm is None:
+                await self._sleep_until_timer()
+            else:
+                self._set_alarm(self._alarm)
+                await trio.lowlevel.wait_readable(self._alarm.fd)
+                self._alarm.acknowledge()
             if self.timers.run_due():
                 self.pump.resume_hooks()  # a timer may have sent something
 
+    async def _sleep_until_timer(self) -> None:
+        """Wait for the next timer by Trio's clock, on a system without `Alarm`."""
+        self._timers_changed = trio.Event()
+        with trio.move_on_at(self.timers.next_deadline()):
+            await self._timers_changed.wait()
+
+    def _set_alarm(self, alarm: Alarm) -> None:
+        alarm.set(self.timers.next_deadline() - self.timers.now())
+
     def _timer_is_earlier(self) -> None:
-        self._timers_changed.set()
+        if self._alarm is not None:
+            self._set_alarm(self._alarm)
+        else:
+            self._timers_changed.set()
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -370,20 +390,20 @@ class Runtime:
         for work in list(self._under_way):
             work.cancel()
         patience = self.config.shutdown_timeout
-        deadline = trio.current_time() + patience
+        deadline = self.timers.now() + patience
         await self._wait_while(lambda: bool(self._under_way), deadline)
         await _run_in_turns(map(self.unclosed.append, self.groups.close_open()))
         await self._wait_while(lambda: self.groups.has_unfinished, deadline)
         await _run_in_turns(self.groups.terminate_all())
-        last = trio.current_time() + min(patience, _MIN_GROUP_TIME)
+        last = self.timers.now() + min(patience, _MIN_GROUP_TIME)
         await self._wait_while(lambda: bool(self.groups.groups), max(deadline, last))
         await _run_in_turns(self.groups.give_up_all())
-        last = trio.current_time() + min(patience, _MIN_GROUP_TIME)
+        last = self.timers.now() + min(patience, _MIN_GROUP_TIME)
         await self._wait_while(lambda: bool(self.groups.groups), last)
 
     async def _wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
         self.pump.resume_hooks()  # no reader polls for the answers of peers
-        with trio.move_on_at(deadline):
+        with move_on_at(self.timers, deadline):
             while condition() and not self._stops_waiting:
                 self._something_ended = trio.Event()
                 await self._something_ended.wait()
@@ -411,6 +431,12 @@ class Runtime:
         self.discovery.close()
         if hasattr(self.groups, "tcp_watch"):
             self.groups.tcp_watch.close()
+        self._close_alarm()
+
+    def _close_alarm(self) -> None:
+        alarm, self._alarm = self._alarm, None
+        if alarm is not None:
+            alarm.close()
 
     # --- forks -----------------------------------------------------------------------------
 
@@ -438,6 +464,7 @@ class Runtime:
             if hasattr(self.groups, "tcp_watch"):
                 parts.callback(self.groups.tcp_watch.abandon)
             parts.callback(self.timers.abandon)
+            parts.callback(self._close_alarm)
             for thing in self.attached:
                 parts.callback(thing.abandon)
             for abandon in self._in_forked_child:

@@ -30,6 +30,7 @@ Guards are attributes of the model:
 - ``unsent``: there are bytes of the application whose RDMA writes, or the CDC messages that
   announce them, are not complete. A window update does not count: if it crossed the peer's C, 4A
   would reset the connection and lose data
+- ``writing``: ``unsent``, or a task waits to send more
 - ``sent_closed``, ``got_closed``: C was sent, received
 - ``eof_pending``, ``close_pending``: the application ended its side while ``unsent``
 - ``peer_rmbe_known``: an Accept or Confirm has named the peer's RMBE
@@ -39,8 +40,10 @@ message with D, C or A. ``send_abort`` sends the event ``abort_sent`` when its m
 or if there is no way to send it. ``send_closed`` makes ``sent_closed`` true. ``reset_tcp`` does
 nothing if TCP has ended; while the peer may not have read SMC Confirm, RST waits until the state is
 CLOSED. The ``fail_*`` actions end pending and later calls of the application with an error; the
-first error stays: ECONNABORTED if this side aborted, ECONNRESET if the peer did.
-``purge`` drops unread and unsent data. ``set_close_pending`` replaces ``eof_pending``. In
+first error stays. They leave unread data to the application, which reads it first, as over TCP,
+and after it the peer's end, if that has arrived, or the error. (RFC 7609, 4.8.2 (2A) drops unread
+data. Linux delivers it, over TCP and over SMC-R.) ``purge`` drops unread and unsent data, because
+the application has closed. ``set_close_pending`` replaces ``eof_pending``. In
 ``state_changed``, when the state becomes CLOSED, the model frees the RMBE, cancels the timers and
 ends TCP by FIN unless it was reset.
 
@@ -57,10 +60,14 @@ from statemachine import State
 
 from trio_smc.states.chart import Chart, edge, ignore
 
-# The three forms of an abort.
+# The forms of an abort.
 _RESET = "send_abort reset_tcp purge arm_abort_timer"  # without an error: the application closed
-_ABORT = f"{_RESET} fail_aborted"
-_ANSWER = "send_abort purge fail_reset arm_abort_timer"  # to the peer's A; the peer resets TCP
+_STOP = "send_abort reset_tcp sender.drop_unsent arm_abort_timer"
+_ABORT = f"{_STOP} fail_aborted"
+_REFUSED = f"set_got_closed {_STOP} fail_refused"  # 4A: the peer reads no more
+# To the peer's A; the peer resets TCP.
+_ANSWER = "send_abort sender.drop_unsent fail_reset arm_abort_timer"
+_CONFLICT = "reset_tcp sender.drop_unsent fail_reset"
 
 # The reasons of edges, mostly of choices that the RFC leaves open.
 _REPEAT = "repeated or late: ignored"
@@ -73,6 +80,7 @@ _DONE = "choice: the peer sends nothing more, so no answer is waited for"
 _AFTER_C = "A.4 (C-bit); choice: keep the RMBE until the peer answers or the timer ends"
 _CROSSED = "choice: C crossed A; if C were ignored (4.8.2, 1A), only the timer would end the wait"
 _UNKNOWN = "3.5.2.4, C.7.1; choice: a CDC message came before SMC Confirm, so no RMBE is known yet"
+_ALL_GOT = "4.8.3; after C nothing more was to come, so the loss is no error for the reader"
 _NOTE = "4.8.1 (note on stranded states)"
 _STALLED = "4.8.2 (second bullet)"
 
@@ -104,11 +112,11 @@ class ConnectionChart(Chart):
     edge(INIT, "peer_done", APPCLOSEWAIT1, rfc="3.5.2.4; as in Linux")
     edge(INIT, "peer_closed", APPCLOSEWAIT1, do="set_got_closed",
          rfc="3.5.2.4; as in Linux")
-    edge(INIT, "peer_abort", PROCESSABORT, do="send_abort purge fail_handshake arm_abort_timer",
-         rfc="4.8.2 (2, any state)")
+    edge(INIT, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2, any state)")
     ignore(INIT, "abort_sent close_timeout abort_timeout", rfc=_NEVER)
     edge(INIT, "links_lost", CLOSED, do="reset_tcp fail_handshake", rfc="C.7.1")
-    edge(INIT, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_handshake", rfc="4.4.2")
+    edge(INIT, "rmbe_conflict", CLOSED, do="reset_tcp sender.drop_unsent fail_handshake",
+         rfc="4.4.2")
 
     ignore(ACTIVE, "established", rfc=_REPEAT)
     edge(ACTIVE, "shutdown_wr", PEERCLOSEWAIT1, when="!unsent", do="send_done", rfc="4.8.1 (3A)")
@@ -123,7 +131,7 @@ class ConnectionChart(Chart):
          rfc="4.8.1 (3A, last sentence)")
     ignore(ACTIVE, "all_sent", rfc="nothing is pending")
     edge(ACTIVE, "peer_done", APPCLOSEWAIT1, rfc="4.8.1 (4A)")
-    edge(ACTIVE, "peer_closed", PROCESSABORT, when="unsent", do=f"set_got_closed {_ABORT}",
+    edge(ACTIVE, "peer_closed", PROCESSABORT, when="writing", do=_REFUSED,
          rfc=f"4.8.1 (4A); {_DONE}")
     edge(ACTIVE, "peer_closed", APPCLOSEWAIT1, do="set_got_closed",
          rfc="4.8.1 (4A)")
@@ -134,7 +142,7 @@ class ConnectionChart(Chart):
     ignore(ACTIVE, "close_timeout", rfc=_NEVER)
     edge(ACTIVE, "links_lost", CLOSED, do="reset_tcp sender.drop_unsent fail_links_lost",
          rfc="4.8.3; as in Linux's first patches (version 3): no A without a link")
-    edge(ACTIVE, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+    edge(ACTIVE, "rmbe_conflict", CLOSED, do=_CONFLICT, rfc="4.4.2")
 
     _ended_first = (PEERCLOSEWAIT1, PEERCLOSEWAIT2)
     ignore(_ended_first, "established shutdown_wr all_sent", rfc=_REPEAT)
@@ -158,7 +166,7 @@ class ConnectionChart(Chart):
     edge(_ended_first, "close_timeout", CLOSED, do="reset_tcp", rfc=_NOTE)
     edge(_ended_first, "links_lost", CLOSED, when="sent_closed", do="reset_tcp", rfc="4.8.3")
     edge(_ended_first, "links_lost", CLOSED, do="reset_tcp fail_links_lost", rfc="4.8.3")
-    edge(_ended_first, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+    edge(_ended_first, "rmbe_conflict", CLOSED, do=_CONFLICT, rfc="4.4.2")
 
     ignore(APPFINCLOSEWAIT, "established shutdown_wr all_sent peer_done peer_closed", rfc=_REPEAT)
     edge(APPFINCLOSEWAIT, "close", PROCESSABORT, when="unread", do=_RESET,
@@ -167,8 +175,8 @@ class ConnectionChart(Chart):
     edge(APPFINCLOSEWAIT, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2A, 2B)")
     edge(APPFINCLOSEWAIT, "abort", PROCESSABORT, do=_ABORT, rfc=f"4.8.2 (1A); {_DONE}")
     ignore(APPFINCLOSEWAIT, "abort_sent close_timeout abort_timeout", rfc=_NEVER)
-    edge(APPFINCLOSEWAIT, "links_lost", CLOSED, do="reset_tcp fail_links_lost", rfc="4.8.3")
-    edge(APPFINCLOSEWAIT, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+    edge(APPFINCLOSEWAIT, "links_lost", CLOSED, do="reset_tcp", rfc=_ALL_GOT)
+    edge(APPFINCLOSEWAIT, "rmbe_conflict", CLOSED, do=_CONFLICT, rfc="4.4.2")
 
     # Entered from INIT if a CDC message came before the end of the rendezvous. The event
     # established then comes in this state.
@@ -195,12 +203,12 @@ class ConnectionChart(Chart):
          rfc="4.8.1 (4B)")
     ignore(APPCLOSEWAIT1, "all_sent", rfc="nothing is pending")
     ignore(APPCLOSEWAIT1, "peer_done", rfc=_REPEAT)
-    edge(APPCLOSEWAIT1, "peer_closed", PROCESSABORT, when="unsent", do=f"set_got_closed {_ABORT}",
+    edge(APPCLOSEWAIT1, "peer_closed", PROCESSABORT, when="writing", do=_REFUSED,
          rfc=f"4.8.1 (4A); {_DONE}")
     edge(APPCLOSEWAIT1, "peer_closed", do="set_got_closed", rfc="not in the RFC; as in Linux")
     edge(APPCLOSEWAIT1, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2A, 2B)")
     edge(APPCLOSEWAIT1, "abort", CLOSED, when="!peer_rmbe_known",
-         do="reset_tcp purge fail_handshake", rfc=_UNKNOWN)
+         do="reset_tcp sender.drop_unsent fail_handshake", rfc=_UNKNOWN)
     edge(APPCLOSEWAIT1, "abort", PROCESSABORT, when="got_closed", do=_ABORT,
          rfc=f"4.8.2 (1A); {_DONE}")
     edge(APPCLOSEWAIT1, "abort", PEERABORTWAIT, do=_ABORT, rfc="4.8.2 (1A)")
@@ -208,9 +216,11 @@ class ConnectionChart(Chart):
     edge(APPCLOSEWAIT1, "close_timeout", PEERABORTWAIT, when="close_pending", do=_ABORT,
          rfc=_STALLED)
     ignore(APPCLOSEWAIT1, "close_timeout", rfc=_NEVER)
+    edge(APPCLOSEWAIT1, "links_lost", CLOSED, when="got_closed", do="reset_tcp sender.drop_unsent",
+         rfc=_ALL_GOT)
     edge(APPCLOSEWAIT1, "links_lost", CLOSED, do="reset_tcp sender.drop_unsent fail_links_lost",
          rfc="4.8.3")
-    edge(APPCLOSEWAIT1, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+    edge(APPCLOSEWAIT1, "rmbe_conflict", CLOSED, do=_CONFLICT, rfc="4.4.2")
 
     ignore(APPCLOSEWAIT2, "established shutdown_wr all_sent peer_done", rfc=_REPEAT)
     edge(APPCLOSEWAIT2, "close", PROCESSABORT, when="unread got_closed", do=_RESET,
@@ -226,8 +236,9 @@ class ConnectionChart(Chart):
          rfc=f"4.8.2 (1A); {_DONE}")
     edge(APPCLOSEWAIT2, "abort", PEERABORTWAIT, do=_ABORT, rfc="4.8.2 (1A)")
     ignore(APPCLOSEWAIT2, "abort_sent close_timeout abort_timeout", rfc=_NEVER)
+    edge(APPCLOSEWAIT2, "links_lost", CLOSED, when="got_closed", do="reset_tcp", rfc=_ALL_GOT)
     edge(APPCLOSEWAIT2, "links_lost", CLOSED, do="reset_tcp fail_links_lost", rfc="4.8.3")
-    edge(APPCLOSEWAIT2, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+    edge(APPCLOSEWAIT2, "rmbe_conflict", CLOSED, do=_CONFLICT, rfc="4.4.2")
 
     ignore(PEERFINCLOSEWAIT, "established shutdown_wr all_sent peer_done", rfc=_REPEAT)
     ignore(PEERFINCLOSEWAIT, "close", rfc=_LINUX_KEEPS)
@@ -237,7 +248,7 @@ class ConnectionChart(Chart):
     ignore(PEERFINCLOSEWAIT, "abort_sent abort_timeout", rfc=_NEVER)
     edge(PEERFINCLOSEWAIT, "close_timeout", CLOSED, do="reset_tcp", rfc=_NOTE)
     edge(PEERFINCLOSEWAIT, "links_lost", CLOSED, do="reset_tcp", rfc="4.8.3")
-    edge(PEERFINCLOSEWAIT, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+    edge(PEERFINCLOSEWAIT, "rmbe_conflict", CLOSED, do=_CONFLICT, rfc="4.4.2")
 
     ignore(PEERABORTWAIT, "established shutdown_wr close all_sent peer_done abort close_timeout",
            rfc="4.8.2 (1A, any other activity is ignored)")
@@ -246,15 +257,17 @@ class ConnectionChart(Chart):
     ignore(PEERABORTWAIT, "abort_sent", rfc="4.8.2 (1B waits for the peer)")
     edge(PEERABORTWAIT, "abort_timeout", CLOSED, rfc="4.8.2 (1), then 4.4.2 protects the RMBE")
     edge(PEERABORTWAIT, "links_lost", CLOSED, rfc="4.8.3")
-    edge(PEERABORTWAIT, "rmbe_conflict", CLOSED, do="reset_tcp purge", rfc="4.4.2")
+    edge(PEERABORTWAIT, "rmbe_conflict", CLOSED, do="reset_tcp", rfc="4.4.2")
 
-    ignore(PROCESSABORT, "established shutdown_wr close all_sent", rfc=_REPEAT)
+    # As over TCP, the application gets a connection that the peer has aborted, and reads its data.
+    edge(PROCESSABORT, "established", do="open_to_application", rfc="4.8.1 (2), 3.5.2.4")
+    ignore(PROCESSABORT, "shutdown_wr close all_sent", rfc=_REPEAT)
     ignore(PROCESSABORT, "peer_done peer_closed peer_abort abort close_timeout", rfc=_REPEAT)
     edge(PROCESSABORT, "abort_sent", CLOSED, rfc="4.8.2 (2B)")
     edge(PROCESSABORT, "abort_timeout", CLOSED, do="reset_tcp",
          rfc="choice: a send that never completes")
     edge(PROCESSABORT, "links_lost", CLOSED, rfc="4.8.3")
-    edge(PROCESSABORT, "rmbe_conflict", CLOSED, do="reset_tcp purge", rfc="4.4.2")
+    edge(PROCESSABORT, "rmbe_conflict", CLOSED, do="reset_tcp", rfc="4.4.2")
 
     ignore(CLOSED, "established shutdown_wr close all_sent peer_done peer_closed peer_abort abort",
            rfc="4.8.1 (1)")

@@ -35,6 +35,9 @@ class LinkChart(Chart):
     edge((ACTIVE, TESTING), "leave", LEAVING, do="stop_timer", rfc="3.5.5.1.3, 3.5.5.1.4")
     edge(LEAVING, "stay", ACTIVE, do="start_idle_timer",
          rfc="4.8.3 (the last link on which the peers reach each other)")
+    edge(TESTING, "test_timeout", when="peer_lives", do="stop_timer",
+         rfc="4.5.3; choice: on one host a process that stands still keeps its connections, as "
+             "over TCP, and the kernel reports its end")
     edge(TESTING, "test_timeout", DOWN, do="move_connections close_queue_pair report_failure",
          rfc="4.5.3, C.7.1 (TEST LINK)")
     edge((INIT, CONFIRMING), "failed", DOWN, do="close_queue_pair report_failure",

@@ -14,6 +14,11 @@ from trio_smc.states.chart import Chart, edge, ignore
 
 __all__ = ["LlcExchangeChart"]
 
+_LIVES = (
+    "C.7.1; choice: on one host a process that stands still keeps its connections, as over TCP, "
+    "and the kernel reports its end"
+)
+
 
 class LlcExchangeChart(Chart):
     """IDLE: a queued exchange may start.  CONFIRM_LINK: the first link is being confirmed.
@@ -62,6 +67,8 @@ class LlcExchangeChart(Chart):
     ignore(CHANGE_RKEYS, "refused", when="client", rfc="3.5.1.6.1 (no exchange begins)")
     edge(ADD_LINK, "timeout", IDLE, when="client", do="setup.give_up",
          rfc="C.7.1 (CONFIRM LINK reply, first contact: no ADD LINK from the server)")
+    edge((*_ADDING, DELETE_LINK), "timeout", when="!forming peer_lives", do="start_reply_timer",
+         rfc=_LIVES)
     edge(ADD_LINK, "timeout", when="!forming peer_adds_links", do="adding.give_up fail_carrier",
          rfc="C.7.1 (ADD LINK, not first contact: the link it was sent over has failed)")
     edge(ADD_LINK, "timeout", IDLE,
@@ -143,6 +150,8 @@ class LlcExchangeChart(Chart):
     edge((*_ADDING, DELETE_LINK), "rkeys_replied",
          do="rkey_exchanges.stop_timer rkey_exchanges.redo", when="client",
          rfc="3.5.5.3.3 (repeated later, with the links that exist then)")
+    edge((IDLE, *_ADDING, DELETE_LINK, CHANGE_RKEYS), "rkeys_timeout", when="rkeys_peer_lives",
+         do="rkey_exchanges.start_timer", rfc=_LIVES)
     edge((IDLE, *_ADDING, DELETE_LINK, CHANGE_RKEYS), "rkeys_timeout",
          do="rkey_exchanges.fail_link",
          rfc="C.7.1 (CONFIRM RKEY: the link it was sent over has failed)")

@@ -176,7 +176,8 @@ class RdmaStream(SmcStream):
 
         Raises:
           trio.ClosedResourceError: this side closed or shut down the stream.
-          trio.BrokenResourceError: the connection failed, or the peer has closed it.
+          trio.BrokenResourceError: the connection failed, or the peer has closed it and an earlier
+            call has sent data since.  As over TCP, the first send after the peer's close succeeds.
           trio.BusyResourceError: another task is sending.
         """
         sending = self._sending
@@ -202,8 +203,6 @@ class RdmaStream(SmcStream):
                     parked = await self._send_view(memoryview(data), sent)
             elif view := byte_view(data):
                 parked = await self._send_view(view)
-            else:
-                self._check_sendable()
             if not parked:  # inlined `Parking.end_call`
                 parking = self._parking
                 if parking.strict or parking.budget.is_exceeded():
@@ -228,7 +227,11 @@ class RdmaStream(SmcStream):
             while True:
                 if self._closed or core.write_closed:
                     self._check_open_for_sending()
-                sent = self._translating(core.send, view) if view else 0
+                if view:
+                    sent = self._translating(core.send, view)
+                else:
+                    sent = 0
+                    self._translating(core.check_sendable)
                 if sent or not view:
                     break
                 parked = await self._parking.writer() or parked
@@ -254,7 +257,8 @@ class RdmaStream(SmcStream):
                 sent = self._translating(send, rest)
             while sent < len(rest):
                 rest = rest[sent:]
-                parked = await self._parking.writer() or parked
+                if core.error is None:  # otherwise nothing would wake this task
+                    parked = await self._parking.writer() or parked
                 self._check_open()
                 sent = self._translating(send, rest)
             while core.sender.borrowed:
@@ -278,11 +282,6 @@ class RdmaStream(SmcStream):
         if self._closed or self._core.write_closed:
             raise trio.ClosedResourceError("the stream was closed for sending")
 
-    def _check_sendable(self) -> None:
-        core = self._core
-        if core.error is not None or core.got_closed:
-            raise trio.BrokenResourceError("the connection is broken") from core.error
-
     async def wait_send_all_might_not_block(self) -> None:
         """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
         with self._sending:
@@ -299,7 +298,8 @@ class RdmaStream(SmcStream):
         """End this side of the stream (RFC 7609, 4.8.1); receiving stays possible.  Idempotent."""
         with self._sending:
             await trio.lowlevel.checkpoint()
-        self.shut_down_writing()
+        if self._closed or not self._core.write_closed:
+            self.shut_down_writing()
 
     def shut_down_writing(self) -> None:
         """As `send_eof`, without its checkpoint.
@@ -311,9 +311,12 @@ class RdmaStream(SmcStream):
         self._core.shutdown_write()
 
     def _check_can_shut_down(self) -> None:
+        """Raise if the connection has ended: the errors of shutdown(2)."""
         self._check_open()
-        if self._core.error is not None:
-            raise trio.BrokenResourceError("the connection is broken") from self._core.error
+        core = self._core
+        if core.error is not None or (core.write_closed and core.receiver.peer_done):
+            error = OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+            raise self._translated(error) from error
 
     # --- receiving -------------------------------------------------------------------------
 
@@ -323,7 +326,8 @@ class RdmaStream(SmcStream):
 
         Raises:
           trio.ClosedResourceError: this side closed the stream.
-          trio.BrokenResourceError: the connection failed.
+          trio.BrokenResourceError: the connection failed.  All data that had arrived is returned
+            first.  As over TCP, only one call reports the error; later calls return b"".
           trio.BusyResourceError: another task is receiving.
         """
         most = _DEFAULT_RECEIVE if max_bytes is None else max_bytes
@@ -350,7 +354,7 @@ class RdmaStream(SmcStream):
                     data = receiver.receive(most)
                 except OSError as error:
                     raise self._translated(error) from error
-                if data or (receiver.peer_done and receiver.at_eof):
+                if data or receiver.at_eof:
                     break
                 parked = await parking.reader() or parked
             if not parked:

@@ -446,7 +446,7 @@ def _in_requested_form(value: int | bytes, buffersize: int) -> int | bytes:
 
 
 def _connection_error(options: StreamOptions) -> int:
-    error = options._core.error
+    error = options._core.receiver.take_error()
     return 0 if error is None else error.errno or 0
 
 
@@ -516,8 +516,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     Option(
         level="SOL_SOCKET", name="SO_ERROR", owner=Owner.DATA_PATH,
-        meaning="Read: the error number that ended the connection, or 0. Reading does not clear "
-        "it.",
+        meaning="Read: the number of the error that ended the connection, if no call has reported "
+        "it yet, or 0. Reading clears it.",
         read=_connection_error,
     ),
     Option(

@@ -96,8 +96,9 @@ class SmcSocket:
         try:
             return self._sock.getpeername()
         except OSError as error:
-            # The peer may have reset TCP before `accept` returned.
-            if error.errno != errno.ENOTCONN or self._accepted is None:
+            # The connection may have ended before `accept` returned: the peer has reset TCP, or the
+            # descriptor is closed already.
+            if error.errno not in (errno.ENOTCONN, errno.EBADF) or self._accepted is None:
                 raise
             return self._accepted
 
@@ -254,22 +255,46 @@ class SmcStream(HalfCloseableStream):
         return f"<{type(self).__name__} {self.mode}>"
 
 
-def byte_view(data: Buffer) -> memoryview:
-    """A view of ``data`` as single bytes."""
+def byte_view(data: Buffer, *, strided: bool = True) -> memoryview:
+    """A view of ``data`` as single bytes, in C order.
+
+    Streams send only such views, because the length of any other view counts items and not bytes.
+    Memory in C order is not copied.
+
+    Args:
+      data: a bytes-like object.
+      strided: copy the elements of a view that is not in C order, such as every second byte; if
+        False, refuse the view, as `socket.socket.send` does.
+
+    Raises:
+      TypeError: ``data`` is not a bytes-like object.
+      BufferError: ``data`` is not in C order.
+    """
     view = memoryview(data)
-    if view.format != "B" or view.ndim != 1 or not view.c_contiguous:
-        view = memoryview(bytes(view))
-    return view
+    if view.ndim == 1 and view.format == "B" and view.c_contiguous:
+        return view
+    if not view.nbytes:
+        return memoryview(b"")  # `cast` refuses a view with a dimension of 0 items
+    if view.c_contiguous:
+        return view.cast("B")
+    if not strided:
+        raise BufferError("memoryview: underlying buffer is not C-contiguous")
+    return memoryview(view.tobytes())
 
 
 def writable_byte_view(buffer: Buffer) -> memoryview:
-    """A writable view of ``buffer`` as single bytes, at least one."""
-    view = memoryview(buffer).cast("B")
+    """A view of ``buffer`` as single bytes, writable and not empty.
+
+    Raises:
+      TypeError: ``buffer`` is read-only or not in C order.
+      ValueError: ``buffer`` is empty.
+    """
+    view = memoryview(buffer)
     if view.readonly:
         raise TypeError("the buffer is read-only")
-    if not view:
+    if not view.nbytes:
         raise ValueError("the buffer is empty")
-    return view
+    return view.cast("B")
 
 
 def nonempty_byte_view(data: bytes | bytearray | memoryview) -> memoryview:

@@ -19,6 +19,7 @@ from trio_smc.streams.stream import (
     NO_MORE_URGENT,
     SmcStream,
     UrgentState,
+    byte_view,
     nonempty_byte_view,
     urgent_inline_error,
     writable_byte_view,
@@ -82,7 +83,12 @@ class TcpStream(SmcStream):
         """As `trio.SocketStream.send_all`."""
         if self._urgent.sending.taken:
             raise self._urgent.sending.error()
-        await self._stream.send_all(data)
+        if type(data) is bytes:
+            await self._stream.send_all(data)
+        else:
+            # Trio's stream sends the rest of a view as a slice, and would slice by items.
+            with byte_view(data) as view:
+                await self._stream.send_all(view)
 
     async def wait_send_all_might_not_block(self) -> None:
         """As `trio.SocketStream.wait_send_all_might_not_block`."""

@@ -44,6 +44,7 @@ from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import plain_address
 from trio_smc.host.descriptors import Closer, has_datagram
 from trio_smc.host.private_directory import DirectoryUnusable, is_named, unusable
+from trio_smc.host.real_time import move_on_at, now
 from trio_smc.host.tcp import has_news
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.lookup import AnySocket, Found, Lookups
@@ -113,7 +114,7 @@ class Announcement:
     async def accepted(self, deadline: float) -> FallbackReason | None:
         """Wait until the process that accepted the TCP connection answers.
 
-        deadline: when to stop waiting, as `trio.current_time`.
+        deadline: when to stop waiting, by the clock of the stack's timers.
 
         None: the server expects a CLC message; send it, or end the TCP connection.  A reason: both
         sides stay on TCP.
@@ -149,15 +150,15 @@ class Announcement:
         """Wait until there is an answer, none can come any more, or another task closes this."""
         pause = _FIRST_CHECK
         while self._sock.fileno() >= 0:
-            until = min(deadline, trio.current_time() + pause)
+            until = min(deadline, now(self._owner.timers) + pause)
             if await wait_readable_until(self._sock, self._owner.timers, until):
                 if self._receive():
                     return
                 # Empty datagrams are not counted.
-                if self._ignored >= _MOST_IGNORED or trio.current_time() >= deadline:
+                if self._ignored >= _MOST_IGNORED or now(self._owner.timers) >= deadline:
                     _log.info("same-host discovery: gave up, as others send to %s", self.name)
                     return
-            elif trio.current_time() >= deadline or not self._is_expected():
+            elif now(self._owner.timers) >= deadline or not self._is_expected():
                 return
             else:
                 pause = min(2 * pause, _LONGEST_CHECK)
@@ -291,7 +292,7 @@ class Announcer:
 
     async def wait_for_place(self, deadline: float) -> None:
         """Wait until another announcement may be made, at most until ``deadline``."""
-        with trio.move_on_at(deadline):
+        with move_on_at(self.timers, deadline):
             while self.is_full:
                 await self._places.park()
 

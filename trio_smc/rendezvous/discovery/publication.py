@@ -36,6 +36,7 @@ from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import is_same_host
 from trio_smc.host.descriptors import Closer, has_datagram
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, admits_user
+from trio_smc.host.real_time import move_on_after, now
 from trio_smc.host.tcp import end_waits, is_established, unread_bytes
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
@@ -139,7 +140,7 @@ class Claim:
         """Wait until the client has sent something; True if it goes on with SMC-R.
 
         connection: the accepted TCP connection, which was not read from.
-        deadline: when to stop waiting for the client, as `trio.current_time`.
+        deadline: when to stop waiting for the client, by the clock of the stack's timers.
 
         True: the client's first bytes on the TCP connection are there, and are CLC unless the
         connection is another one's (`is_right`).  False: the connection is plain TCP, and the
@@ -157,7 +158,7 @@ class Claim:
             while not await self._publication.wait(connection, deadline):
                 if not self.tokens:
                     return False
-                if trio.current_time() >= deadline:
+                if now(self._publication.answerer.timers) >= deadline:
                     raise OSError(errno.ETIMEDOUT, "the client announced SMC-R and sends nothing")
             # A client sends NOT_MINE before anything but CLC.
             self._publication.receive_now()
@@ -313,7 +314,7 @@ class Publication:
             with self._scope:
                 async with trio.open_nursery() as self._nursery:
                     while self._made is not None and not self._abandoned:
-                        with trio.move_on_after(_NAME_INTERVAL) as timeout:
+                        with move_on_after(self.answerer.timers, _NAME_INTERVAL) as timeout:
                             await self._receive_some()
                         if timeout.cancelled_caught:
                             self._keep_name()

@@ -27,7 +27,7 @@ async def wait_readable_until(
     """Wait until a socket is readable; False if the deadline came first, or `end_waits` was called.
 
     timers: of the stack; None: there are none.
-    deadline: as `trio.current_time`.
+    deadline: by the clock of ``timers``, or by Trio's clock if there are none.
 
     Raises trio.ClosedResourceError: the socket was closed before the call.
     """

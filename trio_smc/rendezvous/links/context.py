@@ -29,8 +29,8 @@ __all__ = [
 class GroupConnection(LinkConnection, ElementUser, Protocol):
     """A connection as its link group sees it."""
 
-    def links_lost(self) -> None:
-        """No link is left, or the group was terminated."""
+    def links_lost(self, *, all_received: bool = False) -> None:
+        """No link is left, or the group was terminated; see `Connection.links_lost`."""
 
 
 class Exchange(Protocol):

@@ -209,6 +209,16 @@ class Exchanges:
         )
 
     @property
+    def peer_lives(self) -> bool:
+        """True if the peer's process exists, even if it does not run now."""
+        return self.carrier is not None and self.carrier.peer_lives
+
+    @property
+    def rkeys_peer_lives(self) -> bool:
+        """As `peer_lives`, for the exchange of RKeys."""
+        return self.rkey_exchanges.peer_lives
+
+    @property
     def peer_adds_links(self) -> bool:
         """True if the peer has ever answered ADD LINK; old kernels never do."""
         return self.adding.peer_answers

@@ -147,6 +147,9 @@ class LinkGroup:
         self.first_contact: FirstContact | None = None
         self.machine: Machine = Machine(LINK_GROUP, self)
         self._requested = 0
+        # A link has failed, and perhaps something that the peer had posted on it was not received.
+        self._lost_messages = False
+        self._all_received = False  # the peer's process has ended, and nothing was lost
         self._end_reason: int = llc.DeleteLinkReason.PROGRAM
         self._timer: Timer | None = None
         self._ending: Timer | None = None
@@ -281,7 +284,9 @@ class LinkGroup:
             self.machine.send("links_lost")
             return
         self.free_link(link)
+        self._lost_messages = self._lost_messages or not link.qp.received_all
         if self.links.for_llc() is None:
+            self._all_received = not self._lost_messages
             self.machine.send("links_lost")
             return
         if self.machine.state in USABLE and not self.deletion.server_deletes(link.number):
@@ -484,7 +489,7 @@ class LinkGroup:
     def _end_steps(self) -> Iterator[None]:
         """End one connection, or free one RMB of a group that is gone, at each step."""
         for connection in list(self.connections.values()):
-            connection.links_lost()
+            connection.links_lost(all_received=self._all_received)
             yield
         if self.machine.state == "GONE":
             self.mover.close()

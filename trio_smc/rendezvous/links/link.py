@@ -35,7 +35,7 @@ import os
 import secrets
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
@@ -85,6 +85,13 @@ _LAST_PAUSE: Final = 0.064
 measurement is recorded."""
 
 
+_TCP_END_PATIENCE: Final = 1.0
+"""Seconds that the kernel has to close the sockets of a process that has ended. Chosen: it takes
+milliseconds, unless another process holds the same socket."""
+_TURN: Final = 0.001
+"""Seconds of processor time after which the rest is left to the scheduler's next pass. Chosen."""
+
+
 class AddressWait:
     """Waits for the address of a peer; a new wait replaces the previous one."""
 
@@ -120,6 +127,49 @@ class AddressWait:
 
         self._timer = self._timers.call_later(pause, check)
         return False
+
+    def cancel(self) -> None:
+        """End the wait.  Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class TcpEndWait:
+    """Waits until the TCP connections of a process that has ended show their ends.
+
+    The kernel closes the descriptors of such a process one after the other, so the socket of the
+    queue pair may end first.
+    """
+
+    __slots__ = ("_timer", "_timers")
+
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
+        self._timer: Timer | None = None
+
+    def begin(self, connections: Iterable[LinkConnection], then: Callable[[], None]) -> None:
+        """Call ``then`` once: when all connections have ended, or after `_TCP_END_PATIENCE`."""
+        left = list(connections)
+        give_up = self._timers.now() + _TCP_END_PATIENCE
+        pause = _FIRST_PAUSE
+
+        def check() -> None:
+            nonlocal pause
+            self._timer = None
+            turn_end = self._timers.work_clock() + _TURN
+            while left and left[-1].tcp_has_ended:
+                left.pop()
+                if self._timers.work_clock() >= turn_end:
+                    self._timer = self._timers.call_later(0.0, check)
+                    return
+            if not left or self._timers.now() >= give_up:
+                then()
+                return
+            self._timer = self._timers.call_later(pause, check)
+            pause = min(2 * pause, _LAST_PAUSE)
+
+        check()
 
     def cancel(self) -> None:
         """End the wait.  Idempotent."""
@@ -175,6 +225,10 @@ class LinkConnection(Poster, Protocol):
 
     def protocol_error(self, exc: ProtocolError) -> None:
         """Abort: the peer violated the protocol."""
+
+    @property
+    def tcp_has_ended(self) -> bool:
+        """True if the TCP connection has ended at the peer, or at this side."""
 
 
 class LinkHost(Protocol):
@@ -296,7 +350,7 @@ class Link:
     __slots__ = (
         "_qp_failed", "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending",
         "_post_send", "_post_write", "_idle_checks", "_received", "_replenish", "_since_signal",
-        "_test_data", "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post", "needs_test",
+        "_tcp_ends", "_test_data", "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post", "needs_test",
         "empty_since", "failing", "group", "has_received", "machine", "number", "pd", "peer",
         "peer_user_id", "psn", "qp", "reason", "rnic", "user_id", "users",
     )  # fmt: skip
@@ -333,6 +387,7 @@ class Link:
         self.empty_since: float = group.timers.now()
         self.machine: Machine = Machine(LINK, self)
         self._timer: Timer | None = None
+        self._tcp_ends = TcpEndWait(group.timers)
         self._test_data = b""
         self._echo = b""
         self._connection_of = group.connections
@@ -439,6 +494,12 @@ class Link:
             self._free += self._since_signal
             self._since_signal = 0
         return True
+
+    def progress_word(
+        self, address: int, rkey: int, size: int
+    ) -> tuple[memoryview[int], int] | None:
+        """See `QueuePair.progress_word`."""
+        return self.qp.progress_word(address, rkey, size)
 
     def send_llc(self, message: llc.Message, on_sent: Callable[[], None] | None = None) -> None:
         """Send an LLC message; ``on_sent`` is called when it has reached the peer."""
@@ -547,7 +608,10 @@ class Link:
         if not self.failing and not self._qp_failed:
             LOGGER.info("%r failed: %s", self, _status_name(status))
             self._qp_failed = True
-            self.group.timers.in_turn(self._fail)
+            if self.qp.received_all and self.users:
+                self.group.timers.in_turn(lambda: self._tcp_ends.begin(self.users, self._fail))
+            else:
+                self.group.timers.in_turn(self._fail)
 
     def _fail(self) -> None:
         if not self.failing:
@@ -571,6 +635,7 @@ class Link:
         self._waiting.clear()
         self._pending.clear()
         self.stop_timer()
+        self._tcp_ends.cancel()
         self.group.host.unregister(self.rnic, self.qp)
         self.qp.close()
 
@@ -616,6 +681,11 @@ class Link:
         self._idle_checks = 0 if self.has_received else self._idle_checks + 1
         self.has_received = False
         self._restart_timer(self.group.test_interval / _CHECKS, "idle_timer")
+
+    @property
+    def peer_lives(self) -> bool:
+        """True if the peer's process exists, even if it does not run now (guard)."""
+        return self.qp.peer_lives()
 
     def test_interval_shortened(self) -> None:
         """Restart the timer with the shorter interval."""
@@ -673,6 +743,10 @@ class Link:
 
     def _timer_due(self, event: str) -> None:
         if event == "test_timeout":
+            # The reply may have arrived while this process did not run.
+            self.group.mover.catch_up()
+            if self.machine.state != "TESTING":
+                return
             LOGGER.info("%r: TEST LINK was not answered", self)
         self.machine.send(event)
 

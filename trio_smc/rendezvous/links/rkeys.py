@@ -494,9 +494,18 @@ class RkeyExchanges:
         """Send the request of this side, and start the timer for its echoes."""
         if self._current is not None and self._rkeys_link is not None:
             self._current.send(self._rkeys_link)
+        self.start_timer()
+
+    def start_timer(self) -> None:
+        """Limit the wait for the echoes by `Config.llc_timeout`."""
         self._rkeys_timer = self._group.timers.call_later(
             self._group.config.llc_timeout, lambda: self._exchange.send("rkeys_timeout")
         )
+
+    @property
+    def peer_lives(self) -> bool:
+        """True if the peer's process exists, even if it does not run now."""
+        return self._rkeys_link is not None and self._rkeys_link.peer_lives
 
     def stop_timer(self) -> None:
         """Stop the timer: the echoes have come, or are no longer needed."""

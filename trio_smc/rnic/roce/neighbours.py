@@ -17,9 +17,17 @@ import contextlib
 import errno
 import ipaddress
 import socket
-from typing import Any, Final
+from typing import Final
 
-from trio_smc.host.netlink import query, query_now
+from trio_smc.host.netlink import Message, query, query_now
+from trio_smc.host.routes import (
+    neighbour_request,
+    neighbour_state,
+    next_hop,
+    outgoing_interface,
+    route_request,
+    route_type,
+)
 
 __all__ = [
     "is_direct",
@@ -48,14 +56,13 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
     if (":" in source) != (":" in destination):
         return True  # the verbs refuse it at once
     try:
-        routes = query_now(
-            lambda route: route.route("get", dst=destination, src=source, oif=interface)
-        )
+        routes = query_now(route_request(source, destination, interface))
     except OSError:
         return True  # no route: the verbs refuse it at once
-    if not routes or routes[0]["type"] != _UNICAST:
+    if not routes or route_type(routes[0]) != _UNICAST:
         return True  # an address of this host, or a multicast or broadcast address
-    state = _neighbour_state(_next_hop(routes[0]) or destination, routes[0].get_attr("RTA_OIF"))
+    outgoing = outgoing_interface(routes[0]) or interface
+    state = _neighbour_state(next_hop(routes[0]) or destination, outgoing)
     if state is None or state & _USABLE:
         return True
     if state != _INCOMPLETE:
@@ -69,22 +76,22 @@ def is_direct(peer: bytes, own: bytes, interface: int) -> bool | None:
     source, destination = _address(own), _address(peer)
     if (":" in source) != (":" in destination):
         return None
-    found = query(
-        lambda route: route.route("get", dst=destination, src=source, oif=interface),
-        lambda message: _next_hop(message) is None,
-        ("gateway", source, destination, interface),
-    )
+    found = query(route_request(source, destination, interface), _has_no_gateway)
     return found[0] if found else None
+
+
+def _has_no_gateway(route: Message) -> bool:
+    return next_hop(route) is None
 
 
 def _neighbour_state(hop: str, interface: int) -> int | None:
     """The state of an entry of the kernel's neighbour table; None: it cannot be queried."""
     try:
-        found = query_now(lambda route: route.neigh("get", dst=hop, ifindex=interface))
+        found = query_now(neighbour_request(hop, interface))
     except OSError as error:
         # Before Linux 5.0 the kernel cannot look up one entry, and reports another error.
         return 0 if error.errno == errno.ENOENT else None
-    return int(found[0]["state"]) if found else None
+    return neighbour_state(found[0]) if found else None
 
 
 def _resolve(destination: str, interface: int) -> None:
@@ -105,13 +112,6 @@ def _resolve(destination: str, interface: int) -> None:
 def _datagrams(*, v6: bool) -> socket.socket:
     family = socket.AF_INET6 if v6 else socket.AF_INET
     return socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-
-
-def _next_hop(route: Any) -> str | None:
-    """The gateway of a route; the gateway of an IPv4 route may be an IPv6 address."""
-    via = route.get_attr("RTA_VIA")
-    hop: str | None = via["addr"] if via else route.get_attr("RTA_GATEWAY")
-    return hop
 
 
 def _address(gid: bytes) -> str:

@@ -36,10 +36,10 @@ from typing import Final, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.resources import is_lack
+from trio_smc.host.alarm import Alarm
 from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import is_admitted
 from trio_smc.rnic.memory import Memory
-from trio_smc.rnic.soft.alarm import Alarm
 from trio_smc.rnic.soft.messages import (
     Directory,
     Doorbell,
@@ -248,7 +248,7 @@ class SoftRnic(Rnic):
             self.intake.abandon()
 
     def alloc_memory(self, size: int) -> Memory:
-        return Memory(size)
+        return Memory(size, progress=True)
 
     def alloc_pd(self) -> SoftProtectionDomain:
         self._check_open()

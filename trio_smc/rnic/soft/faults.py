@@ -329,6 +329,14 @@ class FaultyQueuePair(SoftQueuePair):
             self._report(message, _OK)
         return done
 
+    def peer_lives(self) -> bool:
+        # With faults the socket shows nothing: TEST LINK alone finds a silent link.
+        return False
+
+    def on_peer_end(self) -> None:
+        super().on_peer_end()
+        self.received_all = False  # a fault may have hit a message
+
     def post_receive(self, count: int) -> None:
         if self._silent and self.state is QpState.RTS:
             self.ring.posted += count

@@ -66,7 +66,7 @@ __all__ = [
 
 
 _MAGIC: Final = b"SMCN"
-VERSION: Final = 4
+VERSION: Final = 5
 """The version of these messages, and of the memory that software RNICs share."""
 DOORBELL: Final = b"\0"
 """A packet, or a byte in a pipe, that makes the peer poll its ring."""

@@ -422,6 +422,14 @@ class PeerSockets:
             intake.close_fds(fds)
         self._pending.clear()
 
+    def has_ended(self) -> bool:
+        """True if the peer has closed its end of a socket, or the kernel has done so for it."""
+        ends = select.poll()
+        for sock in (self._send_socket, self._receive_socket):
+            if sock is not None:
+                ends.register(sock, 0)  # POLLHUP and POLLERR are always reported
+        return bool(ends.poll(0))
+
     def abandon(self) -> None:
         """In a forked child: close this process's descriptors and nothing else."""
         if self._doorbell is not None:

@@ -117,6 +117,7 @@ class SoftQueuePair(QueuePair):
         self._psn = -1
         self._peer_name: tuple[bytes, int] | None = None
         self._queue: deque[Request] = deque()
+        self._holds_writes = False  # an RDMA write may be in `_queue`
 
     # -- states --------------------------------------------------------------------------
 
@@ -236,6 +237,22 @@ class SoftQueuePair(QueuePair):
     def write_capacity(self) -> int:
         return _UNLIMITED
 
+    def peer_lives(self) -> bool:
+        # The kernel closes the socket of a process that has ended, and `PeerSockets` notices.
+        peer = self._sockets.peer
+        return (
+            self.state is QpState.RTS
+            and self._rnic.port_active
+            and peer is not None
+            and not peer.ring.is_closed()
+        )
+
+    def progress_word(
+        self, address: int, rkey: int, size: int
+    ) -> tuple[memoryview[int], int] | None:
+        peer = self._sockets.peer
+        return None if peer is None else peer.regions.progress_word(address, rkey, size)
+
     def lacks_resources(self) -> bool:
         sockets = self._sockets
         if sockets.peer is None and self.state is not QpState.ERR:
@@ -270,6 +287,11 @@ class SoftQueuePair(QueuePair):
 
     def push(self) -> None:
         """Execute queued requests, until the peer has no receive posted."""
+        self._push()
+        if self._holds_writes and not self._queue:
+            self._hold_writes(held=False)
+
+    def _push(self) -> None:
         queue = self._queue
         while queue:
             request = queue[0]
@@ -298,7 +320,12 @@ class SoftQueuePair(QueuePair):
 
     def on_peer_end(self) -> None:
         """Go to ERR, because the peer has ended.  The peer's last messages are taken first."""
-        self.to_err()
+        if self.state is _ERR:
+            return
+        peer = self._sockets.peer
+        killed = peer is not None and not peer.ring.is_closed() and self._sockets.has_ended()
+        taken = self._enter_err()
+        self.received_all = killed and taken and not self.ring.peer_holds_data
 
     def on_invalid_ring(self) -> None:
         """Go to ERR, because the receive ring holds invalid values."""
@@ -361,8 +388,16 @@ class SoftQueuePair(QueuePair):
             self._ready_peer = None
             self.push()
         if self._queue and self._queue[-1] is request:
+            if request.message is None and not self._holds_writes:
+                self._hold_writes(held=True)
             # The request may wait long, and the caller may reuse its buffer if it is cancelled.
             self._queue[-1] = request.copied()
+
+    def _hold_writes(self, *, held: bool) -> None:
+        self._holds_writes = held
+        peer = self._sockets.peer
+        if peer is not None:
+            peer.ring.set_held(held)
 
     def _execute(self, request: Request) -> int:
         """Execute one request; return a `WcStatus` or `STALLED`."""
@@ -399,16 +434,19 @@ class SoftQueuePair(QueuePair):
 
     def _enter_err(
         self, failed: Request | None = None, status: int = _FLUSHED, *, quietly: bool = False
-    ) -> None:
+    ) -> bool:
         """Go to ERR; no-op in ERR.
 
         Args:
           failed: a request that failed and is no longer queued; it completes with ``status``.
           status: a `WcStatus`.
           quietly: do not notify the peer, which will notice when it posts.
+
+        Returns:
+          True if all messages in the ring have been taken; False if the ring is not valid.
         """
         if self.state is _ERR:
-            return
+            return False
         self.state = _ERR
         self._ready_peer = None
         ring = self.ring
@@ -416,7 +454,7 @@ class SoftQueuePair(QueuePair):
         notify = self._rnic.port_active and not quietly
         if ring.set_posted_finally(CLOSED if notify else PORT_DOWN) and notify:
             self._ring_doorbell()
-        ring.take_untrusted(self._complete)
+        taken = ring.take_untrusted(self._complete)
         if failed is not None:
             self._finish(failed, status)
         for request in self._queue:
@@ -426,6 +464,7 @@ class SoftQueuePair(QueuePair):
             self._complete((self.qp_num, _RECV, _FLUSHED, 0, None))
         self._rnic.stop_polling(self)
         self._sockets.close(quietly=quietly)
+        return taken
 
     def _ring_doorbell(self) -> None:
         if self._sockets.peer is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rnic.memory import Memory, PeerMemory
+from trio_smc.rnic.memory import PROGRESS_SIZE, PROGRESS_WORDS, Memory, PeerMemory
 from trio_smc.rnic.soft.messages import Message, Register, Revoke
 from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.soft.ring import KEYS, ReceiveRing
@@ -56,7 +56,7 @@ class SoftMemoryRegion(MemoryRegion):
         self.rkey = rkey
         # Any number works: writes use it only to compute offsets.
         self.address: int = (1 + secrets.randbits(34)) << 12
-        self.length: int = memory.size
+        self.length: int = memory.mapped
         self._memory = memory
         self._pd = pd
         self.slot = slot
@@ -99,7 +99,7 @@ class SoftProtectionDomain(ProtectionDomain):
             raise RnicError(errno.EFAULT, "the memory is closed")
         if len(self._regions) >= MAX_REGIONS:
             raise RnicError(errno.ENOMEM, f"a protection domain holds {MAX_REGIONS} regions")
-        if memory.size + sum(region.length for region in self._regions.values()) > MAX_MAPPED:
+        if memory.mapped + sum(region.length for region in self._regions.values()) > MAX_MAPPED:
             raise RnicError(errno.ENOMEM, f"a protection domain holds {MAX_MAPPED} bytes")
         slot = self._free.pop() if self._free else len(self._regions)
         region = SoftMemoryRegion(self, memory, self._rnic.new_rkey(), slot)
@@ -149,7 +149,7 @@ class PeerRegions:
       run_later: calls a function in another thread.
     """
 
-    __slots__ = ("_keys", "_run_later", "_mapped", "_regions")
+    __slots__ = ("_keys", "_mapped", "_progress", "_regions", "_run_later")
 
     def __init__(
         self,
@@ -161,6 +161,7 @@ class PeerRegions:
         self._mapped = 0
         # By RKey: view, address, length, slot, memory.
         self._regions: dict[int, tuple[memoryview, int, int, int, PeerMemory]] = {}
+        self._progress: dict[int, memoryview[int]] = {}  # by RKey: the region's progress words
 
     def __contains__(self, rkey: int) -> bool:
         return rkey in self._regions
@@ -186,8 +187,35 @@ class PeerRegions:
         """Unmap a region; no-op if it is unknown."""
         region = self._regions.pop(rkey, None)
         if region is not None:
+            self._progress.pop(rkey, None)
             self._mapped -= region[2]
             region[4].close(self._run_later)
+
+    def progress_word(
+        self, address: int, rkey: int, size: int
+    ) -> tuple[memoryview[int], int] | None:
+        """Where to store how much was written into an element: the words of a region, and an index.
+
+        Args:
+          address: the first byte of the element.
+          rkey: the RKey of the element's region.
+          size: bytes of the element.
+
+        Returns:
+          None: the region is unknown, or too small to have progress words.
+        """
+        region = self._regions.get(rkey)
+        if region is None:
+            return None
+        _, base, length, _, memory = region
+        index = (address - base) // size
+        start = length - PROGRESS_SIZE
+        if not 0 <= index < PROGRESS_WORDS or start <= 0 or start % 8:
+            return None
+        words = self._progress.get(rkey)
+        if words is None:
+            words = self._progress[rkey] = memory.cast(start, PROGRESS_SIZE, "Q")
+        return words, index
 
     def write(
         self, data: bytes | memoryview, more: memoryview | None, address: int, rkey: int

@@ -1,7 +1,7 @@
 """The receive queue of a software queue pair: a ring of slots that the peer writes into.
 
 Theory of operation.  A ring is one memfd that belongs to the receiver and is mapped by exactly
-one sender; the key page (`regions`) is its last page.  Four words control the ring, each in a cache
+one sender; the key page (`regions`) is its last page.  Five words control the ring, each in a cache
 line of its own.  HEAD and POSTED count messages from 0:
 
 =========  ===========  =======================================================================
@@ -12,7 +12,12 @@ POSTED     receiver     receives posted; a sender may publish while HEAD < POSTE
                         `PORT_DOWN` and `CLOSED` mean that no message will be received
 ARMED      both         set by a receiver that does not poll; the sender clears it and rings
 WAITING    both         set by a sender without a posted receive; the receiver clears it and rings
+HELD       sender       1 while an RDMA write of the sender waits in its send queue
 =========  ===========  =======================================================================
+
+If the sender's process ends while HELD is 1, data that its application has sent is lost.  A message
+that waits alone is no loss: the progress words (`trio_smc.rnic.memory`) show what it would
+announce.
 
 A receiver that stops polling does ``ARMED = 1; fence; read HEAD``, and a sender does
 ``HEAD = n; fence; read ARMED``.  At least one of the two sees the other's store, so no wakeup is
@@ -71,6 +76,7 @@ _HEAD: Final = 0
 _POSTED: Final = 8
 _ARMED: Final = 16
 _WAITING: Final = 24
+_HELD: Final = 32
 
 CLOSED: Final = (1 << 64) - 1
 PORT_DOWN: Final = (1 << 64) - 2
@@ -177,6 +183,11 @@ class ReceiveRing:
         words[_ARMED] = 1
         return self.set_posted(word)
 
+    @property
+    def peer_holds_data(self) -> bool:
+        """True if the sender has data that it has not written; a hint of the peer's."""
+        return bool(self._words[_HELD])
+
     def take_untrusted(self, append: Callable[[PlainCompletion], None]) -> bool:
         """Append a completion for each message in the ring; False: the ring is not valid."""
         tail = self.tail
@@ -270,6 +281,10 @@ class SendRing:
             if words[_POSTED] >= PORT_DOWN:
                 return Sent.UNKNOWN
         return 0
+
+    def set_held(self, held: bool) -> None:
+        """Show the peer whether an RDMA write waits in this side's send queue."""
+        self._words[_HELD] = int(held)
 
     def _refusal(self) -> int:
         """The reason why no message can be published; `Sent.DONE` if that has changed meanwhile."""

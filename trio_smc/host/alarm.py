@@ -1,9 +1,11 @@
-"""A timer with a descriptor: with it, work is retried without a task and without a clock."""
+"""A timer with a descriptor, which wakes Trio in real time, whatever clock the Trio run has."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import math
 import os
 import sys
 import time
@@ -14,6 +16,7 @@ __all__ = ["Alarm"]
 
 _CLOEXEC: Final = 0o2000000  # TFD_CLOEXEC, TFD_NONBLOCK: linux/include/uapi/linux/timerfd.h
 _NONBLOCK: Final = 0o4000
+_NANOSECONDS: Final = 1_000_000_000
 
 
 class _Setting(ctypes.Structure):
@@ -44,15 +47,18 @@ class Alarm:
             raise OSError(number, os.strerror(number))
 
     def set(self, seconds: float) -> None:
-        """Make ``fd`` readable once, after ``seconds``.
+        """Make ``fd`` readable once, after ``seconds``.  A new call replaces the time.
 
         Args:
-          seconds: the time from now, more than 0 and less than 1.
+          seconds: the time from now.  If the time has passed already, ``fd`` is readable at once;
+            infinity: never.
         """
+        # A time of 0 would stop the timer.
+        after = 0 if seconds == math.inf else max(1, int(seconds * _NANOSECONDS))
         if sys.version_info >= (3, 13):
-            os.timerfd_settime(self.fd, initial=seconds)
+            os.timerfd_settime_ns(self.fd, initial=after)
             return
-        setting = _Setting(0, 0, 0, int(seconds * 1e9))
+        setting = _Setting(0, 0, *divmod(after, _NANOSECONDS))
         _libc().timerfd_settime(self.fd, 0, ctypes.byref(setting), None)
 
     def acknowledge(self) -> None:
@@ -65,5 +71,6 @@ class Alarm:
         os.close(self.fd)
 
 
+@functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,73 @@
+"""The peer's process ends: what its shared memory shows decides between the end and an error."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from tests.peers import open_pair
+from trio_smc.datapath.connection import Connection
+from trio_smc.rnic.memory import PROGRESS_SIZE
+
+SIZE = 4096
+
+
+def claim(connection: Connection, count: int) -> None:
+    """Store a progress word, as the peer does."""
+    memory = connection.rmbe.rmb.memory
+    memory.has_progress = True
+    words = memoryview(bytearray(PROGRESS_SIZE))
+    memory._progress = words
+    struct.pack_into("=Q", words, (connection.rmbe.index - 1) * 8, count)
+
+
+@pytest.fixture(params=[0, 3])
+def announced(request: pytest.FixtureRequest) -> int:
+    """Bytes that the peer has announced."""
+    return int(request.param)
+
+
+def test_data_that_was_not_announced_is_received(announced: int) -> None:
+    with open_pair("core", (SIZE, SIZE)) as pair:
+        if announced:
+            pair.a.send(memoryview(b"abc"))
+            pair.settle()
+        pair.b.rmbe.data[announced : announced + 4] = b"defg"
+        claim(pair.b, announced + 4)
+        pair.hosts[1].end = "fin"
+        pair.b.links_lost(all_received=True)
+        assert pair.b.receiver.receive(100) == b"abc"[:announced] + b"defg"
+        assert pair.b.receiver.at_eof
+        assert pair.b.receiver.receive(100) == b""
+
+
+@pytest.mark.parametrize("beyond", [1, 1 << 40, (1 << 64) - 1])
+def test_more_than_the_window_is_an_error(beyond: int) -> None:
+    with open_pair("core", (SIZE, SIZE)) as pair:
+        claim(pair.b, min(pair.b.receiver.usable + beyond, (1 << 64) - 1))
+        pair.hosts[1].end = "fin"
+        pair.b.links_lost(all_received=True)
+        with pytest.raises(ConnectionResetError):
+            pair.b.receiver.receive(100)
+
+
+@pytest.mark.parametrize(("end", "all_received"), [("reset", True), ("none", True), ("fin", False)])
+def test_without_fin_or_with_a_loss_it_is_an_error(end: str, all_received: bool) -> None:
+    with open_pair("core", (SIZE, SIZE)) as pair:
+        pair.a.send(memoryview(b"abc"))
+        pair.settle()
+        pair.hosts[1].end = end  # type: ignore[assignment]
+        pair.b.links_lost(all_received=all_received)
+        assert pair.b.receiver.receive(100) == b"abc"
+        with pytest.raises(ConnectionResetError):
+            pair.b.receiver.receive(100)
+
+
+def test_a_full_ring_shows_that_the_peer_had_not_read_all() -> None:
+    with open_pair("core", (SIZE, SIZE)) as pair:
+        pair.b.send(memoryview(bytes(2 * SIZE)))
+        pair.hosts[1].end = "fin"
+        pair.b.links_lost(all_received=True)
+        with pytest.raises(ConnectionResetError):
+            pair.b.receiver.receive(100)

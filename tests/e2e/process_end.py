@@ -1,0 +1,66 @@
+"""A client whose process ends while a stream is open.
+
+``python -m tests.e2e.process_end TRANSPORT HOW SENDS SIZE PORT`` connects, exchanges a greeting,
+sends SENDS times SIZE bytes, and ends by HOW at once, without letting the scheduler run again.
+TRANSPORT: "tcp"; "ours" for `trio_smc.open_stream`; "enabled" for `trio.open_tcp_stream` under
+`trio_smc.enable()`, which has amortised checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import trio
+
+import trio_smc
+
+HOST = "127.0.0.1"
+GREETING = b"hello"
+CODE = 3
+
+
+def sent(number: int, size: int) -> bytes:
+    """The data of one send."""
+    return bytes([number % 251]) * size
+
+
+def end(how: str) -> None:
+    """End this process; returns if the end needs the scheduler."""
+    match how:
+        case "_exit":
+            os._exit(CODE)
+        case "exec":
+            os.execv(sys.executable, [sys.executable, "-S", "-c", f"raise SystemExit({CODE})"])
+        case "exit":
+            sys.exit(CODE)
+        case "error":
+            raise RuntimeError("an end without closing")
+        case "abort":
+            os.abort()
+        case _:
+            os.kill(os.getpid(), getattr(signal, how))
+
+
+async def main(transport: str, how: str, sends: int, size: int, port: int) -> None:
+    dial: Any = trio_smc.open_stream if transport == "ours" else trio.open_tcp_stream
+    stream = await dial(HOST, port)
+    await stream.send_all(GREETING)
+    await stream.receive_some(len(GREETING))
+    for number in range(sends):
+        await stream.send_all(sent(number, size))
+    if how == "block":
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        signal.pause()  # the loop is blocked
+    end(how)
+    await trio.sleep_forever()
+
+
+if __name__ == "__main__":
+    way, how_to_end, sends, size, port = sys.argv[1:]
+    if way == "enabled":
+        trio_smc.enable()
+    trio.run(main, way, how_to_end, int(sends), int(size), int(port))

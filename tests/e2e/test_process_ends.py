@@ -1,0 +1,179 @@
+"""A process that ends without closing its streams: its peer observes what TCP would show it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+
+import trio_smc
+from tests.e2e import process_end
+from tests.e2e.process_end import GREETING, HOST, sent
+from tests.e2e.test_careless import clear_directory
+from tests.timing import PATIENCE
+from trio_smc import Config, SmcStream
+
+TRANSPORTS = ("ours", "enabled")
+HOWS = (
+    "SIGTERM", "SIGHUP", "SIGINT", "SIGKILL", "SIGSEGV", "_exit", "exec", "exit", "error", "abort",
+)  # fmt: skip
+
+
+class Server:
+    """Records what the streams of a plain handler observe."""
+
+    def __init__(self) -> None:
+        self.outcome: list[Any] = []
+        self.over = trio.Event()
+        self.modes: set[str] = set()
+
+    async def handler(self, stream: SmcStream) -> None:
+        """Exchange a greeting, read to the end, and send what has no reader."""
+        self.modes.add(stream.mode)
+        received = b""
+        outcome: list[Any] = []
+        try:
+            await stream.receive_some(len(GREETING))
+            await stream.send_all(GREETING)
+            while data := await stream.receive_some():
+                received += data
+            outcome.append("end")
+        except trio.BrokenResourceError as error:
+            outcome.append(type(error.__cause__))
+        for _ in range(3):
+            try:
+                await stream.send_all(b"x")
+                outcome.append("sent")
+            except trio.BrokenResourceError as error:
+                outcome.append(type(error.__cause__))
+            await trio.sleep(0.01)  # TCP's reset is under way
+        self.outcome = [received, *outcome]
+        self.over.set()
+
+
+@asynccontextmanager
+async def serving(server: Server) -> AsyncIterator[int]:
+    async with trio_smc.open_stack(Config(tcp_option="off")), trio.open_nursery() as nursery:
+        [listener] = await nursery.start(
+            lambda **kw: trio_smc.serve(server.handler, 0, host=HOST, **kw)
+        )
+        yield listener.socket.getsockname()[1]
+        nursery.cancel_scope.cancel()
+    await clear_directory()
+
+
+def command(transport: str, how: str, sends: int, size: int, port: int) -> list[str]:
+    numbers = [str(number) for number in (sends, size, port)]
+    return [sys.executable, "-m", process_end.__name__, transport, how, *numbers]
+
+
+async def observe(transport: str, how: str, sends: int, size: int) -> tuple[list[Any], int]:
+    """What a server observes of such a client, and the client's exit status."""
+    server = Server()
+    async with serving(server) as port:
+        with trio.fail_after(2 * PATIENCE):
+            client = await trio.run_process(
+                command(transport, how, sends, size, port), check=False, stderr=subprocess.DEVNULL
+            )
+            await server.over.wait()
+    assert server.modes == {"tcp" if transport == "tcp" else "smc-r"}
+    return server.outcome, client.returncode
+
+
+@pytest.mark.parametrize("how", HOWS)
+async def test_all_data_and_the_end_arrive_as_over_tcp(how: str) -> None:
+    """Whether or not the process could see its end, and with the same exit status."""
+    reference, code = await observe("tcp", how, 20, 1000)
+    assert reference[0] == b"".join(sent(number, 1000) for number in range(20))
+    assert reference[1:] == ["end", "sent", BrokenPipeError, BrokenPipeError]
+    for transport in TRANSPORTS:
+        assert await observe(transport, how, 20, 1000) == (reference, code), transport
+
+
+@pytest.mark.parametrize(("sends", "size"), [(0, 1), (1, 1), (300, 40), (3, 500_000)])
+async def test_data_that_was_not_announced_is_found(sends: int, size: int) -> None:
+    """With amortised checkpoints many sends of one pass share a CDC message."""
+    outcome, code = await observe("enabled", "SIGKILL", sends, size)
+    assert code == -signal.SIGKILL
+    assert outcome[0] == b"".join(sent(number, size) for number in range(sends))
+    assert outcome[1] == "end"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_signal_ends_a_blocked_loop_at_once(transport: str, name: str) -> None:
+    server = Server()
+    number = getattr(signal, name)
+    async with serving(server) as port:
+        client = await trio.lowlevel.open_process(
+            command(transport, "block", 5, 1000, port), stdout=subprocess.PIPE
+        )
+        assert client.stdout is not None
+        with trio.fail_after(2 * PATIENCE):
+            await client.stdout.receive_some()
+            client.send_signal(number)
+            assert await client.wait() == -number
+            await server.over.wait()
+            await client.stdout.aclose()
+    assert server.outcome[0] == b"".join(sent(each, 1000) for each in range(5))
+    assert server.outcome[1] == "end"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_data_that_waits_in_a_send_queue_leaves_no_gap(transport: str) -> None:
+    """The server stands still, so that the client's link cannot announce all data."""
+    server = await trio.lowlevel.open_process(
+        [sys.executable, "-c", STANDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with trio.fail_after(3 * PATIENCE):
+        port = int(await server.stdout.receive_some())
+        client = await trio.lowlevel.open_process(
+            command(transport, "block", 1400, 10, port), stdout=subprocess.PIPE
+        )
+        assert client.stdout is not None
+        await server.stdout.receive_some()  # it is connected and stands still
+        await client.stdout.receive_some()
+        client.kill()
+        await client.wait()
+        await client.stdout.aclose()
+        await server.stdin.send_all(b"\n")
+        received, ending = (await server.stdout.receive_some()).split()
+        await server.wait()
+        for pipe in (server.stdin, server.stdout):
+            await pipe.aclose()
+    await clear_directory()
+    assert (int(received), ending) == (14_000, b"end") or ending == b"ConnectionResetError"
+
+
+STANDING = """
+import os, sys, trio, trio_smc
+
+async def main():
+    [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
+    print(listener.socket.getsockname()[1], flush=True)
+    async with listener, await listener.accept() as stream:
+        await stream.receive_some(5)
+        await stream.send_all(b"hello")
+        await trio.sleep(0)
+        print("stands", flush=True)
+        os.read(0, 1)
+        expected = b"".join(bytes([n % 251]) * 10 for n in range(1400))
+        received, ending = b"", b"end"
+        try:
+            while data := await stream.receive_some():
+                received += data
+        except trio.BrokenResourceError as error:
+            ending = type(error.__cause__).__name__.encode()
+        assert expected.startswith(received)
+        print(len(received), ending.decode(), flush=True)
+
+trio.run(main)
+"""

@@ -1,0 +1,107 @@
+"""A plain `trio.serve_tcp` server over SMC-R survives the clients that it survives over TCP.
+
+The handler catches nothing, so any error that a client causes ends the server.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+import trio
+
+import trio_smc
+from tests.timing import PATIENCE
+
+SERVER = """
+import sys, trio, trio_smc
+
+async def shout(stream):
+    async for data in stream:
+        await stream.send_all(data.upper())
+
+async def serve():
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    print(listener.socket.getsockname()[1], flush=True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, shout, [listener])
+        await trio.lowlevel.wait_readable(sys.stdin)
+        nursery.cancel_scope.cancel()
+
+if sys.argv[1] == "smc":
+    trio_smc.enable(trio_smc.Config(require_smc=True))
+trio.run(serve)
+"""
+
+
+class Server:
+    """A running `SERVER`."""
+
+    def __init__(self, process: trio.Process, port: int) -> None:
+        self.process = process
+        self.port = port
+
+    async def connect(self) -> trio.SocketStream:
+        """A connection that the server's handler serves."""
+        stream = await trio.open_tcp_stream("127.0.0.1", self.port)
+        await stream.send_all(b"hello")
+        assert await stream.receive_some() == b"HELLO"
+        return stream
+
+    async def check(self) -> None:
+        """The server serves another client."""
+        await (await self.connect()).aclose()
+        assert self.process.poll() is None
+
+
+@pytest.fixture(params=["tcp", "smc"])
+async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
+    """TCP shows that the tests are right."""
+    transport = request.param
+    if transport == "smc":
+        trio_smc.enable(trio_smc.Config(require_smc=True))
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-c", SERVER, transport], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with trio.fail_after(PATIENCE):
+            yield Server(process, int(await process.stdout.receive_some()))
+            await process.stdin.aclose()
+            assert await process.wait() == 0
+    finally:
+        process.kill()
+        await process.wait()
+        await process.stdin.aclose()
+        await process.stdout.aclose()
+        trio_smc.disable()
+
+
+@pytest.mark.parametrize("how", ["closes", "half-closes and closes", "forces a close"])
+async def test_a_client_that_sends_and_closes_without_reading(server: Server, how: str) -> None:
+    """The server is stopped, so that its answer cannot arrive before the close."""
+    stream = await server.connect()
+    server.process.send_signal(signal.SIGSTOP)
+    await stream.send_all(b"unanswered")
+    if how == "half-closes and closes":
+        await stream.send_eof()
+    if how == "forces a close":
+        await trio.aclose_forcefully(stream)
+    else:
+        await stream.aclose()
+    server.process.send_signal(signal.SIGCONT)
+    await server.check()
+
+
+async def test_a_client_that_half_closes_and_closes_with_unread_data(server: Server) -> None:
+    """A reset after the end of the stream is no error for a reader."""
+    stream = await server.connect()
+    await stream.send_all(b"unread")
+    assert await stream.receive_some(1) == b"U"
+    await stream.send_eof()
+    await stream.aclose()
+    await server.check()
