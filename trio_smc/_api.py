@@ -47,6 +47,14 @@ def default_config() -> Config:
     return _default_config or Config()
 
 
+def current_config() -> Config:
+    """The settings of the stack that `find_stack` would return."""
+    stack = _current.get()
+    if stack is not None:
+        return stack.config
+    return _default_config or Config()
+
+
 class _DefaultStack:
     """The stack of calls outside any `open_stack`; one for each Trio run."""
 

@@ -131,7 +131,9 @@ async def ports_used(wanted: tuple[int, int] | None) -> None:
             sock = trio.socket.socket()
             value = struct.pack("=I", wanted[1] << 16 | wanted[0])
             sock.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, value)
-            opened.append(await connect_socket(stack.runtime, sock, (HOST, 50000), CONFIG))
+            opened.append(
+                await connect_socket(stack.runtime, sock, (HOST, 50000), CONFIG, bound=False)
+            )
             assert sock.getsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, 4) == value
         report(*sorted({str(stream.mode) for stream in opened}))
         report(*sorted(stream.socket.getsockname()[1] for stream in opened))

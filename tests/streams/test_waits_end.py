@@ -152,7 +152,10 @@ CALLS: dict[str, Waits] = {
         "reads": lambda it: it.receive_some_into(bytearray(10)),
         "urgent": RdmaStream.receive_urgent,
     },
-    "urgent": {"writes": lambda it: it.send_urgent(MUCH), "reads": lambda it: it.peek_some(10)},
+    "urgent": {
+        "writes": lambda it: it.send_urgent(MUCH),
+        "reads": lambda it: it.receive_by(lambda: it.try_receive(10, peek=True)),
+    },
     "some": {
         "writes": lambda it: it.send_some(memoryview(b"x")),
         "urgent": RdmaStream.wait_urgent,
@@ -215,7 +218,7 @@ def streamed() -> Iterator[Streamed]:
         it.open()
         it.make_stream()
         yield it
-        it.stream.close_forcefully()
+        it.stream.close()
     finally:
         it.memory.close()
 

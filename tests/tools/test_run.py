@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -73,6 +74,32 @@ async def host():
     await done.wait()
 
 asyncio.run(host())
+"""
+
+
+TRIO_ASYNCIO = f"""{TRIO}
+import asyncio, socket, trio_asyncio
+
+async def serve_asyncio():
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    server.close()
+
+async def connect_asyncio(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.close()
+
+async def connect_socket(port):
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+
+async def both():
+    async with trio_asyncio.open_loop():
+        await main()  # Trio's own connections
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            await CALL
+        await main()
 """
 
 
@@ -275,6 +302,52 @@ def test_two_workers_and_helpers_have_one_report(tmp_path: Path) -> None:
     assert len(lines) == 3
 
 
+@pytest.mark.parametrize("way", ["fromfd(number)", "socket(fileno=number)"])
+def test_a_service_gets_its_listening_socket_as_a_descriptor(tmp_path: Path, way: str) -> None:
+    """As from systemd (LISTEN_FDS)."""
+    (tmp_path / "service.py").write_text(f"""
+import sys, trio, trio.testing
+
+async def echo(stream):
+    await stream.send_all(await stream.receive_some())
+
+async def main(number):
+    listener = trio.SocketListener(trio.socket.{way})
+    async with trio.open_nursery() as nursery:
+        await nursery.start(trio.serve_listeners, echo, [listener])
+        await trio.testing.wait_all_tasks_blocked()
+        print("ready", flush=True)
+
+trio.run(main, int(sys.argv[1]))
+""")
+    client = """
+import sys, trio
+
+async def main(port):
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        await stream.send_all(b"x")
+        assert await stream.receive_some() == b"x"
+
+trio.run(main, int(sys.argv[1]))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as passed:
+        port = passed.getsockname()[1]
+        number = str(passed.fileno())
+        with subprocess.Popen(
+            [*RUN, "--require-smc", "--", sys.executable, "service.py", number],
+            cwd=tmp_path, stdout=subprocess.PIPE, pass_fds=[passed.fileno()],
+        ) as service:  # fmt: skip
+            assert service.stdout is not None
+            assert service.stdout.readline() == b"ready\n"
+            (tmp_path / "program.py").write_text(client)
+            done = subprocess.run(
+                [*RUN, "--require-smc", "--", sys.executable, "program.py", str(port)],
+                cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+            )  # fmt: skip
+            service.terminate()
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_trio_as_a_guest_of_asyncio_is_trio(tmp_path: Path) -> None:
     assert run(tmp_path, GUEST, "--require-smc") == (0, "")
 
@@ -287,6 +360,30 @@ def test_connections_of_asyncio(tmp_path: Path, runner: str) -> None:
     code, said = run(tmp_path, f"{ASYNCIO}\n{runner}", "--require-smc")
     assert code == 1
     assert re.search(r"^trio-smc run: error: process \d+ opens TCP .*asyncio", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "serve_asyncio)()",
+        "connect_asyncio)(other.getsockname()[1])",
+        "connect_socket)(other.getsockname()[1])",
+    ],
+    ids=["server", "client", "socket"],
+)
+def test_connections_of_asyncio_inside_a_trio_run(tmp_path: Path, call: str) -> None:
+    program = TRIO_ASYNCIO.replace("CALL", f"trio_asyncio.aio_as_trio({call}") + "\ntrio.run(both)"
+    code, said = run(tmp_path, program)
+    assert code == 0, said
+    assert re.fullmatch(r"trio-smc run: warning: process \d+ opens TCP .* asyncio, .*\n", said)
+    code, said = run(tmp_path, program, "--require-smc")
+    assert code == 1
+    assert re.search(r"^trio-smc run: error: process \d+ opens TCP .*asyncio", said, re.MULTILINE)
+
+
+def test_a_loop_of_asyncio_inside_a_trio_run_without_connections(tmp_path: Path) -> None:
+    program = TRIO_ASYNCIO.replace("await CALL", "pass") + "\ntrio.run(both)"
+    assert run(tmp_path, program, "--require-smc") == (0, "")
 
 
 def test_connections_of_asyncio_in_a_worker(tmp_path: Path) -> None:

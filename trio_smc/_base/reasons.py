@@ -114,6 +114,8 @@ class FallbackReason(StrEnum):
     """`Config.allow` or `Config.deny` keeps this connection on TCP."""
     SHORT_CONNECTIONS = "short-connections"
     """Connections with this peer have carried too little to gain (`Config.learn_short`)."""
+    ALREADY_CONNECTED = "already-connected"
+    """The program passed a connected socket to Trio, so the handshake could not run."""
     DECLINED = "declined"
     """The peer declined with a diagnosis word that this side does not know."""
 
@@ -271,6 +273,11 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     FallbackReason.SHORT_CONNECTIONS: _Explanation(
         "earlier connections with this peer carried too little data to gain from SMC-R",
         "nothing to do: every few minutes SMC-R is tried again; or set Config(learn_short=False)",
+        Diagnosis.CONFIGURATION,
+    ),
+    FallbackReason.ALREADY_CONNECTED: _Explanation(
+        "the socket was connected before it was passed to Trio",
+        "connect or accept with Trio's functions, or pass the listening socket to Trio",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.DECLINED: _Explanation(

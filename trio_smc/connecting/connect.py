@@ -82,17 +82,23 @@ async def connect_socket(
     address: Any,
     config: Config,
     bare: stdlib_socket.socket | None = None,
+    *,
+    bound: bool,
 ) -> SmcStream:
-    """Connect a TCP socket of the caller and negotiate on it; on an error the socket is closed.
+    """Connect a TCP socket of the caller and negotiate on it.
+
+    If no TCP connection is established, the caller may use the socket again, as over TCP. After any
+    other error, and if the call is cancelled, the socket is closed.
 
     Args:
-      sock: not connected. If it is bound, then to an address and a port.
+      sock: not connected.
       address: resolved, as for `socket.socket.connect`.
       bare: the socket that ``sock`` wraps.
+      bound: ``sock`` is bound to an address and a port.
     """
     peer = (plain_address(address[0]), address[1])
     attempt = Attempt(sock, peer, peer, bare=bare)
-    source = None if sock.getsockname()[1] == 0 else sock.getsockname()[0]
+    source = sock.getsockname()[0] if bound else None
     await connect_attempt(stack, attempt, address, source, config)
     return await _finish(stack, attempt, config)
 

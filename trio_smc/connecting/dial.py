@@ -319,8 +319,11 @@ async def connect_attempt(
         ):
             number = errno.EADDRNOTAVAIL
             raise OSError(number, f"cannot connect to {address!r}: {os.strerror(number)}")
-    except BaseException:
-        attempt.close()
+    except BaseException as error:
+        if attempt.plain is None and isinstance(error, Exception):
+            attempt.withdraw()  # as over TCP, the caller may use its socket for another attempt
+        else:
+            attempt.close()
         raise
 
 

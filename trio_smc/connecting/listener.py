@@ -346,7 +346,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self.close()
             return
         # Trio's `accept` takes two more passes of the scheduler for each connection.
-        plain = stdlib_socket.socket(fileno=self.socket.fileno())
+        sock = self.socket
+        plain = stdlib_socket.socket(sock.family, sock.type, sock.proto, fileno=sock.fileno())
         try:
             plain.setblocking(False)
             while not self._closed:
@@ -429,7 +430,7 @@ async def _serve_one(handler: Callable[[SmcStream], Awaitable[object]], incoming
         await handler(stream)
     finally:
         if isinstance(stream, RdmaStream):
-            stream.close_forcefully()
+            stream.close()
         else:
             await trio.aclose_forcefully(stream)
 

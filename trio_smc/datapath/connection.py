@@ -507,6 +507,14 @@ class Connection:
             return self._send_without_reader(len(data))
         return sender.send(data) if sender.send_limit is None else sender.send_limited(data)
 
+    def send_more(
+        self, data: memoryview, announce_later: Callable[[Callable[[], None]], None]
+    ) -> int:
+        """Like `send`, but a small last piece may be announced later; see `Sender.send_more`."""
+        if not self.sender.sendable:
+            return self._send_without_reader(len(data))
+        return self.sender.send_more(data, announce_later)
+
     def send_urgent(self, data: memoryview) -> int:
         """Like `send`, and the last byte of ``data`` is urgent.
 

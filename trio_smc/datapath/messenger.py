@@ -262,7 +262,7 @@ class Messenger:
         more, self._coalesced_before = self.coalesced - self._coalesced_before, self.coalesced
         if more < _IMMEDIATE_SENDS and not self.defers_past_pass:
             self.immediate_sends_left = _IMMEDIATE_SENDS  # deferring saved too little
-        if self.cdc_requested:
+        if self.cdc_requested or self.announced != self.produced:
             self.request_cdc()
 
     def flush_before_wait(self) -> bool:

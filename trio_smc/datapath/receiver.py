@@ -45,6 +45,9 @@ The urgent byte is copied when its mark is received. Unless it stays in the stre
 soon as all bytes before it are consumed. The peer always gets an update when the mark is reached
 (4.7.5, step 3). A second urgent byte replaces one that the application has not read, as in TCP.
 
+If the byte stays in the stream, a read that begins before it ends before it, too: as in TCP, a
+program finds the mark between two reads.
+
 Some peers set P and U in one message, others until the mark is reached. So U with a known mark
 changes nothing.
 """
@@ -110,7 +113,9 @@ class Receiver:
     __slots__ = (
         "_cursor_replayed",
         "_eye_catcher",
+        "_has_checks",
         "_hidden",
+        "_inline_mark",
         "_least_update",
         "_ring",
         "_ring_start",
@@ -150,6 +155,7 @@ class Receiver:
         self._ring_start = 0  # the count at which the ring began
         self.received: int = 0
         self.received_wrap: int = 0
+        self._inline_mark = 0  # of an urgent byte in the stream, at which a read stops
         self.lay_out()
         self.consumed: int = 0
         self.announced: int = 0
@@ -174,6 +180,7 @@ class Receiver:
         self.first: int = rmbe.first
         self.received_offset: int = rmbe.first
         self._eye_catcher = bool(rmbe.first)
+        self._has_checks = self._eye_catcher or bool(self._inline_mark)
         self._ring = rmbe.data
         self.usable: int = rmbe.usable
         self._least_update = max(1, -(-rmbe.usable // 10))
@@ -222,11 +229,11 @@ class Receiver:
         """
         consumed = self.consumed
         length = self.received - consumed - self._hidden
-        if not length and max_bytes > 0 and self.error is None and not self._eye_catcher:
+        if not length and max_bytes > 0 and self.error is None and not self._has_checks:
             return b""  # inlined `_available`
         if length > max_bytes:
             length = max_bytes
-        if length <= 0 or self._eye_catcher or not self.open:
+        if length <= 0 or self._has_checks or not self.open:
             length = self._available(max_bytes)
             if not length:
                 return b""
@@ -266,6 +273,17 @@ class Receiver:
         length = self._available(max_bytes)
         return self._copy(length) if length else b""
 
+    def measure(self, max_bytes: int) -> int:
+        """Like `peek`, but return only the number of bytes."""
+        return self._available(max_bytes)
+
+    def discard(self, max_bytes: int) -> int:
+        """Like `receive`, but drop the bytes and return their number."""
+        length = self._available(max_bytes)
+        if length:
+            self._consume(length)
+        return length
+
     @property
     def urgent(self) -> str:
         """The state of urgent data.
@@ -299,6 +317,10 @@ class Receiver:
         self._urgent_byte = None
         return byte
 
+    def peek_urgent(self) -> int | None:
+        """Like `receive_urgent`, but the byte stays unread."""
+        return self._urgent_byte
+
     def _available(self, max_bytes: int) -> int:
         """Return the number of bytes that a read may take now, at most ``max_bytes``."""
         if max_bytes <= 0:
@@ -314,6 +336,13 @@ class Receiver:
                     self.error_pending = False
                     raise _failure(self.error)
             return 0
+        if self._inline_mark:
+            before_mark = self._inline_mark - 1 - self.consumed
+            if before_mark > 0:
+                length = min(length, before_mark)
+            elif before_mark < 0:
+                self._inline_mark = 0
+                self._has_checks = self._eye_catcher
         if length > max_bytes:
             return max_bytes
         return length
@@ -489,6 +518,9 @@ class Receiver:
             # After the application has closed, it is data without a reader, like the rest.
             inline = self.urgent_inline or self.application_closed
             self._urgent_byte = None if inline else self._byte_before(mark)
+            if inline and mark > self.consumed:
+                self._inline_mark = mark
+                self._has_checks = True
             if not inline and mark > self.consumed:
                 self._hidden = 1
                 if self.consumed + 1 == mark:
@@ -523,6 +555,7 @@ class Receiver:
         self._ring_start = self.consumed
         self.usable = max(1, unread)
         self._eye_catcher = False
+        self._has_checks = bool(self._inline_mark)
 
 
 def _failure(error: OSError) -> OSError:

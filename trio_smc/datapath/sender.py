@@ -260,6 +260,35 @@ class Sender:
         allowed = max(0, limit - self.unacknowledged)
         return data if allowed >= len(data) else data[:allowed]
 
+    def send_more(
+        self, data: memoryview, announce_later: Callable[[Callable[[], None]], None]
+    ) -> int:
+        """Like `send`, but leave the announcement of a small last piece to the next CDC message
+        (MSG_MORE).
+
+        Args:
+          data: must not change afterwards, unless the caller calls `keep_copies`.
+          announce_later: called with `Messenger.flush` if a piece was left unannounced.
+        """
+        messenger = self._messenger
+        usual, immediate = messenger.flush_later, messenger.immediate_sends_left
+        unannounced = False
+
+        def leave(_: Callable[[], None]) -> None:
+            nonlocal unannounced
+            unannounced = True
+
+        messenger.flush_later, messenger.immediate_sends_left = leave, 0
+        try:
+            sent = self.send(data) if self.send_limit is None else self.send_limited(data)
+        finally:
+            messenger.flush_later, messenger.immediate_sends_left = usual, immediate
+        if unannounced:
+            # The next send must not find a message that is deferred already.
+            messenger.cdc_requested = messenger.flush_pending = False
+            announce_later(messenger.flush)
+        return sent
+
     def send_urgent(self, data: memoryview) -> int:
         """Like `send`, and the last byte is urgent; see `Connection.send_urgent`."""
         messenger = self._messenger

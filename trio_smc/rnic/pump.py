@@ -80,6 +80,7 @@ UNUSED_PASSES: Final = 64
 measurement of IDLE with this value only."""
 
 _now: Final = time.perf_counter_ns
+_wait_readable: Final = trio.lowlevel.wait_readable  # looked up before `enable` replaces it
 
 
 class Pump:
@@ -374,7 +375,7 @@ class Pump:
                     self._start(lane)
                 task_status.started()
                 while self.broken is None:
-                    await trio.lowlevel.wait_readable(self._wake_fd)
+                    await _wait_readable(self._wake_fd)
                     os.eventfd_read(self._wake_fd)
                     self.wakeups += 1
                     self.resume_hooks()
@@ -405,7 +406,7 @@ class Pump:
         """Do the work of an RNIC's thread, and serve the RNIC at once."""
         while lane in self.dispatcher.lanes:
             try:
-                await trio.lowlevel.wait_readable(lane.rnic.wait_fd())
+                await _wait_readable(lane.rnic.wait_fd())
             except trio.ClosedResourceError:
                 continue  # `remove`
             self.resume_hooks()
@@ -428,7 +429,7 @@ class Pump:
                 return  # removed meanwhile: its descriptor may belong to another file by now
             lane.watched = True
             try:
-                await trio.lowlevel.wait_readable(fd)
+                await _wait_readable(fd)
             except trio.ClosedResourceError:
                 continue  # the RNIC was removed, or solo mode began
             finally:

@@ -53,7 +53,9 @@ WATCHDOG_INTERVAL: Final = 0.5
 watchdog woke both processes for 200 µs for five requests 10 ms apart (docs/decisions.md); 0.5 was
 chosen, so that completions for other tasks are noticed within a second."""
 
+# Looked up before `enable` replaces them.
 _wait_readable: Final = trio.lowlevel.wait_readable
+_notify_closing: Final = trio.lowlevel.notify_closing
 
 
 class SoloHost(Protocol):
@@ -248,7 +250,7 @@ class SoloReader:
         """Wake the solo reader if it waits: its message has arrived, or solo mode ends."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            trio.lowlevel.notify_closing(fd)
+            _notify_closing(fd)
 
     # -- the watchdog --------------------------------------------------------------------
 

@@ -11,37 +11,49 @@ do its calls:
 - `OverTcp`: all calls go to the plain socket.
 - `OverSmc`: data calls go to the stream; only names and options come from the plain socket.
 
-The side changes once, when a connection is established.
+The side changes when a connection is established.  `OverSmc` is replaced once more, by `Closed`,
+when the program closes the socket: calls that begin later raise EBADF, and calls that are under way
+raise `trio.ClosedResourceError`, as with Trio's sockets.
 
-Where a socket and a stream differ, the drop-in socket behaves as a socket: `send` may send a part
-of the data; errors are OSErrors with a number; `close` is synchronous, so it cannot wait for the
-peer; after SHUT_RD every read is at the end of the stream.  `listen` is synchronous too, but a
-listener is published asynchronously: a task of the stack publishes it, and `accept` waits for that
-task.
+Where a socket and a stream differ, the drop-in socket behaves as a socket on Linux (recv(2),
+send(2), socket(7), tcp(7)): `send` may send a part of the data; errors are OSErrors with a number;
+`close` is synchronous, so it cannot wait for the peer; after SHUT_RD the data that has arrived is
+still readable, and its end follows.  While a call waits, it holds neither the buffer nor a view of
+it, so the program may resize the buffer.  Arguments of rare calls are checked by the standard
+library's own methods, called on a closed socket: they raise the same errors as over TCP.
+
+`listen` is synchronous too, but a listener is published asynchronously: a task of the stack
+publishes it, and `accept` waits for that task.
 
 Programs for TCP seldom need a full checkpoint in every call, and a checkpoint takes a large part of
 the time of a call.  So drop-in sockets have amortised checkpoints unless `Config.checkpoints` is
 set.
 
-Operations without a meaning over SMC-R raise OSError (EOPNOTSUPP): ancillary data, a destination
-address, `detach` and `dup`.
+Operations without a meaning over SMC-R raise OSError (EOPNOTSUPP), for example `detach` and `dup`.
+docs/programs.md lists all differences from TCP.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import operator
 import os
 import socket as stdlib_socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
-from weakref import WeakKeyDictionary
+from functools import lru_cache, partial
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import trio
 
+from trio_smc._base.errors import SmcUnavailable
+from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.connecting.connect import connect_socket
 from trio_smc.connecting.listener import Incoming, SmcListener
 from trio_smc.streams.rdma_stream import RdmaStream
@@ -57,6 +69,7 @@ if TYPE_CHECKING:
     from trio_smc.streams.stream import SmcStream
 
 __all__ = [
+    "Closed",
     "DropInFactory",
     "DropInSocket",
     "FindStack",
@@ -64,25 +77,31 @@ __all__ = [
     "OverTcp",
     "Side",
     "Unconnected",
+    "find_drop_in",
     "unsupported",
+    "wrap",
 ]
 
 
 # Plain integers, because operations of an IntFlag are slow.
-_DONT_WAIT: Final = int(getattr(stdlib_socket, "MSG_DONTWAIT", 0))
-_NO_SIGNAL: Final = int(getattr(stdlib_socket, "MSG_NOSIGNAL", 0))
 _PEEK: Final = int(stdlib_socket.MSG_PEEK)
 _OUT_OF_BAND: Final = int(stdlib_socket.MSG_OOB)
-_NOT_FOR_SEND: Final = ~(_NO_SIGNAL | _DONT_WAIT | _OUT_OF_BAND)
+_DISCARD: Final = int(stdlib_socket.MSG_TRUNC)
+_ERROR_QUEUE: Final = int(getattr(stdlib_socket, "MSG_ERRQUEUE", 0))
+_CLOSE_ON_EXEC: Final = int(getattr(stdlib_socket, "MSG_CMSG_CLOEXEC", 0))
+_MORE: Final = int(getattr(stdlib_socket, "MSG_MORE", 0))
+_FAST_OPEN: Final = int(getattr(stdlib_socket, "MSG_FASTOPEN", 0))
+_ZERO_COPY: Final = 0x4000000  # MSG_ZEROCOPY (linux/socket.h); the socket module has no name for it
+_SO_ZEROCOPY: Final = 60  # asm-generic/socket.h
+# SCM_RIGHTS and SCM_CREDENTIALS (linux/socket.h): TCP ignores both.
+_IGNORED_ANCILLARY: Final = frozenset({1, 2})
+_SHUTDOWNS: Final = frozenset(
+    {stdlib_socket.SHUT_RD, stdlib_socket.SHUT_WR, stdlib_socket.SHUT_RDWR}
+)
 
+_TOO_LARGE: Final = sys.maxsize
+_Result = TypeVar("_Result")
 _STREAM_ERRORS: Final = (trio.ClosedResourceError, trio.BrokenResourceError)
-
-
-def _as_socket_error(error: Exception) -> OSError:
-    """The OSError of a socket for an error of a stream."""
-    if isinstance(error, trio.ClosedResourceError):
-        return os_error(errno.EBADF)
-    return os_error(getattr(error.__cause__, "errno", None) or errno.ECONNRESET)
 
 
 def os_error(number: int) -> OSError:
@@ -170,7 +189,10 @@ class DropInSocket(trio.socket.SocketType):
         closes its socket.  Then this is the descriptor of a substitute: a socket whose peer has
         closed, so that a selector finds it readable.
         """
-        return self._side.fileno()
+        number = self._side.fileno()
+        if number >= 0:
+            _by_descriptor[number] = self
+        return number
 
     def getsockname(self) -> Any:
         """The local address."""
@@ -182,11 +204,11 @@ class DropInSocket(trio.socket.SocketType):
 
     def get_inheritable(self) -> bool:
         """As `socket.socket.get_inheritable`."""
-        return self.plain.get_inheritable()
+        return self._side.get_inheritable()
 
     def set_inheritable(self, inheritable: bool) -> None:
         """As `socket.socket.set_inheritable`."""
-        self.plain.set_inheritable(inheritable)
+        self._side.set_inheritable(inheritable)
 
     def getsockopt(self, level: int, optname: int, buflen: int | None = None) -> Any:
         """As `SmcStream.getsockopt`."""
@@ -212,7 +234,7 @@ class DropInSocket(trio.socket.SocketType):
     # --- data --------------------------------------------------------------------------------
 
     def recv(self, buflen: int, flags: int = 0, /) -> Coroutine[Any, Any, bytes]:
-        """As `socket.socket.recv`; over SMC-R the only flag with an effect is MSG_PEEK."""
+        """As `socket.socket.recv`, with the flags of recv(2) except MSG_ERRQUEUE."""
         return self._side.recv(buflen, flags)
 
     def recv_into(
@@ -248,18 +270,28 @@ class DropInSocket(trio.socket.SocketType):
         return self._side.send(data, flags)
 
     def sendto(self, *arguments: Any) -> Coroutine[Any, Any, int]:
-        """As `socket.socket.sendto` of a connected socket, where an address is an error."""
+        """As `socket.socket.sendto` of a connected socket, which ignores the address."""
         return self._side.sendto(*arguments)
 
     def sendmsg(
         self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None, /
     ) -> Coroutine[Any, Any, int]:
-        """As `socket.socket.sendmsg`, over SMC-R without ancillary data."""
+        """As `socket.socket.sendmsg`; ancillary data is checked as TCP does, and not sent."""
         return self._side.sendmsg(buffers, ancdata, flags, address)
 
     def wait_writable(self) -> Coroutine[Any, Any, None]:
         """Wait until `send` might send something; `trio.SocketStream` calls this."""
         return self._side.wait_writable()
+
+    def wait_readable(self) -> Coroutine[Any, Any, None]:
+        """Wait until `recv` would return or raise at once; `trio.lowlevel.wait_readable` calls
+        this."""
+        return self._side.wait_readable()
+
+    def end_waits(self) -> None:
+        """Make waiting calls raise `trio.ClosedResourceError`; `trio.lowlevel.notify_closing` calls
+        this.  Later calls work as before."""
+        self._side.end_waits()
 
     def bind_fast_path(self, stream: trio.SocketStream) -> None:
         """Connect the data methods of a `trio.SocketStream` directly to the SMC-R stream."""
@@ -315,8 +347,11 @@ class DropInSocket(trio.socket.SocketType):
         self._side.shutdown(flag)
 
     def close(self) -> None:
-        """Close; data already sent still arrives."""
-        self._side.close()
+        """Close; data already sent still arrives, unless SO_LINGER is set with 0 s."""
+        side = self._side
+        side.close()
+        if isinstance(side, OverSmc):
+            self._side = Closed(side)
 
     def __enter__(self) -> Self:
         return self
@@ -331,8 +366,9 @@ class DropInSocket(trio.socket.SocketType):
         return self._side.detach()
 
     def dup(self) -> trio.socket.SocketType:
-        """As `socket.socket.dup`; only for plain TCP."""
-        return self._side.dup()
+        """As `socket.socket.dup`; only before the connection, and for plain TCP."""
+        copy = _raw_socket(self._side.dup())
+        return wrap(copy, self._find_stack)
 
 
 class Side:
@@ -358,6 +394,12 @@ class Side:
 
     def fileno(self) -> int:
         return int(self.plain.fileno())
+
+    def get_inheritable(self) -> bool:
+        return bool(self.plain.get_inheritable())
+
+    def set_inheritable(self, inheritable: bool) -> None:
+        self.plain.set_inheritable(inheritable)
 
     def getsockname(self) -> Any:
         return self.plain.getsockname()
@@ -410,6 +452,12 @@ class Side:
     def wait_writable(self) -> Coroutine[Any, Any, None]:
         return self.plain.wait_writable()  # type: ignore[no-any-return]
 
+    def wait_readable(self) -> Coroutine[Any, Any, None]:
+        return _plain_wait_readable(self.plain)
+
+    def end_waits(self) -> None:
+        _plain_notify_closing(self.plain)
+
     def bind_fast_path(self, stream: trio.SocketStream) -> None:
         """No-op: ``stream`` keeps the methods of Trio."""
 
@@ -461,10 +509,12 @@ class Unconnected(Side):
         self._listening = listening
         self._stack: Stack | None = None
         self._publishing: trio.Lock | None = None
+        self._port_is_stale = False
         self.listener: SmcListener | None = None
 
     async def bind(self, address: Any) -> None:
         await self.plain.bind(address)
+        self._port_is_stale = False
         with suppress(OSError):  # `accept` or `connect` looks again, and raises the error
             self._stack = await self._find_stack()
 
@@ -504,13 +554,40 @@ class Unconnected(Side):
     async def accept(self) -> tuple[trio.socket.SocketType, Any]:
         if not self._listening:
             return await super().accept()
-        with _socket_errors():
+        with self._listener_errors():
             stream = await (await self._ensure_published()).accept()
         return _accepted(stream, self._find_stack)
 
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
-        with _socket_errors():
+        with self._listener_errors():
             await (await self._ensure_published()).hand_out(take)
+
+    @contextmanager
+    def _listener_errors(self) -> Iterator[None]:
+        """Raise the error of a socket that was closed before the call, or of a stack that was left.
+
+        A call during which the socket is closed raises `trio.ClosedResourceError`.
+        """
+        was_closed = self.plain.fileno() < 0
+        try:
+            yield
+        except trio.ClosedResourceError as error:
+            if was_closed or self.plain.fileno() >= 0:
+                raise os_error(errno.EBADF) from error
+            raise
+
+    # MSG_FASTOPEN would connect the plain socket, past SMC-R.  Linux raises the same error if
+    # net.ipv4.tcp_fastopen is off, so programs are prepared for it.
+
+    async def sendto(self, *arguments: Any) -> int:
+        if len(arguments) == 3 and isinstance(arguments[1], int) and arguments[1] & _FAST_OPEN:
+            unsupported()
+        return await super().sendto(*arguments)
+
+    async def sendmsg(self, buffers: Any, ancdata: Any, flags: int, address: Any) -> int:
+        if flags & _FAST_OPEN:
+            unsupported()
+        return await super().sendmsg(buffers, ancdata, flags, address)
 
     async def connect(self, address: Any) -> SmcStream | None:
         if self._listening:
@@ -526,7 +603,27 @@ class Unconnected(Side):
         stack = await self._find_stack()
         stack.runtime.check_usable()
         raw = _raw_socket(self.plain)
-        return await connect_socket(stack.runtime, self.plain, resolved, _config_of(stack), raw)
+        bound = not self._port_is_stale and raw.getsockname()[1] != 0
+        try:
+            return await connect_socket(
+                stack.runtime, self.plain, resolved, _config_of(stack), raw, bound=bound
+            )
+        except OSError:
+            self._forget_port(raw, bound)
+            raise
+
+    def _forget_port(self, raw: stdlib_socket.socket, bound: bool) -> None:
+        """Clean up after a failed attempt, which leaves the socket usable.
+
+        The kernel releases the port, unless the program has chosen its number, but getsockname(2)
+        still returns it.
+        """
+        if not bound:
+            self._port_is_stale = True
+        elif raw.fileno() >= 0:
+            host, _, *scope = raw.getsockname()
+            with suppress(OSError):  # EINVAL: the port is not released
+                raw.bind((host, 0, *scope))
 
     def close(self) -> None:
         (self.listener or self.plain).close()
@@ -553,7 +650,7 @@ class OverTcp(Side):
 
 
 class OverSmc(Side):
-    """A connection over SMC-R.  `bind`, `listen` and `accept` raise errors of the plain socket."""
+    """A connection over SMC-R."""
 
     def __init__(self, plain: trio.socket.SocketType, stream: RdmaStream) -> None:
         super().__init__(plain)
@@ -566,8 +663,6 @@ class OverSmc(Side):
         return self._write_shut
 
     def fileno(self) -> int:
-        if self._closed:
-            return -1
         number = super().fileno()
         if number >= 0:
             return number
@@ -576,13 +671,20 @@ class OverSmc(Side):
             other.close()
         return self._eof_socket.fileno()
 
-    # TCP may end while this socket is open.  Then the stream still has the names.
+    # TCP may end while this socket is open.  Then `fileno` has a substitute, and the stream still
+    # has the names.
+
+    def get_inheritable(self) -> bool:
+        return os.get_inheritable(self.fileno())
+
+    def set_inheritable(self, inheritable: bool) -> None:
+        os.set_inheritable(self.fileno(), inheritable)
 
     def getsockname(self) -> Any:
-        return (self.plain if self._closed else self.stream.socket).getsockname()
+        return self.stream.socket.getsockname()
 
     def getpeername(self) -> Any:
-        return (self.plain if self._closed else self.stream.socket).getpeername()
+        return self.stream.socket.getpeername()
 
     def getsockopt(self, level: int, optname: int, buflen: int | None) -> Any:
         return self.stream.getsockopt(level, optname, buflen or 0)
@@ -595,83 +697,161 @@ class OverSmc(Side):
     def is_readable(self) -> bool:
         return self.stream.is_readable()
 
-    async def recv(self, buflen: int, flags: int) -> bytes:
-        try:
-            if buflen > 0 and not flags:
-                return await self.stream.receive_some(buflen)
-            return await self._recv(buflen, flags & ~_DONT_WAIT)
-        except _STREAM_ERRORS as error:
-            raise _as_socket_error(error) from error
+    # --- receiving ---------------------------------------------------------------------------
 
-    async def _recv(self, buflen: int, flags: int) -> bytes:
-        if flags not in (0, _PEEK):
-            unsupported()
-        if not buflen:
+    async def recv(self, buflen: int, flags: int) -> bytes:
+        if 0 < buflen < _TOO_LARGE and not flags:
+            try:
+                return await self.stream.receive_some(buflen)
+            except _STREAM_ERRORS as error:
+                raise self._socket_error(error) from error
+            except trio.BusyResourceError:
+                pass  # an error only if this call has to wait, too
+        checked = _checked(partial(_closed_socket().recv, buflen, flags))
+        if checked is not None:
             await trio.lowlevel.checkpoint()
-            return b""
-        return await (self.stream.peek_some if flags else self.stream.receive_some)(buflen)
+            return checked  # as the standard library: 0 bytes were requested
+        return await self._receive(partial(self._take, buflen, flags), flags)
 
     async def recv_into(self, buffer: Buffer, nbytes: int, flags: int) -> int:
-        with memoryview(buffer).cast("B") as view:
-            wanted = nbytes or len(view)
-            if not flags and 0 < wanted <= len(view):
-                with view[:wanted] as place:
-                    try:
-                        return await self.stream.receive_some_into(place)
-                    except _STREAM_ERRORS as error:
-                        raise _as_socket_error(error) from error
-            data = await self.recv(wanted, flags)
-            view[: len(data)] = data
-        return len(data)
+        def take() -> int | None:
+            # In each turn, because the program may change the buffer while the call waits.
+            if _checked(partial(_closed_socket().recv_into, buffer, nbytes, flags)) is not None:
+                return 0  # no room in the buffer
+            data = self._take(nbytes or memoryview(buffer).nbytes, flags)
+            if data and not flags & _DISCARD:
+                _store(data, [buffer])
+            return None if data is None else len(data)
+
+        return await self._receive(take, flags)
 
     async def recvfrom(self, bufsize: int, flags: int) -> tuple[bytes, Any]:
-        return await self.recv(bufsize, flags), None
+        _checked(partial(_closed_socket().recvfrom, bufsize, flags))
+        return await self._receive(partial(self._take, bufsize, flags), flags), None
 
     async def recvfrom_into(self, buffer: Buffer, nbytes: int, flags: int) -> Any:
-        return await self.recv_into(buffer, nbytes, flags), None
+        def take() -> int | None:
+            _checked(partial(_closed_socket().recvfrom_into, buffer, nbytes, flags))
+            data = self._take(nbytes or memoryview(buffer).nbytes, flags)
+            if data and not flags & _DISCARD:
+                _store(data, [buffer])
+            return None if data is None else len(data)
 
-    async def recvmsg(self, bufsize: int, _: int, flags: int) -> Any:
-        return await self.recv(bufsize, flags), [], 0, None
+        return await self._receive(take, flags), None
 
-    async def recvmsg_into(self, buffers: Any, _: int, flags: int) -> Any:
-        views = [memoryview(each).cast("B") for each in buffers]
-        data = await self.recv(sum(map(len, views)), flags)
-        left = memoryview(data)
-        for view in views:
-            view[: len(left)] = left[: len(view)]
-            left = left[len(view) :]
-        return len(data), [], 0, None
+    async def recvmsg(self, bufsize: int, ancbufsize: int, flags: int) -> Any:
+        _checked(partial(_closed_socket().recvmsg, bufsize, ancbufsize, flags))
+        data = await self._receive(partial(self._take, bufsize, flags), flags)
+        return data, [], _returned_flags(flags, bufsize), None
+
+    async def recvmsg_into(self, buffers: Any, ancbufsize: int, flags: int) -> Any:
+        kept = list(buffers)  # may be an iterator
+        room = 0
+
+        def take() -> int | None:
+            nonlocal room
+            _checked(partial(_closed_socket().recvmsg_into, kept, ancbufsize, flags))
+            room = sum(memoryview(each).nbytes for each in kept)
+            data = self._take(room, flags)
+            if data and not flags & _DISCARD:
+                _store(data, kept)
+            return None if data is None else len(data)
+
+        count = await self._receive(take, flags)
+        return count, [], _returned_flags(flags, room), None
+
+    def _take(self, most: int, flags: int) -> bytes | None:
+        """Take at most ``most`` bytes; None if the call has to wait."""
+        stream = self.stream
+        if flags & _OUT_OF_BAND:
+            byte = stream.try_receive_urgent(peek=bool(flags & _PEEK))
+            return None if byte is None else byte[:most]
+        if not most:
+            return b"" if stream.is_readable() else None
+        if flags & _DISCARD:
+            count = stream.try_discard(most, peek=bool(flags & _PEEK))
+            return None if count is None else bytes(count)
+        return stream.try_receive(most, peek=bool(flags & _PEEK))
+
+    async def _receive(self, take: Callable[[], _Result | None], flags: int) -> _Result:
+        if flags & _ERROR_QUEUE:
+            raise os_error(errno.EINVAL)  # as Linux over AF_SMC: there is no error queue
+        try:
+            return await self.stream.receive_by(take, urgent=bool(flags & _OUT_OF_BAND))
+        except _STREAM_ERRORS as error:
+            raise self._socket_error(error) from error
+
+    # --- sending -----------------------------------------------------------------------------
 
     async def send(self, data: Buffer, flags: int) -> int:
-        if self._write_shut:
-            raise os_error(errno.EPIPE)
-        view = byte_view(data, strided=False)
         try:
             if not flags:
-                return await self.stream.send_some(view)
-            if flags & _NOT_FOR_SEND:
-                unsupported()
-            if flags & _OUT_OF_BAND:
+                return await self.stream.send_some(data)
+            _checked(partial(_closed_socket().send, data, flags))
+            if flags & _FAST_OPEN:
+                raise os_error(errno.EISCONN)
+            if flags & _ZERO_COPY and self.getsockopt(stdlib_socket.SOL_SOCKET, _SO_ZEROCOPY, None):
+                unsupported()  # the program would wait for a completion from the error queue
+            if flags & _OUT_OF_BAND and memoryview(data).nbytes:
+                view = byte_view(data)
                 await self.stream.send_urgent(view)
                 return len(view)
-            return await self.stream.send_some(view)
+            return await self.stream.send_some(data, more=bool(flags & _MORE))
         except _STREAM_ERRORS as error:
-            raise _as_socket_error(error) from error
+            raise self._socket_error(error, sending=True) from error
 
-    async def sendto(self, data: Buffer, *flags_and_address: Any) -> int:
-        *flags, address = flags_and_address
-        if address is not None:
-            raise os_error(errno.EISCONN)
-        return await self.send(data, *(flags or (0,)))
+    async def sendto(self, *arguments: Any) -> int:
+        # TCP ignores the address of a connected socket, after the checks of Trio and of the
+        # standard library.
+        sent, address = arguments[:-1], await self._resolve(arguments[-1])
+        checks = _closed_socket(self.plain.family)
+        _checked(partial(checks.sendto, *sent, address))
+        return await self.send(sent[0], sent[1] if len(sent) > 1 else 0)
 
     async def sendmsg(self, buffers: Any, ancdata: Any, flags: int, address: Any) -> int:
-        if list(ancdata):
-            unsupported()
-        return await self.sendto(b"".join(buffers), flags, address)
+        buffers, ancdata = list(buffers), list(ancdata)
+        if address is not None:
+            address = await self._resolve(address)
+        checks = _closed_socket(self.plain.family)
+        _checked(partial(checks.sendmsg, buffers, ancdata, flags, address))
+        for level, kind, _ in () if self._write_shut else ancdata:
+            # Linux's TCP ignores other levels.  Its few settings of this level, for one packet,
+            # have no meaning here (docs/programs.md).
+            if level == stdlib_socket.SOL_SOCKET and kind not in _IGNORED_ANCILLARY:
+                raise os_error(errno.EINVAL)
+        return await self.send(b"".join(buffers), flags)
+
+    # --- waiting -----------------------------------------------------------------------------
 
     async def wait_writable(self) -> None:
-        with _socket_errors():
+        with self._socket_errors():
             await self.stream.wait_send_all_might_not_block()
+
+    async def wait_readable(self) -> None:
+        stream = self.stream
+        with self._socket_errors():
+            await stream.receive_by(lambda: stream.is_readable() or None)
+
+    def end_waits(self) -> None:
+        self.stream.end_waits()
+        _plain_notify_closing(self.plain)
+
+    def _socket_error(self, error: Exception, *, sending: bool = False) -> Exception:
+        """The error of a socket for an error of a stream."""
+        if isinstance(error, trio.ClosedResourceError):
+            if sending and self._write_shut and not self._closed:
+                return os_error(errno.EPIPE)
+            # Otherwise the stack was left, or `end_waits` was called.
+            return error if self._closed or not self.stream.is_abandoned else os_error(errno.EBADF)
+        return os_error(getattr(error.__cause__, "errno", None) or errno.ECONNRESET)
+
+    @contextmanager
+    def _socket_errors(self) -> Iterator[None]:
+        """Turn the errors of a stream into those of a socket."""
+        try:
+            yield
+        except _STREAM_ERRORS as error:
+            raise self._socket_error(error) from error
 
     def bind_fast_path(self, stream: trio.SocketStream) -> None:
         # Otherwise each error would be translated twice, and each call would make two checks for a
@@ -688,11 +868,45 @@ class OverSmc(Side):
         await self.stream.send_eof()
         self._write_shut = True
 
+    # --- calls for a socket that is not connected --------------------------------------------
+    # The kernel's errors for them, also after TCP has ended.
+
+    async def connect(self, address: Any) -> SmcStream | None:
+        address = await self._resolve(address)
+        await trio.lowlevel.checkpoint()
+        _checked(partial(_closed_socket(self.plain.family).connect, address))
+        raise os_error(errno.EISCONN)
+
+    async def bind(self, address: Any) -> None:
+        address = await self._resolve(address, local=True)
+        await trio.lowlevel.checkpoint()
+        _checked(partial(_closed_socket(self.plain.family).bind, address))
+        raise os_error(errno.EINVAL)
+
+    async def accept(self) -> tuple[trio.socket.SocketType, Any]:
+        await trio.lowlevel.checkpoint()
+        raise os_error(errno.EINVAL)
+
+    def listen(self, backlog: int) -> None:
+        _checked(partial(_closed_socket().listen, backlog))
+        raise os_error(errno.EINVAL)
+
+    async def _resolve(self, address: Any, *, local: bool = False) -> Any:
+        if self.plain.fileno() < 0:
+            return address  # TCP has ended, and an address has no effect anyway
+        return await self.plain._resolve_address_nocp(address, local=local)
+
+    # --- ending ------------------------------------------------------------------------------
+
     def shutdown(self, flag: int) -> None:
+        if operator.index(flag) not in _SHUTDOWNS:
+            raise os_error(errno.EINVAL)
+        if self.stream.has_ended:
+            raise os_error(errno.ENOTCONN)
         if flag == stdlib_socket.SHUT_RDWR:
             self.stream.socket.keep_names()
         if flag != stdlib_socket.SHUT_RD:
-            with _socket_errors():
+            with self._socket_errors():
                 if flag == stdlib_socket.SHUT_RDWR:
                     self.stream.shut_down_both()
                 else:
@@ -712,6 +926,25 @@ class OverSmc(Side):
 
     def dup(self) -> trio.socket.SocketType:
         unsupported()
+
+
+class Closed(Side):
+    """After the close of a connection over SMC-R: every call raises EBADF.
+
+    TCP may still be open, because it ends after the SMC-R connection.
+    """
+
+    def __init__(self, before: OverSmc) -> None:
+        super().__init__(_make_closed(before.plain.family))
+        self.stream: RdmaStream = before.stream
+        self._write_shut = before.write_shut
+
+    @property
+    def write_shut(self) -> bool:
+        return self._write_shut
+
+    def close(self) -> None:
+        """No-op."""
 
 
 def _connected_side(plain: trio.socket.SocketType, stream: SmcStream) -> Side:
@@ -734,15 +967,6 @@ def _raw_socket(plain: Any) -> stdlib_socket.socket:
     return plain._sock  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _socket_errors() -> Iterator[None]:
-    """Turn the errors of a stream into those of a socket."""
-    try:
-        yield
-    except _STREAM_ERRORS as error:
-        raise _as_socket_error(error) from error
-
-
 _configs: Final[WeakKeyDictionary[Stack, Config]] = WeakKeyDictionary()
 
 
@@ -761,8 +985,69 @@ def _is_listening(plain: trio.socket.SocketType) -> bool:
     return bool(plain.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ACCEPTCONN))
 
 
-# Trio's function, looked up before `enable` replaces it.
+# Trio's functions, looked up before `enable` replaces them.
 _make_plain: Final = trio.socket.from_stdlib_socket
+_plain_wait_readable: Final = trio.lowlevel.wait_readable
+_plain_notify_closing: Final = trio.lowlevel.notify_closing
+
+
+@lru_cache
+def _make_closed(family: int) -> trio.socket.SocketType:
+    """A socket of Trio that is closed: all its calls raise the right error."""
+    plain = _make_plain(stdlib_socket.socket(family, stdlib_socket.SOCK_STREAM))
+    plain.close()
+    return plain
+
+
+def _closed_socket(family: int = stdlib_socket.AF_INET) -> stdlib_socket.socket:
+    """A closed socket, whose methods only check their arguments."""
+    return _raw_socket(_make_closed(family))
+
+
+def _checked(call: Callable[[], _Result]) -> _Result | None:
+    """Check arguments by ``call``, a method of `_closed_socket`.
+
+    Returns:
+      None if the arguments are valid; a result if the call needs no connection.
+
+    Raises:
+      ValueError, TypeError, OverflowError, BufferError: as from the standard library.
+    """
+    try:
+        return call()
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        return None
+
+
+def _store(data: bytes, buffers: Sequence[Buffer]) -> None:
+    """Copy ``data`` into buffers of any format, which have room for it."""
+    source = BytesIO(data)
+    for buffer in buffers:
+        source.readinto(buffer)
+
+
+def _returned_flags(flags: int, room: int) -> int:
+    """The flags that recvmsg(2) returns."""
+    returned = flags & _CLOSE_ON_EXEC
+    if flags & _OUT_OF_BAND:
+        returned |= _OUT_OF_BAND | (0 if room else _DISCARD)
+    return returned
+
+
+_by_descriptor: Final[WeakValueDictionary[int, DropInSocket]] = WeakValueDictionary()
+
+
+def find_drop_in(waitable: object) -> DropInSocket | None:
+    """The drop-in socket that ``waitable`` is, or to which this descriptor belongs; or None."""
+    if isinstance(waitable, DropInSocket):
+        return waitable
+    found = _by_descriptor.get(waitable) if isinstance(waitable, int) else None
+    # The number may belong to another file by now.
+    return found if found is not None and found.fileno() == waitable else None
+
+
 _TCP: Final = {0, stdlib_socket.IPPROTO_TCP}
 
 
@@ -795,15 +1080,32 @@ class DropInFactory(trio.abc.SocketFactory):
         plain = _make_plain(stdlib_socket.socket(family, type, proto))
         return DropInSocket(plain, self._find_stack) if _is_tcp(family, type, proto) else plain
 
-    def wrap(self, sock: stdlib_socket.socket) -> trio.socket.SocketType:
+    def wrap(self, sock: stdlib_socket.socket, config: Config) -> trio.socket.SocketType:
         """As `trio.socket.from_stdlib_socket`, with a drop-in socket for TCP.
 
-        A connected socket stays a plain one: another part of the program runs its handshake.
+        A socket that is connected already stays on TCP: its peer expects no handshake any more.
+
+        Raises:
+          SmcUnavailable: the socket is connected, and ``config.require_smc`` is set.
         """
-        plain = _make_plain(sock)
-        if not _is_tcp(sock.family, sock.type, sock.proto) or _is_connected(sock):
-            return plain
-        return DropInSocket(plain, self._find_stack, listening=_is_listening(plain))
+        is_tcp = _is_tcp(sock.family, sock.type, sock.proto)
+        if config.require_smc and is_tcp and _is_connected(sock):
+            raise SmcUnavailable(_ALREADY_CONNECTED)
+        return wrap(sock, self._find_stack)
+
+
+_ALREADY_CONNECTED: Final = Fallback.local(FallbackReason.ALREADY_CONNECTED)
+
+
+def wrap(sock: stdlib_socket.socket, find_stack: FindStack) -> trio.socket.SocketType:
+    """A drop-in socket for a TCP socket of the standard library; else a socket of Trio."""
+    plain = _make_plain(sock)
+    if not _is_tcp(sock.family, sock.type, sock.proto):
+        return plain
+    if not _is_connected(sock):
+        return DropInSocket(plain, find_stack, listening=_is_listening(plain))
+    stream = TcpStream(plain, _ALREADY_CONNECTED, lambda _: None)
+    return DropInSocket(plain, find_stack, stream)
 
 
 def _is_connected(sock: stdlib_socket.socket) -> bool:

@@ -7,8 +7,11 @@ Trio has a hook for this: a socket factory.  If a run has one, it creates every 
 `connect_tcp`, and everything built on them.  A factory is a setting of one run.  So `enable` wraps
 the functions that start a run, and each run sets the factory.  A program passes sockets of the
 standard library to Trio by `trio.socket.from_stdlib_socket` (as hypercorn and AnyIO do with their
-listeners), which is replaced, too.  A `trio.SocketStream` of an SMC-R socket calls the SMC-R stream
-directly.
+listeners), and descriptors by `trio.socket.fromfd` and ``trio.socket.socket(fileno=...)`` (as
+systemd passes them).  These functions are replaced, too: all return the same kind of socket.  A
+`trio.SocketStream` of an SMC-R socket calls the SMC-R stream directly.  Data does not arrive at the
+descriptor of such a socket, so `trio.lowlevel.wait_readable`, `wait_writable` and `notify_closing`
+are replaced by functions that know these sockets.
 
 `trio.open_tcp_stream` tries the addresses of a name in parallel, with a nursery, and a task and a
 cancel scope for each address.  A single address needs none of these, which take about a quarter of
@@ -31,17 +34,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import wraps
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import trio
 
-from trio_smc._api import default_config, find_stack, set_default_config
+from trio_smc._api import current_config, default_config, find_stack, set_default_config
 from trio_smc.config.config import Config
 from trio_smc.connecting.dial import Target, numeric_targets
 from trio_smc.connecting.listener import CAPACITY_ERRORS, CAPACITY_PAUSE, Incoming
 from trio_smc.rnic.roce import pyverbs
 from trio_smc.rnic.roce.hotplug import active_ports
-from trio_smc.sockets.drop_in import DropInFactory, DropInSocket
+from trio_smc.sockets.drop_in import DropInFactory, DropInSocket, find_drop_in
 
 __all__ = [
     "disable",
@@ -77,6 +80,11 @@ def enable(config: Config | None = None) -> None:
         for module, name in _RUNS:
             _patch(module, name, _with_factory(getattr(module, name)))
         _patch(trio.socket, "from_stdlib_socket", _from_stdlib_socket)
+        _patch(trio.socket, "fromfd", _fromfd)
+        _patch(trio.socket, "socket", _socket)
+        _patch(trio.lowlevel, "notify_closing", _notify_closing)
+        for name in ("wait_readable", "wait_writable"):
+            _patch(trio.lowlevel, name, _with_drop_ins(name, getattr(trio.lowlevel, name)))
         _patch(trio.SocketStream, "__init__", _with_fast_path(trio.SocketStream.__init__))
         _patch(trio, "open_tcp_stream", _without_nursery(trio.open_tcp_stream))
         _patch(trio, "serve_listeners", _with_hand_out(trio.serve_listeners))
@@ -133,7 +141,57 @@ def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
 
 @wraps(trio.socket.from_stdlib_socket)
 def _from_stdlib_socket(sock: stdlib_socket.socket) -> trio.socket.SocketType:
-    return _FACTORY.wrap(sock)
+    return _FACTORY.wrap(sock, current_config())
+
+
+_make_from_descriptor: Final = trio.socket.fromfd
+_make_socket: Final = trio.socket.socket
+_end_waits: Final = trio.lowlevel.notify_closing
+
+
+@wraps(_make_from_descriptor)
+def _fromfd(*args: Any, **options: Any) -> trio.socket.SocketType:
+    copy = _make_from_descriptor(*args, **options)
+    try:
+        return _from_stdlib_socket(cast(Any, copy)._sock)
+    except BaseException:
+        copy.close()
+        raise
+
+
+@wraps(_make_socket)
+def _socket(*args: Any, **options: Any) -> trio.socket.SocketType:
+    made = _make_socket(*args, **options)
+    if len(args) < 4 and options.get("fileno") is None:
+        return made  # by the factory of this run
+    try:
+        return _from_stdlib_socket(cast(Any, made)._sock)
+    except BaseException:
+        made.detach()  # the descriptor stays the caller's
+        raise
+
+
+@wraps(_end_waits)
+def _notify_closing(fd: Any) -> None:
+    sock = find_drop_in(fd)
+    if sock is None:
+        _end_waits(fd)
+    else:
+        sock.end_waits()
+
+
+def _with_drop_ins(name: str, wait: Callable[[Any], Awaitable[None]]) -> Any:
+    """Let ``wait`` accept drop-in sockets and their descriptors, which do not show arrived data."""
+
+    @wraps(wait)
+    async def wait_for_socket(fd: Any) -> None:
+        sock = find_drop_in(fd)
+        if sock is None:
+            await wait(fd)
+        else:
+            await getattr(sock, name)()
+
+    return wait_for_socket
 
 
 def _without_nursery(

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import trio
-from outcome import Outcome
+from outcome import Error, Outcome
 from trio.lowlevel import Abort, RaiseCancelT
 
 from trio_smc.rnic.pump import UNHOOKED
@@ -46,6 +46,7 @@ _WRITER: Final = "on_writable"
 _URGENT: Final = "on_urgent"
 
 _Result = TypeVar("_Result")
+_WAIT_ENDED: Final = "another task closed this socket"
 
 
 class Busy:
@@ -121,6 +122,13 @@ class _Sleeper:
         self._pump.woken += 1
         _reschedule(task, _WOKEN)
 
+    def fail(self, error: Exception) -> None:
+        """Raise ``error`` in the parked task, if there is one."""
+        task, self.task = self.task, None
+        if task is not None:
+            setattr(self._core, self._waiter, None)
+            _reschedule(task, Error(error))
+
     def abort(self, _: RaiseCancelT) -> Abort:
         """The task was cancelled."""
         self.task = None
@@ -142,7 +150,7 @@ class Parking:
     """
 
     __slots__ = (
-        "_core", "_produced", "_pump", "_sleepers", "budget", "identity", "strict",
+        "_core", "_produced", "_pump", "_sleepers", "_wait_ended", "budget", "identity", "strict",
     )  # fmt: skip
 
     def __init__(self, core: Connection, pump: Pump, budget: Budget, *, strict: bool) -> None:
@@ -152,6 +160,7 @@ class Parking:
         self.budget = budget
         self.identity = object()
         self._produced = 0  # bytes that had been sent when the last wait ended
+        self._wait_ended = False  # `end_waits` was called while this stream had the solo reader
         # Each with its bound methods, because each lookup would make a new one.
         self._sleepers = {
             waiter: (sleeper, sleeper.wake, sleeper.abort)
@@ -232,9 +241,15 @@ class Parking:
         core, pump = self._core, self._pump
         messenger = core.messenger
         core.on_readable = pump.solo.end_wait
+        self._wait_ended = False
         try:
             messenger.flush_before_wait()
-            if await pump.solo.wait(at_once=at_once, sent=messenger.produced != self._produced):
+            waited = await pump.solo.wait(
+                at_once=at_once, sent=messenger.produced != self._produced
+            )
+            if self._wait_ended:
+                raise trio.ClosedResourceError(_WAIT_ENDED)
+            if waited:
                 return True
             if not core.receiver.is_blank():
                 return False
@@ -251,6 +266,15 @@ class Parking:
         wake, self._core.on_readable = self._core.on_readable, None
         if wake is not None:
             wake()
+
+    def end_waits(self) -> None:
+        """Make the waiting tasks raise ClosedResourceError, as `trio.lowlevel.notify_closing`
+        does."""
+        for sleeper, _, _ in self._sleepers.values():
+            sleeper.fail(trio.ClosedResourceError(_WAIT_ENDED))
+        if self._core.on_readable is not None:
+            self._wait_ended = True
+            self.wake_reader()  # the solo reader
 
     # Every call ends with this.
 

@@ -18,6 +18,7 @@ import errno
 import operator
 import os
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
 
 import trio
@@ -92,6 +93,7 @@ _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
 
 _Taken = TypeVar("_Taken", int, bytes)
+_Argument = TypeVar("_Argument")
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
@@ -210,38 +212,51 @@ class RdmaStream(SmcStream):
         finally:
             sending.taken = False
 
-    async def send_some(self, view: memoryview) -> int:
-        """Send at least one byte of ``view`` (format "B"), and as many as there is room for.
+    async def send_some(self, data: Buffer, *, more: bool = False) -> int:
+        """Send at least one byte of ``data``, and as many as there is room for; for sockets.
+
+        A call that waits holds no view of ``data``, so that the program may resize its buffer, and
+        only calls that wait exclude each other, as with a socket of Trio.
+
+        Args:
+          data: bytes in any C-contiguous buffer.
+          more: MSG_MORE: the bytes may be announced together with those of the next call.
 
         Returns:
-          The number of bytes sent; 0 only for an empty view.  A cancelled call sends none.
+          The number of bytes sent; 0 only for an empty buffer.  A cancelled call sends none.
 
         Raises:
+          BufferError: the buffer is not contiguous.
           trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
             `send_all`.
         """
-        with self._sending:
-            await _check_cancelled()
-            core = self._core
-            parked = False
-            while True:
-                if self._closed or core.write_closed:
-                    self._check_open_for_sending()
-                if view:
-                    sent = self._translating(core.send, view)
-                else:
-                    sent = 0
-                    self._translating(core.check_sendable)
-                if sent or not view:
-                    break
+        if self._sending.taken:
+            raise self._sending.error()
+        await _check_cancelled()
+        core = self._core
+        send = partial(self._options.send_more, core) if more else core.send
+        parked = False
+        while True:
+            view = byte_view(data, strided=False)
+            if self._closed or core.write_closed:
+                self._check_open_for_sending()
+            if not view:
+                sent = 0
+                self._translating(core.check_sendable)
+                break
+            sent = self._translating(send, view)
+            if sent:
+                break
+            del view
+            with self._sending:
                 parked = await self._parking.writer() or parked
-            if core.sender.borrowed:
-                core.sender.keep_copies()  # the caller may change its buffer from now on
-            if not parked:  # inlined `Parking.end_call`
-                parking = self._parking
-                if parking.strict or parking.budget.is_exceeded():
-                    await _yield()
-            return sent
+        if core.sender.borrowed:
+            core.sender.keep_copies()  # the caller may change its buffer from now on
+        if not parked:  # inlined `Parking.end_call`
+            parking = self._parking
+            if parking.strict or parking.budget.is_exceeded():
+                await _yield()
+        return sent
 
     async def _send_view(self, view: memoryview, sent: int = -1, *, urgent: bool = False) -> bool:
         """Send all of ``view``; True if the call has parked.
@@ -348,7 +363,7 @@ class RdmaStream(SmcStream):
                 await _check_cancelled()
             while True:
                 if self._read_shut:
-                    data = self._end_of_reading(b"")
+                    data = self._read_rest(receiver.receive, most)
                     break
                 try:
                     data = receiver.receive(most)
@@ -357,54 +372,140 @@ class RdmaStream(SmcStream):
                 if data or receiver.at_eof:
                     break
                 parked = await parking.reader() or parked
-            if not parked:
-                pump = self._pump
-                if not pump.waiting:
-                    solo = pump.solo
-                    solo.reads += 1
-                    if solo.last_reader is not parking.identity:
-                        solo.change_reader(parking.identity)
-                if parking.strict or parking.budget.is_exceeded():
-                    await _yield()  # inlined `Parking.end_call`
-            return data
         finally:
             receiving.taken = False
+        if not parked:
+            pump = self._pump
+            if not pump.waiting:
+                solo = pump.solo
+                solo.reads += 1
+                if solo.last_reader is not parking.identity:
+                    solo.change_reader(parking.identity)
+            if parking.strict or parking.budget.is_exceeded():
+                await _yield()  # inlined `Parking.end_call`
+        return data
 
     async def receive_some_into(self, buffer: Buffer) -> int:
         """Receive into a buffer of the caller; see `SmcStream.receive_some_into`."""
         with writable_byte_view(buffer) as view:
-            return await self._receive(lambda: self._receiver.receive_into(view), 0)
+            return await self._receive(self._receiver.receive_into, view)
 
-    async def peek_some(self, max_bytes: int) -> bytes:
-        """As `receive_some`, but the data stays in the stream."""
-        return await self._receive(lambda: self._receiver.peek(max_bytes), b"")
-
-    async def _receive(self, take: Callable[[], _Taken], empty: _Taken) -> _Taken:
-        """Wait until ``take`` returns something, and return that; ``empty`` at the end."""
+    async def _receive(self, take: Callable[[_Argument], _Taken], argument: _Argument) -> _Taken:
+        """Wait until ``take`` returns something, and return that; or nothing at the end."""
         with self._receiving:
             await _check_cancelled()
             parked = False
             while True:
                 if self._read_shut:
-                    taken = self._end_of_reading(empty)
+                    taken = self._read_rest(take, argument)
                     break
-                taken = self._translating(take)
+                taken = self._translating(take, argument)
                 if taken or self._receiver.at_eof:
                     break
                 parked = await self._parking.reader() or parked
             await self._parking.end_call(parked)
             return taken
 
-    def _end_of_reading(self, empty: _Taken) -> _Taken:
-        """Return ``empty``, because this side shut down reading.
+    def _read_rest(self, take: Callable[[_Argument], _Taken], argument: _Argument) -> _Taken:
+        """Take data that has arrived, because this side has shut down reading.
 
         Raises trio.ClosedResourceError if this side closed the stream.
         """
         self._check_open()
-        return empty
+        self._pump.drain_if_pending()
+        return self._translating(take, argument)
+
+    # The methods from here to `shut_down_reading` are for sockets.
+
+    async def receive_by(
+        self, take: Callable[[], _Result | None], *, urgent: bool = False
+    ) -> _Result:
+        """Wait until ``take`` returns something, and return that.
+
+        Only calls that wait exclude each other, as with a socket of Trio.
+
+        Args:
+          take: calls the ``try_...`` methods below, or asks the stream for its state.
+          urgent: wait for a change of urgent data.
+
+        Raises:
+          Exception: whatever ``take`` raises, with the errors of the connection translated.
+          trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
+            `receive_some`.
+        """
+        busy, wait = (
+            (self._taking_urgent, self._parking.urgent)
+            if urgent
+            else (self._receiving, self._parking.reader)
+        )
+        await _check_cancelled()
+        parked = False
+        while True:
+            self._check_open()
+            taken = take()
+            if taken is not None:
+                break
+            with busy:
+                parked = await wait() or parked
+        await self._parking.end_call(parked)
+        return taken
+
+    def try_receive(self, most: int, *, peek: bool) -> bytes | None:
+        """Take at most ``most`` bytes; b"" at the end, None if nothing has arrived.
+
+        Args:
+          most: positive.
+          peek: the bytes stay in the stream.
+        """
+        if self._read_shut:
+            self._pump.drain_if_pending()
+        receiver = self._receiver
+        data = self._translating(receiver.peek if peek else receiver.receive, most)
+        return data if data or self._read_shut or receiver.at_eof else None
+
+    def try_discard(self, most: int, *, peek: bool) -> int | None:
+        """As `try_receive`, but return only the number of bytes."""
+        receiver = self._receiver
+        count = self._translating(receiver.measure if peek else receiver.discard, most)
+        return count if count or self._read_shut or receiver.at_eof else None
+
+    def try_receive_urgent(self, *, peek: bool) -> bytes | None:
+        """Take the urgent byte, as recv(2) with MSG_OOB does; None if it has not arrived yet.
+
+        Args:
+          peek: the byte can be taken again.
+
+        Raises:
+          OSError: EINVAL: there is no urgent byte, or it stays in the stream.
+        """
+        self._pump.drain_if_pending()
+        receiver = self._receiver
+        state = "none" if receiver.urgent_inline else receiver.urgent
+        if state == "none":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        byte = receiver.peek_urgent() if peek else self._translating(receiver.receive_urgent)
+        return None if byte is None else bytes((byte,))
+
+    def end_waits(self) -> None:
+        """Make the calls that wait raise ClosedResourceError; later calls work as before."""
+        self._parking.end_waits()
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True if the stack was left while the stream was open."""
+        return self._endpoint.abandoned
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the connection is over in both directions, as a socket in TCP's state CLOSE."""
+        core = self._core
+        return core.error is not None or bool(
+            core.write_closed and self._receiver.peer_done and not (core.unsent or core.eof_pending)
+        )
 
     def shut_down_reading(self) -> None:
-        """End the stream for its reader from now on; the peer is not notified."""
+        """End the stream for its reader after the data that has arrived; the peer is not
+        notified."""
         self._read_shut = True
         self._parking.wake_reader()
 
@@ -414,11 +515,19 @@ class RdmaStream(SmcStream):
         The stream object stays open: a reader finds the end of the stream, and a later `close` has
         nothing to do at the connection.
 
+        If data is unread, such a close would reset the connection, where TCP sends its FIN and
+        leaves the data readable.  Then only the sending direction ends now, and `close` does the
+        rest.
+
         Raises:
           trio.ClosedResourceError, trio.BrokenResourceError: as `shut_down_writing`.
         """
         self._check_can_shut_down()
-        self._end()
+        self._pump.drain()  # data that has just arrived is unread, too
+        if self._core.unread:
+            self._core.shutdown_write()
+        else:
+            self._end()
 
     # --- urgent data (RFC 7609, 4.7.5, 4.7.6) ------------------------------------------------
 
@@ -479,12 +588,8 @@ class RdmaStream(SmcStream):
                 await trio.lowlevel.checkpoint()
 
     def close(self) -> None:
-        """`aclose` without the wait: data already sent still arrives.  Idempotent."""
-        if not self._closed:
-            self._close_now()
-
-    def close_forcefully(self) -> None:
-        """`trio.aclose_forcefully` without the checkpoint."""
+        """`aclose` without the wait: data already sent still arrives, unless SO_LINGER is set with
+        0 s.  Idempotent."""
         if not self._closed:
             self._begin_ending()
 

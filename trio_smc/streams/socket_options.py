@@ -322,6 +322,10 @@ class StreamOptions:
         else:
             core.sender.merge_messages(self._delay_until_delivered, when_delivered=True)
 
+    def send_more(self, core: Connection, data: memoryview) -> int:
+        """Send with MSG_MORE; see `Sender.send_more`."""
+        return core.send_more(data, self._delay)
+
     def _delay(self, flush: _Flush) -> None:
         if self._merge_timer is not None:
             self._merge_timer.cancel()
@@ -510,8 +514,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     Option(
         level="SOL_SOCKET", name="SO_OOBINLINE", owner=Owner.DATA_PATH,
-        meaning="On: urgent bytes that arrive from now on stay in the stream, and "
-        "receive_urgent() raises EINVAL.",
+        meaning="On: urgent bytes that arrive from now on stay in the stream, where a read that "
+        "begins before such a byte also ends before it, and receive_urgent() raises EINVAL.",
         write=StreamOptions.set_urgent_inline, read=StreamOptions.urgent_inline,
     ),
     Option(
@@ -548,8 +552,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option(
         level="SOL_SOCKET", name="SO_LINGER", owner=Owner.CLOSING,
         meaning="How aclose() waits. Off: until this side's data and end have reached the peer's "
-        "memory. On with 0 s: it does not wait, and aborts the connection. On with n s: at most n "
-        "seconds; the rest is sent in the background.",
+        "memory. On with 0 s: it does not wait, and resets the connection, as every other way to "
+        "close does. On with n s: at most n seconds; the rest is sent in the background.",
     ),
     *_kept_rows(
         "SOL_SOCKET", "SO_RCVLOWAT SO_SNDLOWAT SO_RCVTIMEO SO_SNDTIMEO",

@@ -9,7 +9,8 @@ or asyncio opens TCP connections, which cannot be SMC-R.  Sending never waits.  
 be sent, it is counted as dropped, and the next message includes that count.
 
 Connections of asyncio are noticed by an audit hook, because the event loop of asyncio creates a
-Python socket for each connection.  uvloop creates no Python sockets, so two methods of its loop are
+Python socket for each connection.  So does the event loop of trio-asyncio, which runs inside a Trio
+run.  uvloop creates no Python sockets, so two methods of its loop are
 wrapped.  With ``--require-smc`` these connections fail.
 
 This file must also work in a Python that has no trio_smc, so it imports no module of trio_smc at
@@ -123,13 +124,15 @@ def _watch_asyncio() -> None:
     import asyncio
     import socket
 
-    running: Callable[[], object] = asyncio._get_running_loop
     families = socket.AF_INET, socket.AF_INET6
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         if event != "socket.__new__" or args[1] not in families:
             return
-        if args[2] & 0xF == socket.SOCK_STREAM and running() is not None and not _in_trio():
+        if args[2] & 0xF != socket.SOCK_STREAM or _in_trio():
+            return
+        # Looked up each time, because trio-asyncio replaces the function.
+        if asyncio._get_running_loop() is not None:
             _on_asyncio_connection()
 
     sys.addaudithook(audit)
@@ -150,9 +153,16 @@ def _watch_uvloop() -> None:
 
 
 def _in_trio() -> bool:
-    """True in a Trio run, even as a guest of asyncio.  Then the socket belongs to Trio."""
+    """True in a Trio run, even as a guest of asyncio.  Then the socket belongs to Trio.
+
+    False in a callback of trio-asyncio's event loop, although a Trio run executes it.
+    """
     trio = sys.modules.get("trio")
-    return trio is not None and bool(trio.lowlevel.in_trio_run())
+    if trio is None or not trio.lowlevel.in_trio_run():
+        return False
+    # Trio and trio-asyncio both set this name when they change from one library to the other.
+    library = getattr(sys.modules.get("sniffio"), "thread_local", None)
+    return getattr(library, "name", None) != "asyncio"
 
 
 def _on_asyncio_connection() -> None:

@@ -1,0 +1,401 @@
+"""Runs programs of `_programs` over TCP or over SMC-R, step by step, and returns what was observed.
+
+Both ends are processes that are kept from program to program.  A program that stops or ends one has
+fresh ones.  After each step the runner waits until both ends are quiet: no task of either can go
+on, twice in a row.  So the order of events is the same over both transports, and a program over TCP
+has only one outcome.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import ssl
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import trustme
+
+from tests.campaigns._program_end import Channel, EndSettings, live
+from tests.campaigns._programs import (
+    ENDS,
+    EXITS,
+    LARGE,
+    Operation,
+    Program,
+    Step,
+    sends,
+    text,
+)
+
+__all__ = ["Line", "Observation", "Runner"]
+
+_PATIENCE: Final = 10.0
+"""Seconds after which an end that does not answer hangs."""
+_QUIET_ROUNDS: Final = 3
+_MOST_ROUNDS: Final = 20_000
+_STOPPED: Final = 0.25
+"""Seconds that a stopped process stands still: longer than `_OFTEN_TESTED` needs to test a link."""
+_CONNECTING: Final = {"require_smc": False, "handshake_timeout": 0.2}
+_OFTEN_TESTED: Final = {
+    "test_link_interval": 0.05,
+    "test_link_timeout": 0.05,
+    "shutdown_timeout": 1.0,
+}
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Line(NamedTuple):
+    """A result: the operation, and the step after which it was there."""
+
+    end: int
+    step: int
+    position: int
+    result: str
+    at: int
+
+    def __str__(self) -> str:
+        return f"{ENDS[self.end]} {self.step}.{self.position}: {self.result} (after {self.at})"
+
+
+Observation = tuple[Line, ...]
+
+
+@dataclass
+class _Process:
+    pid: int
+    channel: Channel
+    stopped: bool = False
+    alive: bool = True
+    activity: int = -1
+
+
+class Hung(Exception):
+    """An end does not answer."""
+
+
+@dataclass
+class Runner:
+    """Both ends over one transport.
+
+    Attributes:
+      smc: use SMC-R.
+    """
+
+    smc: bool
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext]
+    _kept: dict[bool, list[_Process]] = field(default_factory=dict)
+
+    def run(self, program: Program) -> Observation:
+        """Run a program; return what both ends observed.
+
+        An end that hangs does so twice in a row, with fresh processes: a machine may stand still.
+        """
+        run = self._run(program)
+        return (self._run(program) if run.hung else run).observation
+
+    def _run(self, program: Program) -> _Run:
+        connecting = program.kind == "connecting"
+        config = _CONNECTING if connecting else {}
+        if program.needs_processes:
+            ends = self._fork(config | _OFTEN_TESTED)
+            try:
+                return _Run(program, ends, self.smc)
+            finally:
+                _end(ends)
+        if connecting not in self._kept:
+            self._kept[connecting] = self._fork(config)
+        run = _Run(program, self._kept[connecting], self.smc)
+        if run.hung:
+            _end(self._kept.pop(connecting))
+        return run
+
+    def close(self) -> None:
+        """End the processes that are kept."""
+        while self._kept:
+            _end(self._kept.popitem()[1])
+
+    def _fork(self, config: dict[str, Any]) -> list[_Process]:
+        made: list[_Process] = []
+        for number in range(2):
+            ours, theirs = socket.socketpair()
+            settings = EndSettings(
+                number=number, smc=self.smc, config=config, contexts=self.contexts
+            )
+            pid = os.fork()
+            if pid == 0:
+                _child(settings, theirs)
+            theirs.close()
+            ours.settimeout(_PATIENCE)
+            made.append(_Process(pid, Channel(ours)))
+        return made
+
+
+def _child(settings: EndSettings, sock: socket.socket) -> None:
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        keep = os.dup2(sock.fileno(), 3)
+        os.closerange(4, 1024)
+        log = os.environ.get("W8_LOG")
+        number = os.open(log or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(number, 2)
+        live(settings, socket.socket(fileno=keep))
+        code = 0
+    except SystemExit:
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _end(processes: list[_Process]) -> None:
+    for process in processes:
+        process.channel.sock.close()
+        if process.alive:
+            os.kill(process.pid, signal.SIGKILL)
+            os.waitpid(process.pid, 0)
+            process.alive = False
+
+
+class _Run:
+    """A program and its epilogue, which have run.
+
+    Attributes:
+      hung: an end did not answer; its process is not usable.
+      observation: what both ends observed.
+    """
+
+    def __init__(self, program: Program, ends: list[_Process], smc: bool) -> None:
+        self._program = program
+        self._ends = ends
+        self._smc = smc
+        self._lines: list[Line] = []
+        self._step = -1
+        self._incomplete = [True, True]  # a send of `LARGE` bytes of that end has not returned
+        self.hung = False
+        self.observation = self._observe()
+
+    def _observe(self) -> Observation:
+        try:
+            self._open()
+            for step in self._program.steps:
+                self._step += 1
+                self._perform(self._step, step)
+                self._settle()
+            for end in self._ends:
+                self._resume(end)
+            for both in EPILOGUE:
+                self._step += 1
+                for step in both:
+                    self._perform(self._step, step)
+                self._settle()
+            self._check_bytes()
+        except (Hung, TimeoutError) as error:
+            self.hung = True
+            self._lines.append(Line(0, self._step, 0, f"hung: {error}", self._step))
+        except (EOFError, OSError) as error:
+            self.hung = True
+            self._lines.append(Line(0, self._step, 0, f"an end is gone: {error!r}", self._step))
+        return self._normalised()
+
+    def _open(self) -> None:
+        server, client = (end.channel for end in self._ends)
+        kind = self._program.kind
+        server.send("listen", kind)
+        port = server.receive()
+        server.send("open", self._program.styles[0], kind, 0)
+        client.send("open", self._program.styles[1], kind, port)
+        modes = client.receive(), server.receive()
+        for end in self._ends:
+            end.activity = -1
+        expected = "smc-r" if self._smc else "tcp"
+        if kind == "connecting":
+            expected = "tcp"
+        assert modes == (expected, expected), modes
+
+    def _perform(self, number: int, step: Step) -> None:
+        end = self._ends[step.end]
+        name, argument = step.operations[0]
+        if name == "pause":
+            time.sleep(argument / 1000)
+        elif name == "continue":
+            self._resume(end)
+        elif not end.alive:
+            return
+        elif name == "signal":
+            os.kill(end.pid, argument)
+            self._resume(end)
+            self._reap(end)
+        elif end.stopped:
+            return
+        elif name == "stop":
+            os.kill(end.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, end.pid, os.WSTOPPED)
+            end.stopped = True
+        elif name == "exit":
+            end.channel.send("exit", EXITS[argument])
+            self._reap(end)
+        elif name == "cancel":
+            end.channel.send("cancel")
+        else:
+            end.channel.send("step", number, step.operations)
+
+    def _resume(self, end: _Process) -> None:
+        if end.stopped:
+            time.sleep(_STOPPED if self._smc else 0)
+            os.kill(end.pid, signal.SIGCONT)
+            end.stopped = False
+
+    def _reap(self, end: _Process) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while not os.waitpid(end.pid, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                raise Hung("the process does not end")
+            time.sleep(0.001)
+        end.alive = False
+
+    def _settle(self) -> None:
+        """Wait until nothing more happens at either end.
+
+        Both ends wait at the same time.  An end that has answered sleeps before it answers again,
+        and only before a sleep a stack posts what it has deferred; the other end finds that in the
+        round after the next.  So all is quiet if nothing happens in `_QUIET_ROUNDS` rounds.
+        """
+        active = [
+            (number, end) for number, end in enumerate(self._ends) if end.alive and not end.stopped
+        ]
+        quiet = 0
+        for _ in range(_MOST_ROUNDS):
+            if self._round(active, collect=quiet == _QUIET_ROUNDS - 1):
+                quiet = 0
+                continue
+            quiet += 1
+            if quiet == _QUIET_ROUNDS:
+                return
+        raise Hung("the ends are never quiet")
+
+    def _round(self, active: list[tuple[int, _Process]], *, collect: bool) -> bool:
+        changed = False
+        for _, end in active:
+            end.channel.send("settle", collect)
+        for number, end in active:
+            activity, results = end.channel.receive()
+            for step, position, result in results:
+                self._lines.append(Line(number, step, position, result, self._step))
+            if activity != end.activity or results:
+                end.activity = activity
+                changed = True
+        return changed
+
+    def _check_bytes(self) -> None:
+        arrived: list[bytes | None] = []
+        for end in self._ends:
+            if not end.alive:
+                arrived.append(None)
+                continue
+            end.channel.send("finish")
+            arrived.append(end.channel.receive())
+        for number in range(2):
+            done = {
+                (line.step, line.position)
+                for line in self._lines
+                if line.end == number and line.result == "sent"
+            }
+            mine = list(sends(self._program, number))
+            self._incomplete[number] = any(
+                size == LARGE and (step, position) not in done for step, position, size in mine
+            )
+            other = arrived[1 - number]
+            if other is None:
+                continue
+            texts = [
+                (text(step, position, size), (step, position) in done)
+                for step, position, size in mine
+            ]
+            for phase, both in enumerate(EPILOGUE, len(self._program.steps)):
+                texts += [
+                    (text(phase, position, size), False)
+                    for step in both
+                    if step.end == number
+                    for position, (name, size) in enumerate(step.operations)
+                    if name == "send"
+                ]
+            if self._program.kind != "connecting" and not _fits(other, texts):
+                self._lines.append(Line(1 - number, self._step, 9, "wrong bytes", self._step))
+
+    def _normalised(self) -> Observation:
+        lines = sorted(self._lines, key=lambda line: line[:3])
+        if self._program.kind != "full":
+            return tuple(lines)
+        return tuple(
+            line._replace(
+                at=0,
+                result=line.result.split()[0]
+                if self._incomplete[1 - line.end] and line.result.startswith(("read ", "peeked "))
+                else line.result,
+            )
+            for line in lines
+        )
+
+
+def _common(data: bytes, piece: bytes) -> int:
+    """Bytes at the beginning of both."""
+    if data.startswith(piece):
+        return len(piece)
+    pairs = zip(data, piece, strict=False)
+    differing = (position for position, (ours, theirs) in enumerate(pairs) if ours != theirs)
+    return next(differing, min(len(data), len(piece)))
+
+
+def _fits(data: bytes, texts: list[tuple[bytes, bool]]) -> bool:
+    """True if the data is a beginning of these texts in a row, of which some may be cut off."""
+    if not data or not texts:
+        return not data
+    piece, complete = texts[0]
+    common = _common(data, piece)
+    if common == len(piece):
+        return _fits(data[common:], texts[1:])
+    if common == len(data):
+        return True
+    if complete:
+        return False
+    return any(_fits(data[cut:], texts[1:]) for cut in (common, common - 1, 0) if cut >= 0)
+
+
+def _phase(server: tuple[Operation, ...], client: tuple[Operation, ...]) -> tuple[Step, ...]:
+    return tuple(Step(end, each) for end, each in enumerate((server, client)) if each)
+
+
+_CANCEL: Final = (("cancel", 0),)
+_READ: Final = (("read_all", 0),)
+EPILOGUE: Final = (
+    _phase(_CANCEL, _CANCEL),
+    _phase(_READ, ()),
+    _phase(_CANCEL, _READ),
+    _phase((), _CANCEL),
+    _phase((("close", 0),), ()),
+    _phase((), (("send", 1),)),
+    _phase((), (("send", 1), ("read_all", 0))),
+    _phase(_CANCEL, _CANCEL),
+    _phase((), (("close", 0),)),
+    _phase((), _CANCEL),
+)
+"""Steps that follow every program: which bytes and which end are left, and how a send fails after
+the peer has closed."""
+
+
+def make_contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """TLS contexts of the server and the client."""
+    authority = trustme.CA()
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(server)
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+    return server, client

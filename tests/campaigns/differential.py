@@ -1,0 +1,307 @@
+"""Two-ended programs, each over TCP and over SMC-R: both ends observe the same.
+
+    python -m tests.campaigns.differential [--programs N] [--seed S] [--batch B]
+    python -m tests.campaigns.differential --program '[["tls","tls"], "usual", [[0, [["recv",1]]]]]'
+
+Each program has one connection.  Its steps are tasks of the server's or the client's process that
+send, receive, peek, shut down, close, linger and ask questions, by `trio.socket`, SocketStream or
+SSLStream; cancellation; and signals, stops and ends of the processes (in every tenth batch).
+Compared are the bytes, ends and kinds of exceptions that each operation observed, and the step
+after which it returned.  hypothesis draws the programs and shrinks a difference; the output has the
+shrunk program, both observations and the command that runs it alone.  A difference that
+`_listed_differences` explains is only counted.
+
+50,000 cases are 2,000 programs; ``--programs`` takes their number itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+from hypothesis.errors import Flaky
+
+from tests.campaigns._listed_differences import LISTED
+from tests.campaigns._options import parse
+from tests.campaigns._program_runner import Line, Observation, Runner, make_contexts
+from tests.campaigns._programs import Program, programs
+
+CASES_PER_PROGRAM: Final = 25
+BATCH: Final = 100
+"""Programs that hypothesis draws with one seed."""
+_SLOW_EVERY: Final = 10
+_CONNECTING: Final = 4
+_PROCESSES: Final = 9
+"""Of so many batches, the ones with programs that connect themselves, and that stop and end
+processes."""
+_SLOW_SHARE: Final = 5
+"""Those batches have so many times fewer programs: each of them may take a fifth of a second."""
+_MORE_TCP: Final = 3
+_MORE_SMC: Final = 5
+_CONFIRMATIONS: Final = 10
+Transport = Literal["TCP", "SMC-R"]
+Kind = tuple[str, str, str, str]
+"""Style, operation, result over TCP, result over SMC-R."""
+
+
+@dataclass
+class Difference(Exception):
+    """A program whose ends observed over SMC-R what they do not observe over TCP."""
+
+    program: Program
+    tcp: Observation
+    smc: Observation
+    times: str = ""
+
+    def __post_init__(self) -> None:
+        self.kind = kind_of(self.program, self.tcp, self.smc)
+
+    def __str__(self) -> str:
+        ours, theirs = set(self.smc), set(self.tcp)
+        lines = [str(self.program)]
+        for line in sorted(ours | theirs, key=lambda each: (each.at, each)):
+            mark = "both " if line in ours & theirs else "TCP  " if line in theirs else "SMC-R"
+            lines.append(f"    {mark} {line}")
+        data = json.dumps(self.program.as_data())
+        lines.append(f"  {self.times} --program '{data}'")
+        return "\n".join(lines)
+
+
+def kind_of(program: Program, tcp: Observation, smc: Observation) -> Kind:
+    """The kind of a difference: where the observations differ first, and how."""
+
+    def first(lines: set[Line]) -> Line | None:
+        return min(lines, key=lambda each: (each.at, each), default=None)
+
+    missing, added = first(set(tcp) - set(smc)), first(set(smc) - set(tcp))
+    line = min((each for each in (missing, added) if each), key=lambda each: (each.at, each))
+    same = [
+        next((each for each in lines if each[:3] == line[:3] and each not in other), None)
+        for lines, other in ((tcp, smc), (smc, tcp))
+    ]
+    operation = "epilogue"
+    if line.step < len(program.steps):
+        operation = program.steps[line.step].operations[min(line.position, 2)][0]
+    tcp_result, smc_result = ("nothing" if each is None else each.result for each in same)
+    return program.styles[line.end], operation, _word(tcp_result), _word(smc_result)
+
+
+def _word(result: str) -> str:
+    return result.split(maxsplit=1)[0] if result.startswith(("read ", "peeked ")) else result
+
+
+@dataclass
+class Result:
+    """The findings of a campaign.
+
+    Attributes:
+      programs: that were drawn; more were run.
+      differences: the first one of each kind, shrunk.
+      again: how many more there were of each kind.
+      once: seen in one run of a program and in none of the next `_MORE_SMC`; printed, and no
+        failure, because processes that wait for a processor may miss a timer.
+      listed: how many each entry of `LISTED` explained.
+      wrong_list: entries that are no longer so.
+    """
+
+    programs: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    once: list[Difference] = field(default_factory=list)
+    again: Counter[Kind] = field(default_factory=Counter)
+    listed: Counter[str] = field(default_factory=Counter)
+    wrong_list: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """True if TCP and SMC-R differ in what is listed, and in nothing else."""
+        return not self.differences and not self.wrong_list
+
+
+class Comparison:
+    """Runs programs over both transports.
+
+    Args:
+      transports: of the observations that are compared: by default of TCP and SMC-R.
+
+    Attributes:
+      tcp, smc: run a program over one of them.
+    """
+
+    def __init__(self, transports: tuple[Transport, Transport] = ("TCP", "SMC-R")) -> None:
+        contexts = make_contexts()
+        self.tcp, self.smc = (Runner(name == "SMC-R", contexts) for name in transports)
+        self.result = Result()
+        self._known: set[Kind] = set()
+
+    def close(self) -> None:
+        """End the processes."""
+        self.tcp.close()
+        self.smc.close()
+
+    def check(self, program: Program) -> None:
+        """Raise Difference for an observation over SMC-R that TCP does not show."""
+        tcp, smc = self.tcp.run(program), self.smc.run(program)
+        if smc == tcp or smc in {self.tcp.run(program) for _ in range(_MORE_TCP)}:
+            return
+        if all(self.smc.run(program) == tcp for _ in range(_MORE_SMC)):
+            self.result.once.append(Difference(program, tcp, smc, "once:"))
+            return
+        difference = Difference(program, tcp, smc)
+        if difference.kind in self._known:
+            self.result.again[difference.kind] += 1
+            return
+        for each in LISTED:
+            if each.explains(program, tcp, smc):
+                self.result.listed[each.name] += 1
+                return
+        raise difference
+
+    def check_listed(self) -> list[str]:
+        """The listed differences whose example shows no difference, or another one."""
+        wrong = []
+        for each in LISTED:
+            program = Program.from_data(each.example)
+            tcp, smc = self.tcp.run(program), self.smc.run(program)
+            if smc == tcp:
+                wrong.append(f"no longer so: {each.name}; remove it here and in docs/programs.md")
+            elif not each.explains(program, tcp, smc):
+                difference = Difference(program, tcp, smc)
+                wrong.append(f"does not explain its example: {each.name}\n{difference}")
+        return wrong
+
+    def note(self, difference: Difference) -> None:
+        """Confirm a difference and keep it; its kind is only counted from now on."""
+        program = difference.program
+        tcp = Counter(self.tcp.run(program) for _ in range(_CONFIRMATIONS))
+        smc = Counter(self.smc.run(program) for _ in range(_CONFIRMATIONS))
+        different = sum(count for seen, count in smc.items() if seen not in tcp)
+        difference.times = f"{different} of {_CONFIRMATIONS} times:"
+        self._known.add(difference.kind)
+        self.result.differences.append(difference)
+
+    def batch(self, number: int, seed: int, size: int, *, most: int | None = None) -> None:
+        """Draw and compare ``size`` programs, and shrink what differs.
+
+        Args:
+          number: of the batch: it chooses the programs, and their kind.
+          most: stop after so many differences.
+        """
+        if number % _SLOW_EVERY in (_CONNECTING, _PROCESSES):
+            size = -(-size // _SLOW_SHARE)
+        left, attempt = size, 0
+        while left > 0 and len(self.result.differences) != most:
+            left -= self._draw(left, f"{seed}/{number}/{attempt}", number)
+            attempt += 1
+
+    def _draw(self, size: int, seed: str, number: int) -> int:
+        """Compare programs up to the first that differs; return how many."""
+        kind = number % _SLOW_EVERY
+        last: list[Difference] = []
+        drawn = 0
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=size,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            verbosity=hypothesis.Verbosity.quiet,
+        )
+        @hypothesis.given(programs(processes=kind == _PROCESSES, connecting=kind == _CONNECTING))
+        def compare(program: Program) -> None:
+            nonlocal drawn
+            drawn += not last
+            try:
+                self.check(program)
+            except Difference as difference:
+                last[:] = [difference]
+                raise
+
+        try:
+            compare()
+        except Difference as difference:
+            self.note(difference)
+        except Flaky:
+            self.note(last[0])
+        self.result.programs += drawn
+        return max(1, drawn)
+
+
+def run(cases: int, seed: int, *, only: int | None = None, programs: int | None = None) -> Result:
+    """Run programs, and print differences as they are found.
+
+    Args:
+      only: run this batch alone.
+      programs: their number, instead of one for `CASES_PER_PROGRAM` cases.
+    """
+    count = programs or max(1, cases // CASES_PER_PROGRAM)
+    with tempfile.TemporaryDirectory(prefix="smc-") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory
+        comparison = Comparison()
+        result = comparison.result
+        try:
+            result.wrong_list += comparison.check_listed()
+            print("".join(f"{each}\n" for each in result.wrong_list), end="", flush=True)
+            for number in range(-(-count // BATCH)) if only is None else [only]:
+                found = len(result.differences)
+                comparison.batch(number, seed, min(count, BATCH))
+                for each in result.differences[found:]:
+                    print(f"batch {number}: {each}", flush=True)
+        finally:
+            comparison.close()
+    return result
+
+
+def main() -> int:
+    """Return the exit code."""
+
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--programs", type=int, help="default: a 25th of the cases")
+        parser.add_argument("--program", type=json.loads, help="run this one alone")
+
+    options = parse(__doc__, replay="batch", add_options=add_options)
+    if options.program is not None:
+        return _run_one(Program.from_data(options.program))
+    start = time.perf_counter()
+    result = run(options.cases, options.seed, only=options.batch, programs=options.programs)
+    for each in result.once:
+        print(f"seen once: {each}")
+    for kind, times in result.again.most_common():
+        print(f"{times} times more: {', '.join(kind)}")
+    print(
+        f"differential: {result.programs} programs, {len(result.differences)} differences, "
+        f"{len(result.once)} seen once, listed {dict(result.listed)}, seed {options.seed}, "
+        f"{time.perf_counter() - start:.1f} s"
+    )
+    return 0 if result.passed else 1
+
+
+def _run_one(program: Program) -> int:
+    with tempfile.TemporaryDirectory(prefix="smc-") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory
+        comparison = Comparison()
+        try:
+            comparison.check(program)
+        except Difference as difference:
+            comparison.note(difference)
+            print(difference)
+            return 1
+        finally:
+            comparison.close()
+    print(f"{program}\nthe same over TCP and SMC-R")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
