@@ -74,7 +74,7 @@ def command(transport: str, how: str, sends: int, size: int, port: int) -> list[
 
 
 async def observe(transport: str, how: str, sends: int, size: int) -> tuple[list[Any], int]:
-    """What a server observes of such a client, and the client's exit status."""
+    """The outcome of a server with such a client, and the client's exit status."""
     server = Server()
     async with serving(server) as port:
         with trio.fail_after(2 * PATIENCE):
@@ -88,7 +88,7 @@ async def observe(transport: str, how: str, sends: int, size: int) -> tuple[list
 
 @pytest.mark.parametrize("how", HOWS)
 async def test_all_data_and_the_end_arrive_as_over_tcp(how: str) -> None:
-    """Whether or not the process could see its end, and with the same exit status."""
+    """They arrive even if the process does not notice its own end; the exit status is the same."""
     reference, code = await observe("tcp", how, 20, 1000)
     assert reference[0] == b"".join(sent(number, 1000) for number in range(20))
     assert reference[1:] == ["end", "sent", BrokenPipeError, BrokenPipeError]

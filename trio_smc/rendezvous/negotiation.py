@@ -454,7 +454,7 @@ class Negotiation(ABC):
         if group.state not in USABLE:
             return None  # the group ended while an RMB was created
         named = self._peers_link or self._link
-        return named if named is not None and named.usable else group.least_loaded_link()
+        return named if named is not None and named.usable else group.links.least_loaded()
 
     def _form_group(
         self, *, client: bool, peer_id: bytes, rnic: Rnic,
@@ -524,7 +524,7 @@ class Negotiation(ABC):
         v2 = None
         if self._host.offer is not None:
             gids = [rnic.gid, *(each.gid for each in end.group.usable_rnics() if each is not rnic)]
-            v2 = self._terms.contact(
+            v2 = self._terms.v2_part(
                 gids[:_GIDS] if end.group.client and self.first_contact else (),
                 first=self.first_contact, host=self._host.offer.host,
             )  # fmt: skip
