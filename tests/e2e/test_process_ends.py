@@ -145,7 +145,10 @@ async def test_data_that_waits_in_a_send_queue_leaves_no_gap(transport: str) -> 
         await client.wait()
         await client.stdout.aclose()
         await server.stdin.send_all(b"\n")
-        received, ending = (await server.stdout.receive_some()).split()
+        outcome = b""
+        while piece := await server.stdout.receive_some():
+            outcome += piece
+        received, ending = outcome.split()
         await server.wait()
         for pipe in (server.stdin, server.stdout):
             await pipe.aclose()
