@@ -351,8 +351,8 @@ class Link:
         "_qp_failed", "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending",
         "_post_send", "_post_write", "_idle_checks", "_received", "_replenish", "_since_signal",
         "_tcp_ends", "_test_data", "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post",
-        "needs_test", "empty_since", "failing", "group", "has_received", "machine", "number", "pd", "peer",
-        "peer_user_id", "psn", "qp", "reason", "rnic", "user_id", "users",
+        "empty_since", "failing", "group", "has_received", "machine", "needs_test", "number", "pd",
+        "peer", "peer_user_id", "psn", "qp", "reason", "rnic", "user_id", "users",
     )  # fmt: skip
 
     def __init__(self, group: LinkOwner, number: int, rnic: Rnic) -> None:
