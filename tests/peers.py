@@ -42,6 +42,7 @@ def open_pair(
     copy_limit: int = ...,
     connect: bool = ...,
     merge: bool = ...,
+    progress: bool = ...,
 ) -> AbstractContextManager[Pair]: ...
 
 

@@ -277,10 +277,11 @@ class Pair:
         copy_limit: int = 64 * 1024,
         connect: bool = True,
         merge: bool = False,
+        progress: bool = False,
     ) -> None:
         self.size = size
         self.eye_catcher = eye_catcher
-        self.memories = [Memory(-(-n // PAGE) * PAGE) for n in size]
+        self.memories = [Memory(-(-n // PAGE) * PAGE, progress=progress) for n in size]
         rmbs = [
             Rmb(memory, n, 1, eye_catcher=eye)
             for memory, n, eye in zip(self.memories, size, eye_catcher, strict=True)

@@ -250,6 +250,7 @@ ROWS = [
     Row("open D", "abort", PEERABORT, "A", "RST", ABORTED, True),
     Row("open D send close", "close_timeout", PEERABORT, "A", "RST", ABORTED, True),
     Row("open D", "links_lost", "CLOSED", "", "RST", PIPE),
+    Row("open C", "links_lost", "CLOSED", "", "RST", 0),
     Row("open D", "rmbe_conflict", "CLOSED", "", "RST", PIPE),
     # --- APPCLOSEWAIT2
     Row("open data+C shut", "close", PROCESS, "A", "RST", timer=True),
@@ -261,6 +262,7 @@ ROWS = [
     Row("open C shut", "abort", PROCESS, "A", "RST", ABORTED, True),
     Row("open D shut", "abort", PEERABORT, "A", "RST", ABORTED, True),
     Row("open D shut", "links_lost", "CLOSED", "", "RST", 0),
+    Row("open C shut", "links_lost", "CLOSED", "", "RST", 0),
     Row("open D shut", "rmbe_conflict", "CLOSED", "", "RST", 0),
     # --- PEERFINCLOSEWAIT
     Row("open D close", "peer_closed", "CLOSED", "", "FIN"),
@@ -506,6 +508,7 @@ def test_data_that_arrived_before_the_links_were_lost_is_still_read(read_before:
         assert bytes(buffer[:6]) == b" words"
         assert lone.it.receiver.at_eof
         assert lone.it.receiver.receive(1) == b""
+        assert lone.it.send(memoryview(b"x")) == 1  # as over TCP, for which the peer has closed
         with pytest.raises(BrokenPipeError):
             lone.it.send(memoryview(b"x"))
 

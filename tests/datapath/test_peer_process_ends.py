@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 
 import pytest
@@ -16,10 +17,8 @@ SIZE = 4096
 def claim(connection: Connection, count: int) -> None:
     """Store a progress word, as the peer does."""
     memory = connection.rmbe.rmb.memory
-    memory.has_progress = True
-    words = memoryview(bytearray(PROGRESS_SIZE))
-    memory._progress = words
-    struct.pack_into("=Q", words, (connection.rmbe.index - 1) * 8, count)
+    place = memory.mapped - PROGRESS_SIZE + (connection.rmbe.index - 1) * 8
+    os.pwrite(memory.fd, struct.pack("=Q", count), place)
 
 
 @pytest.fixture(params=[0, 3])
@@ -29,7 +28,7 @@ def announced(request: pytest.FixtureRequest) -> int:
 
 
 def test_data_that_was_not_announced_is_received(announced: int) -> None:
-    with open_pair("core", (SIZE, SIZE)) as pair:
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
         if announced:
             pair.a.send(memoryview(b"abc"))
             pair.settle()
@@ -44,7 +43,7 @@ def test_data_that_was_not_announced_is_received(announced: int) -> None:
 
 @pytest.mark.parametrize("beyond", [1, 1 << 40, (1 << 64) - 1])
 def test_more_than_the_window_is_an_error(beyond: int) -> None:
-    with open_pair("core", (SIZE, SIZE)) as pair:
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
         claim(pair.b, min(pair.b.receiver.usable + beyond, (1 << 64) - 1))
         pair.hosts[1].end = "fin"
         pair.b.links_lost(all_received=True)
@@ -54,7 +53,7 @@ def test_more_than_the_window_is_an_error(beyond: int) -> None:
 
 @pytest.mark.parametrize(("end", "all_received"), [("reset", True), ("none", True), ("fin", False)])
 def test_without_fin_or_with_a_loss_it_is_an_error(end: str, all_received: bool) -> None:
-    with open_pair("core", (SIZE, SIZE)) as pair:
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
         pair.a.send(memoryview(b"abc"))
         pair.settle()
         pair.hosts[1].end = end  # type: ignore[assignment]
@@ -65,7 +64,7 @@ def test_without_fin_or_with_a_loss_it_is_an_error(end: str, all_received: bool)
 
 
 def test_a_full_ring_shows_that_the_peer_had_not_read_all() -> None:
-    with open_pair("core", (SIZE, SIZE)) as pair:
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
         pair.b.send(memoryview(bytes(2 * SIZE)))
         pair.hosts[1].end = "fin"
         pair.b.links_lost(all_received=True)

@@ -1,4 +1,4 @@
-"""What an application observes of the end of a connection is what TCP would show it.
+"""An application observes the same end of a connection over SMC-R as over TCP.
 
 Each program of the tables has two ends, in two processes. It runs over TCP and over SMC-R, and the
 outcomes of all operations must be equal: bytes, ends, exceptions and their causes.

@@ -74,7 +74,7 @@ def command(transport: str, how: str, sends: int, size: int, port: int) -> list[
 
 
 async def observe(transport: str, how: str, sends: int, size: int) -> tuple[list[Any], int]:
-    """What a server observes of such a client, and the client's exit status."""
+    """The outcome of a server with such a client, and the client's exit status."""
     server = Server()
     async with serving(server) as port:
         with trio.fail_after(2 * PATIENCE):
@@ -88,7 +88,7 @@ async def observe(transport: str, how: str, sends: int, size: int) -> tuple[list
 
 @pytest.mark.parametrize("how", HOWS)
 async def test_all_data_and_the_end_arrive_as_over_tcp(how: str) -> None:
-    """Whether or not the process could see its end, and with the same exit status."""
+    """They arrive even if the process does not notice its own end; the exit status is the same."""
     reference, code = await observe("tcp", how, 20, 1000)
     assert reference[0] == b"".join(sent(number, 1000) for number in range(20))
     assert reference[1:] == ["end", "sent", BrokenPipeError, BrokenPipeError]
@@ -134,23 +134,33 @@ async def test_data_that_waits_in_a_send_queue_leaves_no_gap(transport: str) -> 
     assert server.stdin is not None
     assert server.stdout is not None
     with trio.fail_after(3 * PATIENCE):
-        port = int(await server.stdout.receive_some())
+        port = int(await read_line(server.stdout))
         client = await trio.lowlevel.open_process(
             command(transport, "block", 1400, 10, port), stdout=subprocess.PIPE
         )
         assert client.stdout is not None
-        await server.stdout.receive_some()  # it is connected and stands still
+        await read_line(server.stdout)  # it is connected and stands still
         await client.stdout.receive_some()
         client.kill()
         await client.wait()
         await client.stdout.aclose()
         await server.stdin.send_all(b"\n")
-        received, ending = (await server.stdout.receive_some()).split()
+        received, ending = (await read_line(server.stdout)).split()
         await server.wait()
         for pipe in (server.stdin, server.stdout):
             await pipe.aclose()
     await clear_directory()
     assert (int(received), ending) == (14_000, b"end") or ending == b"ConnectionResetError"
+
+
+async def read_line(pipe: trio.abc.ReceiveStream) -> bytes:
+    """One line, which may come in pieces."""
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = await pipe.receive_some(1)
+        assert piece
+        line += piece
+    return line
 
 
 STANDING = """

@@ -1,4 +1,4 @@
-"""Where the system may refuse a page when it is first touched: pages are allocated before."""
+"""If the system may refuse a page at its first use, pages are allocated in advance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if vm.overcommit_memory were 2."""
-    monkeypatch.setattr(memory_module, "commit_is_limited", lambda: True)
+    monkeypatch.setattr(memory_module, "may_refuse_pages", lambda: True)
 
 
 def allocated(memory: Memory) -> int:
@@ -61,18 +61,18 @@ def test_pages_are_allocated_and_given_back(limited: None) -> None:
         assert allocated(memory) == 0
         assert memory.commit(MIB, MIB)
         assert allocated(memory) == MIB
-        assert memory.commit(MIB, MIB), "again is as good as once"
+        assert memory.commit(MIB, MIB), "a second commit changes nothing"
         assert allocated(memory) == MIB
         place = MIB
         while place < 2 * MIB:
             place = memory.wipe(place, 2 * MIB, 256 << 10)
-        assert allocated(memory) == 0, "also those that were never written"
+        assert allocated(memory) == 0, "pages that were never written are freed, too"
     finally:
         memory.close()
 
 
-def test_nothing_is_allocated_where_no_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "commit_is_limited", lambda: False)
+def test_nothing_is_allocated_if_no_page_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "may_refuse_pages", lambda: False)
     memory = Memory(MIB)
     try:
         assert not memory.commit(0, MIB)
@@ -124,17 +124,34 @@ def test_no_mapping_counts_against_the_commit_limit() -> None:
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python maps it without a descriptor")
 def test_the_placeholder_is_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    lengths: list[int] = []
 
-    class Noted(mmap.mmap):
+    class RecordingMap(mmap.mmap):
         def __new__(cls, fd: int, length: int, *rest: int) -> Self:
-            asked.append(length)
+            lengths.append(length)
             return super().__new__(cls, fd, length, *rest)
 
-    monkeypatch.setattr(mmap, "mmap", Noted)
+    monkeypatch.setattr(mmap, "mmap", RecordingMap)
     memory = Memory(64 * MIB)
     try:
         memory.view[64 * MIB - 1] = 1
-        assert asked == [mmap.PAGESIZE]
+        assert lengths == [mmap.PAGESIZE]
     finally:
         memory.close()
+
+
+def test_the_mode_is_read_again_only_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "overcommit_memory"
+    place.write_text("2\n")
+    now = 1000.0
+    monkeypatch.setattr(overcommit, "_MODE", str(place))
+    for name, value in (("_known_until", 0.0), ("_known", False)):
+        monkeypatch.setattr(overcommit, name, value)  # and put the old values back at the end
+    monkeypatch.setattr("trio_smc.host.overcommit.time.monotonic", lambda: now)
+    assert overcommit.may_refuse_pages()
+    place.write_text("0\n")
+    assert overcommit.may_refuse_pages(), "known from just before"
+    now += 0.2
+    assert not overcommit.may_refuse_pages()

@@ -295,7 +295,7 @@ async def resize_a_buffer_during_a_call(ends: Ends) -> None:
 
 
 @case
-async def ask_for_more_than_a_buffer_holds_during_a_call(ends: Ends) -> None:
+async def request_more_than_a_buffer_holds_during_a_call(ends: Ends) -> None:
     buffer = bytearray(8)
 
     async def change_and_send() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 
-from tests.datapath.datapath_pair import Pair
+from tests.datapath.datapath_pair import FakeHost, Pair
 from trio_smc.stack.connection_host import Endpoint
 
 
@@ -51,7 +51,9 @@ async def test_tcps_reset_does_not_overtake_data_of_a_roce_port(kind: str) -> No
     try:
         endpoint = Endpoint(stack, group, pair.a.rmbe)
         endpoint.adopt(client)
-        pair.a._host = endpoint
+        for name in vars(FakeHost):
+            if not name.startswith("_") and hasattr(endpoint, name):
+                setattr(pair.hosts[0], name, getattr(endpoint, name))
         assert pair.b.send(memoryview(b"data")) == 4
         pair.settle()
         assert pair.a.send(memoryview(b"last")) == 4

@@ -78,7 +78,10 @@ asyncio.run(host())
 
 
 TRIO_ASYNCIO = f"""{TRIO}
-import asyncio, socket, trio_asyncio
+import asyncio, signal, socket, trio_asyncio
+
+# The program ends by the error of its connection, and its stack removes its files.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 async def serve_asyncio():
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
@@ -308,10 +311,12 @@ def test_a_service_gets_its_listening_socket_as_a_descriptor(tmp_path: Path, way
     (tmp_path / "service.py").write_text(f"""
 import sys, trio, trio.testing
 
-async def echo(stream):
-    await stream.send_all(await stream.receive_some())
-
 async def main(number):
+    async def echo(stream):
+        await stream.send_all(await stream.receive_some())
+        await stream.receive_some()
+        nursery.cancel_scope.cancel()
+
     listener = trio.SocketListener(trio.socket.{way})
     async with trio.open_nursery() as nursery:
         await nursery.start(trio.serve_listeners, echo, [listener])
@@ -344,8 +349,8 @@ trio.run(main, int(sys.argv[1]))
                 [*RUN, "--require-smc", "--", sys.executable, "program.py", str(port)],
                 cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
             )  # fmt: skip
-            service.terminate()
-    assert (done.returncode, done.stderr) == (0, "")
+            assert (done.returncode, done.stderr) == (0, "")
+            assert service.wait(PATIENCE) == 0
 
 
 def test_trio_as_a_guest_of_asyncio_is_trio(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from collections.abc import Callable
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.resources import is_lack
-from trio_smc.host.overcommit import commit_is_limited
+from trio_smc.host.overcommit import may_refuse_pages
 
 __all__ = [
     "PROGRESS_SIZE",
@@ -160,7 +160,7 @@ class Memory:
           OSError: the commit limit (ENOSPC) or another limit does not allow it; then no page stays
             allocated.
         """
-        if self.pinned or not commit_is_limited():
+        if self.pinned or not may_refuse_pages():
             return False
         self._committed = True
         os.posix_fallocate(self.fd, start, length)
@@ -185,7 +185,7 @@ class Memory:
         if self.has_progress:
             if not self._progress_committed:
                 self._progress_committed = True
-                if not self.pinned and commit_is_limited():
+                if not self.pinned and may_refuse_pages():
                     start = self.mapped - PROGRESS_SIZE
                     os.posix_fallocate(self.fd, start, PROGRESS_SIZE)
             _WORD.pack_into(self._progress, number * 8, 0)

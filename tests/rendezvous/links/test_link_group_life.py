@@ -341,10 +341,10 @@ def test_the_end_of_many_connections_takes_many_turns(
         turns = [Counter[str]()]
 
         def slow(owner: type, name: str, of_server: Container[object]) -> None:
-            whole: Callable[[object], None] = getattr(owner, name)
+            whole: Callable[..., None] = getattr(owner, name)
 
-            def work(self: object) -> None:
-                whole(self)
+            def work(self: object, **options: object) -> None:
+                whole(self, **options)
                 if self in of_server:
                     turns[-1][name] += 1
                     world.clock.now += 0.0004

@@ -351,7 +351,7 @@ class Link:
         "_qp_failed", "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending",
         "_post_send", "_post_write", "_idle_checks", "_received", "_replenish", "_since_signal",
         "_tcp_ends", "_test_data", "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post",
-        "empty_since", "failing", "group", "has_received", "machine", "needs_test", "number", "pd",
+        "needs_test", "empty_since", "failing", "group", "has_received", "machine", "number", "pd",
         "peer", "peer_user_id", "psn", "qp", "reason", "rnic", "user_id", "users",
     )  # fmt: skip
 
