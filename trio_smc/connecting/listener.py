@@ -79,9 +79,10 @@ _ACCEPT_BATCH: Final = 16
 MOST_WAITING: Final = 128
 """Streams of one listener that wait for `accept`, if `Config.handshake_limit` is not larger.
 Chosen; no measurement is recorded."""
-_LEAVE_TO_OTHERS: Final = 0.02
+_LEAVE_TO_OTHERS: Final = 0.01
 """Seconds that a connection waits for another process to accept it, if no task of this program
-waits for a connection.  Chosen."""
+waits for a connection.  Chosen: less than the time of a client's first check for a listener, whose
+name a cleaner may have removed (`rendezvous.discovery.announcing`)."""
 _LEAST_BACKLOG: Final = 4096
 """Connections that may wait in the kernel at least; net.core.somaxconn, whose default is the same,
 may limit it further.  Chosen."""
