@@ -67,9 +67,6 @@ VARIANTS: Final = {
         _NO_BUSY_SOLO,
     ],
     "no solo mode while busy": [_NO_BUSY_SOLO],
-    "a pause is one wait": [
-        Edit("rnic/solo.py", "_WAITS_PER_PAUSE: Final = 4", "_WAITS_PER_PAUSE: Final = 1"),
-    ],
     "no shared drain": [
         Edit("streams/parking.py", "if pump.woken and waiter is _READER:", "if False:"),
         Edit("streams/parking.py", "if not pump.woken:\n", "if True:\n"),

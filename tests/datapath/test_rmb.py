@@ -370,7 +370,7 @@ def test_pinned_memory_keeps_its_pages(memories: list[Memory]) -> None:
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if vm.overcommit_memory were 2."""
-    monkeypatch.setattr(memory_module, "commit_is_limited", lambda: True)
+    monkeypatch.setattr(memory_module, "may_refuse_pages", lambda: True)
 
 
 @pytest.mark.parametrize("eye_catcher", [False, True])

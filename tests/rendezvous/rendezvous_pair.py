@@ -217,7 +217,7 @@ class Side:
 
     def __init__(self, world: World, config: Config, *, rnics: int = 1, **rnic: Any) -> None:
         self.stack = stack = Runtime(config, world.clock)
-        stack.timers.work_clock = world.work_clock
+        stack.timers.work_clock = stack.timers.turn_clock = world.work_clock
         self._fabric = world.fabric
         self.directory = config.private_directory()
         self._options = rnic

@@ -22,7 +22,7 @@ MIB = 1 << 20
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if vm.overcommit_memory were 2."""
-    monkeypatch.setattr(memory_module, "commit_is_limited", lambda: True)
+    monkeypatch.setattr(memory_module, "may_refuse_pages", lambda: True)
 
 
 def allocated(memory: Memory) -> int:
@@ -72,7 +72,7 @@ def test_pages_are_allocated_and_given_back(limited: None) -> None:
 
 
 def test_nothing_is_allocated_where_no_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "commit_is_limited", lambda: False)
+    monkeypatch.setattr(memory_module, "may_refuse_pages", lambda: False)
     memory = Memory(MIB)
     try:
         assert not memory.commit(0, MIB)
@@ -138,3 +138,20 @@ def test_the_placeholder_is_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked == [mmap.PAGESIZE]
     finally:
         memory.close()
+
+
+def test_the_mode_is_read_again_only_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "overcommit_memory"
+    place.write_text("2\n")
+    now = 1000.0
+    monkeypatch.setattr(overcommit, "_MODE", str(place))
+    for name, value in (("_known_until", 0.0), ("_known", False)):
+        monkeypatch.setattr(overcommit, name, value)  # and put the old values back at the end
+    monkeypatch.setattr("trio_smc.host.overcommit.time.monotonic", lambda: now)
+    assert overcommit.may_refuse_pages()
+    place.write_text("0\n")
+    assert overcommit.may_refuse_pages(), "known from just before"
+    now += 0.2
+    assert not overcommit.may_refuse_pages()

@@ -43,7 +43,7 @@ class Limit:
 def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     """Make the software RNIC see vm.overcommit_memory as 2."""
     limit = Limit()
-    monkeypatch.setattr(memory, "commit_is_limited", lambda: True)
+    monkeypatch.setattr(memory, "may_refuse_pages", lambda: True)
     monkeypatch.setattr(os, "posix_fallocate", limit)
     return limit
 

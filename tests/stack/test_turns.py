@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
+import trio
+import trio.testing
 
+import trio_smc
 from trio_smc._base.timers import Timers
 
 COUNT = 200
@@ -127,3 +130,27 @@ def test_an_end_that_fails_does_not_stop_the_others(clock: Clock, timers: Timers
         except RuntimeError:
             defects += 1
     assert (defects, called) == (1, [1])
+
+
+async def test_an_earlier_timer_wakes_no_task_before_it_is_due(
+    autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trio_smc.open_stack(trio_smc.Config(tcp_option="off")) as stack:
+        timers = stack.runtime.timers
+        runs: list[float] = []
+        run_due = timers.run_due
+
+        def counted() -> bool:
+            runs.append(trio.current_time())
+            return run_due()
+
+        monkeypatch.setattr(timers, "run_due", counted)
+        called = trio.Event()
+        start = trio.current_time()
+        timers.call_later(5.0, called.set)
+        for seconds in (4.0, 3.0, 2.0, 1.0):
+            timers.call_later(seconds, called.set).cancel()
+            await trio.testing.wait_all_tasks_blocked()
+        assert not runs
+        await called.wait()
+        assert trio.current_time() == pytest.approx(start + 5.0)

@@ -31,6 +31,24 @@ def patch(data: bytes, at: int, new: bytes) -> bytes:
     return data[:at] + new + data[at + len(new) :]
 
 
+@given(st.one_of(wire.credentials(clc.Accept), wire.credentials(clc.Confirm)), st.data())
+def test_connections_of_one_link_differ_in_index_and_token(
+    message: clc.Accept | clc.Confirm, data: st.DataObject
+) -> None:
+    message = dataclasses.replace(message, version=1, first_contact=False, v2=None)
+    link = (
+        message.peer_id, False, message.gid, message.mac, message.qp_number, message.rkey,
+        message.buffer_size_code, message.qp_mtu, message.rmb_address, message.initial_psn,
+    )  # fmt: skip
+    for _ in range(2):
+        index = data.draw(st.integers(1, message.rmbe_index))
+        token = data.draw(st.integers(0, (1 << 32) - 1))
+        each = dataclasses.replace(message, rmbe_index=index, alert_token=token)
+        sent = clc.encode_credentials(type(each), link, rmbe_index=index, alert_token=token)
+        assert sent == each.encode()
+        assert clc.decode_untrusted(sent) == each
+
+
 @pytest.mark.rfc("A.2.2/1", "A.2.3/1", "A.2.4/1", "A.2.5/1")
 @pytest.mark.rfc("A.2.2/4", "A.2.2/6", "A.2.2/7", "A.2.3/10", "A.2.4/6", "A.2.5/4")
 @pytest.mark.parametrize(("message", "data"), vectors.CLC.values(), ids=vectors.CLC)

@@ -33,6 +33,8 @@ docs/decisions.md, "many ends at once", has the longest delays with this value."
 _RECOVERY: Final = 0.25
 """The share of all time that callbacks of `Timers.in_turn` may take before others are deferred.
 Chosen; no measurement is recorded."""
+_LONGEST_END: Final = 0.002
+"""Seconds that a callback of `Timers.in_turn` counts for at most.  Chosen."""
 
 
 class Timer:
@@ -59,21 +61,24 @@ class Timers:
 
     Attributes:
       now: ``clock``.
-      work_clock: returns the seconds of processor time that this thread has used.  Tests replace it
-        by their own clock, so that the same seed always gives the same turns.
+      work_clock: returns the seconds of processor time that this thread has used.
+      turn_clock: for `in_turn`, which each connection calls: a clock that needs no system call.  It
+        also counts the time of other threads and processes, so a callback counts for at most
+        `_LONGEST_END`.
     """
 
     def __init__(self, clock: Callable[[], float], earlier: Callable[[], None]) -> None:
         self.now = clock
         self.work_clock: Callable[[], float] = time.thread_time
+        self.turn_clock: Callable[[], float] = time.perf_counter
         self._earlier = earlier
         self._heap: list[tuple[float, int, Timer]] = []
         self._number = count()
         self._cancelled_bound = 64  # timers in the heap before `_sweep`; chosen
         self._abandoned = False
         self._turn_end = 0.0  # when `run_due` leaves the rest to its next call
-        # For `in_turn`: deferred callbacks and their charges; the processor time in seconds that
-        # recent calls took, and the time of that value; True during such a call and `run_due`.
+        # For `in_turn`: deferred callbacks and their charges; the time in seconds that recent calls
+        # took, and the time of that value; True during such a call and `run_due`.
         self._deferred: deque[tuple[Callable[[], object], float]] = deque()
         self._spent = 0.0
         self._measured_at = 0.0
@@ -159,13 +164,14 @@ class Timers:
             if len(self._deferred) == 1:
                 self.call_later(0.0, self._next_in_turn)
             return
-        began = self.work_clock()
+        began = self.turn_clock()
         self._in_turn = True
         try:
             callback()
         finally:
             self._in_turn = False
-            self._spent += self.work_clock() - began + charge
+            took = self.turn_clock() - began
+            self._spent += min(took, _LONGEST_END) + charge
 
     def _is_over_budget(self) -> bool:
         now = self.now()

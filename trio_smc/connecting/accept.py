@@ -246,7 +246,7 @@ class Arrival:
         self._clc_begun = True
         with stack.groups.handshake():
             outcome = await run_negotiation(
-                negotiation, sock, config.handshake_timeout, stack.timers,
+                negotiation, self._bare, config.handshake_timeout, stack.timers,
                 stack.spinner_for(self._route.rnic),
             )  # fmt: skip
             if isinstance(outcome, Established):
@@ -279,7 +279,7 @@ class Arrival:
         """
         sock, patience = self.sock, self._config.handshake_timeout
         if self._claim is not None:
-            agreed = await self._claim.confirm(sock, self._stack.timers.now() + patience)
+            agreed = await self._claim.confirm(self._bare, self._stack.timers.now() + patience)
             # Another program may have taken the port that the client announced, and this may be the
             # connection of that program. The client then withdraws the announcement, or connects
             # when this connection is closed.

@@ -175,8 +175,9 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
     with stack.groups.handshake():
         negotiation.propose(rnic, proposal)
         outcome = await run_negotiation(
-            negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
-        )
+            negotiation, attempt.bare or sock, config.handshake_timeout, stack.timers,
+            stack.spinner_for(rnic),
+        )  # fmt: skip
         if isinstance(outcome, Established):
             options = None if attempt.plain is not None else inherited(sock)
             wanted = isinstance(announcement, Announcement) and announcement.wanted

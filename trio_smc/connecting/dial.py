@@ -335,7 +335,7 @@ async def _connect_announced(
     """
     attempt.here = plain_address(source)
     sock = attempt.plain or attempt.sock
-    wanted = _option(sock)
+    wanted = _option(sock) if attempt.plain is None else _default_option(sock)
     if wanted is None:
         return await _connect_bound(stack, attempt, address, source, config)
     opened = False
@@ -441,19 +441,21 @@ async def _announce(
         name = attempt.sock.getsockname()
         source = name[0], name[1]
         attempt.here = plain_address(name[0])
-    announce = partial(
-        stack.discovery.announce,
-        source,
-        attempt.peer,
-        attempt.plain or attempt.sock,
-        required=config.require_smc,
-        elsewhere=attempt.elsewhere,
-    )
-    attempt.announcement = announce()
-    if attempt.announcement is FallbackReason.OUT_OF_RESOURCES and stack.discovery.is_full:
-        with stack.call():
-            await stack.discovery.wait_for_place(stack.timers.now() + _PLACE_PATIENCE)
-        attempt.announcement = announce()
+    discovery = stack.discovery
+    sock = attempt.plain or attempt.sock
+    for waited in (False, True):
+        attempt.announcement = discovery.announce(
+            source,
+            attempt.peer,
+            sock,
+            required=config.require_smc,
+            elsewhere=attempt.elsewhere,
+        )
+        if attempt.announcement is not FallbackReason.OUT_OF_RESOURCES or not discovery.is_full:
+            return
+        if not waited:
+            with stack.call():
+                await discovery.wait_for_place(stack.timers.now() + _PLACE_PATIENCE)
 
 
 async def _connected(stack: DialHost, attempt: Attempt, address: Any) -> bool:
@@ -496,6 +498,17 @@ def _option(sock: AnySocket) -> bytes | None:
         return sock.getsockopt(stdlib_socket.IPPROTO_IP, _IP_LOCAL_PORT_RANGE, _RANGE.size)
     except OSError:
         return None
+
+
+_defaults: dict[int, bytes | None] = {}
+
+
+def _default_option(sock: AnySocket) -> bytes | None:
+    """`_option` of a new socket: the same for all of them."""
+    number = _IP_LOCAL_PORT_RANGE
+    if number not in _defaults:
+        _defaults[number] = _option(sock)
+    return _defaults[number]
 
 
 def _set_option(sock: AnySocket, ports: bytes) -> None:

@@ -719,7 +719,8 @@ class Connection:
         Tasks are woken after an internal edge too: the peer's C after its D (4A) keeps the state
         APPCLOSEWAIT1, but ends all sending. Events are rare, so all tasks check their conditions.
         """
-        if self._machine.send(event):  # a queued event is processed, and wakes, in an outer call
+        # A queued event is processed, and wakes, in an outer call.
+        if self._machine.send(event) and (self.on_readable or self.on_writable or self.on_urgent):
             self.wake_all()
 
     def wake_all(self) -> None:

@@ -131,8 +131,10 @@ class Rmbe:
         Raises:
           OSError: as `commit`.
         """
-        self.commit()
-        self._eye_catcher[:] = EYE_CATCHER[: self.first]
+        if not self.committed:
+            self.commit()
+        if self.first:
+            self._eye_catcher[:] = EYE_CATCHER
 
     def lay_out(self) -> None:
         """Divide it into eye catcher and ring, like its RMB; `prepare` writes the eye catcher."""
@@ -150,7 +152,8 @@ class Rmbe:
         """Zero the first ``used`` bytes of the ring and restore the eye catcher (4.4.1)."""
         if used:
             self.rmb.memory.zero(self.offset, min(self.first + used, self.size))
-        self._eye_catcher[:] = EYE_CATCHER[: self.first]
+        if self.first:
+            self._eye_catcher[:] = EYE_CATCHER
 
     @property
     def held(self) -> int:
@@ -221,6 +224,7 @@ class Rmb:
       eye_catcher: True if the elements have the layout of RFC 7609, 4.2.
 
     Attributes:
+      count: as the parameter.
       elements: a sequence; each element is created at its first access, which raises OSError if its
         pages cannot be allocated (`Rmbe`).
     """
@@ -232,6 +236,7 @@ class Rmb:
             raise ValueError("the elements do not fit into the memory")
         self.memory = memory
         self.element_size = element_size
+        self.count: int = count
         self.eye_catcher: bool = eye_catcher
         self._elements = _Elements(self, count)
 
@@ -336,7 +341,7 @@ class RmbPool:
             if free:
                 return free.pop()
             begun = self._handed_out[rmb]
-            if begun < len(rmb.elements):
+            if begun < rmb.count:
                 rmbe = rmb.elements[begun]
                 self._handed_out[rmb] = begun + 1
                 return rmbe
@@ -353,7 +358,7 @@ class RmbPool:
     def has_free(self, size: int) -> bool:
         """True if `take` would find an element of ``size`` bytes, a size class."""
         for rmb, free in self._free.items():
-            if rmb.element_size == size and (free or self._handed_out[rmb] < len(rmb.elements)):
+            if rmb.element_size == size and (free or self._handed_out[rmb] < rmb.count):
                 return True
         return False
 
@@ -377,11 +382,11 @@ class RmbPool:
         if self._closed:
             return
         written = rmbe.size if used is None else min(rmbe.first + used, rmbe.size)
-        warm = self._warm + max(rmbe.held, written)
-        keep = used is not None and (warm <= WARM or rmbe.rmb.memory.pinned)
+        held = max(rmbe.held, written)
+        keep = used is not None and (self._warm + held <= WARM or rmbe.rmb.memory.pinned)
         if used is not None and keep and written <= _ZEROED_AT_ONCE:
             rmbe.clear(used)
-            rmbe.warm = max(rmbe.held, written)
+            rmbe.warm = held
             free.append(rmbe)
         else:
             rmbe.mark_dirty(written, keep=keep)

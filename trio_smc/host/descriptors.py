@@ -33,6 +33,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from trio_smc._base.errors import ProtocolError
@@ -43,8 +44,8 @@ if sys.platform == "linux":  # on other systems nothing here is used
 
 __all__ = [
     "Closer",
+    "datagram_probe",
     "descriptors_in",
-    "has_datagram",
     "is_anonymous_pipe",
     "is_memfd",
     "receive_bytes",
@@ -130,17 +131,18 @@ def receive_with_sender(sock: socket.socket, size: int, closer: Closer) -> tuple
     return data, sender_of(ancillary)
 
 
-def has_datagram(sock: socket.socket) -> bool:
-    """True if a datagram has arrived; this takes half as long as to receive none.
+def datagram_probe(sock: socket.socket) -> Callable[[], bool]:
+    """A function that is true if a datagram has arrived; to receive none takes twice as long.
 
     False if the socket is closed.
     """
-    number = sock.fileno()
-    if number < 0:
-        return False
     poll = select.poll()
-    poll.register(number, select.POLLIN)
-    return bool(poll.poll(0))
+    poll.register(sock, select.POLLIN)
+    return partial(_has_datagram, sock.fileno, poll.poll)
+
+
+def _has_datagram(number: Callable[[], int], poll: Callable[[int], object]) -> bool:
+    return number() >= 0 and bool(poll(0))
 
 
 def sender_of(ancillary: list[tuple[int, int, bytes]]) -> int | None:

@@ -114,7 +114,7 @@ class ClientNegotiation(Negotiation):
 
     def send_confirm(self) -> None:
         """Send SMC Confirm (3.5.1.3, 3.5.2.2)."""
-        self._send(self._credentials(clc.Confirm))
+        self._send_credentials(clc.Confirm)
 
     def decline_out_of_sync(self) -> None:
         """Decline, because the server names a link group that this side no longer has (C.4)."""

@@ -195,6 +195,11 @@ class Negotiation(ABC):
         the peer, which would be a `protocol_error`. Then it clears the list, sends the messages and
         calls `sent`.
       outcome: None while the negotiation runs.
+      has_final_message: True if `outgoing` is this side's last CLC message. Reading must stop
+        before it is sent: after a Decline the peer's bytes belong to the application, and after a
+        Confirm they are a violation.
+      awaits_clc: True if the CLC timer must run (C.5).
+      expected: types of CLC messages that the peer may send now (C.1, C.6).
       changed: called whenever `outgoing` or `outcome` may have changed.
     """
 
@@ -207,6 +212,7 @@ class Negotiation(ABC):
 
     def __init__(self, table: Table, host: NegotiationHost, receive_buffer: int) -> None:
         self.machine: Machine = Machine(table, self)
+        self._note_state(self.machine.state)
         self.outgoing: list[bytes] = []
         self.outcome: Established | FellBack | Failed | None = None
         self.changed: Callable[[], None] = lambda: None
@@ -235,25 +241,6 @@ class Negotiation(ABC):
     def state(self) -> str:
         """The state (`trio_smc.states.clc`)."""
         return self.machine.state
-
-    @property
-    def has_final_message(self) -> bool:
-        """True if `outgoing` is this side's last CLC message.
-
-        Reading must stop before it is sent: after a Decline the peer's bytes belong to the
-        application, and after a Confirm they are a violation.
-        """
-        return self.machine.state in _FINAL
-
-    @property
-    def awaits_clc(self) -> bool:
-        """True if the CLC timer must run (C.5)."""
-        return self.machine.state in self.AWAITS_CLC
-
-    @property
-    def expected(self) -> frozenset[clc.MessageType]:
-        """Types of CLC messages that the peer may send now (C.1, C.6)."""
-        return self.EXPECTED.get(self.machine.state, _NONE)
 
     def receive_untrusted(self, data: bytes) -> None:
         """Process one whole CLC message; a violation ends the negotiation (C.6)."""
@@ -426,6 +413,7 @@ class Negotiation(ABC):
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Cancel a wait, and notify observers and the runner."""
+        self._note_state(new)
         if self._wait is not None and old in _WAITING:
             self._wait.cancel()
             self._wait = None
@@ -436,6 +424,12 @@ class Negotiation(ABC):
         self.changed()
 
     # --- helpers -----------------------------------------------------------------------------
+
+    def _note_state(self, state: str) -> None:
+        # Once for each state, because the runner reads these attributes several times in each.
+        self.has_final_message: bool = state in _FINAL
+        self.awaits_clc: bool = state in self.AWAITS_CLC
+        self.expected: frozenset[clc.MessageType] = self.EXPECTED.get(state, _NONE)
 
     @abstractmethod
     def _dispatch_untrusted(self, message: clc.Message) -> None:
@@ -503,12 +497,32 @@ class Negotiation(ABC):
         # ADD LINK CONTINUATION will refer to this RToken (3.5.1.6.3).
         group.peer_rmbs.learn_untrusted({link.number: RToken(peer.rkey, peer.rmb_address)})
 
+    def _send_credentials(self, kind: type[clc.Accept | clc.Confirm]) -> None:
+        """Send SMC Accept or Confirm."""
+        if self._terms.version > 1:
+            self._send(self._credentials(kind))
+            return
+        end = known(self._end)
+        link, rmbe, rnic = end.link, end.rmbe, end.link.rnic
+        region = end.group.own_rmbs.region(rmbe.rmb, link)
+        # A.2.4 reserves the bit in a Confirm.
+        first_contact = self.first_contact and kind is clc.Accept
+        shared = (
+            self._host.peer_id, first_contact, rnic.gid, rnic.mac, link.qp.qp_num, region.rkey,
+            rmbe_size_code(rmbe.size), rnic.mtu, region.address, link.psn,
+        )  # fmt: skip
+        token = end.connection.alert_token
+        self._send_encoded(
+            clc.encode_credentials(kind, shared, rmbe_index=rmbe.index, alert_token=token)
+        )
+
     def _credentials(self, kind: type[_C]) -> _C:
+        """SMC Accept or Confirm of version 2."""
         end = known(self._end)
         link, rmbe, rnic = end.link, end.rmbe, end.link.rnic
         region = end.group.own_rmbs.region(rmbe.rmb, link)
         v2 = None
-        if self._terms.version > 1 and self._host.offer is not None:
+        if self._host.offer is not None:
             gids = [rnic.gid, *(each.gid for each in end.group.usable_rnics() if each is not rnic)]
             v2 = self._terms.contact(
                 gids[:_GIDS] if end.group.client and self.first_contact else (),
@@ -517,8 +531,7 @@ class Negotiation(ABC):
         return kind(
             peer_id=self._host.peer_id,
             version=self._terms.version,
-            # A.2.4 reserves the bit in a Confirm of version 1; version 2 uses it there.
-            first_contact=self.first_contact and (kind is clc.Accept or self._terms.version > 1),
+            first_contact=self.first_contact,
             gid=rnic.gid,
             mac=rnic.mac,
             qp_number=link.qp.qp_num,
@@ -533,7 +546,9 @@ class Negotiation(ABC):
         )
 
     def _send(self, message: clc.Message) -> None:
-        data = message.encode()
+        self._send_encoded(message.encode())
+
+    def _send_encoded(self, data: bytes) -> None:
         if self._host.observer is not None:
             self._host.observer.clc(self, True, data)
         self.outgoing.append(data)

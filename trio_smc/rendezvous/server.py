@@ -119,7 +119,7 @@ class ServerNegotiation(Negotiation):
 
     def send_accept(self) -> None:
         """Send SMC Accept (3.5.1.2, 3.5.2.1)."""
-        self._send(self._credentials(clc.Accept))
+        self._send_credentials(clc.Accept)
 
     def connect_link(self) -> None:
         """Take the queue pair to RTS and send CONFIRM LINK (3.5.1.4)."""

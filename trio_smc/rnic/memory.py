@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.resources import is_lack
-from trio_smc.host.overcommit import commit_is_limited
+from trio_smc.host.overcommit import may_refuse_pages
 
 __all__ = ["QUICK_TO_FREE", "Memory", "PeerMemory", "is_quick_to_free"]
 
@@ -129,7 +129,7 @@ class Memory:
           OSError: the commit limit (ENOSPC) or another limit does not allow it; then no page stays
             allocated.
         """
-        if self.pinned or not commit_is_limited():
+        if self.pinned or not may_refuse_pages():
             return False
         self._committed = True
         os.posix_fallocate(self.fd, start, length)

@@ -32,13 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_GAP", "SOLO_AFTER_WAITS", "WATCHDOG_INTERVAL", "SoloHost", "SoloReader"]
 
 SOLO_AFTER_WAITS: Final = 8
-"""Consecutive long waits by a single task before it becomes the solo reader.  Chosen; after pauses
-`_WAITS_PER_PAUSE` was measured with it."""
-
-_WAITS_PER_PAUSE: Final = 4
-"""Number of long waits that a wait after a pause counts for.  No spin is made after a pause, so
-solo mode loses nothing.  With 4 the third such wait is solo: 100 requests 10 ms apart had 0.93
-times TCP's rate, and 0.85 times with 1 (docs/decisions.md)."""
+"""Consecutive long waits by a single task before it becomes the solo reader.  Chosen."""
 
 MAX_GAP: Final = 0.05
 """Seconds: two long waits further apart do not count as consecutive.  Chosen; no measurement is
@@ -125,7 +119,7 @@ class SoloReader:
         before, self._streak_at = self._streak_at, time.perf_counter()
         if self._streak_at - before > MAX_GAP:
             self.streak = 0
-        self.streak += _WAITS_PER_PAUSE if waits.after_pause else 1
+        self.streak += 1
         return self.streak > SOLO_AFTER_WAITS
 
     def reads_alone(self) -> bool:

@@ -16,6 +16,7 @@ nothing to do waits in `Parking`, in this order:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import trio
@@ -128,6 +129,9 @@ class _Sleeper:
         return _ABORTED
 
 
+_Waking = tuple[_Sleeper, Callable[[], None], Callable[[RaiseCancelT], Abort]]
+
+
 class Parking:
     """How the tasks of one stream wait.
 
@@ -152,12 +156,9 @@ class Parking:
         self.budget = budget
         self.identity = object()
         self._produced = 0  # bytes that had been sent when the last wait ended
-        # Each with its bound methods, because each lookup would make a new one.
-        self._sleepers = {
-            waiter: (sleeper, sleeper.wake, sleeper.abort)
-            for waiter in (_READER, _WRITER, _URGENT)
-            for sleeper in (_Sleeper(core, pump, waiter),)
-        }
+        # Made at the first wait, because a short connection has few. Each with its bound methods,
+        # because each lookup would make a new one.
+        self._sleepers: dict[Waiter, _Waking] = {}
 
     # Each of the next three methods waits until the core calls the waiter.  They return False if
     # that happened before other tasks ran; True: the wait was a checkpoint.
@@ -200,7 +201,7 @@ class Parking:
             pump.solo.streak = 0
         if pump.machine.state in UNHOOKED:
             pump.resume_hooks()
-        sleeper, wake, abort = self._sleepers[waiter]
+        sleeper, wake, abort = self._sleepers.get(waiter) or self._new_sleeper(waiter)
         sleeper.task = _current_task()
         if waiter is _READER:
             core.on_readable = wake  # `setattr` takes longer
@@ -215,6 +216,11 @@ class Parking:
             pump.waiting -= 1
         self._produced = core.messenger.produced
         return True
+
+    def _new_sleeper(self, waiter: Waiter) -> _Waking:
+        sleeper = _Sleeper(self._core, self._pump, waiter)
+        made = self._sleepers[waiter] = sleeper, sleeper.wake, sleeper.abort
+        return made
 
     def _spin(self, waiter: Waiter) -> bool:
         """Spin if that is worthwhile; True if the core has called ``waiter``."""

@@ -54,7 +54,7 @@ import struct
 from collections.abc import Container
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any, ClassVar, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.wire.fields import EID_SIZE, MAX_EIDS, RMBE_SIZE_UNIT, Value, eid_name
@@ -82,6 +82,7 @@ __all__ = [
     "V2Answer",
     "V2Offer",
     "decode_untrusted",
+    "encode_credentials",
     "message_length_untrusted",
     "proposal_flags",
 ]
@@ -110,6 +111,8 @@ _V2_FIRST_ACCEPT_SIZE = 160
 _V2_FIRST_CONFIRM_SIZE = 164  # and 16 for each GID
 _DECLINE_SIZES = (28, 44)
 
+_CACHED_HEADERS = 64  # chosen
+_CACHED_LINKS = 64  # encoded Accepts and Confirms of one RMB and link; chosen
 _CACHED_PROPOSALS = 64  # encoded Proposals that are cached, and as many decoded ones; chosen
 # From version 2 on, the two low bits of a Proposal's flags are the offer of version 1, and the two
 # bits above them that of version 2: SMC-R, SMC-D (1), nothing or both.
@@ -187,7 +190,8 @@ class _Part(Value):
         # Without the constructor, because its `Layout.check` is not needed here and takes time.
         part = object.__new__(cls)
         try:
-            for name, value in (cls.LAYOUT.unpack_untrusted(data, version) | more).items():
+            cls.LAYOUT.read_untrusted(part, data, version)
+            for name, value in more.items():
                 setattr(part, name, value)
             part._check()
         except ValueError as error:
@@ -348,7 +352,8 @@ class Proposal(ClcMessage):
         ClcMessage._check(self)
         if self.version == 1 and self.flags:
             raise ValueError(f"flags {self.flags} in version 1, which has none")
-        if self.prefix_area() != _PrefixArea() and not _has_prefixes(self.version, self.flags):
+        area = self.prefix_area()
+        if not _has_prefixes(self.version, self.flags) and area != _PrefixArea():
             raise ValueError("prefixes without a version-1 offer")
         if self.v2 is not None and not _offers_v2(self.version, self.flags):
             raise ValueError("v2, but version and flags do not announce it")
@@ -363,7 +368,11 @@ class Proposal(ClcMessage):
 
     def encode(self) -> bytes:
         """The message on the wire."""
-        return _encoded(self)
+        global _last_encoded
+        last = _last_encoded
+        if last[0] is not self:  # otherwise `hash` would read all fields
+            last = _last_encoded = self, _encoded(self)
+        return last[1]
 
     @classmethod
     def decode_untrusted(cls, raw: bytes) -> Proposal:
@@ -387,6 +396,9 @@ def _has_prefixes(version: int, flags: int) -> bool:
 
 def _offers_v2(version: int, flags: int) -> bool:
     return version > 1 and flags >> 2 & _OFFER_MASK in (_SMC_R, _BOTH)
+
+
+_last_encoded: tuple[Proposal | None, bytes] = (None, b"")
 
 
 @functools.lru_cache(_CACHED_PROPOSALS)
@@ -575,14 +587,16 @@ class Credentials(ClcMessage):
             return None
 
     def _check(self) -> None:
-        ClcMessage._check(self)
+        if self.version == 0:  # inlined `ClcMessage._check`
+            raise ValueError("there is no version 0")
         if self.qp_number == 0:
             raise ValueError("QP number 0")
         if self.gid == _NO_GID:
             raise ValueError("a GID of zeros")
         if self.rmbe_index == 0:
             raise ValueError("RMBE index 0")
-        if self.rmb_address + self.rmbe_index * self.buffer_size > _END_OF_MEMORY:
+        size = RMBE_SIZE_UNIT << self.buffer_size_code
+        if self.rmb_address + self.rmbe_index * size > _END_OF_MEMORY:
             raise ValueError("an RMBE beyond the end of memory")
         if self.v2 is not None:
             self._check_v2(self.v2)
@@ -607,6 +621,51 @@ class Credentials(ClcMessage):
         more = raw[cls.LAYOUT.size : -len(EYE_CATCHER)]
         v2 = V2Answer.decode_untrusted(more, cls.TYPE) if more else None
         return cls.read_untrusted(raw, min(raw[7] >> 4, 2), v2=v2)
+
+
+_PER_CONNECTION: Final = slice(45, 50)  # RMBE index and alert token
+_INDEX_AND_TOKEN: Final = struct.Struct(">BI")
+
+
+def encode_credentials(
+    kind: type[Accept | Confirm], link: tuple[Any, ...], *, rmbe_index: int, alert_token: int
+) -> bytes:
+    """An Accept or Confirm of version 1, for a connection of an existing link and RMB.
+
+    Parameters:
+      link: the values that all connections of the link and the RMB share: `peer_id`,
+        `first_contact`, `gid`, `mac`, `qp_number`, `rkey`, `buffer_size_code`, `qp_mtu`,
+        `rmb_address`, `initial_psn` (`Credentials`).
+
+    Raises:
+      ValueError: a value of ``link`` does not fit its field.
+      struct.error: another value does not fit its field.
+    """
+    message = bytearray(_link_credentials(kind is Accept, link))
+    message[_PER_CONNECTION] = _INDEX_AND_TOKEN.pack(rmbe_index, alert_token)
+    return bytes(message)
+
+
+@functools.lru_cache(_CACHED_LINKS)
+def _link_credentials(is_accept: bool, link: tuple[Any, ...]) -> bytes:
+    """The message for the first element of an RMB.  Cached, because the checks and the packing of
+    all fields take longer than the rest of the message."""
+    peer_id, first_contact, gid, mac, qp_number, rkey, size_code, qp_mtu, rmb_address, psn = link
+    message = (Accept if is_accept else Confirm)(
+        peer_id=peer_id,
+        first_contact=first_contact,
+        gid=gid,
+        mac=mac,
+        qp_number=qp_number,
+        rkey=rkey,
+        rmbe_index=1,
+        alert_token=0,
+        buffer_size_code=size_code,
+        qp_mtu=qp_mtu,
+        rmb_address=rmb_address,
+        initial_psn=psn,
+    )
+    return message.encode()
 
 
 @laid_out(64)
@@ -691,6 +750,12 @@ def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
     """
     if len(header) < HEADER_SIZE:
         raise ProtocolError(f"CLC header of {len(header)} bytes")
+    return _length_untrusted(bytes(header[:HEADER_SIZE]))
+
+
+@functools.lru_cache(_CACHED_HEADERS)
+def _length_untrusted(header: bytes) -> int:
+    """Cached, because there are few different headers, and each is checked twice."""
     eye_catcher, kind, length = _HEADER.unpack_from(header)
     version = header[7] >> 4
     if eye_catcher != EYE_CATCHER:
@@ -784,15 +849,15 @@ class ClcReader:
         data += piece
         self.wanted -= len(piece)
         size = len(data)
-        if size < HEADER_SIZE:
-            _check_start_untrusted(data)
-        elif size == HEADER_SIZE:
-            self.wanted = message_length_untrusted(data) - HEADER_SIZE
-        elif not self.wanted:
+        if size > HEADER_SIZE and not self.wanted:
             message = bytes(data)
             data.clear()
             self.wanted = HEADER_SIZE
             return message
+        if size < HEADER_SIZE:
+            _check_start_untrusted(data)
+        elif size == HEADER_SIZE:
+            self.wanted = message_length_untrusted(data) - HEADER_SIZE
         elif self.wanted < len(EYE_CATCHER) and not EYE_CATCHER.startswith(
             data[self.wanted - len(EYE_CATCHER) :]
         ):

@@ -42,7 +42,7 @@ with contextlib.suppress(ImportError):  # only Unix has it
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import plain_address
-from trio_smc.host.descriptors import Closer, has_datagram
+from trio_smc.host.descriptors import Closer, datagram_probe
 from trio_smc.host.private_directory import DirectoryUnusable, is_named, unusable
 from trio_smc.host.real_time import move_on_at, now
 from trio_smc.host.tcp import has_news
@@ -80,8 +80,8 @@ class Announcement:
     """
 
     __slots__ = (
-        "_acceptance", "_committed", "_ignored", "_owner", "_refusal", "_sock", "_tcp",
-        "destination", "found", "name", "source",
+        "_acceptance", "_committed", "_has_arrived", "_ignored", "_owner", "_refusal", "_sock",
+        "_tcp", "destination", "found", "name", "source",
     )  # fmt: skip
 
     def __init__(
@@ -96,6 +96,7 @@ class Announcement:
     ) -> None:
         self._owner = owner
         self._sock = sock
+        self._has_arrived = datagram_probe(sock)
         self.name: str = name
         self.found: Found = found
         self.source: str = source
@@ -194,10 +195,6 @@ class Announcement:
         """True if a connection was accepted although the announced one is not open yet: it is
         another process's."""
         return self._has_arrived() and self._receive() and self._acceptance is not None
-
-    def _has_arrived(self) -> bool:
-        """True if there is a datagram; faster than to receive none."""
-        return has_datagram(self._sock)
 
     def withdraw(self) -> bool:
         """Withdraw: the connection, which is open, is going to be plain TCP.

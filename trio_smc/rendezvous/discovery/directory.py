@@ -26,9 +26,11 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from trio_smc._base.resources import is_lack
+from trio_smc.host.descriptors import datagram_probe
 from trio_smc.host.private_directory import (
     DirectoryUnusable,
     PrivateDirectory,
@@ -81,6 +83,7 @@ class NewSocket:
 
     Attributes:
       group: `PrivateDirectory.group`.
+      has_datagram: true if a datagram has arrived.
       namespace: the network namespace where it was made.
       socket: does not block, and receives the credentials of senders.
       user: the effective user that made it, to whom its name belongs.
@@ -122,6 +125,7 @@ class NewSocket:
                 break
             finally:
                 root.close()
+        self.has_datagram: Callable[[], bool] = datagram_probe(self.socket)
         self._directory.remove_stale()
 
     def may_prove(self) -> bool:

@@ -34,12 +34,13 @@ import trio
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import is_same_host
-from trio_smc.host.descriptors import Closer, has_datagram
+from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, admits_user
 from trio_smc.host.real_time import move_on_after, now
 from trio_smc.host.tcp import end_waits, is_established, unread_bytes
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
+from trio_smc.rendezvous.discovery.lookup import AnySocket
 from trio_smc.rendezvous.discovery.messages import Kind, Message
 from trio_smc.rendezvous.discovery.names import Names, announced_name
 from trio_smc.rendezvous.discovery.proofs import Probe, reply_name
@@ -103,7 +104,7 @@ class Claim:
         self._name = name
         self._found = found  # not yet answered
         self._accepted = accepted
-        self._connection: trio.socket.SocketType | None = None  # that `confirm` waits for
+        self._connection: AnySocket | None = None  # that `confirm` waits for
         self.tokens: set[bytes] = set()
 
     def is_required(self) -> bool:
@@ -136,7 +137,7 @@ class Claim:
             names.send(directory, self._name, messages.refused(reason))
         self.forget()
 
-    async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
+    async def confirm(self, connection: AnySocket, deadline: float) -> bool:
         """Wait until the client has sent something; True if it goes on with SMC-R.
 
         connection: the accepted TCP connection, which was not read from.
@@ -264,7 +265,7 @@ class Publication:
         self.unavailable = FallbackReason.OTHER_USER
         self.close()
 
-    async def wait(self, connection: trio.socket.SocketType, deadline: float) -> bool:
+    async def wait(self, connection: AnySocket, deadline: float) -> bool:
         """Wait for bytes on an accepted TCP connection.
 
         False: the deadline has passed, or `end_waits` was called.
@@ -356,7 +357,7 @@ class Publication:
 
     def receive_now(self) -> None:
         """`receive`, for a caller that does not know if there are any."""
-        if self._made is not None and not self._abandoned and has_datagram(self._made.socket):
+        if self._made is not None and not self._abandoned and self._made.has_datagram():
             self.receive()
 
     def receive(self) -> None:

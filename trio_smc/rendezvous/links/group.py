@@ -171,7 +171,11 @@ class LinkGroup:
     @property
     def usable(self) -> bool:
         """True if connections may use the group."""
-        return self.machine.state in USABLE and self.links.any_usable
+        if self.machine.state in USABLE:
+            for link in self.links.values():
+                if link.usable:
+                    return True
+        return False
 
     @property
     def forming(self) -> bool:

@@ -83,14 +83,6 @@ class Links(dict[int, "Link"]):
                 return self._last_number
         raise RuntimeError("a link group with 255 links")
 
-    @property
-    def any_usable(self) -> bool:
-        """True if a link may carry more connections. Called several times for each connection."""
-        for link in self.values():  # noqa: SIM110
-            if link.usable:
-                return True
-        return False
-
     def usable(self) -> list[Link]:
         """Links that may carry more connections."""
         return [link for link in self.values() if link.usable]
