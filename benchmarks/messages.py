@@ -1,4 +1,4 @@
-"""What no handshake of these messages can beat: the transport `limit-messages`.
+"""The transport `limit-messages`: a lower limit for each handshake of these messages.
 
 A connection of Trio's own, over which both ends exchange what two trio_smc processes of one host
 exchange before data may flow (docs/performance.md, "What opening a connection costs"): messages as

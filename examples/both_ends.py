@@ -1,4 +1,4 @@
-"""What the examples with two ends share: a command line, and a certificate made at start.
+"""The shared part of the examples with two ends: a command line, and a new certificate.
 
 `python -m examples.NAME` runs both ends, in two processes. `python -m examples.NAME serve [PORT]`
 runs a server until it is interrupted. `python -m examples.NAME connect PORT [CA]` runs a client; CA

@@ -168,7 +168,7 @@ class Others:
         """Seconds of processor time since the machine started: in total, and taken by others."""
         fields = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
         ticks, idle = os.sysconf("SC_CLK_TCK"), sum(fields[3:5])
-        ours = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        ours = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         used = sum(each.ru_utime + each.ru_stime for each in ours)
         return sum(fields) / ticks, (sum(fields) - idle) / ticks - used
 

@@ -98,7 +98,7 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
     the system closes a socket, with a ResourceWarning for each: sent data arrives, then the end; if
     data is unread, the connection is reset. It waits until closed streams are finished, for at most
     ``shutdown_timeout`` seconds altogether or until Ctrl-C. Then it terminates the link groups and
-    joins all threads. Calls that use the stack and are under way, or come later, raise
+    joins all threads. Calls in progress that use the stack, and later ones, raise
     `trio.ClosedResourceError`. An exception from the block is passed on unchanged.
 
     Args:

@@ -133,8 +133,8 @@ def test_b_is_set_with_data_that_is_delivered_at_once(pairs: list[Pair]) -> None
     assert pair.b.receiver.writer_waits
 
 
-def test_bytes_are_sent_as_a_view_of_them(pairs: list[Pair], rng: random.Random) -> None:
-    """`Sender.send` takes both: the same moves, counters and record."""
+def test_bytes_are_sent_like_a_view_of_them(pairs: list[Pair], rng: random.Random) -> None:
+    """`Sender.send` accepts both, with the same writes, counters and replay."""
     plain, usual = make(pairs, (4096, 4096)), make(pairs, (4096, 4096))
     for _ in range(400):
         data = rng.randbytes(rng.choice((1, 44, 700, 1024, 1025, 4096)))
@@ -226,7 +226,7 @@ def test_a_blocked_writer_with_little_left_continues_earlier(
 
 
 def test_delivery_alone_does_not_wake_a_blocked_writer(pairs: list[Pair]) -> None:
-    """It would find the window closed again."""
+    """The writer would find the window still closed."""
     pair = make(pairs)
     data = memoryview(bytes(2 * RING))
     sent = pair.a.send(data)
@@ -393,7 +393,7 @@ def test_small_changeable_buffers_are_copied_and_large_ones_borrowed(pairs: list
     assert pair.b.receiver.receive(1000) == b"s" * 100 + b"i" * 300 + b"l" * 200
 
 
-def test_a_cancelled_sender_takes_its_buffer_back(pairs: list[Pair]) -> None:
+def test_a_cancelled_sender_gets_its_buffer_back(pairs: list[Pair]) -> None:
     pair = make(pairs, (65536, 65536), copy_limit=100)
     large = bytearray(b"l" * 500)
     pair.a.send(memoryview(large))
@@ -417,7 +417,7 @@ def test_a_closed_connection_is_in_no_reference_cycle(pairs: list[Pair]) -> None
     pair.b.close()
     pair.settle()
     assert pair.states() == ("CLOSED", "CLOSED")
-    kept = (pair.a.rmbe, pair.b.rmbe)  # an RMB and its elements know each other
+    kept = (pair.a.rmbe, pair.b.rmbe)  # an RMB and its elements refer to each other
     names = {id(pair.a), id(pair.b)}
     for host, connection in zip(pair.hosts, pair.connections, strict=True):
         host.connection = connection  # as a real host
@@ -427,7 +427,9 @@ def test_a_closed_connection_is_in_no_reference_cycle(pairs: list[Pair]) -> None
         pair.ab.peer = pair.ba.peer = None
         pair.hosts.clear()
         del pair.a, pair.b, host, connection
-        left = [it for it in gc.get_objects() if isinstance(it, Connection) and id(it) in names]
+        left = [
+            each for each in gc.get_objects() if isinstance(each, Connection) and id(each) in names
+        ]
         assert left == []
     finally:
         gc.enable()
@@ -439,7 +441,7 @@ def test_a_closed_connection_is_in_no_reference_cycle(pairs: list[Pair]) -> None
 
 @pytest.mark.rfc("4.5.1/1")
 @pytest.mark.parametrize(
-    ("written", "read", "told"),
+    ("written", "read", "announced"),
     [
         # 4.5.1's examples: a 64 KiB buffer, the sender's window, what the update would give.
         (14, 14, False),  # a: window 50K: no need
@@ -451,30 +453,30 @@ def test_a_closed_connection_is_in_no_reference_cycle(pairs: list[Pair]) -> None
     ],
 )
 def test_cursor_updates_follow_the_rules(
-    pairs: list[Pair], written: int, read: int, told: bool
+    pairs: list[Pair], written: int, read: int, announced: bool
 ) -> None:
     pair = make(pairs, (65536, 65536))
     assert pair.a.send(memoryview(bytes(written * 1024))) == written * 1024
     pair.ab.deliver()
     assert len(pair.b.receiver.receive(read * 1024)) == read * 1024
-    assert bool(cdcs(pair.ba)) is told
-    if told:
+    assert bool(cdcs(pair.ba)) is announced
+    if announced:
         pair.ba.deliver()
         assert pair.a.sender.window == 65536 - (written - read) * 1024
 
 
 @pytest.mark.rfc("4.5.1/1")
-@pytest.mark.parametrize(("read", "told"), [(999, False), (1000, True)])
-def test_ten_percent_is_enough(pairs: list[Pair], read: int, told: bool) -> None:
+@pytest.mark.parametrize(("read", "announced"), [(999, False), (1000, True)])
+def test_ten_percent_is_enough(pairs: list[Pair], read: int, announced: bool) -> None:
     pair = make(pairs, (10_000, 10_000))
     pair.a.send(memoryview(bytes(6000)))
     pair.ab.deliver()
     pair.b.receiver.receive(read)
-    assert bool(cdcs(pair.ba)) is told
+    assert bool(cdcs(pair.ba)) is announced
 
 
 def forge(pair: Pair, flags: int, count: int, sequence: int = 1) -> None:
-    """A CDC message to B by hand."""
+    """Deliver a CDC message to B that A has not sent."""
     receive_cdc(pair.b, pack(sequence, 0xA1, 0, count, 0, 0, flags))
 
 
@@ -507,19 +509,19 @@ def test_a_small_consumption_is_announced_to_a_blocked_writer_later(
     assert len(pair.flushes) == 1
     if occasion == "the scheduler sleeps":
         pair.flush()
-        told = 3
+        announced = 3
     elif occasion == "the reader waits":
         pair.b.messenger.flush_before_wait()
-        told = 3
+        announced = 3
     else:
-        told = RING // 10 + 3
+        announced = RING // 10 + 3
         pair.b.receiver.receive(RING // 10)
-    assert [entry.consumer for entry in cdcs(pair.ba)] == [(told, 0)]
+    assert [entry.consumer for entry in cdcs(pair.ba)] == [(announced, 0)]
     pair.flush()
     pair.b.messenger.flush_before_wait()
-    assert len(cdcs(pair.ba)) == 1, "nothing new to tell"
+    assert len(cdcs(pair.ba)) == 1, "nothing new to announce"
     pair.b.receiver.receive(1)
-    assert len(pair.flushes) == 1, "it is told of again"
+    assert len(pair.flushes) == 1, "consumption is announced again"
 
 
 @pytest.mark.rfc("4.5.1/3", "A.4/12")
@@ -527,7 +529,7 @@ def test_a_small_consumption_is_announced_to_a_blocked_writer_later(
 def test_bytes_consumed_before_the_writer_was_blocked_are_announced(
     pairs: list[Pair], consumed: int
 ) -> None:
-    """Its reader may be busy with what it has, and not come back before the writer is done."""
+    """The reader may be busy with its data, and not call again before the writer is done."""
     pair = make(pairs, merge=True)
     forge(pair, 0, RING // 2)
     pair.b.receiver.receive(consumed)
@@ -538,7 +540,7 @@ def test_bytes_consumed_before_the_writer_was_blocked_are_announced(
     assert [entry.consumer for entry in cdcs(pair.ba)] == [(consumed, 0)]
     forge(pair, WRITER_BLOCKED, RING // 2, sequence=3)
     pair.flush()
-    assert len(cdcs(pair.ba)) == 1, "nothing new to tell"
+    assert len(cdcs(pair.ba)) == 1, "nothing new to announce"
 
 
 @pytest.mark.parametrize("flag", [UPDATE_REQUESTED, URGENT_PENDING])
@@ -568,7 +570,7 @@ def test_a_requested_update_that_is_due_is_sent_at_once(pairs: list[Pair]) -> No
     forge(pair, UPDATE_REQUESTED, 10, sequence=2)
     assert [entry.consumer for entry in cdcs(pair.ba)] == [(4, 0)]
     forge(pair, UPDATE_REQUESTED, 10, sequence=3)
-    assert len(cdcs(pair.ba)) == 1, "nothing new to tell"
+    assert len(cdcs(pair.ba)) == 1, "nothing new to announce"
 
 
 @pytest.mark.rfc("4.5.1/5")
@@ -590,16 +592,16 @@ def test_updates_are_not_requested(pairs: list[Pair]) -> None:
     assert pair.a.send_urgent(memoryview(b"!")) == 1
     pair.a.close()
     pair.settle()
-    said = [entry.flags for entry in cdcs(pair.ab) + cdcs(pair.ba)]
-    assert {WRITER_BLOCKED, WRITER_BLOCKED | URGENT_PENDING} <= set(said)
-    assert not any(flags & UPDATE_REQUESTED for flags in said)
+    flags_sent = [entry.flags for entry in cdcs(pair.ab) + cdcs(pair.ba)]
+    assert {WRITER_BLOCKED, WRITER_BLOCKED | URGENT_PENDING} <= set(flags_sent)
+    assert not any(flags & UPDATE_REQUESTED for flags in flags_sent)
 
 
 @pytest.mark.rfc("4.4.1/3")
 @pytest.mark.parametrize("eye_catcher", [False, True])
 def test_the_owner_of_an_element_only_reads_it(pairs: list[Pair], eye_catcher: bool) -> None:
-    """4.4.1: whatever it does, and until it is closed, the bytes are those that came with it and
-    those that the peer wrote."""
+    """4.4.1: until the connection is closed, the element holds its first bytes and the bytes that
+    the peer wrote, whatever the owner does."""
     pair = make(pairs, (64, 64), (eye_catcher, eye_catcher), chunks=False)
     memory = pair.memories[1].view
     expected = bytearray(memory)
@@ -706,7 +708,7 @@ def test_a_chunk_and_a_full_window_are_announced_at_once(pairs: list[Pair]) -> N
     pair.a.send(memoryview(bytes(RING // 4)))
     assert [entry.producer for entry in cdcs(pair.ab)] == [(RING // 4 + 1, 0)]
     pair.flush()
-    assert len(cdcs(pair.ab)) == 1, "what was put off is told already"
+    assert len(cdcs(pair.ab)) == 1, "the deferred message was sent already"
     pair.a.send(memoryview(bytes(RING)))
     assert cdcs(pair.ab)[-1].flags == WRITER_BLOCKED
 

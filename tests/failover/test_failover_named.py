@@ -1,5 +1,8 @@
-"""What a failover must survive, by name: two whole stacks, one connection, one failure each
-(RFC 7609, 2.3, 4.6).  `tests.campaigns.failover` mixes all of it, between two processes."""
+"""Failures that a failover must survive, by name (RFC 7609, 2.3, 4.6).
+
+Each test has two whole stacks, one connection and one failure.  `tests.campaigns.failover` mixes
+all of them, between two processes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def ends(stage: Stage, place: int) -> tuple[Connection, Connection]:
 
 
 def queue_pair(connection: Connection) -> PlainQueuePair:
-    """What the connection posts to."""
+    """The queue pair of the link that the connection uses."""
     link = connection.channel
     assert isinstance(link, Link)
     assert isinstance(link.qp, PlainQueuePair)
@@ -67,7 +70,7 @@ def test_a_message_a_write_or_its_completion_is_lost(
 @BOTH_ENDS
 @pytest.mark.rfc("2.3/5", "4.6.1/6")
 def test_a_message_counts_as_arrived_and_did_not(world: World, place: int) -> None:
-    """Nobody can repair that: this connection is reset, the other one goes on."""
+    """This cannot be repaired: the connection is reset, and the other one goes on."""
     stage = Stage(world, (2, 2))
     other = world.connect(stage.client, stage.server)
     here, there = ends(stage, place)
@@ -248,7 +251,8 @@ def test_a_restored_rnic_gets_its_link_and_its_share(world: World) -> None:
 
 
 def leaving(world: World, place: int) -> tuple[Stage, Link, list[Connection], list[Link]]:
-    """A link that two connections are to leave, both with data on their way; and who is told."""
+    """A link that two connections are to leave, both with data on its way; and a list of the links
+    that are reported."""
     stage = Stage(world, (2, 2))
     calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(3))]
     connections = [call.connections[place] for call in calls]

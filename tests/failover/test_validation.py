@@ -209,8 +209,8 @@ def test_the_rest_of_a_link_that_ends_is_found() -> None:
 def test_a_loss_told_on_two_links_is_no_reason_to_wait() -> None:
     """One connection lost a message and its validation message failed with the next link, too.
 
-    Both of its links wait for what nobody has, and a new connection's first messages lie behind:
-    they are no loss.
+    Both links of this connection wait for messages that no longer exist.  The first messages of a
+    new connection are behind them, and are not lost.
     """
     one, new, two = Reader(30), Reader(), Reader(9)
     Rings(
@@ -260,7 +260,7 @@ def test_sequence_numbers_wrap_while_one_waits() -> None:
 
 
 class Sent:
-    """What one connection of the peer has sent."""
+    """The messages that one connection of the peer has sent."""
 
     def __init__(self, token: int, link: int) -> None:
         self.token = token
@@ -349,7 +349,7 @@ class Schedule:
             self.rings.drain(None, self.rings.links[link - 1].qp)
 
     def wrong(self) -> list[str]:
-        """What must not be."""
+        """The connections whose result is wrong."""
         found = []
         for one in self.sent:
             reader = self.readers[one.token]
@@ -361,7 +361,7 @@ class Schedule:
 
 
 def test_many_moves_and_losses(seed: int) -> None:
-    """Links that fail while others wait, again and again: who lost a message, and nobody else."""
+    """Links fail again and again while others wait: exactly the readers with a loss report one."""
     losses = 0
     for number in range(400):
         schedule = Schedule(seed + number)

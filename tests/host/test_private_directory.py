@@ -80,7 +80,7 @@ def test_what_is_no_socket_is_left_alone(opened: PrivateDirectory, tmp_path: Pat
 
 
 def test_a_name_comes_with_its_listener(opened: PrivateDirectory, tmp_path: Path) -> None:
-    """Nobody may find a name that refuses and is not dead."""
+    """A name of a living listener never refuses a connection."""
     path = tmp_path / "private" / "name"
     with opened.listen("name", 1):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600

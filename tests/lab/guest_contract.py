@@ -111,7 +111,7 @@ def test_the_path_mtu_is_the_lower_one(ends: tuple[End, End]) -> None:
     assert (a.rnic.mtu, b.rnic.mtu) == (3, 3)
     subprocess.run(["ip", "link", "set", "mac1", "mtu", "600"], check=True)
     try:
-        rnic_of(b).look_at_port()
+        rnic_of(b).refresh_port()
         assert b.rnic.mtu == 2, "512 bytes fit"
         with pytest.raises(RnicError, match="MTU"):
             b.qp.to_rtr(gid=a.rnic.gid, qp_num=a.qp.qp_num, psn=7, mtu=a.rnic.mtu)

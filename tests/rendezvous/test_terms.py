@@ -34,7 +34,7 @@ AGREED = Terms(version=2, release=1, eid=TWO, max_connections=255, max_links=2)
 
 
 def credentials(terms: Terms, kind: type[clc.Accept | clc.Confirm], *, first: bool) -> object:
-    v2 = terms.contact(first=first, host=OFFER.host) if terms.version == 2 else None
+    v2 = terms.v2_part(first=first, host=OFFER.host) if terms.version == 2 else None
     flagged = first and (kind is clc.Accept or terms.version == 2)
     return kind(
         peer_id=bytes(8), version=terms.version, first_contact=flagged, gid=GID, mac=bytes(6),

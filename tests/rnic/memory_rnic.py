@@ -457,8 +457,8 @@ class MemoryRnic(Rnic):
         self.port_active = False
 
     def port_down(self, *, fatal: bool = False) -> None:
-        """The port goes down: requests from here and to here fail from now on; queue pairs that
-        nobody uses notice nothing.  ``fatal``: the whole device, and its queue pairs fail."""
+        """The port goes down: requests from here and to here fail from now on; idle queue
+        pairs do not notice.  ``fatal``: the whole device, and its queue pairs fail."""
         if self.port_active:
             self.port_active = False
             self._notify(RnicEvent.FATAL if fatal else RnicEvent.PORT_DOWN)

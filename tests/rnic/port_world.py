@@ -89,7 +89,7 @@ class FakePort(VerbsRnic):
     def gid_table(self) -> list[Gid]:
         return self.table
 
-    def look_at_port(self) -> None:
+    def refresh_port(self) -> None:
         pass
 
     def with_gid(self, number: int) -> Self:

@@ -1,4 +1,4 @@
-"""Where the system may refuse a page when it is first touched: pages are allocated before."""
+"""If the system may refuse a page at its first use, pages are allocated in advance."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ def test_pages_are_allocated_and_given_back(limited: None) -> None:
         assert allocated(memory) == 0
         assert memory.commit(MIB, MIB)
         assert allocated(memory) == MIB
-        assert memory.commit(MIB, MIB), "again is as good as once"
+        assert memory.commit(MIB, MIB), "a second commit changes nothing"
         assert allocated(memory) == MIB
         place = MIB
         while place < 2 * MIB:
             place = memory.wipe(place, 2 * MIB, 256 << 10)
-        assert allocated(memory) == 0, "also those that were never written"
+        assert allocated(memory) == 0, "pages that were never written are freed, too"
     finally:
         memory.close()
 
 
-def test_nothing_is_allocated_where_no_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_allocated_if_no_page_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "may_refuse_pages", lambda: False)
     memory = Memory(MIB)
     try:
@@ -124,18 +124,18 @@ def test_no_mapping_counts_against_the_commit_limit() -> None:
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python maps it without a descriptor")
 def test_the_placeholder_is_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    lengths: list[int] = []
 
-    class Noted(mmap.mmap):
+    class RecordingMap(mmap.mmap):
         def __new__(cls, fd: int, length: int, *rest: int) -> Self:
-            asked.append(length)
+            lengths.append(length)
             return super().__new__(cls, fd, length, *rest)
 
-    monkeypatch.setattr(mmap, "mmap", Noted)
+    monkeypatch.setattr(mmap, "mmap", RecordingMap)
     memory = Memory(64 * MIB)
     try:
         memory.view[64 * MIB - 1] = 1
-        assert asked == [mmap.PAGESIZE]
+        assert lengths == [mmap.PAGESIZE]
     finally:
         memory.close()
 

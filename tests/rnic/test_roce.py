@@ -347,7 +347,7 @@ def test_a_device_that_fails(device: Device, rnic: VerbsRnic, how: str) -> None:
         device.event(8)
         rnic.service()
     elif how == "port":
-        rnic.look_at_port()
+        rnic.refresh_port()
     elif how == "poll":
         assert rnic.poll() == []
         assert told == [], "a poll must not call `on_event`"

@@ -25,7 +25,7 @@ COMMAND = (sys.executable, "-m", "trio_smc.tools", "capture")
 
 
 async def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Its exit code and what it said on stderr; runs beside the stack that it asks."""
+    """Run the command in a thread, beside the stack that it queries; its exit code and stderr."""
     with trio.fail_after(30):
         code = await trio.to_thread.run_sync(main, ["capture", *arguments])
     return code, capsys.readouterr().err
@@ -35,7 +35,7 @@ def own_arguments(stack: trio_smc.Stack) -> list[str]:
     return [str(os.getpid()), "--stack", stack.peer_id.hex()]
 
 
-async def test_from_its_beginning_to_the_end_of_the_stack() -> None:
+async def test_a_capture_until_the_stack_ends() -> None:
     """The capture contains all messages after its start, up to the end of the stack."""
     received = bytearray()
     async with trio.open_nursery() as nursery, echo_port() as port:
@@ -66,7 +66,7 @@ async def test_a_file_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFix
         arguments = own_arguments(stack)
         assert await run_command(capsys, *arguments, "-o", str(path), "--seconds", "0.2") == (0, "")
         with trio.fail_after(10):
-            # Until the stack has noticed that the client has gone.
+            # The stack notices that the client has disconnected.
             while stack.runtime.groups.observer is not None:
                 await trio.testing.wait_all_tasks_blocked()
     with path.open("rb") as file:
@@ -78,29 +78,29 @@ async def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     path = tmp_path / "capture.pcapng"
     async with trio_smc.open_stack(smc_config()) as one, trio_smc.open_stack(smc_config()):
         [pid, *_] = own_arguments(one)
-        for arguments, said in (
+        for arguments, message in (
             ([pid], "several stacks"),
             ([pid, "--stack", "00"], "no stack 00"),
             (["999999999"], "no process 999999999"),
         ):
             code, err = await run_command(capsys, *arguments, "-o", str(path))
             assert (code, err.count("\n")) == (2, 1), err
-            assert said in err
+            assert message in err
     assert not path.exists()
     assert (await run_command(capsys, pid, "-o", str(path)))[0] == 2
 
 
 async def test_a_receiver_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs memory up to a bound, and neither the stack's work nor its end."""
+    """The receiver costs a bounded amount of memory, and does not delay the stack or its end."""
     monkeypatch.setattr(sinks, "_MOST_UNSENT", 3000)
     monkeypatch.setattr(sinks, "_PATIENCE", 0.1)
     ours, theirs = trio.testing.memory_stream_pair()
     taken = bytearray()
 
-    async def clogged() -> None:
+    async def never_send() -> None:
         await trio.sleep_forever()
 
-    ours.send_stream.send_all_hook = clogged
+    ours.send_stream.send_all_hook = never_send
     async with echo_port() as port, trio_smc.open_stack(smc_config()) as stack:
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:

@@ -66,7 +66,7 @@ DIRECTORY: Final = "control"
 PARTS: Final = ("statistics", "connections", "link_groups", "rnics", "listeners")
 """The parts that a client may request."""
 CAPTURE: Final = "capture"
-"""The part that starts a capture.  A client may request this part only alone."""
+"""The part that starts a capture.  A request for this part names no other part."""
 PIECE: Final = 25
 """Items of a list in one message.  Between two messages other tasks of the stack run.  Chosen."""
 REQUEST_LIMIT: Final = 4096

@@ -75,7 +75,7 @@ if sys.platform == "linux":
     _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 else:
-    _FLAGS = PATH_FLAGS = 0  # nobody comes here
+    _FLAGS = PATH_FLAGS = 0  # this module is used on Linux only
 _HIDDEN = "."  # names of sockets that do not listen yet start so
 _STALE_AFTER = 60.0  # seconds after which such a name is left over from a crash
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -194,8 +194,8 @@ class PrivateDirectory:
 
         Raises:
           FileNotFoundError: it is missing, without `create`.
-          DirectoryUnusable: it is a symbolic link, not a directory, somebody else's, accessible
-            to others and no group's, or cannot be made.
+          DirectoryUnusable: it is a symbolic link, not a directory, or owned by another user; it
+            is accessible to others without being a group's; or it cannot be made.
         """
         try:
             if create:
@@ -539,9 +539,9 @@ class PrivateDirectory:
 
 
 def own_credentials() -> list[tuple[int, int, bytes]]:
-    """What to send with a datagram so that it bears the effective user, as Unix connections do.
+    """Ancillary data for a datagram that names the effective user, as Unix connections do.
 
-    The kernel attaches the real one by itself, which nearly always is the same.
+    Without it the kernel names the real user, which nearly always is the same.
     """
     user = os.geteuid()
     if user == os.getuid():
@@ -572,13 +572,13 @@ def peer_user(connection: socket.socket) -> int:
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Whether that user is ours."""
+    """True if the process at the other end has the effective user of this process."""
     user = peer_user(connection)
     return user == os.geteuid() and not _is_nobody(user, "uid")
 
 
 def is_admitted(connection: socket.socket, group: int | None) -> bool:
-    """Whether to talk to the process at the other end: this user's, or a member of the group.
+    """True if the process at the other end may talk to this one: same user, or member of the group.
 
     Members of the group are not admitted where the system may refuse a page of shared memory: a
     peer can give back pages of any memory that it maps, and at the commit limit this process would
@@ -603,17 +603,17 @@ def _peer_groups(connection: socket.socket) -> tuple[int, ...]:
 
 
 def _is_nobody(number: int, kind: str) -> bool:
-    """Whether this number stands for all users or groups that our namespace does not know."""
+    """True if this number stands for all users or groups that are unknown in this namespace."""
     try:
         if number != _number_of_nobody(kind):
             return False
         known = Path(f"/proc/self/{kind}_map").read_bytes().split()
     except OSError as error:
-        return is_lack(error)  # without /proc there is no such number; else it is not known
+        return is_lack(error)  # without /proc there is no such number
     return known != [b"0", b"0", b"4294967295"]
 
 
 @functools.cache  # each accepted connection asks; a failure is not kept
 def _number_of_nobody(kind: str) -> int:
-    """What all users or groups have that a user namespace does not know; raises OSError."""
+    """The number of all users or groups that are unknown in a user namespace; raises OSError."""
     return int(Path(f"/proc/sys/kernel/overflow{kind}").read_bytes())

@@ -524,7 +524,7 @@ class Negotiation(ABC):
         v2 = None
         if self._host.offer is not None:
             gids = [rnic.gid, *(each.gid for each in end.group.usable_rnics() if each is not rnic)]
-            v2 = self._terms.contact(
+            v2 = self._terms.v2_part(
                 gids[:_GIDS] if end.group.client and self.first_contact else (),
                 first=self.first_contact, host=self._host.offer.host,
             )  # fmt: skip

@@ -97,7 +97,7 @@ class Terms:
         """True if a connection on these terms may use a link group on the ``other`` terms."""
         return (self.version, self.eid) == (other.version, other.eid)
 
-    def contact(self, gids: Sequence[bytes] = (), *, first: bool, host: bytes) -> clc.V2Answer:
+    def v2_part(self, gids: Sequence[bytes] = (), *, first: bool, host: bytes) -> clc.V2Answer:
         """The version 2 part of this side's Accept or Confirm.
 
         Parameters:
@@ -152,7 +152,7 @@ def with_v2_offer(proposal: clc.Proposal, offer: Offer) -> clc.Proposal:
 
 
 def proposed(proposal: clc.Proposal, terms: Terms) -> tuple[bytes, bytes]:
-    """Peer ID and GID, by which a server identifies a client.
+    """The peer ID and the GID, by which a server identifies a client.
 
     Both are needed: peer IDs of processes on one RoCE port may be equal by chance, and Linux sends
     no peer ID in a Proposal that offers version 2 only.

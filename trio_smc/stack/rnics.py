@@ -315,7 +315,7 @@ class StackRnics:
                 gone.add(rnic.device)
                 self._remove_port(rnic)
             else:
-                rnic.look_at_port()
+                rnic.refresh_port()
         found = [rnic for rnic in self._unused_ports() if rnic.device not in gone]
         for rnic in found:
             self._add_port(rnic)

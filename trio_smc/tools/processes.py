@@ -7,8 +7,8 @@ Security
 --------
 Another process may present false information about itself.  Therefore this module executes and
 imports no file of another process, for any user.  Only `trio_smc.tools.interpreters` opens files
-that the process names, and only if root or this user put them in place.  The kernel provides the
-socket that serves an address.  The user of a socket is the one that created it, but a process of
+that the process names, and only if root or this user put them in place.  The kernel shows which
+socket serves an address.  The user of a socket is the one that created it, but a process of
 another user may have the socket now.  So this module examines the users and the user namespace of
 that process.
 """
@@ -57,9 +57,9 @@ _SEARCH_TIME: Final = 3.0
 _SHOWN: Final = 8
 """The largest number of processes in one message.  Chosen."""
 _MAX_HOLDERS: Final = 256
-"""Processes with one of the sockets that are examined.  Chosen: each needs a descriptor."""
+"""The largest number of processes with one of the sockets.  Chosen: each needs a descriptor."""
 _MAX_TREE: Final = 100_000
-"""Processes of a tree that are examined.  Chosen: a bound on memory."""
+"""The largest number of processes of a tree.  Chosen: a bound on memory."""
 _SHARE_REMEDY: Final = (
     "run both processes as one user, or let a group of both users share a directory"
 )
@@ -231,7 +231,7 @@ def _is_foreign(process: Process) -> bool:
 def _foreign_user(process: Process) -> int:
     """The effective user of a process, which peers see (SO_PEERCRED).
 
-    If that is the user of this process, another user of the process that is not.
+    If that is the user of this process, the first of the other users instead.
     """
     own = os.geteuid()
     real, effective, *rest = process.users() or (own, own)

@@ -133,7 +133,7 @@ def unpack_untrusted(data: bytes | bytearray | memoryview) -> CdcItems:
     Reserved bytes are ignored, as RFC 7609, A.4 requires; reserved flag bits stay in the flags.
 
     Raises:
-      ProtocolError: the message has not 44 bytes, or not type 0xFE and length 44.
+      ProtocolError: the message is not 44 bytes long, or its type or length is not that of CDC.
     """
     try:
         items: CdcItems = _unpack(data)
@@ -174,6 +174,6 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> CdcMessage:
       data: exactly the message, 44 bytes.
 
     Raises:
-      ProtocolError: the message has not 44 bytes, or not type 0xFE and length 44.
+      ProtocolError: the message is not 44 bytes long, or its type or length is not that of CDC.
     """
     return CdcMessage(*unpack_untrusted(data)[1:])

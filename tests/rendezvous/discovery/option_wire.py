@@ -38,7 +38,7 @@ SYN_ACK = SYN | ACK
 
 
 def may_load_programs() -> bool:
-    """Whether this process has the privileges, by what the kernel lists of them."""
+    """True if this process has the privileges, according to the kernel's list of them."""
     with open("/proc/self/status", encoding="ascii") as lines:
         effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
     has = {bit for bit in range(64) if effective >> bit & 1}
@@ -109,7 +109,7 @@ class Wire:
 
     def segments(self, port: int) -> list[Segment]:
         """The TCP segments from or to a port so far, in order."""
-        assert port in self._ports or not self._ports, "nobody watches this port"
+        assert port in self._ports or not self._ports, "this port is not watched"
         while True:
             try:
                 frame, (_, _, kind, *_) = self._socket.recvfrom(1 << 16)
@@ -124,7 +124,7 @@ class Wire:
         return [each for each in found if each and port in (each.source, each.destination)]
 
     def write_pcap(self, path: Path) -> None:
-        """What was seen, as a capture file."""
+        """Write the recorded frames to a capture file."""
         with path.open("wb") as file:
             file.write(struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, 1 << 16, 1))
             for number, frame in enumerate(self.frames):

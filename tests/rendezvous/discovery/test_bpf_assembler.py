@@ -110,5 +110,5 @@ def test_jumps_of_the_program_stay_inside(byteorder: str) -> None:
         at += 2 if opcode == 0x18 else 1
     assert max(targets) < len(code)
     assert form.unpack(code[-1])[0] == 0x95
-    # It always returns 1, by which other programs of the cgroup go on.
+    # The program always returns 1, so that other programs of the cgroup run.
     assert form.unpack(code[-2]) == form.unpack(form.pack(0xB7, 0, 0, 1))

@@ -39,7 +39,7 @@ class After:
 @pytest.mark.parametrize("side", ["client", "server"])
 @pytest.mark.parametrize("passes", range(14))
 async def test_cancellation_at_each_wait(side: str, passes: int, private: Path) -> None:
-    """Whoever is cancelled ends its TCP connection; the other one's answer comes at once."""
+    """A side that is cancelled ends its TCP connection, so the other side knows at once."""
     after = After(passes)
     async with serving(private) as server:
 

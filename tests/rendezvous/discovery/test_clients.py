@@ -138,5 +138,5 @@ async def test_a_claim_that_is_refused_twice(private: Path) -> None:
     async with claimed(private) as both:
         both.claim.refuse(FallbackReason.NO_RNIC)
         both.claim.refuse(FallbackReason.NO_RNIC)
-        assert await both.client_says() is FallbackReason.NO_RNIC
-        assert not await both.server_says()
+        assert await both.client_result() is FallbackReason.NO_RNIC
+        assert not await both.server_result()

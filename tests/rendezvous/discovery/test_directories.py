@@ -143,8 +143,8 @@ def failure(call: Callable[..., object], *arguments: object) -> int:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-async def test_the_kernel_shows_who_has_sent_a_denial(private: Path) -> None:
-    """Another user who knows the token cannot make a connection plain TCP."""
+async def test_the_kernel_shows_the_sender_of_a_denial(private: Path) -> None:
+    """Another user that knows the token cannot make a connection plain TCP."""
     async with claimed(private) as both:
         both.claim.accept()
         [token] = both.claim.tokens

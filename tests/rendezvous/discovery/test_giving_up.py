@@ -1,4 +1,4 @@
-"""Same-host discovery: whoever gives up, both ends know the same."""
+"""Same-host discovery: both ends agree, whichever of them gives up."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ async def test_a_client_that_withdraws_before_the_claim(private: Path) -> None:
 
 async def test_a_client_whose_patience_ends(private: Path) -> None:
     async with claimed(private) as both:
-        assert await both.client_says(SHORT) is FallbackReason.PEER_NOT_CAPABLE
-        assert not await both.server_says()
+        assert await both.client_result(SHORT) is FallbackReason.PEER_NOT_CAPABLE
+        assert not await both.server_result()
 
 
 async def test_a_server_whose_patience_ends(private: Path) -> None:
@@ -82,7 +82,7 @@ async def test_a_server_whose_patience_ends(private: Path) -> None:
         with pytest.raises(TimeoutError):
             await both.claim.confirm(both.connection, soon(SHORT))
         # ACCEPTED is there to be read.
-        assert await both.client_says() is None
+        assert await both.client_result() is None
 
 
 async def test_a_denial_is_known_before_the_bytes_behind_it(private: Path) -> None:

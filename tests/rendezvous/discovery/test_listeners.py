@@ -1,4 +1,4 @@
-"""Same-host discovery: datagrams of listeners, and of others, to a client that waits."""
+"""Same-host discovery: datagrams to a client that waits, from listeners and other processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HERE, THERE = ("127.0.0.1", 1), ("127.0.0.1", 9)
 
 
 class FakeListener:
-    """A socket in the place of a publication, and a client that takes it for one."""
+    """A socket that a client takes for a published listener, and that client's announcement."""
 
     def __init__(self, private: Path) -> None:
         name = directory.listener_name(*THERE, dual_stack=False)
@@ -69,7 +69,7 @@ ACCEPTED = messages.accepted(bytes(8), VERSION)
         (ACCEPTED + b"of a later version", None),
     ],
 )
-async def test_what_a_listener_may_answer(
+async def test_each_answer_of_a_listener(
     answer: bytes, reason: FallbackReason | None, private: Path
 ) -> None:
     fake = FakeListener(private)
@@ -96,7 +96,7 @@ async def test_an_acceptance_by_another_release(
     roce: FallbackReason | None,
     private: Path,
 ) -> None:
-    """The server expects a CLC message all the same, and is to be sent a Decline."""
+    """The server still expects a CLC message, so the client has to send a Decline."""
     fake = FakeListener(private)
     fake.answer(answer)
     assert await fake.announcement.accepted(soon()) is None
@@ -105,7 +105,7 @@ async def test_an_acceptance_by_another_release(
     fake.close()
 
 
-async def test_what_is_no_answer_is_ignored(private: Path) -> None:
+async def test_invalid_datagrams_are_ignored(private: Path) -> None:
     fake = FakeListener(private)
     fake.answer(b"", b"?", messages.not_mine(bytes(8)), ACCEPTED)
     assert await fake.announcement.accepted(soon()) is None
@@ -113,7 +113,8 @@ async def test_what_is_no_answer_is_ignored(private: Path) -> None:
 
 
 async def test_an_acceptance_behind_a_refusal_counts(private: Path) -> None:
-    """They are about two connections with the same addresses, and the server expects CLC."""
+    """The two answers belong to two connections with the same addresses; the server of the second
+    expects a CLC message."""
     fake = FakeListener(private)
     fake.answer(messages.refused(FallbackReason.NO_RNIC), ACCEPTED)
     assert await fake.announcement.accepted(soon()) is None
@@ -123,7 +124,7 @@ async def test_an_acceptance_behind_a_refusal_counts(private: Path) -> None:
 async def test_an_empty_datagram_does_not_hide_the_answer_from_a_client_that_gives_up(
     private: Path,
 ) -> None:
-    """The server expects a CLC message, and the client knows."""
+    """The server expects a CLC message, and the client knows that when it withdraws."""
     fake = FakeListener(private)
     fake.answer(b"", ACCEPTED)
     assert fake.announcement.withdraw()
@@ -131,7 +132,7 @@ async def test_an_empty_datagram_does_not_hide_the_answer_from_a_client_that_giv
 
 
 async def test_a_flood_ends_the_wait(private: Path) -> None:
-    """The connection is plain TCP then, and the server knows: its answer has not arrived."""
+    """Then the connection is plain TCP, and the server knows that, because its send fails."""
     fake = FakeListener(private)
     result: list[FallbackReason | None] = []
 
@@ -187,7 +188,8 @@ async def test_a_listener_that_dies_ends_the_wait(private: Path) -> None:
 
 @pytest.mark.parametrize("news", ["bytes", "reset", "no name"])
 async def test_the_wait_ends_when_no_answer_can_come(news: str, private: Path) -> None:
-    """A plain server speaks first, the process that has accepted ends, or a cleaner was there."""
+    """A plain server sends first, the process that has accepted ends, or a cleaner removes the
+    name."""
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)
@@ -207,7 +209,7 @@ async def test_the_wait_ends_when_no_answer_can_come(news: str, private: Path) -
 async def test_the_server_that_has_the_connection_answers_after_the_first_checks(
     private: Path,
 ) -> None:
-    """A client checks now and then that an answer may come, and goes on waiting if so."""
+    """A client checks now and then if an answer may still come, and continues to wait."""
     async with serving(private) as server, bound() as client, trio.open_nursery() as nursery:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)

@@ -130,8 +130,8 @@ async def test_an_address_of_another_host(private: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["nonce", "source", "destination", "short", "silent"])
-async def test_a_proof_that_is_none(change: str, private: Path, monkeypatch: Patch) -> None:
-    """Another process is behind the address, or somebody translates it."""
+async def test_a_proof_that_is_not_valid(change: str, private: Path, monkeypatch: Patch) -> None:
+    """Another process is behind the address, or NAT translates the address."""
     proof = messages.proof
 
     def other(nonce: bytes, source: tuple[str, int], destination: tuple[str, int]) -> bytes:
@@ -144,21 +144,21 @@ async def test_a_proof_that_is_none(change: str, private: Path, monkeypatch: Pat
         return proof(nonce, source, destination)[:-1] if change == "short" else b""
 
     async with serving(private) as server:
-        said = []
+        sent = []
 
-        def say(self: proofs.Probe) -> bool:
+        def answer(self: proofs.Probe) -> bool:
             with self.listener.accept()[0] as connection:
                 here, there = connection.getsockname(), connection.getpeername()
-                said.append(other(self._nonce, there, here))
-                connection.send(said[-1])
+                sent.append(other(self._nonce, there, here))
+                connection.send(sent[-1])
             return True
 
-        monkeypatch.setattr(proofs.Probe, "answer", say)
+        monkeypatch.setattr(proofs.Probe, "answer", answer)
         assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
-    assert len(said) == 1
+    assert len(sent) == 1
 
 
-async def test_who_answers_nothing_costs_no_more_than_the_time(
+async def test_a_listener_that_answers_nothing_costs_no_more_than_the_time(
     private: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(proofs, "_PROOF_PATIENCE", SHORT)

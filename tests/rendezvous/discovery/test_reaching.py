@@ -1,4 +1,4 @@
-"""Same-host discovery: who can reach whom."""
+"""Same-host discovery: which listeners a client can reach."""
 
 from __future__ import annotations
 

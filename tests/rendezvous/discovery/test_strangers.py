@@ -1,8 +1,8 @@
-"""Who else may accept a listener's connections, and that no CLC byte reaches them.
+"""Other processes may accept a listener's connections, and no CLC byte reaches them.
 
-A listening process cannot show that a connection will be its own: whoever has its listening socket
-may accept, and nothing that the kernel tells of that socket says how many have it.  So the client
-waits until the process that has accepted says so.
+A listening process cannot prove that it will accept a connection: every process that has the
+listening socket may accept, and the kernel does not show how many processes have that socket.  So
+the client waits until the process that has accepted sends an answer.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import trio_smc
 from trio_smc import Config, FallbackReason, Mode, SmcStream
 
 HOST = "127.0.0.1"
-PATIENCE = 0.5
-"""Seconds that the client waits for whoever has accepted."""
+HANDSHAKE_TIMEOUT = 0.5
+"""Seconds that the client waits for an answer of the process that has accepted."""
 
 
-def accept_and_tell(listening: socket.socket, tell: int) -> None:
-    """A stranger: accepts one connection and tells what it says to its end."""
+def accept_and_copy(listening: socket.socket, output: int) -> None:
+    """The stranger: accepts one connection, and writes all that it receives to ``output``."""
     listening.setblocking(True)
     accepted, _ = listening.accept()
     with accepted:
         while data := accepted.recv(4096):
-            os.write(tell, data)
+            os.write(output, data)
 
 
 @contextmanager
@@ -48,21 +48,21 @@ def child(work: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def forked(listening: socket.socket, tell: int) -> Iterator[None]:
+def forked(listening: socket.socket, output: int) -> Iterator[None]:
     """The stranger has inherited the listening socket."""
-    with child(lambda: accept_and_tell(listening, tell)):
+    with child(lambda: accept_and_copy(listening, output)):
         yield
 
 
 @contextmanager
-def passed(listening: socket.socket, tell: int) -> Iterator[None]:
-    """The stranger was there before, and is given the listening socket now."""
+def passed(listening: socket.socket, output: int) -> Iterator[None]:
+    """The stranger runs already, and is passed the listening socket now."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def work() -> None:
         ours.close()
         _, fds, _, _ = socket.recv_fds(theirs, 1, 1)
-        accept_and_tell(socket.socket(fileno=fds[0]), tell)
+        accept_and_copy(socket.socket(fileno=fds[0]), output)
 
     with ours, theirs, child(work):
         socket.send_fds(ours, [b"x"], [listening.fileno()])
@@ -70,17 +70,17 @@ def passed(listening: socket.socket, tell: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", [forked, passed])
-async def test_a_stranger_gets_what_the_program_says_and_nothing_else(
+async def test_a_stranger_gets_the_bytes_of_the_program_only(
     way: Callable[[socket.socket, int], AbstractContextManager[None]],
 ) -> None:
-    config = Config(handshake_timeout=PATIENCE)
-    hear, tell = os.pipe()
+    config = Config(handshake_timeout=HANDSHAKE_TIMEOUT)
+    copied, output = os.pipe()
     async with trio_smc.open_stack(config) as stack:
         (listener,) = await stack.open_listeners(0, host=HOST)
         plain = socket.socket(fileno=os.dup(listener.socket.fileno()))
         port = plain.getsockname()[1]
         async with listener:
-            # It is ours: the same listener gives SMC-R to who comes before.
+            # Before the stranger accepts, the same listener accepts with SMC-R.
             ends: list[SmcStream] = []
 
             async def accept() -> None:
@@ -91,10 +91,10 @@ async def test_a_stranger_gets_what_the_program_says_and_nothing_else(
                     nursery.start_soon(accept)
                     ends.append(await stack.open_stream(HOST, port))
             assert {each.mode for each in ends} == {Mode.SMC_R}
-            # From now on the stranger is who accepts, however late it comes to that.
+            # From now on only the stranger accepts, however late.
             listener._scope.cancel()
             await trio.testing.wait_all_tasks_blocked()
-            with way(plain, tell):
+            with way(plain, output):
                 stream = await stack.open_stream(HOST, port)
                 assert stream.fallback is not None
                 assert stream.fallback.reason is FallbackReason.PEER_NOT_CAPABLE
@@ -103,30 +103,30 @@ async def test_a_stranger_gets_what_the_program_says_and_nothing_else(
             for each in ends:
                 await each.aclose()
         plain.close()
-    os.close(tell)
-    assert os.read(hear, 4096) == b"for the program"
-    assert os.read(hear, 1) == b""
-    os.close(hear)
+    os.close(output)
+    assert os.read(copied, 4096) == b"for the program"
+    assert os.read(copied, 1) == b""
+    os.close(copied)
 
 
-def told_of(listening: socket.socket) -> str:
-    """All that the kernel tells others of a listening socket: inode, references, owner, queue."""
+def kernel_view(listening: socket.socket) -> str:
+    """All that the kernel shows of a listening socket: inode, references, owner, queue."""
     port = listening.getsockname()[1]
     lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()
     [line] = [each for each in lines if f"0100007F:{port:04X} 00000000:0000 0A" in each]
     return line.split(":", 1)[1]
 
 
-def test_nothing_tells_who_holds_a_listening_socket() -> None:
-    """What a proof would have to rest on is the same for one holder and for three."""
+def test_the_kernel_does_not_show_the_holders_of_a_listening_socket() -> None:
+    """A proof would need a difference, but one holder and three look the same."""
     with socket.create_server((HOST, 0)) as listening:
-        alone = told_of(listening)
-        hear, tell = os.pipe()
-        with forked(listening, tell):
-            shared = told_of(listening)
+        alone = kernel_view(listening)
+        copied, output = os.pipe()
+        with forked(listening, output):
+            shared = kernel_view(listening)
             with socket.create_connection(listening.getsockname()) as connection:
-                connection.sendall(b"said before anybody had accepted")
+                connection.sendall(b"sent before the connection was accepted")
         assert shared == alone
-        os.close(tell)
-        with open(hear, "rb") as said:
-            assert said.read() == b"said before anybody had accepted"
+        os.close(output)
+        with open(copied, "rb") as received:
+            assert received.read() == b"sent before the connection was accepted"

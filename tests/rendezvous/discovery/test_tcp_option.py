@@ -1,4 +1,4 @@
-"""The TCP option on a real kernel: the bytes on the wire, and who may put them there.
+"""The TCP option on a real kernel: the bytes on the wire, and which users may send them.
 
 Loading a BPF program takes privileges; without them these tests are skipped, and
 `test_api_discovery` shows what users see then.
@@ -45,7 +45,8 @@ pytestmark = requires_bpf
 
 NOWHERE = Path("/nowhere")
 STRICT = Config(receive_buffer=16384, discovery="tcp-option", tcp_option=NOWHERE, close_timeout=20)
-NOBODY = 65534
+UNPRIVILEGED = 65534
+"""A user and a group without privileges."""
 Reason = FallbackReason
 
 
@@ -150,7 +151,7 @@ def test_as_tshark_reads_it(option: TcpOption, tmp_path: Path) -> None:
 
 
 def test_a_socket_that_connects_again(option: TcpOption) -> None:
-    """What came of an earlier connection is forgotten."""
+    """The result of an earlier connection is forgotten."""
     with socket.socket() as client, socket.socket() as listener, socket.socket() as plain:
         option.offer(listener)
         for each in (listener, plain):
@@ -378,15 +379,15 @@ async def test_software_rnics_alone_need_no_option(monkeypatch: pytest.MonkeyPat
 
 # --- set up by root, used by others ---------------------------------------------------------------
 
-AS_NOBODY = """
+AS_UNPRIVILEGED = """
     import os, sys
     sys.path[:0] = {path!r}
     import logging, socket
     from pathlib import Path
     from trio_smc.rendezvous.discovery.tcp_option import TcpOption
     os.setgroups({groups!r})
-    os.setgid({nobody})
-    os.setuid({nobody})
+    os.setgid({number})
+    os.setuid({number})
     option = TcpOption(Path({pins!r}))
     with socket.socket() as listener, socket.socket() as client:
         offered = option.offer(listener), option.offer(client)
@@ -401,13 +402,13 @@ AS_NOBODY = """
 """
 
 
-def as_nobody(
+def as_unprivileged(
     pins: Path, *, groups: list[int], port: int = 0, cgroup: Path | None = None
 ) -> list[str]:
     """Two offers' and two answers' outcome of a process without privileges."""
-    program = textwrap.dedent(AS_NOBODY).format(
-        path=[path for path in sys.path if path], groups=groups, nobody=NOBODY, pins=str(pins),
-        port=port,
+    program = textwrap.dedent(AS_UNPRIVILEGED).format(
+        path=[path for path in sys.path if path], groups=groups, number=UNPRIVILEGED,
+        pins=str(pins), port=port,
     )  # fmt: skip
     if cgroup is not None:
         enter = f"open({str(cgroup / 'cgroup.procs')!r}, 'w').write('0')\n"
@@ -422,14 +423,14 @@ def test_for_a_group(pins: Path) -> None:
     assert trio_smc.set_up_tcp_option(group="daemon", pins=pins)
     with Wire.open() as wire, reserved_port() as port:
         wire.watch(port)
-        results = as_nobody(pins, groups=[1], port=port)
+        results = as_unprivileged(pins, groups=[1], port=port)
         kinds = [e.kinds.get(254) for e in wire.segments(port) if e.flags & SYN]
     assert results == ["None"] * 4
     assert kinds == [OPTION] * 2
-    # Who is not in the group cannot, and knows why.
+    # Another user cannot, and gets the reason.
     with Wire.open() as wire, reserved_port() as port:
         wire.watch(port)
-        results = as_nobody(pins, groups=[], port=port)
+        results = as_unprivileged(pins, groups=[], port=port)
         segments = wire.segments(port)
     assert segments
     assert not any(254 in each.kinds for each in segments)
@@ -440,8 +441,8 @@ def test_for_a_cgroup(pins: Path) -> None:
     """A process outside can mark its sockets, and is told that it does nothing."""
     with cgroup("inside") as inside, cgroup("outside") as outside:
         assert trio_smc.set_up_tcp_option(group="daemon", cgroup=inside, pins=pins)
-        assert as_nobody(pins, groups=[1], cgroup=inside) == ["None"] * 4
-        answers = as_nobody(pins, groups=[1], cgroup=outside)
+        assert as_unprivileged(pins, groups=[1], cgroup=inside) == ["None"] * 4
+        answers = as_unprivileged(pins, groups=[1], cgroup=outside)
         assert answers == ["None"] * 2 + [str(Reason.TCP_OPTION_UNAVAILABLE)] * 2
 
 
@@ -492,7 +493,7 @@ def test_what_is_broken_is_set_up_anew(pins: Path, broken: str) -> None:
 
 
 def freeze(path: Path) -> None:
-    """What a member of the group could do to the others."""
+    """Freeze a map, as a hostile member of the group could do."""
     fd = _bpf.open_pinned(path)
     try:
         _bpf._bpf(22, fd.to_bytes(4, sys.byteorder))
@@ -503,7 +504,7 @@ def freeze(path: Path) -> None:
 def test_a_frozen_map_has_a_reason(pins: Path) -> None:
     trio_smc.set_up_tcp_option(group="daemon", pins=pins)
     freeze(pins / MAP_NAME)
-    assert as_nobody(pins, groups=[1]) == [str(Reason.TCP_OPTION_UNAVAILABLE)] * 4
+    assert as_unprivileged(pins, groups=[1]) == [str(Reason.TCP_OPTION_UNAVAILABLE)] * 4
 
 
 def test_torn_down_under_a_process(pins: Path) -> None:

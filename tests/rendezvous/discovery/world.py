@@ -104,13 +104,13 @@ class Both(NamedTuple):
     connection: trio.socket.SocketType
     claim: Claim
 
-    async def client_says(self, patience: float = LONG) -> FallbackReason | None:
+    async def client_result(self, patience: float = LONG) -> FallbackReason | None:
         """The client's result; it sends CLC, or as an application."""
         reason = await self.announcement.accepted(soon(patience))
         await self.client.send(b"C" if reason is None else b"A")
         return reason
 
-    async def server_says(self, patience: float = LONG) -> bool:
+    async def server_result(self, patience: float = LONG) -> bool:
         """The server's result; the client must have sent the bytes that go with it."""
         agreed = await self.claim.confirm(self.connection, soon(patience))
         assert await self.connection.recv(1) == (b"C" if agreed else b"A")
@@ -120,12 +120,12 @@ class Both(NamedTuple):
 async def both_go(both: Both) -> None:
     answers: list[object] = []
 
-    async def ask_server() -> None:
-        answers.append(await both.server_says())
+    async def run_server() -> None:
+        answers.append(await both.server_result())
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(ask_server)
-        assert await both.client_says() is None
+        nursery.start_soon(run_server)
+        assert await both.client_result() is None
     both.announcement.close()
     assert answers == [True]
 

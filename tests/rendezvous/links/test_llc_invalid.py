@@ -1,6 +1,6 @@
-"""RFC 7609, C.7.1, second list: LLC messages that are wrong where several links are in play.
+"""RFC 7609, C.7.1, second list: invalid LLC messages in groups with several links.
 
-Those that one link is enough for are in `test_link_group_life`, `test_negotiation_first_contact`,
+The tests that need only one link are in `test_link_group_life`, `test_negotiation_first_contact`,
 `test_negotiation_declines` and `test_rkeys`.
 """
 
@@ -27,14 +27,14 @@ def world() -> Iterator[World]:
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("field", ["qp_number", "gid", "mac"])
 def test_confirm_link_names_another_queue_pair(world: World, field: str, later: bool) -> None:
-    def lie(message: Any) -> llc.Message:
+    def corrupt(message: Any) -> llc.Message:
         value = getattr(message, field)
         wrong = value ^ 1 if isinstance(value, int) else bytes((value[0] ^ 1,)) + value[1:]
         changed: llc.Message = dataclasses.replace(message, **{field: wrong})
         return changed
 
     stage = Stage(world, (1, 2) if later else (2, 2), down=int(later), connect=False)
-    stage.wire.change("S[23] CONFIRM_LINK", lie)
+    stage.wire.change("S[23] CONFIRM_LINK", corrupt)
     world.finish()
     if later:
         stage.server.rnics[1].port_up()
@@ -53,12 +53,12 @@ def test_add_link_with_an_undefined_mtu(world: World, mtu: int) -> None:
     stage.wire.change("S1 ADD_LINK 2", lambda message: dataclasses.replace(message, qp_mtu=mtu))
     replies: list[Any] = []
 
-    def note(message: Any) -> llc.Message:
+    def record(message: Any) -> llc.Message:
         replies.append(message)
         reply: llc.Message = message
         return reply
 
-    stage.wire.change("C1 ADD_LINK 2 reply negative", note)
+    stage.wire.change("C1 ADD_LINK 2 reply negative", record)
     world.finish()
     (reply,) = replies
     assert (reply.rejected, reply.reason) == (True, llc.AddLinkReason.INVALID_MTU)
@@ -82,7 +82,7 @@ def test_an_add_link_reply_that_makes_a_parallel_link(world: World) -> None:
 
 @pytest.mark.rfc("C.7.1/messages/4")
 def test_commands_on_a_link_whose_orderly_deletion_was_requested(world: World) -> None:
-    """The link works, but its CONFIRM RKEY is ignored; the server asks anew over another link."""
+    """The link works, but its CONFIRM RKEY is ignored; the server repeats it over another link."""
     stage = Stage(world, (2, 2))
     done: list[object] = []
     stage.server.group.request_element(4 * SIZE, done.append)
@@ -99,7 +99,7 @@ def test_commands_on_a_link_whose_orderly_deletion_was_requested(world: World) -
 
 
 @pytest.mark.rfc("C.7.1/messages/4")
-def test_the_end_of_the_group_comes_on_a_link_that_is_to_be_deleted(world: World) -> None:
+def test_the_group_ends_by_a_message_on_a_link_that_is_to_be_deleted(world: World) -> None:
     stage = Stage(world, (2, 2))
     stage.server.group.request_element(4 * SIZE, lambda _: None)
     stage.client.group.delete_link(1, orderly=True)
@@ -115,7 +115,7 @@ def test_the_end_of_the_group_comes_on_a_link_that_is_to_be_deleted(world: World
 
 @pytest.mark.rfc("2.3/7", "2.3/8")
 def test_messages_on_a_link_that_has_failed_at_the_client(world: World) -> None:
-    """The server's CONFIRM RKEY is there, unread, when the client sees that the link has failed."""
+    """The server's CONFIRM RKEY has arrived, unread, when the client notices the failed link."""
     stage = Stage(world, (2, 2))
     done: list[object] = []
     stage.server.group.request_element(4 * SIZE, done.append)
@@ -133,7 +133,9 @@ def test_messages_on_a_link_that_has_failed_at_the_client(world: World) -> None:
     assert 1 not in {each.link_number for each in again.others}, "not the old message"
     assert stage.log[1] == "C2 DELETE_LINK 1"
     assert "C1 CONFIRM_RKEY reply" not in stage.log
-    assert stage.log.index("S2 DELETE_LINK 1") < stage.log.index("S2 CONFIRM_RKEY")  # 2.3: anew
+    assert stage.log.index("S2 DELETE_LINK 1") < stage.log.index(
+        "S2 CONFIRM_RKEY"
+    )  # 2.3: sent again
     assert done[0] is not None
     assert 1 not in stage.links()
     assert stage.works()
@@ -142,7 +144,7 @@ def test_messages_on_a_link_that_has_failed_at_the_client(world: World) -> None:
 @pytest.mark.rfc("C.7.1/messages/5")
 @pytest.mark.parametrize("rnics", [(1, 2), (3, 3)])
 @pytest.mark.parametrize("name", ["S1 ADD_LINK_CONTINUATION", "C1 ADD_LINK_CONTINUATION reply"])
-def test_rtokens_that_are_not_as_many_as_announced(
+def test_rtokens_that_differ_from_the_announced_count(
     world: World, name: str, rnics: tuple[int, int]
 ) -> None:
     stage = Stage(world, rnics, down=1)
@@ -171,16 +173,16 @@ def test_rtokens_that_are_not_as_many_as_announced(
 @pytest.mark.rfc("C.7.1/messages/5")
 @pytest.mark.parametrize("name", ["S1 ADD_LINK_CONTINUATION", "C1 ADD_LINK_CONTINUATION reply"])
 def test_fewer_rtokens_than_there_are_rmbs_in_use(world: World, name: str) -> None:
-    """All counts fit each other, but one of the RMBs is left out."""
+    """All counts are consistent, but one of the RMBs is left out."""
     stage = Stage(world, (3, 3), down=1)
     for _ in range(3):
-        world.pass_time(2.0)  # slowly: no RMB is made ahead
+        world.pass_time(2.0)  # slow, so no RMB is made in advance
         world.connect(stage.client, stage.server, size=4 * SIZE)
-    told: list[int] = []
+    announced: list[int] = []
 
     def leave_one_out(message: Any) -> llc.Message:
         left = message.tokens_left - 1
-        told.append(left)
+        announced.append(left)
         changed: llc.Message = dataclasses.replace(
             message, tokens_left=left, pairs=message.pairs[: min(left, 2)]
         )
@@ -189,7 +191,7 @@ def test_fewer_rtokens_than_there_are_rmbs_in_use(world: World, name: str) -> No
     stage.wire.change(name, leave_one_out, count=2)
     stage.server.rnics[-1].port_up()
     world.pass_time(70.0)
-    assert told == [3, 1]
+    assert announced == [3, 1]
     assert 1 not in stage.links()
     assert any(each.endswith("2 DELETE_LINK 1") for each in stage.log)
     assert stage.works()
@@ -197,7 +199,7 @@ def test_fewer_rtokens_than_there_are_rmbs_in_use(world: World, name: str) -> No
 
 @pytest.mark.rfc("C.7.1/messages/6")
 def test_a_clients_delete_link_for_a_link_that_is_being_deleted(world: World) -> None:
-    """A timing window: the server has just begun to delete it."""
+    """A race: the server has just begun to delete the link."""
     stage = Stage(world, (2, 2))
     stage.server.group.delete_link(2, orderly=False)
     stage.client.group.delete_link(2, orderly=False)
@@ -219,12 +221,12 @@ def test_delete_link_of_an_unknown_link(world: World, place: int) -> None:
     link = stage.end(place).group.links[1]
     replies: list[Any] = []
 
-    def note(message: Any) -> llc.Message:
+    def record(message: Any) -> llc.Message:
         replies.append(message)
         reply: llc.Message = message
         return reply
 
-    stage.wire.change(f"{'SC'[place]}1 DELETE_LINK 77 reply", note)
+    stage.wire.change(f"{'SC'[place]}1 DELETE_LINK 77 reply", record)
     link.send_llc(llc.DeleteLink(link_number=77, reason=llc.DeleteLinkReason.OPERATOR))
     world.settle()
     (reply,) = replies
@@ -233,8 +235,8 @@ def test_delete_link_of_an_unknown_link(world: World, place: int) -> None:
     assert stage.works()
 
 
-def test_a_rejection_after_the_agreement_requests_nothing(world: World) -> None:
-    """Linux sends one as well when the link that it had agreed to was not confirmed."""
+def test_a_late_rejection_causes_no_request(world: World) -> None:
+    """Linux sends such a rejection after its agreement if the link was not confirmed."""
     stage = Stage(world, (2, 2))
     assert stage.links() == [1, 2]
 
@@ -253,7 +255,7 @@ def test_a_rejection_after_the_agreement_requests_nothing(world: World) -> None:
 @pytest.mark.rfc("C.7.1/messages/13", "A.3.4/5")
 @pytest.mark.parametrize("number", [1, 2])
 def test_add_link_with_the_number_of_a_link_of_the_group(world: World, number: int) -> None:
-    """The two sides do not agree on their links: the one that the message came on is down."""
+    """The two sides disagree on their links, so the link on which the message came is ended."""
     stage = Stage(world, (3, 2))
     client = stage.client.record()
     stage.wire.change(
@@ -277,7 +279,7 @@ def test_add_link_with_the_number_of_a_link_of_the_group(world: World, number: i
 
 @pytest.mark.rfc("C.7.1/messages/13")
 def test_add_link_with_the_first_links_number_at_first_contact(world: World) -> None:
-    """There is no other link: the first contact has failed."""
+    """There is no other link, so the first contact has failed."""
     stage = Stage(world, (2, 2), connect=False)
     stage.wire.change("S1 ADD_LINK 2", lambda message: dataclasses.replace(message, link_number=1))
     world.finish()
@@ -288,7 +290,7 @@ def test_add_link_with_the_first_links_number_at_first_contact(world: World) -> 
 
 @pytest.mark.rfc("C.7.1/messages/13")
 def test_add_link_with_the_number_of_a_link_that_the_server_has_just_freed(world: World) -> None:
-    """The reply to DELETE LINK has arrived, and its completion has not: both sides agree."""
+    """The reply to DELETE LINK has arrived, but its completion has not: both sides agree."""
     stage = Stage(world, (2, 2))
     client = stage.client.record()
     offer = llc.AddLink(
@@ -306,8 +308,8 @@ def test_add_link_with_the_number_of_a_link_that_the_server_has_just_freed(world
     assert stage.works()
 
 
-def test_add_link_without_a_queue_pair_is_an_offer_of_nothing(world: World) -> None:
-    """So its number names nothing: it is rejected."""
+def test_add_link_without_a_queue_pair_is_rejected(world: World) -> None:
+    """Such a message offers no link, so its link number has no meaning."""
     stage = Stage(world, (2, 2), connect=False)
     stage.wire.change(
         "S1 ADD_LINK 2",

@@ -296,9 +296,9 @@ class VerbsRnic(Rnic):
         if kind in lib.fatal_events:
             self._fail(f"event {kind}")
         else:
-            self.look_at_port()  # the event names neither port nor GID
+            self.refresh_port()  # the event names neither port nor GID
 
-    def look_at_port(self) -> None:
+    def refresh_port(self) -> None:
         """Read the port's state and MTU, and report PORT_UP or PORT_DOWN if the state changed."""
         lib = self._opened()
         before = self.port_active
