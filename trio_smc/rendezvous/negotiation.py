@@ -454,7 +454,7 @@ class Negotiation(ABC):
         if group.state not in USABLE:
             return None  # the group ended while an RMB was created
         named = self._peers_link or self._link
-        return named if named is not None and named.usable else group.least_loaded_link()
+        return named if named is not None and named.usable else group.links.least_loaded()
 
     def _form_group(
         self, *, client: bool, peer_id: bytes, rnic: Rnic,

@@ -552,6 +552,7 @@ class Pump:
                 waits.since = now
             # One spin for each wait: the scheduler may have woken for another reason meanwhile, or
             # a reader has spun.
+            # At most a second, because ``timeout`` may be infinite.
             end = min(waits.since + spin.ns, now + int(min(timeout, 1.0) * 1e9))
             if now < end and spin.should_spin():
                 self.spin_due = False

@@ -230,6 +230,11 @@ class AdaptiveSpin:
         self.discouraged = self._failures == self._max_failures
 
 
+_MAX_FAILURES: Final = 4
+"""Failures after which handshakes are discouraged to spin.  Chosen: docs/decisions.md has a
+measurement with this value only."""
+_RETRY_EVERY: Final = 256
+"""Handshakes for each try while discouraged.  Chosen; no measurement is recorded."""
 _PROBES_PER_ROUND: Final = 4
 """Probes for each drain in a round.  Chosen; no measurement is recorded."""
 _ROUNDS_BEFORE_DRAIN: Final = 8
@@ -256,7 +261,7 @@ class Spinner:
 
     def __init__(self, seconds: float, drain: Probe) -> None:
         self.sleeping: int = 0
-        self._spin = AdaptiveSpin(seconds, max_failures=4, retry_every=256)
+        self._spin = AdaptiveSpin(seconds, max_failures=_MAX_FAILURES, retry_every=_RETRY_EVERY)
         self._drain = drain
 
     def until(self, ready: Probe, *, soon: bool = False) -> bool:

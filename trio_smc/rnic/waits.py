@@ -9,6 +9,13 @@ from .spinner import PAUSE_NS, AdaptiveSpin
 
 __all__ = ["WaitHistory"]
 
+_MAX_FAILURES: Final = 8
+"""Failures after which the spin is discouraged.  Chosen: docs/decisions.md has measurements with
+this value only ("how long to spin for the next message of a connection")."""
+_RETRY_EVERY: Final = 64
+"""Waits for each try while discouraged.  Chosen, and measured with this value only, like
+`_MAX_FAILURES`."""
+
 _now: Final = time.perf_counter_ns
 
 
@@ -31,7 +38,7 @@ class WaitHistory:
     __slots__ = ("after_pause", "last_arrival", "since", "spin")
 
     def __init__(self, seconds: float) -> None:
-        self.spin = AdaptiveSpin(seconds, max_failures=8, retry_every=64)
+        self.spin = AdaptiveSpin(seconds, max_failures=_MAX_FAILURES, retry_every=_RETRY_EVERY)
         self.since = 0
         self.last_arrival = 0
         self.after_pause = False

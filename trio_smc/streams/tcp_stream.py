@@ -14,6 +14,7 @@ import trio
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.host.tcp import carried_bytes, close_with_reset, unread_bytes
+from trio_smc.streams.parking import Busy
 from trio_smc.streams.stream import (
     NO_MORE_URGENT,
     SmcStream,
@@ -80,8 +81,8 @@ class TcpStream(SmcStream):
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """As `trio.SocketStream.send_all`."""
-        if self._urgent.sending:
-            raise trio.BusyResourceError("another task is sending on this stream")
+        if self._urgent.sending.taken:
+            raise self._urgent.sending.error()
         if type(data) is bytes:
             await self._stream.send_all(data)
         else:
@@ -193,17 +194,16 @@ class TcpUrgent:
 
     Args:
       sock: the connected socket; its owner closes it.
+
+    Attributes:
+      sending: taken while a task sends urgent data.
     """
 
     def __init__(self, sock: trio.socket.SocketType) -> None:
         self._sock = sock
         self._epoll: select.epoll | None = None
-        self._sending = False
-
-    @property
-    def sending(self) -> bool:
-        """True while an urgent byte waits to be sent."""
-        return self._sending
+        self.sending = Busy("is sending")
+        self._waiting = Busy("waits for urgent data")
 
     def wake_waiter(self) -> None:
         """Call before the socket is closed: wakes the waiting task."""
@@ -212,17 +212,12 @@ class TcpUrgent:
 
     async def send(self, stream: trio.SocketStream, data: memoryview) -> None:
         """Send ``data``, with the last byte as urgent; ``stream`` belongs to the same socket."""
-        if self._sending:
-            raise trio.BusyResourceError("another task is sending on this stream")
-        self._sending = True
-        try:
+        with self.sending:
             # Only the last byte with MSG_OOB: otherwise a partial send would make its own last byte
             # urgent.
             await stream.send_all(data[:-1])
             with as_stream_errors(self._sock):
                 await self._sock.send(data[-1:], stdlib_socket.MSG_OOB)
-        finally:
-            self._sending = False
 
     async def wait(self) -> UrgentState:
         """Wait until the kernel has the urgent byte, or its announcement."""
@@ -250,17 +245,16 @@ class TcpUrgent:
 
     @contextlib.contextmanager
     def _open_epoll(self) -> Iterator[select.epoll]:
-        if self._epoll is not None:
-            raise trio.BusyResourceError("another task waits for urgent data on this stream")
-        if self._sock.fileno() < 0:
-            raise trio.ClosedResourceError("the stream was closed")
-        with select.epoll() as self._epoll:
-            try:
-                self._epoll.register(self._sock.fileno(), select.EPOLLPRI | select.EPOLLRDHUP)
-                with as_stream_errors(self._sock):
-                    yield self._epoll
-            finally:
-                self._epoll = None
+        with self._waiting:
+            if self._sock.fileno() < 0:
+                raise trio.ClosedResourceError("the stream was closed")
+            with select.epoll() as self._epoll:
+                try:
+                    self._epoll.register(self._sock.fileno(), select.EPOLLPRI | select.EPOLLRDHUP)
+                    with as_stream_errors(self._sock):
+                        yield self._epoll
+                finally:
+                    self._epoll = None
 
     @staticmethod
     async def _wait_for_event(epoll: select.epoll) -> None:

@@ -24,8 +24,8 @@ newer peer may use them.  So a message is answered by one of:
   (``offers_smc_r``), and each value that is a matter of policy, such as a buffer size above the
   RFC's 512 KiB.
 
-A message of a version above 1 is decoded, too.  The answer has ``answer_version``, the lower of the
-two sides' versions (A.2).
+A message of a version above 1 is decoded, too.  The negotiation answers with the lower of the two
+sides' versions (A.2).
 
 Version 2
 ---------
@@ -216,11 +216,6 @@ class ClcMessage(_Part):
     def _check(self) -> None:
         if self.version == 0:
             raise ValueError("there is no version 0")
-
-    @property
-    def answer_version(self) -> int:
-        """The version of this side's answer: the highest that both sides have (A.2)."""
-        return min(VERSION, self.version)
 
     def _framed(self, rest: bytes = b"") -> bytes:
         """The message: header, fields with a position, ``rest``, trailer."""

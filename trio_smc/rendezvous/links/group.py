@@ -215,10 +215,6 @@ class LinkGroup:
 
     # --- links -------------------------------------------------------------------------------
 
-    def least_loaded_link(self, but: Link | None = None) -> Link | None:
-        """The usable link, other than ``but``, on which the fewest connections send."""
-        return self.links.least_loaded(but)
-
     def find_link(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
         """The link with this peer end, even if it was just removed (3.5.2.2, 3.5.2.3)."""
         return self.links.find(gid, mac if self.terms.version == 1 else None, qp_number)
@@ -387,9 +383,9 @@ class LinkGroup:
         forming = self.machine.state == "FORMING"
         return self.config.first_contact_timeout if forming else self.config.llc_timeout
 
-    def terminate(self, reason: llc.DeleteLinkReason = llc.DeleteLinkReason.PROGRAM) -> None:
+    def terminate(self) -> None:
         """End the group by DELETE LINK; its connections end with an error (RFC 7609, 3.5.4)."""
-        self._end_reason = reason
+        self._end_reason = llc.DeleteLinkReason.PROGRAM
         self.machine.send("terminate")
 
     def delete_all(self, reason: int) -> None:
