@@ -47,7 +47,7 @@ async def listen() -> None:
         await listener.aclose()
 
 
-async def ask(host: str, port: int) -> None:
+async def request(host: str, port: int) -> None:
     """Connect, and get an answer."""
     async with await trio.open_tcp_stream(host, port) as stream:
         await stream.send_all(b"x")
@@ -68,10 +68,10 @@ async def client(port: int, plain: int, other: str) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.tick)
         await watch.step("listen", listen)
-        await watch.step("loopback", lambda: ask("127.0.0.1", port))
-        await watch.step("other address", lambda: ask(other, port))
-        await watch.step("TCP", lambda: ask("127.0.0.1", plain))
-        await watch.step("TCP at the other address", lambda: ask(other, plain))
+        await watch.step("loopback", lambda: request("127.0.0.1", port))
+        await watch.step("other address", lambda: request(other, port))
+        await watch.step("TCP", lambda: request("127.0.0.1", plain))
+        await watch.step("TCP at the other address", lambda: request(other, plain))
         await watch.step("refused", refused)
         nursery.cancel_scope.cancel()
     sys.stdout.write(json.dumps([watch.stalls, watch.imported]))

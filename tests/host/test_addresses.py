@@ -204,7 +204,7 @@ def test_plain_addresses() -> None:
 def test_a_point_to_point_interface_is_in_its_peer_s_network() -> None:
     head = struct.pack("=BBBBI", socket.AF_INET, 30, 0, 0, 4)
     own, peer = socket.inet_aton("192.0.2.7"), socket.inet_aton("198.51.100.9")
-    found = prefixes._own_address(Message(head, {1: peer, 2: own}))
+    found = prefixes.own_address(Message(head, {1: peer, 2: own}))
     assert (found.interface, found.address) == (4, "192.0.2.7")
     assert found.prefix == Prefix(network=bytes((198, 51, 100, 8)), length=30)
 
@@ -213,7 +213,7 @@ def test_a_point_to_point_interface_is_in_its_peer_s_network() -> None:
 def test_bits_beyond_the_prefix_are_zero(length: int) -> None:
     head = struct.pack("=BBBBI", socket.AF_INET6, length, 0, 0, 4)
     packed = ipaddress.ip_address("2001:db8:ffff:ffff:ffff::7").packed
-    found = prefixes._own_address(Message(head, {1: packed}))
+    found = prefixes.own_address(Message(head, {1: packed}))
     expected = ipaddress.ip_network((packed, length), strict=False)
     assert found.prefix == Prefix(network=expected.network_address.packed, length=length)
 

@@ -271,10 +271,10 @@ _DUMP: Final = Request(_RTM_GETADDR, _HEAD.pack(0, 0, 0, 0, 0), _HEAD.size, dump
 
 def _addresses() -> list[_OwnAddress]:
     """All addresses that this host has now."""
-    return query(_DUMP, _own_address)
+    return query(_DUMP, own_address)
 
 
-def _own_address(message: Message) -> _OwnAddress:
+def own_address(message: Message) -> _OwnAddress:
     _, length, _, _, interface = _HEAD.unpack(message.head)
     # On a point-to-point interface IFA_LOCAL is the address of this host, and IFA_ADDRESS is that
     # of the peer, which determines the network.  On other interfaces both are the same, but for
