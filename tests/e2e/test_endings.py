@@ -300,6 +300,10 @@ async def test_a_killed_server(while_: str, connections: int) -> None:
                 exits.enter_context(reserved_port(port))
             with pytest.raises(OSError, match="refused"):
                 await trio_smc.open_stream(HOST, port)
+            # A stack that has not looked for this listener yet meets its name, and removes it.
+            async with trio_smc.open_stack(smc_config()) as fresh:
+                with pytest.raises(OSError, match="refused"):
+                    await fresh.open_stream(HOST, port)
 
 
 async def kill_while(
