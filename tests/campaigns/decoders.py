@@ -39,6 +39,7 @@ _VALID["llc of version 2"] = [item.data for item in vectors.captured_v2("llc")]
 _VALID["fabric"] = [
     fabric.Hello(gid=bytes(range(16)), qp_num=17, peer_qp_num=1 << 23, peer_psn=3).encode(),
     fabric.Register(rkey=1 << 31, slot=9, address=1 << 40, length=1 << 20).encode(),
+    fabric.Register(rkey=5, slot=0, address=4096, length=1 << 14, progress=True).encode(),
     fabric.Revoke(rkey=77).encode(),
 ]
 _VALID["local"] = [

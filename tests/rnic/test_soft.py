@@ -19,6 +19,7 @@ from tests.peers import open_pair
 from tests.rnic.contract import MEMORY, End, connect, got, make_end, nothing_comes, until
 from tests.rnic.soft_peer import BURST, Peer, pause
 from tests.timing import PATIENCE
+from trio_smc.rnic.memory import PROGRESS_WORDS
 from trio_smc.rnic.soft import device
 from trio_smc.rnic.soft import messages as _fabric
 from trio_smc.rnic.soft.device import SoftRnic
@@ -90,6 +91,45 @@ class TestRegions:
         for region in regions:
             region.close()
         pd.close()
+        memory.close()
+
+    @pytest.mark.parametrize("offset", [4997, 5000, 8190, 8191, 8192, 12_284, 12_288])
+    def test_no_write_reaches_what_lies_behind_a_region(
+        self, pair: tuple[End, End], offset: int
+    ) -> None:
+        """The rest of its last page, and the page with the progress words."""
+        a, b = pair
+        memory = b.rnic.alloc_memory(5000)
+        region = b.pd.register(memory)
+        a.qp.post_write(
+            1, memoryview(b"word"), None, address=region.address + offset, rkey=region.rkey
+        )
+        until(lambda: bool(a.sent), a, b)
+        assert a.sent == [(1, WcStatus.REM_ACCESS_ERR)]
+        assert os.pread(memory.fd, memory.mapped, 0) == bytes(memory.mapped)
+        region.close()
+        memory.close()
+
+    def test_each_element_has_a_progress_word(self, pair: tuple[End, End]) -> None:
+        a, b = pair
+        memory = b.rnic.alloc_memory(3 * 5000)
+        region = b.pd.register(memory)
+        until(lambda: a.qp.can_reach(region.rkey), a, b)
+        for index in range(3):
+            found = a.qp.progress_word(region.address + index * 5000, region.rkey, 5000)
+            assert found is not None
+            words, place = found
+            words[place] = 100 + index
+        assert [memory.progress(index) for index in range(3)] == [100, 101, 102]
+        assert memory.view == bytes(3 * 5000)
+        for beyond in (-1, PROGRESS_WORDS):
+            address = region.address + beyond * 5000
+            assert a.qp.progress_word(address, region.rkey, 5000) is None
+        assert a.qp.progress_word(region.address, region.rkey ^ 1, 5000) is None
+        a.qp.to_err()
+        with pytest.raises(ValueError, match="released"):
+            words[place] = 1
+        region.close()
         memory.close()
 
     def test_a_domain_that_was_closed(self, rnic: SoftRnic) -> None:

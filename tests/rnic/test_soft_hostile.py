@@ -397,6 +397,20 @@ class TestAnnouncements:
         assert state(victim.qp) is QpState.ERR
         assert ended(sock)
 
+    @pytest.mark.parametrize("announced", [False, True])
+    def test_progress_words_that_are_not_there(
+        self, attacker: Attacker, victim: End, announced: bool
+    ) -> None:
+        """A memfd must have exactly the pages that were announced."""
+        sock = attacker.connect(victim)
+        memory = Memory(4096, progress=not announced)
+        bad = Register(rkey=9, slot=0, address=4096, length=4096, progress=announced)
+        socket.send_fds(sock, [bad.encode()], [memory.fd])
+        memory.close()
+        until(lambda: bool(victim.flushed), victim)
+        assert state(victim.qp) is QpState.ERR
+        assert ended(sock)
+
     @pytest.mark.parametrize(("count", "length"), [(MAX_REGIONS, 4096), (4, MAX_MAPPED // 4)])
     def test_more_regions_than_a_peer_may_have(
         self, attacker: Attacker, victim: End, count: int, length: int

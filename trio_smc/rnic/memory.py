@@ -8,9 +8,10 @@ run out of descriptors (`_mapped`).
 Theory of operation: progress words
 -----------------------------------
 A process may be killed after it has written data into a peer's memory and before it has announced
-the data.  Memory made with ``progress`` ends with one page of *progress words*, one for each
-element of the memory.  The peer stores there how many bytes it has written into the element so far.
-The owner reads the word when the peer's process has ended.
+the data.  The memfd of memory made with ``progress`` has one page more, behind the memory: the
+*progress words*, one for each element of the memory.  The peer stores there how many bytes it has
+written into the element so far.  The owner reads the word when the peer's process has ended.  The
+page is not part of the memory region, so no RDMA write reaches it.
 
 Theory of operation: pages
 --------------------------
@@ -78,6 +79,11 @@ def is_quick_to_free(fd: int) -> bool:
     return max(status.st_size, status.st_blocks * _BLOCK) <= QUICK_TO_FREE
 
 
+def _mapped_size(size: int, *, progress: bool) -> int:
+    """Bytes of the memfd of ``size`` bytes of memory; ``progress``: with progress words."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + PROGRESS_SIZE if progress else size
+
+
 def _address(mapping: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
@@ -123,14 +129,12 @@ class Memory:
     has_progress = False
 
     def __init__(self, size: int, *, name: str = "trio_smc", progress: bool = False) -> None:
-        """``progress``: add progress words behind ``size`` bytes, rounded up to whole pages."""
+        """``progress``: add progress words behind the pages of ``size`` bytes."""
         if size <= 0:
             raise ValueError("size must be positive")
         self.size = size
         self.has_progress = progress
-        self.mapped: int = size
-        if progress:
-            self.mapped = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + PROGRESS_SIZE
+        self.mapped: int = _mapped_size(size, progress=progress)
         self.fd: int = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.mapped)
@@ -263,18 +267,27 @@ class PeerMemory:
 
     Attributes:
       size: bytes.
-      view: the whole memory as a writable memoryview of bytes.
+      view: the whole memory as a writable memoryview of bytes, without progress words.
+      mapped: bytes of the memfd.
+      progress: the progress words; None if the memory has none.
     """
 
-    def __init__(self, fd: int, size: int) -> None:
+    progress: memoryview[int] | None = None
+
+    def __init__(self, fd: int, size: int, *, progress: bool = False) -> None:
         self.size = size
-        self._map = _mapped(fd, size)
-        self.view: memoryview[int] = memoryview(self._map)
+        self.mapped: int = _mapped_size(size, progress=progress)
+        self._map = _mapped(fd, self.mapped)
         self._casts: list[memoryview] = []
+        whole = memoryview(self._map)
+        self.view: memoryview[int] = whole[:size]
+        if progress:
+            self.progress = self._cast(whole[self.mapped - PROGRESS_SIZE :], "Q")
+        whole.release()
 
     @classmethod
-    def map_untrusted(cls, fd: int, size: int) -> PeerMemory:
-        """Map ``size`` bytes of a memfd that a peer sent.  The caller closes ``fd``.
+    def map_untrusted(cls, fd: int, size: int, *, progress: bool = False) -> PeerMemory:
+        """Map memory of ``size`` bytes whose memfd a peer sent.  The caller closes ``fd``.
 
         If the peer could shrink the memory, or if the system had run out of huge pages for it, the
         next access would kill this process with SIGBUS.  So the seals, the page size and the size
@@ -292,15 +305,15 @@ class PeerMemory:
             if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
                 raise ProtocolError("the shared memory has huge pages")
             status = os.fstat(fd)
-            there = status.st_size
-            if not 0 < size <= there:
+            there, mapped = status.st_size, _mapped_size(size, progress=progress)
+            if size <= 0 or mapped > there:
                 raise ProtocolError("the shared memory is smaller than announced")
             allocated = status.st_blocks * _BLOCK
-            if not seals & fcntl.F_SEAL_GROW or size != there or allocated > size + _HUGE_PAGE:
+            if not seals & fcntl.F_SEAL_GROW or mapped != there or allocated > mapped + _HUGE_PAGE:
                 # This process may be the last to unmap it, which frees all of its pages, also
                 # those behind its end.
                 raise ProtocolError("the shared memory is larger than announced")
-            return cls(fd, size)
+            return cls(fd, size, progress=progress)
         except (OSError, ValueError, OverflowError) as problem:
             if isinstance(problem, OSError) and is_lack(problem):
                 raise
@@ -308,7 +321,9 @@ class PeerMemory:
 
     def cast(self, start: int, length: int, code: str) -> memoryview:
         """A view of a part of the memory as native integers (``code`` as in `struct`)."""
-        piece = self.view[start : start + length]
+        return self._cast(self.view[start : start + length], code)
+
+    def _cast(self, piece: memoryview, code: str) -> memoryview:
         words = piece.cast(code)  # type: ignore[call-overload]
         piece.release()
         self._casts.append(words)
@@ -324,7 +339,7 @@ class PeerMemory:
             words.release()
         self._casts.clear()
         self.view.release()
-        if later is None or self.size <= QUICK_TO_FREE or self._map.closed:
+        if later is None or self.mapped <= QUICK_TO_FREE or self._map.closed:
             self._map.close()
         else:
             later(self._map.close)

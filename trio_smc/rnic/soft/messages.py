@@ -76,7 +76,7 @@ _REVOKE: Final = 3
 
 _HEADER: Final = struct.Struct("<4sBBxx")
 _HELLO_BODY: Final = struct.Struct("<16sIII")
-_REGISTER_BODY: Final = struct.Struct("<IIQQ")
+_REGISTER_BODY: Final = struct.Struct("<IIQQB")
 _REVOKE_BODY: Final = struct.Struct("<I")
 _MAX_SIZE: Final = _HEADER.size + max(_HELLO_BODY.size, _REGISTER_BODY.size, _REVOKE_BODY.size)
 _MAX_FDS: Final = 2
@@ -122,16 +122,18 @@ class Register:
       slot: the index in the key page.
       address: the address of the first byte, as writes use it.
       length: the size in bytes.
+      progress: True if the memfd has progress words behind the region (`trio_smc.rnic.memory`).
     """
 
     rkey: int
     slot: int
     address: int
     length: int
+    progress: bool = False
 
     def encode(self) -> bytes:
         return _HEADER.pack(_MAGIC, VERSION, _REGISTER) + _REGISTER_BODY.pack(
-            self.rkey, self.slot, self.address, self.length
+            self.rkey, self.slot, self.address, self.length, self.progress
         )
 
 
@@ -161,8 +163,12 @@ def decode_untrusted(data: bytes, fds: int) -> Message:
             gid, qp_num, peer_qp_num, psn = _HELLO_BODY.unpack(body)
             message = Hello(gid=gid, qp_num=qp_num, peer_qp_num=peer_qp_num, peer_psn=psn)
         elif kind == _REGISTER:
-            rkey, slot, address, length = _REGISTER_BODY.unpack(body)
-            message = Register(rkey=rkey, slot=slot, address=address, length=length)
+            rkey, slot, address, length, progress = _REGISTER_BODY.unpack(body)
+            if progress > 1:
+                raise ProtocolError("a memory region has an invalid progress flag")
+            message = Register(
+                rkey=rkey, slot=slot, address=address, length=length, progress=bool(progress)
+            )
         elif kind == _REVOKE:
             (rkey,) = _REVOKE_BODY.unpack(body)
             message = Revoke(rkey=rkey)

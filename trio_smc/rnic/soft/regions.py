@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rnic.memory import PROGRESS_SIZE, PROGRESS_WORDS, Memory, PeerMemory
+from trio_smc.rnic.memory import PROGRESS_WORDS, Memory, PeerMemory
 from trio_smc.rnic.soft.messages import Message, Register, Revoke
 from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.soft.ring import KEYS, ReceiveRing
@@ -56,15 +56,23 @@ class SoftMemoryRegion(MemoryRegion):
         self.rkey = rkey
         # Any number works: writes use it only to compute offsets.
         self.address: int = (1 + secrets.randbits(34)) << 12
-        self.length: int = memory.mapped
+        self.length: int = memory.size
+        self.mapped: int = memory.mapped
         self._memory = memory
         self._pd = pd
         self.slot = slot
 
     def announcement(self) -> tuple[Register, int]:
         """The message that announces the region to peers, and its descriptor."""
-        message = Register(rkey=self.rkey, slot=self.slot, address=self.address, length=self.length)
-        return message, self._memory.fd
+        memory = self._memory
+        message = Register(
+            rkey=self.rkey,
+            slot=self.slot,
+            address=self.address,
+            length=self.length,
+            progress=memory.has_progress,
+        )
+        return message, memory.fd
 
     def close(self) -> None:
         self._pd.deregister(self)
@@ -99,7 +107,7 @@ class SoftProtectionDomain(ProtectionDomain):
             raise RnicError(errno.EFAULT, "the memory is closed")
         if len(self._regions) >= MAX_REGIONS:
             raise RnicError(errno.ENOMEM, f"a protection domain holds {MAX_REGIONS} regions")
-        if memory.mapped + sum(region.length for region in self._regions.values()) > MAX_MAPPED:
+        if memory.mapped + sum(region.mapped for region in self._regions.values()) > MAX_MAPPED:
             raise RnicError(errno.ENOMEM, f"a protection domain holds {MAX_MAPPED} bytes")
         slot = self._free.pop() if self._free else len(self._regions)
         region = SoftMemoryRegion(self, memory, self._rnic.new_rkey(), slot)
@@ -149,7 +157,7 @@ class PeerRegions:
       run_later: calls a function in another thread.
     """
 
-    __slots__ = ("_keys", "_mapped", "_progress", "_regions", "_run_later")
+    __slots__ = ("_keys", "_mapped", "_regions", "_run_later")
 
     def __init__(
         self,
@@ -161,7 +169,6 @@ class PeerRegions:
         self._mapped = 0
         # By RKey: view, address, length, slot, memory.
         self._regions: dict[int, tuple[memoryview, int, int, int, PeerMemory]] = {}
-        self._progress: dict[int, memoryview[int]] = {}  # by RKey: the region's progress words
 
     def __contains__(self, rkey: int) -> bool:
         return rkey in self._regions
@@ -177,8 +184,8 @@ class PeerRegions:
             raise ProtocolError("a memory region has an invalid slot or RKey")
         if len(self._regions) >= MAX_REGIONS or self._mapped + message.length > MAX_MAPPED:
             raise ProtocolError("the peer announces more memory regions than allowed")
-        memory = PeerMemory.map_untrusted(fd, message.length)
-        self._mapped += message.length
+        memory = PeerMemory.map_untrusted(fd, message.length, progress=message.progress)
+        self._mapped += memory.mapped
         self._regions[message.rkey] = (
             memory.view, message.address, message.length, message.slot, memory
         )  # fmt: skip
@@ -187,8 +194,7 @@ class PeerRegions:
         """Unmap a region; no-op if it is unknown."""
         region = self._regions.pop(rkey, None)
         if region is not None:
-            self._progress.pop(rkey, None)
-            self._mapped -= region[2]
+            self._mapped -= region[4].mapped
             region[4].close(self._run_later)
 
     def progress_word(
@@ -202,19 +208,15 @@ class PeerRegions:
           size: bytes of the element.
 
         Returns:
-          None: the region is unknown, or too small to have progress words.
+          None: the region is unknown, or has no word for this element.
         """
         region = self._regions.get(rkey)
         if region is None:
             return None
-        _, base, length, _, memory = region
-        index = (address - base) // size
-        start = length - PROGRESS_SIZE
-        if not 0 <= index < PROGRESS_WORDS or start <= 0 or start % 8:
+        words = region[4].progress
+        index = (address - region[1]) // size
+        if words is None or not 0 <= index < PROGRESS_WORDS:
             return None
-        words = self._progress.get(rkey)
-        if words is None:
-            words = self._progress[rkey] = memory.cast(start, PROGRESS_SIZE, "Q")
         return words, index
 
     def write(
