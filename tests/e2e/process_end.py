@@ -3,7 +3,8 @@
 ``python -m tests.e2e.process_end TRANSPORT HOW SENDS SIZE PORT`` connects, exchanges a greeting,
 sends SENDS times SIZE bytes, and ends by HOW at once, without letting the scheduler run again.
 TRANSPORT: "tcp"; "ours" for `trio_smc.open_stream`; "enabled" for `trio.open_tcp_stream` under
-`trio_smc.enable()`, which has amortised checkpoints.
+`trio_smc.enable()`, which has amortised checkpoints.  The signals have their usual effect, even if
+the parent ignores them.
 """
 
 from __future__ import annotations
@@ -44,6 +45,17 @@ def end(how: str) -> None:
             os.kill(os.getpid(), getattr(signal, how))
 
 
+def handle_as_usual() -> None:
+    """Give each signal the effect that it has in a program started from a terminal.
+
+    nohup(1) ignores SIGHUP, and a shell ignores SIGINT for its background jobs.  A child inherits
+    this, and then no SIGHUP would end it, over TCP or SMC-R.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 async def main(transport: str, how: str, sends: int, size: int, port: int) -> None:
     dial: Any = trio_smc.open_stream if transport == "ours" else trio.open_tcp_stream
     stream = await dial(HOST, port)
@@ -60,6 +72,7 @@ async def main(transport: str, how: str, sends: int, size: int, port: int) -> No
 
 
 if __name__ == "__main__":
+    handle_as_usual()
     way, how_to_end, sends, size, port = sys.argv[1:]
     if way == "enabled":
         trio_smc.enable()

@@ -73,6 +73,23 @@ def command(transport: str, how: str, sends: int, size: int, port: int) -> list[
     return [sys.executable, "-m", process_end.__name__, transport, how, *numbers]
 
 
+@asynccontextmanager
+async def running(
+    arguments: list[str], *, stdin: int | None = None
+) -> AsyncIterator[trio.Process]:
+    """A process with a pipe from its standard output; it is killed at the end, if it still runs."""
+    process = await trio.lowlevel.open_process(arguments, stdin=stdin, stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    await pipe.aclose()
+
+
 async def observe(transport: str, how: str, sends: int, size: int) -> tuple[list[Any], int]:
     """The outcome of a server with such a client, and the client's exit status."""
     server = Server()
@@ -110,17 +127,16 @@ async def test_data_that_was_not_announced_is_found(sends: int, size: int) -> No
 async def test_a_signal_ends_a_blocked_loop_at_once(transport: str, name: str) -> None:
     server = Server()
     number = getattr(signal, name)
-    async with serving(server) as port:
-        client = await trio.lowlevel.open_process(
-            command(transport, "block", 5, 1000, port), stdout=subprocess.PIPE
-        )
+    async with (
+        serving(server) as port,
+        running(command(transport, "block", 5, 1000, port)) as client,
+    ):
         assert client.stdout is not None
         with trio.fail_after(2 * PATIENCE):
             await client.stdout.receive_some()
             client.send_signal(number)
             assert await client.wait() == -number
             await server.over.wait()
-            await client.stdout.aclose()
     assert server.outcome[0] == b"".join(sent(each, 1000) for each in range(5))
     assert server.outcome[1] == "end"
 
@@ -128,27 +144,18 @@ async def test_a_signal_ends_a_blocked_loop_at_once(transport: str, name: str) -
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_data_that_waits_in_a_send_queue_leaves_no_gap(transport: str) -> None:
     """The server stands still, so that the client's link cannot announce all data."""
-    server = await trio.lowlevel.open_process(
-        [sys.executable, "-c", STANDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    with trio.fail_after(3 * PATIENCE):
-        port = int(await read_line(server.stdout))
-        client = await trio.lowlevel.open_process(
-            command(transport, "block", 1400, 10, port), stdout=subprocess.PIPE
-        )
-        assert client.stdout is not None
-        await read_line(server.stdout)  # it is connected and stands still
-        await client.stdout.receive_some()
-        client.kill()
-        await client.wait()
-        await client.stdout.aclose()
-        await server.stdin.send_all(b"\n")
-        received, ending = (await read_line(server.stdout)).split()
-        await server.wait()
-        for pipe in (server.stdin, server.stdout):
-            await pipe.aclose()
+    async with running([sys.executable, "-c", STANDING], stdin=subprocess.PIPE) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        with trio.fail_after(3 * PATIENCE):
+            port = int(await read_line(server.stdout))
+            async with running(command(transport, "block", 1400, 10, port)) as client:
+                assert client.stdout is not None
+                await read_line(server.stdout)  # it is connected and stands still
+                await client.stdout.receive_some()
+            await server.stdin.send_all(b"\n")
+            received, ending = (await read_line(server.stdout)).split()
+            await server.wait()
     await clear_directory()
     assert (int(received), ending) == (14_000, b"end") or ending == b"ConnectionResetError"
 
