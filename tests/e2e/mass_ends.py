@@ -9,7 +9,9 @@ first-contacts: COUNT clients confirm and then never answer CONFIRM LINK (RFC 76
 handshakes: COUNT clients read SMC Accept and never confirm (C.5).
 killed: a process with COUNT link groups, a connection in each, is killed.
 left: such a process leaves all its stacks in order (3.5.4).
-stopped: such a process is stopped; TEST LINK is not answered on any link (4.5.3).
+stopped: such a process is stopped and does not answer TEST LINK on any link (4.5.3).  The RNIC shows
+    that the process lives, so all links stay, and answer when the process goes on.
+silent: the same, but the RNIC does not show that the process lives: all links fail.
 closed: one peer closes COUNT connections of one link group at once.
 idle: COUNT link groups without connections have been idle for too long (3.5.4).
 port: the server's RNIC fails under COUNT link groups.
@@ -32,7 +34,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import trio
 
@@ -40,7 +42,7 @@ import trio_smc
 from tests.e2e.sudden_end import Costs
 from tests.timing import PATIENCE
 from trio_smc import Config, SmcListener, SmcStream, SoftRnic, Stack
-from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.rnic.soft.faults import FaultPlan
 from trio_smc.stack.groups import GroupTable
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.wire import clc
@@ -49,6 +51,7 @@ HOST: Final = "127.0.0.1"
 TIMEOUT: Final = 4.0
 """Seconds of those time-outs that are to end many things together."""
 SILENT: Final = frozenset({"first-contacts", "handshakes"})
+STOPPED: Final = frozenset({"stopped", "silent"})
 GREETING: Final = b"hello"
 
 
@@ -63,14 +66,23 @@ def settings(case: str) -> Config:
         first_contact_timeout=TIMEOUT,
         handshake_timeout=TIMEOUT,
         receive_buffer=16 * 1024 if case == "move" else None,
-        test_link_interval=1.0 if case == "stopped" else 30.0,
+        test_link_interval=1.0 if case in STOPPED else 30.0,
         link_group_idle=TIMEOUT if case == "idle" else 600.0,
-        rnics=(SoftRnic("soft0"), SoftRnic("soft1")) if case in ("move", "port") else "auto",
+        rnics=rnics(case),
     )
 
 
-def is_tested(group: LinkGroup) -> bool:
-    return all(link.state == "TESTING" for link in group.links.values())
+def rnics(case: str) -> tuple[SoftRnic, ...] | Literal["auto"]:
+    if case in ("move", "port"):
+        return SoftRnic("soft0"), SoftRnic("soft1")
+    # With a plan of faults an RNIC does not know whether a peer lives, like a RoCE adapter.
+    return (SoftRnic("soft0", faults=FaultPlan()),) if case == "silent" else "auto"
+
+
+def have_links(groups: GroupTable, count: int, state: str) -> bool:
+    """True if there are ``count`` link groups, and each of their links is in this state."""
+    links = [link for group in groups.groups for link in group.links.values()]
+    return len(groups.groups) == count and all(link.state == state for link in links)
 
 
 def resident() -> int:
@@ -120,6 +132,9 @@ async def serve(case: str, count: int) -> dict[str, float]:
                 costs = await end_all(case, count, stack, listener, peer, nursery)
                 if case != "leave":
                     cost = costs.end()
+                if case == "stopped":
+                    peer.kill()
+                    await until(lambda: not stack.runtime.groups.groups)
                 await listener.aclose()
             except BaseException:
                 peer.kill()
@@ -154,11 +169,17 @@ async def end_all(
     await trio.sleep(0.3)  # the last work of the handshakes is not what is measured
     gc.collect()
     costs = MassCosts(before)
-    if case == "stopped":
+    if case in STOPPED:
         os.kill(peer.pid, signal.SIGSTOP)
-        await until(lambda: all(is_tested(group) for group in groups.groups))
+        await until(lambda: have_links(groups, count, "TESTING"))
     stand_still(case, stack, peer)
-    if case == "closed":
+    if case == "stopped":
+        timers = stack.runtime.timers
+        await until(lambda: timers.next_deadline() > timers.now())  # the time-outs are over
+        assert have_links(groups, count, "TESTING")
+        os.kill(peer.pid, signal.SIGCONT)
+        await until(lambda: have_links(groups, count, "ACTIVE"))
+    elif case == "closed":
         await until(lambda: not groups.endpoints)
     elif case == "move":
         # A link to the client's other RNIC may be added at once: the group may have two again.
@@ -204,7 +225,7 @@ async def come(
 
 def stand_still(case: str, stack: Stack, peer: trio.Process) -> None:
     """Have all of it end, or come due.  The loop stands still meanwhile, and finds all at once."""
-    if case in SILENT or case in ("idle", "stopped"):
+    if case in SILENT | STOPPED or case == "idle":
         time.sleep(TIMEOUT)
     elif case == "killed":
         peer.kill()

@@ -29,6 +29,7 @@ def cost_of(case: str, count: int) -> dict[str, float]:
         ("killed", 400),
         ("left", 400),
         ("stopped", 200),
+        ("silent", 200),
         ("closed", 1000),
         ("idle", 200),
         ("port", 200),
