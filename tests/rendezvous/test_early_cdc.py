@@ -11,6 +11,7 @@ import trio
 from tests.api.api_peers import ASSUME, address_of, plain_client, plain_server
 from tests.timing import PATIENCE
 from trio_smc import SmcStream, Stack, open_stack
+from trio_smc.connecting import accept, connect
 from trio_smc.datapath.connection import Connection
 
 pytestmark = pytest.mark.pure  # compiled classes have no such subclasses
@@ -39,6 +40,19 @@ def lies(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack.runtime.groups, "open_connection", open_lying)
 
 
+def wake_late(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task of a handshake wakes when its connection has ended; ``module``: of the caller."""
+    run = module.run_negotiation
+
+    async def run_and_wait(*arguments: Any) -> Any:
+        outcome = await run(*arguments)
+        while outcome.connection.state != "CLOSED":  # noqa: ASYNC110 - a state has no event
+            await trio.sleep(0.001)
+        return outcome
+
+    monkeypatch.setattr(module, "run_negotiation", run_and_wait)
+
+
 async def carry(source: trio.SocketStream, sink: trio.SocketStream) -> type[BaseException] | None:
     """All bytes; what ended the source's connection."""
     try:
@@ -49,11 +63,15 @@ async def carry(source: trio.SocketStream, sink: trio.SocketStream) -> type[Base
     return None
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("honest", ["server", "client"])
 async def test_a_bad_cursor_right_behind_the_rendezvous_ends_tcp_at_once(
-    honest: str, monkeypatch: pytest.MonkeyPatch
+    honest: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The honest side's TCP connection is reset, although the liar's stays open."""
+    """The honest side's TCP connection is reset, although the liar's stays open.
+
+    ``late``: the liar has answered the abort before the task of the handshake wakes up.
+    """
     async with (
         open_stack(ASSUME) as ours,
         open_stack(ASSUME) as theirs,
@@ -62,6 +80,8 @@ async def test_a_bad_cursor_right_behind_the_rendezvous_ends_tcp_at_once(
     ):
         server, client = (ours, theirs) if honest == "server" else (theirs, ours)
         lies(theirs, monkeypatch)
+        if late:
+            wake_late(accept if honest == "server" else connect, monkeypatch)
         [listener] = await server.open_listeners(0, host="127.0.0.1")
 
         async def use(stream: SmcStream) -> None:
@@ -69,12 +89,12 @@ async def test_a_bad_cursor_right_behind_the_rendezvous_ends_tcp_at_once(
                 with contextlib.suppress(trio.BrokenResourceError):
                     await stream.receive_some()
 
-        async def connect() -> None:
+        async def use_client() -> None:
             with contextlib.suppress(OSError):
                 await use(await client.open_stream(*address_of(between)))
 
         nursery.start_soon(trio.serve_listeners, use, [listener])
-        nursery.start_soon(connect)
+        nursery.start_soon(use_client)
         with trio.fail_after(PATIENCE / 4):
             near = await between.accept()
             far = await plain_client(listener)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.datapath.connection import Connection
+from trio_smc.host.tcp import close_with_reset
 from trio_smc.rendezvous.negotiation import Established
 from trio_smc.stack.policy import Peer, RouteHost
 from trio_smc.streams.group_views import LinkGroupView
@@ -99,6 +100,9 @@ def _ended_stream(
     view = LinkGroupView(outcome.group, stack.check_not_forked)
     stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
     stream.socket.keep_names()
-    sock.close()
+    if connection.resets_tcp:
+        close_with_reset(sock)
+    else:
+        sock.close()
     stack.groups.count_smc(stream, outcome.group.agreed)
     return stream
