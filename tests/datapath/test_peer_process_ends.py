@@ -51,6 +51,20 @@ def test_more_than_the_window_is_an_error(beyond: int) -> None:
             pair.b.receiver.receive(100)
 
 
+@pytest.mark.parametrize("claimed", [0, 1 << 40])
+def test_nothing_is_posted_on_a_link_that_has_ended(claimed: int) -> None:
+    """Data in flight, and a hostile progress word, lead to an abort."""
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
+        pair.b.send(memoryview(b"abc"))
+        claim(pair.b, claimed)
+        posted = len(pair.ba.log)
+        pair.hosts[1].end = "fin"
+        pair.b.links_lost(all_received=True)
+        assert len(pair.ba.log) == posted
+        assert pair.b.state == "CLOSED"
+        assert pair.hosts[1].calls[-2:] == ["reset_tcp", "closed"]
+
+
 @pytest.mark.parametrize(("end", "all_received"), [("reset", True), ("none", True), ("fin", False)])
 def test_without_fin_or_with_a_loss_it_is_an_error(end: str, all_received: bool) -> None:
     with open_pair("core", (SIZE, SIZE), progress=True) as pair:
