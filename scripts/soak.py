@@ -16,7 +16,8 @@ A conversation is complete, by SHA-256 on both sides, or it ends in an error aft
 data.  An error is allowed only if one of its processes was killed or stopped for long during it (or
 an RNIC failed while a link group was new).  If one of them was killed, its end may also be an end
 of the stream, as over TCP.  Problems are: a wrong byte, any other clean end in the middle, a
-conversation that hangs, a line on standard error, and anything left at the end.
+conversation that hangs, a process that ends by itself, a line on standard error, and anything left
+at the end.
 
 The memory (resident, with rings), descriptors, memfds, mappings of memfds and threads of the two
 processes that run to the end are sampled all the time.  After the first quarter, the least-squares
@@ -239,8 +240,11 @@ class Soak:
         async for event in each.events():
             getattr(self, "on_" + event.pop("event"))(each, **event)
             self._wake_all()
-        await each.process.wait()
+        code = await each.process.wait()
         each.ended = True
+        if each.left is None and not each.killed:
+            text = each.errors.read_text(errors="replace")
+            self._problem(f"{each.role} {each.id} ended by itself, exit code {code}: {text}")
         self._wake_all()
 
     def _wake_all(self) -> None:
