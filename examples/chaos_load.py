@@ -222,7 +222,10 @@ class Conversation:
 
     async def _receive_urgent(self, size: int) -> None:
         self.activity = f"waits for the urgent byte {self._in + size - 1}"
-        last = await self.stream.receive_urgent()
+        try:
+            last = await self.stream.receive_urgent()
+        except trio.EndOfChannel as end:
+            raise EndedEarly(f"the stream ended at position {self._in}: {end}") from end
         await self._receive_piece(size - 1)
         self._check(last)
         self.received += 1
