@@ -213,9 +213,7 @@ class Conversation:
             start = trio.current_time()
             data = await self._receive(min(size, _LARGEST))
             if not data:
-                raise EndedEarly(
-                    f"the stream ended at position {self._in}, {size} bytes too early"
-                )
+                raise EndedEarly(f"the stream ended at position {self._in}, {size} bytes too early")
             self.pause = max(self.pause, trio.current_time() - start)
             self._check(data)
             size -= len(data)
