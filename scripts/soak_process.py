@@ -235,9 +235,9 @@ class Log(logging.Handler):
         self._records.append(record)
 
     def formatted(self) -> list[str]:
-        """One line for each record, with its age."""
+        """The text of each record, with its age."""
         now = time.time()
-        return [f"{each.created - now:.1f} s: {each.getMessage()}" for each in self._records]
+        return [f"{each.created - now:.1f} s: {self.format(each)}" for each in self._records]
 
 
 class Patience:

@@ -421,10 +421,10 @@ class Connection:
           all_received: the peer's process has ended, and this side has received all that the peer
             had posted. If the kernel has ended the TCP connection by FIN, too, the peer has closed.
         """
+        self.messenger.cdc_requested = False
+        self.messenger.stop()  # first: an end of the peer must post nothing on a closed link
         if all_received and not self._released:
             self._peer_ended_untrusted()
-        self.messenger.cdc_requested = False
-        self.messenger.stop()
         self._process("links_lost")
         self._release_if_due()
 
