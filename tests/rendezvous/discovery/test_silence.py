@@ -153,10 +153,11 @@ async def test_a_client_that_takes_smc_or_nothing_waits_for_a_listener(
     asking = Discovery(private)
     async with bound() as client, trio.open_nursery() as nursery:
         address = plain.getsockname()[:2]
+        first = None
         if before == "a listener that ends":
             first = Discovery(private).publish(address, nursery)
         announcement = await announce(asking, client, address, required=True)
-        if before == "a listener that ends":
+        if first is not None:
             first.close()
         await client.connect(address)
 
