@@ -23,7 +23,7 @@ import trio
 
 from trio_smc import SmcStream
 
-__all__ = ["KINDS", "Conversation", "Wrong"]
+__all__ = ["KINDS", "Conversation", "EndedEarly", "Wrong"]
 
 HEADER = struct.Struct("!QII")
 KINDS = ("stream", "request", "urgent", "half-close", "abort")
@@ -36,6 +36,13 @@ _DIGEST = hashlib.sha256().digest_size
 
 class Wrong(Exception):
     """A byte differs from the expected one."""
+
+
+class EndedEarly(Wrong):
+    """The stream ended in the middle, without an error.
+
+    As over TCP, that is the end of a peer whose process was killed.
+    """
 
 
 def _log_uniform(rng: random.Random, least: int, most: int) -> int:
@@ -88,7 +95,7 @@ class Conversation:
         while len(header) < HEADER.size:
             data = await stream.receive_some(HEADER.size - len(header))
             if not data:
-                raise Wrong("the stream ended in the header")
+                raise EndedEarly("the stream ended in the header")
             header += data
         seed, number, scale = HEADER.unpack(header)
         return cls(stream=stream, seed=seed, number=number, scale=scale, client=False)
@@ -98,7 +105,9 @@ class Conversation:
 
         Raises, alone or in exception groups:
           Wrong: a byte differs from the expected one.
-          trio.BrokenResourceError: the connection was reset.
+          EndedEarly: the stream ended in the middle.
+          trio.BrokenResourceError: the connection was reset.  If one task sends and another one
+            receives, one of them gets this error, and the other one may find the end of the stream.
         """
         if self.client:
             await self.stream.send_all(HEADER.pack(self.seed, self.number, self.scale))
@@ -204,14 +213,17 @@ class Conversation:
             start = trio.current_time()
             data = await self._receive(min(size, _LARGEST))
             if not data:
-                raise Wrong(f"the stream ended at position {self._in}, {size} bytes too early")
+                raise EndedEarly(f"the stream ended at position {self._in}, {size} bytes too early")
             self.pause = max(self.pause, trio.current_time() - start)
             self._check(data)
             size -= len(data)
 
     async def _receive_urgent(self, size: int) -> None:
         self.activity = f"waits for the urgent byte {self._in + size - 1}"
-        last = await self.stream.receive_urgent()
+        try:
+            last = await self.stream.receive_urgent()
+        except trio.EndOfChannel as end:
+            raise EndedEarly(f"the stream ended at position {self._in}: {end}") from end
         await self._receive_piece(size - 1)
         self._check(last)
         self.received += 1
@@ -221,6 +233,8 @@ class Conversation:
         digest = b""
         while len(digest) < _DIGEST and (data := await self._receive(_DIGEST - len(digest))):
             digest += data
+        if len(digest) < _DIGEST:
+            raise EndedEarly(f"the stream ended after {len(digest)} bytes of the SHA-256")
         if digest != self._in_hash.digest():
             raise Wrong(f"another SHA-256 after {self._in} bytes")
         if await self._receive(1):

@@ -19,7 +19,7 @@ from typing import Any
 import trio
 
 import trio_smc
-from examples.chaos_load import Conversation, Wrong
+from examples.chaos_load import Conversation, EndedEarly, Wrong
 from examples.chaos_log import Recollection, log_everything
 from trio_smc import Config, SmcStream, SoftRnic, Stack
 from trio_smc.rnic.soft.faults import Fault, FaultPlan, Struck
@@ -41,15 +41,25 @@ def write_event(**event: Any) -> None:
 
 
 async def outcome(conversation: Conversation) -> str:
-    """Run a conversation; return "done", "reset", or a description of the problem."""
-    how = "done"
+    """Run a conversation; return how it ended.
+
+    Returns:
+      "done", "reset", "ended early: " or "wrong: " with a description.
+    """
+    how, broke = "done", False
     try:
         await conversation.run()
     except* trio.BrokenResourceError as broken:
+        broke = True
         # A client may abort.
         if conversation.kind != "abort" or conversation.client:
             how = "reset"
             conversation.activity = repr(_first(broken).__cause__)
+    except* EndedEarly as early:
+        # As over TCP, one call reports the error of a connection.  If another task was receiving,
+        # it finds the end.
+        if not broke:
+            how = f"ended early: {_first(early)}"
     except* Wrong as wrong:
         how = f"wrong: {_first(wrong)}"
     return how

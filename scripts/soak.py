@@ -14,8 +14,10 @@ stopped: the same, but is stopped (SIGSTOP) in the middle, half of the times for
 
 A conversation is complete, by SHA-256 on both sides, or it ends in an error after a prefix of the
 data.  An error is allowed only if one of its processes was killed or stopped for long during it (or
-an RNIC failed while a link group was new).  Problems are: a wrong byte, a clean end in the middle,
-a conversation that hangs, a line on standard error, and anything left at the end.
+an RNIC failed while a link group was new).  If one of them was killed, its end may also be an end
+of the stream, as over TCP.  Problems are: a wrong byte, any other clean end in the middle, a
+conversation that hangs, a process that ends by itself, a line on standard error, and anything left
+at the end.
 
 The memory (resident, with rings), descriptors, memfds, mappings of memfds and threads of the two
 processes that run to the end are sampled all the time.  After the first quarter, the least-squares
@@ -104,6 +106,7 @@ class Watched(Side):
       id: unique among all processes, past ones too.
       errors: the file with its standard error.
       excused: the time until which its older connections may be found broken.
+      killed: it was killed, so that its connections may end in the middle.
       begun: conversations reported by it or by another process.
       left: its report about its end.
     """
@@ -114,6 +117,7 @@ class Watched(Side):
         self.errors = errors
         self.ports: dict[str, int] = {}
         self.excused = -1.0
+        self.killed = False
         self.left: dict[str, int] | None = None
 
 
@@ -236,8 +240,11 @@ class Soak:
         async for event in each.events():
             getattr(self, "on_" + event.pop("event"))(each, **event)
             self._wake_all()
-        await each.process.wait()
+        code = await each.process.wait()
         each.ended = True
+        if each.left is None and not each.killed:
+            text = each.errors.read_text(errors="replace")
+            self._problem(f"{each.role} {each.id} ended by itself, exit code {code}: {text}")
         self._wake_all()
 
     def _wake_all(self) -> None:
@@ -258,7 +265,7 @@ class Soak:
         while True:
             killed = await self._join("killed", nursery, others)
             await trio.sleep(0.2 + 3 * rng.random())
-            killed.excused = float("inf")
+            killed.excused, killed.killed = float("inf"), True
             killed.process.kill()
             self.seen.counts["killed"] += 1
             await self._ended(killed)
@@ -358,7 +365,11 @@ class Soak:
         began = self.elapsed() - seconds
         excused = max(each.excused, there.excused) > began
         both = {each.role, there.role}
-        if how == "reset" and (excused or self._may_have_lost_links(both, began)):
+        if how.startswith("ended early"):
+            allowed = each.killed or there.killed
+        else:
+            allowed = how == "reset" and (excused or self._may_have_lost_links(both, began))
+        if allowed:
             seen.cut[transport] += 1
             seen.prefix_bytes += bytes
             seen.counts[

@@ -35,7 +35,7 @@ from trio_websocket import (
 )
 
 import trio_smc
-from examples.chaos_load import KINDS, Conversation, Wrong
+from examples.chaos_load import KINDS, Conversation, EndedEarly, Wrong
 from examples.chaos_peer import HOST, outcome, write_event
 from trio_smc import Config, SmcListener, SmcStream, SoftRnic, Stack
 from trio_smc.rnic.soft.faults import Fault, FaultPlan
@@ -98,10 +98,15 @@ class TlsFrames:
 
 @contextlib.contextmanager
 def _tls_errors() -> Iterator[None]:
-    """Report a record that does not decrypt as a wrong byte, not as a broken connection."""
+    """Report a record that does not decrypt as a wrong byte, not as a broken connection.
+
+    The end of the stream below is an early end: TLS ends by a record of its own.
+    """
     try:
         yield
     except trio.BrokenResourceError as error:
+        if isinstance(error.__cause__, ssl.SSLEOFError):
+            raise EndedEarly(f"TLS: {error.__cause__}") from error
         if isinstance(error.__cause__, ssl.SSLError):
             raise Wrong(f"TLS: {error.__cause__}") from error
         raise
@@ -230,9 +235,9 @@ class Log(logging.Handler):
         self._records.append(record)
 
     def formatted(self) -> list[str]:
-        """One line for each record, with its age."""
+        """The text of each record, with its age."""
         now = time.time()
-        return [f"{each.created - now:.1f} s: {each.getMessage()}" for each in self._records]
+        return [f"{each.created - now:.1f} s: {self.format(each)}" for each in self._records]
 
 
 class Patience:
@@ -310,7 +315,9 @@ class Process:
                 with trio.fail_after(PATIENCE):
                     conversation = await Conversation.accept(channel)
                 await self.converse(transport, conversation, conversation.seed >> 32)
-        except* (trio.BrokenResourceError, HandshakeError, ConnectionClosed) as broken:
+        except* (
+            trio.BrokenResourceError, HandshakeError, ConnectionClosed, EndedEarly
+        ) as broken:  # fmt: skip
             write_event(event="nameless", transport=transport, why=repr(broken))
         except* (trio.TooSlowError, Wrong) as wrong:
             write_event(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
@@ -344,6 +351,8 @@ class Process:
                     await self.converse(transport, self.next(transport, channel), other)
             except* (trio.BrokenResourceError, HandshakeError, ConnectionClosed) as broken:
                 self.report_end(other, transport, "reset", 0, repr(broken), began)
+            except* EndedEarly as early:
+                self.report_end(other, transport, "ended early", 0, repr(early), began)
             except* (trio.TooSlowError, Wrong) as wrong:
                 write_event(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
             finally:

@@ -123,6 +123,14 @@ class TestJudgement:
         assert len(watched.seen.problems) == problems
         assert watched.seen.prefix_bytes == (0 if problems else 10)
 
+    @pytest.mark.parametrize("killed", [True, False])
+    def test_only_a_killed_process_ends_a_stream_early(self, killed: bool, watched: Soak) -> None:
+        watched.processes[3].excused = float("inf")
+        watched.processes[3].killed = killed
+        watched.on_ended(watched.processes[1], other=3, how="ended early: at 3", **ENDED)
+        assert len(watched.seen.problems) == (0 if killed else 1)
+        assert watched.seen.prefix_bytes == (10 if killed else 0)
+
     @pytest.mark.parametrize("how", ["hung", "wrong: a wrong byte at position 3"])
     def test_nothing_excuses_a_wrong_byte(self, how: str, watched: Soak) -> None:
         watched.processes[3].excused = float("inf")

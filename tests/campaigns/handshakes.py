@@ -501,12 +501,11 @@ class Case:
         if not self.damages:
             assert modes == [Established, Established], f"5: {modes} although nothing happened"
         texts = (b"from the client " * 20, b"from the server " * 20)
-        for end, text in zip(call.ends, texts, strict=True):
-            _send(end, text)
+        failed = [_send(end, text) for end, text in zip(call.ends, texts, strict=True)]
         world.settle()
         if any(damage.startswith("link") for damage in self.damages):
             world.pass_time(70.0)  # a dead peer is noticed by TEST LINK
-        got = [_receive(end) for end in call.ends]
+        got = [_receive(end, error) for end, error in zip(call.ends, failed, strict=True)]
         if modes == [Established, Established]:
             for place, (data, error) in enumerate(got):
                 if not self.credentials_damaged:
@@ -546,10 +545,9 @@ class Case:
             side.rnic.port_active = True
         for number, call in enumerate(self.before):
             texts = (b"client %d" % number, b"server %d" % number)
-            for end, text in zip(call.ends, texts, strict=True):
-                _send(end, text)
+            failed = [_send(end, text) for end, text in zip(call.ends, texts, strict=True)]
             world.pass_time(70.0)  # a dead peer is noticed by TEST LINK
-            got = [_receive(end) for end in call.ends]
+            got = [_receive(end, error) for end, error in zip(call.ends, failed, strict=True)]
             errors = [error for _, error in got]
             assert errors in ([False, False], [True, True]), f"6: {errors}"
             if not any(errors):
@@ -584,18 +582,23 @@ def _check_consumed(end: End) -> int:
     return len(taken)
 
 
-def _send(end: End, text: bytes) -> None:
+def _send(end: End, text: bytes) -> bool:
+    """Send; True if the application gets an error."""
     try:
         if isinstance(end.outcome, Established):
             end.connection.send(memoryview(text))
         elif isinstance(end.outcome, FellBack):
             end.tcp.send(text)
     except OSError:
-        pass
+        return True
+    return False
 
 
-def _receive(end: End) -> tuple[bytes, bool]:
-    """The bytes that the application gets; True if it then gets an error."""
+def _receive(end: End, failed: bool) -> tuple[bytes, bool]:
+    """The bytes that the application gets; True if it gets an error before or after them.
+
+    ``failed``: its `_send` got the error.  As over TCP, no later call reports that error again.
+    """
     if isinstance(end.outcome, Established):
         connection: Connection = end.connection
         data = b""
@@ -604,7 +607,7 @@ def _receive(end: End) -> tuple[bytes, bool]:
                 data += piece
         except OSError:
             return data, True
-        return data, connection.state == "CLOSED"
+        return data, failed or connection.state == "CLOSED"
     if isinstance(end.outcome, FellBack):
         data = b""
         try:

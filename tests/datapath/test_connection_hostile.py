@@ -508,6 +508,25 @@ def test_a_message_missing_after_a_failover_is_a_loss(
         assert pair.b.state == "ACTIVE"
 
 
+@pytest.mark.parametrize("endings", [cdc.SENDING_DONE, cdc.CONNECTION_CLOSED])
+@pytest.mark.parametrize("fault", ["message missing", "cursor invalid"])
+def test_an_end_after_a_loss_is_not_the_end_of_the_data(
+    pair: Pair, fault: str, endings: int
+) -> None:
+    """The data before the end has not arrived, so the reader gets an error, as over TCP."""
+    if fault == "message missing":
+        bad = message(pair, sequence=4, flags=cdc.FAILOVER_VALIDATION)
+    else:
+        bad = message(pair, sequence=4, producer=(0, RING))
+    with pytest.raises(ProtocolError):
+        arrive(pair.b, bad)
+    receive_cdc(pair.b, message(pair, sequence=5, producer=(0, 1100), endings=endings))
+    receiver = pair.b.receiver
+    assert not receiver.at_eof
+    with pytest.raises(ConnectionResetError):
+        receiver.receive(100)
+
+
 def test_after_a_failover_a_cursor_may_lie_behind(pair: Pair) -> None:
     """Linux says so when it tells what it has read before it has written again (4.6.2)."""
     receive_cdc(pair.b, message(pair, sequence=2, flags=cdc.FAILOVER_VALIDATION))

@@ -77,6 +77,25 @@ def test_without_fin_or_with_a_loss_it_is_an_error(end: str, all_received: bool)
             pair.b.receiver.receive(100)
 
 
+@pytest.mark.parametrize("ended", ["no", "half", "closed"])
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_nothing_is_posted_on_a_closed_link(in_flight: bool, ended: str) -> None:
+    """4.8.1 (4A) answers the peer's C by A if data is in flight, and here no link is left for A."""
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
+        if in_flight:
+            pair.b.send(memoryview(b"abc"))
+        if ended == "half":
+            pair.b.shutdown_write()
+        elif ended == "closed":
+            pair.b.close()
+        pair.hosts[1].end = "fin"
+        posted = len(pair.ba.log)
+        pair.b.links_lost(all_received=True)
+        assert len(pair.ba.log) == posted
+        assert pair.b.state == "CLOSED"
+        assert pair.b.receiver.receive(100) == b""
+
+
 def test_a_full_ring_shows_that_the_peer_had_not_read_all() -> None:
     with open_pair("core", (SIZE, SIZE), progress=True) as pair:
         pair.b.send(memoryview(bytes(2 * SIZE)))

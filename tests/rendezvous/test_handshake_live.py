@@ -464,9 +464,9 @@ async def test_a_client_that_closes(state: str, how: str) -> None:
         else:
             await raw.aclose()
         with trio.fail_after(PATIENCE):
-            while not stack.statistics().handshakes_failed:  # noqa: ASYNC110 (a counter)
+            # A group ends in several passes of the scheduler if its memory takes long to free.
+            while not stack.statistics().handshakes_failed or stack.link_groups:  # noqa: ASYNC110
                 await trio.sleep(0.01)
-        assert not stack.link_groups
 
 
 async def test_slow_clients_delay_no_other_client() -> None:

@@ -168,6 +168,23 @@ async def test_a_thread_that_accepts(required: bool) -> None:
                     assert await client.recv(4) == b"ping"
 
 
+@pytest.mark.parametrize("required", [True], ids=["required"], indirect=True)
+async def test_a_listening_socket_that_no_process_uses_yet(required: bool) -> None:
+    """As a worker does that begins to use an inherited socket, the program wraps it later."""
+    plain = stdlib_socket.create_server((HOST, 0))
+    client = trio.socket.socket()
+    accepted: list[trio.socket.SocketType] = []
+    with plain, trio.fail_after(LATE):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.connect, plain.getsockname())
+            await trio.sleep(0.3)  # several checks for a listener
+            plain.setblocking(False)
+            listener = trio.socket.from_stdlib_socket(plain)
+            accepted.append((await listener.accept())[0])
+        await check_pair(client, accepted[0])
+        listener.close()
+
+
 async def test_a_program_that_connects_before_it_accepts(required: bool) -> None:
     """One task, as over TCP."""
     listener = await listen()

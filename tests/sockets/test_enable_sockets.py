@@ -629,7 +629,7 @@ def test_a_peer_that_knows_only_tcp(enabled: None) -> None:
 
 
 def test_required(enabled: None) -> None:
-    trio_smc.enable(trio_smc.Config(require_smc=True))
+    trio_smc.enable(trio_smc.Config(require_smc=True, handshake_timeout=0.5))
 
     async def main() -> None:
         with stdlib_socket.create_server((LOOPBACK, 0)) as theirs:

@@ -37,6 +37,8 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextvars import copy_context
+from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import trio
@@ -94,6 +96,30 @@ recorded."""
 
 # The kernel keeps the backlog in 16 bits. It may truncate a larger number.
 _MAX_BACKLOG: Final = 0xFFFF
+
+
+class AcceptPolicy(Enum):
+    """When a listener accepts a connection that another process could accept, too."""
+
+    NEVER = "never"
+    """The program has not accepted yet: it may share the socket with a process that does."""
+    LATER = "later"
+    """No task waits for a connection: other processes have `_LEAVE_TO_OTHERS` seconds."""
+    AT_ONCE = "at once"
+    """A task waits for a connection."""
+
+
+_POLICIES: Final = {
+    (AcceptPolicy.NEVER, "call begins"): AcceptPolicy.AT_ONCE,
+    (AcceptPolicy.NEVER, "client waits"): AcceptPolicy.LATER,
+    (AcceptPolicy.LATER, "call begins"): AcceptPolicy.AT_ONCE,
+    (AcceptPolicy.LATER, "client waits"): AcceptPolicy.LATER,
+    (AcceptPolicy.AT_ONCE, "call ends"): AcceptPolicy.LATER,
+    (AcceptPolicy.AT_ONCE, "client waits"): AcceptPolicy.AT_ONCE,
+}
+"""The policy after an event.  A call is one of `SmcListener.accept` or `SmcListener.hand_out`, of
+which one may be under way.  A client of the same stack waits if its connection is in the backlog,
+because the program may have only one task."""
 
 
 class ListenerHost(HandshakeHost, Protocol):
@@ -160,7 +186,6 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._error: BaseException | None = None
         self._arrived = trio.Event()
         self._start_task: Callable[[Incoming], None] | None = None  # of `hand_out`
-        self._accepting = False
         self._closed = False
         self._arrivals: set[Arrival] = set()
         self._scope = trio.CancelScope()
@@ -169,15 +194,14 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         # Connections that TCP has accepted and `accept` has not returned yet.
         self._in_listener = 0
         self._room_changed = trio.Event()
-        self._invited = trio.Event()  # the program accepts, or has done so before
-        self._wanted = trio.Event()  # a task waits for a connection
+        is_shared = invited_only and config.discovery == "auto"
+        self._policy = AcceptPolicy.NEVER if is_shared else AcceptPolicy.LATER
+        self._policy_changes = trio.lowlevel.ParkingLot()  # the accepting task waits there
         self.deferral = 0
         self.take_deferral()
         self._raise_backlog()
-        if not invited_only or config.discovery != "auto":
-            self._invited.set()
         self.publication: Publication = self._publish()
-        self.publication.on_waiting = self._invited.set
+        self.publication.on_waiting = partial(self._change_policy, "client waits")
         stack.add_listener(self)
         stack.nursery.start_soon(self._run)
 
@@ -240,17 +264,18 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
     def _begin_to_accept(self) -> None:
         self._stack.check_not_forked()
-        if self._accepting:
+        if self._policy is AcceptPolicy.AT_ONCE:
             raise trio.BusyResourceError("another task is accepting")
-        self._accepting = True
-        self._invited.set()
-        self._wanted.set()
+        self._change_policy("call begins")
         if not self._closed:
             self.take_deferral()
 
     def _end_to_accept(self) -> None:
-        self._accepting = False
-        self._wanted = trio.Event()
+        self._change_policy("call ends")
+
+    def _change_policy(self, event: str) -> None:
+        self._policy = _POLICIES[self._policy, event]
+        self._policy_changes.unpark_all()
 
     def take_deferral(self) -> None:
         """Take TCP_DEFER_ACCEPT over from the TCP socket, if the program has set it there."""
@@ -492,12 +517,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
     async def _wait_for_connection(self) -> None:
         """Wait until a connection is there that no other process is expected to accept."""
-        if not self._invited.is_set():
-            await self._invited.wait()
+        while self._policy is AcceptPolicy.NEVER:
+            await self._policy_changes.park()
         await trio.lowlevel.wait_readable(self.socket)
-        if not self._accepting:
+        if self._policy is AcceptPolicy.LATER:
             with move_on_after(self._stack.timers, _LEAVE_TO_OTHERS):
-                await self._wanted.wait()
+                while self._policy is AcceptPolicy.LATER:
+                    await self._policy_changes.park()
 
     def _has_room(self) -> bool:
         waiting = self._in_listener - len(self._pending)

@@ -422,7 +422,7 @@ class Connection:
             had posted. If the kernel has ended the TCP connection by FIN, too, the peer has closed.
         """
         self.messenger.cdc_requested = False
-        self.messenger.stop()
+        self.messenger.stop()  # first: an end of the peer must post nothing on a closed link
         if all_received and not self._released:
             self._peer_ended_untrusted()
         self._process("links_lost")
@@ -453,11 +453,6 @@ class Connection:
     def tcp_has_ended(self) -> bool:
         """True if the peer has ended the TCP connection, or this side has."""
         return self._tcp_ended or self._host.tcp_end(self) != "none"
-
-    @property
-    def resets_tcp(self) -> bool:
-        """True if the TCP connection ends by RST."""
-        return self._reset_due
 
     def rmbe_conflict(self) -> None:
         """The peer gave the RMBE that we write into to another connection (4.4.2)."""
@@ -755,20 +750,23 @@ class Connection:
             self._peer_flags |= SENDING_DONE
         else:
             return  # reserved bits
-        self.in_turn(partial(self._on_endings, endings), _CLOSE_COST)
+        self.in_turn(partial(self._on_endings, endings, not self._aborting), _CLOSE_COST)
 
-    def _on_endings(self, endings: int) -> None:
-        """Process new flags: A before C before D; C implies D."""
+    def _on_endings(self, endings: int, all_arrived: bool) -> None:
+        """Process new flags: A before C before D; C implies D.
+
+        Args:
+          all_arrived: True if the cursors beside C or D were applied.  After an abort they are not,
+            and then data before the end may be missing, so the reader gets the error.
+        """
         if self._released:
             return
         if endings & ABNORMAL_CLOSE:
             self._process("peer_abort")
-        elif endings & CONNECTION_CLOSED:
+            return
+        if all_arrived:
             self.receiver.peer_done = True
-            self._process("peer_closed")
-        elif endings & SENDING_DONE:
-            self.receiver.peer_done = True
-            self._process("peer_done")
+        self._process("peer_closed" if endings & CONNECTION_CLOSED else "peer_done")
 
     def _on_overwritten(self, exc: ProtocolError) -> None:
         """Abort: the eye catcher of our RMBE is gone, and its data cannot be trusted (4.4.1)."""

@@ -228,14 +228,14 @@ async def test_a_wait_costs_a_check_now_and_then(
 ) -> None:
     monkeypatch.setattr(announcing, "_FIRST_CHECK", first)
     checks = 0
-    real = announcing.Announcer.may_be_answered
+    real = announcing.Announcer.has_listener
 
     def count(self: announcing.Announcer, *args: object) -> bool:
         nonlocal checks
         checks += 1
         return real(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(announcing.Announcer, "may_be_answered", count)
+    monkeypatch.setattr(announcing.Announcer, "has_listener", count)
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)

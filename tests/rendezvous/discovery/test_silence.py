@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 AT_MOST = 2.0
 """Seconds after which a connection is late; the longest patience is one second and a quarter."""
 SOURCE = "127.0.0.1", 1
+
+
+@pytest.fixture
+def plain() -> Iterator[socket.socket]:
+    """A listening TCP socket that is not published."""
+    with socket.create_server(("127.0.0.1", 0)) as plain:
+        plain.setblocking(False)
+        yield plain
 
 
 async def unanswered(asking: Discovery, server: Server) -> FallbackReason | None:
@@ -134,6 +143,84 @@ async def test_a_client_that_takes_smc_or_nothing_waits_longer(private: Path) ->
             assert await announcement.accepted(soon(0.1)) is None
         announcement.close()
         await client.send(b"C")
+
+
+@pytest.mark.parametrize("before", ["no listener", "a listener that ends"])
+async def test_a_client_that_takes_smc_or_nothing_waits_for_a_listener(
+    before: str, plain: socket.socket, private: Path
+) -> None:
+    """The connection waits in the backlog, as over TCP, until a new worker accepts it."""
+    asking = Discovery(private)
+    async with bound() as client, trio.open_nursery() as nursery:
+        address = plain.getsockname()[:2]
+        first = None
+        if before == "a listener that ends":
+            first = Discovery(private).publish(address, nursery)
+        announcement = await announce(asking, client, address, required=True)
+        if first is not None:
+            first.close()
+        await client.connect(address)
+
+        async def come() -> None:
+            await trio.sleep(0.3)
+            server = Server(plain, Discovery(private).publish(address, nursery))
+            connection, claim = await server.accept()
+            with connection:
+                assert claim is not None
+                assert await claim.confirm(connection, soon())
+            server.publication.close()
+
+        nursery.start_soon(come)
+        # After the first listener this client waits as TCP does.
+        patience = LONG if before == "no listener" else 0.1
+        with trio.fail_after(LONG):
+            assert await announcement.accepted(soon(patience)) is None
+        announcement.close()
+        await client.send(b"C")
+
+
+async def test_a_client_that_takes_smc_or_nothing_at_a_plain_server(
+    plain: socket.socket, private: Path
+) -> None:
+    """As soon as a process has accepted the connection, it is known that none answers."""
+    async with bound() as client:
+        address = plain.getsockname()[:2]
+        announcement = await announce(private, client, address, required=True)
+        await client.connect(address)
+        with plain.accept()[0], trio.fail_after(AT_MOST):
+            reason = await announcement.accepted(soon(60))
+        assert reason is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_a_client_that_takes_smc_or_nothing_at_a_socket_that_is_closed(
+    plain: socket.socket, private: Path
+) -> None:
+    async with bound() as client:
+        address = plain.getsockname()[:2]
+        announcement = await announce(private, client, address, required=True)
+        await client.connect(address)
+        plain.close()
+        with trio.fail_after(AT_MOST):
+            reason = await announcement.accepted(soon(60))
+        assert reason is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_the_wait_for_a_first_listener_ends(plain: socket.socket, private: Path) -> None:
+    """At a server that does not speak SMC-R, and does not accept either."""
+    async with bound() as client:
+        address = plain.getsockname()[:2]
+        announcement = await announce(private, client, address, required=True)
+        await client.connect(address)
+        with trio.fail_after(AT_MOST):
+            reason = await announcement.accepted(soon(0.5))
+        assert reason is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_a_client_that_takes_tcp_too_does_not_wait_for_a_listener(
+    plain: socket.socket, private: Path
+) -> None:
+    found = Discovery(private).announce(SOURCE, plain.getsockname()[:2])
+    assert found is FallbackReason.PEER_NOT_CAPABLE
 
 
 def test_the_patience_follows_the_usual_answer(private: Path) -> None:

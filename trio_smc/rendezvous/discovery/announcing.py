@@ -32,8 +32,12 @@ kernel shows where the server's end is (`trio_smc.host.tcp_diag`).  The client g
   was full.  The kernel then repeats its SYN-ACK a second after the first one (RFC 6298, 5.7).
 
 If the client takes SMC-R or nothing, it waits for a backlog as long as TCP itself waits for a
-connection.  Unless the connection was lost, no other one to that address is announced for a minute,
-or until another listener comes or an answer.
+connection.  It also announces a connection if there is no listener that speaks SMC-R: while the
+connection waits in a backlog, such a process may still come, as a new worker with an inherited
+listening socket does.  It waits for the first one until the deadline of its caller.
+
+Unless the connection was lost, no other one to that address is announced for a minute, or until
+another listener comes or an answer.
 """
 
 from __future__ import annotations
@@ -122,7 +126,8 @@ class Announcement:
 
     Attributes:
       name: of its socket.
-      found: the listeners that may answer.
+      found: the listeners that may answer; none if the client takes SMC-R or nothing, and waits for
+        one to come.
       is_lost: True if the server's kernel knows nothing of the connection (`FarEnd.LOST`).
       source, destination: the address that the connection comes from; address and port where to.
     """
@@ -233,7 +238,7 @@ class Announcement:
                 # Empty datagrams are not counted, and must not keep the checks from being made.
                 if now(self._owner.timers) < until:
                     continue
-            if self._sock.fileno() < 0 or not self._owner.may_be_answered(self):
+            if self._is_hopeless():
                 return None
             if self._tcp is not None and has_news(self._tcp):
                 return self._reason_for_news(self._tcp)
@@ -251,6 +256,13 @@ class Announcement:
                 self._owner.wake_listener(self)
             pause = min(2 * pause, _LONGEST_CHECK)
         return None
+
+    def _is_hopeless(self) -> bool:
+        """True if no process can answer any more."""
+        owner = self._owner
+        if self._sock.fileno() < 0 or not owner.has_name(self):
+            return True
+        return not (owner.has_listener(self) or self._required)
 
     def _find_far_end(self) -> FarEnd:
         if self._tcp is None or self.found.is_elsewhere:
@@ -286,12 +298,14 @@ class Announcement:
         if far in (FarEnd.MISSING, FarEnd.LOST):
             return since
         if far is FarEnd.ACCEPTED:
+            if not required:
+                return min(deadline, since + _ACCEPTED_PATIENCE)
             # The connection may have waited in a backlog until after the deadline.
-            return since + _MOST_PATIENCE if required else min(deadline, since + _ACCEPTED_PATIENCE)
+            return since + (_MOST_PATIENCE if self.found else _ACCEPTED_PATIENCE)
         if far is FarEnd.UNKNOWN and required:
-            return deadline
+            return deadline if self.found else since
         if required:
-            return max(deadline, began + _CONNECT_TIME)
+            return max(deadline, began + _CONNECT_TIME) if self.found else deadline
         if far is FarEnd.OPENING:
             return min(deadline, began + _REPEATED_SYN_ACK)
         patience = self._owner.patience_for(self.destination)
@@ -447,8 +461,9 @@ class Announcer:
 
         Returns an announcement, whose `Announcement.accepted` is to be called when the TCP
         connection is open, or which is to be closed; or why the connection is plain TCP:
-        PEER_NOT_CAPABLE if there is no listener, OTHER_USER, or what is wrong with the private
-        directory.  None: another connection with these addresses is announced.
+        PEER_NOT_CAPABLE if there is no listener and the connection is not ``required``, OTHER_USER,
+        or what is wrong with the private directory.  None: another connection with these addresses
+        is announced.
         """
         if sys.platform != "linux":
             return FallbackReason.UNSUPPORTED_PLATFORM
@@ -458,7 +473,7 @@ class Announcer:
             if found is None:
                 namespace = self._lookups.namespace(sock)
                 found = self._lookups.find(namespace, source[0], destination)
-            if not found:
+            if not found and not (required and found.reason is FallbackReason.PEER_NOT_CAPABLE):
                 return found.reason
             if not required:
                 silence = self._lookups.silence(found, source[0], destination)
@@ -585,15 +600,22 @@ class Announcer:
             sender in announcement.found.users or sender in self._may_answer(announcement)
         )
 
-    def may_be_answered(self, announcement: Announcement) -> bool:
-        """True if the name is still there, and a process that may send to it."""
-        return self.names.has(announcement.name) and bool(self._may_answer(announcement))
+    def has_name(self, announcement: Announcement) -> bool:
+        """True if the name is still there."""
+        return self.names.has(announcement.name)
+
+    def has_listener(self, announcement: Announcement) -> bool:
+        """True if a listener that may answer is alive by now."""
+        return bool(self._may_answer(announcement))
 
     def _may_answer(self, announcement: Announcement) -> set[int]:
         """The users of listeners that may answer by now."""
         each = announcement
         with contextlib.suppress(OSError, DirectoryUnusable):
-            return self._lookups.may_answer(each.found, each.source, each.destination).users
+            found = self._lookups.may_answer(each.found, each.source, each.destination)
+            if found and not each.found:
+                each.found = found  # the first one has come since
+            return found.users
         return set()
 
     def patience_for(self, destination: tuple[str, int]) -> float:
