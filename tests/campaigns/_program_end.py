@@ -29,7 +29,6 @@ import trio.testing
 import trio_smc
 from tests.campaigns._programs import Kind, text
 from trio_smc import Config
-from trio_smc._api import find_stack
 from trio_smc.datapath.connection import Connection as SmcConnection
 
 __all__ = ["Channel", "EndSettings", "live"]
@@ -458,10 +457,6 @@ class End:
         return mode
 
     async def _settle(self, collect: bool) -> tuple[int, list[tuple[int, int, str]]]:
-        if self.settings.smc:
-            # A solo reader that was cancelled looks for messages only after WATCHDOG_INTERVAL.
-            stack = await find_stack()
-            stack.runtime.pump.resume_hooks()
         with trio.fail_after(_PATIENCE):
             while any(task.connects for task in self.tasks):  # noqa: ASYNC110
                 await trio.sleep(0.002)
