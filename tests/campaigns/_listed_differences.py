@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tests.campaigns._program_runner import Observation
-from tests.campaigns._programs import Program
+from tests.campaigns._program_runner import Line, Observation
+from tests.campaigns._programs import EXITS, Program, Step
 
 __all__ = ["LISTED", "Listed"]
 
@@ -33,4 +33,50 @@ class Listed:
     explains: Callable[[Program, Observation, Observation], bool]
 
 
-LISTED: Final[tuple[Listed, ...]] = ()
+_KILLING_SIGNALS: Final = {9, 15, 1}
+_KILLING_EXITS: Final = {EXITS.index("os._exit")}
+# Results of calls after RST has arrived, and after FIN.
+_RESET: Final = {"ECONNRESET", "EPIPE", "ENOTCONN", "end", "0"}
+_ENDED: Final = {"end", "sent", "shut", "EPIPE", "0", "127.0.0.1 127.0.0.1"}
+
+
+def _kills(step: Step) -> bool:
+    name, argument = step.operations[0]
+    return (name == "signal" and argument in _KILLING_SIGNALS) or (
+        name == "exit" and argument in _KILLING_EXITS
+    )
+
+
+def _outcome(line: Line) -> str:
+    """The result, without the exception of a stream around the one of its socket."""
+    return line.result.removeprefix("BrokenResourceError from ")
+
+
+def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observation) -> bool:
+    """An end is killed, and the other sees FIN over SMC-R and RST over TCP, and the same bytes."""
+    killed = {step.end: number for number, step in enumerate(program.steps) if _kills(step)}
+    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    if len(killed) != 1 or not over_tcp.keys() == over_smc.keys():
+        return False
+    [(end, number)] = killed.items()
+    pairs = [(over_tcp[key], over_smc[key]) for key in over_tcp if over_tcp[key] != over_smc[key]]
+    return any(_outcome(line) == "ECONNRESET" for line in tcp) and all(
+        ours.end != end
+        and ours.at >= number
+        and _outcome(theirs) in _RESET
+        and _outcome(ours) in _ENDED
+        for theirs, ours in pairs
+    )
+
+
+LISTED: Final[tuple[Listed, ...]] = (
+    Listed(
+        name="A process is killed with unread data in a socket",
+        example=[
+            ["socket", "socket"],
+            "usual",
+            [[1, [["send", 1]]], [0, [["signal", 9]]]],
+        ],
+        explains=_killed_with_unread_data,
+    ),
+)
