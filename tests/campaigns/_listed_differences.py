@@ -56,7 +56,7 @@ def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observatio
     """An end is killed, and the other sees FIN over SMC-R and RST over TCP, and the same bytes."""
     killed = {step.end: number for number, step in enumerate(program.steps) if _kills(step)}
     over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
-    if len(killed) != 1 or not over_tcp.keys() == over_smc.keys():
+    if len(killed) != 1 or over_tcp.keys() != over_smc.keys():
         return False
     [(end, number)] = killed.items()
     pairs = [(over_tcp[key], over_smc[key]) for key in over_tcp if over_tcp[key] != over_smc[key]]

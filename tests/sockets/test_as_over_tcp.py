@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import errno
 import itertools
 import operator
 import socket as stdlib
@@ -892,12 +891,9 @@ async def _connect_again(ends: Ends, sock: Any) -> object:
     async with trio.open_nursery() as nursery:
         # If no task accepted, the connection would wait for another process (docs/programs.md).
         nursery.start_soon(accept)
-        outcome = await ends.outcome(sock.connect, ends.listener.getsockname())
-        if outcome == kind(ConnectionAbortedError(errno.ECONNABORTED, "")):
-            # Linux raises this once if SO_ERROR was read in between, as Trio does.
-            outcome = await ends.outcome(sock.connect, ends.listener.getsockname())
+        outcomes = [await ends.outcome(sock.connect, ends.listener.getsockname()) for _ in range(2)]
         nursery.cancel_scope.cancel()
-    return outcome
+    return outcomes
 
 
 @case

@@ -289,7 +289,8 @@ async def _connect_one(
 async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
     """Connect without a pass of the scheduler over loopback.
 
-    Over loopback the first connect(2) makes the connection, and the second one returns its result.
+    Over loopback the first connect(2) makes the connection.  A failure is read by SO_ERROR, as Trio
+    does, because it leaves the socket in another state than a failure that connect(2) returns.
     """
     bare = attempt.bare
     if bare is None:
@@ -298,7 +299,9 @@ async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
         return
     error = bare.connect_ex(address)
     if error == errno.EINPROGRESS:
-        error = bare.connect_ex(address)
+        error = bare.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
+        if not error:
+            error = bare.connect_ex(address)
     if error in (errno.EINPROGRESS, errno.EALREADY):
         with stack.call():
             await trio.lowlevel.wait_writable(bare)
