@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tests.campaigns._program_runner import Line, Observation
-from tests.campaigns._programs import EXITS, Program, Step
+from tests.campaigns._programs import EXITS, LARGE, Program, Step, sends
 
 __all__ = ["LISTED", "Listed"]
 
@@ -69,7 +69,32 @@ def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observatio
     )
 
 
+def _closed_with_unsent_data(program: Program, tcp: Observation, smc: Observation) -> bool:
+    """An end has not read all of a send of `LARGE` bytes, and its own send fails after the close of
+    the other."""
+    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    senders = {
+        number for number in range(2) if any(size == LARGE for *_, size in sends(program, number))
+    }
+    return over_tcp.keys() == over_smc.keys() and all(
+        1 - over_smc[key].end in senders
+        and _outcome(over_tcp[key]) == "ECONNRESET"
+        and _outcome(over_smc[key]) == "EPIPE"
+        for key in over_tcp
+        if over_tcp[key] != over_smc[key]
+    )
+
+
 LISTED: Final[tuple[Listed, ...]] = (
+    Listed(
+        name="A process closes while data waits in its send buffer",
+        example=[
+            ["socket", "socket"],
+            "full",
+            [[0, [["send", LARGE]]], [1, [["shut_rd", 0]]]],
+        ],
+        explains=_closed_with_unsent_data,
+    ),
     Listed(
         name="A process is killed with unread data in a socket",
         example=[

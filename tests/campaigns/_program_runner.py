@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -144,9 +145,9 @@ def _child(settings: EndSettings, sock: socket.socket) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         keep = os.dup2(sock.fileno(), 3)
         os.closerange(4, 1024)
-        log = os.environ.get("W8_LOG")
-        number = os.open(log or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(number, 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        # The parent's may belong to a descriptor that is closed here, and whose number is reused.
+        sys.stdout = sys.stderr = os.fdopen(2, "w", closefd=False)
         live(settings, socket.socket(fileno=keep))
         code = 0
     except SystemExit:
@@ -255,6 +256,7 @@ class _Run:
         if end.stopped:
             time.sleep(_STOPPED if self._smc else 0)
             os.kill(end.pid, signal.SIGCONT)
+            time.sleep(_NOTICED if self._smc else 0)
             end.stopped = False
 
     def _reap(self, end: _Process) -> None:

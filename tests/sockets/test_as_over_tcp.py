@@ -881,16 +881,16 @@ async def inherit_linger_0(ends: Ends) -> None:
 # --- connecting ----------------------------------------------------------------------------------
 
 
+async def _accept_and_close(ends: Ends) -> None:
+    server, _ = await ends.listener.accept()
+    server.close()
+
+
 async def _connect_again(ends: Ends, sock: Any) -> object:
     """Connect after a failure, to a program that accepts."""
-
-    async def accept() -> None:
-        server, _ = await ends.listener.accept()
-        server.close()
-
     async with trio.open_nursery() as nursery:
         # If no task accepted, the connection would wait for another process (docs/programs.md).
-        nursery.start_soon(accept)
+        nursery.start_soon(_accept_and_close, ends)
         outcomes = [await ends.outcome(sock.connect, ends.listener.getsockname()) for _ in range(2)]
         nursery.cancel_scope.cancel()
     return outcomes
@@ -920,6 +920,21 @@ async def connect_from_a_bound_port_after_a_refusal(ends: Ends) -> None:
             await ends.see(sock.connect, name)
             outcome = await _connect_again(ends, sock)
             ends.seen.append((outcome, sock.getsockname()[0], sock.getsockname() == chosen))
+
+
+@case
+async def connect_again_after_a_connect(ends: Ends) -> None:
+    name = ends.listener.getsockname()
+    for sock in (ends.client, ends.client, ends.client, ends.server):
+        await ends.see(sock.connect, "x")
+        await ends.see(sock.connect, name)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_accept_and_close, ends)
+        with trio.socket.socket() as sock:
+            await sock.connect(name)
+            sock.shutdown(stdlib.SHUT_WR)
+            await ends.see(sock.connect, name)
+        nursery.cancel_scope.cancel()
 
 
 @case

@@ -337,7 +337,7 @@ class DropInSocket(trio.socket.SocketType):
         """Connect and run the handshake; after a fallback the socket is plain TCP."""
         stream = await self._side.connect(address)
         if stream is not None:
-            self._side = _connected_side(self.plain, stream)
+            self._side = _connected_side(self.plain, stream, has_connected=True)
 
     async def connect_to(self, resolved: Any) -> None:
         """Connect a new socket to an address that needs no lookup.
@@ -346,7 +346,7 @@ class DropInSocket(trio.socket.SocketType):
         """
         stream = await self._side.connect_to(resolved)
         if stream is not None:
-            self._side = _connected_side(self.plain, stream)
+            self._side = _connected_side(self.plain, stream, has_connected=True)
 
     def shutdown(self, flag: int) -> None:
         """As `socket.socket.shutdown`."""
@@ -671,11 +671,19 @@ class OverTcp(Side):
 
 
 class OverSmc(Side):
-    """A connection over SMC-R."""
+    """A connection over SMC-R.
 
-    def __init__(self, plain: trio.socket.SocketType, stream: RdmaStream) -> None:
+    Args:
+      has_connected: `connect` has made the connection, and not `accept`.
+    """
+
+    def __init__(
+        self, plain: trio.socket.SocketType, stream: RdmaStream, *, has_connected: bool = False
+    ) -> None:
         super().__init__(plain)
         self.stream: RdmaStream = stream
+        # In Linux, the call that follows a connect(2) without a wait completes it.
+        self._may_connect_again = has_connected
         self._closed = False
         self._eof_socket: stdlib_socket.socket | None = None
 
@@ -899,7 +907,10 @@ class OverSmc(Side):
         address = await self._resolve(address)
         await trio.lowlevel.checkpoint()
         _checked(partial(_closed_socket(self.plain.family).connect, address))
-        raise os_error(errno.EISCONN)
+        if not self._may_connect_again:
+            raise os_error(errno.EISCONN)
+        self._may_connect_again = False
+        return None
 
     async def bind(self, address: Any) -> None:
         address = await self._resolve(address, local=True)
@@ -927,8 +938,7 @@ class OverSmc(Side):
             raise os_error(errno.EINVAL)
         if self.stream.has_ended:
             raise os_error(errno.ENOTCONN)
-        if flag == stdlib_socket.SHUT_RDWR:
-            self.stream.socket.keep_names()
+        self._may_connect_again = False
         if flag != stdlib_socket.SHUT_RD:
             with self._socket_errors():
                 if flag == stdlib_socket.SHUT_RDWR:
@@ -969,9 +979,11 @@ class Closed(Side):
         """No-op."""
 
 
-def _connected_side(plain: trio.socket.SocketType, stream: SmcStream) -> Side:
+def _connected_side(
+    plain: trio.socket.SocketType, stream: SmcStream, *, has_connected: bool = False
+) -> Side:
     if isinstance(stream, RdmaStream):
-        return OverSmc(plain, stream)
+        return OverSmc(plain, stream, has_connected=has_connected)
     assert isinstance(stream, TcpStream)
     return OverTcp(plain, stream)
 

@@ -352,7 +352,7 @@ class RdmaStream(SmcStream):
         self._core.shutdown_write()
         self.write_shut = True
         if self._read_shut:
-            self._core.refuse_data()
+            self._shut_both()
 
     def _check_can_shut_down(self) -> None:
         """Raise if the connection has ended: the errors of shutdown(2)."""
@@ -538,8 +538,8 @@ class RdmaStream(SmcStream):
         """End the stream for its reader after the data that has arrived; the peer is not
         notified."""
         self._read_shut = True
-        if self._core.write_closed:
-            self._core.refuse_data()
+        if self.write_shut:
+            self._shut_both()
         self._parking.wake_reader()
 
     def shut_down_both(self) -> None:
@@ -556,6 +556,11 @@ class RdmaStream(SmcStream):
           trio.ClosedResourceError, trio.BrokenResourceError: as `shut_down_writing`.
         """
         self._check_can_shut_down()
+        self._shut_both()
+
+    def _shut_both(self) -> None:
+        """As `shut_down_both`; one direction may have ended before."""
+        self.socket.keep_names()
         self._pump.drain()  # data that has just arrived is unread, too
         self._core.refuse_data()
         if self._core.unread:
