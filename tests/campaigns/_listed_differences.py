@@ -52,14 +52,21 @@ def _outcome(line: Line) -> str:
     return line.result.removeprefix("BrokenResourceError from ")
 
 
+def _differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]] | None:
+    """The results that differ, in pairs; None if one transport has a result more."""
+    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    if over_tcp.keys() != over_smc.keys():
+        return None
+    return [(over_tcp[key], over_smc[key]) for key in over_tcp if over_tcp[key] != over_smc[key]]
+
+
 def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observation) -> bool:
     """An end is killed, and the other sees FIN over SMC-R and RST over TCP, and the same bytes."""
     killed = {step.end: number for number, step in enumerate(program.steps) if _kills(step)}
-    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
-    if len(killed) != 1 or over_tcp.keys() != over_smc.keys():
+    pairs = _differing(tcp, smc)
+    if len(killed) != 1 or pairs is None:
         return False
     [(end, number)] = killed.items()
-    pairs = [(over_tcp[key], over_smc[key]) for key in over_tcp if over_tcp[key] != over_smc[key]]
     return any(_outcome(line) == "ECONNRESET" for line in tcp) and all(
         ours.end != end
         and ours.at >= number
@@ -69,31 +76,52 @@ def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observatio
     )
 
 
-def _closed_with_unsent_data(program: Program, tcp: Observation, smc: Observation) -> bool:
-    """An end has not read all of a send of `LARGE` bytes, and its own send fails after the close of
-    the other."""
-    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
-    senders = {
-        number for number in range(2) if any(size == LARGE for *_, size in sends(program, number))
-    }
-    return over_tcp.keys() == over_smc.keys() and all(
-        1 - over_smc[key].end in senders
-        and _outcome(over_tcp[key]) == "ECONNRESET"
-        and _outcome(over_smc[key]) == "EPIPE"
-        for key in over_tcp
-        if over_tcp[key] != over_smc[key]
+def _closed_with_data_in_a_send_buffer(
+    program: Program, tcp: Observation, smc: Observation
+) -> bool:
+    """Buffers are full, and only the errors of sends differ, after a close."""
+    pairs = _differing(tcp, smc)
+    is_full = any(size == LARGE for end in range(2) for *_, size in sends(program, end))
+    return (
+        bool(pairs)
+        and is_full
+        and all(
+            _outcome(theirs) in ("ECONNRESET", "EPIPE") and _outcome(ours) in ("EPIPE", "sent")
+            for theirs, ours in pairs or ()
+        )
+    )
+
+
+def _shut_down_before_connect(program: Program, tcp: Observation, smc: Observation) -> bool:
+    """A socket was shut down and then connected."""
+    steps = [each for step in program.steps if step.end for each, _ in step.operations]
+    shut = [number for number, name in enumerate(steps) if name.startswith("shut")]
+    return (
+        program.kind == "connecting"
+        and bool(shut)
+        and "connect" in steps[shut[0] :]
+        and any(line.end == 1 and line.result == "ECONNRESET" for line in smc)
     )
 
 
 LISTED: Final[tuple[Listed, ...]] = (
     Listed(
-        name="A process closes while data waits in its send buffer",
+        name="Data waits in a send buffer because the peer's buffer is full",
         example=[
             ["socket", "socket"],
             "full",
             [[0, [["send", LARGE]]], [1, [["shut_rd", 0]]]],
         ],
-        explains=_closed_with_unsent_data,
+        explains=_closed_with_data_in_a_send_buffer,
+    ),
+    Listed(
+        name="`shutdown` of a socket that is not connected",
+        example=[
+            ["socket", "socket"],
+            "connecting",
+            [[0, [["accept", 0]]], [1, [["shut_wr", 0], ["connect", 0]]]],
+        ],
+        explains=_shut_down_before_connect,
     ),
     Listed(
         name="A process is killed with unread data in a socket",

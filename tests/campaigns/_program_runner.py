@@ -194,8 +194,10 @@ class _Run:
                 self._step += 1
                 self._perform(self._step, step)
                 self._settle()
-            for end in self._ends:
-                self._resume(end)
+            if any(end.stopped for end in self._ends):
+                for end in self._ends:
+                    self._resume(end)
+                self._settle()
             for both in EPILOGUE:
                 self._step += 1
                 for step in both:
