@@ -86,11 +86,11 @@ def _aborts(self: Connection) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "broken", "result"),
+    ("owner", "name", "broken", "results"),
     [
-        (OverSmc, "recv", _loses_a_byte, "read 999"),
-        (RdmaStream, "shut_down_writing", _no_end, "cancelled"),
-        pytest.param(Connection, "close", _aborts, "ECONNRESET", marks=pytest.mark.pure),
+        (OverSmc, "recv", _loses_a_byte, ["read 999", "peeked 999", "wrong bytes"]),
+        (RdmaStream, "shut_down_writing", _no_end, ["cancelled"]),
+        pytest.param(Connection, "close", _aborts, ["ECONNRESET"], marks=pytest.mark.pure),
     ],
     ids=["a byte is lost", "no end of the stream", "a reset"],
 )
@@ -98,7 +98,7 @@ def test_a_defect_is_noticed_shrunk_and_replays(
     owner: type,
     name: str,
     broken: Callable[..., object],
-    result: str,
+    results: list[str],
     compare: Compare,
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,7 +110,7 @@ def test_a_defect_is_noticed_shrunk_and_replays(
     comparison.batch(0, seed, 300, most=1)
     [difference] = comparison.result.differences
     short = difference.program
-    assert sum(len(step.operations) for step in short.steps) <= 4
-    assert result in str(difference)
+    assert sum(len(step.operations) for step in short.steps) <= 4, str(difference)
+    assert any(result in str(difference) for result in results), str(difference)
     again = Program.from_data(short.as_data())
     assert comparison.tcp.run(again) != comparison.smc.run(again)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tests.campaigns._program_runner import Observation
-from tests.campaigns._programs import Program
+from tests.campaigns._program_runner import Line, Observation
+from tests.campaigns._programs import EXITS, LARGE, Program, Step, sends
 
 __all__ = ["LISTED", "Listed"]
 
@@ -33,4 +33,103 @@ class Listed:
     explains: Callable[[Program, Observation, Observation], bool]
 
 
-LISTED: Final[tuple[Listed, ...]] = ()
+_KILLING_SIGNALS: Final = {9, 15, 1}
+_KILLING_EXITS: Final = {EXITS.index("os._exit")}
+# Results of calls after RST has arrived, and after FIN.
+_RESET: Final = {"ECONNRESET", "EPIPE", "ENOTCONN", "end", "0"}
+_ENDED: Final = {"end", "sent", "shut", "EPIPE", "0", "127.0.0.1 127.0.0.1"}
+
+
+def _kills(step: Step) -> bool:
+    name, argument = step.operations[0]
+    return (name == "signal" and argument in _KILLING_SIGNALS) or (
+        name == "exit" and argument in _KILLING_EXITS
+    )
+
+
+def _outcome(line: Line) -> str:
+    """The result, without the exception of a stream around the one of its socket."""
+    return line.result.removeprefix("BrokenResourceError from ")
+
+
+def _differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]] | None:
+    """The results that differ, in pairs; None if one transport has a result more."""
+    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    if over_tcp.keys() != over_smc.keys():
+        return None
+    return [(over_tcp[key], over_smc[key]) for key in over_tcp if over_tcp[key] != over_smc[key]]
+
+
+def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observation) -> bool:
+    """An end is killed, and the other sees FIN over SMC-R and RST over TCP, and the same bytes."""
+    killed = {step.end: number for number, step in enumerate(program.steps) if _kills(step)}
+    pairs = _differing(tcp, smc)
+    if len(killed) != 1 or pairs is None:
+        return False
+    [(end, number)] = killed.items()
+    return any(_outcome(line) == "ECONNRESET" for line in tcp) and all(
+        ours.end != end
+        and ours.at >= number
+        and _outcome(theirs) in _RESET
+        and _outcome(ours) in _ENDED
+        for theirs, ours in pairs
+    )
+
+
+def _closed_with_data_in_a_send_buffer(
+    program: Program, tcp: Observation, smc: Observation
+) -> bool:
+    """Buffers are full, and only the errors of sends differ, after a close."""
+    pairs = _differing(tcp, smc)
+    is_full = any(size == LARGE for end in range(2) for *_, size in sends(program, end))
+    return (
+        bool(pairs)
+        and is_full
+        and all(
+            _outcome(theirs) in ("ECONNRESET", "EPIPE") and _outcome(ours) in ("EPIPE", "sent")
+            for theirs, ours in pairs or ()
+        )
+    )
+
+
+def _shut_down_before_connect(program: Program, tcp: Observation, smc: Observation) -> bool:
+    """A socket was shut down and then connected."""
+    steps = [each for step in program.steps if step.end for each, _ in step.operations]
+    shut = [number for number, name in enumerate(steps) if name.startswith("shut")]
+    return (
+        program.kind == "connecting"
+        and bool(shut)
+        and "connect" in steps[shut[0] :]
+        and any(line.end == 1 and line.result == "ECONNRESET" for line in smc)
+    )
+
+
+LISTED: Final[tuple[Listed, ...]] = (
+    Listed(
+        name="Data waits in a send buffer because the peer's buffer is full",
+        example=[
+            ["socket", "socket"],
+            "full",
+            [[0, [["send", LARGE]]], [1, [["shut_rd", 0]]]],
+        ],
+        explains=_closed_with_data_in_a_send_buffer,
+    ),
+    Listed(
+        name="`shutdown` of a socket that is not connected",
+        example=[
+            ["socket", "socket"],
+            "connecting",
+            [[0, [["accept", 0]]], [1, [["shut_wr", 0], ["connect", 0]]]],
+        ],
+        explains=_shut_down_before_connect,
+    ),
+    Listed(
+        name="A process is killed with unread data in a socket",
+        example=[
+            ["socket", "socket"],
+            "usual",
+            [[1, [["send", 1]]], [0, [["signal", 9]]]],
+        ],
+        explains=_killed_with_unread_data,
+    ),
+)

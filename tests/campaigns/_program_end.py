@@ -29,7 +29,6 @@ import trio.testing
 import trio_smc
 from tests.campaigns._programs import Kind, text
 from trio_smc import Config
-from trio_smc._api import find_stack
 from trio_smc.datapath.connection import Connection as SmcConnection
 
 __all__ = ["Channel", "EndSettings", "live"]
@@ -128,11 +127,16 @@ class Connection:
 
     def __init__(self, end: End, sock: trio.socket.SocketType, style: str) -> None:
         self._end = end
-        self.sock = sock
         self.style = style
         self.stream: Any = None
+        self._use(sock)
         if style != "socket":
             self.stream = trio.SocketStream(sock)
+
+    def _use(self, sock: trio.socket.SocketType) -> None:
+        self.sock = sock
+        # Otherwise a second small send waits for the ACK of the first one, which may be delayed.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def secure(self) -> None:
         """Begin TLS, if this is its style."""
@@ -173,13 +177,13 @@ class Connection:
 
     async def renew(self, *_: object) -> str:
         self.sock.close()
-        self.sock = trio.socket.socket()
+        self._use(trio.socket.socket())
         return "new"
 
     async def accept(self, *_: object) -> str:
         sock, address = await self._end.listeners["connecting"].accept()
         self.sock.close()
-        self.sock = sock
+        self._use(sock)
         return f"accepted from {address[0]}"
 
     async def close_listener(self, *_: object) -> str:
@@ -458,10 +462,6 @@ class End:
         return mode
 
     async def _settle(self, collect: bool) -> tuple[int, list[tuple[int, int, str]]]:
-        if self.settings.smc:
-            # A solo reader that was cancelled looks for messages only after WATCHDOG_INTERVAL.
-            stack = await find_stack()
-            stack.runtime.pump.resume_hooks()
         with trio.fail_after(_PATIENCE):
             while any(task.connects for task in self.tasks):  # noqa: ASYNC110
                 await trio.sleep(0.002)

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -39,6 +40,10 @@ _QUIET_ROUNDS: Final = 3
 _MOST_ROUNDS: Final = 20_000
 _STOPPED: Final = 0.25
 """Seconds that a stopped process stands still: longer than `_OFTEN_TESTED` needs to test a link."""
+_NOTICED: Final = 0.05
+"""Seconds until the end of a process is noticed over SMC-R: a thread of the RNIC notices it and
+looks at the TCP connections, which the kernel may close later.  It takes 0.7 to 5 ms on a machine
+with little load."""
 _CONNECTING: Final = {"require_smc": False, "handshake_timeout": 0.2}
 _OFTEN_TESTED: Final = {
     "test_link_interval": 0.05,
@@ -140,9 +145,9 @@ def _child(settings: EndSettings, sock: socket.socket) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         keep = os.dup2(sock.fileno(), 3)
         os.closerange(4, 1024)
-        log = os.environ.get("W8_LOG")
-        number = os.open(log or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(number, 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        # The parent's may belong to a descriptor that is closed here, and whose number is reused.
+        sys.stdout = sys.stderr = os.fdopen(2, "w", closefd=False)
         live(settings, socket.socket(fileno=keep))
         code = 0
     except SystemExit:
@@ -189,8 +194,10 @@ class _Run:
                 self._step += 1
                 self._perform(self._step, step)
                 self._settle()
-            for end in self._ends:
-                self._resume(end)
+            if any(end.stopped for end in self._ends):
+                for end in self._ends:
+                    self._resume(end)
+                self._settle()
             for both in EPILOGUE:
                 self._step += 1
                 for step in both:
@@ -251,6 +258,7 @@ class _Run:
         if end.stopped:
             time.sleep(_STOPPED if self._smc else 0)
             os.kill(end.pid, signal.SIGCONT)
+            time.sleep(_NOTICED if self._smc else 0)
             end.stopped = False
 
     def _reap(self, end: _Process) -> None:
@@ -260,6 +268,7 @@ class _Run:
                 raise Hung("the process does not end")
             time.sleep(0.001)
         end.alive = False
+        time.sleep(_NOTICED if self._smc else 0)
 
     def _settle(self) -> None:
         """Wait until nothing more happens at either end.

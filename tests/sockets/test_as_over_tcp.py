@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import errno
 import itertools
 import operator
 import socket as stdlib
@@ -108,9 +107,15 @@ class Ends:
                 each.close()
 
 
-def kind(error: BaseException) -> tuple[str, int | None]:
-    """The class of an exception and its error number."""
-    return type(error).__name__, getattr(error, "errno", None)
+def kind(error: BaseException) -> tuple[str, int | None, object]:
+    """The class of an exception, its error number, and the kind of its cause.
+
+    The OSErrors of a socket have no cause over TCP, and those of the stream below over SMC-R.
+    """
+    cause = None if isinstance(error, OSError) else error.__cause__
+    if cause is error:
+        return type(error).__name__, None, "itself"
+    return type(error).__name__, getattr(error, "errno", None), cause and kind(cause)
 
 
 def case(function: Case) -> Case:
@@ -577,6 +582,117 @@ async def shut_down_both_with_unread_data(ends: Ends) -> None:
         await ends.see(ends.server.recv, 10)
 
 
+# What happens at a socket that has shut down both directions, and what each end sees of it.
+_SHUT_BOTH: Final = {
+    "RDWR": (stdlib.SHUT_RDWR,),
+    "RD-WR": (stdlib.SHUT_RD, stdlib.SHUT_WR),
+    "WR-RD": (stdlib.SHUT_WR, stdlib.SHUT_RD),
+}
+
+
+async def _send_late(ends: Ends) -> None:
+    await ends.client.send(b"late")
+
+
+async def _send_urgent_late(ends: Ends) -> None:
+    await ends.client.send(b"late", stdlib.MSG_OOB)
+
+
+async def _send_late_and_shut(ends: Ends) -> None:
+    await _send_late(ends)
+    await _end(ends)
+
+
+async def _send_late_and_close(ends: Ends) -> None:
+    await _send_late(ends)
+    ends.client.close()
+
+
+async def _peer_closes(ends: Ends) -> None:
+    ends.client.close()
+
+
+async def _peer_resets(ends: Ends) -> None:
+    ends.client.setsockopt(*_LINGER_0)
+    ends.client.close()
+
+
+async def _resets(ends: Ends) -> None:
+    ends.server.setsockopt(*_LINGER_0)
+    ends.server.close()
+
+
+LATE: Final = (
+    _nothing, _send_late, _send_urgent_late, _send_late_and_shut, _send_late_and_close,
+    _peer_closes, _peer_resets, _resets, _end,
+)  # fmt: skip
+
+
+def _late_case(flags: tuple[int, ...], act: Any, first: int, *, unread: bool) -> Case:
+    async def late(ends: Ends) -> None:
+        if unread:
+            await ends.client.send(b"unread")
+            await ends.settle()
+        for flag in flags:
+            ends.server.shutdown(flag)
+        await ends.settle()
+        await ends.see(act, ends)
+        await ends.settle()
+        for sock in (ends.server, ends.client):
+            calls = [
+                sock.is_readable,
+                lambda sock=sock: sock.recv(10),
+                lambda sock=sock: sock.send(b"x"),
+                lambda sock=sock: sock.getsockopt(stdlib.SOL_SOCKET, stdlib.SO_ERROR),
+                lambda sock=sock: sock.shutdown(stdlib.SHUT_WR),
+                lambda sock=sock: sock.getpeername()[0],
+                lambda sock=sock: sock.getsockname()[0],
+            ]
+            for call in calls[first:] + calls[:first] + calls:
+                await ends.see(call)
+
+    return late
+
+
+for _number, (_way, _act, _unread) in enumerate(itertools.product(_SHUT_BOTH, LATE, (False, True))):
+    for _first in (1, 2, 3 + _number % 2):
+        CASES[f"late{_act.__name__}-after-{_way}-unread-{_unread}-{_first}"] = _late_case(
+            _SHUT_BOTH[_way], _act, _first, unread=_unread
+        )
+
+
+def _eof_case(*names: str) -> Case:
+    async def eof(ends: Ends) -> None:
+        stream = trio.SocketStream(ends.client)
+        calls = {
+            "eof": stream.send_eof,
+            "close": stream.aclose,
+            "WR": lambda: stream.socket.shutdown(stdlib.SHUT_WR),
+            "RDWR": lambda: stream.socket.shutdown(stdlib.SHUT_RDWR),
+            "peer": ends.server.close,
+            "send": lambda: stream.send_all(b"x"),
+        }
+        for name in names:
+            await ends.see(calls[name])
+            await ends.settle()
+            ends.seen.append(ends.client.did_shutdown_SHUT_WR)
+
+    return eof
+
+
+for _names in (
+    "eof eof close eof eof", "close eof eof", "WR eof close eof", "RDWR eof close eof",
+    "eof peer eof close eof", "peer eof eof close eof", "eof send close send eof",
+):  # fmt: skip
+    CASES["send_eof-" + _names.replace(" ", "-")] = _eof_case(*_names.split())
+
+
+@case
+async def wrap_what_is_no_socket(ends: Ends) -> None:
+    for wrong in (1, None, "x", ends.client):
+        await ends.see(trio.socket.from_stdlib_socket, wrong)
+
+
 @case
 async def use_a_closed_socket(ends: Ends) -> None:
     client = ends.client
@@ -765,22 +881,19 @@ async def inherit_linger_0(ends: Ends) -> None:
 # --- connecting ----------------------------------------------------------------------------------
 
 
+async def _accept_and_close(ends: Ends) -> None:
+    server, _ = await ends.listener.accept()
+    server.close()
+
+
 async def _connect_again(ends: Ends, sock: Any) -> object:
     """Connect after a failure, to a program that accepts."""
-
-    async def accept() -> None:
-        server, _ = await ends.listener.accept()
-        server.close()
-
     async with trio.open_nursery() as nursery:
         # If no task accepted, the connection would wait for another process (docs/programs.md).
-        nursery.start_soon(accept)
-        outcome = await ends.outcome(sock.connect, ends.listener.getsockname())
-        if outcome == ("ConnectionAbortedError", errno.ECONNABORTED):
-            # Linux raises this once if SO_ERROR was read in between, as Trio does.
-            outcome = await ends.outcome(sock.connect, ends.listener.getsockname())
+        nursery.start_soon(_accept_and_close, ends)
+        outcomes = [await ends.outcome(sock.connect, ends.listener.getsockname()) for _ in range(2)]
         nursery.cancel_scope.cancel()
-    return outcome
+    return outcomes
 
 
 @case
@@ -807,6 +920,21 @@ async def connect_from_a_bound_port_after_a_refusal(ends: Ends) -> None:
             await ends.see(sock.connect, name)
             outcome = await _connect_again(ends, sock)
             ends.seen.append((outcome, sock.getsockname()[0], sock.getsockname() == chosen))
+
+
+@case
+async def connect_again_after_a_connect(ends: Ends) -> None:
+    name = ends.listener.getsockname()
+    for sock in (ends.client, ends.client, ends.client, ends.server):
+        await ends.see(sock.connect, "x")
+        await ends.see(sock.connect, name)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_accept_and_close, ends)
+        with trio.socket.socket() as sock:
+            await sock.connect(name)
+            sock.shutdown(stdlib.SHUT_WR)
+            await ends.see(sock.connect, name)
+        nursery.cancel_scope.cancel()
 
 
 @case

@@ -115,8 +115,9 @@ ANSWER = "send_abort sender.drop_unsent fail_reset arm_abort_timer"
         ("ACTIVE", "", "abort peer_abort", f"CLOSED: {ABORT} fail_aborted"),
         ("ACTIVE", "", "abort peer_done abort_timeout", f"CLOSED: {ABORT} fail_aborted"),
         ("ACTIVE", "", "peer_abort abort_sent", f"CLOSED: {ANSWER}"),
-        ("PEERCLOSEWAIT1", "sent_closed", "peer_abort", "CLOSED: "),
-        ("PEERCLOSEWAIT2", "sent_closed", "abort", "PEERABORTWAIT: reset_tcp arm_abort_timer"),
+        ("PEERCLOSEWAIT1", "sent_closed", "peer_abort", "CLOSED: fail_reset"),
+        ("PEERCLOSEWAIT2", "sent_closed", "abort",
+         "PEERABORTWAIT: reset_tcp arm_abort_timer fail_aborted"),
         ("PEERFINCLOSEWAIT", "", "close close_timeout", "CLOSED: reset_tcp"),
         # A CDC message arrives before the rendezvous ends (3.5.2.4).
         ("INIT", "", "peer_done established", "APPCLOSEWAIT1: open_to_application"),

@@ -281,22 +281,59 @@ async def test_a_task_that_has_yielded_need_not_yield_in_its_next_call(passes: P
         assert await read(connection.here, 9) == b"x" * 9
 
 
-async def test_a_cancelled_solo_reader_leaves_nothing_behind() -> None:
+@asynccontextmanager
+async def solo_task() -> AsyncIterator[tuple[Pairs, SmcStream, SmcStream, trio.CancelScope]]:
+    """A connection, its ends at the client and the server, and the scope of a solo reader at the
+    server that waits for one byte."""
     async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
-        pair = await pairs.make()
+        here, there = await pairs.make()
         pump = pump_of(pairs.server)
+
+        async def read_one(scope: trio.CancelScope) -> None:
+            with scope:
+                await read(there, 1)
+
         with trio.fail_after(PATIENCE):
-            while pump.machine.state != "SOLO":
-                with trio.move_on_after(PAUSE) as scope:
-                    await pair[1].receive_some()
-                assert scope.cancelled_caught
-            with trio.move_on_after(PAUSE):
-                await pair[1].receive_some()
-            assert pump.waiting == 0
-            assert pump.machine.state == "SOLO"
-            await pair[0].send_all(b"x")
-            assert await pair[1].receive_some() == b"x"
-            await close_both(pair)
+            async with trio.open_nursery() as nursery:
+                while True:
+                    scope = trio.CancelScope()
+                    nursery.start_soon(read_one, scope)
+                    await trio.testing.wait_all_tasks_blocked()
+                    if pump.machine.state == "SOLO":
+                        break
+                    await here.send_all(b"x")
+                    await trio.testing.wait_all_tasks_blocked()
+                yield pairs, here, there, scope
+            await close_both((here, there))
+
+
+async def test_solo_mode_ends_if_the_reader_is_cancelled() -> None:
+    """The task may never wait again, and another part of the program may need what arrives."""
+    async with solo_task() as (pairs, here, _, scope):
+        pump = pump_of(pairs.server)
+        assert pump.waiting == 1
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert pump.waiting == 0
+        assert await is_hooked(pump)
+        [connection] = pairs.server.connections
+        await here.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        assert connection.state == "APPCLOSEWAIT1"
+
+
+@pytest.mark.parametrize("how", ["send_all", "send_some", "send_urgent", "send_eof"])
+async def test_a_send_in_solo_mode_notices_the_end_of_the_peer(how: str) -> None:
+    """The task that reads is busy with other work, so it does not poll."""
+    async with solo_task() as (pairs, here, there, _):
+        pump = pump_of(pairs.server)
+        await here.send_all(b"x")
+        await trio.testing.wait_all_tasks_blocked()
+        assert pump.machine.state == "SOLO"
+        here.abort()
+        send = getattr(there, how)
+        with pytest.raises(trio.BrokenResourceError):
+            await (send() if how == "send_eof" else send(b"x"))
 
 
 async def test_solo_mode_ends_if_the_reader_does_not_come_back(

@@ -40,7 +40,7 @@ from trio_smc.host.addresses import (
     source_address,
 )
 from trio_smc.host.private_directory import is_named
-from trio_smc.host.tcp import close_with_reset, disconnect
+from trio_smc.host.tcp import close_with_reset, disconnect, is_established
 from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Found
 from trio_smc.stack.policy import Route, RouteHost, choose_route
 
@@ -289,7 +289,8 @@ async def _connect_one(
 async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
     """Connect without a pass of the scheduler over loopback.
 
-    Over loopback the first connect(2) makes the connection, and the second one returns its result.
+    Over loopback the first connect(2) makes the connection.  Its result is read by SO_ERROR, as
+    Trio does, because a second connect(2) would leave the socket in another state.
     """
     bare = attempt.bare
     if bare is None:
@@ -298,8 +299,10 @@ async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
         return
     error = bare.connect_ex(address)
     if error == errno.EINPROGRESS:
-        error = bare.connect_ex(address)
-    if error in (errno.EINPROGRESS, errno.EALREADY):
+        error = bare.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
+        if not error and not is_established(bare):
+            error = errno.EINPROGRESS
+    if error == errno.EINPROGRESS:
         with stack.call():
             await trio.lowlevel.wait_writable(bare)
         error = bare.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)

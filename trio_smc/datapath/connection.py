@@ -148,6 +148,7 @@ class Connection:
     Attributes:
       receiver, messenger, sender: its parts.
       error: the reason of a failed connection, else None.
+      refuses_data: data that arrives from now on has no reader, and is dropped.
       in_turn: calls its argument at once or soon (`Timers.in_turn`). If a peer closes a thousand
         connections together, a few of them at a time wake their tasks.
       on_readable: called once, and cleared, when a blocked reader may be able to continue.
@@ -162,6 +163,7 @@ class Connection:
         "_application_closed",
         "_cause",
         "_close_timeout",
+        "_data_end",
         "_errno",
         "_applied_all",
         "_host",
@@ -187,6 +189,7 @@ class Connection:
         "on_writable",
         "peer_rmbe_known",
         "receiver",
+        "refuses_data",
         "sender",
         "sent_closed",
         "stale_cdcs",
@@ -229,6 +232,7 @@ class Connection:
         self._released = False
         self._tcp_ended = False
         self._reset_due = False  # TCP ends by RST
+        self._data_end: int | None = None  # bytes that had arrived when `refuse_data` was called
         self._validation_received = False  # a failover validation, which `cdcs_received` omits
         self.write_closed: bool = False
         self.sent_closed: bool = False
@@ -236,6 +240,7 @@ class Connection:
         self.eof_pending: bool = False
         self.close_pending: bool = False
         self.peer_rmbe_known: bool = False
+        self.refuses_data: bool = False
         self.cdcs_received: int = 0
         self.stale_cdcs: int = 0
         self.failovers: int = 0
@@ -443,8 +448,8 @@ class Connection:
             _log.warning("%r is reset: %s", self, exc)
             self.protocol_error(exc)
             return
-        if self.sent_closed:
-            self.receiver.drop_unread()
+        if self.refuses_data:
+            self._drop_arrived()
         self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
         self.receiver.peer_done = True
         self._process("peer_closed")
@@ -479,6 +484,14 @@ class Connection:
             return
         self._errno = errno.ECONNRESET
         self._process("abort")
+
+    def notice_tcp_reset(self) -> None:
+        """Process a TCP reset after the peer's C, before the host reports it.
+
+        After C no A can follow (A.4), so RST alone shows that the peer has aborted.
+        """
+        if self.got_closed and not self._tcp_ended and self._host.tcp_end(self) == "reset":
+            self.tcp_reset()
 
     def user_timeout(self) -> None:
         """Abort: data was not acknowledged within the application's limit (TCP_USER_TIMEOUT)."""
@@ -538,6 +551,7 @@ class Connection:
         TCP takes such data into its send buffer and learns only from the peer's RST that no reader
         is left. As much is dropped here as would have fitted into the peer's ring.
         """
+        self.notice_tcp_reset()
         self.check_sendable()
         if not self.got_closed:
             raise OSError(errno.ENOTCONN, "the rendezvous is not complete")
@@ -571,6 +585,13 @@ class Connection:
             self.messenger.urgent_goal = 0
             self.messenger.flush()
             self._process("shutdown_wr")
+
+    def refuse_data(self) -> None:
+        """Reset the connection as soon as more data arrives: the application has shut down both
+        directions. It still reads what has arrived."""
+        if self._data_end is None and not self._application_closed:
+            self._data_end = self.receiver.received
+            self.refuses_data = True
 
     def close(self) -> None:
         """Close both directions for the application, without waiting.
@@ -702,8 +723,8 @@ class Connection:
             if not (self._aborting or (endings and endings & ABNORMAL_CLOSE)):
                 if offset != receiver.received_offset or wrap != receiver.received_wrap:
                     arrived = receiver.producer_untrusted(wrap, offset)
-                    if self.sent_closed:
-                        receiver.drop_unread()
+                    if self.refuses_data and self._drop_arrived():
+                        flags = 0  # about bytes that are gone
                 if taken_offset != sender.taken_offset or taken_wrap != sender.taken_wrap:
                     delivered = sender.delivered
                     opened = sender.consumer_untrusted(taken_wrap, taken_offset)
@@ -719,6 +740,22 @@ class Connection:
         if arrived and wake is not None:
             self.on_readable = None
             wake()
+
+    def _drop_arrived(self) -> bool:
+        """Drop data that has arrived without a reader; True if this resets the connection.
+
+        After `close` the peer gets no answer: C has told it that no reader is left (4.8.1). If the
+        application has shut down both directions, Linux' TCP answers such data with RST.
+        """
+        receiver = self.receiver
+        if self._data_end is None:
+            receiver.drop_unread()
+            return False
+        if not receiver.drop_behind(self._data_end):
+            return False
+        self._errno = errno.ECONNRESET
+        self._process("abort")
+        return True
 
     def _on_consumer(self, opened: bool, delivered: bool) -> None:
         """The consumer cursor has ``opened`` the window, or shows more data ``delivered``."""
@@ -743,6 +780,8 @@ class Connection:
         if endings & ABNORMAL_CLOSE:
             if not self._aborting:
                 self.receiver.last_producer_untrusted(wrap, offset, flags)
+                if self._data_end is not None:
+                    self.receiver.drop_behind(self._data_end)
             self._peer_flags |= ABNORMAL_CLOSE | CONNECTION_CLOSED | SENDING_DONE
         elif endings & CONNECTION_CLOSED:
             self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
@@ -883,7 +922,7 @@ class Connection:
 
     def send_closed(self) -> None:
         """Action: C, the final message."""
-        self.sent_closed = True
+        self.sent_closed = self.refuses_data = True
         self.messenger.flags |= CONNECTION_CLOSED
         self.messenger.request_cdc()
 

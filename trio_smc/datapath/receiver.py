@@ -538,6 +538,16 @@ class Receiver:
         self._hidden = 0
         self._urgent_byte = None
 
+    def drop_behind(self, count: int) -> bool:
+        """Drop all data behind the first ``count`` bytes of the connection; True if there was any.
+
+        Nothing more may be received afterwards.
+        """
+        if self.received <= count:
+            return False
+        self.received = count
+        return True
+
     def purge(self) -> None:
         """Drop all unread data; every further read fails, also if the peer has ended its side."""
         self.purged = True

@@ -126,7 +126,7 @@ class Memory:
     """
 
     pinned = False
-    has_progress = False
+    has_progress: bool = False
 
     def __init__(self, size: int, *, name: str = "trio_smc", progress: bool = False) -> None:
         """``progress``: add progress words behind the pages of ``size`` bytes."""

@@ -8,10 +8,12 @@ arrived, and not in each pass of the scheduler.
 
 A successful spin does not end solo mode.  Any other user of the pump ends it
 (`Pump.resume_hooks`): a second waiting task, a writer, a timer, the end of a connection or of the
-stack.  The solo reader then waits like every other task.
+stack.  The solo reader then waits like every other task.  A wait that is cancelled ends solo mode,
+too.
 
 No other task polls in solo mode, so the solo reader has to come back often.  A watchdog checks
-that it does.
+that it does.  Meanwhile sends, shutdown(2) and getsockopt(2) poll by themselves, so that they
+report the end of the peer at once.
 """
 
 from __future__ import annotations
@@ -183,6 +185,11 @@ class SoloReader:
             await _wait_readable(fd)
         except trio.ClosedResourceError:
             return True
+        except BaseException:
+            # Cancelled: this task may never wait again, and no other task polls in solo mode.
+            self.fd = -1
+            host.resume_hooks()
+            raise
         finally:
             self.fd = -1
             host.waiting -= 1

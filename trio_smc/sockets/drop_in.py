@@ -337,7 +337,7 @@ class DropInSocket(trio.socket.SocketType):
         """Connect and run the handshake; after a fallback the socket is plain TCP."""
         stream = await self._side.connect(address)
         if stream is not None:
-            self._side = _connected_side(self.plain, stream)
+            self._side = _connected_side(self.plain, stream, has_connected=True)
 
     async def connect_to(self, resolved: Any) -> None:
         """Connect a new socket to an address that needs no lookup.
@@ -346,7 +346,7 @@ class DropInSocket(trio.socket.SocketType):
         """
         stream = await self._side.connect_to(resolved)
         if stream is not None:
-            self._side = _connected_side(self.plain, stream)
+            self._side = _connected_side(self.plain, stream, has_connected=True)
 
     def shutdown(self, flag: int) -> None:
         """As `socket.socket.shutdown`."""
@@ -671,17 +671,25 @@ class OverTcp(Side):
 
 
 class OverSmc(Side):
-    """A connection over SMC-R."""
+    """A connection over SMC-R.
 
-    def __init__(self, plain: trio.socket.SocketType, stream: RdmaStream) -> None:
+    Args:
+      has_connected: `connect` has made the connection, and not `accept`.
+    """
+
+    def __init__(
+        self, plain: trio.socket.SocketType, stream: RdmaStream, *, has_connected: bool = False
+    ) -> None:
         super().__init__(plain)
         self.stream: RdmaStream = stream
-        self._write_shut = self._closed = False
+        # In Linux, the call that follows a connect(2) without a wait completes it.
+        self._may_connect_again = has_connected
+        self._closed = False
         self._eof_socket: stdlib_socket.socket | None = None
 
     @property
     def write_shut(self) -> bool:
-        return self._write_shut
+        return self.stream.write_shut
 
     def fileno(self) -> int:
         number = super().fileno()
@@ -705,6 +713,8 @@ class OverSmc(Side):
         return self.stream.socket.getsockname()
 
     def getpeername(self) -> Any:
+        if self.stream.has_ended:
+            raise os_error(errno.ENOTCONN)
         return self.stream.socket.getpeername()
 
     def getsockopt(self, level: int, optname: int, buflen: int | None) -> Any:
@@ -725,7 +735,7 @@ class OverSmc(Side):
             try:
                 return await self.stream.receive_some(buflen)
             except _STREAM_ERRORS as error:
-                raise self._socket_error(error) from error
+                self._raise_socket_error(error)
             except trio.BusyResourceError:
                 pass  # an error only if this call has to wait, too
         checked = _checked(partial(_closed_socket().recv, buflen, flags))
@@ -800,7 +810,7 @@ class OverSmc(Side):
         try:
             return await self.stream.receive_by(take, urgent=bool(flags & _OUT_OF_BAND))
         except _STREAM_ERRORS as error:
-            raise self._socket_error(error) from error
+            self._raise_socket_error(error)
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -819,7 +829,7 @@ class OverSmc(Side):
                 return len(view)
             return await self.stream.send_some(data, more=bool(flags & _MORE))
         except _STREAM_ERRORS as error:
-            raise self._socket_error(error, sending=True) from error
+            self._raise_socket_error(error, sending=True)
 
     async def sendto(self, *arguments: Any) -> int:
         # TCP ignores the address of a connected socket, after the checks of Trio and of the
@@ -835,7 +845,7 @@ class OverSmc(Side):
             address = await self._resolve(address)
         checks = _closed_socket(self.plain.family)
         _checked(partial(checks.sendmsg, buffers, ancdata, flags, address))
-        for level, kind, _ in () if self._write_shut else ancdata:
+        for level, kind, _ in () if self.stream.write_shut else ancdata:
             # Linux's TCP ignores other levels.  Its few settings of this level, for one packet,
             # have no meaning here (docs/programs.md).
             if level == stdlib_socket.SOL_SOCKET and kind not in _IGNORED_ANCILLARY:
@@ -857,14 +867,19 @@ class OverSmc(Side):
         self.stream.end_waits()
         _plain_notify_closing(self.plain)
 
-    def _socket_error(self, error: Exception, *, sending: bool = False) -> Exception:
-        """The error of a socket for an error of a stream."""
-        if isinstance(error, trio.ClosedResourceError):
-            if sending and self._write_shut and not self._closed:
-                return os_error(errno.EPIPE)
-            # Otherwise the stack was left, or `end_waits` was called.
-            return error if self._closed or not self.stream.is_abandoned else os_error(errno.EBADF)
-        return os_error(getattr(error.__cause__, "errno", None) or errno.ECONNRESET)
+    def _raise_socket_error(self, error: Exception, *, sending: bool = False) -> NoReturn:
+        """Raise the error of a socket for an error of a stream."""
+        if not isinstance(error, trio.ClosedResourceError):
+            number = getattr(error.__cause__, "errno", None) or errno.ECONNRESET
+        elif sending and self.stream.write_shut and not self._closed:
+            # Linux reports an error that is pending first.
+            pending = self.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR, None)
+            number = pending or errno.EPIPE
+        elif self.stream.is_abandoned and not self._closed:
+            number = errno.EBADF  # the stack was left
+        else:
+            raise error  # another task has closed the socket, or has called `end_waits`
+        raise os_error(number) from error
 
     @contextmanager
     def _socket_errors(self) -> Iterator[None]:
@@ -872,7 +887,7 @@ class OverSmc(Side):
         try:
             yield
         except _STREAM_ERRORS as error:
-            raise self._socket_error(error) from error
+            self._raise_socket_error(error)
 
     def bind_fast_path(self, stream: trio.SocketStream) -> None:
         # Otherwise each error would be translated twice, and each call would make two checks for a
@@ -883,11 +898,7 @@ class OverSmc(Side):
         target.send_all = self.stream.send_all
         target.receive_some = self.stream.receive_some
         target.wait_send_all_might_not_block = self.stream.wait_send_all_might_not_block
-        target.send_eof = self._send_eof
-
-    async def _send_eof(self) -> None:
-        await self.stream.send_eof()
-        self._write_shut = True
+        target.send_eof = self.stream.send_eof
 
     # --- calls for a socket that is not connected --------------------------------------------
     # The kernel's errors for them, also after TCP has ended.
@@ -896,7 +907,10 @@ class OverSmc(Side):
         address = await self._resolve(address)
         await trio.lowlevel.checkpoint()
         _checked(partial(_closed_socket(self.plain.family).connect, address))
-        raise os_error(errno.EISCONN)
+        if not self._may_connect_again:
+            raise os_error(errno.EISCONN)
+        self._may_connect_again = False
+        return None
 
     async def bind(self, address: Any) -> None:
         address = await self._resolve(address, local=True)
@@ -924,15 +938,13 @@ class OverSmc(Side):
             raise os_error(errno.EINVAL)
         if self.stream.has_ended:
             raise os_error(errno.ENOTCONN)
-        if flag == stdlib_socket.SHUT_RDWR:
-            self.stream.socket.keep_names()
+        self._may_connect_again = False
         if flag != stdlib_socket.SHUT_RD:
             with self._socket_errors():
                 if flag == stdlib_socket.SHUT_RDWR:
                     self.stream.shut_down_both()
                 else:
                     self.stream.shut_down_writing()
-            self._write_shut = True
         if flag != stdlib_socket.SHUT_WR:
             self.stream.shut_down_reading()
 
@@ -958,19 +970,20 @@ class Closed(Side):
     def __init__(self, before: OverSmc) -> None:
         super().__init__(_make_closed(before.plain.family))
         self.stream: RdmaStream = before.stream
-        self._write_shut = before.write_shut
 
     @property
     def write_shut(self) -> bool:
-        return self._write_shut
+        return self.stream.write_shut
 
     def close(self) -> None:
         """No-op."""
 
 
-def _connected_side(plain: trio.socket.SocketType, stream: SmcStream) -> Side:
+def _connected_side(
+    plain: trio.socket.SocketType, stream: SmcStream, *, has_connected: bool = False
+) -> Side:
     if isinstance(stream, RdmaStream):
-        return OverSmc(plain, stream)
+        return OverSmc(plain, stream, has_connected=has_connected)
     assert isinstance(stream, TcpStream)
     return OverTcp(plain, stream)
 
@@ -1118,9 +1131,15 @@ class DropInFactory(trio.abc.SocketFactory):
 
         Raises:
           SmcUnavailable: the socket is connected, and ``config.require_smc`` is set.
+          TypeError: ``sock`` is no socket of the standard library.
         """
-        is_tcp = _is_tcp(sock.family, sock.type, sock.proto)
-        if config.require_smc and is_tcp and _is_connected(sock):
+        # Trio refuses an object of any other class.
+        if (
+            type(sock) is stdlib_socket.socket
+            and config.require_smc
+            and _is_tcp(sock.family, sock.type, sock.proto)
+            and _is_connected(sock)
+        ):
             raise SmcUnavailable(_ALREADY_CONNECTED)
         return wrap(sock, self._find_stack)
 

@@ -11,6 +11,8 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.host.tcp import close_with_reset, peer_end, resets_on_close
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import trio
 
     from trio_smc._base.observer import Observer
@@ -49,7 +51,7 @@ class Endpoint:
     """
 
     __slots__ = ("_reset_waits", "_stack", "_timer", "abandoned", "closed_by_user", "connection",
-                 "group", "lingers", "reset", "rmbe", "sock")  # fmt: skip
+                 "group", "lingers", "on_tcp_end", "reset", "rmbe", "sock")  # fmt: skip
 
     connection: Connection
 
@@ -67,6 +69,8 @@ class Endpoint:
         """True if the stream was closed."""
         self.lingers: bool = True
         """True if SO_LINGER may be set."""
+        self.on_tcp_end: Callable[[], None] | None = None
+        """Called before TCP ends under a stream that the program has not closed."""
         self.abandoned: bool = False
         """True if the program did not close the stream: it was collected, or the stack was left."""
 
@@ -182,5 +186,7 @@ class Endpoint:
     def _detach_socket(self) -> trio.socket.SocketType | None:
         sock, self.sock = self.sock, None
         if sock is not None:
+            if self.on_tcp_end is not None and not self.closed_by_user:
+                self.on_tcp_end()
             self._stack.tcp_watch.remove(sock)
         return sock

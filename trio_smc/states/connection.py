@@ -156,11 +156,11 @@ class ConnectionChart(Chart):
     edge(_ended_first, "peer_closed", CLOSED, when="sent_closed", rfc="4.8.1 (3C)")
     edge(_ended_first, "peer_closed", APPFINCLOSEWAIT, do="set_got_closed",
          rfc="4.8.1 (3C, 3D)")
-    edge(_ended_first, "peer_abort", CLOSED, when="sent_closed",
+    edge(_ended_first, "peer_abort", CLOSED, when="sent_closed", do="fail_reset",
          rfc="figure 23: A is answered before C only")
     edge(_ended_first, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2A, 2B)")
-    edge(_ended_first, "abort", PEERABORTWAIT, when="sent_closed", do="reset_tcp arm_abort_timer",
-         rfc=_AFTER_C)
+    edge(_ended_first, "abort", PEERABORTWAIT, when="sent_closed",
+         do="reset_tcp arm_abort_timer fail_aborted", rfc=_AFTER_C)
     edge(_ended_first, "abort", PEERABORTWAIT, do=_ABORT, rfc="4.8.2 (1A)")
     ignore(_ended_first, "abort_sent abort_timeout", rfc=_NEVER)
     edge(_ended_first, "close_timeout", CLOSED, do="reset_tcp", rfc=_NOTE)

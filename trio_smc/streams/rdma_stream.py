@@ -76,6 +76,8 @@ class StreamEndpoint(Protocol):
     """SO_LINGER is on; set by the stream."""
     abandoned: bool
     """The connection was closed because its stack was left."""
+    on_tcp_end: Callable[[], None] | None
+    """Called before TCP ends under an open stream; set by the stream."""
 
     @property
     def group(self) -> KeepaliveGroup:
@@ -107,7 +109,11 @@ def _checked(max_bytes: int) -> int:
 
 
 class RdmaStream(SmcStream):
-    """A connection whose bytes travel by RDMA writes."""
+    """A connection whose bytes travel by RDMA writes.
+
+    Attributes:
+      write_shut: `send_eof` or shutdown(2) has ended sending, perhaps before the stream was closed.
+    """
 
     mode = Mode.SMC_R
     fallback: Fallback | None = None
@@ -128,6 +134,7 @@ class RdmaStream(SmcStream):
         self.socket = SmcSocket(sock, accepted)
         self.link_group: LinkGroupView | None = link_group
         self._endpoint = endpoint
+        endpoint.on_tcp_end = self.socket.keep_names
         self._core = core = endpoint.connection
         # Shortcuts, because each call needs them.
         self._receiver, self._sender = core.receiver, core.sender
@@ -138,6 +145,7 @@ class RdmaStream(SmcStream):
         self._token = trio.lowlevel.current_trio_token()
         self._closed = False
         self._read_shut = False  # closed, or shut down for reading
+        self.write_shut: bool = False
         self._sending = Busy("is sending")
         self._receiving = Busy("is receiving")
         self._taking_urgent = Busy("waits for urgent data")
@@ -169,6 +177,7 @@ class RdmaStream(SmcStream):
         """Send all of ``data``, its last byte as urgent; see `SmcStream.send_urgent`."""
         with self._sending:
             await _check_cancelled()
+            self._drain_if_solo()
             self._check_open_for_sending()
             parked = await self._send_view(nonempty_byte_view(data), urgent=True)
             await self._parking.end_call(parked)
@@ -188,6 +197,8 @@ class RdmaStream(SmcStream):
         sending.taken = True
         try:
             await _check_cancelled()
+            if self._pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
+                self._pump.drain_if_pending()
             if self._closed or self._core.write_closed:
                 self._check_open_for_sending()
             parked = False
@@ -233,6 +244,7 @@ class RdmaStream(SmcStream):
         if self._sending.taken:
             raise self._sending.error()
         await _check_cancelled()
+        self._drain_if_solo()
         core = self._core
         send = partial(self._options.send_more, core) if more else core.send
         parked = False
@@ -289,6 +301,17 @@ class RdmaStream(SmcStream):
                 view.release()
         return parked
 
+    def _drain_if_solo(self) -> None:
+        """Learn before a send that the peer has ended: in solo mode no hook drains in each pass,
+        and the task that reads may be busy with other work."""
+        if self._pump.machine.state == "SOLO":
+            self._pump.drain_if_pending()
+
+    def _catch_up(self) -> None:
+        """Learn of an end that the hooks of the pump and `TcpWatch` have not noticed yet."""
+        self._pump.drain_if_pending()
+        self._core.notice_tcp_reset()
+
     def _check_open(self) -> None:
         if self._closed:
             raise trio.ClosedResourceError("the stream was closed")
@@ -310,10 +333,13 @@ class RdmaStream(SmcStream):
             await self._parking.end_call(parked)
 
     async def send_eof(self) -> None:
-        """End this side of the stream (RFC 7609, 4.8.1); receiving stays possible.  Idempotent."""
+        """End this side of the stream (RFC 7609, 4.8.1); receiving stays possible.
+
+        Idempotent, also if the stream was closed in between.
+        """
         with self._sending:
             await trio.lowlevel.checkpoint()
-        if self._closed or not self._core.write_closed:
+        if not self.write_shut:
             self.shut_down_writing()
 
     def shut_down_writing(self) -> None:
@@ -324,10 +350,14 @@ class RdmaStream(SmcStream):
         """
         self._check_can_shut_down()
         self._core.shutdown_write()
+        self.write_shut = True
+        if self._read_shut:
+            self._shut_both()
 
     def _check_can_shut_down(self) -> None:
         """Raise if the connection has ended: the errors of shutdown(2)."""
         self._check_open()
+        self._catch_up()
         core = self._core
         if core.error is not None or (core.write_closed and core.receiver.peer_done):
             error = OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
@@ -498,6 +528,7 @@ class RdmaStream(SmcStream):
     @property
     def has_ended(self) -> bool:
         """True if the connection is over in both directions, as a socket in TCP's state CLOSE."""
+        self._catch_up()
         core = self._core
         return core.error is not None or bool(
             core.write_closed and self._receiver.peer_done and not (core.unsent or core.eof_pending)
@@ -507,6 +538,8 @@ class RdmaStream(SmcStream):
         """End the stream for its reader after the data that has arrived; the peer is not
         notified."""
         self._read_shut = True
+        if self.write_shut:
+            self._shut_both()
         self._parking.wake_reader()
 
     def shut_down_both(self) -> None:
@@ -517,17 +550,24 @@ class RdmaStream(SmcStream):
 
         If data is unread, such a close would reset the connection, where TCP sends its FIN and
         leaves the data readable.  Then only the sending direction ends now, and `close` does the
-        rest.
+        rest.  In both cases data that arrives from now on resets the connection, as over TCP.
 
         Raises:
           trio.ClosedResourceError, trio.BrokenResourceError: as `shut_down_writing`.
         """
         self._check_can_shut_down()
+        self._shut_both()
+
+    def _shut_both(self) -> None:
+        """As `shut_down_both`; one direction may have ended before."""
+        self.socket.keep_names()
         self._pump.drain()  # data that has just arrived is unread, too
+        self._core.refuse_data()
         if self._core.unread:
             self._core.shutdown_write()
         else:
             self._end()
+        self.write_shut = True
 
     # --- urgent data (RFC 7609, 4.7.5, 4.7.6) ------------------------------------------------
 
@@ -644,6 +684,7 @@ class RdmaStream(SmcStream):
     def getsockopt(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
         """The value of a socket option."""
         self._check_descriptor()
+        self._catch_up()
         return self._options.get(level, option, buffersize)
 
     def _check_descriptor(self) -> None:

@@ -45,8 +45,8 @@ class SmcSocket:
     """The TCP connection of an SMC-R stream: `SmcStream.socket` while the mode is "smc-r".
 
     When the connection is CLOSED, the descriptor is closed, too.  After that only ``family``,
-    ``type``, ``proto``, `fileno` and names that `keep_names` has stored are available; everything
-    else raises OSError (EBADF).
+    ``type``, ``proto`` and `fileno` are available, and both names if the program has not closed the
+    stream (`keep_names`); everything else raises OSError (EBADF).
     """
 
     __slots__ = ("_accepted", "_names", "_sock")
@@ -59,7 +59,7 @@ class SmcSocket:
 
     def keep_names(self) -> None:
         """Store both names, so that they outlive the descriptor."""
-        if self._names is None:
+        if self._names is None and self._sock.fileno() >= 0:
             try:
                 peer = self.getpeername()
             except OSError:

@@ -273,7 +273,7 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
 
 def _ends(stream: SmcStream) -> tuple[Any, Any]:
     """The addresses of this side and of the server; the latter is () if the server has reset the
-    connection."""
+    TCP connection, and the kernel has forgotten the address."""
     try:
         theirs = stream.socket.getpeername()
     except OSError:
