@@ -35,6 +35,7 @@ from trio_smc.connecting.accept import Arrival
 from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
 from trio_smc.host.real_time import move_on_at
+from trio_smc.rnic.spinner import AcceptSpin
 from trio_smc.streams.rdma_stream import RdmaStream
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ Chosen; no measurement is recorded."""
 _HANDSHAKES_PER_STREAM: Final = 4
 """Handshakes under way for each stream that may wait for `accept`.  Chosen; no measurement is
 recorded."""
+_ACCEPT_SPINS: Final = 4
+"""The longest spin for a next connection, in multiples of `Config.spin`.  Chosen: docs/decisions.md
+has a measurement with this value only (short connections 0.57 and 0.63 times TCP)."""
 
 
 # The kernel keeps the backlog in 16 bits. It may truncate a larger number.
@@ -109,6 +113,10 @@ class Incoming:
             return await self._listener._finish_handshake(self._accepted)
         return self._accepted
 
+    async def spin_for_next(self) -> None:
+        """Spin for the next connection. To be awaited after the stream was closed."""
+        await self._listener._spin_for_next()
+
 
 class SmcListener(trio.abc.Listener["SmcStream"]):
     """A listener of `SmcStream`; made by `open_listeners`.
@@ -138,6 +146,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._pending = PendingHandshakes(_HANDSHAKES_PER_STREAM * self._most_waiting)
         # Connections that TCP has accepted and `accept` has not returned yet.
         self._in_listener = 0
+        self._accepted_count = 0  # all connections so far
+        self._accept_spin = AcceptSpin(_ACCEPT_SPINS * config.spin)
         self._room_changed = trio.Event()
         self.publication: Publication = self._publish()
         stack.add_listener(self)
@@ -279,6 +289,15 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         finally:
             self._connection_left()
 
+    async def _spin_for_next(self) -> None:
+        """Spin for the next connection, if this is worthwhile.
+
+        A server of short connections would sleep between two of them. The wakeup takes a tenth of
+        the time of such a connection: 38 of 340 µs (docs/decisions.md).
+        """
+        before = self._accepted_count
+        await self._accept_spin.spin(lambda: self._accepted_count != before or self._closed)
+
     async def _run(self) -> None:
         with self._stack.track(self._scope), self._scope:
             async with trio.open_nursery() as nursery:
@@ -386,6 +405,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                     is_crowded=self._pending.is_nearly_full,
                 )
                 self._in_listener += 1
+                self._accepted_count += 1
                 self._arrivals.add(arrival)
                 if arrival.needs_handshake:
                     arrival.on_progress = self._pending.renew
@@ -432,6 +452,8 @@ async def _serve_one(handler: Callable[[SmcStream], Awaitable[object]], incoming
             stream.close_forcefully()
         else:
             await trio.aclose_forcefully(stream)
+    if isinstance(stream, RdmaStream):
+        await incoming.spin_for_next()
 
 
 # A program that checks for a SocketListener wants its `socket`.
