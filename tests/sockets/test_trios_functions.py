@@ -306,13 +306,15 @@ class Watched:
 
 
 @pytest.mark.parametrize("kind", ["SMC-R", "TCP"])
-def test_a_server_stays_awake_for_the_next_connection_over_smc_r(run: Any, kind: str) -> None:
+def test_a_server_stays_awake_for_the_next_connection_over_smc_r(
+    run: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spin = Watched()
+    monkeypatch.setattr("trio_smc.connecting.listener.AcceptSpin", lambda _: spin)
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             [listener] = await nursery.start(partial(trio.serve_tcp, echo, 0, host=LOOPBACK))
-            listener.socket._side.listener._accept_spin = spin
             port = listener.socket.getsockname()[1]
             assert await request(port) == b"hello"
             await wait_all_tasks_blocked()
