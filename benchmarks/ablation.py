@@ -45,6 +45,7 @@ class Edit:
     then: str
 
 
+_ACCEPT: Final = "AcceptSpin(_ACCEPT_SPINS * config.spin)"
 _DISCOURAGED: Final = "if not self.discouraged:\n            return True"
 _BACKOFF: Final = "if self._yield_backoff:\n            self._yield_backoff -= 1"
 _NO_BUSY_SOLO: Final = Edit("rnic/solo.py", "return reads >= _MIN_READS and", "return False and")
@@ -73,6 +74,9 @@ VARIANTS: Final = {
     ],
     "no spin in handshakes": [
         Edit("stack/runtime.py", "Spinner(_HANDSHAKE_SPINS * config.spin,", "Spinner(0.0,"),
+    ],
+    "no spin in accept": [
+        Edit("connecting/listener.py", _ACCEPT, "AcceptSpin(0.0)"),
     ],
 }  # fmt: skip
 

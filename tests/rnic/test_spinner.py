@@ -8,7 +8,7 @@ import time
 import pytest
 import trio
 
-from trio_smc.rnic.spinner import PAUSE_NS, AdaptiveSpin, Spinner
+from trio_smc.rnic.spinner import PAUSE_NS, AcceptSpin, AdaptiveSpin, Spinner
 
 QUICK = 1e-3
 PATIENT = 10.0
@@ -236,3 +236,74 @@ def test_no_spin_stays_none() -> None:
     for _ in range(6):
         spin.slept(1)
     assert spin.ns == 0
+
+
+# --- AcceptSpin --------------------------------------------------------------------------------
+
+
+async def test_an_accept_spin_keeps_the_loop_awake_until_an_arrival() -> None:
+    others = 0
+
+    async def other() -> None:
+        nonlocal others
+        while others < 10:
+            await trio.lowlevel.checkpoint()
+            others += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        await AcceptSpin(PATIENT).spin(lambda: others >= 5)
+        assert others >= 5, "runnable tasks run"
+
+
+@pytest.mark.parametrize("seconds", [0.0, QUICK])
+async def test_a_failing_accept_spin_ends(seconds: float) -> None:
+    start = time.perf_counter()
+    await AcceptSpin(seconds).spin(nothing)
+    assert seconds <= time.perf_counter() - start < PATIENT
+
+
+async def test_failing_accept_spins_become_rare_and_come_back() -> None:
+    accept_spin = AcceptSpin(QUICK)
+    looked = 0
+
+    def look() -> bool:
+        nonlocal looked
+        looked = 1
+        return came
+
+    async def tried() -> int:
+        nonlocal looked
+        looked = 0
+        await accept_spin.spin(look)
+        return looked
+
+    came = False
+    tries = [await tried() for _ in range(200)]
+    assert tries[:5] == [1, 1, 1, 1, 0]
+    assert 5 <= sum(tries) <= 8
+    came = True
+    while not await tried():
+        pass
+    assert await tried(), "a success brings it back"
+
+
+async def test_one_task_at_a_time_makes_an_accept_spin() -> None:
+    accept_spin, came = AcceptSpin(PATIENT), trio.Event()
+    looks = 0
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        return came.is_set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(accept_spin.spin, look)
+        while not looks:
+            await trio.lowlevel.checkpoint()
+
+        def unasked() -> bool:
+            raise AssertionError("a second one looks")
+
+        await accept_spin.spin(unasked)
+        came.set()

@@ -294,6 +294,41 @@ def test_a_nursery_that_is_closed_ends_the_server_and_resets_the_connection(
     assert seen[:2] == (RuntimeError, "Nursery is closed to new arrivals")
 
 
+class Watched:
+    """Replaces the `AcceptSpin` of a listener."""
+
+    def __init__(self) -> None:
+        self.spins: list[Callable[[], bool]] = []
+
+    async def spin(self, ready: Callable[[], bool]) -> None:
+        assert not ready()
+        self.spins.append(ready)
+
+
+@pytest.mark.parametrize("kind", ["SMC-R", "TCP"])
+def test_a_server_stays_awake_for_the_next_connection_over_smc_r(
+    run: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spin = Watched()
+    monkeypatch.setattr("trio_smc.connecting.listener.AcceptSpin", lambda _: spin)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            [listener] = await nursery.start(partial(trio.serve_tcp, echo, 0, host=LOOPBACK))
+            port = listener.socket.getsockname()[1]
+            assert await request(port) == b"hello"
+            await wait_all_tasks_blocked()
+            assert len(spin.spins) == (kind == "SMC-R")
+            assert await request(port) == b"hello"
+            assert all(ready() for ready in spin.spins[:1])
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+
+    trio_smc.enable(trio_smc.Config(deny=() if kind == "SMC-R" else (LOOPBACK,)))
+    run("enabled", main)
+    assert len(spin.spins) == (2 if kind == "SMC-R" else 0)
+
+
 def test_descriptors_that_have_run_out_are_waited_for(
     run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -50,6 +50,7 @@ from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
 from trio_smc.host.real_time import move_on_after, move_on_at
 from trio_smc.host.tcp import backlog
+from trio_smc.rnic.spinner import AcceptSpin
 from trio_smc.streams.rdma_stream import RdmaStream
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ _DEFER_ACCEPT: Final = (stdlib_socket.IPPROTO_TCP, getattr(stdlib_socket, "TCP_D
 _HANDSHAKES_PER_STREAM: Final = 4
 """Handshakes under way for each stream that may wait for `accept`.  Chosen; no measurement is
 recorded."""
+_ACCEPT_SPINS: Final = 4
+"""The longest spin for a next connection, in multiples of `Config.spin`.  Chosen: docs/decisions.md
+has a measurement with this value only (short connections 0.57 and 0.63 times TCP)."""
 
 
 # The kernel keeps the backlog in 16 bits. It may truncate a larger number.
@@ -156,6 +160,10 @@ class Incoming:
             return await self._listener._finish_handshake(self._accepted)
         return self._accepted
 
+    async def spin_for_next(self) -> None:
+        """Spin for the next connection. To be awaited after the stream was closed."""
+        await self._listener._spin_for_next()
+
 
 class SmcListener(trio.abc.Listener["SmcStream"]):
     """A listener of `SmcStream`; made by `open_listeners`.
@@ -193,6 +201,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._pending = PendingHandshakes(_HANDSHAKES_PER_STREAM * self._most_waiting)
         # Connections that TCP has accepted and `accept` has not returned yet.
         self._in_listener = 0
+        self._accepted_count = 0  # all connections so far
+        self._accept_spin = AcceptSpin(_ACCEPT_SPINS * config.spin)
         self._room_changed = trio.Event()
         is_shared = invited_only and config.discovery == "auto"
         self._policy = AcceptPolicy.NEVER if is_shared else AcceptPolicy.LATER
@@ -386,6 +396,15 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             raise
         return stream
 
+    async def _spin_for_next(self) -> None:
+        """Spin for the next connection, if this is worthwhile.
+
+        A server of short connections would sleep between two of them. The wakeup takes a tenth of
+        the time of such a connection: 38 of 340 µs (docs/decisions.md).
+        """
+        before = self._accepted_count
+        await self._accept_spin.spin(lambda: self._accepted_count != before or self._closed)
+
     async def _run(self) -> None:
         with self._stack.track(self._scope), self._scope:
             async with trio.open_nursery() as nursery:
@@ -496,6 +515,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                     is_crowded=self._pending.is_nearly_full,
                 )
                 self._in_listener += 1
+                self._accepted_count += 1
                 self._arrivals.add(arrival)
                 if arrival.needs_handshake:
                     arrival.on_progress = self._pending.renew
@@ -552,6 +572,8 @@ async def _serve_one(handler: Callable[[SmcStream], Awaitable[object]], incoming
             stream.close()
         else:
             await trio.aclose_forcefully(stream)
+    if isinstance(stream, RdmaStream):
+        await incoming.spin_for_next()
 
 
 # A program that checks for a SocketListener wants its `socket`.

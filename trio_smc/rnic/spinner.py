@@ -19,9 +19,10 @@ If no spin is worthwhile, a task that has sent something may at least yield the 
 wakes a peer mostly on the processor of the task that woke it.  If yielding does not help, it too is
 done less often.
 
-Two parts of the package wait like this: `rnic.pump` for completions, and `Spinner` in handshakes
-for a message of a peer on this host, which answers within some 100 µs.  Neither spins while other
-tasks are runnable.
+Three parts of the package wait like this: `rnic.pump` for completions; `Spinner` in handshakes, for
+a message of a peer on this host, which answers within some 100 µs; and `AcceptSpin` in a server
+whose connections are short, for the next connection, which only Trio's loop can report.  The
+first two do not spin while other tasks are runnable, and `AcceptSpin` lets other tasks run.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import trio
 __all__ = [
     "NEVER",
     "PAUSE_NS",
+    "AcceptSpin",
     "AdaptiveSpin",
     "Probe",
     "Spinner",
@@ -291,3 +293,37 @@ class Spinner:
 
 NEVER: Final = Spinner(0.0, lambda: False)
 """For peers of other hosts, and for connections without a stack."""
+
+
+class AcceptSpin:
+    """Keeps Trio's loop awake for a moment, for an event that only the loop can report.
+
+    Args:
+      seconds: how long; 0: never.
+    """
+
+    __slots__ = ("_busy", "_spin")
+
+    def __init__(self, seconds: float) -> None:
+        self._spin = AdaptiveSpin(seconds, max_failures=4, retry_every=64)
+        self._busy = False
+
+    async def spin(self, ready: Probe) -> None:
+        """Yield to the loop until ``ready`` is true, for one task at a time.
+
+        Not a checkpoint: it cannot be cancelled.
+        """
+        spin = self._spin
+        if self._busy or not spin.ns or not spin.should_spin():
+            return
+        self._busy = True
+        end = time.perf_counter_ns() + spin.ns
+        try:
+            while not ready():
+                if time.perf_counter_ns() >= end:
+                    spin.spin_failed()
+                    return
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            spin.spin_succeeded()
+        finally:
+            self._busy = False

@@ -39,6 +39,7 @@ from typing import Any, Final, cast
 import trio
 
 from trio_smc._api import current_config, default_config, find_stack, set_default_config
+from trio_smc._base.reasons import Mode
 from trio_smc.config.config import Config
 from trio_smc.connecting.dial import Target, numeric_targets
 from trio_smc.connecting.listener import CAPACITY_ERRORS, CAPACITY_PAUSE, Incoming
@@ -288,6 +289,8 @@ async def _handle(listening: DropInSocket, incoming: Incoming, handler: _Handler
         await handler(stream)
     finally:
         accepted.close()  # the same as `trio.aclose_forcefully`, which takes longer
+    if smc_stream.mode is Mode.SMC_R:
+        await incoming.spin_for_next()
 
 
 def _with_fast_path(init: Callable[..., None]) -> Callable[..., None]:
