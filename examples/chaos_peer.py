@@ -57,7 +57,7 @@ async def outcome(conversation: Conversation) -> str:
             conversation.activity = repr(_first(broken).__cause__)
     except* EndedEarly as early:
         # As over TCP, one call reports the error of a connection.  If another task was receiving,
-        # it finds the end.
+        # that task finds the end of the stream.
         if not broke:
             how = f"ended early: {_first(early)}"
     except* Wrong as wrong:

@@ -9,8 +9,8 @@ first-contacts: COUNT clients confirm and then never answer CONFIRM LINK (RFC 76
 handshakes: COUNT clients read SMC Accept and never confirm (C.5).
 killed: a process with COUNT link groups, a connection in each, is killed.
 left: such a process leaves all its stacks in order (3.5.4).
-stopped: such a process is stopped and does not answer TEST LINK on any link (4.5.3).  The RNIC shows
-    that the process lives, so all links stay, and answer when the process goes on.
+stopped: such a process is stopped and does not answer TEST LINK on any link (4.5.3).  The RNIC
+    shows that the process lives, so all links stay, and answer when the process goes on.
 silent: the same, but the RNIC does not show that the process lives: all links fail.
 closed: one peer closes COUNT connections of one link group at once.
 idle: COUNT link groups without connections have been idle for too long (3.5.4).

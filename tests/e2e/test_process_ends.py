@@ -74,9 +74,7 @@ def command(transport: str, how: str, sends: int, size: int, port: int) -> list[
 
 
 @asynccontextmanager
-async def running(
-    arguments: list[str], *, stdin: int | None = None
-) -> AsyncIterator[trio.Process]:
+async def running(arguments: list[str], *, stdin: int | None = None) -> AsyncIterator[trio.Process]:
     """A process with a pipe from its standard output; it is killed at the end, if it still runs."""
     process = await trio.lowlevel.open_process(arguments, stdin=stdin, stdout=subprocess.PIPE)
     try:

@@ -115,6 +115,7 @@ class TestRegions:
         memory = b.rnic.alloc_memory(3 * 5000)
         region = b.pd.register(memory)
         until(lambda: a.qp.can_reach(region.rkey), a, b)
+        words, place = memoryview(b""), 0
         for index in range(3):
             found = a.qp.progress_word(region.address + index * 5000, region.rkey, 5000)
             assert found is not None

@@ -459,6 +459,11 @@ class Connection:
         """True if the peer has ended the TCP connection, or this side has."""
         return self._tcp_ended or self._host.tcp_end(self) != "none"
 
+    @property
+    def resets_tcp(self) -> bool:
+        """True if the TCP connection ends by RST."""
+        return self._reset_due
+
     def rmbe_conflict(self) -> None:
         """The peer gave the RMBE that we write into to another connection (4.4.2)."""
         self.messenger.cdc_requested = False

@@ -12,6 +12,7 @@ import trio
 from tests.rendezvous.discovery.world import LONG, Server, announce, bound, serving, soon
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import announcing, lookup
+from trio_smc.rendezvous.discovery.lookup import Lookups
 from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
 AT_MOST = 2.0
@@ -111,17 +112,21 @@ async def test_another_listener_ends_the_memory(private: Path) -> None:
 async def test_the_memory_is_short_and_bounded(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asking = Discovery(private)
-    lookups = asking._lookups
+    names = Discovery(private).names
     async with serving(private) as server:
+        lookups = Lookups(private, names, lambda: None, None)
         found = lookups.find(lookups.namespace(None), SOURCE[0], server.address)
-        for port in range(1, 2 * lookup._MOST_SILENCES):
+
+        def remembered(port: int) -> bool:
+            return lookups.silence(found, SOURCE[0], ("127.0.0.1", port)) is not None
+
+        ports = range(1, 2 * lookup._MOST_SILENCES)
+        for port in ports:
             lookups.note_silence(found, ("127.0.0.1", port), FallbackReason.NOT_ACCEPTED)
-        assert len(lookups._silences) == lookup._MOST_SILENCES
-        lookups.note_silence(found, server.address, FallbackReason.NOT_ACCEPTED)
-        assert next_one(asking, server) is FallbackReason.NOT_ACCEPTED
-        monkeypatch.setattr(trio, "current_time", lambda: found.looked + lookup._SILENCE_HOLDS + 5)
-        assert next_one(asking, server) is None
+        assert [*filter(remembered, ports)] == [*ports[-lookup._MOST_SILENCES :]], "the newest"
+        hour = found.looked + 3600
+        monkeypatch.setattr(trio, "current_time", lambda: hour)
+        assert not any(map(remembered, ports))
 
 
 async def test_a_client_that_takes_smc_or_nothing_waits_longer(private: Path) -> None:
