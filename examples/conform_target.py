@@ -1,0 +1,92 @@
+"""An implementation for `smc-conform` to test: an echo service, or a client that echoes.
+
+    python -m examples.conform_target server [PORT]
+    python -m examples.conform_target client HOST PORT [LANES]
+
+The server has an echo service (RFC 862), and prints its port. The client keeps LANES connections
+open: it opens each one, echoes what arrives until the peer ends the stream, and opens the next.
+
+`discovery="assume"`: the suite is no peer that same-host discovery could find. The smallest ring
+makes cursors wrap after 16 KiB, and short timers keep the time-out checks short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from functools import partial
+
+import trio
+
+import trio_smc
+
+CONFIG = trio_smc.Config(
+    discovery="assume",
+    directory=os.environ.get("CONFORM_DIRECTORY"),
+    receive_buffer=16 * 1024,
+    rmbe_eye_catcher=bool(os.environ.get("CONFORM_EYE_CATCHER")),
+    handshake_timeout=1.5,
+    first_contact_timeout=1.5,
+    llc_timeout=1.0,
+    test_link_interval=1.5,
+    test_link_timeout=1.0,
+    close_timeout=1.5,
+    control=False,
+)
+
+
+async def echo(stream: trio_smc.SmcStream) -> None:
+    """Send back what arrives, until the end of the stream."""
+    # Many checks end the connection by a reset.
+    with contextlib.suppress(trio.BrokenResourceError):
+        async for data in stream:
+            await stream.send_all(data)
+
+
+async def daytime(stream: trio_smc.SmcStream) -> None:
+    """Send a line and close (RFC 867), so that this side ends the connection first."""
+    with contextlib.suppress(trio.BrokenResourceError):
+        await stream.send_all(b"Thursday, November 26, 2026 12:00:00-UTC\r\n")
+
+
+async def serve(port: int) -> None:
+    """Serve both services until interrupted, and print their ports."""
+    async with trio.open_nursery() as nursery:
+        ports = []
+        for service, number in ((echo, port), (daytime, 0)):
+            start = partial(trio_smc.serve, service, number, host="0.0.0.0")
+            listeners = await nursery.start(start)
+            ports.append(listeners[0].socket.getsockname()[1])
+        print(*ports, flush=True)
+
+
+async def connect(host: str, port: int) -> None:
+    """Keep one connection open after the other."""
+    while True:
+        try:
+            stream = await trio_smc.open_stream(host, port)
+        except OSError:
+            await trio.sleep(0.05)
+            continue
+        async with stream:
+            await echo(stream)
+
+
+async def main(role: str, *arguments: str) -> None:
+    """Run one role, in a stack with the settings above."""
+    async with trio_smc.open_stack(CONFIG):
+        if role == "server":
+            await serve(int(arguments[0]) if arguments else 0)
+        else:
+            host, port, lanes = arguments[0], int(arguments[1]), int((*arguments, "4")[2])
+            async with trio.open_nursery() as nursery:
+                for _ in range(lanes):
+                    nursery.start_soon(connect, host, port)
+
+
+if __name__ == "__main__":
+    try:
+        trio.run(main, sys.argv[1], *sys.argv[2:])
+    except* KeyboardInterrupt:
+        print("stopped")

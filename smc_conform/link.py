@@ -1,0 +1,294 @@
+"""Links and link groups of the suite: queue pairs, an RMB, and raw LLC and CDC messages."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from abc import abstractmethod
+from typing import Any, Final, NamedTuple
+
+from smc_conform.device import Device
+from smc_conform.messages import (
+    ADD_LINK,
+    CONFIRM_LINK,
+    CONFIRM_RKEY,
+    CONFIRM_RKEY_CONTINUATION,
+    DELETE_LINK,
+    DELETE_RKEY,
+    EYE_CATCHER,
+    TEST_LINK,
+    Layout,
+    Message,
+    pack,
+    read,
+    with_bytes,
+)
+from smc_conform.trace import Trace
+from smc_conform.waits import Waits, Watched
+from trio_smc.rnic.verbs import Completion, RnicError, WcOpcode, WcStatus
+
+__all__ = ["ELEMENTS", "ELEMENT_SIZE", "Ends", "Group", "Link", "LinkUser"]
+
+ELEMENT_SIZE: Final = 16 * 1024
+"""Bytes of an element of the suite's RMB: the smallest one, so that cursors wrap soon (A.2.3)."""
+ELEMENTS: Final = 16
+"""Elements of the suite's RMB."""
+_RECEIVES: Final = 64
+_REPLY: Final = 0x80
+
+
+class Ends(NamedTuple):
+    """The implementation's end of a link."""
+
+    gid: bytes
+    mac: bytes
+    qp_number: int
+    psn: int
+    mtu: int
+
+
+class LinkUser(Watched):
+    """A connection, as its link group sees it."""
+
+    @abstractmethod
+    def receive(self, link: Link, message: Message) -> None:
+        """Note a CDC message of the implementation."""
+
+
+class Link(Watched):
+    """One queue pair with everything that belongs to its link.
+
+    Attributes:
+      number: the link number; 1 before the server has assigned one.
+      peer: the implementation's end; None before it is known.
+      psn: the initial packet sequence number of the suite's end.
+      inbox: received LLC messages that no step has taken.
+      answered: received LLC requests that the suite has answered by itself.
+      failed: the status that ended the queue pair; empty while it works.
+      completed, posted: requests that have completed, and that were posted.
+    """
+
+    def __init__(self, group: Group, device: Device, receive_size: int | None = None) -> None:
+        self.group = group
+        self.device = device
+        self.number = 1
+        self.peer: Ends | None = None
+        self.psn = secrets.randbits(24)
+        self.inbox: list[Message] = []
+        self.answered: list[Message] = []
+        self.failed = ""
+        self.completed = self.posted = 0
+        self.rnic = device.rnic
+        self.pd = self.rnic.alloc_pd()
+        more = {} if receive_size is None else {"receive_size": receive_size}
+        self.qp = self.rnic.create_qp(self.pd, **more)
+        self.region = self.pd.register(group.memory)
+        device.attach(self.qp, self._on_completion)
+        self.qp.to_init()
+        self.qp.post_receive(_RECEIVES)
+        self._closed = False
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The fields that name the suite's end in messages."""
+        return {"gid": self.rnic.gid, "mac": self.rnic.mac, "qp_number": self.qp.qp_num}
+
+    @property
+    def ended(self) -> str:
+        return f"link {self.number} has failed ({self.failed})" if self.failed else ""
+
+    def connect(self, peer: Ends) -> None:
+        """Connect the queue pair; it can receive then.  Raises RnicError."""
+        self.peer = peer
+        self.qp.to_rtr(
+            gid=peer.gid, qp_num=peer.qp_number, psn=peer.psn,
+            mtu=max(1, min(self.rnic.mtu, peer.mtu)),
+        )  # fmt: skip
+
+    def ready(self) -> None:
+        """Let the queue pair send.  Raises RnicError."""
+        self.qp.to_rts(psn=self.psn)
+
+    def send(self, raw: bytes) -> None:
+        """Send a message."""
+        self.group.trace.message(self, True, raw)
+        with contextlib.suppress(RnicError):  # `failed` shows why
+            self.qp.post_send(1, raw)
+            self.posted += 1
+
+    def send_llc(self, layout: Layout, **values: int | bytes) -> bytes:
+        """Send an LLC message with these values; returns its bytes."""
+        raw = self.group.pack_llc(layout, **values)
+        self.send(raw)
+        return raw
+
+    def write(self, data: bytes, address: int, rkey: int) -> None:
+        """Write into the memory of the implementation."""
+        self.group.trace.write(self, address, rkey, data)
+        with contextlib.suppress(RnicError):
+            self.qp.post_write(2, memoryview(data), None, address, rkey, signaled=True)
+            self.posted += 1
+
+    def fail(self) -> None:
+        """Let the queue pair fail, as if the RNIC had been lost."""
+        self.group.trace.note("the suite lets the queue pair fail", channel=f"link {self.number}")
+        self.failed = self.failed or "failed by the suite"
+        self.qp.to_err()
+
+    def close(self) -> None:
+        """Free everything.  Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.device.detach(self.qp)
+        self.qp.close()
+        self.region.close()
+        self.pd.close()
+
+    def _on_completion(self, completion: Completion) -> None:
+        if completion.status:
+            if not self.failed:
+                self.failed = WcStatus(completion.status).name
+                self.group.trace.note(
+                    f"the queue pair has failed: {self.failed}", channel=f"link {self.number}"
+                )
+        elif completion.opcode == WcOpcode.RECV:
+            with contextlib.suppress(RnicError):
+                self.qp.post_receive(1)
+            raw = completion.data or b""
+            self.group.trace.message(self, False, raw)
+            self.group.receive(self, read(raw))
+        else:
+            self.completed += 1
+        self.group.waits.changed()
+
+
+class Group:
+    """A link group of the suite with the implementation under test.
+
+    Attributes:
+      peer_id: the suite's peer ID in this group.
+      links: by number.
+      memory: the RMB.
+      auto: layouts of requests that the suite answers by itself; a check may remove some.
+      eye_catcher: elements have the RFC's eye catcher (4.2).
+      connections: by the suite's alert token.
+      strays: CDC messages with a token that no connection has.
+      version: of SMC-R.
+    """
+
+    def __init__(
+        self, device: Device, trace: Trace, waits: Waits, *, eye_catcher: bool,
+        peer_id: bytes = b"", version: int = 1,
+    ) -> None:  # fmt: skip
+        self.device = device
+        self.trace = trace
+        self.waits = waits
+        self.version = version
+        self.announces_eye_catcher = eye_catcher
+        self.eye_catcher = eye_catcher
+        # An instance number, and the MAC of the RNIC (A.2.1).
+        self.peer_id = peer_id or secrets.token_bytes(2) + device.rnic.mac
+        self.memory = device.rnic.alloc_memory(ELEMENT_SIZE * ELEMENTS)
+        # The first contact handles ADD LINK, and adds it here at its end.
+        self.auto: set[Layout] = {
+            TEST_LINK, CONFIRM_RKEY, CONFIRM_RKEY_CONTINUATION, DELETE_RKEY, DELETE_LINK,
+        }  # fmt: skip
+        self.links: dict[int, Link] = {}
+        self.connections: dict[int, LinkUser] = {}
+        self.strays: list[Message] = []
+        self._used = 0
+        self._closed = False
+
+    @property
+    def link(self) -> Link:
+        """The first link that works."""
+        return next((each for each in self.links.values() if not each.failed), self.first)
+
+    @property
+    def first(self) -> Link:
+        """The first link of the group."""
+        return next(iter(self.links.values()))
+
+    def new_link(self, device: Device | None = None, number: int = 1) -> Link:
+        """Make the suite's end of a link."""
+        link = Link(self, device or self.device)
+        link.number = number
+        self.links[number] = link
+        return link
+
+    def renumber(self, link: Link, number: int) -> None:
+        """The server has assigned another number to the first link."""
+        del self.links[link.number]
+        link.number = number
+        self.links[number] = link
+
+    def take_element(self) -> int:
+        """The index of an element that no connection has used."""
+        self._used += 1
+        if self._used > ELEMENTS:
+            raise RuntimeError(f"a check may open {ELEMENTS} connections in a group")
+        if self.announces_eye_catcher:
+            start = (self._used - 1) * ELEMENT_SIZE
+            self.memory.view[start : start + 4] = EYE_CATCHER
+        return self._used
+
+    def receive(self, link: Link, message: Message) -> None:
+        """Sort a received message: to its connection, to an automatic answer, or to the inbox."""
+        if message.raw[:1] == b"\xfe":
+            connection = self.connections.get(message.alert_token)
+            if connection is None:
+                self.strays.append(message)
+            else:
+                connection.receive(link, message)
+            return
+        layout = message.layout
+        if layout is not None and layout in self.auto and not message.reply:
+            link.answered.append(message)
+            self._answer(link, message)
+        else:
+            link.inbox.append(message)
+
+    def _answer(self, link: Link, message: Message) -> None:
+        """Answer a request as a peer does that has nothing against it, and no second RNIC."""
+        raw = with_bytes(message.raw, 3, bytes((message.raw[3] | _REPLY,)))
+        if message.layout is ADD_LINK:
+            link.send_llc(
+                ADD_LINK, reply=1, rejected=1, reason=1, mac=link.rnic.mac, gid=link.rnic.gid,
+                link_number=message.link_number,
+            )  # fmt: skip
+        else:
+            link.send(raw)
+
+    def pack_llc(self, layout: Layout, **values: int | bytes) -> bytes:
+        """An LLC message in the version of the group."""
+        raw = pack(layout, **values)
+        if self.version > 1:
+            kind = bytes((raw[0] | 0x20,)) if "type" not in values else raw[:1]
+            length = len(raw).to_bytes(2, "little")
+            raw = kind + length + raw[3:] if "length" not in values else kind + raw[1:]
+        return raw
+
+    def confirm_link(self, link: Link, **values: int | bytes) -> bytes:
+        """CONFIRM LINK for a link of this group."""
+        fields: dict[str, Any] = {
+            **link.own,
+            "no_eye_catcher": 0 if self.announces_eye_catcher else 3,
+            "link_number": link.number,
+            "link_user_id": secrets.randbits(32),
+            "max_links": 2,
+        }
+        return self.pack_llc(CONFIRM_LINK, **{**fields, **values})
+
+    def close(self) -> None:
+        """End the group, and free everything.  Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in self.links.values():
+            if not link.failed and link.peer is not None:
+                # A RoCE port does not notice at once that a queue pair has ended.
+                link.send_llc(DELETE_LINK, all_links=1, orderly=1, reason=0x00030000)
+        for link in self.links.values():
+            link.close()
+        self.memory.close()

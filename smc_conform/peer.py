@@ -1,0 +1,566 @@
+"""`Peer`: the scripted peer that a check drives, step by step.
+
+A handshake has phases (`Phase`).  `Peer.reach` runs one up to a phase, in the suite's role, and
+returns a `Handshake`; `Handshake.advance` continues it.  `Peer.connect` runs all of it and returns
+the connection.  On the way each message of the suite can be changed:
+
+- ``change={"confirm": {"rkey": 0}}``: other values for fields;
+- ``tamper={"confirm": function}``: other bytes.
+
+Messages are named "proposal", "accept", "confirm", "confirm_link" (request or reply, whichever the
+suite sends) and "add_link" (offer, rejection or acceptance, likewise).
+
+All waits end after the suite's patience (`Options.patience`) with `Silence`.  They end early with
+`Failed` if the TCP connection or the link that carries the answer has ended.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import Any, Final, TypeAlias
+
+import trio
+
+from smc_conform.connection import Connection
+from smc_conform.link import Ends, Group, Link
+from smc_conform.messages import (
+    ACCEPT,
+    ADD_LINK,
+    CONFIRM,
+    CONFIRM_LINK,
+    DECLINE,
+    DELETE_LINK,
+    PROPOSAL,
+    TEST_LINK,
+    Layout,
+    Message,
+    pack,
+    with_bytes,
+)
+from smc_conform.roles import Role
+from smc_conform.session import Session
+from smc_conform.tcp import Tcp
+from smc_conform.trace import Trace
+from smc_conform.verdicts import Failed, Inconclusive
+from smc_conform.waits import Waits, Watched
+from trio_smc.host.addresses import interface_prefixes
+
+__all__ = ["Handshake", "Peer", "Phase", "proposal"]
+
+_SERVER: Final = Role.SERVER
+Change: TypeAlias = Mapping[str, Mapping[str, Any]]
+Tamper: TypeAlias = Mapping[str, Callable[[bytes], bytes]]
+
+
+class Phase(IntEnum):
+    """The steps of a first contact, in order: what was sent or received last (RFC 7609, 3.5.1)."""
+
+    TCP = 0
+    PROPOSED = 1
+    ACCEPTED = 2
+    CONFIRMED = 3
+    LINK_REQUESTED = 4
+    """CONFIRM LINK was sent, or received."""
+    LINK_CONFIRMED = 5
+    """The reply to CONFIRM LINK was sent, or received."""
+    LINK_OFFERED = 6
+    """ADD LINK was sent, or received."""
+    READY = 7
+
+
+def proposal(prefixes: tuple[tuple[bytes, int], ...], **values: int | bytes) -> bytes:
+    """SMC Proposal; IPv6 prefixes are pairs of 16 bytes and a length (figures 26 and 27)."""
+    listed = b"".join(prefix + bytes((length,)) for prefix, length in prefixes)
+    message = pack(PROPOSAL, **{"prefix_count": len(prefixes), **values})
+    if listed:
+        message = message[:-4] + listed + message[-4:]
+        if "length" not in values:
+            message = with_bytes(message, 5, len(message).to_bytes(2, "big"))
+    return message
+
+
+class Handshake:
+    """One TCP connection and the rendezvous on it.
+
+    Attributes:
+      phase: the last phase that was reached.
+      tcp: the TCP connection.
+      group: the link group; None before the suite has made it.
+      proposal, accept, confirm: the messages of the implementation, once received.
+      link_request, link_reply, link_offer: the same of LLC.
+    """
+
+    proposal: Message
+    accept: Message
+    confirm: Message
+    link_request: Message
+    link_reply: Message
+    link_offer: Message
+    connection: Connection
+
+    def __init__(
+        self, peer: Peer, tcp: Tcp, group: Group | None, change: Change, tamper: Tamper
+    ) -> None:
+        self.peer = peer
+        self.tcp = tcp
+        self.phase = Phase.TCP
+        self.group = group
+        self.subsequent = group is not None
+        self._change = change
+        self._tamper = tamper
+
+    @property
+    def link(self) -> Link:
+        """The link of the connection."""
+        assert self.group is not None
+        return self.group.link
+
+    async def advance(self, to: Phase = Phase.READY) -> Connection:
+        """Continue up to a phase.  Returns the connection, if there is one already."""
+        steps = _SERVER_STEPS if self.peer.role is _SERVER else _CLIENT_STEPS
+        while self.phase < to:
+            self.phase = Phase(self.phase + 1)
+            if self.subsequent and self.phase > Phase.CONFIRMED:
+                self.phase = to
+                break
+            await steps[self.phase](self)
+        return getattr(self, "connection", None)  # type: ignore[return-value]
+
+    def _sent(self, name: str, layout: Layout, **values: Any) -> bytes:
+        """The message of the suite, changed as the check wants it."""
+        fields = {**values, **self._change.get(name, {})}
+        if layout is PROPOSAL:
+            prefixes = fields.pop("prefixes")
+            raw = proposal(prefixes, **fields)
+        elif layout in (ACCEPT, CONFIRM):
+            raw = pack(layout, **fields)
+        else:
+            assert self.group is not None
+            raw = self.group.pack_llc(layout, **fields)
+        return self._tamper.get(name, _same)(raw)
+
+    def credentials(self) -> dict[str, Any]:
+        """The fields of the suite's SMC Accept or SMC Confirm."""
+        group, link, connection = self.group, self.link, self.connection
+        assert group is not None
+        return {
+            **link.own,
+            "peer_id": group.peer_id,
+            "rkey": link.region.rkey,
+            "rmbe_index": connection.index,
+            "alert_token": connection.token,
+            "size_code": 0,
+            "qp_mtu": link.rnic.mtu,
+            "rmb_address": link.region.address,
+            "psn": link.psn,
+        }
+
+    # --- the implementation is the server ----------------------------------------------------
+
+    async def _propose(self) -> None:
+        await self.tcp.send(self._sent("proposal", PROPOSAL, **self.peer.offer(self)))
+
+    async def _receive_accept(self) -> None:
+        self.accept = await self.peer.clc(self.tcp, ACCEPT)
+        if self.subsequent and self.accept.first_contact:
+            raise Failed("SMC Accept has the first-contact flag, although a link group exists")
+        if not self.subsequent and not self.accept.first_contact:
+            raise Failed("SMC Accept has no first-contact flag, although no link group exists")
+        if self.group is None:
+            self.group = self.peer.new_group()
+            link = self.group.new_link()
+            await self.peer.connect_link(link, self.accept)
+        self.connection = Connection(self.tcp, self.group)
+        self.connection.first_contact = bool(self.accept.first_contact)
+        self.connection.know_peer(self.accept)
+        if self.subsequent:
+            self.connection.link = self._named_link(self.accept)
+
+    async def _send_confirm(self) -> None:
+        await self.tcp.send(self._sent("confirm", CONFIRM, **self.credentials()))
+
+    async def _receive_confirm_link(self) -> None:
+        self.link_request = await self.peer.llc(self.link, CONFIRM_LINK, watched=(self.tcp,))
+        if self.link_request.reply:
+            raise Failed("CONFIRM LINK is a reply, although the server begins the exchange")
+        assert self.group is not None
+        self.group.renumber(self.link, self.link_request.link_number)
+        if not self.link_request.no_eye_catcher:
+            self.group.eye_catcher = True
+        self.link.ready()
+
+    async def _reply_to_confirm_link(self) -> None:
+        assert self.group is not None
+        fields = dict(self.peer.confirm_link_fields(self.group, self.link))
+        self.link.send(self._sent("confirm_link", CONFIRM_LINK, reply=1, **fields))
+
+    async def _receive_add_link(self) -> None:
+        self.link_offer = await self.peer.llc(self.link, ADD_LINK, watched=(self.tcp,))
+        if self.link_offer.reply:
+            raise Failed("ADD LINK is a reply, although the server begins the exchange")
+
+    async def _reject_add_link(self) -> None:
+        self.link.send(
+            self._sent(
+                "add_link", ADD_LINK, reply=1, rejected=1, reason=1, gid=self.link.rnic.gid,
+                mac=self.link.rnic.mac, link_number=self.link_offer.link_number,
+            )
+        )  # fmt: skip
+        assert self.group is not None
+        self.group.auto.add(ADD_LINK)
+
+    # --- the implementation is the client ----------------------------------------------------
+
+    async def _receive_proposal(self) -> None:
+        self.proposal = await self.peer.clc(self.tcp, PROPOSAL)
+
+    async def _send_accept(self) -> None:
+        if self.group is None:
+            self.group = self.peer.new_group()
+            self.group.new_link()
+        self.connection = Connection(self.tcp, self.group)
+        self.connection.first_contact = not self.subsequent
+        first = int(not self.subsequent)
+        raw = self._sent("accept", ACCEPT, first_contact=first, **self.credentials())
+        await self.tcp.send(raw)
+
+    async def _receive_confirm(self) -> None:
+        self.confirm = await self.peer.clc(self.tcp, CONFIRM)
+        self.connection.know_peer(self.confirm)
+        if self.subsequent:
+            self.connection.link = self._named_link(self.confirm)
+        else:
+            await self.peer.connect_link(self.link, self.confirm)
+            self.link.ready()
+
+    async def _request_confirm_link(self) -> None:
+        assert self.group is not None
+        fields = dict(self.peer.confirm_link_fields(self.group, self.link))
+        self.link.send(self._sent("confirm_link", CONFIRM_LINK, **fields))
+
+    async def _receive_confirm_link_reply(self) -> None:
+        self.link_reply = await self.peer.llc(self.link, CONFIRM_LINK, watched=(self.tcp,))
+        if not self.link_reply.reply:
+            raise Failed("the answer to CONFIRM LINK has no reply flag")
+        assert self.group is not None
+        if not self.link_reply.no_eye_catcher:
+            self.group.eye_catcher = True
+
+    async def _offer_link(self) -> None:
+        link = self.link
+        self.link.send(
+            self._sent(
+                "add_link", ADD_LINK, gid=link.rnic.gid, mac=link.rnic.mac, qp_number=0,
+                link_number=link.number + 1,
+            )
+        )  # fmt: skip
+
+    async def _receive_rejection(self) -> None:
+        self.link_reply = await self.peer.llc(self.link, ADD_LINK, watched=(self.tcp,))
+        if not self.link_reply.rejected:
+            raise Failed("the client has accepted an ADD LINK without a queue pair")
+
+    # --- both ----------------------------------------------------------------------------------
+
+    def _named_link(self, message: Message) -> Link:
+        """The link of the group that SMC Accept or SMC Confirm names."""
+        assert self.group is not None
+        for link in self.group.links.values():
+            ends = link.peer
+            if ends is not None and (ends.gid, ends.qp_number) == (message.gid, message.qp_number):
+                return link
+        raise Failed(f"{message.name} names QP 0x{message.qp_number:06x}, which no link has")
+
+
+def _same(raw: bytes) -> bytes:
+    return raw
+
+
+_SERVER_STEPS: Final = {
+    Phase.PROPOSED: Handshake._propose,
+    Phase.ACCEPTED: Handshake._receive_accept,
+    Phase.CONFIRMED: Handshake._send_confirm,
+    Phase.LINK_REQUESTED: Handshake._receive_confirm_link,
+    Phase.LINK_CONFIRMED: Handshake._reply_to_confirm_link,
+    Phase.LINK_OFFERED: Handshake._receive_add_link,
+    Phase.READY: Handshake._reject_add_link,
+}
+_CLIENT_STEPS: Final = {
+    Phase.PROPOSED: Handshake._receive_proposal,
+    Phase.ACCEPTED: Handshake._send_accept,
+    Phase.CONFIRMED: Handshake._receive_confirm,
+    Phase.LINK_REQUESTED: Handshake._request_confirm_link,
+    Phase.LINK_CONFIRMED: Handshake._receive_confirm_link_reply,
+    Phase.LINK_OFFERED: Handshake._offer_link,
+    Phase.READY: Handshake._receive_rejection,
+}
+
+
+class Peer:
+    """The scripted peer of one check.
+
+    Attributes:
+      session: the options, RNICs and connections of the run.
+      role: of the implementation under test.
+      trace: what was sent and received.
+      peer_id: the suite's in this check.
+    """
+
+    def __init__(self, session: Session, nursery: trio.Nursery) -> None:
+        self.session = session
+        self.role = session.role
+        self.trace = Trace()
+        # An instance number and a MAC (A.2.1), so that no check meets the groups of another one.
+        self.peer_id: bytes = secrets.token_bytes(2) + session.devices[0].rnic.mac
+        self._nursery = nursery
+        self.waits = Waits(session.options.patience)
+        self.until = self.waits.until
+        self._tcps: list[Tcp] = []
+        self._groups: list[Group] = []
+
+    # --- waits ---------------------------------------------------------------------------------
+
+    async def quiet(self, seconds: float = 0.2) -> None:
+        """Let some time pass, in which the implementation should not do anything."""
+        await trio.sleep(seconds)
+
+    async def clc(self, tcp: Tcp, layout: Layout) -> Message:
+        """The next CLC message, which must be of this kind."""
+        message = await self.any_clc(tcp, layout.name)
+        if message.layout is not layout:
+            raise Failed(f"{message} came instead of {layout.name}")
+        return message
+
+    async def any_clc(self, tcp: Tcp, what: str = "a CLC message") -> Message:
+        """The next CLC message, of any kind."""
+        found: list[Message] = []
+
+        def one() -> bool:
+            message = tcp.take_clc()
+            if message is not None:
+                found.append(message)
+            return bool(found)
+
+        await self.until(one, what, tcp)
+        return found[0]
+
+    async def llc(
+        self, link: Link, layout: Layout, *, reply: bool | None = None,
+        watched: tuple[Watched, ...] = (), patience: float | None = None,
+    ) -> Message:  # fmt: skip
+        """Take the oldest LLC message of this kind from a link; others stay.
+
+        Args:
+          reply: the reply flag that it must have; None: any.
+        """
+
+        def matching() -> list[Message]:
+            return [
+                each
+                for each in link.inbox
+                if each.layout is layout and reply in (None, bool(each.reply))
+            ]
+
+        what = layout.name + (" reply" if reply else "")
+        await self.until(lambda: bool(matching()), what, link, *watched, patience=patience)
+        message = matching()[0]
+        link.inbox.remove(message)
+        return message
+
+    async def ended(self, tcp: Tcp, how: str = "") -> str:
+        """Wait for the end of the TCP connection: "FIN" or "RST".
+
+        Args:
+          how: the end that the document requires; empty: either.
+        """
+        await self.until(lambda: tcp.end is not None, "the end of the TCP connection")
+        end = tcp.end or ""
+        if how and end != how:
+            raise Failed(f"the TCP connection has ended by {end} instead of {how}")
+        return end
+
+    async def timer_ends(self, tcp: Tcp) -> str:
+        """Wait until a time-out of the implementation ends the TCP connection.
+
+        Raises:
+          Failed: the implementation continues the rendezvous, or declines.
+        """
+        limit = self.session.options.timers
+        await self.until(
+            lambda: tcp.end is not None, "the end of the TCP connection", patience=limit
+        )
+        message = tcp.take_clc()
+        if message is not None:
+            raise Failed(f"{message} came before the end of the TCP connection")
+        return tcp.end or ""
+
+    async def declined(self, tcp: Tcp) -> Message:
+        """Wait for SMC Decline."""
+        return await self.clc(tcp, DECLINE)
+
+    async def refused(self, tcp: Tcp, *, decline: bool = False) -> str:
+        """Wait until the implementation refuses the rendezvous.
+
+        Args:
+          decline: SMC Decline is a right answer, too.
+
+        Returns:
+          "FIN", "RST" or "Decline".
+
+        Raises:
+          Failed: the implementation continues the rendezvous, or declines without a right to.
+        """
+        found: list[Message] = []
+
+        def over() -> bool:
+            message = tcp.take_clc()
+            if message is not None:
+                found.append(message)
+            return bool(found) or tcp.end is not None
+
+        await self.until(over, "the end of the TCP connection")
+        if not found:
+            return tcp.end or ""
+        if found[0].layout is not DECLINE:
+            raise Failed(f"the implementation goes on with {found[0]}")
+        if not decline:
+            raise Failed(
+                f"the implementation falls back ({found[0]}) instead of ending the connection"
+            )
+        return "Decline"
+
+    async def plain_echo(self, tcp: Tcp, data: bytes = b"over TCP") -> None:
+        """Use the implementation's echo service over TCP, after a fallback."""
+        tcp.take()
+        await tcp.send(data)
+        await self.until(lambda: len(tcp.buffer) >= len(data), "the echo over TCP", tcp)
+        back = tcp.take()
+        if back != data:
+            raise Failed(f"the echo over TCP is {back[:40]!r} instead of {data[:40]!r}")
+
+    async def ping(self, link: Link) -> Message:
+        """Send TEST LINK and wait for the reply.
+
+        Messages of a link are processed in order, so the implementation has then processed all
+        messages that were sent on the link before.
+        """
+        data = secrets.token_bytes(16)
+        link.send_llc(TEST_LINK, user_data=data)
+        reply = await self.llc(link, TEST_LINK, reply=True)
+        if reply.user_data != data:
+            raise Failed("the TEST LINK reply has other user data than the request")
+        return reply
+
+    async def link_ended(self, link: Link) -> None:
+        """Wait until the implementation has ended its queue pair, or has deleted the link.
+
+        On RoCE the suite finds that out by sending.
+        """
+
+        def over() -> bool:
+            deleted = [*link.inbox, *link.answered]
+            return bool(link.failed) or any(each.layout is DELETE_LINK for each in deleted)
+
+        if self.session.roce and not over():
+            with trio.move_on_after(0.5):
+                await self.until(over, "the end of the link")
+            if not over():
+                link.send_llc(TEST_LINK)
+        await self.until(over, "the end of the link")
+
+    # --- connections -----------------------------------------------------------------------------
+
+    async def dial(self) -> Tcp:
+        """A TCP connection with the implementation: opened, or accepted."""
+        stream = await self.session.tcp()
+        tcp = Tcp(stream, self.trace, self.waits.changed)
+        self._tcps.append(tcp)
+        self._nursery.start_soon(tcp.run)
+        return tcp
+
+    def new_group(self, peer_id: bytes = b"") -> Group:
+        """A link group of the suite, without links."""
+        group = Group(
+            self.session.devices[0], self.trace, self.waits,
+            eye_catcher=self.session.eye_catcher, peer_id=peer_id or self.peer_id,
+        )  # fmt: skip
+        self._groups.append(group)
+        return group
+
+    def offer(self, handshake: Handshake) -> dict[str, Any]:
+        """The fields of SMC Proposal."""
+        rnic = self.session.devices[0].rnic
+        fields: dict[str, Any] = {"peer_id": self.peer_id, "gid": rnic.gid, "mac": rnic.mac}
+        networks = interface_prefixes(handshake.tcp.local)
+        if ipaddress.ip_address(handshake.tcp.local.partition("%")[0]).version == 4:
+            fields |= {"prefixes": (), "subnet": networks[0].network, "mask_length": networks[0][1]}
+        else:
+            fields |= {"prefixes": tuple((each.network, each.length) for each in networks)}
+        return fields
+
+    def confirm_link_fields(self, group: Group, link: Link) -> dict[str, Any]:
+        """The fields of CONFIRM LINK, from the suite."""
+        return {
+            **link.own,
+            "no_eye_catcher": 0 if group.announces_eye_catcher else 3,
+            "link_number": link.number,
+            "link_user_id": 0x434F4E46,
+            "max_links": 2,
+        }
+
+    async def connect_link(self, link: Link, message: Message) -> None:
+        """Connect a link to the end that SMC Accept or SMC Confirm names."""
+        rnic = link.rnic
+        with trio.move_on_after(self.session.patience):
+            while not rnic.address_known(message.gid):  # noqa: ASYNC110 - no event exists
+                await trio.sleep(0.01)
+        ends = Ends(message.gid, message.mac, message.qp_number, message.psn, message.qp_mtu)
+        link.connect(ends)
+
+    async def start(
+        self, *, group: Group | None = None, change: Change | None = None,
+        tamper: Tamper | None = None,
+    ) -> Handshake:  # fmt: skip
+        """A TCP connection on which no CLC message was sent or read yet.
+
+        Args:
+          group: the contact is a subsequent one in this group.
+          change, tamper: see this module's docstring.
+        """
+        return Handshake(self, await self.dial(), group, change or {}, tamper or {})
+
+    async def reach(
+        self, phase: Phase, *, group: Group | None = None, change: Change | None = None,
+        tamper: Tamper | None = None,
+    ) -> Handshake:  # fmt: skip
+        """Run a handshake up to a phase; see `start`."""
+        handshake = await self.start(group=group, change=change, tamper=tamper)
+        await handshake.advance(phase)
+        return handshake
+
+    async def connect(
+        self, *, group: Group | None = None, change: Change | None = None
+    ) -> Connection:
+        """A connection that is ready for data.  If this fails, the check is inconclusive."""
+        try:
+            handshake = await self.reach(Phase.READY, group=group, change=change)
+        except Failed as failed:
+            raise Inconclusive(f"no connection to begin with: {failed}") from failed
+        return handshake.connection
+
+    async def still_serves(self) -> None:
+        """Open another connection in a group of its own, and use it."""
+        handshake = await self.reach(Phase.READY)
+        await handshake.connection.echo(b"still here")
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End everything that the check has opened."""
+        for tcp in self._tcps:
+            tcp.close()
+        for group in self._groups:
+            group.close()

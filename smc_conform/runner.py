@@ -1,0 +1,125 @@
+"""Runs checks and finds their verdicts.
+
+A silence is judged by a probe: another connection, right after it.  If the probe is served within
+a fraction of the patience, the implementation runs, and the event that did not come is a failure.
+Otherwise nothing was found out, and the check is inconclusive.  A probe also follows each failure,
+and each check that treats the implementation badly.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import trio
+
+from smc_conform.peer import Peer
+from smc_conform.registry import Check, Steps
+from smc_conform.session import Session
+from smc_conform.verdicts import Outcome, Result, Silence, Verdict
+from trio_smc.rnic.verbs import RnicError
+
+__all__ = ["Runner"]
+
+_CHECK_FACTOR: Final = 12
+"""A check ends after so many times the patience."""
+
+
+class Runner:
+    """Runs the checks of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._options = session.options
+
+    def provides(self) -> frozenset[str]:
+        """The keys of `registry.NEEDS` that this run has."""
+        session, options = self._session, self._options
+        found = {
+            f"version-{options.version}",
+            "roce" if session.roce else "soft",
+        } | options.provides
+        if len(session.devices) > 1:
+            found.add("two-rnics")
+        if options.daytime:
+            found.add("daytime")
+        return frozenset(found)
+
+    def missing(self, check: Check) -> str:
+        """What the check needs and this run does not have; empty: nothing."""
+        if self._options.role not in check.roles:
+            return f"for an implementation that is the {' or '.join(sorted(check.roles))}"
+        lacks = sorted(check.needs - self.provides())
+        return f"needs {', '.join(lacks)}" if lacks else ""
+
+    async def run(self, check: Check) -> Result:
+        """Run one check, and the probe after it if there is a need."""
+        begin = time.monotonic()
+        lacks = self.missing(check)
+        if lacks:
+            return Result(check.id, Verdict.NOT_APPLICABLE, lacks)
+        verdict, detail, peer = await self._judge(check.steps, check.slow)
+        if verdict is None:
+            alive = await self._probe()
+            verdict = Verdict.FAIL if not alive else Verdict.INCONCLUSIVE
+            if alive:
+                detail += f"; a new connection afterwards: {alive}"
+        elif verdict is Verdict.FAIL or check.robust:
+            alive = await self._probe()
+            if alive:
+                verdict = Verdict.FAIL
+                detail = f"{detail}; " if detail else ""
+                detail += f"a new connection afterwards: {alive}"
+        seconds = time.monotonic() - begin
+        if verdict is Verdict.PASS:
+            return Result(check.id, verdict, "", seconds)
+        return Result(check.id, verdict, detail, seconds, peer.trace.ladder, peer.trace.capture)
+
+    async def _judge(self, steps: Steps, slow: bool = False) -> tuple[Verdict | None, str, Peer]:
+        """Run the steps; the verdict is None after a silence."""
+        limit = _CHECK_FACTOR * self._options.patience + (self._options.timers if slow else 0)
+        verdict: Verdict | None = Verdict.INCONCLUSIVE
+        detail = f"the check did not end within {limit:g} s"
+        async with trio.open_nursery() as nursery:
+            peer = Peer(self._session, nursery)
+            try:
+                with trio.move_on_after(limit):
+                    await steps(peer)
+                    verdict, detail = Verdict.PASS, ""
+            except Silence as silence:
+                verdict, detail = None, str(silence)
+            except Outcome as outcome:
+                verdict, detail = outcome.verdict, str(outcome)
+            except (RnicError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                detail = f"the suite could not continue: {type(error).__name__}: {error}"
+            finally:
+                peer.close()
+                nursery.cancel_scope.cancel()
+        return verdict, detail, peer
+
+    async def _probe(self) -> str:
+        """Use a new connection; returns what was wrong with it, or an empty text."""
+        begin = trio.current_time()
+        verdict, detail, _ = await self._judge(Peer.still_serves)
+        if verdict is not Verdict.PASS:
+            return detail
+        took = trio.current_time() - begin
+        return f"took {took:.1f} s" if took > self._options.patience / 2 else ""
+
+    async def run_all(
+        self, checks: Iterable[Check], report: Callable[[Check, Result], None]
+    ) -> None:
+        """Run the checks, as many at a time as the options allow, in a random order."""
+        waiting = list(checks)
+        random.Random(self._options.seed).shuffle(waiting)
+
+        async def worker() -> None:
+            while waiting:
+                check = waiting.pop()
+                report(check, await self.run(check))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(self._options.jobs):
+                nursery.start_soon(worker)
