@@ -44,7 +44,10 @@ class Connection(LinkUser):
         while self.token in group.connections:
             self.token = secrets.randbits(32)
         group.connections[self.token] = self
-        self.peer_token = self.peer_rkey = self.peer_address = 0
+        self.peer_token = 0
+        # The RToken of the implementation's RMB on each link, by link number.
+        self.tokens: dict[int, tuple[int, int]] = {}
+        self.peer_index = 1
         self.peer_size = ELEMENT_SIZE
         self.first_contact = False
         self.sequence = 0
@@ -62,8 +65,18 @@ class Connection(LinkUser):
         """Note the implementation's element, from SMC Accept or SMC Confirm."""
         self.peer_token = message.alert_token
         self.peer_size = 16 * 1024 << message.size_code
-        self.peer_rkey = message.rkey
-        self.peer_address = message.rmb_address + (message.rmbe_index - 1) * self.peer_size
+        self.peer_index = message.rmbe_index
+        self.tokens = self.group.tokens_of(message.rkey, message.rmb_address)
+
+    @property
+    def peer_rkey(self) -> int:
+        """The RKey of the implementation's RMB on the link in use."""
+        return self.tokens[self.link.number][0]
+
+    @property
+    def peer_address(self) -> int:
+        """The address of the implementation's element on the link in use."""
+        return self.tokens[self.link.number][1] + (self.peer_index - 1) * self.peer_size
 
     @property
     def base(self) -> int:

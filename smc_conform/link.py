@@ -179,7 +179,7 @@ class Group:
 
     def __init__(
         self, device: Device, trace: Trace, waits: Waits, *, eye_catcher: bool,
-        peer_id: bytes = b"", version: int = 1,
+        peer_id: bytes, version: int = 1,
     ) -> None:  # fmt: skip
         self.device = device
         self.trace = trace
@@ -187,8 +187,7 @@ class Group:
         self.version = version
         self.announces_eye_catcher = eye_catcher
         self.eye_catcher = eye_catcher
-        # An instance number, and the MAC of the RNIC (A.2.1).
-        self.peer_id = peer_id or secrets.token_bytes(2) + device.rnic.mac
+        self.peer_id = peer_id
         self.memory = device.rnic.alloc_memory(ELEMENT_SIZE * ELEMENTS)
         # The first contact handles ADD LINK, and adds it here at its end.
         self.auto: set[Layout] = {
@@ -197,6 +196,8 @@ class Group:
         self.links: dict[int, Link] = {}
         self.connections: dict[int, LinkUser] = {}
         self.strays: list[Message] = []
+        # RTokens of the implementation's RMBs: by the RKey on one link, those on all.
+        self.peer_tokens: list[dict[int, tuple[int, int]]] = []
         self._used = 0
         self._closed = False
 
@@ -220,8 +221,31 @@ class Group:
     def renumber(self, link: Link, number: int) -> None:
         """The server has assigned another number to the first link."""
         del self.links[link.number]
+        for known in self.peer_tokens:
+            known[number] = known.pop(link.number)
         link.number = number
         self.links[number] = link
+
+    def tokens_of(self, rkey: int, address: int) -> dict[int, tuple[int, int]]:
+        """The RTokens of one of the implementation's RMBs, by link number.
+
+        The dictionary stays the same, so that a link that is added later is known to all
+        connections.
+        """
+        for known in self.peer_tokens:
+            if (rkey, address) in known.values():
+                return known
+        self.peer_tokens.append({self.link.number: (rkey, address)})
+        return self.peer_tokens[-1]
+
+    def learn_pairs(self, old: Link, new: Link, message: Message) -> None:
+        """Note the implementation's RTokens on a new link, from ADD LINK CONTINUATION."""
+        for last in ("", "_2")[: message.tokens_left]:
+            reference = getattr(message, f"reference_rkey{last}")
+            token = getattr(message, f"new_rkey{last}"), getattr(message, f"new_address{last}")
+            for known in self.peer_tokens:
+                if known.get(old.number, (0, 0))[0] == reference:
+                    known[new.number] = token
 
     def take_element(self) -> int:
         """The index of an element that no connection has used."""

@@ -25,10 +25,12 @@ from typing import Any, Final, TypeAlias
 import trio
 
 from smc_conform.connection import Connection
+from smc_conform.device import Device
 from smc_conform.link import Ends, Group, Link
 from smc_conform.messages import (
     ACCEPT,
     ADD_LINK,
+    ADD_LINK_CONTINUATION,
     CONFIRM,
     CONFIRM_LINK,
     DECLINE,
@@ -88,6 +90,7 @@ class Handshake:
     Attributes:
       phase: the last phase that was reached.
       tcp: the TCP connection.
+      peer_id: the suite's.
       group: the link group; None before the suite has made it.
       proposal, accept, confirm: the messages of the implementation, once received.
       link_request, link_reply, link_offer: the same of LLC.
@@ -102,12 +105,14 @@ class Handshake:
     connection: Connection
 
     def __init__(
-        self, peer: Peer, tcp: Tcp, group: Group | None, change: Change, tamper: Tamper
-    ) -> None:
+        self, peer: Peer, tcp: Tcp, group: Group | None, change: Change, tamper: Tamper,
+        peer_id: bytes,
+    ) -> None:  # fmt: skip
         self.peer = peer
         self.tcp = tcp
         self.phase = Phase.TCP
         self.group = group
+        self.peer_id = peer_id if group is None else group.peer_id
         self.subsequent = group is not None
         self._change = change
         self._tamper = tamper
@@ -170,7 +175,7 @@ class Handshake:
         if not self.subsequent and not self.accept.first_contact:
             raise Failed("SMC Accept has no first-contact flag, although no link group exists")
         if self.group is None:
-            self.group = self.peer.new_group()
+            self.group = self.peer.new_group(self.peer_id)
             link = self.group.new_link()
             await self.peer.connect_link(link, self.accept)
         self.connection = Connection(self.tcp, self.group)
@@ -219,7 +224,7 @@ class Handshake:
 
     async def _send_accept(self) -> None:
         if self.group is None:
-            self.group = self.peer.new_group()
+            self.group = self.peer.new_group(self.peer_id)
             self.group.new_link()
         self.connection = Connection(self.tcp, self.group)
         self.connection.first_contact = not self.subsequent
@@ -263,6 +268,59 @@ class Handshake:
         if not self.link_reply.rejected:
             raise Failed("the client has accepted an ADD LINK without a queue pair")
 
+    # --- a second link -------------------------------------------------------------------------
+
+    async def add_link(self, device: Device) -> Link:
+        """Set up a second link on another RNIC of the suite, in place of the last two phases.
+
+        The handshake has confirmed the first link, and the suite has not answered or sent ADD LINK.
+        """
+        if self.peer.role is _SERVER:
+            if self.phase < Phase.LINK_OFFERED:
+                await self.advance(Phase.LINK_OFFERED)
+            new = await self._accept_offer(device)
+        else:
+            await self.advance(Phase.LINK_CONFIRMED)
+            new = await self._offer_second(device)
+        self.phase = Phase.READY
+        assert self.group is not None
+        self.group.auto.add(ADD_LINK)
+        return new
+
+    async def _accept_offer(self, device: Device) -> Link:
+        offer, group, old = self.link_offer, self.group, self.link
+        assert group is not None
+        new = group.new_link(device, offer.link_number)
+        await self.peer.connect_link(new, offer)
+        old.send_llc(
+            ADD_LINK, reply=1, **new.own, link_number=new.number, qp_mtu=new.rnic.mtu, psn=new.psn
+        )
+        request = await self.peer.llc(old, ADD_LINK_CONTINUATION)
+        group.learn_pairs(old, new, request)
+        old.send_llc(ADD_LINK_CONTINUATION, reply=1, link_number=new.number, **_pair(old, new))
+        new.ready()
+        request = await self.peer.llc(new, CONFIRM_LINK)
+        fields = self.peer.confirm_link_fields(group, new)
+        new.send_llc(CONFIRM_LINK, reply=1, **fields)
+        return new
+
+    async def _offer_second(self, device: Device) -> Link:
+        group, old = self.group, self.link
+        assert group is not None
+        new = group.new_link(device, old.number + 1)
+        old.send_llc(ADD_LINK, **new.own, link_number=new.number, qp_mtu=new.rnic.mtu, psn=new.psn)
+        reply = await self.peer.llc(old, ADD_LINK, watched=(self.tcp,))
+        if reply.rejected:
+            raise Failed("the client has rejected ADD LINK over another RNIC")
+        await self.peer.connect_link(new, reply)
+        new.ready()
+        old.send_llc(ADD_LINK_CONTINUATION, link_number=new.number, **_pair(old, new))
+        reply = await self.peer.llc(old, ADD_LINK_CONTINUATION, reply=True)
+        group.learn_pairs(old, new, reply)
+        new.send_llc(CONFIRM_LINK, **self.peer.confirm_link_fields(group, new))
+        await self.peer.llc(new, CONFIRM_LINK, reply=True)
+        return new
+
     # --- both ----------------------------------------------------------------------------------
 
     def _named_link(self, message: Message) -> Link:
@@ -273,6 +331,14 @@ class Handshake:
             if ends is not None and (ends.gid, ends.qp_number) == (message.gid, message.qp_number):
                 return link
         raise Failed(f"{message.name} names QP 0x{message.qp_number:06x}, which no link has")
+
+
+def _pair(old: Link, new: Link) -> dict[str, int]:
+    """The fields of ADD LINK CONTINUATION for the suite's only RMB."""
+    return {
+        "tokens_left": 1, "reference_rkey": old.region.rkey, "new_rkey": new.region.rkey,
+        "new_address": new.region.address,
+    }  # fmt: skip
 
 
 def _same(raw: bytes) -> bytes:
@@ -306,15 +372,12 @@ class Peer:
       session: the options, RNICs and connections of the run.
       role: of the implementation under test.
       trace: what was sent and received.
-      peer_id: the suite's in this check.
     """
 
     def __init__(self, session: Session, nursery: trio.Nursery) -> None:
         self.session = session
         self.role = session.role
         self.trace = Trace()
-        # An instance number and a MAC (A.2.1), so that no check meets the groups of another one.
-        self.peer_id: bytes = secrets.token_bytes(2) + session.devices[0].rnic.mac
         self._nursery = nursery
         self.waits = Waits(session.options.patience)
         self.until = self.waits.until
@@ -481,11 +544,15 @@ class Peer:
         self._nursery.start_soon(tcp.run)
         return tcp
 
-    def new_group(self, peer_id: bytes = b"") -> Group:
+    def new_peer_id(self) -> bytes:
+        """A peer ID that no implementation has seen: an instance number and a MAC (A.2.1)."""
+        return secrets.token_bytes(2) + self.session.devices[0].rnic.mac
+
+    def new_group(self, peer_id: bytes) -> Group:
         """A link group of the suite, without links."""
         group = Group(
             self.session.devices[0], self.trace, self.waits,
-            eye_catcher=self.session.eye_catcher, peer_id=peer_id or self.peer_id,
+            eye_catcher=self.session.eye_catcher, peer_id=peer_id,
         )  # fmt: skip
         self._groups.append(group)
         return group
@@ -493,7 +560,7 @@ class Peer:
     def offer(self, handshake: Handshake) -> dict[str, Any]:
         """The fields of SMC Proposal."""
         rnic = self.session.devices[0].rnic
-        fields: dict[str, Any] = {"peer_id": self.peer_id, "gid": rnic.gid, "mac": rnic.mac}
+        fields: dict[str, Any] = {"peer_id": handshake.peer_id, "gid": rnic.gid, "mac": rnic.mac}
         networks = interface_prefixes(handshake.tcp.local)
         if ipaddress.ip_address(handshake.tcp.local.partition("%")[0]).version == 4:
             fields |= {"prefixes": (), "subnet": networks[0].network, "mask_length": networks[0][1]}
@@ -522,31 +589,46 @@ class Peer:
 
     async def start(
         self, *, group: Group | None = None, change: Change | None = None,
-        tamper: Tamper | None = None,
+        tamper: Tamper | None = None, peer_id: bytes = b"",
     ) -> Handshake:  # fmt: skip
         """A TCP connection on which no CLC message was sent or read yet.
 
         Args:
           group: the contact is a subsequent one in this group.
           change, tamper: see this module's docstring.
+          peer_id: the suite's; empty: a new one, so that the implementation knows no group with it.
         """
-        return Handshake(self, await self.dial(), group, change or {}, tamper or {})
+        tcp = await self.dial()
+        return Handshake(
+            self, tcp, group, change or {}, tamper or {}, peer_id or self.new_peer_id()
+        )
 
     async def reach(
         self, phase: Phase, *, group: Group | None = None, change: Change | None = None,
-        tamper: Tamper | None = None,
+        tamper: Tamper | None = None, peer_id: bytes = b"",
     ) -> Handshake:  # fmt: skip
         """Run a handshake up to a phase; see `start`."""
-        handshake = await self.start(group=group, change=change, tamper=tamper)
+        handshake = await self.start(group=group, change=change, tamper=tamper, peer_id=peer_id)
         await handshake.advance(phase)
         return handshake
 
     async def connect(
-        self, *, group: Group | None = None, change: Change | None = None
-    ) -> Connection:
-        """A connection that is ready for data.  If this fails, the check is inconclusive."""
+        self, *, group: Group | None = None, change: Change | None = None, links: int = 1,
+        peer_id: bytes = b"",
+    ) -> Connection:  # fmt: skip
+        """A connection that is ready for data.  If this fails, the check is inconclusive.
+
+        Args:
+          links: of its group; 2 needs "two-rnics".
+        """
         try:
-            handshake = await self.reach(Phase.READY, group=group, change=change)
+            if links > 1:
+                handshake = await self.reach(Phase.LINK_CONFIRMED, change=change, peer_id=peer_id)
+                await handshake.add_link(self.session.devices[1])
+            else:
+                handshake = await self.reach(
+                    Phase.READY, group=group, change=change, peer_id=peer_id
+                )
         except Failed as failed:
             raise Inconclusive(f"no connection to begin with: {failed}") from failed
         return handshake.connection

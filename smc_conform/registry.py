@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from smc_conform.roles import Role
@@ -82,8 +83,10 @@ def check(
 ) -> Callable[[Steps], Steps]:
     """Declare a check; its area is the module of the function.
 
+    Checks that differ in a value only are declared in a loop, by ``check(...)(partial(...))``.
+
     Args:
-      number: the document's section and a number: "A.2.3-1".
+      number: the document's section and a number: "A.2.3-1"; unique in its area.
       requirement: one sentence that names the actor: "The server answers ...".
       roles: of the implementation under test; none: both.
       needs: keys of `NEEDS`.
@@ -91,7 +94,8 @@ def check(
     """
 
     def declare(steps: Steps) -> Steps:
-        area = getattr(steps, "__module__", "").rpartition(".")[2]
+        function = steps.func if isinstance(steps, partial) else steps
+        area = function.__module__.rpartition(".")[2]
         unknown = set(needs) - set(NEEDS)
         name = f"{area}/{number}"
         if unknown or name in _CHECKS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -94,6 +95,10 @@ class Runner:
                 verdict, detail = outcome.verdict, str(outcome)
             except (RnicError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
                 detail = f"the suite could not continue: {type(error).__name__}: {error}"
+            except Exception as error:  # one defect must not end the run
+                detail = f"the check has a defect: {type(error).__name__}: {error}"
+                for line in traceback.format_exc().splitlines():
+                    peer.trace.note(line)
             finally:
                 peer.close()
                 nursery.cancel_scope.cancel()

@@ -5,7 +5,8 @@ RFC 7609, A.2, C.1 and C.4 to C.6.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 
 from smc_conform.messages import (
     ACCEPT,
@@ -17,7 +18,8 @@ from smc_conform.messages import (
     with_bytes,
 )
 from smc_conform.peer import Peer, Phase
-from smc_conform.registry import Role, check
+from smc_conform.registry import check
+from smc_conform.roles import Role
 from smc_conform.verdicts import Differs, Failed
 from trio_smc.host.addresses import interface_prefixes
 
@@ -33,7 +35,7 @@ async def credentials(peer: Peer) -> Message:
 
 def own_decline(peer: Peer, diagnosis: int = 0x03010000) -> bytes:
     """SMC Decline of the suite."""
-    return pack(DECLINE, peer_id=peer.peer_id, diagnosis=diagnosis)
+    return pack(DECLINE, peer_id=peer.new_peer_id(), diagnosis=diagnosis)
 
 
 # --- fields --------------------------------------------------------------------------------------
@@ -201,15 +203,11 @@ _MALFORMED: dict[str, tuple[str, Lie]] = {
 }
 
 
-def _malformed(lie: Lie) -> Callable[[Peer], Awaitable[None]]:
-    async def steps(peer: Peer) -> None:
-        name = "proposal" if peer.role is SERVER else "accept"
-        phase = Phase.PROPOSED if peer.role is SERVER else Phase.ACCEPTED
-        handshake = await peer.reach(phase, tamper={name: lie})
-        await peer.refused(handshake.tcp)
-
-    steps.__module__ = __name__
-    return steps
+async def _malformed(lie: Lie, peer: Peer) -> None:
+    name = "proposal" if peer.role is SERVER else "accept"
+    phase = Phase.PROPOSED if peer.role is SERVER else Phase.ACCEPTED
+    handshake = await peer.reach(phase, tamper={name: lie})
+    await peer.refused(handshake.tcp)
 
 
 for _number, (_words, _lie) in _MALFORMED.items():
@@ -217,7 +215,7 @@ for _number, (_words, _lie) in _MALFORMED.items():
         f"C.6-{_number}",
         f"A first CLC message with {_words} ends the TCP connection, without a fallback.",
         robust=True,
-    )(_malformed(_lie))
+    )(partial(_malformed, _lie))
 
 
 _MALFORMED_PROPOSALS: dict[str, tuple[str, Lie]] = {
@@ -230,20 +228,16 @@ _MALFORMED_PROPOSALS: dict[str, tuple[str, Lie]] = {
 }
 
 
-def _malformed_proposal(lie: Lie) -> Callable[[Peer], Awaitable[None]]:
-    async def steps(peer: Peer) -> None:
-        handshake = await peer.reach(Phase.PROPOSED, tamper={"proposal": lie})
-        if await peer.refused(handshake.tcp, decline=True) == "Decline":
-            raise Differs("the server declines, where C.6 lets it end the TCP connection")
-
-    steps.__module__ = __name__
-    return steps
+async def _malformed_proposal(lie: Lie, peer: Peer) -> None:
+    handshake = await peer.reach(Phase.PROPOSED, tamper={"proposal": lie})
+    if await peer.refused(handshake.tcp, decline=True) == "Decline":
+        raise Differs("the server declines, where C.6 lets it end the TCP connection")
 
 
 for _number, (_words, _lie) in _MALFORMED_PROPOSALS.items():
     check(
         f"C.6-{_number}", f"An SMC Proposal {_words} is refused.", SERVER, robust=True
-    )(_malformed_proposal(_lie))  # fmt: skip
+    )(partial(_malformed_proposal, _lie))  # fmt: skip
 
 
 _IMPOSSIBLE: dict[str, tuple[str, dict[str, int | bytes]]] = {
@@ -254,23 +248,19 @@ _IMPOSSIBLE: dict[str, tuple[str, dict[str, int | bytes]]] = {
 }
 
 
-def _impossible(values: dict[str, int | bytes]) -> Callable[[Peer], Awaitable[None]]:
-    async def steps(peer: Peer) -> None:
-        name, phase = ("confirm", Phase.CONFIRMED)
-        if peer.role is CLIENT:
-            name, phase = ("accept", Phase.ACCEPTED)
-        handshake = await peer.reach(phase, change={name: values})
-        if await peer.refused(handshake.tcp, decline=True) == "Decline":
-            raise Differs("the implementation declines, where C.6 lets it end the TCP connection")
-
-    steps.__module__ = __name__
-    return steps
+async def _impossible(values: dict[str, int | bytes], peer: Peer) -> None:
+    name, phase = ("confirm", Phase.CONFIRMED)
+    if peer.role is CLIENT:
+        name, phase = ("accept", Phase.ACCEPTED)
+    handshake = await peer.reach(phase, change={name: values})
+    if await peer.refused(handshake.tcp, decline=True) == "Decline":
+        raise Differs("the implementation declines, where C.6 lets it end the TCP connection")
 
 
 for _number, (_words, _values) in _IMPOSSIBLE.items():
     check(
         f"C.6-{_number}", f"Credentials with {_words} are refused.", robust=True
-    )(_impossible(_values))  # fmt: skip
+    )(partial(_impossible, _values))  # fmt: skip
 
 
 @check("C.6-21", "A reserved QP MTU at first contact is declined, and TCP continues.")
@@ -318,8 +308,8 @@ def _own_credentials(peer: Peer, kind: int) -> bytes:
     rnic = peer.session.devices[0].rnic
     layout = ACCEPT if kind == ACCEPT.kind else CONFIRM
     return pack(
-        layout, peer_id=peer.peer_id, gid=rnic.gid, mac=rnic.mac, qp_number=0x4711, rkey=0x12345678,
-        rmbe_index=1, alert_token=7, qp_mtu=rnic.mtu, rmb_address=0x10000, psn=1,
+        layout, peer_id=peer.new_peer_id(), gid=rnic.gid, mac=rnic.mac, qp_number=0x4711,
+        rkey=0x12345678, rmbe_index=1, alert_token=7, qp_mtu=rnic.mtu, rmb_address=0x10000, psn=1,
     )  # fmt: skip
 
 
@@ -515,30 +505,26 @@ _PHASES = {
 }
 
 
-def _leaves(phase: Phase, how: str) -> Callable[[Peer], Awaitable[None]]:
-    async def steps(peer: Peer) -> None:
-        handshake = await peer.reach(phase)
-        if how == "RST":
-            handshake.tcp.reset()
-            return
-        await handshake.tcp.send_eof()
-        if phase in (Phase.TCP, Phase.PROPOSED) and peer.role is SERVER:
-            return  # the server's answer to FIN before CLC is its application's
-        await peer.until(
-            lambda: handshake.tcp.end is not None, "the end of the TCP connection",
-            patience=peer.session.options.timers,
-        )  # fmt: skip
-
-    steps.__module__ = __name__
-    return steps
+async def _leaves(phase: Phase, how: str, peer: Peer) -> None:
+    handshake = await peer.reach(phase)
+    if how == "RST":
+        handshake.tcp.reset()
+        return
+    await handshake.tcp.send_eof()
+    if phase in (Phase.TCP, Phase.PROPOSED) and peer.role is SERVER:
+        return  # the server's answer to FIN before CLC is its application's
+    await peer.until(
+        lambda: handshake.tcp.end is not None, "the end of the TCP connection",
+        patience=peer.session.options.timers,
+    )  # fmt: skip
 
 
 for _number, (_phase, _words) in _PHASES.items():
     check(f"3.5.1-{_number}", f"A peer that sends RST {_words} does no harm.", robust=True)(
-        _leaves(_phase, "RST")
+        partial(_leaves, _phase, "RST")
     )
     check(
         f"3.5.1-{10 + int(_number)}",
         f"A peer that sends FIN {_words} does no harm, and its connection ends.",
         robust=True, slow=True,
-    )(_leaves(_phase, "FIN"))  # fmt: skip
+    )(partial(_leaves, _phase, "FIN"))  # fmt: skip
