@@ -13,6 +13,7 @@ from smc_conform.link import ELEMENT_SIZE, Group, Link, LinkUser
 from smc_conform.messages import CDC, Message, pack
 from smc_conform.tcp import Tcp
 from smc_conform.verdicts import Failed
+from trio_smc.rnic.memory import Memory
 
 __all__ = ["Connection"]
 
@@ -54,6 +55,7 @@ class Connection(LinkUser):
         self.produced = self.consumed = 0
         self.peer_produced = self.peer_consumed = 0
         self.messages: list[Message] = []
+        self._memory = group.memory
 
     @property
     def ended(self) -> str:
@@ -77,6 +79,11 @@ class Connection(LinkUser):
     def peer_address(self) -> int:
         """The address of the implementation's element on the link in use."""
         return self.tokens[self.link.number][1] + (self.peer_index - 1) * self.peer_size
+
+    def use_memory(self, memory: Memory, index: int) -> None:
+        """The suite's element is in another RMB than the group's first one."""
+        self._memory = memory
+        self.index = index
 
     @property
     def base(self) -> int:
@@ -166,11 +173,12 @@ class Connection(LinkUser):
         """Bytes of the suite's element from a position on; default: the next unread ones."""
         begin = self.consumed if position is None else position
         start = (self.index - 1) * ELEMENT_SIZE + self.base
+        view = self._memory.view
         found = bytearray()
         while len(found) < count:
             place = (begin + len(found)) % self.own_room
             more = min(count - len(found), self.own_room - place)
-            found += self.group.memory.view[start + place : start + place + more]
+            found += view[start + place : start + place + more]
         return bytes(found)
 
     async def read(self, count: int, *, update: bool = True) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from smc_conform.device import Device
@@ -25,9 +26,10 @@ from smc_conform.messages import (
 )
 from smc_conform.trace import Trace
 from smc_conform.waits import Waits, Watched
+from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.verbs import Completion, RnicError, WcOpcode, WcStatus
 
-__all__ = ["ELEMENTS", "ELEMENT_SIZE", "Ends", "Group", "Link", "LinkUser"]
+__all__ = ["ELEMENTS", "ELEMENT_SIZE", "Ends", "Group", "Link", "LinkUser", "Region"]
 
 ELEMENT_SIZE: Final = 16 * 1024
 """Bytes of an element of the suite's RMB: the smallest one, so that cursors wrap soon (A.2.3)."""
@@ -45,6 +47,14 @@ class Ends(NamedTuple):
     qp_number: int
     psn: int
     mtu: int
+
+
+class Region(NamedTuple):
+    """A registered RMB of the suite with one element."""
+
+    rkey: int
+    address: int
+    memory: Memory
 
 
 class LinkUser(Watched):
@@ -129,6 +139,17 @@ class Link(Watched):
             self.qp.post_write(2, memoryview(data), None, address, rkey, signaled=True)
             self.posted += 1
 
+    @contextlib.contextmanager
+    def new_region(self) -> Iterator[Region]:
+        """Another RMB, registered for this link only, which its peer does not know yet."""
+        memory = self.rnic.alloc_memory(ELEMENT_SIZE)
+        region = self.pd.register(memory)
+        try:
+            yield Region(region.rkey, region.address, memory)
+        finally:
+            region.close()
+            self.group.spare.append(memory)
+
     def fail(self) -> None:
         """Let the queue pair fail, as if the RNIC had been lost."""
         self.group.trace.note("the suite lets the queue pair fail", channel=f"link {self.number}")
@@ -175,6 +196,7 @@ class Group:
       connections: by the suite's alert token.
       strays: CDC messages with a token that no connection has.
       version: of SMC-R.
+      spare: memory to be freed with the group.
     """
 
     def __init__(
@@ -198,6 +220,7 @@ class Group:
         self.strays: list[Message] = []
         # RTokens of the implementation's RMBs: by the RKey on one link, those on all.
         self.peer_tokens: list[dict[int, tuple[int, int]]] = []
+        self.spare: list[Memory] = []
         self._used = 0
         self._closed = False
 
@@ -315,4 +338,5 @@ class Group:
                 link.send_llc(DELETE_LINK, all_links=1, orderly=1, reason=0x00030000)
         for link in self.links.values():
             link.close()
-        self.memory.close()
+        for memory in (self.memory, *self.spare):
+            memory.close()

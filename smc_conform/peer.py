@@ -536,9 +536,9 @@ class Peer:
 
     # --- connections -----------------------------------------------------------------------------
 
-    async def dial(self) -> Tcp:
-        """A TCP connection with the implementation: opened, or accepted."""
-        stream = await self.session.tcp()
+    async def dial(self, port: int = 0) -> Tcp:
+        """A TCP connection with the implementation: opened, or accepted; see `Session.tcp`."""
+        stream = await self.session.tcp(port)
         tcp = Tcp(stream, self.trace, self.waits.changed)
         self._tcps.append(tcp)
         self._nursery.start_soon(tcp.run)
@@ -589,7 +589,7 @@ class Peer:
 
     async def start(
         self, *, group: Group | None = None, change: Change | None = None,
-        tamper: Tamper | None = None, peer_id: bytes = b"",
+        tamper: Tamper | None = None, peer_id: bytes = b"", port: int = 0,
     ) -> Handshake:  # fmt: skip
         """A TCP connection on which no CLC message was sent or read yet.
 
@@ -597,24 +597,27 @@ class Peer:
           group: the contact is a subsequent one in this group.
           change, tamper: see this module's docstring.
           peer_id: the suite's; empty: a new one, so that the implementation knows no group with it.
+          port: see `Session.tcp`.
         """
-        tcp = await self.dial()
+        tcp = await self.dial(port)
         return Handshake(
             self, tcp, group, change or {}, tamper or {}, peer_id or self.new_peer_id()
         )
 
     async def reach(
         self, phase: Phase, *, group: Group | None = None, change: Change | None = None,
-        tamper: Tamper | None = None, peer_id: bytes = b"",
+        tamper: Tamper | None = None, peer_id: bytes = b"", port: int = 0,
     ) -> Handshake:  # fmt: skip
         """Run a handshake up to a phase; see `start`."""
-        handshake = await self.start(group=group, change=change, tamper=tamper, peer_id=peer_id)
+        handshake = await self.start(
+            group=group, change=change, tamper=tamper, peer_id=peer_id, port=port
+        )
         await handshake.advance(phase)
         return handshake
 
     async def connect(
         self, *, group: Group | None = None, change: Change | None = None, links: int = 1,
-        peer_id: bytes = b"",
+        peer_id: bytes = b"", port: int = 0,
     ) -> Connection:  # fmt: skip
         """A connection that is ready for data.  If this fails, the check is inconclusive.
 
@@ -623,11 +626,13 @@ class Peer:
         """
         try:
             if links > 1:
-                handshake = await self.reach(Phase.LINK_CONFIRMED, change=change, peer_id=peer_id)
+                handshake = await self.reach(
+                    Phase.LINK_CONFIRMED, change=change, peer_id=peer_id, port=port
+                )
                 await handshake.add_link(self.session.devices[1])
             else:
                 handshake = await self.reach(
-                    Phase.READY, group=group, change=change, peer_id=peer_id
+                    Phase.READY, group=group, change=change, peer_id=peer_id, port=port
                 )
         except Failed as failed:
             raise Inconclusive(f"no connection to begin with: {failed}") from failed

@@ -67,7 +67,7 @@ class Runner:
             verdict = Verdict.FAIL if not alive else Verdict.INCONCLUSIVE
             if alive:
                 detail += f"; a new connection afterwards: {alive}"
-        elif verdict is Verdict.FAIL or check.robust:
+        elif verdict is Verdict.FAIL or (check.robust and verdict is not Verdict.INCONCLUSIVE):
             alive = await self._probe()
             if alive:
                 verdict = Verdict.FAIL

@@ -93,8 +93,11 @@ class Session:
         """True if the suite uses RoCE ports."""
         return self.devices[0].rnic.kind == "roce"
 
-    async def tcp(self) -> trio.SocketStream:
+    async def tcp(self, port: int = 0) -> trio.SocketStream:
         """The next TCP connection with the implementation.
+
+        Args:
+          port: of another service than the echo service.
 
         Raises:
           Inconclusive: there is none.
@@ -103,7 +106,7 @@ class Session:
         try:
             with trio.fail_after(options.patience):
                 if self.arrivals is None:
-                    return await trio.open_tcp_stream(options.host, options.port)
+                    return await trio.open_tcp_stream(options.host, port or options.port)
                 while True:
                     when, stream = await self.arrivals.receive()
                     if trio.current_time() - when < _STALE:
