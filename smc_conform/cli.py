@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         help="the port of the server's daytime service (RFC 867), which closes first",
     )  # fmt: skip
     listen = commands.add_parser("listen", help="judge a client that connects again and again")
-    listen.add_argument("port", metavar="PORT", type=int)
+    listen.add_argument("port", metavar="PORT", type=int, help="0: a free one")
     listen.add_argument("--host", default="", help="the address to listen on; default: all")
     for each in (connect, listen):
         _add_options(each)
@@ -90,6 +90,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     add("--only", action="append", metavar="PATTERN", help='IDs of checks: "clc/*", "*/C.6-*"')
     add("--provides", action="append", choices=sorted(NEEDS), help="what the set-up has besides")
     add("--seed", type=int, help="of all random choices; default: a new one")
+    add("--fail-fast", action="store_true", help="end at the first failure")
     add("--verbose", action="store_true", help="show the passed checks, too")
     add("--json", type=Path, metavar="FILE", help="write a report for `smc-conform compare`")
     add("--junit", type=Path, metavar="FILE", help="write a report as JUnit XML")
@@ -155,7 +156,8 @@ def _judge(given: argparse.Namespace) -> int:
         directory=given.directory, version=given.version, ueid=given.ueid,
         eye_catcher=given.eye_catchers, patience=given.patience, timers=given.timers,
         jobs=given.jobs, seed=secrets.randbits(32) if given.seed is None else given.seed,
-        daytime=getattr(given, "daytime", 0), provides=frozenset(given.provides or ()),
+        daytime=getattr(given, "daytime", 0), fail_fast=given.fail_fast,
+        provides=frozenset(given.provides or ()),
     )  # fmt: skip
     progress = Progress(sys.stdout, len(checks), verbose=given.verbose)
     begin = time.monotonic()
@@ -183,6 +185,8 @@ async def _run(
         progress.note(check, result)
 
     async with open_session(options) as session:
+        if options.role is Role.CLIENT:
+            print(f"waiting for a client on port {session.port}", flush=True)
         await _check_target(session)
         await Runner(session).run_all(checks, report)
     return results

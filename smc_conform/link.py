@@ -143,12 +143,18 @@ class Link(Watched):
     def new_region(self) -> Iterator[Region]:
         """Another RMB, registered for this link only, which its peer does not know yet."""
         memory = self.rnic.alloc_memory(ELEMENT_SIZE)
+        self.group.spare.append(memory)
+        with self.register(memory) as region:
+            yield region
+
+    @contextlib.contextmanager
+    def register(self, memory: Memory) -> Iterator[Region]:
+        """Memory that is registered for another link, registered for this one as well."""
         region = self.pd.register(memory)
         try:
             yield Region(region.rkey, region.address, memory)
         finally:
             region.close()
-            self.group.spare.append(memory)
 
     def fail(self) -> None:
         """Let the queue pair fail, as if the RNIC had been lost."""

@@ -405,9 +405,11 @@ class Peer:
             message = tcp.take_clc()
             if message is not None:
                 found.append(message)
-            return bool(found)
+            return bool(found) or tcp.is_foreign
 
         await self.until(one, what, tcp)
+        if not found:
+            raise Failed(f"{bytes(tcp.buffer[:40])!r} came instead of {what}")
         return found[0]
 
     async def llc(

@@ -123,7 +123,11 @@ class Runner:
         async def worker() -> None:
             while waiting:
                 check = waiting.pop()
-                report(check, await self.run(check))
+                result = await self.run(check)
+                report(check, result)
+                if self._options.fail_fast and result.verdict is Verdict.FAIL:
+                    waiting.clear()
+                    nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             for _ in range(self._options.jobs):

@@ -41,6 +41,7 @@ class Options:
       jobs: checks at a time.
       seed: of all random choices.
       daytime: the port of a daytime service, or 0.
+      fail_fast: end the run at the first failure.
       provides: further keys of `registry.NEEDS` that the implementation and the set-up have.
     """
 
@@ -57,6 +58,7 @@ class Options:
     jobs: int = 1
     seed: int = 0
     daytime: int = 0
+    fail_fast: bool = False
     provides: frozenset[str] = frozenset()
 
 
@@ -66,12 +68,14 @@ class Session:
 
     Attributes:
       devices: the RNICs; the second one is for further links.
+      port: on which the suite listens, if the implementation is a client.
     """
 
     options: Options
     devices: list[Device]
     nursery: trio.Nursery
     arrivals: trio.MemoryReceiveChannel[_Arrival] | None = None
+    port: int = 0
 
     @property
     def role(self) -> Role:
@@ -139,8 +143,11 @@ async def open_session(options: Options) -> AsyncIterator[Session]:
             session = Session(options, devices, nursery)
             if options.role is Role.CLIENT:
                 send, session.arrivals = trio.open_memory_channel[_Arrival](1024)
-                host = options.host or None
-                for listener in await trio.open_tcp_listeners(options.port, host=host):
+                session.port = options.port
+                for listener in await trio.open_tcp_listeners(
+                    options.port, host=options.host or None
+                ):
+                    session.port = listener.socket.getsockname()[1]
                     nursery.start_soon(_accept, listener, send)
             yield session
             nursery.cancel_scope.cancel()

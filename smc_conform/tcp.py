@@ -12,7 +12,7 @@ from typing import Literal
 
 import trio
 
-from smc_conform.messages import Message, read
+from smc_conform.messages import DECLINE, EYE_CATCHER, Message, read
 from smc_conform.trace import Trace
 from smc_conform.waits import Watched
 
@@ -28,6 +28,7 @@ class Tcp(Watched):
       sock: the socket.
       buffer: received bytes that no step has taken.
       segments: offsets at which a message is split into TCP segments.
+      declined: an SMC Decline was taken.
       end: how the implementation has ended its direction; None while it is open.
     """
 
@@ -37,6 +38,7 @@ class Tcp(Watched):
         self.sock = stream.socket
         self.buffer = bytearray()
         self.segments: tuple[int, ...] = ()
+        self.declined = False
         self.end: Literal["FIN", "RST"] | None = None
         self._stream = stream
         self._trace = trace
@@ -103,9 +105,14 @@ class Tcp(Watched):
         """Close the socket."""
         self.sock.close()
 
+    @property
+    def is_foreign(self) -> bool:
+        """True if the buffer does not begin with a CLC message."""
+        return not EYE_CATCHER.startswith(self.buffer[: len(EYE_CATCHER)])
+
     def take_clc(self) -> Message | None:
         """Take a CLC message from the buffer, if it is complete."""
-        if len(self.buffer) < _CLC_HEADER:
+        if len(self.buffer) < _CLC_HEADER or self.is_foreign:
             return None
         length = max(_CLC_HEADER, int.from_bytes(self.buffer[5:7], "big"))
         if len(self.buffer) < length:
@@ -113,7 +120,9 @@ class Tcp(Watched):
         raw = bytes(self.buffer[:length])
         del self.buffer[:length]
         self._trace.clc(self, False, raw)
-        return read(raw, clc=True)
+        message = read(raw, clc=True)
+        self.declined |= message.layout is DECLINE
+        return message
 
     def take(self) -> bytes:
         """Take everything from the buffer."""
