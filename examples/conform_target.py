@@ -3,8 +3,9 @@
     python -m examples.conform_target server [PORT]
     python -m examples.conform_target client HOST PORT [LANES]
 
-The server has an echo service (RFC 862), and prints its port. The client keeps LANES connections
-open: it opens each one, echoes what arrives until the peer ends the stream, and opens the next.
+The server has an echo service (RFC 862), and on other ports a daytime service (RFC 867) and a
+discard service (RFC 863). It prints the three ports. The client keeps LANES connections open: it
+opens each one, echoes what arrives until the peer ends the stream, and opens the next.
 
 `discovery="assume"`: the suite is no peer that same-host discovery could find. The smallest ring
 makes cursors wrap after 16 KiB, and short timers keep the time-out checks short.
@@ -50,11 +51,18 @@ async def daytime(stream: trio_smc.SmcStream) -> None:
         await stream.send_all(b"Thursday, November 26, 2026 12:00:00-UTC\r\n")
 
 
+async def discard(stream: trio_smc.SmcStream) -> None:
+    """Read and send nothing, until the end of the stream."""
+    with contextlib.suppress(trio.BrokenResourceError):
+        async for _ in stream:
+            pass
+
+
 async def serve(port: int) -> None:
-    """Serve both services until interrupted, and print their ports."""
+    """Serve all services until interrupted, and print their ports."""
     async with trio.open_nursery() as nursery:
         ports = []
-        for service, number in ((echo, port), (daytime, 0)):
+        for service, number in ((echo, port), (daytime, 0), (discard, 0)):
             start = partial(trio_smc.serve, service, number, host="0.0.0.0")
             listeners = await nursery.start(start)
             ports.append(listeners[0].socket.getsockname()[1])

@@ -86,8 +86,9 @@ def _server(
 ) -> int:
     with _target(tree, directory, eye_catchers, "server", "0") as target:
         assert target.stdout is not None
-        port, daytime = target.stdout.readline().split()
-        command = _suite("connect", "127.0.0.1", port, "--daytime", daytime, *options)
+        port, daytime, discard = target.stdout.readline().split()
+        services = ("--daytime", daytime, "--discard", discard)
+        command = _suite("connect", "127.0.0.1", port, *services, *options)
         output = subprocess.DEVNULL if quiet else None
         return subprocess.run(command, cwd=ROOT, stdout=output, check=False).returncode
 

@@ -56,6 +56,10 @@ def parser() -> argparse.ArgumentParser:
         "--daytime", type=int, default=0, metavar="PORT",
         help="the port of the server's daytime service (RFC 867), which closes first",
     )  # fmt: skip
+    connect.add_argument(
+        "--discard", type=int, default=0, metavar="PORT",
+        help="the port of the server's discard service (RFC 863), which only reads",
+    )  # fmt: skip
     listen = commands.add_parser("listen", help="judge a client that connects again and again")
     listen.add_argument("port", metavar="PORT", type=int, help="0: a free one")
     listen.add_argument("--host", default="", help="the address to listen on; default: all")
@@ -156,7 +160,8 @@ def _judge(given: argparse.Namespace) -> int:
         directory=given.directory, version=given.version, ueid=given.ueid,
         eye_catcher=given.eye_catchers, patience=given.patience, timers=given.timers,
         jobs=given.jobs, seed=secrets.randbits(32) if given.seed is None else given.seed,
-        daytime=getattr(given, "daytime", 0), fail_fast=given.fail_fast,
+        daytime=getattr(given, "daytime", 0), discard=getattr(given, "discard", 0),
+        fail_fast=given.fail_fast,
         provides=frozenset(given.provides or ()),
     )  # fmt: skip
     progress = Progress(sys.stdout, len(checks), verbose=given.verbose)

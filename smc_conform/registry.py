@@ -29,6 +29,7 @@ NEEDS: Final = {
     "one-rnic": "one RNIC on the implementation's side",
     "parallel": "a client under test with several connections at a time",
     "daytime": "a daytime service (RFC 867), which closes the connection first",
+    "discard": "a discard service (RFC 863), which reads and sends nothing",
     "version-1": "version 1",
     "version-2": "version 2",
 }

@@ -1,9 +1,9 @@
 """Runs checks and finds their verdicts.
 
 A silence is judged by a probe: another connection, right after it.  If the probe is served within
-a fraction of the patience, the implementation runs, and the event that did not come is a failure.
-Otherwise nothing was found out, and the check is inconclusive.  A probe also follows each failure,
-and each check that treats the implementation badly.
+a fraction of the patience, the implementation runs, and the check is repeated: a second silence is
+a failure.  Otherwise nothing was found out, and the check is inconclusive.  A probe also follows
+each failure, and each check that treats the implementation badly.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Runner:
             found.add("two-rnics")
         if options.daytime:
             found.add("daytime")
+        if options.discard:
+            found.add("discard")
         return frozenset(found)
 
     def missing(self, check: Check) -> str:
@@ -63,10 +65,7 @@ class Runner:
             return Result(check.id, Verdict.NOT_APPLICABLE, lacks)
         verdict, detail, peer = await self._judge(check.steps, check.slow)
         if verdict is None:
-            alive = await self._probe()
-            verdict = Verdict.FAIL if not alive else Verdict.INCONCLUSIVE
-            if alive:
-                detail += f"; a new connection afterwards: {alive}"
+            verdict, detail, peer = await self._judge_silence(check, detail, peer)
         elif verdict is Verdict.FAIL or (check.robust and verdict is not Verdict.INCONCLUSIVE):
             alive = await self._probe()
             if alive:
@@ -77,6 +76,19 @@ class Runner:
         if verdict is Verdict.PASS:
             return Result(check.id, verdict, "", seconds)
         return Result(check.id, verdict, detail, seconds, peer.trace.ladder, peer.trace.capture)
+
+    async def _judge_silence(
+        self, check: Check, silence: str, peer: Peer
+    ) -> tuple[Verdict, str, Peer]:
+        """The verdict after a silence: a failure if the check meets it again."""
+        alive = await self._probe()
+        if alive:
+            detail = f"{silence}; a new connection afterwards: {alive}"
+            return Verdict.INCONCLUSIVE, detail, peer
+        verdict, detail, peer = await self._judge(check.steps, check.slow)
+        if verdict is Verdict.PASS:
+            return Verdict.INCONCLUSIVE, f"{silence}; when repeated, the check passed", peer
+        return verdict or Verdict.FAIL, detail, peer
 
     async def _judge(self, steps: Steps, slow: bool = False) -> tuple[Verdict | None, str, Peer]:
         """Run the steps; the verdict is None after a silence."""

@@ -40,7 +40,7 @@ class Options:
       timers: seconds of the longest time-out of the implementation.
       jobs: checks at a time.
       seed: of all random choices.
-      daytime: the port of a daytime service, or 0.
+      daytime, discard: the ports of these services, or 0.
       fail_fast: end the run at the first failure.
       provides: further keys of `registry.NEEDS` that the implementation and the set-up have.
     """
@@ -58,6 +58,7 @@ class Options:
     jobs: int = 1
     seed: int = 0
     daytime: int = 0
+    discard: int = 0
     fail_fast: bool = False
     provides: frozenset[str] = frozenset()
 

@@ -10,7 +10,10 @@ from smc_conform.connection import Connection
 from smc_conform.messages import CDC, with_bytes
 from smc_conform.peer import Peer, Phase
 from smc_conform.registry import check
+from smc_conform.roles import Role
 from smc_conform.verdicts import Differs, Failed
+
+SERVER = Role.SERVER
 
 
 def pattern(count: int, seed: int = 0) -> bytes:
@@ -301,6 +304,109 @@ async def update_requested(peer: Peer) -> None:
         )  # fmt: skip
 
 
+DISCARD = ("discard",)
+
+
+async def discarding(peer: Peer) -> Connection:
+    """A connection to the discard service: all its messages are window updates."""
+    connection = await peer.connect(port=peer.session.options.discard)
+    connection.write(b"begin")
+    await peer.ping(connection.link)
+    return connection
+
+
+@check("4.5.1-5", "Below a tenth of the ring, consumption is not announced alone.",
+       SERVER, needs=DISCARD)  # fmt: skip
+async def small_growth_is_not_announced(peer: Peer) -> None:
+    connection = await discarding(peer)
+    connection.write(bytes(connection.peer_room // 20))
+    await peer.quiet()
+    await peer.ping(connection.link)
+    if connection.messages:
+        raise Failed(f"{connection.last} comes for a twentieth of the ring")
+
+
+@check("4.5.1-6", "While more than half of the ring is free, consumption is not announced alone.",
+       SERVER, needs=DISCARD)  # fmt: skip
+async def wide_window_is_not_announced(peer: Peer) -> None:
+    connection = await discarding(peer)
+    connection.write(bytes(connection.peer_room // 4))
+    await peer.quiet()
+    await peer.ping(connection.link)
+    if connection.messages:
+        raise Failed(f"{connection.last} comes, although the window is wide")
+
+
+@check("4.5.1-7", "A window below half that would grow by a tenth is announced.", SERVER,
+       needs=DISCARD)  # fmt: skip
+async def small_window_is_announced(peer: Peer) -> None:
+    connection = await discarding(peer)
+    for _ in range(6):
+        connection.write(bytes(connection.peer_room // 9))
+    await peer.until(
+        lambda: connection.peer_consumed > connection.peer_room // 2, "a window update", connection
+    )
+
+
+@check("4.5.1-8", "After the B flag even a small consumption is announced.", SERVER, needs=DISCARD)
+async def update_for_a_blocked_writer(peer: Peer) -> None:
+    connection = await discarding(peer)
+    for _ in range(3):
+        connection.write(bytes(100), writer_blocked=1)
+        await peer.until(
+            lambda: connection.peer_consumed == connection.produced, "the consumer cursor",
+            connection,
+        )  # fmt: skip
+
+
+@check("4.5.1-9", "A message without B ends the announcements of small consumptions.", SERVER,
+       needs=DISCARD)  # fmt: skip
+async def no_update_after_b(peer: Peer) -> None:
+    connection = await discarding(peer)
+    connection.write(bytes(100), writer_blocked=1)
+    await peer.until(
+        lambda: connection.peer_consumed == connection.produced, "the consumer cursor", connection
+    )
+    before = len(connection.messages)
+    connection.write(bytes(100))
+    await peer.quiet()
+    await peer.ping(connection.link)
+    if len(connection.messages) > before:
+        raise Failed(f"{connection.last} comes, although B was cleared")
+
+
+@check("4.5.1-10", "After the R flag even a small consumption is announced.", SERVER, needs=DISCARD)
+async def update_requested_from_a_reader(peer: Peer) -> None:
+    connection = await discarding(peer)
+    for _ in range(3):
+        connection.write(bytes(100), update_requested=1)
+        await peer.until(
+            lambda: connection.peer_consumed == connection.produced, "the consumer cursor",
+            connection,
+        )  # fmt: skip
+
+
+@check("4.5.1-11", "R without data brings the cursor of what was consumed before.", SERVER,
+       needs=DISCARD)  # fmt: skip
+async def update_requested_without_data(peer: Peer) -> None:
+    connection = await discarding(peer)
+    connection.write(bytes(300))
+    await peer.quiet()
+    connection.send_cdc(update_requested=1)
+    await peer.until(
+        lambda: connection.peer_consumed == connection.produced, "the consumer cursor", connection
+    )
+
+
+@check("4.5.1-12", "Many rings of data go to a reader that sends nothing.", SERVER, needs=DISCARD)
+async def many_rings(peer: Peer) -> None:
+    connection = await discarding(peer)
+    for _ in range(60):
+        await peer.until(lambda: connection.window >= 4000, "a window update", connection)
+        connection.write(bytes(4000))
+    await peer.ping(connection.link)
+
+
 # --- sequence numbers and flags of the suite -----------------------------------------------------
 
 
@@ -408,6 +514,8 @@ _IMPOSSIBLE: dict[str, tuple[str, dict[str, int | str]]] = {
     "25": ("a consumer cursor at the ring's size", {"consumer": "own size"}),
     "26": ("a consumer that has overtaken the producer", {"consumer_wrap": 1}),
     "27": ("a consumer that has gone back", {"consumer": "base"}),
+    "29": ("a producer one byte beyond the window", {"producer": "beyond"}),
+    "30": ("a consumer one byte beyond the producer", {"consumer": "beyond own"}),
     "28": ("a consumer wrap that has gone back", {"consumer_wrap": 0xFFFF}),
 }
 
@@ -426,9 +534,18 @@ async def _impossible(values: dict[str, int | str], peer: Peer) -> None:
     await connection.echo(b"0123456789")
     await connection.echo(b"0123456789")
     await peer.ping(connection.link)
-    words = {"size": connection.peer_size, "own size": 16 * 1024, "base": connection.base}
+    # The implementation has consumed, and produced, 20 bytes, and has announced that.
+    wrap = {"producer_wrap": 1} if values.get("producer") == "beyond" else {}
+    beyond = connection.base + 21
+    words = {
+        "beyond": beyond,
+        "beyond own": beyond,
+        "size": connection.peer_size,
+        "own size": 16 * 1024,
+        "base": connection.base,
+    }
     given = {name: words[v] if isinstance(v, str) else v for name, v in values.items()}
-    connection.send_cdc(**given)
+    connection.send_cdc(**wrap, **given)
     await connection_ends(peer, connection)
 
 
