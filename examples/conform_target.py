@@ -27,12 +27,12 @@ CONFIG = trio_smc.Config(
     directory=os.environ.get("CONFORM_DIRECTORY"),
     receive_buffer=16 * 1024,
     rmbe_eye_catcher=bool(os.environ.get("CONFORM_EYE_CATCHER")),
-    handshake_timeout=1.5,
-    first_contact_timeout=1.5,
-    llc_timeout=1.0,
-    test_link_interval=1.5,
-    test_link_timeout=1.0,
-    close_timeout=1.5,
+    handshake_timeout=3,
+    first_contact_timeout=3,
+    llc_timeout=2,
+    test_link_interval=2,
+    test_link_timeout=2,
+    close_timeout=3,
     control=False,
 )
 

@@ -30,7 +30,7 @@ OPTIONS: Mapping[str, Sequence[str]] = {
     "server": ("--jobs", "8"),
     "client": ("--jobs", "3"),
 }
-COMMON = ("--timers", "5", "--provides", "one-rnic", "--provides", "parallel")
+COMMON = ("--timers", "8", "--provides", "one-rnic", "--provides", "parallel")
 
 
 class Run:

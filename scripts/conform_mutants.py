@@ -31,8 +31,8 @@ from scripts.conform import OPTIONS, REPORTS, ROOT, judge
 __all__ = ["Mutant", "mutants", "problems"]
 
 LIST = Path(__file__).with_suffix(".toml")
-PACE = ("--patience", "2", "--timers", "4")
-"""The target answers within milliseconds, and its time-outs are shorter than two seconds."""
+PACE = ("--patience", "2.5", "--timers", "6")
+"""The target answers within milliseconds, and its time-outs are three seconds at most."""
 
 
 class Mutant(NamedTuple):

@@ -3,7 +3,8 @@
 A silence is judged by a probe: another connection, right after it.  If the probe is served within
 a fraction of the patience, the implementation runs, and the check is repeated: a second silence is
 a failure.  Otherwise nothing was found out, and the check is inconclusive.  A probe also follows
-each failure, and each check that treats the implementation badly.
+each failure, and each check that treats the implementation badly.  If the suite's own process did
+not run for a while, a failure is inconclusive, too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from trio_smc.rnic.verbs import RnicError
 
 __all__ = ["Runner"]
 
+_PROBES: Final = 3
+"""New connections of which one must work after a check; a slow one is not a failure."""
 _CHECK_FACTOR: Final = 12
 """A check ends after so many times the patience."""
 
@@ -67,11 +70,15 @@ class Runner:
         if verdict is None:
             verdict, detail, peer = await self._judge_silence(check, detail, peer)
         elif verdict is Verdict.FAIL or (check.robust and verdict is not Verdict.INCONCLUSIVE):
-            alive = await self._probe()
+            alive = await self._serves()
             if alive:
                 verdict = Verdict.FAIL
                 detail = f"{detail}; " if detail else ""
                 detail += f"a new connection afterwards: {alive}"
+        still = self._session.stood_still(begin)
+        if still and verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE):
+            verdict = Verdict.INCONCLUSIVE
+            detail = f"the suite itself stood still for {still:.1f} s; {detail}"
         seconds = time.monotonic() - begin
         if verdict is Verdict.PASS:
             return Result(check.id, verdict, "", seconds)
@@ -81,7 +88,11 @@ class Runner:
         self, check: Check, silence: str, peer: Peer
     ) -> tuple[Verdict, str, Peer]:
         """The verdict after a silence: a failure if the check meets it again."""
-        alive = await self._probe()
+        begin = trio.current_time()
+        alive = await self._serves()
+        took = trio.current_time() - begin
+        if not alive and took > self._options.patience / 2:
+            alive = f"took {took:.1f} s"
         if alive:
             detail = f"{silence}; a new connection afterwards: {alive}"
             return Verdict.INCONCLUSIVE, detail, peer
@@ -116,26 +127,33 @@ class Runner:
                 nursery.cancel_scope.cancel()
         return verdict, detail, peer
 
-    async def _probe(self) -> str:
-        """Use a new connection; returns what was wrong with it, or an empty text."""
-        begin = trio.current_time()
-        verdict, detail, _ = await self._judge(Peer.still_serves)
-        if verdict is not Verdict.PASS:
-            return detail
-        took = trio.current_time() - begin
-        return f"took {took:.1f} s" if took > self._options.patience / 2 else ""
+    async def _serves(self) -> str:
+        """Use new connections, until one works; returns what was wrong, or an empty text."""
+        detail = ""
+        for _ in range(_PROBES):
+            verdict, detail, _ = await self._judge(Peer.still_serves)
+            if verdict is Verdict.PASS:
+                return ""
+        return detail
 
     async def run_all(
         self, checks: Iterable[Check], report: Callable[[Check, Result], None]
     ) -> None:
-        """Run the checks, as many at a time as the options allow, in a random order."""
+        """Run the checks in a random order, as many at a time as the options allow.
+
+        Inconclusive checks run again at the end, one after the other.
+        """
         waiting = list(checks)
         random.Random(self._options.seed).shuffle(waiting)
+        again: list[Check] = []
 
         async def worker() -> None:
             while waiting:
                 check = waiting.pop()
                 result = await self.run(check)
+                if result.verdict is Verdict.INCONCLUSIVE:
+                    again.append(check)
+                    continue
                 report(check, result)
                 if self._options.fail_fast and result.verdict is Verdict.FAIL:
                     waiting.clear()
@@ -144,3 +162,6 @@ class Runner:
         async with trio.open_nursery() as nursery:
             for _ in range(self._options.jobs):
                 nursery.start_soon(worker)
+        if not nursery.cancel_scope.cancelled_caught:
+            for check in again:
+                report(check, await self.run(check))

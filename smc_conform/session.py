@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -19,6 +20,9 @@ from trio_smc.host.private_directory import default_directories
 __all__ = ["Options", "Session", "open_session"]
 
 _Arrival: TypeAlias = tuple[float, trio.SocketStream]
+_WATCH: Final = 0.05
+_STALL: Final = 0.4
+"""Seconds in which this process did not run, and that make a failure doubtful."""
 _STALE: Final = 1.0
 """Seconds after which an accepted connection that no check has taken is closed: the client's timer
 for SMC Accept runs (RFC 7609, C.5)."""
@@ -77,6 +81,20 @@ class Session:
     nursery: trio.Nursery
     arrivals: trio.MemoryReceiveChannel[_Arrival] | None = None
     port: int = 0
+    _stalls: list[tuple[float, float]] = field(default_factory=list)
+
+    async def watch_itself(self) -> None:
+        """Note when this process does not run for a while, because the host is busy."""
+        while True:
+            before = time.monotonic()
+            await trio.sleep(_WATCH)
+            lag = time.monotonic() - before - _WATCH
+            if lag > _STALL:
+                self._stalls.append((before, lag))
+
+    def stood_still(self, since: float) -> float:
+        """Seconds, since a time of `time.monotonic`, in which this process did not run."""
+        return sum(lag for when, lag in self._stalls if when + lag >= since)
 
     @property
     def role(self) -> Role:
@@ -142,6 +160,7 @@ async def open_session(options: Options) -> AsyncIterator[Session]:
             for device in devices:
                 nursery.start_soon(device.run)
             session = Session(options, devices, nursery)
+            nursery.start_soon(session.watch_itself)
             if options.role is Role.CLIENT:
                 send, session.arrivals = trio.open_memory_channel[_Arrival](1024)
                 session.port = options.port
