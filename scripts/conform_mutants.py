@@ -1,6 +1,6 @@
 """Judge the judge: does `smc-conform` notice each fault of `conform_mutants.toml`?
 
-    python -m scripts.conform_mutants [NAME ...] [--full] [--check]
+    python -m scripts.conform_mutants [NAME ...] [--first N] [--full] [--check]
 
 Each fault is put into a copy of trio_smc, which the suite then judges as server and as client,
 until a check fails.  The area that the list names comes first.  A NAME is a part of a name.
@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="parts of names; default: all")
+    parser.add_argument("--first", type=int, default=1, metavar="N", help="begin with the Nth")
     parser.add_argument("--full", action="store_true", help="find all checks that each one trips")
     parser.add_argument("--check", action="store_true", help="only compare the list with the tree")
     given = parser.parse_args(arguments)
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     missed, trips = [], {}
     with tempfile.TemporaryDirectory(prefix="conform-reports-") as directory:
-        for number, mutant in enumerate(chosen, 1):
+        for number, mutant in list(enumerate(chosen, 1))[given.first - 1 :]:
             begin = time.monotonic()
             if given.full:
                 trips[mutant.name] = tripped(mutant, Path(directory))
@@ -134,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{by or 'NOT NOTICED'}",
                 flush=True,
             )
-    print(f"{len(chosen) - len(missed)} of {len(chosen)} faults noticed")
+    tried = len(chosen) - given.first + 1
+    print(f"{tried - len(missed)} of {tried} faults noticed")
     if given.full:
         REPORTS.mkdir(parents=True, exist_ok=True)
         (REPORTS / "mutants.json").write_text(json.dumps(trips, indent=1) + "\n")

