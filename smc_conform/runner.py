@@ -54,7 +54,7 @@ class Runner:
         return frozenset(found)
 
     def missing(self, check: Check) -> str:
-        """What the check needs and this run does not have; empty: nothing."""
+        """The needs of the check that this run does not meet, in words; empty: none."""
         if self._options.role not in check.roles:
             return f"for an implementation that is the {' or '.join(sorted(check.roles))}"
         lacks = sorted(check.needs - self.provides())

@@ -1,4 +1,4 @@
-"""What the checks of a run share: options, RNICs, connections with the implementation."""
+"""The common parts of all checks of a run: options, RNICs, TCP connections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ for SMC Accept runs (RFC 7609, C.5)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user has chosen.
+    """The choices of the user.
 
     Attributes:
       role: of the implementation under test.

@@ -1,4 +1,4 @@
-"""What a check has sent and received: the ladder, and the capture as pcapng."""
+"""The messages and writes of a check: the ladder, and the capture as pcapng."""
 
 from __future__ import annotations
 

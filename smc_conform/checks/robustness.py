@@ -61,7 +61,9 @@ async def ends_or_goes_on(peer: Peer, handshake: Handshake) -> None:
 
 
 async def stops(peer: Peer, handshake: Handshake) -> None:
-    """Wait for the end of the TCP connection or of the link, or for SMC Decline.
+    """Wait for the end of the TCP connection or of the link, for SMC Decline, or for data.
+
+    An implementation may take one of its time-outs before it goes on.
 
     An answer is right, too: over TCP to bytes without an eye catcher, which are not CLC, and a CDC
     message to a wrong alert token.
@@ -71,7 +73,9 @@ async def stops(peer: Peer, handshake: Handshake) -> None:
     def over() -> bool:
         group = handshake.group
         stray = group is not None and (bool(group.strays) or bool(group.link.failed))
-        return bool(tcp.buffer) or tcp.declined or tcp.end is not None or stray
+        connection = getattr(handshake, "connection", None)
+        goes_on = connection is not None and connection.peer_produced > 0
+        return goes_on or bool(tcp.buffer) or tcp.declined or tcp.end is not None or stray
 
     await peer.until(over, "an end of the connection", patience=peer.session.options.timers)
 
