@@ -141,10 +141,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     bad = 0
     begin = time.monotonic()
-    for role in [given.role] if given.role else OPTIONS:
-        print(f"--- trio_smc as {role}", flush=True)
-        more = [*given.more, *(["--eye-catchers"] if given.eye_catchers else [])]
-        run = judge(role, REPORTS, *more, tree=given.tree, eye_catchers=given.eye_catchers)
+    roles = [given.role] if given.role else list(OPTIONS)
+    runs = [(role, given.eye_catchers, given.more) for role in roles]
+    if not (given.eye_catchers or given.more):
+        # The layout of RFC 7609, 4.2 has a meaning for cursors and data only.
+        runs += [(role, True, ["--only", "data/*"]) for role in roles]
+    for role, eye_catchers, more in runs:
+        print(f"--- trio_smc as {role}{', with eye catchers' if eye_catchers else ''}", flush=True)
+        reports = REPORTS / "eye-catchers" if eye_catchers else REPORTS
+        options = [*more, *(["--eye-catchers"] if eye_catchers else [])]
+        run = judge(role, reports, *options, tree=given.tree, eye_catchers=eye_catchers)
         bad |= run.code != 0 or run.counts.get("inconclusive", 0) > 0
     print(f"reports: {REPORTS.relative_to(ROOT)}; {time.monotonic() - begin:.0f} s")
     return int(bad)
