@@ -41,7 +41,7 @@ from trio_smc.host.real_time import now
 from trio_smc.rendezvous.discovery import directory
 from trio_smc.rendezvous.discovery.names import DATAGRAM, Names, send_to
 from trio_smc.rendezvous.discovery.older_releases import (
-    is_older_listener,
+    connects,
     is_signpost,
     signpost_name,
 )
@@ -424,13 +424,8 @@ def _connect(probe: socket.socket, below: PrivateDirectory, name: str) -> tuple[
     """
     try:
         with below.socket_at(name) as path:
-            try:
-                probe.connect(path)
-            except OSError as error:
-                if not is_older_listener(error):
-                    raise
-                return os.stat(path).st_uid, True
-            return os.stat(path).st_uid, False
+            is_older = not connects(probe, path)
+            return os.stat(path).st_uid, is_older
     except OSError as error:
         if is_lack(error):
             raise

@@ -10,7 +10,7 @@ the process that has the socket does not notice (unix_find_bsd, linux/net/unix/a
 
 *A listener of an older release.*  A client connects a datagram socket to each name, to find out if
 its process is alive.  The kernel compares the types only if the process is alive, so EPROTOTYPE
-means an older listener (`is_older_listener`).  This takes no further system call, and nothing is
+means an older listener (`connects`).  This takes no further system call, and nothing is
 read that another process has written.
 
 *A client of an older release.*  It connects to each name and passes over datagram sockets, so it
@@ -57,7 +57,7 @@ from trio_smc.host.tcp import end_waits
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.waiting import wait_readable_until
 
-__all__ = ["Signpost", "is_older_listener", "is_signpost", "signpost_name"]
+__all__ = ["Signpost", "connects", "is_signpost", "signpost_name"]
 
 _SUFFIX: Final = ".older"
 _BACKLOG: Final = 64
@@ -75,10 +75,18 @@ _CAPACITY_PAUSE: Final = 0.5
 _ANSWER: Final = messages.refused(FallbackReason.LOCAL_VERSION_MISMATCH)
 
 
-def is_older_listener(error: OSError) -> bool:
-    """True if a datagram socket cannot connect to a name because a process of an older release
-    listens there."""
-    return error.errno == errno.EPROTOTYPE
+def connects(probe: socket.socket, path: str) -> bool:
+    """Connect a datagram socket to a listener; False if it is of an older release.
+
+    Raises OSError: as connect(2); ECONNREFUSED if no process has the listener.
+    """
+    try:
+        probe.connect(path)
+    except OSError as error:
+        if error.errno != errno.EPROTOTYPE:
+            raise
+        return False
+    return True
 
 
 def signpost_name(listener: str) -> str:
