@@ -423,7 +423,7 @@ def spoil(value: Any, rng: random.Random) -> Any:
     """The same with one thing that is not as it should be."""
     if isinstance(value, dict) and value:
         name = rng.choice(sorted(value))
-        if rng.random() < 0.2:
+        if name in client._KEYS and rng.random() < 0.5:
             return {key: inner for key, inner in value.items() if key != name}
         return value | {name: spoil(value[name], rng)}
     if isinstance(value, list) and value and rng.random() < 0.8:
