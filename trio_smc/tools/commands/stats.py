@@ -177,7 +177,7 @@ def _name(key: tuple[Any, ...]) -> str:
         case [name]:
             return str(name).replace("_", " ")
         case ["fallbacks", origin, reason]:
-            return f"  {origin}: {reason}"
+            return f"  {plain(origin)}: {plain(reason)}"
         case _:
             return f"  version {agreed(*key[1:])}"
 
