@@ -20,6 +20,7 @@ from __future__ import annotations
 import socket
 import sys
 import types
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,13 @@ async def connect(discovery: Any, port: int, wait: float) -> None:
             print_line(await announcement.accepted(deadline) or "smc-r")
 
 
-async def main(private: str, kind: str, *ports: str) -> None:
-    from trio_smc.rendezvous import discovery as module
-
-    discovery = module.Discovery(Path(private))
-    discovery.open()  # type: ignore[no-untyped-call, unused-ignore]
+async def main(*arguments: str) -> None:
+    private, kind, *ports = arguments
+    # In this tree `trio_smc.rendezvous.discovery` is a package, without this class.
+    discovery: Any = import_module("trio_smc.rendezvous.discovery").Discovery(Path(private))
+    discovery.open()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(discovery.run)  # type: ignore[attr-defined, unused-ignore]
+        nursery.start_soon(discovery.run)
         if kind == "serve":
             nursery.start_soon(serve, discovery, int(ports[0]), nursery)
         else:
@@ -85,7 +86,7 @@ async def main(private: str, kind: str, *ports: str) -> None:
 
 
 if __name__ == "__main__":
-    # Its `__init__` imports more than was kept.
+    # The real `__init__` imports modules that the archive does not contain.
     package = types.ModuleType("trio_smc")
     package.__path__ = [f"{sys.argv[1]}/trio_smc"]
     sys.modules["trio_smc"] = package

@@ -76,7 +76,7 @@ async def reason_of(stack: trio_smc.Stack, port: int) -> FallbackReason | None:
     """The reason for TCP of one connection, which must come quickly."""
     with trio.fail_after(QUICK):
         async with await stack.open_stream("127.0.0.1", port) as stream:
-            return stream.fallback and stream.fallback.reason
+            return None if stream.fallback is None else stream.fallback.reason
 
 
 # --- a listener of the older release -------------------------------------------------------------
