@@ -194,6 +194,10 @@ class Announcement:
             return self._refusal.reason
         if self.is_lost:
             return _SILENT[FarEnd.LOST]
+        if silence is FallbackReason.PEER_NOT_CAPABLE and (
+            self.found.reason is FallbackReason.LOCAL_VERSION_MISMATCH
+        ):
+            silence = self.found.reason  # a process of an older release shares the port
         if silence is not None and not self.found.is_elsewhere:
             # A listener that answers others meanwhile is busy, and answers the next ones.
             if not self._owner.has_answered(self.destination, began):

@@ -336,6 +336,7 @@ class Publication:
         try:
             with self._scope:
                 async with trio.open_nursery() as self._nursery:
+                    self._start_signpost(self._nursery)
                     while self._made is not None and not self._abandoned:
                         with move_on_after(self.answerer.timers, _NAME_INTERVAL) as timeout:
                             await self._receive_some()
@@ -348,6 +349,11 @@ class Publication:
             self._nursery = None
             self.close()
             self._closer.join()
+
+    def _start_signpost(self, nursery: trio.Nursery) -> None:
+        """Answer clients of older releases."""
+        if self._made is not None and self._made.signpost is not None:
+            nursery.start_soon(self._made.signpost.run, self.answerer.timers)
 
     async def _receive_some(self) -> None:
         """Wait for messages, and handle them, until cancelled."""
@@ -376,6 +382,8 @@ class Publication:
         made.remove()
         self._closer.discard_datagrams(made.socket)
         self._made = renewed
+        if self._nursery is not None:
+            self._start_signpost(self._nursery)
 
     def receive_now(self) -> None:
         """`receive`, for a caller that does not know if there are any."""
