@@ -748,6 +748,7 @@ def from_copy(sock: stdlib_socket.socket) -> trio.socket.SocketType:
         return original.dup()
 
 
+IPPROTO_MPTCP = 262  # linux/in.h; the socket module of Python 3.10 has no name for it
 WAYS_IN = (from_stdlib_socket, from_descriptor, from_taken_descriptor, from_copy)
 
 
@@ -804,6 +805,31 @@ def test_a_connected_socket_of_the_standard_library(
                 connected.detach()
             with theirs.accept()[0]:
                 pass  # of the first connection, or closed by now
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_mptcp_is_refused_if_smc_r_is_required(
+    enabled: None, way: Callable[[stdlib_socket.socket], trio.socket.SocketType]
+) -> None:
+    """An MPTCP socket moves data without SMC-R; the kernel accepts TCP clients on it, too."""
+    kind = (stdlib_socket.AF_INET, stdlib_socket.SOCK_STREAM, IPPROTO_MPTCP)
+
+    async def main() -> None:
+        way(stdlib_socket.socket(*kind)).close()
+        trio.socket.socket(*kind).close()
+        trio_smc.enable(trio_smc.Config(require_smc=True))
+        with pytest.raises(trio_smc.SmcUnavailable, match="MPTCP"):
+            trio.socket.socket(*kind)
+        sock = stdlib_socket.socket(*kind)
+        number = sock.fileno()
+        with pytest.raises(trio_smc.SmcUnavailable, match="MPTCP") as caught:
+            way(sock)
+        assert caught.value.fallback.reason is trio_smc.FallbackReason.MULTIPATH
+        if way is not from_descriptor:  # which has closed its own
+            stdlib_socket.close(number)
+            sock.detach()
 
     trio.run(main)
 
