@@ -109,7 +109,7 @@ class Arrival:
             self._failure = error  # raised by the connection's task
 
     def _start_discovery(self, remote: tuple[str, int]) -> None:
-        self._local, self._remote = _plain_name(self.sock.getsockname()), _plain_name(remote)
+        self._local, self._remote = _plain_name(self._bare.getsockname()), _plain_name(remote)
         self._client = (self._remote[0], self._local[1])
         self._on_claim(self._publication.claim(self._local, self._remote, self._bare))
 

@@ -20,7 +20,7 @@ from trio_smc.wire import clc
 __all__ = ["ServerNegotiation"]
 
 
-class ServerNegotiation(Negotiation):
+class ServerNegotiation(Negotiation, table=CLC_SERVER):
     """Answers an SMC Proposal; the model of `states.clc`.
 
     Args:

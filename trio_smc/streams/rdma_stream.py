@@ -244,24 +244,29 @@ class RdmaStream(SmcStream):
         if self._sending.taken:
             raise self._sending.error()
         await _check_cancelled()
-        self._drain_if_solo()
-        core = self._core
+        if self._pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
+            self._pump.drain_if_pending()
+        core, sender = self._core, self._sender
+        sent, parked = 0, False
+        if (
+            type(data) is bytes and data and not more and sender.sendable
+            and sender.send_limit is None and not (self._closed or core.write_closed)
+        ):  # fmt: skip
+            # The usual case, as in `send_all`: bytes cannot change, so no view is needed.
+            sent = self._translating(sender.send, data)  # inlined `Connection.send`
         send = partial(self._options.send_more, core) if more else core.send
-        parked = False
-        while True:
+        while not sent:
             view = byte_view(data, strided=False)
             if self._closed or core.write_closed:
                 self._check_open_for_sending()
             if not view:
-                sent = 0
                 self._translating(core.check_sendable)
                 break
             sent = self._translating(send, view)
-            if sent:
-                break
-            del view
-            with self._sending:
-                parked = await self._parking.writer() or parked
+            if not sent:
+                del view
+                with self._sending:
+                    parked = await self._parking.writer() or parked
         if core.sender.borrowed:
             core.sender.keep_copies()  # the caller may change its buffer from now on
         if not parked:  # inlined `Parking.end_call`
