@@ -20,10 +20,10 @@ from __future__ import annotations
 import logging
 
 from trio_smc._api import open_listeners, open_stack, open_stream, serve
+from trio_smc._base import release as _release
 from trio_smc._base.errors import ProtocolError, SmcUnavailable
 from trio_smc._base.observer import Observer
 from trio_smc._base.reasons import Fallback, FallbackReason, Mode, Origin
-from trio_smc._base.release import RELEASE
 from trio_smc._base.statistics import Agreed, StackStatistics, StreamStatistics
 from trio_smc._events import EventStream, StackEvent, open_events
 from trio_smc._stack import Stack, stacks
@@ -79,7 +79,7 @@ __all__ = [
     "tear_down_tcp_option",
 ]
 
-__version__: str = RELEASE
+__version__: str = _release.RELEASE
 __compiled__: bool = _cursor.__file__.endswith(".so")
 """True if the hot modules of this build are compiled; see docs/operating.md."""
 
