@@ -99,7 +99,7 @@ have been acknowledged."""
 _CONNECT_TIME: Final = 127.0
 """Seconds that TCP tries to connect: 2**7 - 1 for the 6 repetitions of net.ipv4.tcp_syn_retries."""
 _LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-_MOST_IGNORED: Final = 64  # datagrams of other senders, and such as are no answer
+_MOST_IGNORED: Final = 64  # datagrams other than ACCEPTED
 _REMEMBERED: Final = 256  # addresses that were connected to last
 _MOST_HISTORIES: Final = 1024  # addresses of which something was learned
 _MARK_INTERVAL: Final = 20.0  # seconds after which a mark is set again, as long as there is need
@@ -323,14 +323,15 @@ class Announcement:
         try:
             while self._acceptance is None:
                 message, sender = messages.receive(sock, owner.closer)
-                if message is None or not owner.is_server(self, sender):
-                    self._ignored += 1
-                    if self._ignored >= _MOST_IGNORED and not everything:
+                if message is not None and owner.is_server(self, sender):
+                    if message.kind is Kind.ACCEPTED:
+                        self._acceptance = message
                         break
-                elif message.kind is Kind.ACCEPTED:
-                    self._acceptance = message
-                elif message.kind is Kind.REFUSED:
-                    self._refusal = message
+                    if message.kind is Kind.REFUSED:
+                        self._refusal = message
+                self._ignored += 1
+                if self._ignored >= _MOST_IGNORED and not everything:
+                    break
         except BlockingIOError:
             pass
         return self._acceptance is not None or self._refusal is not None
@@ -380,6 +381,7 @@ class Announcement:
 
         If the child kept it and the parent were killed, the name would look alive.
         """
+        self._committed = True  # the child denies nothing
         self._sock.close()
 
     def __enter__(self) -> Self:
