@@ -1,4 +1,4 @@
-"""Announcements that are open: datagrams that never end, a client that is closed, a forked child."""
+"""Announcements that are open: datagrams without end, a client that is closed, a forked child."""
 
 from __future__ import annotations
 
