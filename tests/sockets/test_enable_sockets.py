@@ -29,6 +29,7 @@ from tests.peers import connect_sockets
 from tests.streams.buffers import ALIGNMENT, SENT
 from tests.streams.stream_pairs import cancel_when_blocked
 from tests.timing import PATIENCE
+from trio_smc.datapath.connection import Connection
 from trio_smc.rnic.roce import pyverbs
 from trio_smc.rnic.verbs import RnicError
 from trio_smc.sockets import enable
@@ -944,5 +945,70 @@ def test_a_connection_that_was_reset_is_accepted_with_its_name(enabled: None) ->
                 assert peer == name
                 with pytest.raises(ConnectionResetError):
                     await accepted.recv(1)
+
+    trio.run(main)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_a_task_sends_while_another_one_waits_for_room() -> None:
+    """Only calls that wait exclude each other, as with a socket of Trio."""
+
+    async def main() -> None:
+        async with drop_ins() as (client, server):
+            assert client.stream is not None
+            whole = bytes(100_000)
+            sent: list[int] = []
+
+            async def send_all() -> None:
+                await trio.SocketStream(client).send_all(whole)
+                sent.append(len(whole))
+
+            async def read(count: int) -> None:
+                while count:
+                    count -= len(await server.recv(count))
+
+            with trio.fail_after(PATIENCE):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(send_all)
+                    await wait_all_tasks_blocked(0.01)
+                    ring = client.stream.statistics().bytes_sent
+                    assert 0 < ring < len(whole)
+                    await read(100)  # less than wakes a writer
+                    await wait_all_tasks_blocked(0.01)
+                    assert not sent
+                    assert await client.send(bytes(10)) == 10
+                    await wait_all_tasks_blocked(0.01)
+                    with pytest.raises(trio.BusyResourceError):
+                        await client.send(b"x")  # the first task has filled the ring
+                    await read(len(whole) - 100 + 10)
+            assert sent == [len(whole)]
+
+    trio.run(main)
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.parametrize("unread", [b"", b"unread"])
+def test_no_end_leaves_before_data_is_refused(
+    unread: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise data that answers the end counts as arrived before the shutdown."""
+    refuses: list[bool] = []
+    send_done = Connection.send_done
+
+    def noted(connection: Connection) -> None:
+        refuses.append(connection.refuses_data)
+        send_done(connection)
+
+    monkeypatch.setattr(Connection, "send_done", noted)
+
+    async def main() -> None:
+        async with drop_ins() as (client, server):
+            if unread:
+                await client.send(unread)
+                await server.recv(1, stdlib_socket.MSG_PEEK)
+            server.shutdown(stdlib_socket.SHUT_RD)
+            server.shutdown(stdlib_socket.SHUT_WR)
+            assert refuses == [True] * bool(unread)
+            assert await client.recv(1) == b""
 
     trio.run(main)

@@ -244,9 +244,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             `trio.serve_listeners` tries again later.
           RuntimeError: called in a forked child.
         """
+        if self._closed:
+            self._stack.check_not_forked()
+            await trio.lowlevel.checkpoint()  # not as the task that accepts: others may call, too
+            raise trio.ClosedResourceError("the listener was closed")
         self._begin_to_accept()
         try:
-            if self._closed or self._ready or self._error is not None:
+            if self._ready or self._error is not None:
                 await trio.lowlevel.checkpoint()  # otherwise the wait is a checkpoint
             while not self._closed:
                 if self._ready:
