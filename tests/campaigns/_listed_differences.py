@@ -128,9 +128,22 @@ def _ends_that_fill(program: Program) -> set[int]:
     return {end for end in range(2) if any(size == LARGE for *_, size in sends(program, end))}
 
 
+def _first_differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]] | None:
+    """As `_differing`, but only the first pair of each task: what follows may come of it."""
+    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    first: dict[tuple[int, int], tuple[Line, Line]] = {}
+    for key in sorted(over_tcp.keys() | over_smc.keys()):
+        if key[:2] in first or over_tcp.get(key) == over_smc.get(key):
+            continue
+        if key not in over_tcp or key not in over_smc:
+            return None
+        first[key[:2]] = over_tcp[key], over_smc[key]
+    return list(first.values())
+
+
 def _sent_after_one_that_waits(program: Program, tcp: Observation, smc: Observation) -> bool:
     """Only a send of an end whose earlier one had to wait finds room over one transport."""
-    pairs = _differing(tcp, smc)
+    pairs = _first_differing(tcp, smc)
     full = _ends_that_fill(program)
     return bool(pairs) and all(
         ours.end in full
