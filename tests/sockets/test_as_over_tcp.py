@@ -1001,7 +1001,7 @@ def _calls_that_fail(sock: Any, stream: trio.SocketStream) -> dict[str, Callable
     }
 
 
-def _close(ends: Ends) -> None:
+def _close_client(ends: Ends) -> None:
     ends.client.close()
 
 
@@ -1032,7 +1032,7 @@ async def _fails_at_a_checkpoint(call: Callable[[], Any]) -> object:
 
 @case
 async def failing_calls_let_other_tasks_run(ends: Ends) -> None:
-    for ending in (_close, _shut_writing, _be_reset):
+    for ending in (_close_client, _shut_writing, _be_reset):
         for name in _calls_that_fail(None, trio.SocketStream(ends.client)):
             again = Ends()
             await again.connect()
