@@ -105,7 +105,8 @@ def _shut_down_during_a_large_send(program: Program, tcp: Observation, smc: Obse
         bool(pairs)
         and bool(shut)
         and all(
-            {_outcome(theirs), _outcome(ours)} <= _RESET | _ENDED | {"cancelled"}
+            {_outcome(theirs), _outcome(ours)}
+            <= _RESET | _ENDED | {"cancelled", "BusyResourceError"}
             for theirs, ours in pairs or ()
         )
         and any(_outcome(line) in ("EPIPE", "ECONNRESET") for line in smc)
