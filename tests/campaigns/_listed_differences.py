@@ -86,6 +86,7 @@ def _closed_with_data_in_a_send_buffer(
     return bool(pairs and full) and all(
         (_outcome(theirs) in ("ECONNRESET", "EPIPE") and _outcome(ours) in ("EPIPE", "sent"))
         or (_outcome(theirs) == "ECONNRESET" and _outcome(ours) in ("end", "0", "SSLEOFError"))
+        or (theirs.result == "shut" and ours.result == "ENOTCONN" and ours.end in full)
         or (
             _outcome(theirs) in ("cancelled", "BusyResourceError")
             and _outcome(ours) in ("EPIPE", "sent")
