@@ -256,14 +256,34 @@ class RdmaStream(SmcStream):
             self._pump.drain_if_pending()
         sender = self._sender
         sent, parked = 0, False
+        if (
+            type(data) is bytes and data and not more and sender.sendable
+            and sender.send_limit is None and not (self._closed or core.write_closed)
+        ):  # fmt: skip
+            # The usual case, as in `send_all`: bytes cannot change, so no view is needed.
+            try:
+                sent = sender.send(data)  # inlined `Connection.send`
+            except OSError as error:
+                translated = self._translated(error)
+                await _yield()
+                raise translated from error
+        if not sent:
+            sent, parked = await self._send_when_there_is_room(data, more=more)
+        if core.sender.borrowed:
+            core.sender.keep_copies()  # the caller may change its buffer from now on
+        if sending.taken:
+            core.wake_all()  # a call that waits for room announces again that it is blocked
+        if not parked:  # inlined `Parking.end_call`
+            parking = self._parking
+            if parking.strict or parking.budget.is_exceeded():
+                await _yield()
+        return sent
+
+    async def _send_when_there_is_room(self, data: Buffer, *, more: bool) -> tuple[int, bool]:
+        """Send as `send_some`; returns the number of bytes, and True if the call has parked."""
+        core, sent, parked = self._core, 0, False
+        send = partial(self._options.send_more, core) if more else core.send
         try:
-            if (
-                type(data) is bytes and data and not more and sender.sendable
-                and sender.send_limit is None and not (self._closed or core.write_closed)
-            ):  # fmt: skip
-                # The usual case, as in `send_all`: bytes cannot change, so no view is needed.
-                sent = self._translating(sender.send, data)  # inlined `Connection.send`
-            send = partial(self._options.send_more, core) if more else core.send
             while not sent:
                 view = byte_view(data, strided=False)
                 if self._closed or core.write_closed:
@@ -274,21 +294,13 @@ class RdmaStream(SmcStream):
                 sent = self._translating(send, view)
                 if not sent:
                     del view
-                    with sending:
+                    with self._sending:
                         parked = await self._parking.writer() or parked
         except Exception:
             if not parked:
                 await _yield()
             raise
-        if core.sender.borrowed:
-            core.sender.keep_copies()  # the caller may change its buffer from now on
-        if sending.taken:
-            core.wake_all()  # a call that waits for room announces again that it is blocked
-        if not parked:  # inlined `Parking.end_call`
-            parking = self._parking
-            if parking.strict or parking.budget.is_exceeded():
-                await _yield()
-        return sent
+        return sent, parked
 
     async def _send_view(self, view: memoryview, sent: int = -1, *, urgent: bool = False) -> bool:
         """Send all of ``view``; True if the call has parked.
