@@ -248,7 +248,7 @@ async def test_damaged_handshakes_through_a_proxy(
         with trio.move_on_after(2):
             await talk(stream, FROM_SERVER, got)
 
-    limit = trio.CapacityLimiter(48)
+    limit = trio.CapacityLimiter(16)
     async with (
         open_stack(QUICK) as server,
         open_stack(QUICK) as client,

@@ -177,6 +177,7 @@ class ServerNegotiation(Negotiation, table=CLC_SERVER):
                 link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
             self._cause = ProtocolError("SMC Confirm names no active link")
             if link is not None:
+                group.found_by_client()
                 self._peers_link = link
                 self._named_link = self.peer_element_known
                 self._ended_early = (
