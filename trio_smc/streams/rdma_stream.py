@@ -216,9 +216,7 @@ class RdmaStream(SmcStream):
                     else:
                         sent = self._core.send(memoryview(data))
                 except OSError as error:
-                    translated = self._translated(error)
-                    await _yield()
-                    raise translated from error
+                    raise await self._error_after_yield(error) from error
                 if sent < len(data):
                     parked = await self._send_view(memoryview(data), sent)
             elif view := byte_view(data):
@@ -264,9 +262,7 @@ class RdmaStream(SmcStream):
             try:
                 sent = sender.send(data)  # inlined `Connection.send`
             except OSError as error:
-                translated = self._translated(error)
-                await _yield()
-                raise translated from error
+                raise await self._error_after_yield(error) from error
         if not sent:
             sent, parked = await self._send_when_there_is_room(data, more=more)
         if core.sender.borrowed:
@@ -479,10 +475,15 @@ class RdmaStream(SmcStream):
 
     async def _receive_error(self, error: OSError, parked: bool) -> Exception:
         """The stream's error for one of the core; yields unless the call has ``parked``."""
+        if parked:
+            return self._translated(error)
+        self._receiving.taken = False
+        return await self._error_after_yield(error)
+
+    async def _error_after_yield(self, error: OSError) -> Exception:
+        """The stream's error for one of the core, as it was before the yield."""
         translated = self._translated(error)
-        if not parked:
-            self._receiving.taken = False
-            await _yield()
+        await _yield()
         return translated
 
     async def _read_rest(
