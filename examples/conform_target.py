@@ -9,6 +9,10 @@ opens each one, echoes what arrives until the peer ends the stream, and opens th
 
 `discovery="assume"`: the suite is no peer that same-host discovery could find. The smallest ring
 makes cursors wrap after 16 KiB, and short timers keep the time-out checks short.
+
+With CONFORM_UEID in the environment both ends speak version 2; on one host they then use the
+suite's own software RNIC, because version 2 is not for software RNICs otherwise. With CONFORM_RNIC,
+such as "rxe0", they use this RoCE port.
 """
 
 from __future__ import annotations
@@ -17,15 +21,34 @@ import contextlib
 import os
 import sys
 from functools import partial
+from typing import Literal
 
 import trio
 
 import trio_smc
+from smc_conform.routable import RoutableRnic
+
+
+def rnics() -> tuple[trio_smc.SoftRnic | trio_smc.VerbsRnic, ...] | Literal["auto"]:
+    """The RNIC that the environment names."""
+    name = os.environ.get("CONFORM_RNIC")
+    if name:
+        return (trio_smc.VerbsRnic(name),)
+    return (RoutableRnic(),) if os.environ.get("CONFORM_UEID") else "auto"
+
+
+def ueids() -> tuple[str, ...]:
+    """The UEID of version 2; none: version 1."""
+    name = os.environ.get("CONFORM_UEID")
+    return (name,) if name else ()
+
 
 CONFIG = trio_smc.Config(
     discovery="assume",
     directory=os.environ.get("CONFORM_DIRECTORY"),
     receive_buffer=16 * 1024,
+    rnics=rnics(),
+    ueids=ueids(),
     rmbe_eye_catcher=bool(os.environ.get("CONFORM_EYE_CATCHER")),
     handshake_timeout=3,
     first_contact_timeout=3,

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.conform import OPTIONS, REPORTS, ROOT, judge
+from scripts.conform import OPTIONS, REPORTS, ROOT, Setup, judge, setups
 
 __all__ = ["Mutant", "mutants", "problems"]
 
@@ -41,7 +41,7 @@ class Mutant(NamedTuple):
     Attributes:
       name: what is wrong.
       file: the module, below trio_smc.
-      area: of the checks that are tried first.
+      area: of the checks that are tried first; those of "version2" are for version 2.
       old, new: ``new`` takes the place of ``old``.
     """
 
@@ -50,6 +50,14 @@ class Mutant(NamedTuple):
     area: str
     old: str
     new: str
+
+    @property
+    def setups(self) -> list[Setup]:
+        """The runs that may notice it, the most likely ones first."""
+        version = 2 if self.area == "version2" else 1
+        first = [Setup(role, version=version, areas=(f"{self.area}/*",)) for role in OPTIONS]
+        rest = sorted(setups(), key=lambda each: each.version != version)
+        return [*first, *rest]
 
 
 def mutants() -> list[Mutant]:
@@ -82,22 +90,22 @@ def tree_with(mutant: Mutant) -> Iterator[Path]:
 
 
 def noticed(mutant: Mutant, reports: Path) -> str:
-    """The role and the check that noticed the fault; empty: none did."""
+    """The run and the check that noticed the fault; empty: none did."""
     with tree_with(mutant) as tree:
-        for only in (("--only", f"{mutant.area}/*"), ()):
-            for role in OPTIONS:
-                run = judge(role, reports, "--fail-fast", *PACE, *only, tree=tree, quiet=True)
-                if run.failed:
-                    return f"{role}: {run.failed[0]}"
+        for setup in mutant.setups:
+            run = judge(setup, "--fail-fast", *PACE, *setup.only, tree=tree, reports=reports)
+            if run.wrong:
+                return f"{setup.role}, version {setup.version}: {run.wrong[0]}"
     return ""
 
 
 def tripped(mutant: Mutant, reports: Path) -> list[str]:
-    """All checks that fail, in either role."""
+    """All checks that fail, in any run."""
     found: dict[str, None] = {}
     with tree_with(mutant) as tree:
-        for role in OPTIONS:
-            found |= dict.fromkeys(judge(role, reports, *PACE, tree=tree, quiet=True).failed)
+        for setup in setups():
+            run = judge(setup, *PACE, *setup.only, tree=tree, reports=reports)
+            found |= dict.fromkeys(run.wrong)
     return list(found)
 
 

@@ -80,7 +80,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--directory", type=Path, help="the private directory of software RNICs")
     add("--version", type=int, choices=(1, 2), default=1, help="of SMC-R; default: 1")
-    add("--ueid", default="", help="for version 2")
+    add("--ueid", default="", help="that both sides have, for version 2; a client's first one")
     add("--eye-catchers", action="store_true", help="give elements the eye catchers of RFC 7609")
     add(
         "--patience", type=float, default=5.0, metavar="SECONDS",
@@ -154,6 +154,8 @@ def _judge(given: argparse.Namespace) -> int:
     checks = [check for check in all_checks() if _is_wanted(check.id, given.only)]
     if not checks:
         raise ValueError(f"no check has such an ID: {', '.join(given.only)}")
+    if given.version > 1 and given.command == "connect" and not given.ueid:
+        raise ValueError("version 2 needs --ueid, a UEID that the server has")
     options = Options(
         role=Role.SERVER if given.command == "connect" else Role.CLIENT,
         host=given.host, port=given.port, rnics=tuple(given.rnics or ("soft", "soft")),

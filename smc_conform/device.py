@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from smc_conform.routable import RoutableRnic
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Completion, Rnic
 
@@ -17,15 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["Device", "open_rnic"]
 
 
-def open_rnic(name: str, directory: Path) -> Rnic:
+def open_rnic(name: str, directory: Path, version: int) -> Rnic:
     """Open the RNIC with this name: "soft" or a RoCE port, such as "rxe0" or "mlx5_0:1".
+
+    Args:
+      version: of SMC-R; version 2 has a software RNIC of its own.
 
     Raises:
       RnicError: the RNIC cannot be opened.
     """
     rnic: Rnic
     if name == "soft":
-        rnic = SoftRnic("conform")
+        rnic = RoutableRnic("conform") if version > 1 else SoftRnic("conform")
     else:
         # pyverbs is needed for RoCE ports only.
         from trio_smc.rnic.roce.device import VerbsRnic

@@ -17,11 +17,15 @@ from smc_conform.messages import (
     DELETE_LINK,
     DELETE_RKEY,
     EYE_CATCHER,
+    REQUEST_ADD_LINK,
     TEST_LINK,
+    V2,
     Layout,
     Message,
     pack,
+    pairs_of,
     read,
+    rtoken_pair,
     with_bytes,
 )
 from smc_conform.trace import Trace
@@ -29,14 +33,18 @@ from smc_conform.waits import Waits, Watched
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.verbs import Completion, RnicError, WcOpcode, WcStatus
 
-__all__ = ["ELEMENTS", "ELEMENT_SIZE", "Ends", "Group", "Link", "LinkUser", "Region"]
+__all__ = ["ELEMENTS", "ELEMENT_SIZE", "Ends", "Group", "Link", "LinkUser", "Region", "own_pair"]
 
 ELEMENT_SIZE: Final = 16 * 1024
 """Bytes of an element of the suite's RMB: the smallest one, so that cursors wrap soon (A.2.3)."""
 ELEMENTS: Final = 16
 """Elements of the suite's RMB."""
 _RECEIVES: Final = 64
+_LONG_RECEIVE: Final = 4352
+"""Bytes of a receive buffer in version 2, whose longest message has 4,152."""
+_SHORTEST: Final = 44
 _REPLY: Final = 0x80
+_PAIR: Final = ("reference_rkey", "new_rkey", "new_address")
 
 
 class Ends(NamedTuple):
@@ -78,7 +86,7 @@ class Link(Watched):
       completed, posted: requests that have completed, and that were posted.
     """
 
-    def __init__(self, group: Group, device: Device, receive_size: int | None = None) -> None:
+    def __init__(self, group: Group, device: Device) -> None:
         self.group = group
         self.device = device
         self.number = 1
@@ -90,7 +98,7 @@ class Link(Watched):
         self.completed = self.posted = 0
         self.rnic = device.rnic
         self.pd = self.rnic.alloc_pd()
-        more = {} if receive_size is None else {"receive_size": receive_size}
+        more = {"receive_size": _LONG_RECEIVE} if group.version > 1 else {}
         self.qp = self.rnic.create_qp(self.pd, **more)
         self.region = self.pd.register(group.memory)
         device.attach(self.qp, self._on_completion)
@@ -126,9 +134,9 @@ class Link(Watched):
             self.qp.post_send(1, raw)
             self.posted += 1
 
-    def send_llc(self, layout: Layout, **values: int | bytes) -> bytes:
-        """Send an LLC message with these values; returns its bytes."""
-        raw = self.group.pack_llc(layout, **values)
+    def send_llc(self, layout: Layout, tail: bytes = b"", /, **values: int | bytes) -> bytes:
+        """Send an LLC message with these values (`Group.pack_llc`); returns its bytes."""
+        raw = self.group.pack_llc(layout, tail, **values)
         self.send(raw)
         return raw
 
@@ -202,6 +210,8 @@ class Group:
       connections: by the suite's alert token.
       strays: CDC messages with a token that no connection has.
       version: of SMC-R.
+      terms: the values that both sides agree on in version 2, by the names of the fields: "eid",
+        "release", "max_connections", "max_links", "direct".
       spare: memory to be freed with the group.
     """
 
@@ -213,6 +223,7 @@ class Group:
         self.trace = trace
         self.waits = waits
         self.version = version
+        self.terms: dict[str, Any] = {}
         self.announces_eye_catcher = eye_catcher
         self.eye_catcher = eye_catcher
         self.peer_id = peer_id
@@ -268,13 +279,19 @@ class Group:
         return self.peer_tokens[-1]
 
     def learn_pairs(self, old: Link, new: Link, message: Message) -> None:
-        """Note the implementation's RTokens on a new link, from ADD LINK CONTINUATION."""
-        for last in ("", "_2")[: message.tokens_left]:
-            reference = getattr(message, f"reference_rkey{last}")
-            token = getattr(message, f"new_rkey{last}"), getattr(message, f"new_address{last}")
+        """Note the implementation's RTokens on a new link, from ADD LINK CONTINUATION, or from ADD
+        LINK in version 2."""
+        if message.layout is ADD_LINK:
+            pairs = pairs_of(message)
+        else:
+            pairs = [
+                tuple(getattr(message, name + last) for name in _PAIR)
+                for last in ("", "_2")[: message.tokens_left]
+            ]
+        for reference, rkey, address in pairs:
             for known in self.peer_tokens:
                 if known.get(old.number, (0, 0))[0] == reference:
-                    known[new.number] = token
+                    known[new.number] = rkey, address
 
     def take_element(self) -> int:
         """The index of an element that no connection has used."""
@@ -304,34 +321,67 @@ class Group:
 
     def _answer(self, link: Link, message: Message) -> None:
         """Answer a request as a peer does that has nothing against it, and no second RNIC."""
-        raw = with_bytes(message.raw, 3, bytes((message.raw[3] | _REPLY,)))
         if message.layout is ADD_LINK:
-            link.send_llc(
-                ADD_LINK, reply=1, rejected=1, reason=1, mac=link.rnic.mac, gid=link.rnic.gid,
-                link_number=message.link_number,
-            )  # fmt: skip
+            link.send(self.rejection(link, message))
+        elif message.layout is REQUEST_ADD_LINK:
+            link.send_llc(REQUEST_ADD_LINK, reply=1)
         else:
-            link.send(raw)
+            link.send(with_bytes(message.raw, 3, bytes((message.raw[3] | _REPLY,))))
 
-    def pack_llc(self, layout: Layout, **values: int | bytes) -> bytes:
-        """An LLC message in the version of the group."""
-        raw = pack(layout, **values)
-        if self.version > 1:
-            kind = bytes((raw[0] | 0x20,)) if "type" not in values else raw[:1]
-            length = len(raw).to_bytes(2, "little")
-            raw = kind + length + raw[3:] if "length" not in values else kind + raw[1:]
-        return raw
+    def rejection(self, link: Link, offer: Message, **values: int | bytes) -> bytes:
+        """The rejection of ADD LINK; it has no reason in version 2."""
+        fields: dict[str, Any] = {
+            "reply": 1, "rejected": 1, "mac": link.rnic.mac, "gid": link.rnic.gid,
+            "link_number": offer.link_number,
+        }  # fmt: skip
+        if self.version == 1:
+            fields["reason"] = 1
+        return self.pack_short(ADD_LINK, **{**fields, **values})
+
+    def pack_llc(self, layout: Layout, tail: bytes = b"", /, **values: int | bytes) -> bytes:
+        """An LLC message in the version of the group.
+
+        Args:
+          tail: RTokens, GIDs or RKeys behind the last field, in version 2.
+        """
+        if self.version == 1:
+            return pack(layout, **values)
+        found = V2[layout]
+        return pack(found, **{"length": found.size + len(tail), **values}) + tail
+
+    def pack_short(self, layout: Layout, **values: int | bytes) -> bytes:
+        """The same with 44 bytes, which ADD LINK has in version 2 if it lists no RToken."""
+        return self.pack_llc(layout, **{"length": _SHORTEST, **values})[:_SHORTEST]
+
+    def add_link(self, old: Link, new: Link, **values: int | bytes) -> bytes:
+        """ADD LINK for a link of this group, or the reply that accepts it.
+
+        In version 2 it lists the RToken of the suite's RMB.
+        """
+        fields: dict[str, Any] = {
+            **new.own, "link_number": new.number, "qp_mtu": new.rnic.mtu, "psn": new.psn, **values,
+        }  # fmt: skip
+        if self.version == 1:
+            return self.pack_llc(ADD_LINK, **fields)
+        extension = {"direct": 1, "target_gid": new.rnic.gid, "token_count": 1}
+        return self.pack_llc(ADD_LINK, own_pair(old, new), **{**extension, **fields})
 
     def confirm_link(self, link: Link, **values: int | bytes) -> bytes:
         """CONFIRM LINK for a link of this group."""
-        fields: dict[str, Any] = {
+        return self.pack_llc(CONFIRM_LINK, **{**self.confirm_link_fields(link), **values})
+
+    def confirm_link_fields(self, link: Link) -> dict[str, Any]:
+        """The fields of CONFIRM LINK, from the suite."""
+        limits = {"max_links": self.terms.get("max_links") or 2}
+        if self.version > 1:
+            limits["max_connections"] = self.terms["max_connections"]
+        return {
             **link.own,
             "no_eye_catcher": 0 if self.announces_eye_catcher else 3,
             "link_number": link.number,
-            "link_user_id": secrets.randbits(32),
-            "max_links": 2,
+            "link_user_id": 0x434F4E46,
+            **limits,
         }
-        return self.pack_llc(CONFIRM_LINK, **{**fields, **values})
 
     def close(self) -> None:
         """End the group, and free everything.  Idempotent."""
@@ -346,3 +396,8 @@ class Group:
             link.close()
         for memory in (self.memory, *self.spare):
             memory.close()
+
+
+def own_pair(old: Link, new: Link) -> bytes:
+    """The RToken of the suite's RMB on a new link, as ADD LINK of version 2 lists it."""
+    return rtoken_pair(old.region.rkey, new.region.rkey, new.region.address)

@@ -7,14 +7,24 @@ the checks that put a wrong value into each of them.
 
 A field is named by the message and its own name: ``pack(ACCEPT, gid=..., qp_number=7)``.  Fields
 that are not given are zero, except the fixed ones: type, length, eye catchers, version.
+
+Version 2
+---------
+Messages of version 2 have further fields, at other places, and some have no fixed size.  Each kind
+of message has one `Layout` that names it, with the fields of version 1.  `Message.variant` has the
+fields of the received message: those of version 2 if it is of version 2.  `proposal_v2` packs SMC
+Proposal of version 2; ``pack(V2[ACCEPT], ...)`` and so on pack the others.  Bytes that follow the
+last field (RTokens, GIDs, RKeys) are appended by the caller.  docs/compliance-v2.md has the fields
+in words.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 __all__ = [
     "ACCEPT",
@@ -34,11 +44,16 @@ __all__ = [
     "PROPOSAL",
     "REQUEST_ADD_LINK",
     "TEST_LINK",
+    "V2",
+    "V2_FIRST",
     "Field",
     "Layout",
     "Message",
     "pack",
+    "pairs_of",
+    "proposal_v2",
     "read",
+    "rtoken_pair",
     "with_bytes",
 ]
 
@@ -57,12 +72,19 @@ class Field:
       size: bytes.
       mask: the bits of its single byte, or 0: all bits of all bytes.
       raw: the value is bytes, and not an integer.
+      little: the least significant byte comes first.
     """
 
     at: int
     size: int = 1
     mask: int = 0
     raw: bool = False
+    little: bool = False
+
+    @property
+    def order(self) -> Literal["little", "big"]:
+        """The byte order of the value."""
+        return "little" if self.little else "big"
 
     def write(self, data: bytearray, value: int | bytes) -> None:
         """Put the value into the message.  Bits that do not fit are cut off."""
@@ -74,14 +96,14 @@ class Field:
             data[self.at] = kept | (int(value) << shift & self.mask)
         else:
             whole = int(value) & ((1 << 8 * self.size) - 1)
-            data[self.at : self.at + self.size] = whole.to_bytes(self.size, "big")
+            data[self.at : self.at + self.size] = whole.to_bytes(self.size, self.order)
 
     def read(self, data: bytes) -> Any:
         """The value in a message."""
         piece = data[self.at : self.at + self.size]
         if self.raw:
             return piece
-        value = int.from_bytes(piece, "big")
+        value = int.from_bytes(piece, self.order)
         if self.mask:
             return (value & self.mask) >> ((self.mask & -self.mask).bit_length() - 1)
         return value
@@ -232,6 +254,171 @@ LLC_KINDS: Final = {
 }  # fmt: skip
 
 
+# --- version 2 -----------------------------------------------------------------------------------
+
+_EXTENSION_AT: Final = 52
+"""SMC Proposal: the offset of the extension of version 2 counts from here."""
+_PREFIXES_AT: Final = 80
+_EXTENSION_SIZE: Final = 40
+_EID_SIZE: Final = 32
+_PROPOSAL_HEAD: Final = {
+    **_CLC_HEAD,
+    "offer_2": Field(7, 1, 0x0C), "offer_1": Field(7, 1, 0x03),
+    "gid": _raw(16, 16), "mac": _raw(32, 6), "area_offset": Field(38, 2),
+    "smc_d_gid": _raw(40, 8), "smc_d_chid": Field(48, 2), "extension_offset": Field(50, 2),
+}  # fmt: skip
+_PREFIX_AREA: Final = {"subnet": _raw(0, 4), "mask_length": Field(4), "prefix_count": Field(7)}
+_EXTENSION: Final = {
+    "eid_count": Field(0), "ism_count": Field(1), "release": Field(3, 1, 0xF0),
+    "seid": Field(3, 1, 0x01), "smc_d_offset": Field(6, 2), "roce_gid": _raw(8, 16),
+    "max_connections": Field(24), "max_links": Field(25), "features": Field(26, 2),
+}  # fmt: skip
+_FIRST_CONTACT: Final = {
+    "direct": Field(104, 1, 0x80), "system": Field(105, 1, 0xF0), "release": Field(105, 1, 0x0F),
+    "host": _raw(108, 32), "max_connections": Field(140), "max_links": Field(141),
+    "features": Field(142, 2),
+}  # fmt: skip
+_EID: Final = {"first_contact": Field(7, 1, 0x08), "eid": _raw(64, 32)}
+_LENGTH_V2: Final = {"length": Field(1, 2, little=True)}
+
+
+def _v2(layout: Layout, size: int = MESSAGE_SIZE, *without: str, **more: Field) -> Layout:
+    """An LLC message in version 2: its length is in the byte order of the sender."""
+    kept = {name: each for name, each in layout.fields.items() if name not in without}
+    fields = MappingProxyType({**kept, **_LENGTH_V2, **more})
+    return Layout(layout.name, layout.kind | 0x20, size, fields)
+
+
+V2: Final[Mapping[Layout, Layout]] = {
+    ACCEPT: _clc("SMC Accept", 2, 108, **{**_CREDENTIALS, **_EID}),
+    CONFIRM: _clc("SMC Confirm", 3, 108, **{**_CREDENTIALS, **_EID}),
+    DECLINE: _clc(
+        "SMC Decline", 4, 44, out_of_sync=Field(7, 1, 0x08), diagnosis=Field(16, 4),
+        system=Field(20, 1, 0xF0), more_diagnosis=_raw(24, 16),
+    ),
+    CONFIRM_LINK: _v2(CONFIRM_LINK, max_connections=Field(35)),
+    ADD_LINK: _v2(
+        ADD_LINK, 72, "reason", direct=Field(44, 1, 0x80), target_gid=_raw(46, 16),
+        token_count=Field(70, 2, little=True),
+    ),
+    DELETE_LINK: _v2(DELETE_LINK),
+    REQUEST_ADD_LINK: _v2(REQUEST_ADD_LINK, gid_count=Field(24), gid_1=_raw(28, 16)),
+    CONFIRM_RKEY: _v2(CONFIRM_RKEY),
+    TEST_LINK: _v2(TEST_LINK),
+    DELETE_RKEY: _v2(
+        DELETE_RKEY, MESSAGE_SIZE, "error_mask", unknown=Field(5), rkey_9=Field(40, 4)
+    ),
+    # Unknown in version 2.
+    ADD_LINK_CONTINUATION: _v2(ADD_LINK_CONTINUATION),
+    CONFIRM_RKEY_CONTINUATION: _v2(CONFIRM_RKEY_CONTINUATION),
+}  # fmt: skip
+"""By layout, the fields in version 2; of SMC Accept and SMC Confirm those of subsequent contact."""
+V2_FIRST: Final[Mapping[Layout, Layout]] = {
+    ACCEPT: _clc("SMC Accept", 2, 160, **{**_CREDENTIALS, **_EID, **_FIRST_CONTACT}),
+    CONFIRM: _clc(
+        "SMC Confirm", 3, 180, **{**_CREDENTIALS, **_EID, **_FIRST_CONTACT},
+        gid_count=Field(156), gid_1=_raw(160, 16),
+    ),
+}  # fmt: skip
+"""The same of first contact; SMC Confirm lists one GID."""
+
+
+def proposal_v2(
+    eids: tuple[bytes, ...], *, offer_1: int = 0, prefixes: tuple[tuple[bytes, int], ...] = (),
+    after_eids: bytes = b"", **values: int | bytes,
+) -> bytes:  # fmt: skip
+    """SMC Proposal of version 2.
+
+    Args:
+      eids: 32 bytes each.
+      offer_1: what version 1 offers; 2, nothing, leaves the prefix area out.
+      prefixes: IPv6 prefixes, pairs of 16 bytes and a length.
+      after_eids: the part of SMC-D.
+      values: for other fields.
+    """
+    listed = b"".join(prefix + bytes((length,)) for prefix, length in prefixes)
+    area = b"" if offer_1 == 2 else bytes(8) + listed
+    at = _PREFIXES_AT + len(area)
+    fixed: dict[str, int | bytes] = {
+        "eye_catcher": EYE_CATCHER, "type": PROPOSAL.kind, "version": 2, "offer_1": offer_1,
+        "area_offset": _PREFIXES_AT - 40 if area else 0, "extension_offset": at - _EXTENSION_AT,
+        "prefix_count": len(prefixes), "eid_count": len(eids),
+    }  # fmt: skip
+    tail = b"".join(eids) + after_eids
+    data = bytearray(_PREFIXES_AT) + area + bytes(_EXTENSION_SIZE) + tail + EYE_CATCHER
+    fixed["length"] = len(data)
+    fields = _proposal_fields(at, with_area=bool(area))
+    fields["trailer"] = _raw(len(data) - 4, 4)
+    for name, value in {**fixed, **values}.items():
+        # A Proposal without a prefix area has no field for a subnet.
+        if name in fields:
+            fields[name].write(data, value)
+        elif name not in _PREFIX_AREA:
+            raise KeyError(name)
+    return bytes(data)
+
+
+def _proposal_fields(at: int, *, with_area: bool) -> dict[str, Field]:
+    """The fields of SMC Proposal whose extension begins ``at`` this byte."""
+    fields = dict(_PROPOSAL_HEAD)
+    if with_area:
+        fields |= {name: _moved(each, _PREFIXES_AT) for name, each in _PREFIX_AREA.items()}
+    return fields | {name: _moved(each, at) for name, each in _EXTENSION.items()}
+
+
+def _moved(field: Field, by: int) -> Field:
+    return replace(field, at=field.at + by)
+
+
+def _proposal_variant(raw: bytes) -> Layout:
+    """The fields of a received SMC Proposal; those of version 1 if it does not offer version 2."""
+    if len(raw) < _PREFIXES_AT or raw[7] >> 4 < 2 or raw[7] >> 2 & 3 == 2:
+        return PROPOSAL
+    at = _EXTENSION_AT + int.from_bytes(raw[50:52], "big")
+    fields = _proposal_fields(at, with_area=raw[7] & 3 != 2)
+    fields["trailer"] = _raw(len(raw) - 4, 4)
+    count = raw[at] if at < len(raw) else 0
+    first = at + _EXTENSION_SIZE
+    fields["eids"] = _raw(first, _EID_SIZE * count)
+    return Layout(PROPOSAL.name, PROPOSAL.kind, len(raw), MappingProxyType(fields))
+
+
+_CLC_V2: Final = frozenset((V2[ACCEPT], V2[CONFIRM], V2[DECLINE], *V2_FIRST.values()))
+
+
+_PAIR: Final = struct.Struct(">IIQ")
+
+
+def rtoken_pair(reference: int, rkey: int, address: int) -> bytes:
+    """An RToken of a new link, as ADD LINK of version 2 lists it."""
+    return _PAIR.pack(reference, rkey, address)
+
+
+def pairs_of(message: Message) -> list[tuple[int, int, int]]:
+    """The RTokens in an ADD LINK of version 2, by its size: reference RKey, RKey, address."""
+    raw = message.raw
+    starts = range(V2[ADD_LINK].size, len(raw) - 15, 16)
+    return [_PAIR.unpack_from(raw, at) for at in starts]
+
+
+def _variant(layout: Layout | None, raw: bytes) -> Layout | None:
+    """The layout with the fields of a received message."""
+    if layout is None:
+        return None
+    if layout is PROPOSAL:
+        return _proposal_variant(raw)
+    if layout in CLC_KINDS.values():
+        if layout is DECLINE:
+            return V2[DECLINE] if len(raw) >= V2[DECLINE].size else DECLINE
+        if raw[7] >> 4 < 2:
+            return layout
+        first = len(raw) >= V2_FIRST[layout].size
+        found = (V2_FIRST if first else V2)[layout]
+        trailer = {"trailer": _raw(len(raw) - 4, 4)}
+        return replace(found, size=len(raw), fields=MappingProxyType({**found.fields, **trailer}))
+    return V2[layout] if raw[0] & 0xE0 == 0x20 else layout
+
+
 def pack(layout: Layout, **values: int | bytes) -> bytes:
     """A message with these values; every other field is zero, except the fixed ones.
 
@@ -242,6 +429,8 @@ def pack(layout: Layout, **values: int | bytes) -> bytes:
     fixed: dict[str, int | bytes] = {"type": layout.kind, "length": layout.size}
     if "eye_catcher" in layout.fields:
         fixed |= {"eye_catcher": EYE_CATCHER, "trailer": EYE_CATCHER, "version": 1}
+        if layout in _CLC_V2:
+            fixed["version"] = 2
     for name, value in {**fixed, **values}.items():
         layout.fields[name].write(data, value)
     return bytes(data)
@@ -252,22 +441,29 @@ class Message:
 
     Attributes:
       layout: its kind; None if the type is unknown.
+      variant: the layout with the fields of its version.
       raw: the bytes.
     """
 
-    __slots__ = ("layout", "raw")
+    __slots__ = ("layout", "raw", "variant")
 
     def __init__(self, layout: Layout | None, raw: bytes) -> None:
         self.layout = layout
+        self.variant = _variant(layout, raw)
         self.raw = raw
 
     def __getattr__(self, name: str) -> Any:
-        if self.layout is None or name not in self.layout.fields:
+        if self.variant is None or name not in self.variant.fields:
             raise AttributeError(f"{self.name} has no field {name}")
-        return self.layout.fields[name].read(self.raw)
+        return self.variant.fields[name].read(self.raw)
 
     def __repr__(self) -> str:
         return f"<{describe(self)}>"
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """The fields of the message, by name."""
+        return {} if self.variant is None else self.variant.fields
 
     @property
     def name(self) -> str:
@@ -278,8 +474,8 @@ class Message:
 
     def reserved_bits(self) -> bytes:
         """The bits that belong to no field; zeros if the sender respects the RFC."""
-        assert self.layout is not None
-        return bytes(a & b for a, b in zip(self.raw, self.layout.reserved(), strict=False))
+        assert self.variant is not None
+        return bytes(a & b for a, b in zip(self.raw, self.variant.reserved(), strict=False))
 
 
 def read(raw: bytes, *, clc: bool = False) -> Message:
@@ -311,7 +507,7 @@ _FLAGS: Final = {
 def describe(message: Message) -> str:
     """One line for a ladder."""
     layout = message.layout
-    if layout is None:
+    if layout is None or message.variant is None:
         return message.name
     if layout is CDC:
         flags = "".join(letter for name, letter in _FLAGS.items() if getattr(message, name))
@@ -319,8 +515,10 @@ def describe(message: Message) -> str:
             f"CDC {message.sequence} producer {message.producer_wrap}:{message.producer} "
             f"consumer {message.consumer_wrap}:{message.consumer}{' ' + flags if flags else ''}"
         )
-    fields = layout.fields
+    fields = message.variant.fields
     words = [layout.name]
+    if "eye_catcher" in fields and message.version > 1:
+        words.append(f"version {message.version}")
     if layout is DECLINE:
         words.append(f"0x{message.diagnosis:08x}")
     if "reply" in fields and message.reply:

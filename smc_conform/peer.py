@@ -37,9 +37,12 @@ from smc_conform.messages import (
     DELETE_LINK,
     PROPOSAL,
     TEST_LINK,
+    V2,
+    V2_FIRST,
     Layout,
     Message,
     pack,
+    proposal_v2,
     with_bytes,
 )
 from smc_conform.roles import Role
@@ -53,6 +56,15 @@ from trio_smc.host.addresses import interface_prefixes
 __all__ = ["Handshake", "Peer", "Phase", "proposal"]
 
 _SERVER: Final = Role.SERVER
+_RELEASE: Final = 1
+_MAX_CONNECTIONS: Final = 255
+_MAX_LINKS: Final = 2
+"""The suite's offer for version 2, which is that of Linux."""
+_EID_SIZE: Final = 32
+_LINUX: Final = 2
+"""The operating system that the suite names."""
+_HOST: Final = b"smc-conform".ljust(32)
+_TERMS: Final = ("eid", "release", "max_connections", "max_links", "direct")
 Change: TypeAlias = Mapping[str, Mapping[str, Any]]
 Tamper: TypeAlias = Mapping[str, Callable[[bytes], bytes]]
 
@@ -91,6 +103,7 @@ class Handshake:
       phase: the last phase that was reached.
       tcp: the TCP connection.
       peer_id: the suite's.
+      version: of SMC-R.
       group: the link group; None before the suite has made it.
       proposal, accept, confirm: the messages of the implementation, once received.
       link_request, link_reply, link_offer: the same of LLC.
@@ -114,6 +127,7 @@ class Handshake:
         self.group = group
         self.peer_id = peer_id if group is None else group.peer_id
         self.subsequent = group is not None
+        self.version = peer.version
         self._change = change
         self._tamper = tamper
 
@@ -137,21 +151,36 @@ class Handshake:
     def _sent(self, name: str, layout: Layout, **values: Any) -> bytes:
         """The message of the suite, changed as the check wants it."""
         fields = {**values, **self._change.get(name, {})}
-        if layout is PROPOSAL:
+        if layout is PROPOSAL and self.version > 1:
+            raw = proposal_v2(fields.pop("eids"), **fields)
+        elif layout is PROPOSAL:
             prefixes = fields.pop("prefixes")
             raw = proposal(prefixes, **fields)
         elif layout in (ACCEPT, CONFIRM):
-            raw = pack(layout, **fields)
+            raw = pack(self._credentials_layout(layout), **fields)
         else:
             assert self.group is not None
             raw = self.group.pack_llc(layout, **fields)
+        return self.tampered(name, raw)
+
+    def tampered(self, name: str, raw: bytes) -> bytes:
+        """The message as the check wants it, once its fields are changed."""
         return self._tamper.get(name, _same)(raw)
+
+    def changes(self, name: str) -> Mapping[str, Any]:
+        """The values that the check wants for fields of a message."""
+        return self._change.get(name, {})
+
+    def _credentials_layout(self, layout: Layout) -> Layout:
+        if self.version == 1:
+            return layout
+        return V2[layout] if self.subsequent else V2_FIRST[layout]
 
     def credentials(self) -> dict[str, Any]:
         """The fields of the suite's SMC Accept or SMC Confirm."""
         group, link, connection = self.group, self.link, self.connection
         assert group is not None
-        return {
+        fields = {
             **link.own,
             "peer_id": group.peer_id,
             "rkey": link.region.rkey,
@@ -162,6 +191,14 @@ class Handshake:
             "rmb_address": link.region.address,
             "psn": link.psn,
         }
+        if self.version == 1:
+            return fields
+        if self.subsequent:
+            return {**fields, "eid": group.terms["eid"]}
+        fields |= {**group.terms, "first_contact": 1, "system": _LINUX, "host": _HOST}
+        if self.peer.role is _SERVER:
+            fields |= {"gid_count": 1, "gid_1": link.rnic.gid}
+        return fields
 
     # --- the implementation is the server ----------------------------------------------------
 
@@ -174,8 +211,12 @@ class Handshake:
             raise Failed("SMC Accept has the first-contact flag, although a link group exists")
         if not self.subsequent and not self.accept.first_contact:
             raise Failed("SMC Accept has no first-contact flag, although no link group exists")
+        if self.accept.version != self.version:
+            raise Failed(f"SMC Accept has version {self.accept.version}")
         if self.group is None:
             self.group = self.peer.new_group(self.peer_id)
+            if self.version > 1:
+                self.group.terms = {name: getattr(self.accept, name) for name in _TERMS}
             link = self.group.new_link()
             await self.peer.connect_link(link, self.accept)
         self.connection = Connection(self.tcp, self.group)
@@ -199,38 +240,62 @@ class Handshake:
 
     async def _reply_to_confirm_link(self) -> None:
         assert self.group is not None
-        fields = dict(self.peer.confirm_link_fields(self.group, self.link))
+        fields = self.group.confirm_link_fields(self.link)
         self.link.send(self._sent("confirm_link", CONFIRM_LINK, reply=1, **fields))
 
+    @property
+    def _single(self) -> bool:
+        """True if both sides agree on a single link: there is no ADD LINK then."""
+        assert self.group is not None
+        return self.group.terms.get("max_links") == 1
+
     async def _receive_add_link(self) -> None:
+        if self._single:
+            return
         self.link_offer = await self.peer.llc(self.link, ADD_LINK, watched=(self.tcp,))
         if self.link_offer.reply:
             raise Failed("ADD LINK is a reply, although the server begins the exchange")
 
     async def _reject_add_link(self) -> None:
-        self.link.send(
-            self._sent(
-                "add_link", ADD_LINK, reply=1, rejected=1, reason=1, gid=self.link.rnic.gid,
-                mac=self.link.rnic.mac, link_number=self.link_offer.link_number,
-            )
-        )  # fmt: skip
         assert self.group is not None
+        if not self._single:
+            raw = self.group.rejection(self.link, self.link_offer, **self.changes("add_link"))
+            self.link.send(self.tampered("add_link", raw))
         self.group.auto.add(ADD_LINK)
 
     # --- the implementation is the client ----------------------------------------------------
 
     async def _receive_proposal(self) -> None:
         self.proposal = await self.peer.clc(self.tcp, PROPOSAL)
+        if self.version > 1 and "eids" not in self.proposal.fields:
+            raise Failed("SMC Proposal does not offer version 2")
 
     async def _send_accept(self) -> None:
         if self.group is None:
             self.group = self.peer.new_group(self.peer_id)
+            if self.version > 1:
+                self.group.terms = self._terms()
             self.group.new_link()
         self.connection = Connection(self.tcp, self.group)
         self.connection.first_contact = not self.subsequent
-        first = int(not self.subsequent)
-        raw = self._sent("accept", ACCEPT, first_contact=first, **self.credentials())
-        await self.tcp.send(raw)
+        fields = {"first_contact": int(not self.subsequent), **self.credentials()}
+        await self.tcp.send(self._sent("accept", ACCEPT, **fields))
+
+    def _terms(self) -> dict[str, Any]:
+        """The answer to the client's offer of version 2."""
+        offer = self.proposal
+        own = self.peer.eid
+        terms: dict[str, Any] = {
+            "eid": own if own and own in offer.eids else offer.eids[:_EID_SIZE],
+            "release": min(_RELEASE, offer.release),
+            "max_connections": min(_MAX_CONNECTIONS, offer.max_connections),
+            "max_links": min(_MAX_LINKS, offer.max_links),
+            "direct": 1,
+        }
+        terms |= self.changes("terms")
+        if not terms["release"]:
+            terms |= {"max_connections": 0, "max_links": 0}
+        return terms
 
     async def _receive_confirm(self) -> None:
         self.confirm = await self.peer.clc(self.tcp, CONFIRM)
@@ -243,7 +308,7 @@ class Handshake:
 
     async def _request_confirm_link(self) -> None:
         assert self.group is not None
-        fields = dict(self.peer.confirm_link_fields(self.group, self.link))
+        fields = self.group.confirm_link_fields(self.link)
         self.link.send(self._sent("confirm_link", CONFIRM_LINK, **fields))
 
     async def _receive_confirm_link_reply(self) -> None:
@@ -255,15 +320,19 @@ class Handshake:
             self.group.eye_catcher = True
 
     async def _offer_link(self) -> None:
-        link = self.link
-        self.link.send(
-            self._sent(
-                "add_link", ADD_LINK, gid=link.rnic.gid, mac=link.rnic.mac, qp_number=0,
-                link_number=link.number + 1,
-            )
-        )  # fmt: skip
+        link, group = self.link, self.group
+        assert group is not None
+        if self._single:
+            return
+        fields = {
+            "gid": link.rnic.gid, "mac": link.rnic.mac, "link_number": link.number + 1,
+            **self.changes("add_link"),
+        }  # fmt: skip
+        self.link.send(self.tampered("add_link", group.pack_short(ADD_LINK, **fields)))
 
     async def _receive_rejection(self) -> None:
+        if self._single:
+            return
         self.link_reply = await self.peer.llc(self.link, ADD_LINK, watched=(self.tcp,))
         if not self.link_reply.rejected:
             raise Failed("the client has accepted an ADD LINK without a queue pair")
@@ -288,37 +357,53 @@ class Handshake:
         return new
 
     async def _accept_offer(self, device: Device) -> Link:
+        new = await self.accept_offer(device)
+        await self.peer.llc(new, CONFIRM_LINK)
+        assert self.group is not None
+        new.send(self.group.confirm_link(new, reply=1))
+        return new
+
+    async def accept_offer(self, device: Device) -> Link:
+        """Accept the server's ADD LINK, up to its CONFIRM LINK on the new link."""
         offer, group, old = self.link_offer, self.group, self.link
         assert group is not None
         new = group.new_link(device, offer.link_number)
         await self.peer.connect_link(new, offer)
-        old.send_llc(
-            ADD_LINK, reply=1, **new.own, link_number=new.number, qp_mtu=new.rnic.mtu, psn=new.psn
-        )
-        request = await self.peer.llc(old, ADD_LINK_CONTINUATION)
-        group.learn_pairs(old, new, request)
-        old.send_llc(ADD_LINK_CONTINUATION, reply=1, link_number=new.number, **_pair(old, new))
-        new.ready()
-        request = await self.peer.llc(new, CONFIRM_LINK)
-        fields = self.peer.confirm_link_fields(group, new)
-        new.send_llc(CONFIRM_LINK, reply=1, **fields)
+        if self.version > 1:
+            group.learn_pairs(old, new, offer)
+            new.ready()
+        raw = group.add_link(old, new, reply=1, **self.changes("second_link"))
+        old.send(self.tampered("second_link", raw))
+        if self.version == 1:
+            request = await self.peer.llc(old, ADD_LINK_CONTINUATION)
+            group.learn_pairs(old, new, request)
+            old.send_llc(ADD_LINK_CONTINUATION, reply=1, link_number=new.number, **_pair(old, new))
+            new.ready()
         return new
 
     async def _offer_second(self, device: Device) -> Link:
+        new = await self.offer_second(device)
+        assert self.group is not None
+        new.send(self.group.confirm_link(new))
+        await self.peer.llc(new, CONFIRM_LINK, reply=True)
+        return new
+
+    async def offer_second(self, device: Device) -> Link:
+        """Offer a second link to the client, up to the suite's CONFIRM LINK on it."""
         group, old = self.group, self.link
         assert group is not None
         new = group.new_link(device, old.number + 1)
-        old.send_llc(ADD_LINK, **new.own, link_number=new.number, qp_mtu=new.rnic.mtu, psn=new.psn)
-        reply = await self.peer.llc(old, ADD_LINK, watched=(self.tcp,))
+        raw = group.add_link(old, new, **self.changes("second_link"))
+        old.send(self.tampered("second_link", raw))
+        reply = self.link_reply = await self.peer.llc(old, ADD_LINK, watched=(self.tcp,))
         if reply.rejected:
             raise Failed("the client has rejected ADD LINK over another RNIC")
         await self.peer.connect_link(new, reply)
         new.ready()
-        old.send_llc(ADD_LINK_CONTINUATION, link_number=new.number, **_pair(old, new))
-        reply = await self.peer.llc(old, ADD_LINK_CONTINUATION, reply=True)
+        if self.version == 1:
+            old.send_llc(ADD_LINK_CONTINUATION, link_number=new.number, **_pair(old, new))
+            reply = await self.peer.llc(old, ADD_LINK_CONTINUATION, reply=True)
         group.learn_pairs(old, new, reply)
-        new.send_llc(CONFIRM_LINK, **self.peer.confirm_link_fields(group, new))
-        await self.peer.llc(new, CONFIRM_LINK, reply=True)
         return new
 
     # --- both ----------------------------------------------------------------------------------
@@ -371,12 +456,16 @@ class Peer:
     Attributes:
       session: the options, RNICs and connections of the run.
       role: of the implementation under test.
+      version: of SMC-R.
+      eid: the UEID of the run as it is on the wire; empty: any.
       trace: what was sent and received.
     """
 
     def __init__(self, session: Session, nursery: trio.Nursery) -> None:
         self.session = session
         self.role = session.role
+        self.version = session.options.version
+        self.eid = session.options.ueid.encode().ljust(_EID_SIZE) if session.options.ueid else b""
         self.trace = Trace()
         self._nursery = nursery
         self.waits = Waits(session.options.patience)
@@ -411,6 +500,19 @@ class Peer:
         if not found:
             raise Failed(f"{bytes(tcp.buffer[:40])!r} came instead of {what}")
         return found[0]
+
+    async def clc_or_end(self, tcp: Tcp) -> Message | None:
+        """The next CLC message, of any kind, or None if the TCP connection ends."""
+        found: list[Message] = []
+
+        def over() -> bool:
+            message = tcp.take_clc()
+            if message is not None:
+                found.append(message)
+            return bool(found) or tcp.end is not None
+
+        await self.until(over, "a CLC message or the end of the TCP connection")
+        return found[0] if found else None
 
     async def llc(
         self, link: Link, layout: Layout, *, reply: bool | None = None,
@@ -478,22 +580,14 @@ class Peer:
         Raises:
           Failed: the implementation continues the rendezvous, or declines without a right to.
         """
-        found: list[Message] = []
-
-        def over() -> bool:
-            message = tcp.take_clc()
-            if message is not None:
-                found.append(message)
-            return bool(found) or tcp.end is not None
-
-        await self.until(over, "the end of the TCP connection")
-        if not found:
+        answer = await self.clc_or_end(tcp)
+        if answer is None:
             return tcp.end or ""
-        if found[0].layout is not DECLINE:
-            raise Failed(f"the implementation goes on with {found[0]}")
+        if answer.layout is not DECLINE:
+            raise Failed(f"the implementation goes on with {answer}")
         if not decline:
             raise Failed(
-                f"the implementation falls back ({found[0]}) instead of ending the connection"
+                f"the implementation falls back ({answer}) instead of ending the connection"
             )
         return "Decline"
 
@@ -554,7 +648,7 @@ class Peer:
         """A link group of the suite, without links."""
         group = Group(
             self.session.devices[0], self.trace, self.waits,
-            eye_catcher=self.session.eye_catcher, peer_id=peer_id,
+            eye_catcher=self.session.eye_catcher, peer_id=peer_id, version=self.version,
         )  # fmt: skip
         self._groups.append(group)
         return group
@@ -568,17 +662,12 @@ class Peer:
             fields |= {"prefixes": (), "subnet": networks[0].network, "mask_length": networks[0][1]}
         else:
             fields |= {"prefixes": tuple((each.network, each.length) for each in networks)}
+        if self.version > 1:
+            fields |= {
+                "eids": (self.eid,), "roce_gid": rnic.gid, "release": _RELEASE,
+                "max_connections": _MAX_CONNECTIONS, "max_links": _MAX_LINKS,
+            }  # fmt: skip
         return fields
-
-    def confirm_link_fields(self, group: Group, link: Link) -> dict[str, Any]:
-        """The fields of CONFIRM LINK, from the suite."""
-        return {
-            **link.own,
-            "no_eye_catcher": 0 if group.announces_eye_catcher else 3,
-            "link_number": link.number,
-            "link_user_id": 0x434F4E46,
-            "max_links": 2,
-        }
 
     async def connect_link(self, link: Link, message: Message) -> None:
         """Connect a link to the end that SMC Accept or SMC Confirm names."""

@@ -38,7 +38,7 @@ class Options:
       rnics: names for `open_rnic`; one or two.
       directory: the private directory of software RNICs; None: the user's own.
       version: of SMC-R.
-      ueid: for version 2.
+      ueid: for version 2; empty: any that a client offers.
       eye_catcher: elements of the suite have the RFC's eye catcher.
       patience: seconds that the implementation may take for any step.
       timers: seconds of the longest time-out of the implementation.
@@ -153,7 +153,7 @@ async def open_session(options: Options) -> AsyncIterator[Session]:
     with contextlib.ExitStack() as opened:
         devices = []
         for name in options.rnics:
-            device = Device(open_rnic(name, directory))
+            device = Device(open_rnic(name, directory, options.version))
             opened.callback(device.rnic.close)
             devices.append(device)
         async with trio.open_nursery() as nursery:

@@ -13,6 +13,7 @@ from smc_conform.messages import (
     CONFIRM,
     DECLINE,
     EYE_CATCHER,
+    V2,
     Message,
     pack,
     with_bytes,
@@ -35,13 +36,18 @@ async def credentials(peer: Peer) -> Message:
 
 def own_decline(peer: Peer, diagnosis: int = 0x03010000) -> bytes:
     """SMC Decline of the suite."""
-    return pack(DECLINE, peer_id=peer.new_peer_id(), diagnosis=diagnosis)
+    layout = V2[DECLINE] if peer.version > 1 else DECLINE
+    return pack(layout, peer_id=peer.new_peer_id(), diagnosis=diagnosis)
 
 
 # --- fields --------------------------------------------------------------------------------------
 
 
-@check("A.2-1", "A message begins and ends with the eye catcher, and its length counts both.")
+@check(
+    "A.2-1",
+    "A message begins and ends with the eye catcher, and its length counts both.",
+    needs=("version-1",),
+)
 async def framing(peer: Peer) -> None:
     message = await credentials(peer)
     raw = message.raw
@@ -51,7 +57,11 @@ async def framing(peer: Peer) -> None:
         raise Failed(f"{message.name} has {len(raw)} bytes instead of 68")
 
 
-@check("A.2-2", "The version nibble of the answer is 1 where version 1 was proposed.")
+@check(
+    "A.2-2",
+    "The version nibble of the answer is 1 where version 1 was proposed.",
+    needs=("version-1",),
+)
 async def version_nibble(peer: Peer) -> None:
     message = await credentials(peer)
     if message.version != 1:
@@ -127,7 +137,9 @@ async def different_tokens(peer: Peer) -> None:
         raise Failed(f"both have the alert token 0x{first.alert_token:08x}")
 
 
-@check("A.2.2-1", "SMC Proposal has the length that its prefixes need.", CLIENT)
+@check(
+    "A.2.2-1", "SMC Proposal has the length that its prefixes need.", CLIENT, needs=("version-1",)
+)
 async def proposal_length(peer: Peer) -> None:
     raw = (await peer.reach(Phase.PROPOSED)).proposal.raw
     start = 40 + int.from_bytes(raw[38:40], "big")
@@ -138,7 +150,12 @@ async def proposal_length(peer: Peer) -> None:
         raise Failed(f"SMC Proposal of {len(raw)} bytes does not hold its prefixes")
 
 
-@check("A.2.2-2", "SMC Proposal gives the subnet of the interface that the client uses.", CLIENT)
+@check(
+    "A.2.2-2",
+    "SMC Proposal gives the subnet of the interface that the client uses.",
+    CLIENT,
+    needs=("version-1",),
+)
 async def proposal_subnet(peer: Peer) -> None:
     handshake = await peer.reach(Phase.PROPOSED)
     raw = handshake.proposal.raw
@@ -149,21 +166,28 @@ async def proposal_subnet(peer: Peer) -> None:
         raise Failed(f"SMC Proposal gives {given[0].hex()}/{given[1]} instead of {networks}")
 
 
-@check("A.2.2-3", "SMC Proposal names the client's preferred RNIC: peer ID, GID and MAC.", CLIENT)
+@check(
+    "A.2.2-3",
+    "SMC Proposal names the client's preferred RNIC: peer ID, GID and MAC.",
+    CLIENT,
+    needs=("version-1",),
+)
 async def proposal_rnic(peer: Peer) -> None:
     proposal = (await peer.reach(Phase.PROPOSED)).proposal
     if bytes(16) == proposal.gid or bytes(6) == proposal.mac or bytes(8) == proposal.peer_id:
         raise Failed("SMC Proposal has a peer ID, GID or MAC of zeros")
 
 
-@check("A.2.4-1", "SMC Confirm has the peer ID of SMC Proposal.", CLIENT)
+@check("A.2.4-1", "SMC Confirm has the peer ID of SMC Proposal.", CLIENT, needs=("version-1",))
 async def confirm_peer_id(peer: Peer) -> None:
     handshake = await peer.reach(Phase.CONFIRMED)
     if handshake.confirm.peer_id != handshake.proposal.peer_id:
         raise Failed("SMC Proposal and SMC Confirm have different peer IDs")
 
 
-@check("A.2-4", "Reserved bits are ignored when they are received.", robust=True)
+@check(
+    "A.2-4", "Reserved bits are ignored when they are received.", robust=True, needs=("version-1",)
+)
 async def ignores_reserved_bits(peer: Peer) -> None:
     def filled(raw: bytes) -> bytes:
         raw = with_bytes(raw, 51, b"\xff")
@@ -236,7 +260,8 @@ async def _malformed_proposal(lie: Lie, peer: Peer) -> None:
 
 for _number, (_words, _lie) in _MALFORMED_PROPOSALS.items():
     check(
-        f"C.6-{_number}", f"An SMC Proposal {_words} is refused.", SERVER, robust=True
+        f"C.6-{_number}", f"An SMC Proposal {_words} is refused.", SERVER, needs=("version-1",),
+        robust=True,
     )(partial(_malformed_proposal, _lie))  # fmt: skip
 
 
@@ -308,8 +333,9 @@ def _own_credentials(peer: Peer, kind: int) -> bytes:
     rnic = peer.session.devices[0].rnic
     layout = ACCEPT if kind == ACCEPT.kind else CONFIRM
     return pack(
-        layout, peer_id=peer.new_peer_id(), gid=rnic.gid, mac=rnic.mac, qp_number=0x4711,
-        rkey=0x12345678, rmbe_index=1, alert_token=7, qp_mtu=rnic.mtu, rmb_address=0x10000, psn=1,
+        V2[layout] if peer.version > 1 else layout, peer_id=peer.new_peer_id(), gid=rnic.gid,
+        mac=rnic.mac, qp_number=0x4711, rkey=0x12345678, rmbe_index=1, alert_token=7,
+        qp_mtu=rnic.mtu, rmb_address=0x10000, psn=1,
     )  # fmt: skip
 
 
@@ -426,7 +452,12 @@ async def decline_after_the_last_message(peer: Peer) -> None:
     await peer.ended(handshake.tcp)
 
 
-@check("C.4-1", "A client that does not know the link of SMC Accept declines out of sync.", CLIENT)
+@check(
+    "C.4-1",
+    "A client that does not know the link of SMC Accept declines out of sync.",
+    CLIENT,
+    needs=("version-1",),
+)
 async def out_of_sync(peer: Peer) -> None:
     handshake = await peer.reach(Phase.ACCEPTED, change={"accept": {"first_contact": 0}})
     decline = await peer.declined(handshake.tcp)
@@ -435,7 +466,11 @@ async def out_of_sync(peer: Peer) -> None:
     await peer.plain_echo(handshake.tcp)
 
 
-@check("A.2.5-1", "SMC Decline has 28 bytes, the sender's peer ID and zeros in reserved fields.")
+@check(
+    "A.2.5-1",
+    "SMC Decline has 28 bytes, the sender's peer ID and zeros in reserved fields.",
+    needs=("version-1",),
+)
 async def decline_fields(peer: Peer) -> None:
     name, phase = ("confirm", Phase.CONFIRMED)
     if peer.role is CLIENT:
@@ -451,7 +486,12 @@ async def decline_fields(peer: Peer) -> None:
         raise Failed(f"SMC Decline has reserved bits: {decline.reserved_bits().hex()}")
 
 
-@check("3.5.1.2-1", "A server in another subnet declines, and TCP continues.", SERVER)
+@check(
+    "3.5.1.2-1",
+    "A server in another subnet declines, and TCP continues.",
+    SERVER,
+    needs=("version-1",),
+)
 async def another_subnet(peer: Peer) -> None:
     handshake = await peer.reach(
         Phase.PROPOSED, change={"proposal": {"subnet": b"\xc6\x33\x64\0", "mask_length": 24}}
@@ -460,7 +500,7 @@ async def another_subnet(peer: Peer) -> None:
     await peer.plain_echo(handshake.tcp)
 
 
-@check("3.5.1.2-2", "A server compares the length of the mask, too.", SERVER)
+@check("3.5.1.2-2", "A server compares the length of the mask, too.", SERVER, needs=("version-1",))
 async def another_mask(peer: Peer) -> None:
     handshake = await peer.reach(Phase.PROPOSED, change={"proposal": {"mask_length": 31}})
     await peer.declined(handshake.tcp)

@@ -85,7 +85,11 @@ async def confirm_link_reserved(peer: Peer) -> None:
         raise Failed(f"CONFIRM LINK has reserved bits: {found.hex()}")
 
 
-@check("A.3.1-2", "Reserved bytes of CONFIRM LINK are ignored when they are received.")
+@check(
+    "A.3.1-2",
+    "Reserved bytes of CONFIRM LINK are ignored when they are received.",
+    needs=("version-1",),
+)
 async def confirm_link_reserved_ignored(peer: Peer) -> None:
     handshake = await peer.reach(
         Phase.READY, tamper={"confirm_link": lambda raw: with_bytes(raw, 35, b"\xff" * 9)}
@@ -132,7 +136,7 @@ async def add_link_reserved(peer: Peer) -> None:
 
 
 @check("3.5.1.6.1-1", "A client with one RNIC rejects a parallel link with reason 1.", CLIENT,
-       needs=("one-rnic",))  # fmt: skip
+       needs=("one-rnic", "version-1"))  # fmt: skip
 async def parallel_link_is_rejected(peer: Peer) -> None:
     handshake = await peer.reach(Phase.LINK_CONFIRMED)
     link = handshake.link
@@ -147,7 +151,12 @@ async def parallel_link_is_rejected(peer: Peer) -> None:
     await handshake.connection.echo(b"with one link")
 
 
-@check("C.7.1-1", "A client rejects ADD LINK with an undefined MTU, with reason 2.", CLIENT)
+@check(
+    "C.7.1-1",
+    "A client rejects ADD LINK with an undefined MTU, with reason 2.",
+    CLIENT,
+    needs=("version-1",),
+)
 async def undefined_mtu_in_add_link(peer: Peer) -> None:
     handshake = await peer.reach(Phase.LINK_CONFIRMED)
     device = peer.session.devices[-1]
@@ -161,7 +170,9 @@ async def undefined_mtu_in_add_link(peer: Peer) -> None:
             raise Failed(f"the answer to MTU {mtu} is {reply} with reason {reply.reason}")
 
 
-@check("3.5.1.6-3", "After a rejected ADD LINK data flows over one link.", SERVER)
+@check(
+    "3.5.1.6-3", "After a rejected ADD LINK data flows over one link.", SERVER, needs=("version-1",)
+)
 async def data_after_rejection(peer: Peer) -> None:
     for reason in (1, 2, 15):
         handshake = await peer.reach(Phase.READY, change={"add_link": {"reason": reason}})

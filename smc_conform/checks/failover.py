@@ -312,19 +312,8 @@ async def further_connection_after_a_loss(peer: Peer) -> None:
        SERVER, needs=TWO, slow=True)  # fmt: skip
 async def no_confirm_link_reply(peer: Peer) -> None:
     handshake = await peer.reach(Phase.LINK_OFFERED)
-    offer, group = handshake.link_offer, handshake.group
-    assert group is not None
     old = handshake.link
-    new = group.new_link(peer.session.devices[1], offer.link_number)
-    await peer.connect_link(new, offer)
-    old.send_llc(
-        ADD_LINK, reply=1, **new.own, link_number=new.number, qp_mtu=new.rnic.mtu, psn=new.psn
-    )
-    await peer.llc(old, ADD_LINK_CONTINUATION)
-    old.send_llc(
-        ADD_LINK_CONTINUATION, reply=1, link_number=new.number, tokens_left=1,
-        reference_rkey=old.region.rkey, new_rkey=new.region.rkey, new_address=new.region.address,
-    )  # fmt: skip
+    new = await handshake.accept_offer(peer.session.devices[1])
     await peer.llc(new, CONFIRM_LINK)
     await peer.until(
         lambda: any(each.layout is DELETE_LINK for each in old.answered),
@@ -334,7 +323,7 @@ async def no_confirm_link_reply(peer: Peer) -> None:
 
 
 @check("C.7.1-3", "ADD LINK CONTINUATION whose count does not fit ends the link or the new one.",
-       SERVER, needs=TWO, robust=True)  # fmt: skip
+       SERVER, needs=(*TWO, "version-1"), robust=True)  # fmt: skip
 async def continuation_with_a_wrong_count(peer: Peer) -> None:
     handshake = await peer.reach(Phase.LINK_OFFERED)
     offer, group = handshake.link_offer, handshake.group

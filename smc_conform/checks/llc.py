@@ -9,7 +9,6 @@ from smc_conform.link import Link
 from smc_conform.messages import (
     ADD_LINK,
     ADD_LINK_CONTINUATION,
-    CONFIRM_LINK,
     CONFIRM_RKEY,
     CONFIRM_RKEY_CONTINUATION,
     DELETE_LINK,
@@ -77,7 +76,7 @@ async def test_link_order(peer: Peer) -> None:
             raise Failed(f"reply {number} has the user data {reply.user_data.hex()}")
 
 
-@check("A.3.8-3", "Reserved bits of TEST LINK are ignored.")
+@check("A.3.8-3", "Reserved bits of TEST LINK are ignored.", needs=("version-1",))
 async def test_link_reserved(peer: Peer) -> None:
     connection, link = await established(peer)
     raw = peer_message(link, TEST_LINK, user_data=b"0123456789abcdef")
@@ -212,7 +211,7 @@ async def _wrong_length(length: int, peer: Peer) -> None:
 for _number, _length in _LENGTHS.items():
     check(
         f"A.3-{_number}", f"An LLC message with length {_length} ends the link (C.7.1).",
-        robust=True,
+        needs=("version-1",), robust=True,
     )(partial(_wrong_length, _length))  # fmt: skip
 
 _SIZES = {"10": 1, "11": 4, "12": 43, "13": 48}
@@ -281,7 +280,7 @@ async def confirm_rkey_for_other_links(peer: Peer) -> None:
 
 
 @check("A.3.6-1", "CONFIRM RKEY with three other RTokens is continued, and both are echoed.",
-       robust=True)  # fmt: skip
+       robust=True, needs=("version-1",))  # fmt: skip
 async def confirm_rkey_continuation(peer: Peer) -> None:
     connection, link = await established(peer)
     with link.new_region() as region:
@@ -297,14 +296,24 @@ async def confirm_rkey_continuation(peer: Peer) -> None:
         await goes_on(peer, connection)
 
 
-@check("C.7.1-4", "CONFIRM RKEY CONTINUATION without CONFIRM RKEY ends the link.", robust=True)
+@check(
+    "C.7.1-4",
+    "CONFIRM RKEY CONTINUATION without CONFIRM RKEY ends the link.",
+    robust=True,
+    needs=("version-1",),
+)
 async def continuation_alone(peer: Peer) -> None:
     _, link = await established(peer)
     link.send_llc(CONFIRM_RKEY_CONTINUATION, tokens_left=1, link_1=1, rkey_1=3, address_1=3)
     await peer.link_ended(link)
 
 
-@check("C.7.1-5", "CONFIRM RKEY CONTINUATION whose count does not fit ends the link.", robust=True)
+@check(
+    "C.7.1-5",
+    "CONFIRM RKEY CONTINUATION whose count does not fit ends the link.",
+    robust=True,
+    needs=("version-1",),
+)
 async def continuation_with_another_count(peer: Peer) -> None:
     _, link = await established(peer)
     link.send_llc(CONFIRM_RKEY, other_tokens=3, rkey=5, address=5, link_1=9, link_2=10)
@@ -325,7 +334,7 @@ async def contradicting_rkey(peer: Peer) -> None:
     await goes_on(peer, connection)
 
 
-@check("A.3.7-1", "DELETE RKEY of an RMB that no connection uses is echoed.")
+@check("A.3.7-1", "DELETE RKEY of an RMB that no connection uses is echoed.", needs=("version-1",))
 async def delete_rkey(peer: Peer) -> None:
     connection, link = await established(peer)
     with link.new_region() as region:
@@ -338,7 +347,11 @@ async def delete_rkey(peer: Peer) -> None:
         await connection.echo(b"goes on")
 
 
-@check("A.3.7-2", "DELETE RKEY of an unknown RKey gets a negative reply with its bit in the mask.")
+@check(
+    "A.3.7-2",
+    "DELETE RKEY of an unknown RKey gets a negative reply with its bit in the mask.",
+    needs=("version-1",),
+)
 async def delete_unknown_rkey(peer: Peer) -> None:
     connection, link = await established(peer)
     reply = await reply_to(peer, link, DELETE_RKEY, count=1, rkey_1=link.region.rkey ^ 0x00FFFF00)
@@ -347,7 +360,11 @@ async def delete_unknown_rkey(peer: Peer) -> None:
     await goes_on(peer, connection)
 
 
-@check("A.3.7-3", "The error mask of DELETE RKEY shows exactly the unknown ones of several RKeys.")
+@check(
+    "A.3.7-3",
+    "The error mask of DELETE RKEY shows exactly the unknown ones of several RKeys.",
+    needs=("version-1",),
+)
 async def error_mask(peer: Peer) -> None:
     connection, link = await established(peer)
     with link.new_region() as one, link.new_region() as other:
@@ -362,7 +379,7 @@ async def error_mask(peer: Peer) -> None:
     await goes_on(peer, connection)
 
 
-@check("A.3.7-4", "A deleted RKey is unknown afterwards.")
+@check("A.3.7-4", "A deleted RKey is unknown afterwards.", needs=("version-1",))
 async def delete_rkey_twice(peer: Peer) -> None:
     _, link = await established(peer)
     with link.new_region() as region:
@@ -374,7 +391,7 @@ async def delete_rkey_twice(peer: Peer) -> None:
 
 
 @check("A.3.7-5", "DELETE RKEY that counts more RKeys than it has room for ends the link.",
-       robust=True)  # fmt: skip
+       robust=True, needs=("version-1",))  # fmt: skip
 async def delete_too_many(peer: Peer) -> None:
     _, link = await established(peer)
     link.send_llc(DELETE_RKEY, count=9, rkey_1=1)
@@ -395,7 +412,12 @@ async def unasked_rkey_reply(peer: Peer) -> None:
 # --- ADD LINK and CONFIRM LINK -------------------------------------------------------------------
 
 
-@check("3.5.5.1.2-1", "A client's ADD LINK leads to ADD LINK of the server, or to nothing.", SERVER)
+@check(
+    "3.5.5.1.2-1",
+    "A client's ADD LINK leads to ADD LINK of the server, or to nothing.",
+    SERVER,
+    needs=("version-1",),
+)
 async def client_notice(peer: Peer) -> None:
     connection, link = await established(peer)
     rnic = peer.session.devices[-1].rnic
@@ -440,7 +462,12 @@ async def unasked_add_link_reply(peer: Peer) -> None:
     await peer.link_ended(link)
 
 
-@check("C.7.1-9", "ADD LINK CONTINUATION without ADD LINK ends the link.", robust=True)
+@check(
+    "C.7.1-9",
+    "ADD LINK CONTINUATION without ADD LINK ends the link.",
+    robust=True,
+    needs=("version-1",),
+)
 async def unasked_continuation(peer: Peer) -> None:
     _, link = await established(peer)
     reply = int(peer.role is SERVER)
@@ -451,8 +478,7 @@ async def unasked_continuation(peer: Peer) -> None:
 @check("C.7.1-10", "CONFIRM LINK on a link that is confirmed ends the link.", robust=True)
 async def second_confirm_link(peer: Peer) -> None:
     connection, link = await established(peer)
-    fields = peer.confirm_link_fields(connection.group, link)
-    link.send_llc(CONFIRM_LINK, reply=int(peer.role is SERVER), **fields)
+    link.send(connection.group.confirm_link(link, reply=int(peer.role is SERVER)))
     await peer.link_ended(link)
 
 

@@ -27,6 +27,7 @@ from smc_conform.messages import (
     DELETE_RKEY,
     PROPOSAL,
     TEST_LINK,
+    V2,
     Field,
     Layout,
     pack,
@@ -48,6 +49,13 @@ def lies(field: Field) -> list[int | bytes]:
     if field.mask:
         most = field.mask // (field.mask & -field.mask)
     return [0, most, most // 2 + 1] if most > 1 else [0, 1]
+
+
+def version_of(layout: Layout, field: str) -> tuple[str, ...]:
+    """The need of a check of this field: version 1, if version 2 has no such field."""
+    if layout in (ADD_LINK_CONTINUATION, CONFIRM_RKEY_CONTINUATION):
+        return ("version-1",)
+    return () if field in V2.get(layout, layout).fields else ("version-1",)
 
 
 async def ends_or_goes_on(peer: Peer, handshake: Handshake) -> None:
@@ -118,7 +126,7 @@ for _name, _layout, _roles in _HANDSHAKE:
             f"{_SECTIONS[_layout]}-{_place}",
             f"A wrong {_field.replace('_', ' ')} in {_layout.name} of a handshake "
             f"({', '.join(map(_words, lies(_about)))}) does no harm.",
-            *_roles, robust=True, slow=True,
+            *_roles, needs=version_of(_layout, _field), robust=True, slow=True,
         )(partial(_each_lie, partial(_handshake_lie, _name, _field), lies(_about)))  # fmt: skip
 
 
@@ -165,6 +173,7 @@ for _layout in _LLC:
                 f"{_SECTIONS[_layout]}-{_FIRST * (_reply + 1) + _place}",
                 f"A wrong {_field.replace('_', ' ')} in {_layout.name}{' reply' * _reply} of a "
                 f"group ({', '.join(map(_words, lies(_about)))}) does no harm.",
+                needs=version_of(_layout, _field),
                 robust=True,
             )(partial(_each_lie, partial(_llc_lie, _layout, _reply, _field), lies(_about)))
 
@@ -201,7 +210,12 @@ async def noise(peer: Peer) -> None:
         await link_survives(peer, connection)
 
 
-@check("5-2", "Random bytes in each type of message end the link at most.", robust=True)
+@check(
+    "5-2",
+    "Random bytes in each type of message end the link at most.",
+    robust=True,
+    needs=("version-1",),
+)
 async def noise_in_messages(peer: Peer) -> None:
     choose = random.Random(peer.session.options.seed)
     for layout in (*_LLC, CDC):
@@ -302,7 +316,12 @@ async def many_halves(peer: Peer) -> None:
         handshake.tcp.reset()
 
 
-@check("5-12", "A Decline with random content leads to TCP, or ends the connection.", robust=True)
+@check(
+    "5-12",
+    "A Decline with random content leads to TCP, or ends the connection.",
+    robust=True,
+    needs=("version-1",),
+)
 async def odd_declines(peer: Peer) -> None:
     for at in range(8, 24):
         handshake = await peer.reach(Phase.ACCEPTED if peer.role is SERVER else Phase.PROPOSED)

@@ -1,21 +1,18 @@
-"""The conformance suite itself: its messages, its list of checks, its verdicts and its reports."""
+"""The conformance suite itself: its list of checks, its verdicts and its reports."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 import trio
 
 from scripts import conform_mutants
-from smc_conform import messages
 from smc_conform.catalogue import all_checks
 from smc_conform.cli import main
-from smc_conform.messages import pack, read, with_bytes
 from smc_conform.peer import Peer
 from smc_conform.registry import NEEDS, Check
 from smc_conform.reports.document import Document, changes, counts, document, read_document
@@ -26,64 +23,8 @@ from smc_conform.runner import Runner
 from smc_conform.session import Options, open_session
 from smc_conform.verdicts import Differs, Failed, Result, Silence, Verdict
 from tests.timing import PATIENCE
-from trio_smc.wire import cdc, clc, llc
 
 OPTIONS = Options(role=Role.SERVER, host="192.0.2.1", port=7)
-CLC = (messages.PROPOSAL, messages.ACCEPT, messages.CONFIRM, messages.DECLINE)
-
-
-# --- messages: two implementations of the same formats ------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [clc.Accept, clc.Confirm])
-def test_credentials_are_those_of_the_codec(kind: type[clc.Accept | clc.Confirm]) -> None:
-    fields: dict[str, Any] = {
-        "peer_id": b"12345678", "gid": bytes(range(16)), "mac": b"abcdef", "qp_number": 0x123456,
-        "rkey": 0x89ABCDEF, "rmbe_index": 7, "alert_token": 0x13572468, "qp_mtu": 3,
-        "rmb_address": 0x123456789ABC,
-    }  # fmt: skip
-    theirs = kind(**fields, buffer_size_code=2, initial_psn=0xFEDCBA)
-    layout = messages.CLC_KINDS[kind.TYPE]
-    assert pack(layout, **fields, size_code=2, psn=0xFEDCBA) == theirs.encode()
-    found = read(theirs.encode(), clc=True)
-    assert (found.size_code, found.psn, found.gid) == (2, 0xFEDCBA, bytes(range(16)))
-
-
-def test_cdc_messages_are_those_of_the_codec() -> None:
-    theirs = cdc.pack(1, 2, 3, 4, 5, 6, cdc.WRITER_BLOCKED, cdc.CONNECTION_CLOSED)
-    ours = pack(
-        messages.CDC, sequence=1, alert_token=2, producer_wrap=3, producer=4, consumer_wrap=5,
-        consumer=6, writer_blocked=1, closed=1,
-    )  # fmt: skip
-    assert ours == theirs
-
-
-def test_llc_messages_are_those_of_the_codec() -> None:
-    other = llc.LinkRToken(link_number=9, rkey=5, address=6)
-    theirs = llc.ConfirmRkey(rkey=1, address=2, other_tokens=1, others=(other,), reply=True)
-    ours = pack(
-        messages.CONFIRM_RKEY, rkey=1, address=2, other_tokens=1, link_1=9, rkey_1=5, address_1=6,
-        reply=1,
-    )  # fmt: skip
-    assert ours == theirs.encode()
-    offer = llc.AddLink(mac=b"abcdef", gid=bytes(16), qp_number=7, link_number=2, qp_mtu=5)
-    assert pack(
-        messages.ADD_LINK, mac=b"abcdef", qp_number=7, link_number=2, qp_mtu=5
-    ) == offer.encode()  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", [*CLC, *messages.LLC_KINDS.values(), messages.CDC])
-def test_each_field_is_written_where_it_is_read(layout: messages.Layout) -> None:
-    for name, field in layout.fields.items():
-        value = b"\x5a" * field.size if field.raw else 1
-        found = read(pack(layout, **{name: value}), clc=layout in CLC)
-        if name != "type":
-            assert getattr(found, name) == value
-        assert not any(read(pack(layout), clc=layout in CLC).reserved_bits())
-
-
-def test_other_bytes_keep_the_length() -> None:
-    assert with_bytes(b"abcdef", 2, b"XY") == b"abXYef"
 
 
 # --- the list -------------------------------------------------------------------------------------
