@@ -1,11 +1,12 @@
 """An implementation for `smc-conform` to test: an echo service, or a client that echoes.
 
-    python -m examples.conform_target server [PORT]
+    python -m examples.conform_target server [PORT [DAYTIME DISCARD]]
     python -m examples.conform_target client HOST PORT [LANES]
 
 The server has an echo service (RFC 862), and on other ports a daytime service (RFC 867) and a
-discard service (RFC 863). It prints the three ports. The client keeps LANES connections open: it
-opens each one, echoes what arrives until the peer ends the stream, and opens the next.
+discard service (RFC 863), on free ports unless they are given. It prints the three ports. The client
+keeps LANES connections open: it opens each one, echoes what arrives until the peer ends the stream,
+and opens the next.
 
 `discovery="assume"`: the suite is no peer that same-host discovery could find. The smallest ring
 makes cursors wrap after 16 KiB, and short timers keep the time-out checks short.
@@ -81,11 +82,12 @@ async def discard(stream: trio_smc.SmcStream) -> None:
             pass
 
 
-async def serve(port: int) -> None:
+async def serve(*ports_of_services: int) -> None:
     """Serve all services until interrupted, and print their ports."""
+    numbers = (*ports_of_services, 0, 0, 0)
     async with trio.open_nursery() as nursery:
         ports = []
-        for service, number in ((echo, port), (daytime, 0), (discard, 0)):
+        for service, number in zip((echo, daytime, discard), numbers, strict=False):
             start = partial(trio_smc.serve, service, number, host="0.0.0.0")
             listeners = await nursery.start(start)
             ports.append(listeners[0].socket.getsockname()[1])
@@ -108,7 +110,7 @@ async def main(role: str, *arguments: str) -> None:
     """Run one role, in a stack with the settings above."""
     async with trio_smc.open_stack(CONFIG):
         if role == "server":
-            await serve(int(arguments[0]) if arguments else 0)
+            await serve(*map(int, arguments))
         else:
             host, port, lanes = arguments[0], int(arguments[1]), int((*arguments, "4")[2])
             async with trio.open_nursery() as nursery:

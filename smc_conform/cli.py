@@ -17,6 +17,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import trio
@@ -37,6 +38,7 @@ from smc_conform.reports.page import page
 from smc_conform.reports.terminal import Progress, summary
 from smc_conform.runner import Runner
 from smc_conform.session import Options, Session, open_session
+from smc_conform.tcp_option import tcp_option
 from smc_conform.verdicts import Result
 
 __all__ = ["main", "parser"]
@@ -81,6 +83,10 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     add("--directory", type=Path, help="the private directory of software RNICs")
     add("--version", type=int, choices=(1, 2), default=1, help="of SMC-R; default: 1")
     add("--ueid", default="", help="that both sides have, for version 2; a client's first one")
+    add(
+        "--tcp-option", action="store_true",
+        help="have the TCP option of RFC 7609 on all connections, as Linux requires (root)",
+    )  # fmt: skip
     add("--eye-catchers", action="store_true", help="give elements the eye catchers of RFC 7609")
     add(
         "--patience", type=float, default=5.0, metavar="SECONDS",
@@ -168,7 +174,8 @@ def _judge(given: argparse.Namespace) -> int:
     )  # fmt: skip
     progress = Progress(sys.stdout, len(checks), verbose=given.verbose)
     begin = time.monotonic()
-    results = trio.run(_run, options, checks, progress)
+    with tcp_option() if given.tcp_option else nullcontext():
+        results = trio.run(_run, options, checks, progress)
     progress.end()
     run = document(options, results, time.monotonic() - begin)
     if given.keep is not None:

@@ -501,8 +501,12 @@ class Peer:
             raise Failed(f"{bytes(tcp.buffer[:40])!r} came instead of {what}")
         return found[0]
 
-    async def clc_or_end(self, tcp: Tcp) -> Message | None:
-        """The next CLC message, of any kind, or None if the TCP connection ends."""
+    async def clc_or_end(self, tcp: Tcp, patience: float | None = None) -> Message | None:
+        """The next CLC message, of any kind, or None if the TCP connection ends.
+
+        Args:
+          patience: seconds, in place of the usual ones.
+        """
         found: list[Message] = []
 
         def over() -> bool:
@@ -511,7 +515,8 @@ class Peer:
                 found.append(message)
             return bool(found) or tcp.end is not None
 
-        await self.until(over, "a CLC message or the end of the TCP connection")
+        what = "a CLC message or the end of the TCP connection"
+        await self.until(over, what, patience=patience)
         return found[0] if found else None
 
     async def llc(
@@ -555,13 +560,9 @@ class Peer:
         Raises:
           Failed: the implementation continues the rendezvous, or declines.
         """
-        limit = self.session.options.timers
-        await self.until(
-            lambda: tcp.end is not None, "the end of the TCP connection", patience=limit
-        )
-        message = tcp.take_clc()
-        if message is not None:
-            raise Failed(f"{message} came before the end of the TCP connection")
+        answer = await self.clc_or_end(tcp, self.session.options.timers)
+        if answer is not None:
+            raise Failed(f"{answer} came before the end of the TCP connection")
         return tcp.end or ""
 
     async def declined(self, tcp: Tcp) -> Message:

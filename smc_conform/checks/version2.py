@@ -172,13 +172,16 @@ def smc_d(peer: Peer, gids: int) -> dict[str, Any]:
     devices = b"".join(bytes((0x77,)) * 8 + (0xFFFE - i).to_bytes(2, "big") for i in range(gids))
     return {
         "offer_2": 3, "eids": eids, "seid": 1, "ism_count": gids, "smc_d_offset": 32 + 32,
-        "smc_d_gid": b"\x66" * 8, "smc_d_chid": 0xFFFF,
         "after_eids": b"IBM-SYSZ-ISMSEID00000000AAAABBBB" + bytes(16) + devices,
     }  # fmt: skip
 
 
+FIRST_ISM = {"smc_d_gid": b"\x66" * 8, "smc_d_chid": 0xFFFF}
+"""The first ISM device, where version 1 is offered, too."""
+
+
 async def _also_smc_d(gids: int, only: bool, peer: Peer) -> None:
-    proposal = smc_d(peer, gids) | (ONLY if only else {"offer_1": 3})
+    proposal = smc_d(peer, gids) | (ONLY if only else {"offer_1": 3, **FIRST_ISM})
     handshake = await peer.reach(Phase.READY, change={"proposal": proposal})
     await handshake.connection.echo(b"over RoCE")
 
@@ -201,8 +204,18 @@ async def smc_d_alone(peer: Peer) -> None:
 
 @check("v2.2-25", "A Proposal that offers nothing is declined, and TCP continues.", SERVER)
 async def nothing_offered(peer: Peer) -> None:
-    handshake = await peer.reach(Phase.PROPOSED, change={"proposal": {**ONLY, "offer_2": 2}})
+    handshake = await peer.reach(
+        Phase.PROPOSED, change={"proposal": {**ONLY, "offer_2": 2}},
+        tamper={"proposal": lambda raw: with_bytes(resized(raw, 84), 50, b"\0\0")},
+    )  # fmt: skip
     await declined(peer, handshake)
+
+
+@check("v2.2-27", "The GID of an ISM device is no count of prefixes, where there are none.", SERVER)
+async def gid_in_place_of_prefixes(peer: Peer) -> None:
+    proposal = {**smc_d(peer, 0), **ONLY, **FIRST_ISM}
+    handshake = await peer.reach(Phase.READY, change={"proposal": proposal})
+    await handshake.connection.echo(b"over RoCE")
 
 
 @check("v2.2-26", "A Proposal whose part of SMC-D lies outside is accepted or refused.", SERVER,
@@ -366,12 +379,20 @@ async def no_eid(peer: Peer) -> None:
     await declined(peer, handshake, *NO_EID)
 
 
-@check("v2.3-9", "A GID that is not IPv4-mapped is declined.", SERVER)
-async def unmapped_gid(peer: Peer) -> None:
-    for gid in (bytes(16), b"\xfe\x80" + bytes(13) + b"\x07"):
-        proposal = {**ONLY, "roce_gid": gid}
-        handshake = await peer.reach(Phase.PROPOSED, change={"proposal": proposal})
-        await declined(peer, handshake, *NO_ROUTE)
+async def _unroutable(gid: bytes, peer: Peer) -> None:
+    handshake = await peer.reach(Phase.PROPOSED, change={"proposal": {**ONLY, "roce_gid": gid}})
+    await declined(peer, handshake, *NO_ROUTE)
+
+
+for _number, _words, _gid in (
+    ("9", "that is not IPv4-mapped", b"\xfe\x80" + bytes(13) + b"\x07"),
+    ("12", "of zeros", bytes(16)),
+    ("13", "to which there is no route", MAPPED + b"\xff\xff\xff\xff"),
+):
+    _needs = ("roce",) if _number == "13" else ()
+    check(f"v2.3-{_number}", f"A Proposal with a GID {_words} is declined.", SERVER, needs=_needs)(
+        partial(_unroutable, _gid)
+    )
 
 
 @check("v2.3-10", "The subnet of the two sides does not matter for version 2.", SERVER)

@@ -1,8 +1,8 @@
 """The programs of the lab's guests: one function for each pair of programs.
 
 By hand: ``python -m tests.lab.runner verbs [SEED]``, ``contract [SEED [ROOT]]`` (its first part),
-``streams``, ``ours``, ``hostile``, ``overcommit [STEP]``, ``speed [profile]`` or
-``kernel SUITE [STEP...]``.
+``streams``, ``ours``, ``hostile``, ``overcommit [STEP]``, ``speed [profile]``,
+``conform ours|kernel server|client 1|2 [OPTION...]`` or ``kernel SUITE [STEP...]``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
 from tests.lab.setup import STOCK
 
 __all__ = [
-    "contract", "hostile", "ours", "overcommit", "speed", "streams", "verbs", "with_kernel",
+    "conform", "contract", "hostile", "ours", "overcommit", "speed", "streams", "verbs",
+    "with_kernel",
 ]  # fmt: skip
 
 PYTHON = "/usr/bin/python3"
@@ -124,10 +125,7 @@ def with_kernel(suite: str, *steps: str) -> Finished:
     rest = f"{shlex.quote(str(file))} {suite} {' '.join(steps)}"
     allow = "echo 1 > /sys/module/smc/parameters/lab_gids\n"
     if suite == "v2":
-        allow = (
-            f"rmmod smc_diag smc && insmod $KERNEL/{STOCK}/smc.ko"
-            f" && insmod $KERNEL/{STOCK}/smc_diag.ko || exit 1\n"
-        )
+        allow = _kernel_of_version(2)
     if suite == "quick":
         commands = (
             "modules dummy; ip link add dummy0 type dummy\n"
@@ -142,6 +140,38 @@ def with_kernel(suite: str, *steps: str) -> Finished:
         f"exec {ours} 10.9.0.1 10.9.0.2 10.9.2.2 {rest}\n"
     )
     return run_pair(f"kernel-{suite}", commands, seconds=800)
+
+
+def conform(target: str, role: str, version: int, *options: str, name: str = "") -> Finished:
+    """`smc-conform` against trio_smc ("ours") over soft-RoCE, or against the kernel.
+
+    Args:
+      role: of the implementation under test: "server" or "client".
+      options: for the suite.
+      name: of the capture and the reports; empty: made of the other arguments.
+    """
+    commands = (
+        f"rxe 0 eth0\n{_kernel_of_version(version) if target == 'kernel' else ''}"
+        f"exec {PYTHON} -m tests.lab.guest_conform $ROLE {target} {role} {version}"
+        f" --rnic rxe0{' --tcp-option' if target == 'kernel' else ''}"
+        f" {' '.join(map(shlex.quote, options))}\n"
+    )
+    return run_pair(
+        name or f"conform-{target}-{version}-{role}", commands, seconds=540, hostile=True
+    )
+
+
+def _kernel_of_version(version: int) -> str:
+    """Shell commands that let the kernel's AF_SMC speak this version over soft-RoCE."""
+    if version == 1:
+        return (
+            "echo 1 > /sys/module/smc/parameters/lab_gids\n"
+            "echo 3 > /sys/module/smc/parameters/lab_retries\n"
+        )
+    return (
+        f"rmmod smc_diag smc && insmod $KERNEL/{STOCK}/smc.ko"
+        f" && insmod $KERNEL/{STOCK}/smc_diag.ko || exit 1\n"
+    )
 
 
 def both(one: Finished, other: Finished) -> Finished:
@@ -163,6 +193,9 @@ def _main() -> int:
     what, *rest = sys.argv[1:]
     if what == "kernel":
         done = with_kernel(*rest)
+    elif what == "conform":
+        target, role, version, *options = rest
+        done = conform(target, role, int(version), *options)
     elif what in ("ours", "hostile"):
         done = ours() if what == "ours" else hostile()
     elif what in ("speed", "overcommit"):
