@@ -4,9 +4,9 @@
     python -m examples.conform_target client HOST PORT [LANES]
 
 The server has an echo service (RFC 862), and on other ports a daytime service (RFC 867) and a
-discard service (RFC 863), on free ports unless they are given. It prints the three ports. The client
-keeps LANES connections open: it opens each one, echoes what arrives until the peer ends the stream,
-and opens the next.
+discard service (RFC 863), on free ports unless they are given. It prints the three ports. The
+client keeps LANES connections open: it opens each one, echoes what arrives until the peer ends the
+stream, and opens the next.
 
 `discovery="assume"`: the suite is no peer that same-host discovery could find. The smallest ring
 makes cursors wrap after 16 KiB, and short timers keep the time-out checks short.
