@@ -21,8 +21,10 @@ __all__ = ["Options", "Session", "open_session"]
 
 _Arrival: TypeAlias = tuple[float, trio.SocketStream]
 _WATCH: Final = 0.05
+_LAG: Final = 0.05
+"""Seconds by which this process runs late, and that count as a stall."""
 _STALL: Final = 0.4
-"""Seconds in which this process did not run, and that make a failure doubtful."""
+"""Seconds of stalls that make a failure doubtful."""
 _STALE: Final = 1.0
 """Seconds after which an accepted connection that no check has taken is closed: the client's timer
 for SMC Accept runs (RFC 7609, C.5)."""
@@ -89,12 +91,16 @@ class Session:
             before = time.monotonic()
             await trio.sleep(_WATCH)
             lag = time.monotonic() - before - _WATCH
-            if lag > _STALL:
+            if lag > _LAG:
                 self._stalls.append((before, lag))
 
     def stood_still(self, since: float) -> float:
-        """Seconds, since a time of `time.monotonic`, in which this process did not run."""
-        return sum(lag for when, lag in self._stalls if when + lag >= since)
+        """Seconds, since a time of `time.monotonic`, in which this process did not run.
+
+        0 if there were so few that they have not changed the result of a check.
+        """
+        lags = sum(lag for when, lag in self._stalls if when + lag >= since)
+        return lags if lags > _STALL else 0.0
 
     @property
     def role(self) -> Role:
