@@ -82,7 +82,10 @@ class Runner:
         seconds = time.monotonic() - begin
         if verdict is Verdict.PASS:
             return Result(check.id, verdict, "", seconds)
-        return Result(check.id, verdict, detail, seconds, peer.trace.ladder, peer.trace.capture)
+        trace = peer.trace
+        return Result(
+            check.id, verdict, detail, seconds, trace.ladder, trace.messages, trace.capture
+        )
 
     async def _judge_silence(
         self, check: Check, silence: str, peer: Peer

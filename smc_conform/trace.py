@@ -21,6 +21,7 @@ class Trace:
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._lines: list[str] = []
+        self._bytes: list[str] = []
         self._blocks: list[bytes] = []
         self._capture = Capture(self._blocks.append, payload=64)
 
@@ -28,6 +29,11 @@ class Trace:
     def ladder(self) -> tuple[str, ...]:
         """The lines so far."""
         return tuple(self._lines)
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """The messages so far, in hexadecimal, with their direction and connection or link."""
+        return tuple(self._bytes)
 
     @property
     def capture(self) -> bytes:
@@ -39,8 +45,12 @@ class Trace:
         now = (time.monotonic() - self._start) * 1000
         self._lines.append(f"{now:9.1f} ms {arrow} {channel:8} {text}")
 
+    def _keep(self, outgoing: bool, channel: str, raw: bytes) -> None:
+        self._bytes.append(f"{'->' if outgoing else '<-'} {channel:8} {raw.hex()}")
+
     def clc(self, tcp: Any, outgoing: bool, raw: bytes) -> None:
         """Add a CLC message, or other bytes of a TCP connection."""
+        self._keep(outgoing, "TCP", raw)
         text = describe(read(raw, clc=True)) if len(raw) > 8 else f"{len(raw)} bytes: {raw.hex()}"
         self.note(f"{text} ({len(raw)} bytes)", arrow="->" if outgoing else "<-", channel="TCP")
         if len(raw) > 8:
@@ -48,6 +58,7 @@ class Trace:
 
     def message(self, link: Any, outgoing: bool, raw: bytes) -> None:
         """Add an LLC or CDC message."""
+        self._keep(outgoing, f"link {link.number}", raw)
         text = describe(read(raw))
         self.note(text, arrow="->" if outgoing else "<-", channel=f"link {link.number}")
         if link.peer is not None:

@@ -78,6 +78,7 @@ class Result:
       detail: what was seen; empty if the check has passed.
       seconds: how long the check took.
       ladder: lines of the ladder, if the check has not passed.
+      messages: all messages in hexadecimal, if the check has not passed.
       capture: pcapng, if the check has not passed.
     """
 
@@ -86,4 +87,5 @@ class Result:
     detail: str = ""
     seconds: float = 0.0
     ladder: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     capture: bytes = field(default=b"", repr=False)

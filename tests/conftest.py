@@ -39,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also run what takes long (markers benchmark, full, lab, others)",
     )
+    group.addoption(
+        "--all-kernels",
+        action="store_true",
+        help="run the tests of the lab with every kernel that it has (marker other_kernel)",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -83,6 +88,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = () if config.getoption("--full") else _LONG
     if trio_smc.__compiled__:
         others = (*others, "pure")
+    if not config.getoption("--all-kernels"):
+        others = (*others, "other_kernel")
     left = [item for item in items if any(item.get_closest_marker(name) for name in others)]
     if left:
         config.hook.pytest_deselected(items=left)

@@ -51,6 +51,7 @@ def _entry(check: Check, result: Result) -> dict[str, Any]:
         "detail": result.detail,
         "seconds": round(result.seconds, 3),
         "ladder": list(result.ladder),
+        "messages": list(result.messages),
         "capture": base64.b64encode(result.capture).decode(),
     }
 

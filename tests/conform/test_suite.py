@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from scripts import conform_mutants
+from scripts.conform_findings import findings
 from smc_conform.catalogue import all_checks
 from smc_conform.cli import main
 from smc_conform.peer import Peer
@@ -44,6 +45,12 @@ def test_checks_are_many_and_described() -> None:
 def test_the_list_of_faults_fits_the_tree() -> None:
     assert len(conform_mutants.mutants()) >= 60
     assert list(conform_mutants.problems()) == []
+
+
+def test_findings_are_about_checks_and_have_reasons() -> None:
+    names = {check.id for check in all_checks()}
+    assert {each.id for each in findings().values()} <= names
+    assert all(each.title and (each.reason or each.ours) for each in findings().values())
 
 
 def test_the_command_lists_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +141,8 @@ def run_of(*verdicts: Verdict) -> Document:
     results = []
     for number, verdict in enumerate(verdicts, 1):
         check = Check(f"a/1-{number}", "It <works>.", frozenset(Role), frozenset(), passes)
-        results.append((check, Result(check.id, verdict, "seen & noted", 0.5, ("a ladder",), b"x")))
+        result = Result(check.id, verdict, "seen & noted", 0.5, ("a ladder",), ("-> 00",), b"x")
+        results.append((check, result))
     return document(OPTIONS, results, 1.0)
 
 
