@@ -62,9 +62,9 @@ def columns() -> Iterator[Column]:
     names = {"ours": "trio_smc, soft-RoCE"}
     found: dict[tuple[str, int, str], list[Path]] = {}
     for path in sorted(LAB.glob("conform-*-v[12]-*-*/*.json")):
-        _, target, version, role, _ = path.parent.name.split("-", 4)
+        _, target, speaks, role, _ = path.parent.name.split("-", 4)
         name = names.get(target, f"Linux {target}")
-        found.setdefault((name, int(version[1:]), role), []).append(path)
+        found.setdefault((name, int(speaks[1:]), role), []).append(path)
     for (name, number, role), paths in sorted(found.items(), reverse=True):
         yield Column(name, number, role, _checks(paths))
 

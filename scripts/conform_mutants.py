@@ -1,15 +1,18 @@
 """Judge the judge: does `smc-conform` notice each fault of `conform_mutants.toml`?
 
-    python -m scripts.conform_mutants [NAME ...] [--first N] [--full] [--check]
+    python -m scripts.conform_mutants [NAME ...] [--first N] [--full] [--check] [--untripped]
 
-Each fault is put into a copy of trio_smc, which the suite then judges as server and as client,
-until a check fails.  The area that the list names comes first.  A NAME is a part of a name.
+Each fault is put into a copy of trio_smc, which the suite then judges in both roles: first by the
+checks of the area that the list names, and if none fails, by all checks.  A NAME is a part of a
+name.  build/conform/mutants.json collects which checks have failed for which fault.
 
---full    run every check against every fault, and write into build/conform/mutants.json which
-          checks have failed.
---check   only compare the list with the tree.
+--full       run every check against every fault.
+--check      only compare the list with the tree.
+--untripped  show the checks that no fault in build/conform/mutants.json has tripped, with the
+             reason that conform_mutants.toml gives for checks like these.
 
-The exit code is 1 if a fault was not noticed, or if the list does not fit the tree.
+The exit code is 1 if a fault was not noticed, if the list does not fit the tree, or if a check that
+no fault trips has no reason.
 """
 
 from __future__ import annotations
@@ -21,16 +24,20 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.conform import OPTIONS, REPORTS, ROOT, Setup, judge, setups
+from scripts.conform import AT_A_TIME, OPTIONS, REPORTS, ROOT, Setup, judge, setups
+from smc_conform.catalogue import all_checks
 
 __all__ = ["Mutant", "mutants", "problems"]
 
 LIST = Path(__file__).with_suffix(".toml")
+TRIPS = REPORTS / "mutants.json"
 PACE = ("--patience", "2.5", "--timers", "6")
 """The target answers within milliseconds, and its time-outs are three seconds at most."""
 
@@ -52,12 +59,10 @@ class Mutant(NamedTuple):
     new: str
 
     @property
-    def setups(self) -> list[Setup]:
-        """The runs that may notice it, the most likely ones first."""
+    def likely(self) -> list[Setup]:
+        """The runs that probably notice it."""
         version = 2 if self.area == "version2" else 1
-        first = [Setup(role, version=version, areas=(f"{self.area}/*",)) for role in OPTIONS]
-        rest = sorted(setups(), key=lambda each: each.version != version)
-        return [*first, *rest]
+        return [Setup(role, version=version, areas=(f"{self.area}/*",)) for role in OPTIONS]
 
 
 def mutants() -> list[Mutant]:
@@ -89,24 +94,62 @@ def tree_with(mutant: Mutant) -> Iterator[Path]:
         yield tree
 
 
-def noticed(mutant: Mutant, reports: Path) -> str:
-    """The run and the check that noticed the fault; empty: none did."""
-    with tree_with(mutant) as tree:
-        for setup in mutant.setups:
-            run = judge(setup, "--fail-fast", *PACE, *setup.only, tree=tree, reports=reports)
-            if run.wrong:
-                return f"{setup.role}, version {setup.version}: {run.wrong[0]}"
-    return ""
+def tripped(mutant: Mutant, reports: Path, *, full: bool) -> dict[str, str]:
+    """The checks that fail, with the run in which they did.
+
+    Args:
+      full: run all checks; otherwise those of the fault's area, and more only if none fails.
+    """
+    found: dict[str, str] = {}
+
+    def one(setup: Setup, *more: str) -> None:
+        run = judge(setup, *PACE, *setup.only, *more, tree=tree, reports=reports / setup.role)
+        for name in run.wrong:
+            found.setdefault(name, f"{setup.role}, version {setup.version}")
+
+    with tree_with(mutant) as tree, ThreadPoolExecutor(AT_A_TIME) as pool:
+        list(pool.map(one, setups() if full else mutant.likely))
+        for setup in () if full or found else setups():
+            one(setup, "--fail-fast")
+            if found:
+                break
+    return found
 
 
-def tripped(mutant: Mutant, reports: Path) -> list[str]:
-    """All checks that fail, in any run."""
-    found: dict[str, None] = {}
-    with tree_with(mutant) as tree:
-        for setup in setups():
-            run = judge(setup, *PACE, *setup.only, tree=tree, reports=reports)
-            found |= dict.fromkeys(run.wrong)
-    return list(found)
+class Untripped(NamedTuple):
+    """Why no fault of the list trips certain checks.
+
+    Attributes:
+      checks: a pattern of IDs.
+      reason: why.
+    """
+
+    checks: str
+    reason: str
+
+
+def untripped() -> int:
+    """Show the checks that no fault has tripped; return the exit code."""
+    listed = tomllib.loads(LIST.read_text()).get("untripped", [])
+    reasons = [Untripped(**each) for each in listed]
+    hit = {name for names in json.loads(TRIPS.read_text()).values() for name in names}
+    without = 0
+    for check in all_checks():
+        if check.id in hit:
+            continue
+        reason = next((each.reason for each in reasons if fnmatch(check.id, each.checks)), "")
+        without += not reason
+        print(f"{check.id:28} {reason or 'NO REASON'}")
+    print(f"{len(hit)} checks were tripped; {without} of the others have no reason")
+    return int(bool(without))
+
+
+def note(mutant: Mutant, checks: Iterable[str]) -> None:
+    """Add the checks that a fault trips to those that are known."""
+    known = json.loads(TRIPS.read_text()) if TRIPS.exists() else {}
+    known[mutant.name] = sorted({*known.get(mutant.name, ()), *checks})
+    TRIPS.parent.mkdir(parents=True, exist_ok=True)
+    TRIPS.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,7 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=1, metavar="N", help="begin with the Nth")
     parser.add_argument("--full", action="store_true", help="find all checks that each one trips")
     parser.add_argument("--check", action="store_true", help="only compare the list with the tree")
+    parser.add_argument("--untripped", action="store_true", help="show the other checks, and why")
     given = parser.parse_args(arguments)
+    if given.untripped:
+        return untripped()
     bad = list(problems())
     print(*bad, sep="\n", end="\n" if bad else "")
     if given.check or bad:
@@ -126,15 +172,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for each in mutants()
         if not given.names or any(name in each.name for name in given.names)
     ]
-    missed, trips = [], {}
+    missed = []
     with tempfile.TemporaryDirectory(prefix="conform-reports-") as directory:
         for number, mutant in list(enumerate(chosen, 1))[given.first - 1 :]:
             begin = time.monotonic()
-            if given.full:
-                trips[mutant.name] = tripped(mutant, Path(directory))
-                by = ", ".join(trips[mutant.name][:5])
-            else:
-                by = noticed(mutant, Path(directory))
+            found = tripped(mutant, Path(directory), full=given.full)
+            note(mutant, found)
+            by = next((f"{where}: {name}" for name, where in found.items()), "")
+            if len(found) > 1:
+                by += f" and {len(found) - 1} more"
             if not by:
                 missed.append(mutant.name)
             seconds = time.monotonic() - begin
@@ -145,9 +191,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     tried = len(chosen) - given.first + 1
     print(f"{tried - len(missed)} of {tried} faults noticed")
-    if given.full:
-        REPORTS.mkdir(parents=True, exist_ok=True)
-        (REPORTS / "mutants.json").write_text(json.dumps(trips, indent=1) + "\n")
     return int(bool(missed))
 
 
