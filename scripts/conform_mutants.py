@@ -3,10 +3,10 @@
     python -m scripts.conform_mutants [NAME ...] [--first N] [--full] [--check] [--untripped]
 
 Each fault is put into a copy of trio_smc, which the suite then judges in both roles: first by the
-checks of the area that the list names, and if none fails, by all checks.  A NAME is a part of a
+checks of the area that the list names, then by all checks, until one fails.  A NAME is a part of a
 name.  build/conform/mutants.json collects which checks have failed for which fault.
 
---full       run every check against every fault.
+--full       run every check against every fault, to find all that fail.
 --check      only compare the list with the tree.
 --untripped  show the checks that no fault in build/conform/mutants.json has tripped, with the
              reason that conform_mutants.toml gives for checks like these.
@@ -98,7 +98,7 @@ def tripped(mutant: Mutant, reports: Path, *, full: bool) -> dict[str, str]:
     """The checks that fail, with the run in which they did.
 
     Args:
-      full: run all checks; otherwise those of the fault's area, and more only if none fails.
+      full: run all checks; otherwise those of the fault's area, then the others, until one fails.
     """
     found: dict[str, str] = {}
 
@@ -107,9 +107,12 @@ def tripped(mutant: Mutant, reports: Path, *, full: bool) -> dict[str, str]:
         for name in run.wrong:
             found.setdefault(name, f"{setup.role}, version {setup.version}")
 
-    with tree_with(mutant) as tree, ThreadPoolExecutor(AT_A_TIME) as pool:
-        list(pool.map(one, setups() if full else mutant.likely))
-        for setup in () if full or found else setups():
+    with tree_with(mutant) as tree:
+        if full:
+            with ThreadPoolExecutor(AT_A_TIME) as pool:
+                list(pool.map(one, setups()))
+            return found
+        for setup in (*mutant.likely, *setups()):
             one(setup, "--fail-fast")
             if found:
                 break

@@ -27,7 +27,7 @@ CONTROL = ("10.9.2.1", 7656)
 PORT = 7008
 """On which the suite listens."""
 UEID = "TRIO-SMC.LAB"
-LANES = 4
+LANES = 16
 """Connections of a client under test, at a time."""
 PLACE = Path("/lab/keep")
 PACE = ("--patience", "6", "--timers", "20", "--jobs", "6")
