@@ -85,8 +85,8 @@ def matrix(found: Sequence[Column], reasons: dict[str, Finding]) -> str:
         "# The matrix",
         "",
         "Passed checks of all checks that apply, for each area; then the checks that have failed,",
-        "or differ. `python -m scripts.conform_matrix` makes this page from the reports of",
-        "`make conform` and `make interop`.",
+        "or differ. An empty cell was not run. `python -m scripts.conform_matrix` makes this page",
+        "from the reports of `make conform` and `make interop`.",
         "",
         "| implementation | version | role | " + " | ".join(areas) + " |",
         "|---" * (3 + len(areas)) + "|",
@@ -112,7 +112,10 @@ def matrix(found: Sequence[Column], reasons: dict[str, Finding]) -> str:
                 if column.checks.get(name, {}).get("verdict") == verdict
             ]
             if where:
-                why = reasons[name].title if name in reasons else "?"
+                details = (
+                    column.checks[name]["detail"] for column in found if column.words in where
+                )
+                why = reasons[name].title if name in reasons else f"`{next(details)}`"
                 if any(each.startswith("Linux") for each in where) and verdict == "fail":
                     why = f"[{why}](linux/{reasons[name].page}.md)" if name in reasons else why
                 lines.append(f"| `{name}` | {'<br>'.join(where)} | {verdict} | {why} |")
@@ -124,7 +127,7 @@ def linux_page(finding: Finding, found: Sequence[Column]) -> str:
     seen = [(column, column.checks[finding.id]) for column in found if finding.id in column.checks]
     first = seen[0][1]
     lines = [
-        f"# {finding.title}",
+        f"# {finding.title[0].upper()}{finding.title[1:]}",
         "",
         f"Check `{finding.id}`: {first['requirement']}",
         "",
@@ -133,7 +136,7 @@ def linux_page(finding: Finding, found: Sequence[Column]) -> str:
         "| kernel | version of SMC-R | role | observation |",
         "|---|---|---|---|",
         *(
-            f"| {column.name} | {column.version} | {column.role} | {each['detail']} |"
+            f"| {column.name} | {column.version} | {column.role} | `{each['detail']}` |"
             for column, each in seen
         ),
         "",

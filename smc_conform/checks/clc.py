@@ -265,6 +265,15 @@ for _number, (_words, _lie) in _MALFORMED_PROPOSALS.items():
     )(partial(_malformed_proposal, _lie))  # fmt: skip
 
 
+@check("C.6-29", "An SMC Proposal with 9 prefixes is refused.", SERVER, needs=("version-1",),
+       robust=True)  # fmt: skip
+async def nine_prefixes(peer: Peer) -> None:
+    prefixes = tuple((bytes((0xFD, number)) + bytes(14), 64) for number in range(9))
+    handshake = await peer.reach(Phase.PROPOSED, change={"proposal": {"prefixes": prefixes}})
+    if await peer.refused(handshake.tcp, decline=True) == "Decline":
+        raise Differs("the server declines, where C.6 lets it end the TCP connection")
+
+
 _IMPOSSIBLE: dict[str, tuple[str, dict[str, int | bytes]]] = {
     "17": ("an RMBE index of 0", {"rmbe_index": 0}),
     "18": ("QP number 0", {"qp_number": 0}),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -214,6 +215,8 @@ def demo_file() -> Path:
 
 
 def _main() -> int:
+    # A runner that `timeout` ends must not leave guests behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     words = sys.argv[1:]
     kernel = words[1] if words[0] == "--kernel" else DEFAULT
     what, *rest = words[2:] if words[0] == "--kernel" else words
