@@ -55,7 +55,7 @@ def test_ours_over_soft_roce(version: int, role: str, part: str) -> None:
 
 @pytest.mark.lab
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(("kernel", "version", "role", "part"), kernels())
+@pytest.mark.parametrize(("kernel", "version", "role", "part"), list(kernels()))
 def test_the_kernel(kernel: str, version: int, role: str, part: str) -> None:
     done = runner.conform("kernel", role, version, part, kernel=kernel)
     assert kernel_crash(done) is None, describe_failure(done)
