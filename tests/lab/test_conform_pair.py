@@ -17,18 +17,19 @@ from tests.lab import runner, setup
 from tests.lab.failures import describe_failure, kernel_crash
 from tests.lab.machine import ARTEFACTS, Finished
 
+# Each of the runs takes minutes.
+pytestmark = pytest.mark.other_kernel
 ROLES = ("server", "client")
 OURS = [(version, role, part) for version in (1, 2) for role in ROLES for part in runner.PARTS]
 
 
-def kernels() -> Iterator[object]:
+def kernels() -> Iterator[tuple[str, int, str, str]]:
     """Each kernel of the lab, in the versions that it speaks there."""
     for name, source in setup.KERNELS.items():
-        marks = () if name == setup.DEFAULT else (pytest.mark.other_kernel,)
         for version in source.versions:
             for role in ROLES:
                 for part in runner.PARTS:
-                    yield pytest.param(name, version, role, part, marks=marks)
+                    yield name, version, role, part
 
 
 def verdicts(done: Finished, name: str, role: str) -> dict[str, list[str]]:
