@@ -556,8 +556,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if self._closed:
             return
         try:
-            await self._wait_for_connection()
-            if self._closed:
+            if not await self._wait_for_connection():
                 return
             self._stack.check_not_forked()  # the connections are the parent's
             # If connections come one after the other, a second `accept` only delays the first one.
@@ -603,17 +602,22 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self.stop()  # the socket no longer listens: a process has shut it down
         # Otherwise the client has already ended the connection.
 
-    async def _wait_for_connection(self) -> None:
-        """Wait until a connection is there that no other process is expected to accept."""
+    async def _wait_for_connection(self) -> bool:
+        """Wait until a connection is there that no other process is expected to accept.
+
+        Returns:
+          False if the listener has ended meanwhile.
+        """
         while self._policy is AcceptPolicy.NEVER:
             await self._policy_changes.park()
         if self._closed:
-            return  # the next listener of this socket may wait for it already
+            return False  # the next listener of this socket may wait for it already
         await trio.lowlevel.wait_readable(self.socket)
         if self._policy is AcceptPolicy.LATER:
             with move_on_after(self._stack.timers, _LEAVE_TO_OTHERS):
                 while self._policy is AcceptPolicy.LATER:
                     await self._policy_changes.park()
+        return not self._closed
 
     def _has_room(self) -> bool:
         waiting = self._in_listener - len(self._pending)
