@@ -232,7 +232,7 @@ async def test_the_socket_is_shut_down(stack: Stack, listener: SmcListener) -> N
     sock = listener.socket
     sock.shutdown(socket.SHUT_RDWR)
     for _ in range(2):
-        with trio.fail_after(PATIENCE), pytest.raises(OSError) as raised:
+        with trio.fail_after(PATIENCE), pytest.raises(OSError, match="Invalid") as raised:
             await listener.accept()
         assert raised.value.errno == errno.EINVAL
     assert sock.fileno() >= 0

@@ -943,6 +943,9 @@ class OverSmc(Side):
         if not self._may_connect_again:
             raise os_error(errno.EISCONN)
         self._may_connect_again = False
+        if self.stream.has_ended:
+            pending = self.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR, None)
+            raise os_error(pending or errno.ECONNABORTED)
         return None
 
     async def bind(self, address: Any) -> None:
