@@ -278,6 +278,8 @@ class Connection:
         return "writable"
 
     async def wait(self, for_writing: int, _: Task) -> str:
+        if self.sock.fileno() < 0:
+            return "closed"  # Trio 0.35 keeps a task that waits for -1
         if for_writing:
             await trio.lowlevel.wait_writable(self.sock)
             return "writable"
@@ -285,7 +287,8 @@ class Connection:
         return "readable"
 
     async def notify(self, *_: object) -> str:
-        trio.lowlevel.notify_closing(self.sock)
+        if self.sock.fileno() >= 0:
+            trio.lowlevel.notify_closing(self.sock)
         return "notified"
 
     # --- ends --------------------------------------------------------------------------------
