@@ -206,9 +206,10 @@ def _operation(style: str, end: int, kind: Kind) -> st.SearchStrategy[Operation]
 def _steps(styles: tuple[str, str], kind: Kind, processes: bool) -> st.SearchStrategy[list[Step]]:
     kinds: list[st.SearchStrategy[Step]] = []
     for end, style in enumerate(styles):
-        operations = st.lists(_operation(style, end, kind), min_size=1, max_size=3)
-        task = st.builds(Step, st.just(end), operations.map(tuple))
-        kinds += [task] * 6
+        # `one_of` counts equal strategies once, so these are six different ones.
+        for _ in range(6):
+            operations = st.lists(_operation(style, end, kind), min_size=1, max_size=3)
+            kinds.append(st.builds(Step, st.just(end), operations.map(tuple)))
         kinds.append(st.just(Step(end, (("cancel", 0),))))
         if processes:
             kinds.append(st.sampled_from(SIGNALS).map(functools.partial(_action, end, "signal")))
