@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.connecting.accept import Arrival
@@ -172,6 +173,7 @@ class Incoming:
         await self._listener._spin_for_next()
 
 
+@ki_protected
 class SmcListener(trio.abc.Listener["SmcStream"]):
     """A listener of `SmcStream`; made by `open_listeners`.
 
