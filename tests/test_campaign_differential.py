@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.campaigns._defects import DEFECTS
 from tests.campaigns._listed_differences import LISTED
 from tests.campaigns._programs import Program
-from tests.campaigns.differential import Comparison, Transport
+from tests.campaigns.differential import SLOW_SHARE, Comparison, Transport
 from trio_smc.datapath.connection import Connection
 from trio_smc.sockets.drop_in import OverSmc
 from trio_smc.streams.rdma_stream import RdmaStream
@@ -18,6 +19,8 @@ from trio_smc.streams.rdma_stream import RdmaStream
 pytestmark = [pytest.mark.calculates, pytest.mark.processes]
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "programs.md"
+MOST_PROGRAMS = 500
+"""Programs within which a defect has to be noticed."""
 Compare = Callable[..., Comparison]
 
 
@@ -68,6 +71,18 @@ def test_each_listed_difference_is_so_and_has_a_row_in_the_documentation(
     document = DOCUMENT.read_text()
     for each in LISTED:
         assert each.name in document
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_noticed(
+    name: str, compare: Compare, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defect = DEFECTS[name]
+    monkeypatch.setattr(defect.owner, defect.attribute, defect.replacement)
+    comparison = compare()
+    most = MOST_PROGRAMS * (1 if defect.batch == 0 else SLOW_SHARE)
+    comparison.batch(defect.batch, seed, most, most=1, shrink=False)
+    assert comparison.result.differences, f"not noticed in {comparison.result.programs} programs"
 
 
 _recv = OverSmc.recv

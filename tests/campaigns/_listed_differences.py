@@ -7,11 +7,12 @@ campaign fails, too.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tests.campaigns._program_runner import Line, Observation
+from tests.campaigns._program_runner import TOTAL, Line, Observation
 from tests.campaigns._programs import EXITS, LARGE, Program, Step, sends
 
 __all__ = ["LISTED", "Listed"]
@@ -37,6 +38,7 @@ _KILLING_SIGNALS: Final = {9, 15, 1}
 _KILLING_EXITS: Final = {EXITS.index("os._exit")}
 # Results of calls after RST has arrived, and after FIN.
 _RESET: Final = {"ECONNRESET", "EPIPE", "ENOTCONN", "end", "0"}
+_ENDS_OF_CONNECT: Final = {"ECONNRESET", "EPIPE", "ECONNABORTED"}
 _ENDED: Final = {"end", "sent", "shut", "EPIPE", "0", "127.0.0.1 127.0.0.1"}
 
 
@@ -52,9 +54,21 @@ def _outcome(line: Line) -> str:
     return line.result.removeprefix("BrokenResourceError from ")
 
 
+_Lines = dict[tuple[int, int, int], Line]
+
+
+def _by_operation(tcp: Observation, smc: Observation) -> tuple[_Lines, _Lines]:
+    """The lines over both, without totals that only one of them has."""
+    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    for ours, theirs in ((over_tcp, over_smc), (over_smc, over_tcp)):
+        for key in [each for each in ours if each[2] == TOTAL and each not in theirs]:
+            del ours[key]
+    return over_tcp, over_smc
+
+
 def _differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]] | None:
     """The results that differ, in pairs; None if one transport has a result more."""
-    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    over_tcp, over_smc = _by_operation(tcp, smc)
     if over_tcp.keys() != over_smc.keys():
         return None
     return [(over_tcp[key], over_smc[key]) for key in over_tcp if over_tcp[key] != over_smc[key]]
@@ -132,7 +146,7 @@ def _ends_that_fill(program: Program) -> set[int]:
 
 def _first_differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]] | None:
     """As `_differing`, but only the first pair of each task: what follows may come of it."""
-    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    over_tcp, over_smc = _by_operation(tcp, smc)
     first: dict[tuple[int, int], tuple[Line, Line]] = {}
     for key in sorted(over_tcp.keys() | over_smc.keys()):
         if key[:2] in first or over_tcp.get(key) == over_smc.get(key):
@@ -181,6 +195,35 @@ def _shut_down_before_connect(program: Program, tcp: Observation, smc: Observati
     )
 
 
+def _connected_after_the_end(program: Program, tcp: Observation, smc: Observation) -> bool:
+    """A second `connect` has reported the end, and only later calls of the client differ."""
+    names = {
+        (number, position): name
+        for number, step in enumerate(program.steps)
+        for position, (name, _) in enumerate(step.operations)
+    }
+    connects = [line for line in tcp if line.end == 1 and names.get(line[1:3]) == "connect"]
+    again = next(
+        (
+            line
+            for before, line in itertools.pairwise(connects)
+            if before.result == "connected" and line.result in _ENDS_OF_CONNECT and line in smc
+        ),
+        None,
+    )
+    pairs = _first_differing(tcp, smc)
+    return (
+        again is not None
+        and bool(pairs)
+        and all(
+            ours.end == 1
+            and ours[1:3] > again[1:3]
+            and (theirs.result == "ENOTCONN" or names.get(ours[1:3]) == "connect")
+            for theirs, ours in pairs or ()
+        )
+    )
+
+
 LISTED: Final[tuple[Listed, ...]] = (
     Listed(
         name="Data waits in a send buffer because the peer's buffer is full",
@@ -222,6 +265,20 @@ LISTED: Final[tuple[Listed, ...]] = (
             [[0, [["accept", 0]]], [1, [["shut_wr", 0], ["connect", 0]]]],
         ],
         explains=_shut_down_before_connect,
+    ),
+    Listed(
+        name="`connect` a second time, after the connection was reset",
+        example=[
+            ["socket", "socket"],
+            "connecting",
+            [
+                [0, [["accept", 0]]],
+                [1, [["connect", 0]]],
+                [0, [["shut_both", 0]]],
+                [1, [["send", 1], ["connect", 0]]],
+            ],
+        ],
+        explains=_connected_after_the_end,
     ),
     Listed(
         name="A process is killed with unread data in a socket",

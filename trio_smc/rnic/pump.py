@@ -55,6 +55,7 @@ from typing import Final, Literal
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import PUMP
 
@@ -85,6 +86,7 @@ _now: Final = time.perf_counter_ns
 _wait_readable: Final = trio.lowlevel.wait_readable  # looked up before `enable` replaces it
 
 
+@ki_protected
 class Pump:
     """Drains the RNICs of one stack and dispatches their completions.
 

@@ -517,6 +517,7 @@ class Unconnected(Side):
         self._stack: Stack | None = None
         self._publishing: trio.Lock | None = None
         self._port_is_stale = False
+        self._port_may_be_released = False  # a listening socket was shut down
         self.listener: SmcListener | None = None
 
     async def bind(self, address: Any) -> None:
@@ -526,6 +527,7 @@ class Unconnected(Side):
             self._stack = await self._find_stack()
 
     def listen(self, backlog: int) -> None:
+        self._forget_stopped_listener()
         stack = self._stack if self.listener is None else None
         if stack is not None and not stack.runtime.closing:
             # The TCP option can be enabled only on a socket that does not listen yet.
@@ -555,6 +557,8 @@ class Unconnected(Side):
                 stack = await self._find_stack()
                 if self.plain.fileno() < 0:
                     raise trio.ClosedResourceError("the socket was closed")
+                if not self._listening:
+                    raise os_error(errno.EINVAL)  # shut down meanwhile
                 self.listener = _listener(stack, self.plain)
         return self.listener
 
@@ -574,6 +578,11 @@ class Unconnected(Side):
             self.listener.take_deferral()
 
     async def accept(self) -> tuple[trio.socket.SocketType, Any]:
+        self._forget_stopped_listener()
+        if not self._listening:
+            with suppress(OSError):
+                # `listen` may have been called by another descriptor of the socket.
+                self._listening = _is_listening(self.plain)
         if not self._listening:
             return await super().accept()
         with self._listener_errors():
@@ -583,6 +592,16 @@ class Unconnected(Side):
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
         with self._listener_errors():
             await (await self._ensure_published()).hand_out(take)
+
+    def _forget_stopped_listener(self) -> None:
+        """Let `listen` and `accept` begin again, if a process has shut the socket down."""
+        if self.listener is not None and self.listener.has_stopped:
+            self._note_shutdown()
+
+    def _note_shutdown(self) -> None:
+        self.listener = None
+        self._listening = False
+        self._port_may_be_released = True
 
     @contextmanager
     def _listener_errors(self) -> Iterator[None]:
@@ -628,6 +647,9 @@ class Unconnected(Side):
         stack.runtime.check_usable()
         raw = _raw_socket(self.plain)
         bound = not self._port_is_stale and raw.getsockname()[1] != 0
+        if self._port_may_be_released:
+            self._port_may_be_released = False
+            self._forget_port(raw, bound)
         try:
             return await connect_socket(
                 stack.runtime, self.plain, resolved, _config_of(stack), raw, bound=bound
@@ -637,7 +659,7 @@ class Unconnected(Side):
             raise
 
     def _forget_port(self, raw: stdlib_socket.socket, bound: bool) -> None:
-        """Clean up after a failed attempt, which leaves the socket usable.
+        """Clean up after a failed attempt or a shutdown, which leave the socket usable.
 
         The kernel releases the port, unless the program has chosen its number, but getsockname(2)
         still returns it.
@@ -648,6 +670,14 @@ class Unconnected(Side):
             host, _, *scope = raw.getsockname()
             with suppress(OSError):  # EINVAL: the port is not released
                 raw.bind((host, 0, *scope))
+
+    def shutdown(self, flag: int) -> None:
+        super().shutdown(flag)
+        if flag != stdlib_socket.SHUT_WR:
+            # A listening socket does not listen any more.  It may do so again, or connect.
+            if self.listener is not None:
+                self.listener.stop()
+            self._note_shutdown()
 
     def close(self) -> None:
         (self.listener or self.plain).close()
@@ -913,6 +943,9 @@ class OverSmc(Side):
         if not self._may_connect_again:
             raise os_error(errno.EISCONN)
         self._may_connect_again = False
+        if self.stream.has_ended:
+            pending = self.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR, None)
+            raise os_error(pending or errno.ECONNABORTED)
         return None
 
     async def bind(self, address: Any) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.streams.parking import Busy, Parking
@@ -109,6 +110,7 @@ def _checked(max_bytes: int) -> int:
     return max_bytes
 
 
+@ki_protected
 class RdmaStream(SmcStream):
     """A connection whose bytes travel by RDMA writes.
 
