@@ -12,17 +12,19 @@ from tests.peers import echo
 
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 100
+ALONE = -1
+"""In place of the size of writes: one task sends and receives in a loop."""
 ROUNDS = 5
 MOST_ROUNDS = 15
 TICKS = 5
 """Per round."""
 
 
-async def connections(nursery: trio.Nursery) -> list[tuple[trio.SocketStream, trio.SocketStream]]:
+async def connections(count: int) -> list[tuple[trio.SocketStream, trio.SocketStream]]:
     [listener] = await trio.open_tcp_listeners(0, host=LOOPBACK)
     pairs = []
     async with listener:
-        for _ in range(CONNECTIONS):
+        for _ in range(count):
             client = await trio.open_tcp_stream(*listener.socket.getsockname())
             pairs.append((client, await listener.accept()))
     return pairs
@@ -45,13 +47,21 @@ async def request(stream: trio.SocketStream) -> None:
         await stream.receive_some(64)
 
 
+async def send_and_receive(client: trio.SocketStream, server: trio.SocketStream) -> None:
+    while True:
+        await client.send_all(b"x" * 64)
+        await server.receive_some(64)
+
+
 async def lateness(size: int) -> list[float]:
     """Delay in seconds of each tick of a 1 ms ticker beside busy connections."""
     late = []
     async with trio.open_nursery() as nursery:
-        pairs = await connections(nursery)
+        pairs = await connections(1 if size == ALONE else CONNECTIONS)
         for client, server in pairs:
-            if size:
+            if size == ALONE:
+                nursery.start_soon(send_and_receive, client, server)
+            elif size:
                 nursery.start_soon(write, client, size)
                 nursery.start_soon(read, server)
             else:
@@ -70,7 +80,9 @@ async def lateness(size: int) -> list[float]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("size", [0, 4096, 64 * 1024], ids=["requests", "4K", "64K"])
+@pytest.mark.parametrize(
+    "size", [0, 4096, 64 * 1024, ALONE], ids=["requests", "4K", "64K", "one-task"]
+)
 def test_a_ticker_beside_busy_connections(size: int) -> None:
     """Rounds over TCP and SMC-R alternate; other load on the machine may require more of them."""
     over_tcp: list[float] = []
@@ -82,8 +94,9 @@ def test_a_ticker_beside_busy_connections(size: int) -> None:
             over_smc.append(statistics.median(trio.run(lateness, size)))
         finally:
             trio_smc.disable()
-        # The factor of 1.5 allows for chance; without the limit on amortised passes the delay was
-        # up to three times that of TCP.
-        if done >= ROUNDS and statistics.median(over_smc) <= 1.5 * statistics.median(over_tcp):
+        # The factor of 1.5 and the 50 µs, a few calls, allow for chance. Without the limit on
+        # amortised passes the delay was up to three times that of TCP; beside one task, 15 times.
+        allowed = 1.5 * statistics.median(over_tcp) + 50e-6
+        if done >= ROUNDS and statistics.median(over_smc) <= allowed:
             return
     pytest.fail(f"later than over TCP: {over_smc} s, {over_tcp} s")

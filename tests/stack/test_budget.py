@@ -1,0 +1,82 @@
+"""The budget of amortised checkpoints, without streams and without a real clock."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from trio_smc.stack import budget as module
+from trio_smc.stack.budget import MAX_PASS_NS, Budget
+
+CALL_NS = 10_000
+NO_DEADLINE = 10**18
+
+
+class _Task:
+    custom_sleep_data: object = None
+
+
+class World:
+    """A task whose calls take `CALL_NS` each, and the deadline of another task."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+        self.now = 0
+        self.deadline = NO_DEADLINE
+        self.requests = 0
+        self.pump: Any = SimpleNamespace(passes=1, machine=SimpleNamespace(state=state))
+        self.budget = Budget(cast(Any, self.pump))
+        monkeypatch.setattr(module, "_now", lambda: self.now)
+        monkeypatch.setattr(module, "_statistics", self._statistics)
+        self._task = _Task()
+        monkeypatch.setattr("trio.lowlevel.current_task", lambda: self._task)
+
+    def _statistics(self) -> Any:
+        self.requests += 1
+        return SimpleNamespace(seconds_to_next_deadline=(self.deadline - self.now) / 1e9)
+
+    def length_of_pass(self) -> int:
+        """Nanoseconds until a call yields."""
+        start = self.now
+        while not self.budget.is_exceeded():
+            self.now += CALL_NS
+        self.end_pass()
+        return self.now - start
+
+    def end_pass(self) -> None:
+        """Let other tasks run."""
+        self._task.custom_sleep_data = None
+        if self.pump.machine.state == "BUSY":
+            self.pump.passes += 1  # the hooks count passes
+
+
+@pytest.fixture(params=["BUSY", "SOLO"])
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch, request.param)
+
+
+def test_a_pass_is_as_long_as_it_may_be(world: World) -> None:
+    world.length_of_pass()
+    assert MAX_PASS_NS <= world.length_of_pass() <= MAX_PASS_NS + CALL_NS
+    assert world.requests <= 2
+
+
+@pytest.mark.parametrize("due", [30_000, 100_000, 390_000])
+def test_a_deadline_ends_a_pass(world: World, due: int) -> None:
+    world.length_of_pass()
+    world.deadline = world.now + due
+    assert due <= world.length_of_pass() <= due + CALL_NS
+    # Tasks run in random order, so the task of the deadline may come after this one.
+    assert world.length_of_pass() == 0
+    world.deadline = NO_DEADLINE
+    assert MAX_PASS_NS <= world.length_of_pass() <= MAX_PASS_NS + CALL_NS
+
+
+def test_short_passes_do_not_request_the_deadline(world: World) -> None:
+    for _ in range(100):
+        world.budget.is_exceeded()
+        world.now += CALL_NS
+        world.budget.is_exceeded()
+        world.end_pass()
+    assert not world.requests
