@@ -180,8 +180,7 @@ class Announcement:
         """
         spinner = self._owner.spinner
         silence, began = None, now(self._owner.timers)
-        arrived = self._has_arrived() or spinner.until(self._has_arrived, soon=True)
-        if not (arrived and self._receive()):
+        if not (spinner.until(self._has_arrived, soon=True) and self._receive()):
             spinner.sleeping += 1
             try:
                 silence = await self._wait(began, deadline)
