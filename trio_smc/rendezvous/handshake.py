@@ -204,9 +204,7 @@ def _write(sock: _Socket, data: bytes) -> bytes:
         return data
 
 
-def _read(
-    negotiation: Negotiation, sock: _Socket, reader: ClcReader, arrived: bytes = b""
-) -> bool:
+def _read(negotiation: Negotiation, sock: _Socket, reader: ClcReader, arrived: bytes = b"") -> bool:
     """Read bytes that have arrived, at most to the end of a message; False if none have.
 
     arrived: the result of a peek; empty: there was none.

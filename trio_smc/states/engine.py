@@ -121,7 +121,10 @@ class Table:
     def _compile(self, state: str, event: str) -> _Step:
         lines = ["def step(model):"]
         for edge in self.edges.get((state, event), ()):
-            guards = " and ".join(f"{'not ' * each.negated}model.{each.name}" for each in edge.guards)
+            guards = " and ".join(
+                f"not model.{each.name}" if each.negated else f"model.{each.name}"
+                for each in edge.guards
+            )
             lines.append(f"    if {guards or True}:")
             lines += [f"        model.{action}()" for action in edge.actions]
             lines.append(f"        return {None if edge.internal else edge.target!r}")

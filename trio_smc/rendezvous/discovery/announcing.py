@@ -227,8 +227,8 @@ class Announcement:
         pause = _FIRST_CHECK
         # Where the server's end was at the last check, and since when.
         far, since = FarEnd.UNKNOWN, began
+        moment = began
         while self._mailbox is not None:
-            moment = now(self._owner.timers)
             until = min(moment + pause, self._last_moment(far, began, since, deadline))
             if await wait_readable_until(self._mailbox.sock, self._owner.timers, until):
                 if self._receive():
@@ -239,7 +239,8 @@ class Announcement:
                     _log.info("same-host discovery: gave up, as others send to %s", self.name)
                     return None
                 # Empty datagrams are not counted, and must not keep the checks from being made.
-                if now(self._owner.timers) < until:
+                moment = now(self._owner.timers)
+                if moment < until:
                     continue
             if self._is_hopeless():
                 return None
@@ -510,9 +511,7 @@ class Announcer:
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 return None
             return self.why_not(error)
-        made = Announcement(
-            self, mailbox, key, name, found, source[0], destination, sock, required
-        )
+        made = Announcement(self, mailbox, key, name, found, source[0], destination, sock, required)
         self._open.add(made)
         return made
 

@@ -234,9 +234,7 @@ class Names:
         try:
             if self._own is not None:
                 place, idle = self._idle or self._open_idle(), secrets.token_hex(8)
-                os.rename(
-                    name, idle, src_dir_fd=self._own.descriptor, dst_dir_fd=place.descriptor
-                )
+                os.rename(name, idle, src_dir_fd=self._own.descriptor, dst_dir_fd=place.descriptor)
                 return idle
         except (DirectoryUnusable, OSError) as error:
             _log.debug("the name of an announcement cannot be moved: %s", error)
