@@ -20,7 +20,7 @@ from trio_smc.host.addresses import (
     is_same_host,
     plain_address,
 )
-from trio_smc.host.tcp import close_with_reset, has_urgent_byte, unread_bytes
+from trio_smc.host.tcp import close_with_reset, has_urgent_byte, tcp_state, unread_bytes
 from trio_smc.host.tcp_diag import original_destination
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
@@ -366,7 +366,7 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
                 # A stream shorter than an eye catcher stays readable but does not grow.
                 sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, len(first) + 1)
                 await trio.lowlevel.wait_readable(sock)
-                state = _tcp_state(sock)
+                state = tcp_state(sock)
                 if state == _TCP_CLOSE and not unread_bytes(sock):
                     return False  # `recv` would consume the error, which is the application's
                 before = len(first)
@@ -385,10 +385,3 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
         finally:
             sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, 1)
     raise _SilentClient(f"{len(first)} bytes in {patience} s from a client that should speak SMC-R")
-
-
-def _tcp_state(sock: trio.socket.SocketType) -> int:
-    """The state of the TCP connection; 0, which is no state, if the system does not report it."""
-    if not hasattr(stdlib_socket, "TCP_INFO"):
-        return 0
-    return sock.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 1)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import select
 import socket
 import struct
@@ -23,6 +24,7 @@ __all__ = [
     "is_open",
     "peer_end",
     "resets_on_close",
+    "tcp_state",
     "unread_bytes",
     "unsent_bytes",
 ]
@@ -82,9 +84,29 @@ def has_news(sock: trio.socket.SocketType | socket.socket) -> bool:
         return True  # closed
 
 
+def tcp_state(sock: trio.socket.SocketType | socket.socket) -> int:
+    """The state of a TCP connection (linux/tcp_states.h); 0, which is no state, if the system does
+    not report it.  Raises OSError if the socket is closed."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
 def is_established(sock: trio.socket.SocketType | socket.socket) -> bool:
-    """True if a TCP connection is open in both directions.  Raises OSError if it is closed."""
-    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+    """True if a TCP connection is open in both directions.  Raises OSError if it is closed.
+
+    If the system does not report the state, a connection counts as open while it has a peer.
+    """
+    state = tcp_state(sock)
+    if state:
+        return state == _ESTABLISHED
+    try:
+        sock.getpeername()
+    except OSError as error:
+        if error.errno in (errno.ENOTCONN, errno.EINVAL):
+            return False
+        raise
+    return True
 
 
 def is_open(sock: trio.socket.SocketType | socket.socket) -> bool:
@@ -98,7 +120,7 @@ def is_open(sock: trio.socket.SocketType | socket.socket) -> bool:
 def peer_end(sock: trio.socket.SocketType | socket.socket) -> Literal["none", "fin", "reset"]:
     """How the peer has ended a TCP connection.  A connection with unread bytes counts as reset."""
     try:
-        state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        state = tcp_state(sock)
         if state not in _PEER_HAS_ENDED:
             return "none"
         return "reset" if state == _CLOSE or unread_bytes(sock.fileno()) else "fin"

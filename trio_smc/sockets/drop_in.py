@@ -101,6 +101,7 @@ _SHUTDOWNS: Final = frozenset(
 )
 
 _TOO_LARGE: Final = sys.maxsize
+_LAST_PORT: Final = 0xFFFF
 _Result = TypeVar("_Result")
 _STREAM_ERRORS: Final = (trio.ClosedResourceError, trio.BrokenResourceError)
 
@@ -615,6 +616,8 @@ class Unconnected(Side):
             return await super().connect(address)
         try:
             resolved = await self.plain._resolve_address_nocp(address, local=False)
+            if not 0 <= resolved[1] <= _LAST_PORT:
+                return await super().connect(resolved)  # raises what Trio raises
             return await self.connect_to(resolved)
         except trio.Cancelled:
             self.close()  # as Trio does, at every point of the call
