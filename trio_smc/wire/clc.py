@@ -613,9 +613,11 @@ class Credentials(ClcMessage):
     @classmethod
     def decode_untrusted(cls, raw: bytes) -> Self:
         """As `ClcMessage.decode_untrusted`."""
+        version = min(raw[7] >> 4, 2)
+        if len(raw) == _ACCEPT_SIZE:
+            return cls.read_untrusted(raw, version)
         more = raw[cls.LAYOUT.size : -len(EYE_CATCHER)]
-        v2 = V2Answer.decode_untrusted(more, cls.TYPE) if more else None
-        return cls.read_untrusted(raw, min(raw[7] >> 4, 2), v2=v2)
+        return cls.read_untrusted(raw, version, v2=V2Answer.decode_untrusted(more, cls.TYPE))
 
 
 _PER_CONNECTION: Final = slice(45, 50)  # RMBE index and alert token

@@ -323,6 +323,10 @@ class LinkGroup:
         ``done`` may be called later, because a new RMB is announced to the peer first (RFC 7609,
         3.5.5.2.1), over the link ``over``, which the connection will use (A.3.5).
         """
+        rmbe = self.own_rmbs.take_free(size)
+        if rmbe is not None:
+            done(rmbe)
+            return
         self._requested += 1
 
         def taken(rmbe: Rmbe | None) -> None:
