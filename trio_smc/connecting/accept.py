@@ -303,8 +303,8 @@ class Arrival:
             # connection of that program. The client then withdraws the announcement, or connects
             # when this connection is closed.
             return (self._claim.first_bytes() or None) if agreed else None
-        # The option of the SYN-ACK may have been lost. Then the client speaks plain TCP, and only the
-        # first bytes show this.
+        # The option of the SYN-ACK may have been lost. Then the client speaks plain TCP, which only
+        # the first bytes show.
         return b"" if await _proposal_follows(sock, patience) else None
 
 
