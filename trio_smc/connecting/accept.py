@@ -256,17 +256,17 @@ class Arrival:
             # Prepared while the client sends its Proposal.
             options = inherited(self._bare)
             negotiation = self._negotiation(options)
-            plain = await self._confirm_client()
+            first = await self._confirm_client()
         except (OSError, _SilentClient):
             with stack.groups.handshake():  # counts as a failed handshake
                 raise
-        if plain is not None:
-            return plain
+        if first is None:
+            return Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
         self._clc_begun = True
         with stack.groups.handshake():
             outcome = await run_negotiation(
                 negotiation, self._bare, config.handshake_timeout, stack.timers,
-                stack.spinner_for(self._route.rnic),
+                stack.spinner_for(self._route.rnic), first,
             )  # fmt: skip
             if isinstance(outcome, Established):
                 client = None if self._required else self._client
@@ -291,10 +291,10 @@ class Arrival:
         negotiation.sock = self.sock
         return negotiation
 
-    async def _confirm_client(self) -> Fallback | None:
+    async def _confirm_client(self) -> bytes | None:
         """Wait until it is certain that the client sends CLC messages.
 
-        Returns None then, and otherwise the fallback.
+        Returns the first bytes then, as far as they were peeked at; otherwise None.
         """
         sock, patience = self.sock, self._config.handshake_timeout
         if self._claim is not None:
@@ -302,12 +302,10 @@ class Arrival:
             # Another program may have taken the port that the client announced, and this may be the
             # connection of that program. The client then withdraws the announcement, or connects
             # when this connection is closed.
-            agreed = agreed and self._claim.is_right()
-        else:
-            # The option of the SYN-ACK may have been lost. Then the client speaks plain TCP, and
-            # only its first bytes show this.
-            agreed = await _proposal_follows(sock, patience)
-        return None if agreed else Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
+            return (self._claim.first_bytes() or None) if agreed else None
+        # The option of the SYN-ACK may have been lost. Then the client speaks plain TCP, which only
+        # the first bytes show.
+        return b"" if await _proposal_follows(sock, patience) else None
 
 
 def _plain_name(sockname: tuple[str, int]) -> tuple[str, int]:

@@ -62,13 +62,14 @@ with contextlib.suppress(ImportError):  # only Unix has it
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import plain_address
-from trio_smc.host.descriptors import Closer, datagram_probe
+from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import DirectoryUnusable, is_named, unusable
 from trio_smc.host.real_time import move_on_after, now
 from trio_smc.host.tcp import has_news, is_open
 from trio_smc.host.tcp_diag import FarEnd, far_end, has_local_end, original_destination
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.lookup import AnySocket, Found, Lookups
+from trio_smc.rendezvous.discovery.mailboxes import Mailbox, Mailboxes
 from trio_smc.rendezvous.discovery.messages import Kind, Message
 from trio_smc.rendezvous.discovery.names import Names, announced_name
 from trio_smc.rendezvous.discovery.waiting import wait_readable_until
@@ -133,14 +134,15 @@ class Announcement:
     """
 
     __slots__ = (
-        "_acceptance", "_committed", "_has_arrived", "_ignored", "_owner", "_refusal", "_required",
-        "_sock", "_tcp", "destination", "found", "is_lost", "name", "source",
+        "_acceptance", "_committed", "_ignored", "_key", "_mailbox", "_owner", "_refusal",
+        "_required", "_tcp", "destination", "found", "is_lost", "name", "source",
     )  # fmt: skip
 
     def __init__(
         self,
         owner: Announcer,
-        sock: socket.socket,
+        mailbox: Mailbox,
+        key: bytes,
         name: str,
         found: Found,
         source: str,
@@ -151,8 +153,8 @@ class Announcement:
         self._owner = owner
         self._required = required
         self.is_lost: bool = False
-        self._sock = sock
-        self._has_arrived = datagram_probe(sock)
+        self._mailbox: Mailbox | None = mailbox  # until this is withdrawn
+        self._key = key  # `messages.four_tuple`
         self.name: str = name
         self.found: Found = found
         self.source: str = source
@@ -180,7 +182,8 @@ class Announcement:
         """
         spinner = self._owner.spinner
         silence, began = None, now(self._owner.timers)
-        arrived = self._has_arrived() or spinner.until(self._has_arrived, soon=True)
+        mailbox = self._mailbox
+        arrived = mailbox is not None and spinner.until(mailbox.has_datagram, soon=True)
         if not (arrived and self._receive()):
             spinner.sleeping += 1
             try:
@@ -224,10 +227,10 @@ class Announcement:
         pause = _FIRST_CHECK
         # Where the server's end was at the last check, and since when.
         far, since = FarEnd.UNKNOWN, began
-        while self._sock.fileno() >= 0:
-            moment = now(self._owner.timers)
+        moment = began
+        while self._mailbox is not None:
             until = min(moment + pause, self._last_moment(far, began, since, deadline))
-            if await wait_readable_until(self._sock, self._owner.timers, until):
+            if await wait_readable_until(self._mailbox.sock, self._owner.timers, until):
                 if self._receive():
                     waited = now(self._owner.timers) - began
                     self._owner.note_answer(self.destination, waited)
@@ -236,7 +239,8 @@ class Announcement:
                     _log.info("same-host discovery: gave up, as others send to %s", self.name)
                     return None
                 # Empty datagrams are not counted, and must not keep the checks from being made.
-                if now(self._owner.timers) < until:
+                moment = now(self._owner.timers)
+                if moment < until:
                     continue
             if self._is_hopeless():
                 return None
@@ -260,7 +264,7 @@ class Announcement:
     def _is_hopeless(self) -> bool:
         """True if no process can answer any more."""
         owner = self._owner
-        if self._sock.fileno() < 0 or not owner.has_name(self):
+        if self._mailbox is None or not owner.has_name(self):
             return True
         return not (owner.has_listener(self) or self._required)
 
@@ -316,11 +320,15 @@ class Announcement:
 
         ``everything``: nothing more can come.
         """
-        owner, sock = self._owner, self._sock
+        owner, mailbox = self._owner, self._mailbox
         try:
-            while self._acceptance is None:
-                message, sender = messages.receive(sock, owner.closer)
-                if message is None or not owner.is_server(self, sender):
+            while self._acceptance is None and mailbox is not None:
+                message, sender = messages.receive(mailbox.sock, owner.closer)
+                if (
+                    message is None
+                    or (message.connection and message.connection != self._key)
+                    or not owner.is_server(self, sender)
+                ):
                     self._ignored += 1
                     if self._ignored >= _MOST_IGNORED and not everything:
                         break
@@ -335,7 +343,13 @@ class Announcement:
     def is_too_late(self) -> bool:
         """True if a connection was accepted although the announced one is not open yet: it is
         another process's."""
-        return self._has_arrived() and self._receive() and self._acceptance is not None
+        mailbox = self._mailbox
+        return (
+            mailbox is not None
+            and mailbox.has_datagram()
+            and self._receive()
+            and self._acceptance is not None
+        )
 
     def withdraw(self) -> bool:
         """Withdraw: the connection, which is open, is going to be plain TCP.
@@ -343,17 +357,23 @@ class Announcement:
         To be called before anything is sent over TCP.  True: the server expects a CLC message all
         the same.
         """
-        sock, owner = self._sock, self._owner
-        if sock.fileno() >= 0:
+        mailbox, owner = self._mailbox, self._owner
+        if mailbox is None:
+            return self._acceptance is not None
+        if self._committed:
+            self._mailbox = None
+            owner.mailboxes.release(mailbox, self.name)
+        else:
             owner.names.remove(self.name)
             if self._acceptance is None:
                 # With credentials an empty datagram differs from an empty queue.
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-                sock.shutdown(socket.SHUT_RD)
+                mailbox.sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+                mailbox.sock.shutdown(socket.SHUT_RD)
                 self._receive(everything=True)
-            owner.closer.discard_datagrams(sock)
-            owner.settled(self)
-            self._committed |= self._acceptance is not None
+            self._mailbox = None
+            owner.mailboxes.discard(mailbox)
+            self._committed = self._acceptance is not None
+        owner.settled(self)
         return self._acceptance is not None
 
     def close(self) -> None:
@@ -368,8 +388,8 @@ class Announcement:
 
     def cancel(self) -> None:
         """Withdraw, and end the wait for an answer."""
-        if self._sock.fileno() >= 0:
-            trio.lowlevel.notify_closing(self._sock)
+        if self._mailbox is not None:
+            trio.lowlevel.notify_closing(self._mailbox.sock)
         self.close()
 
     def abandon(self) -> None:
@@ -377,7 +397,8 @@ class Announcement:
 
         If the child kept it and the parent were killed, the name would look alive.
         """
-        self._sock.close()
+        if self._mailbox is not None:
+            self._mailbox.sock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -400,6 +421,7 @@ class Announcer:
       timers, spinner: as above.
       closer: of what other processes may have sent.
       names: of announcements.
+      mailboxes: their sockets.
     """
 
     def __init__(
@@ -415,6 +437,7 @@ class Announcer:
         self.spinner = spinner
         self.closer = Closer("announcements")
         self.names: Names = Names(private)
+        self.mailboxes: Mailboxes = Mailboxes(self.names, self.closer)
         self._lookups = Lookups(private, self.names, ended, timers)
         self._marked: dict[tuple[str, tuple[str, int]], float] = {}  # when, by both addresses
         # By address: if it is translated to one of this host, and until when that counts.
@@ -481,13 +504,14 @@ class Announcer:
                     return silence
             if self.is_full:
                 return FallbackReason.OUT_OF_RESOURCES
-            name = announced_name(found.namespace, messages.four_tuple(source, destination))
-            waiting = self.names.listen(name, required=required)
+            key = messages.four_tuple(source, destination)
+            name = announced_name(found.namespace, key)
+            mailbox = self.mailboxes.open(name, required=required)
         except (DirectoryUnusable, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 return None
             return self.why_not(error)
-        made = Announcement(self, waiting, name, found, source[0], destination, sock, required)
+        made = Announcement(self, mailbox, key, name, found, source[0], destination, sock, required)
         self._open.add(made)
         return made
 
@@ -585,6 +609,7 @@ class Announcer:
     def abandon(self) -> None:
         """Close all descriptors: this process is a forked child, and they are its parent's."""
         self.names.close()
+        self.mailboxes.abandon()
         for announcement in self._open:
             announcement.abandon()
         self._open.clear()

@@ -4,10 +4,12 @@
 
     <private directory>/tcp/<network namespace>/<family>-<address>-<port>/<pid>-<random>
     <private directory>/announced/<network namespace>-<four-tuple>
+    <private directory>/idle/<random>
 
-In a directory that a group shares, each member has directories ``tcp-<random>`` and
-``announced-<random>`` of its own (`trio_smc.host.private_directory`).  Names are looked up in those
-of all members.
+In a directory that a group shares, each member has directories ``tcp-<random>``,
+``announced-<random>`` and ``idle-<random>`` of its own (`trio_smc.host.private_directory`).  Names
+are looked up in those of all members.  ``idle`` has the names of sockets that wait for their next
+announcement (`trio_smc.rendezvous.discovery.mailboxes`); no server looks there.
 
 There is one directory per TCP address that is listened on.  It contains one Unix socket per
 listening process (or stack): several if workers share the port.  An address means something only

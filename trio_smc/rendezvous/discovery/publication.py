@@ -49,7 +49,7 @@ from trio_smc.rendezvous.discovery.shares import Shares
 from trio_smc.rendezvous.discovery.waiting import wait_readable_until
 from trio_smc.rnic.soft.messages import VERSION
 from trio_smc.rnic.spinner import Spinner
-from trio_smc.wire.clc import EYE_CATCHER
+from trio_smc.wire.clc import EYE_CATCHER, MAX_MESSAGE_SIZE
 
 __all__ = ["Answerer", "Claim", "Publication"]
 
@@ -86,6 +86,7 @@ class Claim:
     """An accepted TCP connection that was announced: to be accepted or refused, then confirmed.
 
     Args:
+      key: `messages.four_tuple` of the announced connection.
       name: of the announcement.
       found: the directories with that name, nearly always one.
       accepted: the connection, which was not read from; None: only its addresses are known.
@@ -95,17 +96,19 @@ class Claim:
     """
 
     __slots__ = (
-        "_accepted", "_connection", "_found", "_name", "_publication", "tokens",
+        "_accepted", "_connection", "_found", "_key", "_name", "_publication", "tokens",
     )  # fmt: skip
 
     def __init__(
         self,
         publication: Publication,
+        key: bytes,
         name: str,
         found: list[PrivateDirectory],
         accepted: socket.socket | None,
     ) -> None:
         self._publication = publication
+        self._key = key
         self._name = name
         self._found = found  # not yet answered
         self._accepted = accepted
@@ -122,14 +125,14 @@ class Claim:
 
         required: this side takes SMC-R or nothing.
         """
-        publication, name = self._publication, self._name
+        publication, key, name = self._publication, self._key, self._name
         send = publication.answerer.names.send
         for directory in self._found:
             if not directory.is_admitted():
-                send(directory, name, messages.refused(FallbackReason.OTHER_USER))
+                send(directory, name, messages.refused(FallbackReason.OTHER_USER, key))
                 continue
             token = os.urandom(messages.TOKEN_SIZE)
-            if send(directory, name, messages.accepted(token, VERSION, required=required)):
+            if send(directory, name, messages.accepted(token, VERSION, key, required=required)):
                 self.tokens.add(token)
                 publication.claims[token] = self
         self._found = []
@@ -139,7 +142,7 @@ class Claim:
         """Tell the client at once that its connection is plain TCP, and why."""
         for directory in self._found:
             names = self._publication.answerer.names
-            names.send(directory, self._name, messages.refused(reason))
+            names.send(directory, self._name, messages.refused(reason, self._key))
         self.forget()
 
     async def confirm(self, connection: AnySocket, deadline: float) -> bool:
@@ -149,7 +152,7 @@ class Claim:
         deadline: when to stop waiting for the client, by the clock of the stack's timers.
 
         True: the client's first bytes on the TCP connection are there, and are CLC unless the
-        connection is another one's (`is_right`).  False: the connection is plain TCP, and the
+        connection is another one's (`first_bytes`).  False: the connection is plain TCP, and the
         client knows.
 
         Raises OSError (ETIMEDOUT) if the client sends nothing in time.  Then, and if this is
@@ -172,18 +175,19 @@ class Claim:
         finally:
             self.forget()
 
-    def is_right(self) -> bool:
-        """True if the bytes that are there, and stay unread, may be CLC.
+    def first_bytes(self) -> bytes:
+        """The bytes that are there, and stay unread, if they may be CLC.
 
-        Otherwise it is another connection than the announced one, whose client had the port before.
+        Empty if they are not: then it is another connection than the announced one, whose client
+        had the port before.
 
         Raises OSError: there are none, or the connection was reset.
         """
         if self._accepted is None:
             raise OSError(errno.ENOTCONN, "only the addresses of the connection are known")
         # Trio's `recv` takes a pass of the scheduler.
-        first = self._accepted.recv(len(EYE_CATCHER), socket.MSG_PEEK)
-        return bool(first) and EYE_CATCHER.startswith(first)
+        first = self._accepted.recv(MAX_MESSAGE_SIZE, socket.MSG_PEEK)
+        return first if EYE_CATCHER.startswith(first[: len(EYE_CATCHER)]) else b""
 
     def forget(self) -> None:
         """Send nothing, and ignore denials.  Idempotent."""
@@ -261,12 +265,13 @@ class Publication:
             return None
         if not self.answerer.is_named and not is_same_host(local[0], remote[0]):
             return None
-        name = announced_name(self._namespace, messages.four_tuple(remote, local))
+        key = messages.four_tuple(remote, local)
+        name = announced_name(self._namespace, key)
         found = self.answerer.names.find(name)
         # One that has ended is of an earlier client with this port, or its client has given up.
         if not found or (accepted is not None and not is_established(accepted)):
             return None
-        return Claim(self, name, found, accepted)
+        return Claim(self, key, name, found, accepted)
 
     def _on_other_user(self) -> None:
         """Publish nothing more: this process has become another user, as daemons do.

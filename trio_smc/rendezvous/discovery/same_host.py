@@ -102,6 +102,7 @@ class Discovery(Announcer):
 
     def close(self) -> None:
         """Close what announcing and answering need; neither is done any more.  Idempotent."""
+        self.mailboxes.close()
         self.names.remove_marks()
         self.names.close()
         self.closer.join()
