@@ -20,7 +20,14 @@ from trio_smc.host.addresses import (
     is_same_host,
     plain_address,
 )
-from trio_smc.host.tcp import close_with_reset, has_urgent_byte, tcp_state, unread_bytes
+from trio_smc.host.tcp import (
+    CLOSE,
+    CLOSE_WAIT,
+    close_with_reset,
+    has_urgent_byte,
+    tcp_state,
+    unread_bytes,
+)
 from trio_smc.host.tcp_diag import original_destination
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
@@ -46,8 +53,6 @@ LOGGER = logging.getLogger("trio_smc")
 _EYE_CATCHER_SIZE: Final = len(clc.EYE_CATCHER)
 _PRESSURE_PAUSE: Final = 0.01
 """Seconds between two reads of the first bytes while the kernel is short of memory.  Chosen."""
-_TCP_CLOSE: Final = 7  # <linux/tcp_states.h>: reset
-_TCP_CLOSE_WAIT: Final = 8  # the client's FIN has arrived
 
 
 class Arrival:
@@ -109,7 +114,7 @@ class Arrival:
             self._failure = error  # raised by the connection's task
 
     def _start_discovery(self, remote: tuple[str, int]) -> None:
-        self._local, self._remote = _plain_name(self.sock.getsockname()), _plain_name(remote)
+        self._local, self._remote = _plain_name(self._bare.getsockname()), _plain_name(remote)
         self._client = (self._remote[0], self._local[1])
         self._on_claim(self._publication.claim(self._local, self._remote, self._bare))
 
@@ -367,13 +372,13 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
                 sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, len(first) + 1)
                 await trio.lowlevel.wait_readable(sock)
                 state = tcp_state(sock)
-                if state == _TCP_CLOSE and not unread_bytes(sock):
+                if state == CLOSE and not unread_bytes(sock):
                     return False  # `recv` would consume the error, which is the application's
                 before = len(first)
                 first = await sock.recv(_EYE_CATCHER_SIZE, stdlib_socket.MSG_PEEK)
                 if not clc.EYE_CATCHER.startswith(first):
                     return False
-                if len(first) < _EYE_CATCHER_SIZE and state in (_TCP_CLOSE, _TCP_CLOSE_WAIT):
+                if len(first) < _EYE_CATCHER_SIZE and state in (CLOSE, CLOSE_WAIT):
                     return False
                 if len(first) == before:
                     # `recv` stops at an urgent byte, so the socket stays readable for ever.

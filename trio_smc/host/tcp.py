@@ -8,11 +8,14 @@ import select
 import socket
 import struct
 import sys
-from typing import Literal
+from typing import Final, Literal
 
 import trio
 
 __all__ = [
+    "CLOSE",
+    "CLOSE_WAIT",
+    "ESTABLISHED",
     "backlog",
     "carried_bytes",
     "close_with_reset",
@@ -40,10 +43,13 @@ _BACKLOG = struct.Struct("=28xI")  # of struct tcp_info, for a listening socket:
 _CARRIED = struct.Struct("=B127xQ8xI52xQQ")
 """Of struct tcp_info (linux/tcp.h, since Linux 4.19): tcpi_state, bytes_received, notsent_bytes,
 bytes_sent, bytes_retrans."""
-_ESTABLISHED = 1  # linux/tcp_states.h
-_PEER_HAS_ENDED = {6, 7, 8, 9, 11}
-"""TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING (linux/tcp_states.h)."""
-_CLOSE = 7
+# linux/tcp_states.h
+ESTABLISHED: Final = 1
+CLOSE: Final = 7
+"""The connection is gone: the peer has reset it, or it was never open."""
+CLOSE_WAIT: Final = 8
+"""The peer's FIN has arrived."""
+_PEER_HAS_ENDED = {6, CLOSE, CLOSE_WAIT, 9, 11}  # and TIME_WAIT, LAST_ACK, CLOSING
 
 
 def close_with_reset(sock: trio.socket.SocketType) -> None:
@@ -99,7 +105,7 @@ def is_established(sock: trio.socket.SocketType | socket.socket) -> bool:
     """
     state = tcp_state(sock)
     if state:
-        return state == _ESTABLISHED
+        return state == ESTABLISHED
     try:
         sock.getpeername()
     except OSError as error:
@@ -123,7 +129,7 @@ def peer_end(sock: trio.socket.SocketType | socket.socket) -> Literal["none", "f
         state = tcp_state(sock)
         if state not in _PEER_HAS_ENDED:
             return "none"
-        return "reset" if state == _CLOSE or unread_bytes(sock.fileno()) else "fin"
+        return "reset" if state == CLOSE or unread_bytes(sock.fileno()) else "fin"
     except OSError:
         return "reset"  # closed
 

@@ -159,7 +159,7 @@ async def _answer(
 ) -> None:
     """Send ``negotiation.outgoing``, unless the peer has sent bytes before this answer."""
     # An answer that is sent at once needs no look: nothing followed the message in the same peek.
-    if reader.halfway or not (reader.nothing_follows or not unread_bytes(_descriptor(sock))):
+    if reader.halfway or (not reader.nothing_follows and unread_bytes(_descriptor(sock))):
         negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
         return
     data = b"".join(negotiation.outgoing)

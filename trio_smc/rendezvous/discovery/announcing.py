@@ -62,14 +62,13 @@ with contextlib.suppress(ImportError):  # only Unix has it
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import plain_address
-from trio_smc.host.descriptors import Closer
+from trio_smc.host.descriptors import Closer, datagram_probe
 from trio_smc.host.private_directory import DirectoryUnusable, is_named, unusable
 from trio_smc.host.real_time import move_on_after, now
 from trio_smc.host.tcp import has_news, is_open
 from trio_smc.host.tcp_diag import FarEnd, far_end, has_local_end, original_destination
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.lookup import AnySocket, Found, Lookups
-from trio_smc.rendezvous.discovery.mailboxes import Mailbox, Mailboxes
 from trio_smc.rendezvous.discovery.messages import Kind, Message
 from trio_smc.rendezvous.discovery.names import Names, announced_name
 from trio_smc.rendezvous.discovery.waiting import wait_readable_until
@@ -100,7 +99,7 @@ have been acknowledged."""
 _CONNECT_TIME: Final = 127.0
 """Seconds that TCP tries to connect: 2**7 - 1 for the 6 repetitions of net.ipv4.tcp_syn_retries."""
 _LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-_MOST_IGNORED: Final = 64  # datagrams of other senders, and such as are no answer
+_MOST_IGNORED: Final = 64  # datagrams other than ACCEPTED
 _REMEMBERED: Final = 256  # addresses that were connected to last
 _MOST_HISTORIES: Final = 1024  # addresses of which something was learned
 _MARK_INTERVAL: Final = 20.0  # seconds after which a mark is set again, as long as there is need
@@ -134,15 +133,14 @@ class Announcement:
     """
 
     __slots__ = (
-        "_acceptance", "_committed", "_ignored", "_key", "_mailbox", "_owner", "_refusal",
-        "_required", "_tcp", "destination", "found", "is_lost", "name", "source",
+        "_acceptance", "_committed", "_has_arrived", "_ignored", "_owner", "_refusal", "_required",
+        "_sock", "_tcp", "destination", "found", "is_lost", "name", "source",
     )  # fmt: skip
 
     def __init__(
         self,
         owner: Announcer,
-        mailbox: Mailbox,
-        key: bytes,
+        sock: socket.socket,
         name: str,
         found: Found,
         source: str,
@@ -153,8 +151,8 @@ class Announcement:
         self._owner = owner
         self._required = required
         self.is_lost: bool = False
-        self._mailbox: Mailbox | None = mailbox  # until this is withdrawn
-        self._key = key  # `messages.four_tuple`
+        self._sock = sock
+        self._has_arrived = datagram_probe(sock)
         self.name: str = name
         self.found: Found = found
         self.source: str = source
@@ -182,9 +180,7 @@ class Announcement:
         """
         spinner = self._owner.spinner
         silence, began = None, now(self._owner.timers)
-        mailbox = self._mailbox
-        arrived = mailbox is not None and spinner.until(mailbox.has_datagram, soon=True)
-        if not (arrived and self._receive()):
+        if not (spinner.until(self._has_arrived, soon=True) and self._receive()):
             spinner.sleeping += 1
             try:
                 silence = await self._wait(began, deadline)
@@ -198,6 +194,10 @@ class Announcement:
             return self._refusal.reason
         if self.is_lost:
             return _SILENT[FarEnd.LOST]
+        if silence is FallbackReason.PEER_NOT_CAPABLE and (
+            self.found.reason is FallbackReason.LOCAL_VERSION_MISMATCH
+        ):
+            silence = self.found.reason  # a process of an older release shares the port
         if silence is not None and not self.found.is_elsewhere:
             # A listener that answers others meanwhile is busy, and answers the next ones.
             if not self._owner.has_answered(self.destination, began):
@@ -227,10 +227,10 @@ class Announcement:
         pause = _FIRST_CHECK
         # Where the server's end was at the last check, and since when.
         far, since = FarEnd.UNKNOWN, began
-        moment = began
-        while self._mailbox is not None:
+        while self._sock.fileno() >= 0:
+            moment = now(self._owner.timers)
             until = min(moment + pause, self._last_moment(far, began, since, deadline))
-            if await wait_readable_until(self._mailbox.sock, self._owner.timers, until):
+            if await wait_readable_until(self._sock, self._owner.timers, until):
                 if self._receive():
                     waited = now(self._owner.timers) - began
                     self._owner.note_answer(self.destination, waited)
@@ -239,8 +239,7 @@ class Announcement:
                     _log.info("same-host discovery: gave up, as others send to %s", self.name)
                     return None
                 # Empty datagrams are not counted, and must not keep the checks from being made.
-                moment = now(self._owner.timers)
-                if moment < until:
+                if now(self._owner.timers) < until:
                     continue
             if self._is_hopeless():
                 return None
@@ -264,7 +263,7 @@ class Announcement:
     def _is_hopeless(self) -> bool:
         """True if no process can answer any more."""
         owner = self._owner
-        if self._mailbox is None or not owner.has_name(self):
+        if self._sock.fileno() < 0 or not owner.has_name(self):
             return True
         return not (owner.has_listener(self) or self._required)
 
@@ -320,22 +319,19 @@ class Announcement:
 
         ``everything``: nothing more can come.
         """
-        owner, mailbox = self._owner, self._mailbox
+        owner, sock = self._owner, self._sock
         try:
-            while self._acceptance is None and mailbox is not None:
-                message, sender = messages.receive(mailbox.sock, owner.closer)
-                if (
-                    message is None
-                    or (message.connection and message.connection != self._key)
-                    or not owner.is_server(self, sender)
-                ):
-                    self._ignored += 1
-                    if self._ignored >= _MOST_IGNORED and not everything:
+            while self._acceptance is None:
+                message, sender = messages.receive(sock, owner.closer)
+                if message is not None and owner.is_server(self, sender):
+                    if message.kind is Kind.ACCEPTED:
+                        self._acceptance = message
                         break
-                elif message.kind is Kind.ACCEPTED:
-                    self._acceptance = message
-                elif message.kind is Kind.REFUSED:
-                    self._refusal = message
+                    if message.kind is Kind.REFUSED:
+                        self._refusal = message
+                self._ignored += 1
+                if self._ignored >= _MOST_IGNORED and not everything:
+                    break
         except BlockingIOError:
             pass
         return self._acceptance is not None or self._refusal is not None
@@ -343,13 +339,7 @@ class Announcement:
     def is_too_late(self) -> bool:
         """True if a connection was accepted although the announced one is not open yet: it is
         another process's."""
-        mailbox = self._mailbox
-        return (
-            mailbox is not None
-            and mailbox.has_datagram()
-            and self._receive()
-            and self._acceptance is not None
-        )
+        return self._has_arrived() and self._receive() and self._acceptance is not None
 
     def withdraw(self) -> bool:
         """Withdraw: the connection, which is open, is going to be plain TCP.
@@ -357,23 +347,17 @@ class Announcement:
         To be called before anything is sent over TCP.  True: the server expects a CLC message all
         the same.
         """
-        mailbox, owner = self._mailbox, self._owner
-        if mailbox is None:
-            return self._acceptance is not None
-        if self._committed:
-            self._mailbox = None
-            owner.mailboxes.release(mailbox, self.name)
-        else:
+        sock, owner = self._sock, self._owner
+        if sock.fileno() >= 0:
             owner.names.remove(self.name)
             if self._acceptance is None:
                 # With credentials an empty datagram differs from an empty queue.
-                mailbox.sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-                mailbox.sock.shutdown(socket.SHUT_RD)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+                sock.shutdown(socket.SHUT_RD)
                 self._receive(everything=True)
-            self._mailbox = None
-            owner.mailboxes.discard(mailbox)
-            self._committed = self._acceptance is not None
-        owner.settled(self)
+            owner.closer.discard_datagrams(sock)
+            owner.settled(self)
+            self._committed |= self._acceptance is not None
         return self._acceptance is not None
 
     def close(self) -> None:
@@ -388,8 +372,8 @@ class Announcement:
 
     def cancel(self) -> None:
         """Withdraw, and end the wait for an answer."""
-        if self._mailbox is not None:
-            trio.lowlevel.notify_closing(self._mailbox.sock)
+        if self._sock.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._sock)
         self.close()
 
     def abandon(self) -> None:
@@ -397,8 +381,8 @@ class Announcement:
 
         If the child kept it and the parent were killed, the name would look alive.
         """
-        if self._mailbox is not None:
-            self._mailbox.sock.close()
+        self._committed = True  # the child denies nothing
+        self._sock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -421,7 +405,6 @@ class Announcer:
       timers, spinner: as above.
       closer: of what other processes may have sent.
       names: of announcements.
-      mailboxes: their sockets.
     """
 
     def __init__(
@@ -437,7 +420,6 @@ class Announcer:
         self.spinner = spinner
         self.closer = Closer("announcements")
         self.names: Names = Names(private)
-        self.mailboxes: Mailboxes = Mailboxes(self.names, self.closer)
         self._lookups = Lookups(private, self.names, ended, timers)
         self._marked: dict[tuple[str, tuple[str, int]], float] = {}  # when, by both addresses
         # By address: if it is translated to one of this host, and until when that counts.
@@ -504,14 +486,13 @@ class Announcer:
                     return silence
             if self.is_full:
                 return FallbackReason.OUT_OF_RESOURCES
-            key = messages.four_tuple(source, destination)
-            name = announced_name(found.namespace, key)
-            mailbox = self.mailboxes.open(name, required=required)
+            name = announced_name(found.namespace, messages.four_tuple(source, destination))
+            waiting = self.names.listen(name, required=required)
         except (DirectoryUnusable, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 return None
             return self.why_not(error)
-        made = Announcement(self, mailbox, key, name, found, source[0], destination, sock, required)
+        made = Announcement(self, waiting, name, found, source[0], destination, sock, required)
         self._open.add(made)
         return made
 
@@ -609,7 +590,6 @@ class Announcer:
     def abandon(self) -> None:
         """Close all descriptors: this process is a forked child, and they are its parent's."""
         self.names.close()
-        self.mailboxes.abandon()
         for announcement in self._open:
             announcement.abandon()
         self._open.clear()

@@ -9,17 +9,14 @@ One message is one datagram::
     byte  7      REFUSED: why; ACCEPTED: 1 if the server takes SMC-R or nothing; otherwise 0
     bytes 8-15   ACCEPTED and NOT_MINE: the token, random
     byte  16     ACCEPTED: the version of the server's software RNIC
-    bytes 17-52  ACCEPTED: the announced TCP connection; may be missing
-    bytes 8-43   REFUSED: the announced TCP connection; may be missing
-    bytes 8-43   PROVE and LISTENING: the TCP connections to come, with ports that are zero
+    bytes 8-43   PROVE and LISTENING: the TCP connections to come: source address (16, IPv4 as
+                 ::ffff:a.b.c.d), source port (2), destination address (16), destination port (2);
+                 big-endian, as the client sees them; both ports are zero
     bytes 44-59  PROVE: the name of the socket that waits for the answer
     bytes 44-61  LISTENING: port to connect to (2), nonce (16)
 
-A TCP connection: source address (16, IPv4 as ::ffff:a.b.c.d), source port (2), destination address
-(16), destination port (2); big-endian, as the client sees them.
-
 A client that connects to that port receives a TCP proof, and then the end: the nonce, and the TCP
-connection as the server sees it.
+connection in the form of bytes 8-43 as the server sees it.
 
 The first eight bytes, and the meaning of ACCEPTED and REFUSED, stay the same in every version.  So
 a client that has no version in common with the server still knows what the server expects, and
@@ -128,7 +125,7 @@ class Message(NamedTuple):
       required: an ACCEPTED of a server that takes SMC-R or nothing.
       token: of ACCEPTED and NOT_MINE.
       rnic_version: of ACCEPTED, the server's software RNIC.
-      connection: the `four_tuple` of PROVE and LISTENING; of ACCEPTED and REFUSED, if they have it.
+      connection: the `four_tuple` of PROVE and LISTENING.
       name: of PROVE.
       port, nonce: of LISTENING.
     """
@@ -170,16 +167,14 @@ def _head(kind: Kind, detail: int = 0) -> bytes:
 _ACCEPTED: Final = tuple(_head(Kind.ACCEPTED, required) for required in (False, True))
 
 
-def accepted(
-    token: bytes, rnic_version: int, connection: bytes = b"", *, required: bool = False
-) -> bytes:
-    """An ACCEPTED of the `four_tuple`; ``required``: this side takes SMC-R or nothing."""
-    return b"%b%b%c%b" % (_ACCEPTED[required], token, rnic_version, connection)
+def accepted(token: bytes, rnic_version: int, *, required: bool = False) -> bytes:
+    """An ACCEPTED; ``required``: this side takes SMC-R or nothing."""
+    return b"%b%b%c" % (_ACCEPTED[required], token, rnic_version)
 
 
-def refused(reason: FallbackReason, connection: bytes = b"") -> bytes:
-    """A REFUSED of the `four_tuple`; reasons without a code arrive as PEER_NOT_CAPABLE."""
-    return _head(Kind.REFUSED, _REASON_CODES.get(reason, 0)) + connection
+def refused(reason: FallbackReason) -> bytes:
+    """A REFUSED; reasons without a code arrive as PEER_NOT_CAPABLE."""
+    return _head(Kind.REFUSED, _REASON_CODES.get(reason, 0))
 
 
 def not_mine(token: bytes) -> bytes:
@@ -216,14 +211,11 @@ def decode_untrusted(data: bytes) -> Message:
     is_common = lowest <= HIGHEST_VERSION and highest >= LOWEST_VERSION
     if code == Kind.ACCEPTED and is_common:
         _check_length(data, _TOKEN_END + 1)
-        token, connection = data[_HEAD.size : _TOKEN_END], _tuple_at(data, _TOKEN_END + 1)
-        return Message(
-            Kind.ACCEPTED, True, None, bool(detail & 1), token, data[_TOKEN_END], connection
-        )
+        token = data[_HEAD.size : _TOKEN_END]
+        return Message(Kind.ACCEPTED, True, None, bool(detail & 1), token, data[_TOKEN_END])
     if code == Kind.REFUSED:
         reason = _REASONS.get(detail, FallbackReason.PEER_NOT_CAPABLE)
-        connection = _tuple_at(data, _HEAD.size) if is_common else b""
-        return Message(Kind.REFUSED, is_common, reason, connection=connection)
+        return Message(Kind.REFUSED, is_common, reason)
     if not is_common:
         if code == Kind.ACCEPTED:
             return Message(Kind.ACCEPTED, is_common=False)
@@ -241,12 +233,6 @@ def decode_untrusted(data: bytes) -> Message:
         port, nonce = _PROBE.unpack_from(data, _TUPLE_END)
         return Message(Kind.LISTENING, connection=connection, port=port, nonce=nonce)
     raise ProtocolError(f"same-host discovery: kind {code}")
-
-
-def _tuple_at(data: bytes, start: int) -> bytes:
-    """The `four_tuple` that begins there; empty if the message ends before the end of one."""
-    end = start + _FOUR_TUPLE.size
-    return data[start:end] if len(data) >= end else b""
 
 
 def _check_length(data: bytes, least: int) -> None:

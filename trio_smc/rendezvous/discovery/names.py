@@ -31,9 +31,6 @@ empty file in the same directory, whose name has the port 0.
 A cleaner of /tmp may remove the directories.  A client makes its directory again as soon as it
 cannot bind a name there, and a server checks its directories every few seconds.
 
-A socket that waits for its next announcement (`trio_smc.rendezvous.discovery.mailboxes`) has a name
-in another directory, ``idle``, where no server looks for it.
-
 A process that was killed leaves its names behind.  Each stack removes the old ones when it opens
 its directory, and a client that meets one under the name that it wants removes that.
 """
@@ -42,9 +39,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
-import secrets
 import socket
 import stat
 import time
@@ -53,19 +48,10 @@ from typing import Final
 
 from trio_smc._base.resources import is_lack
 from trio_smc.host.descriptors import refuse_descriptors
-from trio_smc.host.private_directory import (
-    PATH_FLAGS,
-    DirectoryUnusable,
-    PrivateDirectory,
-    own_credentials,
-)
+from trio_smc.host.private_directory import PATH_FLAGS, PrivateDirectory, own_credentials
 
 __all__ = ["DATAGRAM", "KIND", "Names", "announced_name", "send_to"]
 
-_log = logging.getLogger(__name__)
-
-_IDLE: Final = "idle"
-"""The kind of directories with the names of sockets that wait for their next announcement."""
 _MARK: Final = "short-"
 _MARK_HOLDS: Final = 60.0
 """Seconds for which a mark holds after it was set.  Chosen."""
@@ -129,7 +115,6 @@ class Names:
         self._marks: set[str] = set()
         self._own: PrivateDirectory | None = None  # this user's directory of names
         self._path = ""  # where it is
-        self._idle: PrivateDirectory | None = None  # this user's directory of idle names
         self._root: PrivateDirectory | None = None  # the private directory, if a group shares it
         self._members: list[PrivateDirectory] = []  # the directories of names of all users
         self._stamp = 0  # change time of `_root` when `_members` was made; 0: look again
@@ -186,10 +171,10 @@ class Names:
     def close(self) -> None:
         """Close all descriptors, in a forked child, too.  Idempotent."""
         self._close_members()
-        for each in (self._own, self._root, self._idle, self._sender):
+        for each in (self._own, self._root, self._sender):
             if each is not None:
                 each.close()
-        self._own = self._root = self._idle = self._sender = None
+        self._own = self._root = self._sender = None
 
     def _close_members(self) -> None:
         for each in self._members:
@@ -228,49 +213,6 @@ class Names:
             sock.close()
             raise
         return sock
-
-    def make_idle(self, name: str) -> str:
-        """Move a name to where no server looks for it; the new name, empty if that failed."""
-        try:
-            if self._own is not None:
-                place, idle = self._idle or self._open_idle(), secrets.token_hex(8)
-                os.rename(name, idle, src_dir_fd=self._own.descriptor, dst_dir_fd=place.descriptor)
-                return idle
-        except (DirectoryUnusable, OSError) as error:
-            _log.debug("the name of an announcement cannot be moved: %s", error)
-        return ""
-
-    def _open_idle(self) -> PrivateDirectory:
-        """Open the directory of idle names.  Raises DirectoryUnusable, OSError."""
-        with contextlib.closing(PrivateDirectory.open(self._private, create=True)) as root:
-            name = root.member_directory(_IDLE, create=True, private=True)
-            self._idle = root.below(name, create=True)
-        self._idle.remove_stale(listening=False)
-        return self._idle
-
-    def link(self, idle: str, name: str) -> bool:
-        """Give the socket with an idle name a name of an announcement in addition.
-
-        False: the name is taken, a cleaner has removed the idle name, or the file system has no
-        links.
-        """
-        place, own = self._idle, self._own
-        if place is None or own is None:
-            return False
-        try:
-            os.link(
-                idle, name, src_dir_fd=place.descriptor, dst_dir_fd=own.descriptor,
-                follow_symlinks=False,
-            )  # fmt: skip
-        except OSError:
-            return False
-        return True
-
-    def remove_idle(self, idle: str) -> None:
-        """Remove an idle name; one that is gone already is fine."""
-        if self._idle is not None:
-            with contextlib.suppress(OSError):
-                self._idle.remove(idle)
 
     def mark(self, name: str) -> None:
         """Set a mark: an empty file, whose time counts.  Raises DirectoryUnusable, OSError."""

@@ -86,7 +86,6 @@ class Claim:
     """An accepted TCP connection that was announced: to be accepted or refused, then confirmed.
 
     Args:
-      key: `messages.four_tuple` of the announced connection.
       name: of the announcement.
       found: the directories with that name, nearly always one.
       accepted: the connection, which was not read from; None: only its addresses are known.
@@ -96,19 +95,17 @@ class Claim:
     """
 
     __slots__ = (
-        "_accepted", "_connection", "_found", "_key", "_name", "_publication", "tokens",
+        "_accepted", "_connection", "_found", "_name", "_publication", "tokens",
     )  # fmt: skip
 
     def __init__(
         self,
         publication: Publication,
-        key: bytes,
         name: str,
         found: list[PrivateDirectory],
         accepted: socket.socket | None,
     ) -> None:
         self._publication = publication
-        self._key = key
         self._name = name
         self._found = found  # not yet answered
         self._accepted = accepted
@@ -125,14 +122,14 @@ class Claim:
 
         required: this side takes SMC-R or nothing.
         """
-        publication, key, name = self._publication, self._key, self._name
+        publication, name = self._publication, self._name
         send = publication.answerer.names.send
         for directory in self._found:
             if not directory.is_admitted():
-                send(directory, name, messages.refused(FallbackReason.OTHER_USER, key))
+                send(directory, name, messages.refused(FallbackReason.OTHER_USER))
                 continue
             token = os.urandom(messages.TOKEN_SIZE)
-            if send(directory, name, messages.accepted(token, VERSION, key, required=required)):
+            if send(directory, name, messages.accepted(token, VERSION, required=required)):
                 self.tokens.add(token)
                 publication.claims[token] = self
         self._found = []
@@ -142,7 +139,7 @@ class Claim:
         """Tell the client at once that its connection is plain TCP, and why."""
         for directory in self._found:
             names = self._publication.answerer.names
-            names.send(directory, self._name, messages.refused(reason, self._key))
+            names.send(directory, self._name, messages.refused(reason))
         self.forget()
 
     async def confirm(self, connection: AnySocket, deadline: float) -> bool:
@@ -265,13 +262,12 @@ class Publication:
             return None
         if not self.answerer.is_named and not is_same_host(local[0], remote[0]):
             return None
-        key = messages.four_tuple(remote, local)
-        name = announced_name(self._namespace, key)
+        name = announced_name(self._namespace, messages.four_tuple(remote, local))
         found = self.answerer.names.find(name)
         # One that has ended is of an earlier client with this port, or its client has given up.
         if not found or (accepted is not None and not is_established(accepted)):
             return None
-        return Claim(self, key, name, found, accepted)
+        return Claim(self, name, found, accepted)
 
     def _on_other_user(self) -> None:
         """Publish nothing more: this process has become another user, as daemons do.
@@ -340,6 +336,7 @@ class Publication:
         try:
             with self._scope:
                 async with trio.open_nursery() as self._nursery:
+                    self._start_signpost(self._nursery)
                     while self._made is not None and not self._abandoned:
                         with move_on_after(self.answerer.timers, _NAME_INTERVAL) as timeout:
                             await self._receive_some()
@@ -352,6 +349,11 @@ class Publication:
             self._nursery = None
             self.close()
             self._closer.join()
+
+    def _start_signpost(self, nursery: trio.Nursery) -> None:
+        """Answer clients of older releases."""
+        if self._made is not None and self._made.signpost is not None:
+            nursery.start_soon(self._made.signpost.run, self.answerer.timers)
 
     async def _receive_some(self) -> None:
         """Wait for messages, and handle them, until cancelled."""
@@ -380,6 +382,8 @@ class Publication:
         made.remove()
         self._closer.discard_datagrams(made.socket)
         self._made = renewed
+        if self._nursery is not None:
+            self._start_signpost(self._nursery)
 
     def receive_now(self) -> None:
         """`receive`, for a caller that does not know if there are any."""

@@ -81,6 +81,11 @@ _CLIENT_IDLE_EXTRA: Final = 10.0
 should end idle groups (3.5.4). Chosen."""
 
 
+_MOST_OUT_OF_SYNC: Final = 3
+"""Out-of-sync Declines in a row after which a group gets no more connections. More than one,
+because another process with the client's peer ID and GID declines, too. Chosen."""
+
+
 class GroupHost(LinkHost, Protocol):
     """The stack, as seen by its link groups."""
 
@@ -147,6 +152,7 @@ class LinkGroup:
         self.first_contact: FirstContact | None = None
         self.machine: Machine = Machine(LINK_GROUP, self)
         self._requested = 0
+        self._out_of_sync = 0  # Declines in a row of clients that do not know the group
         # A link has failed, and perhaps something that the peer had posted on it was not received.
         self._lost_messages = False
         self._all_received = False  # the peer's process has ended, and nothing was lost
@@ -190,6 +196,8 @@ class LinkGroup:
         most = self.terms.max_connections
         if most is not None and len(self.connections) + self._requested >= most:
             return False
+        if self._out_of_sync >= _MOST_OUT_OF_SYNC:
+            return False
         for link in self.links.values():
             if link.needs_test:
                 return False
@@ -210,11 +218,18 @@ class LinkGroup:
     def test_links(self, peer_id: bytes) -> None:
         """Test the links, because a client with this peer ID does not know the group (C.4).
 
-        A link whose test is not answered fails.
+        A link whose test is not answered fails.  If it is answered, and the client declines again
+        and again, the client has the group under another peer ID, because its first SMC Accept was
+        damaged.  Then the group keeps its connections, and further ones begin with a first contact.
         """
         if peer_id == self.peer_id:
+            self._out_of_sync += 1
             for link in self.links.usable():
                 link.test_now()
+
+    def found_by_client(self) -> None:
+        """The client has confirmed a further connection, so it knows the group."""
+        self._out_of_sync = 0
 
     # --- links -------------------------------------------------------------------------------
 
