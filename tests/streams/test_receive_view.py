@@ -44,10 +44,10 @@ async def arrived(stream: SmcStream, count: int) -> None:
     """Wait until ``count`` bytes can be received."""
     seen = 0
     while seen < count:
-        lease = stream.receive_view()
-        async with lease as view:
-            seen = len(view)
-            lease.consume(0)
+        view = stream.receive_view()
+        async with view as data:
+            seen = len(data)
+            view.consume(0)
         await trio.lowlevel.checkpoint()
 
 
@@ -87,17 +87,17 @@ async def test_consume_some_of_them(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await a.send_all(b"first\nsec")
     await arrived(b, 9)
-    lease = b.receive_view()
+    view = b.receive_view()
     with pytest.raises(ValueError, match="consume"):
-        lease.consume(0)
-    async with lease as view:
-        lease.consume(1)
-        lease.consume(bytes(view).rfind(b"\n") + 1)
+        view.consume(0)
+    async with view as data:
+        view.consume(1)
+        view.consume(bytes(data).rfind(b"\n") + 1)
         for wrong in (-1, 10):
             with pytest.raises(ValueError, match="consume"):
-                lease.consume(wrong)
-    async with b.receive_view() as view:
-        assert bytes(view) == b"sec"
+                view.consume(wrong)
+    async with b.receive_view() as data:
+        assert bytes(data) == b"sec"
     await close_both(pair)
 
 
@@ -129,13 +129,13 @@ async def test_all_bytes_arrive_in_order(pairs: Pairs) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(send)
         for number in range(len(sent)):
-            lease = b.receive_view(1 + 997 * number % 5000)
-            async with lease as view:
-                if not view:
+            view = b.receive_view(1 + 997 * number % 5000)
+            async with view as data:
+                if not data:
                     break
-                count = len(view) if number % 3 else (len(view) + 1) // 2
-                got += view[:count]
-                lease.consume(count)
+                count = len(data) if number % 3 else (len(data) + 1) // 2
+                got += data[:count]
+                view.consume(count)
     assert got == sent
     await close_both(pair)
 

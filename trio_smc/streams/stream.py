@@ -155,7 +155,11 @@ class SmcSocket:
 
 
 class ReceiveView(AbstractAsyncContextManager[memoryview]):
-    """A loan of a part of the receive ring, by `SmcStream.receive_view`."""
+    """A loan of a part of the receive ring, by `SmcStream.receive_view`.
+
+    The block gets a memoryview, which can have no further methods; so `consume` is a method of this
+    object.
+    """
 
     _size = -1  # bytes of the view; -1: outside of the block
     _count = 0
@@ -230,16 +234,16 @@ class SmcStream(HalfCloseableStream):
 
         ::
 
-            async with stream.receive_view() as view:
-                total += numpy.frombuffer(view, numpy.uint8).sum()
+            async with stream.receive_view() as data:
+                total += numpy.frombuffer(data, numpy.uint8).sum()
 
-        The view has at least one byte, or none at the end of the stream.  It ends where the ring
-        wraps, so a view may have fewer bytes than have arrived.  Its bytes count as received when
-        the block ends, or as many of them as the last call of `ReceiveView.consume` named::
+        ``data`` is a memoryview of at least one byte, or of none at the end of the stream.  It ends
+        where the ring wraps, so it may have fewer bytes than have arrived.  All of them count as
+        received when the block ends, unless `ReceiveView.consume` was called::
 
-            lease = stream.receive_view()
-            async with lease as view:
-                lease.consume(bytes(view).rfind(b"\\n") + 1)
+            view = stream.receive_view()
+            async with view as data:
+                view.consume(bytes(data).rfind(b"\\n") + 1)
 
         Inside the block no task can receive, and the peer cannot use this part of the ring.  So do
         not wait in the block for the peer's next data.  A peer that violates the protocol can
