@@ -25,6 +25,7 @@ class World:
         self.now = 0
         self.deadline = NO_DEADLINE
         self.requests = 0
+        self.request_ns = 0  # the time that a request for the deadline takes
         self.pump: Any = SimpleNamespace(passes=1, machine=SimpleNamespace(state=state))
         self.budget = Budget(cast(Any, self.pump))
         monkeypatch.setattr(module, "_now", lambda: self.now)
@@ -34,7 +35,9 @@ class World:
 
     def _statistics(self) -> Any:
         self.requests += 1
-        return SimpleNamespace(seconds_to_next_deadline=(self.deadline - self.now) / 1e9)
+        seconds = (self.deadline - self.now) / 1e9
+        self.now += self.request_ns
+        return SimpleNamespace(seconds_to_next_deadline=seconds)
 
     def length_of_pass(self) -> int:
         """Nanoseconds until a call yields."""
@@ -80,3 +83,24 @@ def test_short_passes_do_not_request_the_deadline(world: World) -> None:
         world.budget.is_exceeded()
         world.end_pass()
     assert not world.requests
+
+
+@pytest.mark.parametrize("request_ns", [1_000, 5_000, 100_000])
+def test_requests_for_the_deadline_take_little_time(world: World, request_ns: int) -> None:
+    """Their duration grows with the number of sockets that the run waits for."""
+    world.request_ns = request_ns
+    start, passes = world.now, 0
+    while world.now - start < 50_000_000:
+        world.length_of_pass()
+        passes += 1
+    assert 1 <= world.requests <= passes
+    assert world.requests * request_ns < 0.05 * (world.now - start)
+
+
+def test_a_deadline_ends_a_pass_although_the_last_request_was_not_long_ago(world: World) -> None:
+    world.request_ns = 5_000
+    world.length_of_pass()
+    for _ in range(20):
+        world.deadline = world.now + 300_000
+        assert 300_000 <= world.length_of_pass() <= 300_000 + CALL_NS
+        assert world.length_of_pass() == 0

@@ -5,10 +5,12 @@ only if the budget of this pass is used up. All streams of a stack share one bud
 
 The budget ends after `_MAX_CALLS` calls, after `MAX_PASS_NS`, or when a deadline of the run is due:
 a task that sleeps must not wait longer than over TCP, where every call yields. Trio reports the
-next deadline, but that takes as long as a small call. So only a pass that lasts `_SHORT_PASS_NS`
-requests it, once. A deadline that a task sets later in the same pass may be missed; `MAX_PASS_NS`
-limits the delay. Trio runs the tasks of a pass in random order, so the budget of the next pass is
-used up at once: the task that the deadline has woken may come last.
+next deadline, but that takes as long as a small call, and with a thousand waiting sockets as long
+as ten: Trio counts them. So only a pass that lasts `_SHORT_PASS_NS` requests it, once, and not
+before `_REQUEST_SHARE` times the duration of the last request have passed. A deadline that was not
+requested, or that a task sets later in the same pass, may be missed; `MAX_PASS_NS` limits the
+delay. Trio runs the tasks of a pass in random order, so the budget of the next pass is used up at
+once: the task that the deadline has woken may come last.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ up to 3 times as late as over TCP (docs/decisions.md)."""
 _SHORT_PASS_NS: Final = 20_000
 """Nanoseconds of a pass that requests no deadline: about one call of 64 KiB.  Chosen."""
 
+_REQUEST_SHARE: Final = 32
+"""At most one part in so many of the time is spent on requests for the next deadline.  Chosen."""
+
 _RUNNING: Final = object()
 """In a task's ``custom_sleep_data``, which Trio clears when it reschedules the task."""
 
@@ -51,7 +56,8 @@ class Budget:
     """
 
     __slots__ = (
-        "_calls", "_due", "_end", "_last", "_pass", "_pump", "_task", "_yielded", "_yielding",
+        "_calls", "_due", "_end", "_last", "_next_request", "_pass", "_pump", "_task", "_yielded",
+        "_yielding",
     )  # fmt: skip
 
     def __init__(self, pump: Pump) -> None:
@@ -60,6 +66,7 @@ class Budget:
         self._end = 0  # of the budget, or of the time for which no deadline is known
         self._last = 0  # the end of the budget if no deadline is due
         self._due = False  # a deadline ends the budget
+        self._next_request = 0  # for the next deadline, not before that time
         self._calls = 0  # in that pass
         self._task: trio.lowlevel.Task | None = None  # which called last, in a pass over budget
         # The tasks that had to yield in the pass before, and in this one.
@@ -135,7 +142,11 @@ class Budget:
     def _find_end(self, now: int) -> int:
         """The end of the budget of a pass that is no longer short."""
         if self._end != self._last:
+            if now < self._next_request:
+                self._end = min(self._next_request, self._last)
+                return self._end
             seconds = _statistics().seconds_to_next_deadline
+            self._next_request = now + _REQUEST_SHARE * (_now() - now)
             if seconds < (self._last - now) / 1e9:
                 self._last = now + int(seconds * 1e9)
                 self._due = True
