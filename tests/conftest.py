@@ -23,6 +23,7 @@ import trio_smc
 from tests import hangs, leaks
 from tests.api.api_peers import HOST, QUICK
 from trio_smc import SmcListener, Stack
+from trio_smc.stack import policy
 
 _SEED = pytest.StashKey[int]()
 _REPORTED = pytest.StashKey[set[str]]()
@@ -198,6 +199,18 @@ def _session_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     before = leaks.take()
     yield
     _fail_if_leaked(request, before, ())
+
+
+@pytest.fixture(autouse=True)
+def _short_connections_stay(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most connections of tests are short, and are to use SMC-R all the same.
+
+    Not in other processes: there `Config(learn_short=False)` does it.
+    """
+    if request.node.get_closest_marker("learns_short") is None:
+        monkeypatch.setattr(policy, "SHORT_AFTER", 1 << 30)
 
 
 @pytest.fixture(autouse=True)

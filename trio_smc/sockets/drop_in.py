@@ -25,10 +25,6 @@ library's own methods, called on a closed socket: they raise the same errors as 
 `listen` is synchronous too, but a listener is published asynchronously: a task of the stack
 publishes it, and `accept` waits for that task.
 
-Programs for TCP seldom need a full checkpoint in every call, and a checkpoint takes a large part of
-the time of a call.  So drop-in sockets have amortised checkpoints unless `Config.checkpoints` is
-set.
-
 Operations without a meaning over SMC-R raise OSError (EOPNOTSUPP), for example `detach` and `dup`.
 docs/programs.md lists all differences from TCP.
 """
@@ -45,11 +41,10 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from dataclasses import replace
 from functools import lru_cache, partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import trio
 
@@ -652,7 +647,7 @@ class Unconnected(Side):
             self._forget_port(raw, bound)
         try:
             return await connect_socket(
-                stack.runtime, self.plain, resolved, _config_of(stack), raw, bound=bound
+                stack.runtime, self.plain, resolved, stack.config, raw, bound=bound
             )
         except OSError:
             self._forget_port(raw, bound)
@@ -1037,20 +1032,6 @@ def _raw_socket(plain: Any) -> stdlib_socket.socket:
     return plain._sock  # type: ignore[no-any-return]
 
 
-_configs: Final[WeakKeyDictionary[Stack, Config]] = WeakKeyDictionary()
-
-
-def _config_of(stack: Stack) -> Config:
-    """The stack's settings; with amortised checkpoints unless `Config.checkpoints` is set."""
-    config = _configs.get(stack)
-    if config is None:
-        config = stack.config
-        if config.checkpoints is None:
-            config = replace(config, checkpoints="amortised")
-        _configs[stack] = config
-    return config
-
-
 def _listener(stack: Stack, plain: trio.socket.SocketType) -> SmcListener:
     """The listener of a socket; another process may have the socket, too, and accept.
 
@@ -1058,7 +1039,7 @@ def _listener(stack: Stack, plain: trio.socket.SocketType) -> SmcListener:
     """
     runtime = stack.runtime
     remote = any(rnic.kind == "roce" for rnic in runtime.rnic_set.opened)
-    return SmcListener(runtime, plain, _config_of(stack), invited_only=not remote)
+    return SmcListener(runtime, plain, stack.config, invited_only=not remote)
 
 
 def _is_listening(plain: trio.socket.SocketType) -> bool:

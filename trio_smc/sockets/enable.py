@@ -69,8 +69,7 @@ def enable(config: Config | None = None) -> None:
 
     Call this before Trio runs, or inside a run for that run and later ones.  The call affects
     sockets that are created afterwards.  Outside of `open_stack` these use the default stack.  A
-    second call changes the settings for runs that start afterwards.  If `Config.checkpoints` is
-    None, the sockets have amortised checkpoints.
+    second call changes the settings for runs that start afterwards.
 
     Args:
       config: the settings of the default stack; None: do not change them.

@@ -4,20 +4,20 @@ Theory of operation.  The core (`trio_smc.datapath.connection`) never waits: it 
 what it can at the moment.  A call of the stream tries, and while there is nothing to send or to
 return, it waits in `Parking` until the core calls it back.
 
-Checkpoints: every call is a full Trio checkpoint, as the interface of streams requires.  A call
-that has parked needs no other checkpoint.  A call that finds everything ready yields once, after
-its work: if the peer runs in the same scheduler, its task can then continue in the same pass.  With
-`Config(checkpoints="amortised")` a call always checks for cancellation, but yields only if the pass
-is over its budget (`trio_smc.stack.budget`).  A call that fails without a wait yields, too, as with
-Trio's sockets: a program that repeats such a call lets other tasks run.
+Checkpoints: every call checks for cancellation.  A call that has parked needs no other checkpoint.
+A call that finds everything ready yields only if the pass is over its budget
+(`trio_smc.stack.budget`), or always with `Config(checkpoints="strict")`, which makes every call a
+full Trio checkpoint.  It yields after its work: if the peer runs in the same scheduler, its task
+can then continue in the same pass.  A call that fails without a wait always yields, as with Trio's
+sockets: a program that repeats such a call lets other tasks run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import operator
 import os
+import sys
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
@@ -31,10 +31,13 @@ from trio_smc.streams.parking import Busy, Parking
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import (
     NO_MORE_URGENT,
+    STILL_IN_USE,
+    ReceiveView,
     SmcSocket,
     SmcStream,
     UrgentState,
     byte_view,
+    checked_size,
     nonempty_byte_view,
     urgent_inline_error,
     writable_byte_view,
@@ -42,6 +45,7 @@ from trio_smc.streams.stream import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
     from typing_extensions import Buffer
 
@@ -96,18 +100,10 @@ takes if no size is given"."""
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
 
-_Taken = TypeVar("_Taken", int, bytes)
+_Taken = TypeVar("_Taken", int, bytes, memoryview)
 _Argument = TypeVar("_Argument")
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
-
-
-def _checked(max_bytes: int) -> int:
-    """``max_bytes`` as an integer.  Raises ValueError if it is not positive."""
-    max_bytes = operator.index(max_bytes)
-    if max_bytes < 1:
-        raise ValueError("max_bytes must be >= 1")
-    return max_bytes
 
 
 @ki_protected
@@ -142,7 +138,7 @@ class RdmaStream(SmcStream):
         # Shortcuts, because each call needs them.
         self._receiver, self._sender = core.receiver, core.sender
         self._pump = stack.pump
-        strict = config.checkpoints != "amortised"
+        strict = config.checkpoints == "strict"
         self._parking = Parking(core, stack.pump, stack.budget, strict=strict)
         core.messenger.update_later = stack.pump.flush_soon
         self._token = trio.lowlevel.current_trio_token()
@@ -412,7 +408,7 @@ class RdmaStream(SmcStream):
           trio.BusyResourceError: another task is receiving.
         """
         most = _DEFAULT_RECEIVE if max_bytes is None else max_bytes
-        most = most if type(most) is int and most > 0 else _checked(most)
+        most = most if type(most) is int and most > 0 else checked_size(most)
         receiving = self._receiving
         if receiving.taken:
             raise receiving.error()
@@ -455,6 +451,21 @@ class RdmaStream(SmcStream):
         """Receive into a buffer of the caller; see `SmcStream.receive_some_into`."""
         with writable_byte_view(buffer) as view:
             return await self._receive(self._receiver.receive_into, view)
+
+    def receive_view(self, max_bytes: int | None = None) -> ReceiveView:
+        """Lend a view of the ring; see `SmcStream.receive_view`."""
+        return _RingView(self, sys.maxsize if max_bytes is None else checked_size(max_bytes))
+
+    async def lend(self, max_bytes: int) -> memoryview:
+        """Wait for `Receiver.lend`; no other task can receive until `take_back`."""
+        view = await self._receive(self._receiver.lend, max_bytes)
+        self._receiving.taken = True
+        return view
+
+    def take_back(self, count: int) -> bool:
+        """See `Receiver.take_back`."""
+        self._receiving.taken = False
+        return self._receiver.take_back(count)
 
     async def _receive(self, take: Callable[[_Argument], _Taken], argument: _Argument) -> _Taken:
         """Wait until ``take`` returns something, and return that; or nothing at the end."""
@@ -787,3 +798,24 @@ class RdmaStream(SmcStream):
 
 # See `SmcStream`.
 trio.SocketStream.register(RdmaStream)
+
+
+class _RingView(ReceiveView):
+    """A view of the ring of an `RdmaStream`."""
+
+    def __init__(self, stream: RdmaStream, max_bytes: int) -> None:
+        self._stream = stream
+        self._max_bytes = max_bytes
+
+    async def __aenter__(self) -> memoryview:
+        return self._begin(await self._stream.lend(self._max_bytes))
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # A traceback keeps the variables of the block, and so its arrays.
+        if not self._stream.take_back(self._end()) and error is None:
+            raise BufferError(STILL_IN_USE)

@@ -33,6 +33,7 @@ from trio_smc.rnic.soft.ring import (
     Sent,
 )
 from trio_smc.rnic.verbs import (
+    AWAKE,
     RECEIVE_SIZE,
     DeliveryUnknown,
     QpState,
@@ -252,6 +253,10 @@ class SoftQueuePair(QueuePair):
     ) -> tuple[memoryview[int], int] | None:
         peer = self._sockets.peer
         return None if peer is None else peer.regions.progress_word(address, rkey, size)
+
+    def peer_asleep(self) -> memoryview[int]:
+        peer = self._sockets.peer
+        return AWAKE if peer is None else peer.ring.armed
 
     def lacks_resources(self) -> bool:
         sockets = self._sockets

@@ -224,10 +224,12 @@ class SendRing:
       keys: the peer's key page.
       posted: the word POSTED as a view of one integer.  If the value is `PORT_DOWN` or greater,
         the peer receives nothing.
+      armed: the word ARMED as such a view; not 0 if the peer does not poll.
     """
 
     __slots__ = (
-        "_doorbell", "_head", "_memory", "_on_failed_ring", "_view", "_words", "keys", "posted",
+        "_doorbell", "_head", "_memory", "_on_failed_ring", "_view", "_words", "armed", "keys",
+        "posted",
     )  # fmt: skip
 
     def __init__(
@@ -240,6 +242,7 @@ class SendRing:
         self._view = memory.view
         self._words = memory.cast(0, _SLOTS_AT, "Q")
         self.posted: memoryview[int] = memory.cast(_POSTED * 8, 8, "Q")
+        self.armed: memoryview[int] = memory.cast(_ARMED * 8, 8, "Q")
         self._head = 0
         self._doorbell = doorbell
         self._on_failed_ring = on_failed_ring
