@@ -251,9 +251,12 @@ async def test_a_process_that_was_held_up_waits_before_its_first_check(
     """A check reads directories, and asks the kernel for connections. If this process has not run,
     the server's answer may be about to come."""
     checks: list[announcing.Announcer] = []
-    monkeypatch.setattr(
-        announcing.Announcer, "has_listener", lambda self, _: bool(checks.append(self)) or True
-    )
+
+    def note(announcer: announcing.Announcer, _: object) -> bool:
+        checks.append(announcer)
+        return True
+
+    monkeypatch.setattr(announcing.Announcer, "has_listener", note)
     hold_up, reasons = time.sleep, list[FallbackReason | None]()
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
