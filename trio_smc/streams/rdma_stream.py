@@ -252,15 +252,20 @@ class RdmaStream(SmcStream):
             self._pump.drain_if_pending()
         sender = self._sender
         sent, parked = 0, False
-        if (
-            type(data) is bytes and data and not more and sender.sendable
-            and sender.send_limit is None and not (self._closed or core.write_closed)
-        ):  # fmt: skip
-            # The usual case, as in `send_all`: bytes cannot change, so no view is needed.
-            try:
-                sent = sender.send(data)  # inlined `Connection.send`
-            except OSError as error:
-                raise await self._error_after_yield(error) from error
+        try:
+            if not (more or self._closed or core.write_closed) and (
+                sender.sendable and sender.send_limit is None
+            ):
+                # The usual case: data that fits.  Bytes cannot change, so they need no view.
+                piece = data if type(data) is bytes else byte_view(data, strided=False)
+                if piece:
+                    sent = sender.send(piece)  # inlined `Connection.send`
+                del piece
+        except OSError as error:
+            raise await self._error_after_yield(error) from error
+        except Exception:
+            await _yield()
+            raise
         if not sent:
             sent, parked = await self._send_when_there_is_room(data, more=more)
         if core.sender.borrowed:
