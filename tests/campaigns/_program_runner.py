@@ -36,7 +36,7 @@ from tests.campaigns._programs import (
     text,
 )
 
-__all__ = ["MISSING", "TOTAL", "Line", "Observation", "Runner"]
+__all__ = ["EPILOGUE", "MISSING", "TOTAL", "Line", "Observation", "Runner"]
 
 _PATIENCE: Final = 10.0
 """Seconds after which an end that does not answer hangs."""

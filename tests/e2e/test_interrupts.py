@@ -8,7 +8,8 @@ import pytest
 import trio
 
 import trio_smc
-from tests.e2e.interrupted import DATA, HOST, PLACES
+from tests.e2e.interrupted import DATA, PLACES
+from tests.e2e.process_end import HOST
 from tests.timing import PATIENCE
 from trio_smc import Config, Mode, SmcStream
 

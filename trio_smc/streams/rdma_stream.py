@@ -366,6 +366,19 @@ class RdmaStream(SmcStream):
                 self._check_open()
             await self._parking.end_call(parked)
 
+    async def wait_writable(self) -> None:
+        """As `wait_send_all_might_not_block`, for sockets: only calls that wait exclude each
+        other."""
+        await _check_cancelled()
+        core = self._core
+        self._check_open()
+        parked = False
+        while not (core.sender.can_send or core.write_closed or core.got_closed or core.error):
+            with self._sending:
+                parked = await self._parking.writer() or parked
+            self._check_open()
+        await self._parking.end_call(parked)
+
     async def send_eof(self) -> None:
         """End this side of the stream (RFC 7609, 4.8.1); receiving stays possible.
 
