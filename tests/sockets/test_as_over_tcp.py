@@ -1080,6 +1080,22 @@ async def wait_beside_a_call_that_does_not_wait(ends: Ends) -> None:
     ends.seen.append(outcomes)
 
 
+@case
+async def send_after_the_end_beside_another_send_eof(ends: Ends) -> None:
+    stream = trio.SocketStream(ends.client)
+    await stream.send_eof()
+    outcomes: list[object] = []
+
+    async def send() -> None:
+        outcomes.append(await ends.outcome(stream.send_all, b"x"))
+
+    for _ in range(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.send_eof)
+            nursery.start_soon(send)
+    ends.seen.append(outcomes)
+
+
 # --- tasks that accept, and listeners that are shut down -----------------------------------------
 
 
