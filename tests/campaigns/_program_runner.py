@@ -36,7 +36,7 @@ from tests.campaigns._programs import (
     text,
 )
 
-__all__ = ["MISSING", "TOTAL", "Line", "Observation", "Runner"]
+__all__ = ["EPILOGUE", "MISSING", "TOTAL", "Line", "Observation", "Runner"]
 
 _PATIENCE: Final = 10.0
 """Seconds after which an end that does not answer hangs."""
@@ -130,7 +130,9 @@ class Runner:
         """
         run = self._run(program)
         if run.hung and not run.gone:
-            self.hung.append(f"{run.observation[-1]}\n{program}")
+            transport = "SMC-R" if self.smc else "TCP"
+            [line] = [line for line in run.observation if line.result.startswith("hung")]
+            self.hung.append(f"{transport}, {line}\n{program}")
             run = self._run(program)
         if run.gone:
             self.gone.append(f"{run.observation[-1]}\n{program}\n" + "\n".join(run.last_words))

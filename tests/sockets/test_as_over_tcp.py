@@ -1058,6 +1058,44 @@ async def two_tasks_call_accept_of_a_closed_listener(ends: Ends) -> None:
     ends.seen += outcomes
 
 
+@case
+async def wait_beside_a_call_that_does_not_wait(ends: Ends) -> None:
+    """Only two calls that wait exclude each other."""
+    stream = trio.SocketStream(ends.client)
+    outcomes: list[object] = []
+
+    async def wait() -> None:
+        for _ in range(20):
+            outcome = await ends.outcome(trio.lowlevel.wait_writable, ends.client)
+            outcomes.append(outcome)
+
+    async def send() -> None:
+        for _ in range(20):
+            await stream.send_all(b"x")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        nursery.start_soon(send)
+    await stream.send_eof()
+    ends.seen.append(outcomes)
+
+
+@case
+async def send_after_the_end_beside_another_send_eof(ends: Ends) -> None:
+    stream = trio.SocketStream(ends.client)
+    await stream.send_eof()
+    outcomes: list[object] = []
+
+    async def send() -> None:
+        outcomes.append(await ends.outcome(stream.send_all, b"x"))
+
+    for _ in range(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.send_eof)
+            nursery.start_soon(send)
+    ends.seen.append(outcomes)
+
+
 # --- tasks that accept, and listeners that are shut down -----------------------------------------
 
 

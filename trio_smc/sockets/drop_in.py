@@ -884,7 +884,7 @@ class OverSmc(Side):
 
     async def wait_writable(self) -> None:
         with self._socket_errors():
-            await self.stream.wait_send_all_might_not_block()
+            await self.stream.wait_writable()
 
     async def wait_readable(self) -> None:
         stream = self.stream

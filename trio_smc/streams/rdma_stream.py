@@ -96,6 +96,7 @@ class StreamEndpoint(Protocol):
 _DEFAULT_RECEIVE: Final = 131072
 """Bytes of `receive_some` without a size.  Measured: docs/decisions.md, "how much `receive_some`
 takes if no size is given"."""
+_CLOSED_FOR_SENDING: Final = "the stream was closed for sending"
 # Looked up once, because each call needs them.
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
@@ -194,7 +195,7 @@ class RdmaStream(SmcStream):
         """
         sending = self._sending
         if sending.taken:
-            raise sending.error()
+            raise self._second_send_error()
         sending.taken = True
         try:
             await _check_cancelled()
@@ -347,13 +348,19 @@ class RdmaStream(SmcStream):
         self._pump.drain_if_pending()
         self._core.notice_tcp_reset()
 
+    def _second_send_error(self) -> Exception:
+        """The error of a send beside another call; as Trio's stream, first that of a shutdown."""
+        if self.write_shut:
+            return trio.ClosedResourceError(_CLOSED_FOR_SENDING)
+        return self._sending.error()
+
     def _check_open(self) -> None:
         if self._closed:
             raise trio.ClosedResourceError("the stream was closed")
 
     def _check_open_for_sending(self) -> None:
         if self._closed or self._core.write_closed:
-            raise trio.ClosedResourceError("the stream was closed for sending")
+            raise trio.ClosedResourceError(_CLOSED_FOR_SENDING)
 
     async def wait_send_all_might_not_block(self) -> None:
         """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
@@ -366,6 +373,19 @@ class RdmaStream(SmcStream):
                 parked = await self._parking.writer() or parked
                 self._check_open()
             await self._parking.end_call(parked)
+
+    async def wait_writable(self) -> None:
+        """As `wait_send_all_might_not_block`, for sockets: only calls that wait exclude each
+        other."""
+        await _check_cancelled()
+        core = self._core
+        self._check_open()
+        parked = False
+        while not (core.sender.can_send or core.write_closed or core.got_closed or core.error):
+            with self._sending:
+                parked = await self._parking.writer() or parked
+            self._check_open()
+        await self._parking.end_call(parked)
 
     async def send_eof(self) -> None:
         """End this side of the stream (RFC 7609, 4.8.1); receiving stays possible.
