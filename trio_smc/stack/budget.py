@@ -29,7 +29,9 @@ up to 3 times as late as over TCP (docs/decisions.md)."""
 _RUNNING: Final = object()
 """In a task's ``custom_sleep_data``, which Trio clears when it reschedules the task."""
 
+# Looked up once, because each call needs them.
 _now: Final = time.perf_counter_ns
+_current_task: Final = trio.lowlevel.current_task
 
 
 class Budget:
@@ -63,7 +65,7 @@ class Budget:
         pump = self._pump
         now = _now()
         if self._pass != pump.passes:
-            self._begin_pass(now, trio.lowlevel.current_task())
+            self._begin_pass(now, _current_task())
             if self._yielded or self._yielding:
                 self._yielded, self._yielding = self._yielding, set()
             return False
@@ -72,7 +74,7 @@ class Budget:
         self._calls = calls = self._calls + 1
         if calls < _MAX_CALLS and now - self._began < MAX_PASS_NS:
             return False
-        task = trio.lowlevel.current_task()
+        task = _current_task()
         if self._task is not task:
             self._task = task
             if task not in self._yielded:
@@ -82,7 +84,7 @@ class Budget:
 
     def _is_exceeded_unhooked(self, now: int) -> bool:
         """As `is_exceeded`, while no hook counts the passes."""
-        task = trio.lowlevel.current_task()
+        task = _current_task()
         if task.custom_sleep_data is not _RUNNING:  # other tasks have run since its last call
             task.custom_sleep_data = _RUNNING
             if self._task is task:
