@@ -255,6 +255,11 @@ class SmcStream(HalfCloseableStream):
         return f"<{type(self).__name__} {self.mode}>"
 
 
+def is_byte_view(view: memoryview) -> bool:
+    """True if ``view`` is one of single bytes in C order, which a stream can send as it is."""
+    return view.ndim == 1 and view.format == "B" and view.c_contiguous
+
+
 def byte_view(data: Buffer, *, strided: bool = True) -> memoryview:
     """A view of ``data`` as single bytes, in C order.
 
@@ -271,7 +276,7 @@ def byte_view(data: Buffer, *, strided: bool = True) -> memoryview:
       BufferError: ``data`` is not in C order.
     """
     view = memoryview(data)
-    if view.ndim == 1 and view.format == "B" and view.c_contiguous:
+    if is_byte_view(view):
         return view
     if not view.nbytes:
         return memoryview(b"")  # `cast` refuses a view with a dimension of 0 items
