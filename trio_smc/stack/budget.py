@@ -44,7 +44,9 @@ _REQUEST_SHARE: Final = 32
 _RUNNING: Final = object()
 """In a task's ``custom_sleep_data``, which Trio clears when it reschedules the task."""
 
+# Looked up once, because each call needs them.
 _now: Final = time.perf_counter_ns
+_current_task: Final = trio.lowlevel.current_task
 _statistics: Final = trio.lowlevel.current_statistics
 
 
@@ -85,7 +87,7 @@ class Budget:
         pump = self._pump
         now = _now()
         if self._pass != pump.passes:
-            task = trio.lowlevel.current_task()
+            task = _current_task()
             due = self._begin_pass(now, task)
             if self._yielded or self._yielding:
                 self._yielded, self._yielding = self._yielding, set()
@@ -97,7 +99,7 @@ class Budget:
         self._calls = calls = self._calls + 1
         if calls < _MAX_CALLS and (now < self._end or now < self._find_end(now)):
             return False
-        task = trio.lowlevel.current_task()
+        task = _current_task()
         if self._task is not task:
             self._task = task
             if task not in self._yielded:
@@ -107,7 +109,7 @@ class Budget:
 
     def _is_exceeded_unhooked(self, now: int) -> bool:
         """As `is_exceeded`, while no hook counts the passes."""
-        task = trio.lowlevel.current_task()
+        task = _current_task()
         if task.custom_sleep_data is not _RUNNING:  # other tasks have run since its last call
             task.custom_sleep_data = _RUNNING
             if self._task is task:

@@ -107,6 +107,11 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
+def _checked(max_bytes: int | None) -> int:
+    """``max_bytes`` as an integer, with its default.  Raises ValueError if it is not positive."""
+    return _DEFAULT_RECEIVE if max_bytes is None else checked_size(max_bytes)
+
+
 @ki_protected
 class RdmaStream(SmcStream):
     """A connection whose bytes travel by RDMA writes.
@@ -199,27 +204,26 @@ class RdmaStream(SmcStream):
         sending.taken = True
         try:
             await _check_cancelled()
-            if self._pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
-                self._pump.drain_if_pending()
-            if self._closed or self._core.write_closed:
-                if not self.write_shut:
-                    await _yield()  # as Trio's stream, which knows only that it has shut down
-                self._check_open_for_sending()
+            pump, sender = self._pump, self._sender
+            if pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
+                pump.dispatcher.drain_if_pending()
             parked = False
-            if type(data) is bytes and data:
+            if type(data) is bytes and data and sender.sendable and sender.send_limit is None:
                 # The usual case: bytes that fit.  `_send_view` is not needed: they cannot change.
-                sender = self._sender
+                # `sendable` shows that sending has not ended, either.
                 try:
-                    if sender.sendable and sender.send_limit is None:
-                        sent = sender.send(data)  # inlined `Connection.send`
-                    else:
-                        sent = self._core.send(memoryview(data))
+                    sent = sender.send(data)  # inlined `Connection.send`
                 except OSError as error:
                     raise await self._error_after_yield(error) from error
                 if sent < len(data):
                     parked = await self._send_view(memoryview(data), sent)
-            elif view := byte_view(data):
-                parked = await self._send_view(view)
+            else:
+                if self._closed or self._core.write_closed:
+                    if not self.write_shut:
+                        await _yield()  # as Trio's stream, which knows only that it has shut down
+                    self._check_open_for_sending()
+                if view := byte_view(data):
+                    parked = await self._send_view(view)
             if not parked:  # inlined `Parking.end_call`
                 parking = self._parking
                 if parking.strict or parking.budget.is_exceeded():
@@ -249,15 +253,14 @@ class RdmaStream(SmcStream):
         if sending.taken and core.messenger.urgent_goal:
             raise sending.error()  # these bytes must not come between those of an urgent send
         await _check_cancelled()
-        if self._pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
-            self._pump.drain_if_pending()
-        sender = self._sender
+        pump, sender = self._pump, self._sender
+        if pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
+            pump.dispatcher.drain_if_pending()
         sent, parked = 0, False
         try:
-            if not (more or self._closed or core.write_closed) and (
-                sender.sendable and sender.send_limit is None
-            ):
+            if sender.sendable and sender.send_limit is None and not more:
                 # The usual case: data that fits.  Bytes cannot change, so they need no view.
+                # AnyIO sends views.
                 piece = data if type(data) is bytes else byte_view(data, strided=False)
                 if piece:
                     sent = sender.send(piece)  # inlined `Connection.send`
@@ -269,8 +272,8 @@ class RdmaStream(SmcStream):
             raise
         if not sent:
             sent, parked = await self._send_when_there_is_room(data, more=more)
-        if core.sender.borrowed:
-            core.sender.keep_copies()  # the caller may change its buffer from now on
+        if sender.borrowed:
+            sender.keep_copies()  # the caller may change its buffer from now on
         if sending.taken:
             core.wake_all()  # a call that waits for room announces again that it is blocked
         if not parked:  # inlined `Parking.end_call`
@@ -341,7 +344,7 @@ class RdmaStream(SmcStream):
         """Learn before a send that the peer has ended: in solo mode no hook drains in each pass,
         and the task that reads may be busy with other work."""
         if self._pump.machine.state == "SOLO":
-            self._pump.drain_if_pending()
+            self._pump.dispatcher.drain_if_pending()
 
     def _catch_up(self) -> None:
         """Learn of an end that the hooks of the pump and `TcpWatch` have not noticed yet."""
@@ -432,26 +435,29 @@ class RdmaStream(SmcStream):
             first.  As over TCP, only one call reports the error; later calls return b"".
           trio.BusyResourceError: another task is receiving.
         """
-        most = _DEFAULT_RECEIVE if max_bytes is None else max_bytes
-        most = most if type(most) is int and most > 0 else checked_size(most)
+        most = max_bytes if type(max_bytes) is int and max_bytes > 0 else _checked(max_bytes)
         receiving = self._receiving
         if receiving.taken:
             raise receiving.error()
         receiving.taken = True
         try:
             receiver, parking = self._receiver, self._parking
-            parked = False
-            if receiver.received == receiver.consumed and not (
+            parked, data = False, b""
+            if receiver.received != receiver.consumed or (
                 receiver.peer_done or receiver.error or self._read_shut
             ):
-                # Inlined `Receiver.is_blank`; trying to receive would find nothing.
-                parked = await parking.reader()
-            if not parked:
                 await _check_cancelled()
-            while True:
-                if self._read_shut:
-                    data = await self._read_rest(receiver.receive, most, parked)
-                    break
+            # Inlined `Receiver.is_blank`: trying to receive would find nothing.
+            elif self._pump.waiting:
+                parked = await parking.reader()
+                if not parked:
+                    await _check_cancelled()
+            else:
+                # The only task that waits may spin, and no other task runs meanwhile.  So the check
+                # comes first, while the peer is busy, and does not delay data that has arrived.
+                await _check_cancelled()
+                parked = await parking.reader()
+            while not self._read_shut:
                 try:
                     data = receiver.receive(most)
                 except OSError as error:
@@ -459,6 +465,8 @@ class RdmaStream(SmcStream):
                 if data or receiver.at_eof:
                     break
                 parked = await parking.reader() or parked
+            else:
+                data = await self._read_rest(receiver.receive, most, parked)
         finally:
             receiving.taken = False
         if not parked:
