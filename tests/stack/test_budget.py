@@ -31,7 +31,7 @@ class World:
         monkeypatch.setattr(module, "_now", lambda: self.now)
         monkeypatch.setattr(module, "_statistics", self._statistics)
         self._task = _Task()
-        monkeypatch.setattr("trio.lowlevel.current_task", lambda: self._task)
+        monkeypatch.setattr(module, "_current_task", lambda: self._task)
 
     def _statistics(self) -> Any:
         self.requests += 1
