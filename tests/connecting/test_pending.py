@@ -193,7 +193,7 @@ def test_counts_agree_with_a_count_of_all_handshakes(rng: random.Random, limit: 
 class Unaddressed(Handshake):
     """A handshake whose address must not matter."""
 
-    @property  # type: ignore[override]
+    @property
     def block(self) -> str:
         raise AssertionError("the address of a handshake was used")
 
