@@ -250,13 +250,13 @@ async def test_a_process_that_was_held_up_waits_before_its_first_check(
 ) -> None:
     """A check reads directories, and asks the kernel for connections. If this process has not run,
     the server's answer may be about to come."""
-    checks: list[announcing.Announcer] = []
+    checks: list[object] = []
 
-    def note(announcer: announcing.Announcer, _: object) -> bool:
-        checks.append(announcer)
+    def has_listener(_: announcing.Announcer, announcement: Announcement) -> bool:
+        checks.append(announcement)
         return True
 
-    monkeypatch.setattr(announcing.Announcer, "has_listener", note)
+    monkeypatch.setattr(announcing.Announcer, "has_listener", has_listener)
     hold_up, reasons = time.sleep, list[FallbackReason | None]()
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
