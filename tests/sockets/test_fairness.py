@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Literal
 
 import pytest
 import trio
@@ -105,3 +106,42 @@ def test_a_ticker_beside_busy_connections(size: int, count: int) -> None:
         if done >= ROUNDS and statistics.median(over_smc) <= allowed:
             return
     pytest.fail(f"later than over TCP: {over_smc} s, {over_tcp} s")
+
+
+@pytest.mark.parametrize("checkpoints", ["amortised", "strict"])
+def test_connecting_over_tcp_need_not_yield(checkpoints: Literal["amortised", "strict"]) -> None:
+    """A connection that is made at once is a call that need not wait.  With amortised checkpoints
+    it yields now and then, and it always checks for cancellation."""
+    count = 200
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    async def main() -> None:
+        [listener] = await trio.open_tcp_listeners(0, host=LOOPBACK, backlog=2 * count)
+        address = listener.socket.getsockname()
+        async with listener, trio.open_nursery() as nursery:
+            nursery.start_soon(other)
+            before = turns
+            for _ in range(count):
+                (await trio.open_tcp_stream(*address)).socket.close()
+            # Trio runs the tasks of a pass in random order, so a turn may fall out of the count.
+            if checkpoints == "strict":
+                assert turns - before > count // 2
+            else:
+                assert 2 <= turns - before < count // 2
+            with trio.CancelScope() as scope, trio.socket.socket() as sock:
+                scope.cancel()
+                await sock.connect(address)
+            assert scope.cancelled_caught
+            nursery.cancel_scope.cancel()
+
+    trio_smc.enable(trio_smc.Config(deny=(LOOPBACK,), checkpoints=checkpoints))
+    try:
+        trio.run(main)
+    finally:
+        trio_smc.disable()

@@ -127,6 +127,9 @@ several are under way, the first one begins and the last one ends.  A client of 
 if its connection is in the backlog, because the program may have only one task."""
 
 
+_wait_readable: Final = trio.lowlevel.wait_readable  # looked up before `enable` replaces it
+
+
 class _PlainSocket(stdlib_socket.socket):
     """A listening socket whose `accept` converts no numbers to enumerations, which takes 4 µs."""
 
@@ -548,17 +551,20 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     async def _accept_batch(
         self, plain: stdlib_socket.socket, begin: Callable[[Arrival], None]
     ) -> None:
-        """Wait for connections, and begin their handshakes."""
+        """Wait for connections, and begin their handshakes, or wait for room for one."""
         config = self._config
-        while not self._has_room():
-            self._room_changed = trio.Event()
-            timers = self._stack.timers
-            with move_on_at(timers, self._pending.give_way(timers.now())):
-                await self._room_changed.wait()
-        if self._closed:
+        if not self._has_room():
+            await self._wait_for_room()
             return
         try:
-            if not await self._wait_for_connection():
+            if self._policy is AcceptPolicy.NEVER:
+                await self._wait_for_invitation()
+                if self._closed:
+                    return  # the next listener of this socket may wait for it already
+            await _wait_readable(self.socket)
+            if self._policy is AcceptPolicy.LATER:
+                await self._leave_to_others()
+            if self._closed:
                 return
             self._stack.check_not_forked()  # the connections are the parent's
             # If connections come one after the other, a second `accept` only delays the first one.
@@ -604,22 +610,24 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self.stop()  # the socket no longer listens: a process has shut it down
         # Otherwise the client has already ended the connection.
 
-    async def _wait_for_connection(self) -> bool:
-        """Wait until a connection is there that no other process is expected to accept.
+    async def _wait_for_room(self) -> None:
+        """Wait until another connection may be accepted."""
+        while not self._has_room():
+            self._room_changed = trio.Event()
+            timers = self._stack.timers
+            with move_on_at(timers, self._pending.give_way(timers.now())):
+                await self._room_changed.wait()
 
-        Returns:
-          False if the listener has ended meanwhile.
-        """
+    async def _wait_for_invitation(self) -> None:
+        """Wait until this process may accept connections."""
         while self._policy is AcceptPolicy.NEVER:
             await self._policy_changes.park()
-        if self._closed:
-            return False  # the next listener of this socket may wait for it already
-        await trio.lowlevel.wait_readable(self.socket)
-        if self._policy is AcceptPolicy.LATER:
-            with move_on_after(self._stack.timers, _LEAVE_TO_OTHERS):
-                while self._policy is AcceptPolicy.LATER:
-                    await self._policy_changes.park()
-        return not self._closed
+
+    async def _leave_to_others(self) -> None:
+        """Wait while another process is expected to accept the connection that is there."""
+        with move_on_after(self._stack.timers, _LEAVE_TO_OTHERS):
+            while self._policy is AcceptPolicy.LATER:
+                await self._policy_changes.park()
 
     def _has_room(self) -> bool:
         waiting = self._in_listener - len(self._pending)

@@ -111,10 +111,8 @@ def unsupported() -> NoReturn:
 
 LOGGER = logging.getLogger("trio_smc")
 
-_NO_PORT_AT_BIND: Final = (
-    stdlib_socket.IPPROTO_IP,
-    getattr(stdlib_socket, "IP_BIND_ADDRESS_NO_PORT", 24),
-)
+_IP: Final = int(stdlib_socket.IPPROTO_IP)
+_NO_PORT_AT_BIND: Final = int(getattr(stdlib_socket, "IP_BIND_ADDRESS_NO_PORT", 24))
 
 _DEFER_ACCEPT: Final = (
     stdlib_socket.IPPROTO_TCP,
@@ -145,9 +143,11 @@ class DropInSocket(trio.socket.SocketType):
         self.plain = plain
         self._find_stack = find_stack
         self._no_port_at_bind = 0
-        self._side: Side = Unconnected(plain, find_stack, listening)
-        if stream is not None:
-            self._side = _connected_side(plain, stream)
+        self._side: Side
+        if stream is None:
+            self._side = Unconnected(plain, find_stack, listening)
+        else:
+            self._connected(stream)
 
     def __repr__(self) -> str:
         return f"<DropInSocket {self.stream or self.plain!r}>"
@@ -214,7 +214,7 @@ class DropInSocket(trio.socket.SocketType):
 
     def getsockopt(self, level: int, optname: int, buflen: int | None = None) -> Any:
         """As `SmcStream.getsockopt`."""
-        if buflen is None and (level, optname) == _NO_PORT_AT_BIND:
+        if optname == _NO_PORT_AT_BIND and level == _IP and buflen is None:
             return self._no_port_at_bind
         return self._side.getsockopt(level, optname, buflen)
 
@@ -222,7 +222,7 @@ class DropInSocket(trio.socket.SocketType):
         self, level: int, optname: int, value: int | Buffer | None, optlen: int | None = None
     ) -> None:
         """As `SmcStream.setsockopt`."""
-        if (level, optname) == _NO_PORT_AT_BIND:
+        if optname == _NO_PORT_AT_BIND and level == _IP:
             # Only stored, not set: a client announces its port to processes of this host before it
             # connects, so it must get the port at bind.
             self._no_port_at_bind = int(bool(integer(value)))
@@ -333,7 +333,7 @@ class DropInSocket(trio.socket.SocketType):
         """Connect and run the handshake; after a fallback the socket is plain TCP."""
         stream = await self._side.connect(address)
         if stream is not None:
-            self._side = _connected_side(self.plain, stream, has_connected=True)
+            self._connected(stream, has_connected=True)
 
     async def connect_to(self, resolved: Any) -> None:
         """Connect a new socket to an address that needs no lookup.
@@ -342,7 +342,14 @@ class DropInSocket(trio.socket.SocketType):
         """
         stream = await self._side.connect_to(resolved)
         if stream is not None:
-            self._side = _connected_side(self.plain, stream, has_connected=True)
+            self._connected(stream, has_connected=True)
+
+    def _connected(self, stream: SmcStream, *, has_connected: bool = False) -> None:
+        if isinstance(stream, RdmaStream):
+            self._side = OverSmc(self.plain, stream, has_connected=has_connected)
+            return
+        assert isinstance(stream, TcpStream)
+        self._side = OverTcp(self.plain, stream)
 
     def shutdown(self, flag: int) -> None:
         """As `socket.socket.shutdown`."""
@@ -416,8 +423,10 @@ class Side:
     def setsockopt(
         self, level: int, optname: int, value: int | Buffer | None, optlen: int | None
     ) -> None:
-        more = () if optlen is None else (optlen,)
-        self.plain.setsockopt(level, optname, value, *more)
+        if optlen is None:
+            self.plain.setsockopt(level, optname, value)
+        else:
+            self.plain.setsockopt(level, optname, value, optlen)
 
     def is_readable(self) -> bool:
         return bool(self.plain.is_readable())
@@ -632,16 +641,19 @@ class Unconnected(Side):
             resolved = await self.plain._resolve_address_nocp(address, local=False)
             if not 0 <= resolved[1] <= _LAST_PORT:
                 return await super().connect(resolved)  # raises what Trio raises
-            return await self.connect_to(resolved)
+            bound = not self._port_is_stale and _raw_socket(self.plain).getsockname()[1] != 0
+            return await self._connect(resolved, bound=bound)
         except trio.Cancelled:
             self.close()  # as Trio does, at every point of the call
             raise
 
     async def connect_to(self, resolved: Any) -> SmcStream:
+        return await self._connect(resolved, bound=False)
+
+    async def _connect(self, resolved: Any, *, bound: bool) -> SmcStream:
         stack = await self._find_stack()
         stack.runtime.check_usable()
         raw = _raw_socket(self.plain)
-        bound = not self._port_is_stale and raw.getsockname()[1] != 0
         if self._port_may_be_released:
             self._port_may_be_released = False
             self._forget_port(raw, bound)
@@ -689,6 +701,9 @@ class OverTcp(Side):
     def __init__(self, plain: trio.socket.SocketType, stream: TcpStream) -> None:
         super().__init__(plain)
         self.stream: TcpStream = stream
+        # The usual calls, without a function of this module between the socket and Trio's.
+        calls: Any = self
+        calls.recv, calls.send = plain.recv, plain.send
 
     def close(self) -> None:
         self.stream.close()
@@ -1010,15 +1025,6 @@ class Closed(Side):
         """No-op."""
 
 
-def _connected_side(
-    plain: trio.socket.SocketType, stream: SmcStream, *, has_connected: bool = False
-) -> Side:
-    if isinstance(stream, RdmaStream):
-        return OverSmc(plain, stream, has_connected=has_connected)
-    assert isinstance(stream, TcpStream)
-    return OverTcp(plain, stream)
-
-
 def _accepted(stream: SmcStream, find_stack: FindStack) -> tuple[DropInSocket, Any]:
     sock: Any = stream.socket
     if isinstance(stream, TcpStream):
@@ -1102,6 +1108,9 @@ _by_descriptor: Final[WeakValueDictionary[int, DropInSocket]] = WeakValueDiction
 
 def find_drop_in(waitable: object) -> DropInSocket | None:
     """The drop-in socket that ``waitable`` is, or to which this descriptor belongs; or None."""
+    # Trio passes its raw sockets here.  `isinstance` with an abstract class takes far longer.
+    if isinstance(waitable, stdlib_socket.socket):
+        return None
     if isinstance(waitable, DropInSocket):
         return waitable
     found = _by_descriptor.get(waitable) if isinstance(waitable, int) else None
