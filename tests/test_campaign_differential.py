@@ -110,7 +110,7 @@ def _aborts(self: Connection) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "results"),
     [
-        (OverSmc, "recv", _loses_a_byte, ["read 999", "peeked 999", "wrong bytes"]),
+        (OverSmc, "recv", _loses_a_byte, ["read 999", "peeked 999", "received 999", "wrong bytes"]),
         (RdmaStream, "shut_down_writing", _no_end, ["cancelled"]),
         pytest.param(Connection, "close", _aborts, ["ECONNRESET"], marks=pytest.mark.pure),
     ],

@@ -45,12 +45,12 @@ class Defect:
 
 
 _receive: Final = RdmaStream.receive_some
-_on_endings: Final = Connection._on_endings
+_on_endings: Final = vars(Connection)["_on_endings"]
 _shut_down_reading: Final = RdmaStream.shut_down_reading
-_raise_socket_error: Final = OverSmc._raise_socket_error
-_connect_to: Final = Unconnected.connect_to
+_raise_socket_error: Final[Callable[..., NoReturn]] = vars(OverSmc)["_raise_socket_error"]
+_connect: Final = vars(Unconnected)["_connect"]
 _stop: Final = SmcListener.stop
-_copy: Final = Receiver._copy
+_copy: Final = vars(Receiver)["_copy"]
 
 
 def _error(number: int) -> OSError:
@@ -127,9 +127,9 @@ def _data_only(self: RdmaStream) -> bool:
     return bool(self._receiver.readable)
 
 
-async def _closes_after_a_refusal(self: Unconnected, resolved: Any) -> Any:
+async def _closes_after_a_refusal(self: Unconnected, resolved: Any, *, bound: bool) -> Any:
     try:
-        return await _connect_to(self, resolved)
+        return await _connect(self, resolved, bound=bound)
     except OSError:
         self.plain.close()
         raise
@@ -169,7 +169,7 @@ DEFECTS: Final[dict[str, Defect]] = {
     "two readers": Defect(Busy, "__enter__", _always(None)),
     "names after the end": Defect(RdmaStream, "has_ended", property(_always(False))),
     "a refusal closes the socket": Defect(
-        Unconnected, "connect_to", _closes_after_a_refusal, _CONNECTING
+        Unconnected, "_connect", _closes_after_a_refusal, _CONNECTING
     ),
     "a listener closed by SHUT_RD": Defect(SmcListener, "stop", _closes, _CONNECTING),
     "a second task refused by accept": Defect(SmcListener, "_queued", _always(-1000), _CONNECTING),

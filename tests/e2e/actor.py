@@ -162,6 +162,7 @@ class Actor:
         for _ in range(4000):
             with trio.move_on_after(0.2):
                 await self._stream.send_all(b"x")
+            await wait_all_tasks_blocked()  # deferred messages have been sent
             if core.sender.unacknowledged:
                 return
         raise AssertionError("it takes all of it")

@@ -107,7 +107,7 @@ def plugins(*names: str) -> list[str]:
     ("checkpoints", "left_out"),
     [
         ("strict", []),
-        # It needs a turn of the client between two sends of the server, a response and a ping.
+        # Needs a turn of the client between two sends of the server, a response and a ping.
         ("amortised", ["test_open_websocket_internal_exc"]),
     ],
 )

@@ -862,6 +862,7 @@ def test_anyio_connects_and_listens(enabled: None) -> None:
             port = listener.extra(anyio.abc.SocketAttribute.local_port)
             await trio.testing.wait_all_tasks_blocked(0.05)
             async with await anyio.connect_tcp(LOOPBACK, port) as client:
+                await trio.testing.wait_all_tasks_blocked(0.05)  # the server has accepted
                 # AnyIO gives no access to Trio's sockets.
                 sockets = [each for each in gc.get_objects() if isinstance(each, DropInSocket)]
                 assert sum(over_smc(each) for each in sockets) == 2

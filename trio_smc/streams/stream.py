@@ -360,7 +360,7 @@ def byte_view(data: Buffer, *, strided: bool = True) -> memoryview:
       TypeError: ``data`` is not a bytes-like object.
       BufferError: ``data`` is not in C order.
     """
-    view = data if type(data) is memoryview else memoryview(data)
+    view = memoryview(data)
     if view.ndim == 1 and view.format == "B" and view.c_contiguous:
         return view
     if not view.nbytes:
