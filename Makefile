@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CASES ?= 50000
-JOBS ?= 2
+JOBS ?= 3
 SEED ?=
 TIME ?= 600
 QUICK := $(addprefix tests/,wire states datapath rendezvous/links failover rnic)

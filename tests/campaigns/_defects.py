@@ -50,7 +50,7 @@ _shut_down_reading: Final = RdmaStream.shut_down_reading
 _raise_socket_error: Final[Callable[..., NoReturn]] = vars(OverSmc)["_raise_socket_error"]
 _connect: Final = vars(Unconnected)["_connect"]
 _stop: Final = SmcListener.stop
-_copy: Final = vars(Receiver)["_copy"]
+_copy: Final[Callable[[Receiver, int], bytes]] = vars(Receiver)["_copy"]
 
 
 def _error(number: int) -> OSError:
