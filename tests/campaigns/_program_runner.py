@@ -392,7 +392,7 @@ class _Run:
                 ]
             if self._program.kind == "connecting":
                 continue
-            if not _fits(other, texts):
+            if not self._overlap(number) and not _fits(other, texts):
                 self._lines.append(Line(1 - number, self._step, 9, "wrong bytes", self._step))
             if not self._incomplete[number]:
                 # The share of each reader is not compared, but their sum is.
@@ -401,6 +401,22 @@ class _Run:
             least = sum(len(piece) for piece, complete in texts if complete)
             if len(other) < least and self._must_read_all(1 - number):
                 self._lines.append(Line(1 - number, self._step, TOTAL + 1, MISSING, self._step))
+
+    def _overlap(self, end: int) -> bool:
+        """True if a send of this end has succeeded while an earlier one waited for room.
+
+        Then the bytes of both are mixed.
+        """
+        lines = {line[1:3]: line for line in self._lines if line.end == end}
+        mine = {(step, position): size for step, position, size in sends(self._program, end)}
+        large = [key for key, size in mine.items() if size == LARGE]
+        return any(
+            first[0] <= lines[key].at <= (lines[first].at if first in lines else self._step)
+            for key in mine
+            if key in lines and lines[key].result == "sent"
+            for first in large
+            if first != key
+        )
 
     def _must_read_all(self, reader: int) -> bool:
         """True if this end has found an orderly end of the stream.
