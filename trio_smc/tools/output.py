@@ -69,9 +69,9 @@ _MIN_SENTENCE_WIDTH: Final = 20
 """The smallest number of columns of a "~" column.  Chosen."""
 
 
-def print_json(value: Any) -> None:
+def print_json(value: Any, *, flush: bool = False) -> None:
     """Print a value as one indented JSON document."""
-    print(json.dumps(value, indent=2, ensure_ascii=True))
+    print(json.dumps(value, indent=2, ensure_ascii=True), flush=flush)
 
 
 def print_line(line: object = "", *, flush: bool = False) -> None:
