@@ -152,7 +152,8 @@ ASKING = (
     ("top", "--interval", "0.05", "--count", "1", "--json"),
     ("drain", "[red]", "--timeout", "0.05"), ("drain", HOSTILE, "--timeout", "0.05", "--json"),
     ("undrain", "[red]"), ("report",), ("lg", "-v"), ("lg", "--device", "[red]"), ("ueid",),
-    ("stats", "--rows"), ("stats", "--sum"), ("stats", "--sizes", "0.01"),
+    ("stats", "--prometheus"), ("stats", "--rows"), ("stats", "--sum"),
+    ("stats", "--sizes", "0.01"),
 )  # fmt: skip
 
 
@@ -321,7 +322,8 @@ def test_ladders(
         ("check", ARGUMENT, "1"), ("check", "127.0.0.1", ARGUMENT),
         ("capture", ARGUMENT, "-o", "x"), ("ladder", ARGUMENT),
         ("ladder", "/dev/null", "--limit", ARGUMENT), ("run", "--", ARGUMENT),
-        ("proxy", ARGUMENT, "tcp:a:1"), ("setup", "--group", ARGUMENT, "--pin", "/nowhere"),
+        ("proxy", ARGUMENT, "tcp:a:1"), ("exporter", "--listen", ARGUMENT),
+        ("setup", "--group", ARGUMENT, "--pin", "/nowhere"),
         ("teardown", "--pin", ARGUMENT),
     ],
     ids=lambda words: words[0][:8].strip("[") if isinstance(words, tuple) else None,
@@ -347,7 +349,7 @@ def test_every_command_is_here() -> None:
     """A new command needs a case of its own."""
     named = {
         *(words[0] for words in ASKING), "capture", "check", "ladder", "run", "reasons", "proxy",
-        "setup", "teardown",
+        "setup", "teardown", "exporter",
     }  # fmt: skip
     assert named == set(MODULES)
 

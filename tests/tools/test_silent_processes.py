@@ -79,7 +79,7 @@ def assert_names_each(done: Done, numbers: list[int]) -> None:
 
 def test_all_commands_that_ask_processes_are_tested_here() -> None:
     asking = {each.NAME for each in load() if hasattr(each, "take_snapshots")}
-    assert asking == {*ASKING, "check"}
+    assert asking == {*ASKING, "check", "exporter"}  # the latter in tests/tools/test_exporter.py
 
 
 @pytest.mark.parametrize("name", ASKING)

@@ -66,6 +66,7 @@ MODULES = (
     "ladder",
     "run",
     "proxy",
+    "exporter",
     "setup",
     "teardown",
 )

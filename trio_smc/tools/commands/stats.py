@@ -28,6 +28,7 @@ from trio_smc.tools.commands import (
     private_directory,
     seconds_up_to,
 )
+from trio_smc.tools.exposition import PARTS, exposition
 from trio_smc.tools.output import (
     ToolError,
     agreed,
@@ -35,6 +36,7 @@ from trio_smc.tools.output import (
     plain,
     print_json,
     print_line,
+    print_text,
     show,
     size,
     table,
@@ -75,6 +77,7 @@ Examples:
   trio-smc stats --interval 10 --count 1 --json   the increase in ten seconds
   trio-smc stats --save before.json               and after a while:
   trio-smc stats --since before.json --sum
+  trio-smc stats --prometheus > trio_smc.prom.new && mv trio_smc.prom.new trio_smc.prom
   trio-smc stats --sizes 10                       histograms of the sizes of data
 
 With --json and --interval the command prints one document for each interval.
@@ -125,6 +128,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--rows", dest="layout", action="store_const", const="rows",
                         help="stacks as rows, with the main counters, and their sum; default for "
                         "more than four stacks")  # fmt: skip
+    layout.add_argument("--prometheus", dest="layout", action="store_const", const="prometheus",
+                        help="print the metrics of trio-smc exporter once, for the textfile "
+                        "collector of node_exporter")  # fmt: skip
     parser.add_argument("--save", metavar="FILE",
                         help="write the counters to a file for --since, with mode "
                         "0600")  # fmt: skip
@@ -140,6 +146,12 @@ def run(options: argparse.Namespace) -> int:
     silent = SilentProcesses()
     if options.sizes is not None:
         return _show_sizes(options, silent)
+    if options.layout == "prometheus":
+        snapshots = take_snapshots(
+            private_directory(options), PARTS, options.pid, required=False, silent=silent
+        )
+        print_text(exposition(snapshots, silent=len(silent.last)))
+        return silent.exit_code
     saved = None if options.since is None else _load(options.since)
     counted = _query(options, silent)
     if options.save is not None:
