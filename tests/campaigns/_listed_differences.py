@@ -55,12 +55,19 @@ def _outcome(line: Line) -> str:
     return line.result.removeprefix("BrokenResourceError from ")
 
 
-_Lines = dict[tuple[int, int, int], Line]
+_Lines = dict[tuple[int, int, int, bool], Line]
+_NOTHING: Final = ""
+"""In place of a result that only the other transport has."""
 
 
 def _by_operation(tcp: Observation, smc: Observation) -> tuple[_Lines, _Lines]:
-    """The lines over both, without totals that only one of them has."""
-    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    """The lines over both, without totals that only one of them has.
+
+    A read has two lines: what it has read, and how it has ended.
+    """
+    over_tcp, over_smc = (
+        {(*line[:3], line.result.startswith("read")): line for line in each} for each in (tcp, smc)
+    )
     for ours, theirs in ((over_tcp, over_smc), (over_smc, over_tcp)):
         for key in [each for each in ours if each[2] == TOTAL and each not in theirs]:
             del ours[key]
@@ -158,10 +165,11 @@ def _data_in_a_send_buffer(program: Program, tcp: Observation, smc: Observation)
     Over TCP, data waits in a send buffer or is refused when it arrives.  So it depends on the sizes
     of buffers which send waits, and whether the connection ends by a reset.
     """
-    pairs = _first_differing(tcp, smc) or []
+    pairs = _first_differing(tcp, smc)
     reset = _has_reset(tcp) != _has_reset(smc)
     return bool(pairs and _ends_that_fill(program)) and all(
         _is_of_a_waiting_send(program, theirs, ours)
+        or _is_of_a_share(program, theirs, ours)
         or _is_of_an_end_beside_it(program, theirs, ours)
         or (reset and ours.position == TOTAL)
         for theirs, ours in pairs
@@ -176,6 +184,15 @@ def _is_of_a_waiting_send(program: Program, theirs: Line, ours: Line) -> bool:
     )
 
 
+def _is_of_a_share(program: Program, theirs: Line, ours: Line) -> bool:
+    """True if readers of one end have other shares of the data, and of its end."""
+    return (
+        _operation(program, ours) in _READS
+        and program.readers(ours.end) > 1
+        and {_outcome(theirs), _outcome(ours)} <= {"read", "peeked", "end", _NOTHING}
+    )
+
+
 def _is_of_an_end_beside_it(program: Program, theirs: Line, ours: Line) -> bool:
     if not _breaks(program) and ours.step < len(program.steps):  # the epilogue closes the server
         return False
@@ -185,7 +202,7 @@ def _is_of_an_end_beside_it(program: Program, theirs: Line, ours: Line) -> bool:
         return True  # the close follows a send that waits over the other transport
     results = next((each for names, each in _DURING_SENDS.items() if name in names), set())
     if name in _READS and program.readers(ours.end) > 1:
-        results = results | {"read", "peeked"}  # each reader has a part of the data
+        results = results | {"read", "peeked", _NOTHING}
     return pair <= results
 
 
@@ -215,16 +232,17 @@ def _ends_that_fill(program: Program) -> set[int]:
     return {end for end in range(2) if any(size == LARGE for *_, size in sends(program, end))}
 
 
-def _first_differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]] | None:
+def _first_differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]]:
     """As `_differing`, but only the first pair of each task: what follows may come of it."""
     over_tcp, over_smc = _by_operation(tcp, smc)
     first: dict[tuple[int, int], tuple[Line, Line]] = {}
     for key in sorted(over_tcp.keys() | over_smc.keys()):
-        if key[:2] in first or over_tcp.get(key) == over_smc.get(key):
+        theirs, ours = over_tcp.get(key), over_smc.get(key)
+        if key[:2] in first or theirs == ours:
             continue
-        if key not in over_tcp or key not in over_smc:
-            return None
-        first[key[:2]] = over_tcp[key], over_smc[key]
+        [one, *_] = [each for each in (theirs, ours) if each]
+        nothing = one._replace(result=_NOTHING)
+        first[key[:2]] = theirs or nothing, ours or nothing
     return list(first.values())
 
 
@@ -234,7 +252,7 @@ def _sent_after_one_that_waits(program: Program, tcp: Observation, smc: Observat
     return bool(pairs) and all(
         _is_of_a_waiting_send(program, theirs, ours)
         and not {"sent", "writable"}.isdisjoint((theirs.result, ours.result))
-        for theirs, ours in pairs or ()
+        for theirs, ours in pairs
     )
 
 
@@ -242,7 +260,7 @@ def _reset_by_a_process_that_has_shut_down(
     program: Program, tcp: Observation, smc: Observation
 ) -> bool:
     """The peer has shut down both directions, and calls after the first send see no reset yet."""
-    pairs = _first_differing(tcp, smc) or []
+    pairs = _first_differing(tcp, smc)
 
     def is_late(theirs: Line, ours: Line) -> bool:
         return (
@@ -318,7 +336,7 @@ def _connected_after_the_end(program: Program, tcp: Observation, smc: Observatio
             ours.end == 1
             and ours[1:3] > again[1:3]
             and (theirs.result == "ENOTCONN" or names.get(ours[1:3]) == "connect")
-            for theirs, ours in pairs or ()
+            for theirs, ours in pairs
         )
     )
 
