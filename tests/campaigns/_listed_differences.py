@@ -37,10 +37,10 @@ class Listed:
 _KILLING_SIGNALS: Final = {9, 15, 1}
 _KILLING_EXITS: Final = {EXITS.index("os._exit")}
 # Results of calls after RST has arrived, and after FIN.
-_NAMES: Final = "127.0.0.1 127.0.0.1"
+_ADDRESSES: Final = "127.0.0.1 127.0.0.1"
 _RESET: Final = {"ECONNRESET", "EPIPE", "ENOTCONN", "end", "0"}
 _ENDS_OF_CONNECT: Final = {"ECONNRESET", "EPIPE", "ECONNABORTED"}
-_ENDED: Final = {"end", "sent", "shut", "EPIPE", "0", _NAMES}
+_ENDED: Final = {"end", "sent", "shut", "EPIPE", "0", _ADDRESSES}
 
 
 def _kills(step: Step) -> bool:
@@ -99,12 +99,6 @@ def _operation(program: Program, line: Line) -> str:
     return next((each.operations[line.position][0] for each in steps), "")
 
 
-def _ends(program: Program, end: int) -> bool:
-    """True if this end closes, or shuts down; the epilogue closes the server."""
-    steps = (step for step in program.steps if step.end == end)
-    return end == 0 or any(name in _CLOSES for step in steps for name, _ in step.operations)
-
-
 def _has_unread(program: Program, seen: Observation, end: int, before: int) -> bool:
     """True if an end may have had unread data before this step."""
     if program.kind == "full" or program.styles[end] == "tls":
@@ -154,7 +148,7 @@ _DURING_SENDS: Final = {
     _WAITING: _WAITS | _FAILED,
     _SHUTS: {"shut", "ENOTCONN", "BusyResourceError", *_FAILED},
     _READS: {"end", "ECONNRESET", "SSLEOFError", "cancelled"},
-    ("names",): {_NAMES, "ENOTCONN"},
+    ("names",): {_ADDRESSES, "ENOTCONN"},
     ("error",): {"0", "ECONNRESET", "EPIPE"},
 }
 
@@ -207,15 +201,19 @@ def _is_of_an_end_beside_it(program: Program, theirs: Line, ours: Line) -> bool:
 
 
 def _breaks(program: Program) -> bool:
-    """True if an end closes, or shuts down both ways."""
-    return any(_shuts_both(program, end) or _closes(program, end) for end in range(2))
+    """True if an end closes, or shuts down both ways, or both ends shut down writing."""
+    ends = range(2)
+    return any(_shuts_both(program, end) or _closes(program, end) for end in ends) or all(
+        _names(program, end) & {"shut_wr", "shut_both"} for end in ends
+    )
+
+
+def _names(program: Program, end: int) -> set[str]:
+    return {name for step in program.steps if step.end == end for name, _ in step.operations}
 
 
 def _closes(program: Program, end: int) -> bool:
-    steps = (step for step in program.steps if step.end == end)
-    return any(
-        name in _CLOSES and name not in _SHUTS for step in steps for name, _ in step.operations
-    )
+    return not _names(program, end).isdisjoint(set(_CLOSES) - set(_SHUTS))
 
 
 def _has_reset(seen: Observation) -> bool:
@@ -223,7 +221,7 @@ def _has_reset(seen: Observation) -> bool:
 
 
 def _shuts_both(program: Program, end: int) -> bool:
-    names = {name for step in program.steps if step.end == end for name, _ in step.operations}
+    names = _names(program, end)
     return "shut_both" in names or {"shut_rd", "shut_wr"} <= names
 
 
