@@ -203,7 +203,10 @@ def take_snapshots(
         names = [each for each in _named_sockets(root) if pid is None or each[0] == pid]
         silent_before = set() if silent is None else set(silent.last)
         request = control.encode({"want": list(want), **(more or {})})
-        for query in _query_all(root, names, request, silent_before):
+        queries = _query_all(root, names, request, silent_before)
+        if any(query.gone for query in queries):
+            _remove_leftovers(directory)
+        for query in queries:
             try:
                 snapshot = _snapshot_untrusted(query, want)
             except (OSError, ProtocolError) as error:
@@ -223,6 +226,14 @@ def take_snapshots(
         silent.replace(problems)
         silent.note_releases(found)
     return found
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what a dead process has left: its control socket is not its only one."""
+    with contextlib.suppress(OSError, DirectoryUnusable), contextlib.ExitStack() as opened:
+        root = PrivateDirectory.open(directory, create=False)
+        opened.callback(root.close)
+        root.remove_leftovers()
 
 
 def _no_stack(directory: Path, pid: int | None) -> str:

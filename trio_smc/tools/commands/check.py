@@ -31,6 +31,7 @@ from trio_smc.tools.output import (
     agreed,
     diagnosis,
     error_text,
+    mode_cell,
     plain,
     print_json,
     show,
@@ -38,6 +39,7 @@ from trio_smc.tools.output import (
 )
 from trio_smc.tools.processes import explain_container, explain_listener
 from trio_smc.tools.settings import add_config, changed, described, settings_of, value_text
+from trio_smc.tools.tables import Marked
 from trio_smc.wire import clc, llc
 from trio_smc.wire.fields import eid_name
 
@@ -470,7 +472,14 @@ def _normalized(socket_address: Any) -> tuple[str, int] | None:
 
 
 def _print(report: Report) -> None:
-    rows = [[step.name, step.verdict, step.text] for step in report.steps]
+    rows: list[list[object]] = [
+        [
+            step.name,
+            Marked(step.verdict, "error") if step.verdict == "no" else step.verdict,
+            mode_cell(step.text) if step.name == "mode" else step.text,
+        ]
+        for step in report.steps
+    ]
     parts: list[Any] = [table(("STEP", "", "~"), rows), ""]
     fallback, server = report.fallback, report.server
     if report.mode == Mode.SMC_R:
