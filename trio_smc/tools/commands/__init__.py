@@ -23,7 +23,9 @@ from typing import Final, Protocol, cast
 
 from trio_smc import Config
 from trio_smc.tools.output import ToolError
+from trio_smc.tools.places import Places
 from trio_smc.tools.settings import settings_of
+from trio_smc.tools.users import add_users, places_of
 
 __all__ = [
     "MODULES",
@@ -31,6 +33,8 @@ __all__ = [
     "add_directory",
     "add_json",
     "add_process",
+    "add_users",
+    "directories",
     "load",
     "positive_count",
     "positive_seconds",
@@ -120,6 +124,15 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
         help="the private directory of Config(directory=...); default: $TRIO_SMC_DIRECTORY, that "
         "of $TRIO_SMC_CONFIG, $XDG_RUNTIME_DIR/trio-smc, /dev/shm/trio-smc-UID",
     )
+
+
+def directories(options: argparse.Namespace) -> Path | Places:
+    """The private directory, or those of ``--user`` and ``--all``.
+
+    Raises:
+      ToolError: as `private_directory` and `tools.users.places_of`.
+    """
+    return places_of(options) or private_directory(options)
 
 
 def private_directory(options: argparse.Namespace) -> Path:

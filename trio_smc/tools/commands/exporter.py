@@ -13,22 +13,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import trio
 
 from trio_smc.tools.client import SilentProcesses, take_snapshots
-from trio_smc.tools.commands import add_directory, private_directory, whole_number
+from trio_smc.tools.commands import add_directory, add_users, directories, whole_number
 from trio_smc.tools.exposition import CONTENT_TYPE, PARTS, exposition
 from trio_smc.tools.output import ToolError, address, error_text, print_line
 
 NAME = "exporter"
 SUMMARY = "serve the metrics of all processes to Prometheus"
 DESCRIPTION = """
-Serve the metrics of all running processes of this user, or of those of --directory, at
-http://HOST:PORT/metrics, until SIGTERM or Ctrl-C.  The programs need no change and no library.
-Each metric has the label pid.
+Serve the metrics of all running processes of this user, of those of --directory, or as root of
+another user (--user) or of all users (--all), at http://HOST:PORT/metrics, until SIGTERM or Ctrl-C.
+The programs need no change and no library.  Each metric has the label pid.
 
 The server has no authentication and no TLS: listen on 127.0.0.1, or behind a firewall or a proxy.
 The metrics name RNICs, UEIDs and reasons for TCP, and no addresses of connections.
@@ -79,17 +78,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the address of the server; port 0: a free port, which is printed",
     )  # fmt: skip
     add_directory(parser)
+    add_users(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    directory = private_directory(options)
+    directories(options)  # an error must come before the exporter listens
     with contextlib.suppress(KeyboardInterrupt):
-        trio.run(_serve, options.listen, directory)
+        trio.run(_serve, options)
     return 0
 
 
-async def _serve(listen: _Address, directory: Path) -> None:
+async def _serve(options: argparse.Namespace) -> None:
+    listen = options.listen
     try:
         listeners = await trio.open_tcp_listeners(listen.port, host=listen.host)
     except (OSError, UnicodeError) as error:
@@ -100,7 +101,7 @@ async def _serve(listen: _Address, directory: Path) -> None:
         for each in listeners:
             name = address(list(each.socket.getsockname()[:2]))
             print_line(f"serving http://{name}/metrics", flush=True)
-        exporter = _Exporter(directory)
+        exporter = _Exporter(options)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.serve_listeners, exporter.handle, listeners)
             await anext(signals)
@@ -110,8 +111,8 @@ async def _serve(listen: _Address, directory: Path) -> None:
 class _Exporter:
     """Answers scrapes."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
         self._failures = 0
         self._clients = 0
         self._query: _Query | None = None
@@ -170,7 +171,9 @@ class _Exporter:
     def _take(self) -> tuple[str, str]:
         silent = SilentProcesses(quiet=True)
         try:
-            snapshots = take_snapshots(self._directory, PARTS, required=False, silent=silent)
+            # Looked for each time, because other users may have started processes.
+            found = directories(self._options)
+            snapshots = take_snapshots(found, PARTS, required=False, silent=silent)
         except ToolError as error:
             if not silent.last and "directory" in str(error):
                 return "500 Internal Server Error", f"{error}\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
-from trio_smc.tools.commands import add_json, add_process, private_directory
+from trio_smc.tools.commands import add_json, add_process, add_users, directories
 from trio_smc.tools.output import agreed, gid, hexadecimal, plain, print_json, show, size, table
 from trio_smc.tools.tables import Table
 
@@ -49,6 +49,7 @@ Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
+    add_users(parser)
     add_json(parser)
     parser.add_argument(
         "--device", metavar="NAME",
@@ -62,9 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Query the stacks, and print."""
     silent = SilentProcesses()
-    snapshots = take_snapshots(
-        private_directory(options), ("link_groups",), options.pid, silent=silent
-    )
+    snapshots = take_snapshots(directories(options), ("link_groups",), options.pid, silent=silent)
     if options.device is not None:
         for each in snapshots:
             each.link_groups = [

@@ -20,8 +20,15 @@ import trio
 
 import trio_smc
 from trio_smc.tools.client import SilentProcesses, take_snapshots
-from trio_smc.tools.commands import add_json, add_process, private_directory
+from trio_smc.tools.commands import (
+    add_json,
+    add_process,
+    add_users,
+    directories,
+    private_directory,
+)
 from trio_smc.tools.output import ToolError, error_text, gid, print_json, show, table
+from trio_smc.tools.places import Places
 from trio_smc.tools.settings import settings_of
 
 _NONE_SERVES: Final = 1
@@ -61,6 +68,7 @@ Exit codes: 0; 1 if a process did not answer, or no RNIC serves --interface; 2 i
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
+    add_users(parser)
     add_json(parser)
     parser.add_argument(
         "--interface", metavar="NAME",
@@ -70,10 +78,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Query the stacks, read the devices, and print."""
-    directory = private_directory(options)
+    directory = directories(options)
     if options.interface is not None:
-        return _explain(options, directory)
-    one_process = options.pid is not None
+        return _explain(options, private_directory(options))
+    one_process = options.pid is not None or isinstance(directory, Places)
     silent = SilentProcesses()
     stacks = take_snapshots(directory, ("rnics",), options.pid, required=one_process, silent=silent)
     found: dict[str, Any] = {
@@ -82,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
         ]
     }
     if not one_process:
+        assert isinstance(directory, Path)
         config = dataclasses.replace(settings_of(options).config, directory=directory)
         found["auto"], found["no_software_rnic"] = trio.run(_automatic, config)
         found["devices"] = [dataclasses.asdict(port) for port in read_ports()]

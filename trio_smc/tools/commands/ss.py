@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from trio_smc._base.printable import printable
 from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
-from trio_smc.tools.commands import add_json, add_process, private_directory, tcp_port
+from trio_smc.tools.commands import add_json, add_process, add_users, directories, tcp_port
 from trio_smc.tools.output import (
     address,
     agreed,
@@ -72,6 +72,7 @@ _COUNTERS = ("writes", "cdcs_sent", "cdcs_received", "coalesced", "window_stalls
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
+    add_users(parser)
     add_json(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="more about each connection")
     parser.add_argument("--port", type=tcp_port, metavar="PORT",
@@ -91,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     """Query the stacks, and print."""
     silent = SilentProcesses()
     wanted = ("connections", "listeners", *(_MORE_PARTS if options.verbose else ()))
-    snapshots = take_snapshots(private_directory(options), wanted, options.pid, silent=silent)
+    snapshots = take_snapshots(directories(options), wanted, options.pid, silent=silent)
     for snapshot in snapshots:
         _filter(snapshot, options)
     if options.json:

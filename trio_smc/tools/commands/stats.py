@@ -23,9 +23,10 @@ from trio_smc.tools.client import (
 from trio_smc.tools.commands import (
     add_json,
     add_process,
+    add_users,
+    directories,
     positive_count,
     positive_seconds,
-    private_directory,
     seconds_up_to,
 )
 from trio_smc.tools.exposition import PARTS, exposition
@@ -117,6 +118,7 @@ _SAVED_SHAPE: Final = {
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
+    add_users(parser)
     add_json(parser)
     parser.add_argument("--interval", type=positive_seconds, metavar="SECONDS",
                         help="show the increase in each interval of this length")  # fmt: skip
@@ -148,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
         return _show_sizes(options, silent)
     if options.layout == "prometheus":
         snapshots = take_snapshots(
-            private_directory(options), PARTS, options.pid, required=False, silent=silent
+            directories(options), PARTS, options.pid, required=False, silent=silent
         )
         print_text(exposition(snapshots, silent=len(silent.last)))
         return silent.exit_code
@@ -185,9 +187,7 @@ _CountersByStack = dict[tuple[int, str], tuple[Snapshot, _Counters]]
 
 
 def _query(options: argparse.Namespace, silent: SilentProcesses) -> _CountersByStack:
-    snapshots = take_snapshots(
-        private_directory(options), ("statistics",), options.pid, silent=silent
-    )
+    snapshots = take_snapshots(directories(options), ("statistics",), options.pid, silent=silent)
     return {(each.pid, each.stack): (each, _flatten(each.statistics)) for each in snapshots}
 
 
@@ -326,8 +326,10 @@ def _since(counted: _CountersByStack, saved: dict[tuple[int, str], _Counters]) -
 
 
 def _show_sizes(options: argparse.Namespace, silent: SilentProcesses) -> int:
+    if options.user is not None or options.all:
+        raise ToolError("stats: only the user of a process may let it count sizes")
     snapshots = take_snapshots(
-        private_directory(options), (SIZES,), options.pid, silent=silent, seconds=options.sizes,
+        directories(options), (SIZES,), options.pid, silent=silent, seconds=options.sizes,
         more={"seconds": options.sizes},
     )  # fmt: skip
     snapshots = [each for each in snapshots if each.sizes is not None]

@@ -10,7 +10,7 @@ import trio
 import trio_smc
 from trio_smc import Config
 from trio_smc.tools.client import SilentProcesses, take_snapshots
-from trio_smc.tools.commands import add_json, add_process, private_directory
+from trio_smc.tools.commands import add_json, add_process, add_users, directories
 from trio_smc.tools.output import ToolError, error_text, print_json, show, table
 from trio_smc.tools.settings import add_config, settings_of
 
@@ -38,13 +38,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_config(parser)
     add_process(parser)
+    add_users(parser)
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Query the settings, the kernel and the stacks, and print."""
     directory, settings, silent = (
-        private_directory(options),
+        directories(options),
         settings_of(options),
         SilentProcesses(),
     )
