@@ -84,9 +84,10 @@ class Snapshot:
       stack: the peer ID, hexadecimal.
       release: of trio_smc in the process; None: it is older than 0.2.0.
       uptime: seconds since the stack was opened, or None.
+      uid: the user of the process.
       program: the command line of the process, shortened.
       ueids: the UEIDs with which the stack offers SMC-R version 2, or None.
-      statistics, connections, link_groups, rnics, listeners, settings, events: as in
+      statistics, connections, link_groups, rnics, listeners, settings, events, interfaces: as in
         `control.snapshot`; empty if they were not requested.
     """
 
@@ -94,6 +95,7 @@ class Snapshot:
     stack: str = ""
     release: str | None = None
     uptime: float | None = 0.0
+    uid: int | None = None
     program: str = ""
     ueids: list[str] | None = field(default_factory=list)
     statistics: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +105,9 @@ class Snapshot:
     listeners: list[list[Any]] = field(default_factory=list)
     settings: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    interfaces: list[dict[str, Any]] = field(default_factory=list)
+    sizes: dict[str, Any] | None = None
+    """Histograms of sizes, if they were requested."""
     drain: int | None = None
     """After a drain or its end: the connections that still use the RNIC or the link group."""
 
@@ -177,6 +182,7 @@ def take_snapshots(
     required: bool = True,
     silent: SilentProcesses | None = None,
     more: Mapping[str, Any] | None = None,
+    seconds: float = 0,
 ) -> list[Snapshot]:
     """Query all stacks at the same time, or those of one process, and sort them by process number.
 
@@ -188,6 +194,7 @@ def take_snapshots(
       want: the requested parts (`trio_smc.control.protocol.PARTS`).
       pid: the process to query; None: all.
       required: True if the absence of any stack is an error.
+      seconds: how much longer than `TIMEOUT` the answers may take.
       more: further fields of the request, for the parts `trio_smc.control.protocol.DRAINS`.
       silent: receives the processes without a valid answer.  If ``silent`` is None, these processes
         are ignored as long as another process answers.
@@ -203,7 +210,7 @@ def take_snapshots(
         names = [each for each in _named_sockets(root) if pid is None or each[0] == pid]
         silent_before = set() if silent is None else set(silent.last)
         request = control.encode({"want": list(want), **(more or {})})
-        queries = _query_all(root, names, request, silent_before)
+        queries = _query_all(root, names, request, silent_before, seconds)
         if any(query.gone for query in queries):
             _remove_leftovers(directory)
         for query in queries:
@@ -306,6 +313,7 @@ class _Query:
       done: True if the query has ended: the answer is complete, or the query failed.
       gone: True if the process has ended.
       error: the reason why the query failed.
+      uid: the user of the process, once it is connected.
     """
 
     def __init__(self, root: PrivateDirectory, name: str, pid: int, request: bytes) -> None:
@@ -313,6 +321,7 @@ class _Query:
         self.data = bytearray()
         self.done = self.gone = False
         self.error: Exception | None = None
+        self.uid: int | None = None
         self._root = root
         self._name = name
         self._request = memoryview(request)
@@ -346,6 +355,7 @@ class _Query:
                     self.gone = self.done = True
                     return
                 self._connected = True
+                self.uid = control.peer_user(self.sock)
             while self._request:
                 self._request = self._request[self.sock.send(self._request) :]
             # Receive only one piece, so that a fast sender does not delay the other queries.
@@ -365,6 +375,7 @@ def _query_all(
     names: Sequence[tuple[int, str]],
     request: bytes,
     silent_before: AbstractSet[int],
+    seconds: float,
 ) -> list[_Query]:
     """Send ``request`` to all sockets, and receive their answers for at most `TIMEOUT` seconds.
 
@@ -373,6 +384,7 @@ def _query_all(
       names: process numbers and names of sockets.
       request: the encoded request.
       silent_before: processes that did not answer in the last round, and have less time now.
+      seconds: how much longer the answers may take.
     """
     start = time.monotonic()
     if root is None:
@@ -392,7 +404,7 @@ def _query_all(
             waiting = [each for each in queries if not each.done]
             any_new = any(each.pid not in silent_before for each in waiting)
             timeout = TIMEOUT if any_new else min(TIMEOUT, _LATER_TIMEOUT)
-            left = start + timeout - time.monotonic()
+            left = start + timeout + seconds - time.monotonic()
             if not waiting or left <= 0:
                 return queries
             backlog_full = [each for each in waiting if not each.interest]
@@ -435,6 +447,7 @@ def _snapshot_untrusted(query: _Query, want: Sequence[str]) -> Snapshot | None:
     if "statistics" in want and not snapshot.statistics:
         raise ProtocolError("the answer has no statistics")
     snapshot.program = _program(query.pid)
+    snapshot.uid = query.uid
     return snapshot
 
 
@@ -516,6 +529,10 @@ def _add_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     if part in control.DRAINS:
         check_untrusted(data, int, part)
         snapshot.drain = data
+        return True
+    if part == control.SIZES:
+        check_untrusted(data, _SIZES, part)
+        snapshot.sizes = data
         return True
     if part not in SHAPES:
         return True  # the process is newer than this command
@@ -696,6 +713,8 @@ SHAPES: Final[dict[str, Any]] = {
             "state": str,
             "local": Maybe(_ADDRESS),
             "peer": Maybe(_ADDRESS),
+            "flags_sent": Maybe(str),
+            "flags_received": Maybe(str),
             "send_queue": int,
             "receive_queue": int,
             "link_group": Maybe(int),
@@ -722,6 +741,7 @@ SHAPES: Final[dict[str, Any]] = {
             "role": str,
             "peer_id": str,
             "kind": str,
+            "asymmetric_side": Maybe(str),
             "state": str,
             "drained": bool,
             **_AGREED,
@@ -730,6 +750,11 @@ SHAPES: Final[dict[str, Any]] = {
                     "number": int,
                     "state": str,
                     "rnic": str,
+                    "gid": str,
+                    "peer_gid": Maybe(str),
+                    "netdev": Maybe(str),
+                    "vlan": Maybe(int),
+                    "pnet": [str],
                     "user_id": int,
                     "peer_user_id": int,
                     "connections": int,
@@ -749,11 +774,15 @@ SHAPES: Final[dict[str, Any]] = {
             "gid": str,
             "mac": str,
             "mtu": int,
+            "netdev": Maybe(str),
+            "vlan": Maybe(int),
             "pnet": [str],
             "links": int,
+            "critical": int,
         }
     ],
     "listeners": [_ADDRESS],
+    "interfaces": [{"name": str, "vlan": Maybe(int), "addresses": [str]}],
     "settings": [{"name": str, "value": str}],
     "events": [
         {
@@ -766,6 +795,10 @@ SHAPES: Final[dict[str, Any]] = {
         }
     ],
 }
+
+
+_HISTOGRAM: Final = [{"limit": int, "count": int}]
+_SIZES: Final = {"sent": _HISTOGRAM, "received": _HISTOGRAM}
 
 
 def check_untrusted(value: Any, shape: Any, where: str) -> None:

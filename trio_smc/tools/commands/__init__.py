@@ -36,6 +36,7 @@ __all__ = [
     "positive_seconds",
     "private_directory",
     "process_number",
+    "seconds_up_to",
     "tcp_port",
     "whole_number",
 ]
@@ -53,6 +54,7 @@ MODULES = (
     "ss",
     "lg",
     "rnic",
+    "ueid",
     "stats",
     "check",
     "top",
@@ -64,6 +66,7 @@ MODULES = (
     "ladder",
     "run",
     "proxy",
+    "exporter",
     "setup",
     "teardown",
 )
@@ -146,17 +149,21 @@ def directory(text: str) -> Path:
     return Path(text)
 
 
-def positive_seconds(text: str) -> float:
-    """The argparse type of a time in seconds, above 0 and at most a day."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0
-    if not 0 < value <= _DAY:
-        raise argparse.ArgumentTypeError(
-            f"{text[:_SHOWN]!r} is not a number of seconds above 0 and at most {_DAY}"
-        )
-    return value
+def seconds_up_to(most: int) -> Callable[[str], float]:
+    """Make the argparse type of a time in seconds, above 0 and at most ``most``."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text[:_SHOWN]!r} is not a number of seconds above 0 and at most {most}"
+            )
+        return value
+
+    return convert
 
 
 def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
@@ -180,6 +187,7 @@ def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
     return convert
 
 
+positive_seconds = seconds_up_to(_DAY)
 positive_count = whole_number("whole number", 1, 10**9)
 process_number = whole_number("process number", 1, (1 << 31) - 1)
 tcp_port = whole_number("TCP port", 1, 65535)
