@@ -456,7 +456,7 @@ class TestLack:
     ) -> None:
         sock = attacker.connect(victim)
         memory = Memory(4096)
-        attacker.ring.view[:].cast("I")[(4096 + 64 * 1024) // 4 + 1] = 1
+        attacker.ring.view[:].cast("Q")[(4096 + 64 * 1024) // 8 + 1] = 1
 
         def failing(fd: int, size: int) -> None:
             raise OSError(errno.ENOMEM, "injected")

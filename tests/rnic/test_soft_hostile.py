@@ -538,7 +538,7 @@ class TestAnnouncements:
         """A slot without a region is 0, which is never an RKey."""
         attacker.connect(victim)
         assert attacker.victim_ring is not None
-        keys = attacker.victim_ring.view[KEY_PAGE:].cast("I")
+        keys = attacker.victim_ring.view[KEY_PAGE:].cast("Q")
         before = keys.tolist()
         memories = [Memory(4096) for _ in range(2)]
         first, second = (victim.pd.register(memory) for memory in memories)
@@ -557,7 +557,7 @@ class TestAnnouncements:
         sock = attacker.connect(victim)
         memory = Memory(4096)
         top = (1 << 64) - 16
-        struct.pack_into("<I", attacker.ring.view, KEY_PAGE + 12, 9)
+        struct.pack_into("=Q", attacker.ring.view, KEY_PAGE + 3 * 8, 9)
         data = Register(rkey=9, slot=3, address=top, length=4096).encode()
         socket.send_fds(sock, [data], [memory.fd])
         victim.qp.post_write(1, memoryview(b"x"), None, address=top + 4096, rkey=9)
@@ -743,7 +743,7 @@ class TestMapping:
     def test_closing_twice(self) -> None:
         memory = Memory(5000)
         peer = PeerMemory.map_untrusted(memory.fd, 5000)
-        words = peer.cast(0, 64, "Q")
+        words = peer.words(0, 64)
         words[1] = 7
         assert memory.view[8] == 7
         piece = memory.slice(10, 10)

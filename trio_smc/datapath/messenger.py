@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trio_smc.datapath.cursor import to_wire
 from trio_smc.rnic.verbs import DeliveryUnknown
+from trio_smc.rnic.words import Words
 from trio_smc.wire import cdc
 
 if TYPE_CHECKING:
@@ -109,9 +110,7 @@ class Channel(Protocol):
             like everything that was posted and did not complete.
         """
 
-    def progress_word(
-        self, address: int, rkey: int, size: int
-    ) -> tuple[memoryview[int], int] | None:
+    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         """See `QueuePair.progress_word`."""
 
     def hand_over(self, poster: Poster, successor: Poster | None) -> None:
@@ -216,7 +215,7 @@ class Messenger:
         self.peer_token: int = 0
         self.peer_usable: int = 1
         self.peer_first: int = 0
-        self.progress: memoryview[int] | None = None
+        self.progress: Words | None = None
         self.progress_at: int = 0
         self.produced: int = 0
         self.announced: int = 0

@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from .memory import Memory
+from .words import Words
 
 __all__ = [
     "RECEIVE_SIZE",
@@ -278,9 +279,7 @@ class QueuePair(ABC):
         """
         return False
 
-    def progress_word(
-        self, address: int, rkey: int, size: int
-    ) -> tuple[memoryview[int], int] | None:
+    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         """Where to store the number of bytes that were written into an element of the peer.
 
         If this process ends before it has announced the data, the peer finds the number there

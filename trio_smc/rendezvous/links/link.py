@@ -50,6 +50,7 @@ from trio_smc.rnic.verbs import (
     WcOpcode,
     WcStatus,
 )
+from trio_smc.rnic.words import Words
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import LINK
 from trio_smc.wire import llc
@@ -495,9 +496,7 @@ class Link:
             self._since_signal = 0
         return True
 
-    def progress_word(
-        self, address: int, rkey: int, size: int
-    ) -> tuple[memoryview[int], int] | None:
+    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         """See `QueuePair.progress_word`."""
         return self.qp.progress_word(address, rkey, size)
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import platform
 import secrets
 import select
 import socket
@@ -50,7 +49,7 @@ from trio_smc.rnic.soft.messages import (
 from trio_smc.rnic.soft.port import PortUser, Stalled
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
-from trio_smc.rnic.soft.ring import ReceiveRing, fence
+from trio_smc.rnic.soft.ring import ReceiveRing
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
     Completion,
@@ -62,6 +61,7 @@ from trio_smc.rnic.verbs import (
     RnicEvent,
     refusals,
 )
+from trio_smc.rnic.words import fence, why_unusable
 
 __all__ = [
     "SoftRnic",
@@ -70,7 +70,6 @@ __all__ = [
 
 _GID_PREFIX: Final = bytes.fromhex("fd534d4352000000")
 """A unique local address (RFC 4193): fd, and the letters "SMCR"."""
-_MACHINES: Final = ("x86_64", "AMD64")
 _SEND_DEPTH: Final = 1024
 """Requests that can wait in a send queue.  Chosen: as many as a ring has slots."""
 _EVENTS_AT_ONCE: Final = 64
@@ -173,11 +172,10 @@ class SoftRnic(Rnic):
     def open(self, directory: Path) -> None:
         if self._open:
             raise RnicError(errno.EBUSY, f"{self.name} is open")
-        if not sys.platform.startswith("linux") or platform.machine() not in _MACHINES:
-            raise RnicError(
-                errno.ENOTSUP,
-                "the software RNIC needs Linux on x86-64: it relies on that memory model",
-            )
+        if not sys.platform.startswith("linux"):
+            raise RnicError(errno.ENOTSUP, "the software RNIC needs Linux")
+        if problem := why_unusable():
+            raise RnicError(errno.ENOTSUP, problem)
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             raise RnicError(
                 errno.ENOTSUP,
@@ -554,6 +552,11 @@ class SoftRnic(Rnic):
         """End the interrupt mode of a ring, because its doorbell was rung."""
         ring.armed[0] = 0
         self._poll_ring(ring)
+
+    def replace_ring(self, old: ReceiveRing, new: ReceiveRing) -> None:
+        """Poll ``new`` instead of ``old``."""
+        self._set_rings(ring for ring in self._rings if ring is not old)
+        self._poll_ring(new)
 
     def queue_pairs(self) -> list[SoftQueuePair]:
         """All queue pairs, in the order of creation."""

@@ -11,6 +11,7 @@ because it may be called in the middle of a post.  Instead it notes the queue pa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -31,14 +32,18 @@ from trio_smc.rnic.soft.messages import (
     Message,
     Register,
     Revoke,
+    Send,
+    Waiting,
     close_all,
     decode_untrusted,
     open_doorbell_untrusted,
     take_doorbell,
 )
+from trio_smc.rnic.soft.packets import PacketReceiver, PacketSender
 from trio_smc.rnic.soft.port import Port, PortUser
 from trio_smc.rnic.soft.regions import PeerRegions
-from trio_smc.rnic.soft.ring import RING_SIZE, SendRing, no_doorbell
+from trio_smc.rnic.soft.ring import RING_SIZE, SendRing, Sent, no_doorbell
+from trio_smc.rnic.words import VARIANT
 
 __all__ = [
     "Peer",
@@ -73,10 +78,12 @@ class Peer:
         ring_fd: int,
         doorbell_fd: int | None,
         send_socket: socket.socket | None,
+        packets: PeerSockets | None,
     ) -> Peer:
         """Map the ring that came with a Hello, and open its doorbell.
 
-        The caller still closes the descriptors.
+        The caller still closes the descriptors.  ``packets``: the sockets that messages pass; None:
+        they pass the ring.
 
         Raises:
           ProtocolError: a descriptor is not a ring or a doorbell.
@@ -96,7 +103,12 @@ class Peer:
             pass  # a packet on the socket rings instead
         if pipe < 0 and send_socket is not None:
             doorbell = partial(send_socket.send, DOORBELL, _NO_WAIT)
-        ring = SendRing(memory, doorbell, partial(_retry_doorbell, rnic))
+        retry = partial(_retry_doorbell, rnic)
+        ring = (
+            SendRing(memory, doorbell, retry)
+            if packets is None
+            else PacketSender(memory, doorbell, retry, packets)
+        )
         return cls(hello, ring, PeerRegions(ring.keys, rnic.intake.unmapper.run), pipe)
 
     def close(self) -> None:
@@ -124,6 +136,9 @@ class SocketsOwner(PortUser, Protocol):
 
     def on_hello(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
         """Handle the Hello of a peer."""
+
+    def receive_packets(self) -> None:
+        """From now on receive messages as packets, and not in the ring."""
 
 
 class PeerSockets:
@@ -179,7 +194,8 @@ class PeerSockets:
     def send_hello(self, hello: Hello, ring: int) -> None:
         """Send Hello to the peer; ``ring``: a descriptor of the receive ring."""
         doorbell = None
-        if self._send_socket is not None and is_same_user(self._send_socket):
+        sock = self._send_socket
+        if VARIANT != "socket" and sock is not None and is_same_user(sock):
             doorbell = self._doorbell = self._rnic.add_doorbell(self._on_doorbell)
         if doorbell is None:
             self.send(hello, (ring,))
@@ -241,7 +257,7 @@ class PeerSockets:
     def _send_again(self) -> None:
         if self.unsent and self._send_socket is not None:
             self.flush()
-            self._rnic.stalled[self._owner] = None  # requests may have waited for `unsent`
+            self._push_owner()  # requests may have waited for `unsent`
 
     def _send(self, message: Message, fds: Sequence[int]) -> bool:
         """Send a message.  If the peer has gone, note that for the next poll.
@@ -263,6 +279,37 @@ class PeerSockets:
             self._rnic.disconnected.append(self._owner)
             return False
         return True
+
+    def send_packet(self, message: Message) -> int:
+        """Send a message of the queue pair; return a value of `Sent`.
+
+        If the socket has no room, the queue pair is pushed when there is some.
+        """
+        sock = self._send_socket
+        if sock is None:
+            return Sent.GONE
+        try:
+            sock.send(message.encode(), _NO_WAIT)
+        except BlockingIOError:
+            self._rnic.watch_writable(sock, wanted=True)
+            return Sent.NOT_READY
+        except OSError as problem:
+            if is_peer_gone(problem):
+                self._rnic.disconnected.append(self._owner)
+                return Sent.GONE
+            self._rnic.retry_later(self._push_owner)
+            return Sent.NOT_READY
+        return Sent.DONE
+
+    def _push_owner(self) -> None:
+        self._rnic.stalled[self._owner] = None
+
+    def end_receiving(self) -> None:
+        """Make all later sends of the peer fail; packets that are there can still be read."""
+        sock = self._receive_socket or self._send_socket
+        if sock is not None:
+            with contextlib.suppress(OSError):  # the peer has closed it
+                sock.shutdown(socket.SHUT_RD)
 
     def receive(self) -> None:
         """Read and handle at most `_MAX_RECEIVED` messages of the peer; the rest follows soon."""
@@ -330,7 +377,7 @@ class PeerSockets:
 
     def _receive_more(self) -> None:
         self.receive()
-        self._rnic.stalled[self._owner] = None  # requests may have waited for these messages
+        self._push_owner()  # requests may have waited for these messages
 
     def keep_pending(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
         """Keep a Hello that came before this side went to RTR; refuse it if there are too many."""
@@ -357,8 +404,16 @@ class PeerSockets:
                 raise ProtocolError("a second Hello of the same queue pair")
             # If this side has no doorbell pipe, it does not use the peer's either, to save the
             # descriptor.
-            doorbell_fd = fds[1] if len(fds) > 1 and self._doorbell is not None else None
-            peer = Peer.map_untrusted(self._rnic, hello, fds[0], doorbell_fd, self._send_socket)
+            has_pipe = len(fds) > 1 and self._doorbell is not None
+            packets = hello.packets or VARIANT == "socket"
+            peer = Peer.map_untrusted(
+                self._rnic,
+                hello,
+                fds[0],
+                fds[1] if has_pipe and not packets else None,
+                self._send_socket,
+                self if packets else None,
+            )
         except ProtocolError:
             intake.close_fds(fds, sock)
             if sock is self._send_socket:
@@ -377,6 +432,8 @@ class PeerSockets:
                 self._keep_for_retry(hello, sock, fds)
                 return
         intake.close_fds(fds, sock)
+        if packets:
+            self._owner.receive_packets()
         self.peer = peer
         self._receive_socket = sock
         self.receive()
@@ -465,9 +522,9 @@ class PeerSockets:
         self.receive()
         if events & _ENDED:
             self._rnic.disconnected.append(self._owner)
-        elif self.unsent:
+        elif self.unsent or events & select.EPOLLOUT:
             self.flush()
-            self._rnic.stalled[self._owner] = None
+            self._push_owner()
 
     def _took_doorbell(self) -> bool:
         """Read a doorbell if nothing else is unread, the usual case; False: call `receive`."""
@@ -485,8 +542,21 @@ class PeerSockets:
             raise ProtocolError("the first message of a queue pair is not Hello")
         elif isinstance(message, Register):
             self.peer.regions.add_untrusted(message, fds[0])
-        else:
+        elif isinstance(message, Revoke):
             self.peer.regions.discard(message.rkey)
+        else:
+            self._on_packet_untrusted(message)
+
+    def _on_packet_untrusted(self, message: Send | Waiting) -> None:
+        ring = self._owner.ring
+        if not isinstance(ring, PacketReceiver):
+            raise ProtocolError("a message outside the ring")
+        if isinstance(message, Send):
+            ring.add_untrusted(message)
+            if ring.interrupt_mode:
+                self._rnic.resume_polling(ring)
+        elif ring.must_ring() and self.peer is not None:
+            self.peer.ring.ring_doorbell()
 
     def _on_hello_untrusted(self, hello: Hello, fds: list[int]) -> None:
         """Handle the Hello of a peer that was dialled."""

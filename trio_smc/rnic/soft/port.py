@@ -99,6 +99,9 @@ class Port(Protocol):
     def resume_polling(self, ring: ReceiveRing) -> None:
         """End the interrupt mode of a ring, because its doorbell was rung."""
 
+    def replace_ring(self, old: ReceiveRing, new: ReceiveRing) -> None:
+        """Poll ``new`` instead of ``old``."""
+
     def close_peer_socket(self, sock: socket.socket | None, *, quietly: bool) -> None:
         """Close a watched socket; ``quietly``: not yet, so that the peer does not notice."""
 

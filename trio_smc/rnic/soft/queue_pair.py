@@ -22,6 +22,7 @@ from collections import deque
 from typing import Final, NamedTuple
 
 from trio_smc.rnic.soft.messages import Hello, Message
+from trio_smc.rnic.soft.packets import PacketReceiver
 from trio_smc.rnic.soft.peer_sockets import Peer, PeerSockets
 from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
@@ -43,6 +44,7 @@ from trio_smc.rnic.verbs import (
     WcStatus,
     refusals,
 )
+from trio_smc.rnic.words import VARIANT, Words
 
 __all__ = [
     "STALLED",
@@ -137,7 +139,13 @@ class SoftQueuePair(QueuePair):
                 self._rnic.poll_sockets()
                 sockets.dial(self._peer_name)
             self.state = QpState.RTR
-            hello = Hello(gid=self._rnic.gid, qp_num=self.qp_num, peer_qp_num=qp_num, peer_psn=psn)
+            hello = Hello(
+                gid=self._rnic.gid,
+                qp_num=self.qp_num,
+                peer_qp_num=qp_num,
+                peer_psn=psn,
+                packets=VARIANT == "socket",
+            )
             sockets.send_hello(hello, self.ring.memory.fd)
             self.ring.memory.close_descriptor()
             for region in self._pd.regions:
@@ -247,9 +255,7 @@ class SoftQueuePair(QueuePair):
             and not peer.ring.is_closed()
         )
 
-    def progress_word(
-        self, address: int, rkey: int, size: int
-    ) -> tuple[memoryview[int], int] | None:
+    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         peer = self._sockets.peer
         return None if peer is None else peer.regions.progress_word(address, rkey, size)
 
@@ -360,6 +366,13 @@ class SoftQueuePair(QueuePair):
         else:
             self._sockets.accept(sock, hello, fds)
             self.update_ready()
+
+    def receive_packets(self) -> None:
+        """From now on receive messages as packets, and not in the ring."""
+        if not isinstance(self.ring, PacketReceiver):
+            ring = PacketReceiver(self.ring, self._sockets)
+            self._rnic.replace_ring(self.ring, ring)
+            self.ring = ring
 
     # -- inside --------------------------------------------------------------------------
 
