@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 __all__ = [
     "VARIABLE",
     "VARIANT",
+    "Variant",
     "Words",
     "acquire",
     "exchange",

@@ -61,7 +61,7 @@ from trio_smc.rnic.verbs import (
     RnicEvent,
     refusals,
 )
-from trio_smc.rnic.words import fence, why_unusable
+from trio_smc.rnic.words import VARIANT, Variant, fence, why_unusable
 
 __all__ = [
     "SoftRnic",
@@ -124,6 +124,9 @@ class SoftRnic(Rnic):
 
     kind: Literal["software", "roce"] = "software"
     copies_on_post = False
+    variant: Variant = VARIANT
+    """How processes order their accesses to shared memory: "native", "x86-64" or "socket"
+    (`trio_smc.rnic.words`)."""
 
     def __init__(self, name: str = "soft0", *, faults: Faults | None = None) -> None:
         self.name = name

@@ -178,4 +178,6 @@ class PacketSender(SendRing):
         sent = self._sockets.send_packet(Send(data=data))
         if sent == Sent.DONE:
             self._head += 1
+        elif sent == Sent.GONE and not self.is_closed():
+            return Sent.NOT_READY  # the process was killed; the next poll handles this end
         return sent

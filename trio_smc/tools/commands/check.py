@@ -115,6 +115,8 @@ class Report:
     host: str
     port: int
     mode: str | None = None
+    variant: str = trio_smc.SoftRnic.variant
+    """The variant of this side's software RNIC."""
     ueids: list[str] = field(default_factory=list)
     """The UEIDs of this side, with which version 2 is offered."""
     steps: list[Step] = field(default_factory=list)
@@ -422,6 +424,7 @@ def _print(report: Report) -> None:
     fallback, server = report.fallback, report.server
     if report.mode == Mode.SMC_R:
         parts.append("SMC-R is used.")
+        parts.append(f"  software RNIC  {report.variant}")
     elif report.mode is None:
         parts.append("No connection was established.")
     if fallback is not None:

@@ -35,7 +35,8 @@ table (Config(pnet=...), docs/rnic.md) assigns to the RNIC.  The software RNIC (
 serves connections between processes of one host.
 
 To find out what a new process would use, the command opens a stack of its own for a moment.  If
-that stack has no software RNIC, the command prints the reason.
+that stack has no software RNIC, the command prints the reason; otherwise the variant of the
+software RNIC: native, x86-64 or socket (docs/rnic.md).
 """
 EPILOG = """
 Examples:
@@ -65,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
     }
     if not one_process:
         found["auto"], found["no_software_rnic"] = trio.run(_automatic, directory)
+        found["variant"] = trio_smc.SoftRnic.variant
         found["devices"] = [dataclasses.asdict(port) for port in read_ports()]
         found["pyverbs"] = importlib.util.find_spec("pyverbs") is not None
     if options.json:
@@ -124,6 +126,8 @@ def _print(found: dict[str, Any]) -> None:
     show(table(heads, [_rnic(each, ports) for each in found["auto"]], "RNICs of a new process"))
     if found["no_software_rnic"]:
         show(f"No software RNIC: {found['no_software_rnic']}.")
+    else:
+        show(f"Variant of the software RNIC: {found['variant']}.")
     show("", *_devices(list(ports.values()), found["pyverbs"]))
 
 
