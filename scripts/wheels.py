@@ -5,11 +5,12 @@
     python3 -m scripts.wheels --version   prints the version and makes nothing
     python3 -m scripts.wheels --test ...  runs the tests on a compiled build; ... goes to pytest
 
-Wheels are built from the sdist, so a file that it lacks is noticed. A native wheel, for every Python
-with a GIL, has the module of shared words; a compiled one, for one version of Python each, has the
-compiled hot modules as well. auditwheel gives both their manylinux tag, of the machine that builds
-them. Free-threaded builds and other machines use the pure wheel. Each is installed into an environment of its own, without extras, and must print its version
-and kind. Standard library only; pip brings the rest into build/wheels.
+Wheels are built from the sdist, so a file that it lacks is noticed. A native wheel, for every
+Python with a GIL, has the module of shared words; a compiled one, for one version of Python each,
+has the compiled hot modules as well. auditwheel gives both their manylinux tag, of the machine that
+builds them. Free-threaded builds and other machines use the pure wheel. Each is installed into an
+environment of its own, without extras, and must print its version and kind. Standard library only;
+pip brings the rest into build/wheels.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import select
 import socket
 import struct
@@ -53,7 +54,18 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
 
 def backlog(sock: trio.socket.SocketType | socket.socket) -> int:
     """How many connections may wait to be accepted; of a listening socket.  Raises OSError."""
-    return int(_BACKLOG.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32))[0])
+    return int(_BACKLOG.unpack(_tcp_info(sock, _BACKLOG.size))[0])
+
+
+def _tcp_info(sock: trio.socket.SocketType | socket.socket, size: int) -> bytes:
+    """The first ``size`` bytes of struct tcp_info.
+
+    Raises OSError, also if the system returns less, as QEMU's emulation of system calls does.
+    """
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+    if len(info) < size:
+        raise OSError(errno.ENOTSUP, "TCP_INFO is incomplete")
+    return info
 
 
 def disconnect(sock: trio.socket.SocketType | socket.socket) -> bool:

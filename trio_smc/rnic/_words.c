@@ -1,13 +1,13 @@
-/* Words of shared memory with the order of C11's atomics: see words.py, which has the theory of
- * operation.  Nothing else belongs here.  Stable ABI of Python 3.11.
- */
+/* Words of shared memory with the order of C11's atomics, in the stable ABI of Python 3.11: see
+ * words.py, which has the theory of operation.  Nothing else belongs here. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 
 _Static_assert(sizeof(uint64_t) == sizeof(unsigned long long), "words have 8 bytes");
-_Static_assert(__atomic_always_lock_free(sizeof(uint64_t), 0), "words need lock-free atomics");
+_Static_assert(__atomic_always_lock_free(8, 0), "words need lock-free atomics");
 
+/* load_acquire is words[index], and store_release is words[index] = value. */
 typedef struct {
     PyObject_HEAD
     uint64_t *first;  /* NULL after release() */
@@ -21,18 +21,15 @@ word_at(Words *self, PyObject *key)
     Py_ssize_t index = PyNumber_AsSsize_t(key, PyExc_IndexError);
     if (index == -1 && PyErr_Occurred())
         return NULL;
-    if (self->first == NULL) {
+    if (self->first != NULL && index >= 0 && index < self->count)
+        return self->first + index;
+    if (self->first == NULL)
         PyErr_SetString(PyExc_ValueError, "the words are released");
-        return NULL;
-    }
-    if (index < 0 || index >= self->count) {
+    else
         PyErr_SetString(PyExc_IndexError, "there is no such word");
-        return NULL;
-    }
-    return self->first + index;
+    return NULL;
 }
 
-/* words[index]: load_acquire */
 static PyObject *
 load_acquire(Words *self, PyObject *key)
 {
@@ -42,7 +39,6 @@ load_acquire(Words *self, PyObject *key)
     return PyLong_FromUnsignedLongLong(__atomic_load_n(word, __ATOMIC_ACQUIRE));
 }
 
-/* words[index] = value: store_release */
 static int
 store_release(Words *self, PyObject *key, PyObject *value)
 {
@@ -54,7 +50,7 @@ store_release(Words *self, PyObject *key, PyObject *value)
         return -1;
     }
     unsigned long long number = PyLong_AsUnsignedLongLong(value);
-    if (number == (unsigned long long)-1 && PyErr_Occurred())
+    if (PyErr_Occurred())
         return -1;
     __atomic_store_n(word, number, __ATOMIC_RELEASE);
     return 0;
