@@ -82,8 +82,7 @@ def test_released_words_refuse_each_access() -> None:
 
 def test_memory_that_cannot_be_words() -> None:
     with pytest.raises((TypeError, BufferError)):
-        some = shared_words(memoryview(bytes(8)))
-        some[0] = 1
+        shared_words(memoryview(bytes(8)))[0] = 1
 
 
 def run(code: str, *arguments: str, **variables: str) -> str:

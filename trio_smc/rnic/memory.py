@@ -126,6 +126,7 @@ class Memory:
 
     pinned = False
     has_progress: bool = False
+    _progress: Words | None = None
 
     def __init__(self, size: int, *, name: str = "trio_smc", progress: bool = False) -> None:
         """``progress``: add progress words behind the pages of ``size`` bytes."""
@@ -145,7 +146,6 @@ class Memory:
         whole = memoryview(self._map)
         self.view: memoryview[int] = whole[:size]
         self._slices: list[memoryview | Words] = []
-        self._progress: Words | None = None
         if progress:
             self._progress = self._words(whole[self.mapped - PROGRESS_SIZE :])
         whole.release()
