@@ -202,7 +202,7 @@ def post(ends: Ends, model: Model) -> Iterator[bool]:
 
 
 def close(ends: Ends, model: Model, armed: int = 0, word: int = CLOSED) -> Iterator[bool]:
-    """What was reported as sent is taken by a receiver that ends."""
+    """A message that was reported as sent is taken by a receiver that ends."""
     ends.slots = 0
 
     def send(trace: Trace) -> int:

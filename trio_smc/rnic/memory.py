@@ -52,7 +52,7 @@ took 140 ms."""
 _HUGE_PAGE = 2 << 20  # the last page of a memfd may be one ("shmem_enabled")
 _BLOCK = 512  # unit of st_blocks (stat(3type))
 PROGRESS_SIZE = 4096
-"""Bytes of the page with progress words."""
+"""Bytes of the progress words, which begin a page of their own."""
 PROGRESS_WORDS = PROGRESS_SIZE // 8
 if sys.platform == "linux":  # other systems have no RNIC, and no caller
     import fcntl
