@@ -25,6 +25,7 @@ from trio_smc.rnic.soft import messages as _fabric
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.soft.regions import MAX_REGIONS
 from trio_smc.rnic.verbs import QpState, QueuePair, RnicError, RnicEvent, WcStatus
+from trio_smc.rnic.words import Words
 
 
 @pytest.fixture
@@ -115,7 +116,8 @@ class TestRegions:
         memory = b.rnic.alloc_memory(3 * 5000)
         region = b.pd.register(memory)
         until(lambda: a.qp.can_reach(region.rkey), a, b)
-        words, place = memoryview(b""), 0
+        words: Words = memoryview(bytearray(8)).cast("Q")
+        place = 0
         for index in range(3):
             found = a.qp.progress_word(region.address + index * 5000, region.rkey, 5000)
             assert found is not None
