@@ -348,7 +348,8 @@ class SoftRnic(Rnic):
             if ring.head[0] != ring.tail:
                 break
         else:
-            return True
+            if not self.disconnected:  # reading a socket in place of a ring may find its end
+                return True
         self.disarm()
         return False
 
