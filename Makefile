@@ -8,6 +8,10 @@ SEED ?=
 TIME ?= 600
 QUICK := $(addprefix tests/,wire states datapath rendezvous/links failover rnic)
 
+# The tests start hundreds of processes.  Without cached bytecode each one compiles the package again,
+# which doubles the processor time of its start; `make clean` removes the cache.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo example quick test where test-compiled pythons programs wheels interop lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
     ready-bench ready-cli ready-dev ready-docs ready-browser

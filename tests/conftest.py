@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -151,11 +152,36 @@ def rng(seed: int) -> random.Random:
     return random.Random(seed)
 
 
+class _RuntimeDirectories:
+    """Empty directories with mode 0700.
+
+    A file system may take milliseconds to remove a directory, which thousands of tests would wait
+    for.  Therefore the next test gets the same directory if the last one left it as it was.
+    """
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._unused: Path | None = None
+
+    def get(self) -> Path:
+        directory, self._unused = self._unused, None
+        return directory or Path(tempfile.mkdtemp(dir=self._base))
+
+    def put_back(self, directory: Path) -> None:
+        """Keep the directory for the next test, or remove it if a test has changed it."""
+        found = directory.lstat()
+        unchanged = found.st_mode == stat.S_IFDIR | 0o700 and found.st_uid == os.geteuid()
+        if unchanged and not os.listdir(directory):
+            self._unused = directory
+        else:
+            shutil.rmtree(directory)
+
+
 @pytest.fixture(scope="session")
-def _runtime_base() -> Iterator[Path]:
+def _runtime_directories() -> Iterator[_RuntimeDirectories]:
     # Not under pytest's own directory: paths of Unix sockets end at 107 bytes.
     base = Path(tempfile.mkdtemp(prefix="smc-"))
-    yield base
+    yield _RuntimeDirectories(base)
     shutil.rmtree(base)
 
 
@@ -169,7 +195,9 @@ def _session_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def runtime_directory(
-    request: pytest.FixtureRequest, _runtime_base: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    _runtime_directories: _RuntimeDirectories,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Path]:
     """Give the test its own XDG_RUNTIME_DIR; afterwards fail if it left anything.
 
@@ -177,7 +205,7 @@ def runtime_directory(
     sockets or pipes in the runtime directory. In tmp_path only sockets and pipes count: its
     plain files are for pytest to remove.
     """
-    directory = Path(tempfile.mkdtemp(dir=_runtime_base))
+    directory = _runtime_directories.get()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
     trees = [directory]
     if "tmp_path" in request.fixturenames:
@@ -187,7 +215,7 @@ def runtime_directory(
     try:
         _fail_if_leaked(request, before, tuple(trees))
     finally:
-        shutil.rmtree(directory)
+        _runtime_directories.put_back(directory)
 
 
 def _fail_if_leaked(

@@ -67,18 +67,18 @@ def test_a_test_that_calculates_has_its_time_on_the_processor(pytester: pytest.P
         def test_works_for_ever():
             while True:
                 pass
-        @pytest.mark.timeout(0.2)
+        @pytest.mark.timeout(0.1)
         def test_waits_for_ever():
             time.sleep(30)
         def test_has_to_wait():
-            time.sleep(2.5)
+            time.sleep(1.5)
         """
     )
     result = pytester.runpytest_subprocess(
-        "-p", "tests.conftest", "-p", "no:cacheprovider", "--timeout", TIMEOUT
+        "-p", "tests.conftest", "-p", "no:cacheprovider", "--timeout", "1"
     )
     result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(["*Timeout*2*"])
+    result.stdout.fnmatch_lines(["*Timeout*1*"])
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 
 from trio_smc._api import open_listeners, open_stack, open_stream, serve
+from trio_smc._base import release as _release
 from trio_smc._base.errors import ProtocolError, SmcUnavailable
 from trio_smc._base.observer import Observer
 from trio_smc._base.reasons import Fallback, FallbackReason, Mode, Origin
@@ -78,7 +79,7 @@ __all__ = [
     "tear_down_tcp_option",
 ]
 
-__version__ = "0.2.0"
+__version__: str = _release.RELEASE
 __compiled__: bool = _cursor.__file__.endswith(".so")
 """True if the hot modules of this build are compiled; see docs/operating.md."""
 

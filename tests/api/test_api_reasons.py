@@ -338,6 +338,7 @@ ELSEWHERE = {
     Reason.OTHER_USER: "api.test_api_discovery.test_a_process_of_another_user",
     Reason.ALREADY_CONNECTED: "sockets.test_enable_sockets."
     "test_a_connected_socket_of_the_standard_library",
+    Reason.MULTIPATH: "sockets.test_enable_sockets.test_mptcp_is_refused_if_smc_r_is_required",
     Reason.DIRECTORY_FULL: "rendezvous.discovery.test_names.test_a_full_directory",
     Reason.NOT_ACCEPTED: "rendezvous.discovery.test_silence.test_a_connection_that_stays_queued",
     Reason.PATH_NOT_PROVEN: "e2e.test_networks.test_masquerading_between_two",

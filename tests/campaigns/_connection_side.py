@@ -53,6 +53,7 @@ class Side:
         # Facts that guards read.
         self.unread = 0
         self.sent_closed = self.got_closed = False
+        self.closed_arrived = False  # the campaign does not look at the end of TCP
         self.eof_pending = self.close_pending = False
         self.peer_rmbe_known = True
         # The application.

@@ -69,7 +69,7 @@ def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observatio
     [(end, number)] = killed.items()
     return any(_outcome(line) == "ECONNRESET" for line in tcp) and all(
         ours.end != end
-        and ours.at >= number
+        and (ours.at >= number or program.kind == "full")  # such a program has no times
         and _outcome(theirs) in _RESET
         and _outcome(ours) in _ENDED
         for theirs, ours in pairs
@@ -79,16 +79,93 @@ def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observatio
 def _closed_with_data_in_a_send_buffer(
     program: Program, tcp: Observation, smc: Observation
 ) -> bool:
-    """Buffers are full, and only the errors of sends differ, after a close."""
+    """Buffers are full, and only the errors of sends differ, after a close; or TCP resets, because
+    data waits in a send buffer or arrives late; or data that waits there keeps a send waiting."""
     pairs = _differing(tcp, smc)
-    is_full = any(size == LARGE for end in range(2) for *_, size in sends(program, end))
+    full = _ends_that_fill(program)
+    return bool(pairs and full) and all(
+        (_outcome(theirs) in ("ECONNRESET", "EPIPE") and _outcome(ours) in ("EPIPE", "sent"))
+        or (_outcome(theirs) == "ECONNRESET" and _outcome(ours) in ("end", "0", "SSLEOFError"))
+        or (theirs.result == "shut" and ours.result == "ENOTCONN" and ours.end in full)
+        or (
+            _outcome(theirs) in ("cancelled", "BusyResourceError")
+            and _outcome(ours) in ("EPIPE", "sent")
+            and ours.end in full
+            and _shuts_both(program, 1 - ours.end)
+        )
+        for theirs, ours in pairs or ()
+    )
+
+
+def _shut_down_during_a_large_send(program: Program, tcp: Observation, smc: Observation) -> bool:
+    """An end shuts down both directions while the other's send fills its buffer."""
+    pairs = _differing(tcp, smc)
+    full = _ends_that_fill(program)
+    shut = {end for end in range(2) if 1 - end in full and _shuts_both(program, end)}
     return (
         bool(pairs)
-        and is_full
+        and bool(shut)
         and all(
-            _outcome(theirs) in ("ECONNRESET", "EPIPE") and _outcome(ours) in ("EPIPE", "sent")
+            {_outcome(theirs), _outcome(ours)}
+            <= _RESET | _ENDED | {"cancelled", "BusyResourceError"}
             for theirs, ours in pairs or ()
         )
+        and any(_outcome(line) in ("EPIPE", "ECONNRESET") for line in smc)
+    )
+
+
+def _shuts_both(program: Program, end: int) -> bool:
+    names = {name for step in program.steps if step.end == end for name, _ in step.operations}
+    return "shut_both" in names or {"shut_rd", "shut_wr"} <= names
+
+
+def _data_in_a_send_buffer(program: Program, tcp: Observation, smc: Observation) -> bool:
+    return _closed_with_data_in_a_send_buffer(program, tcp, smc) or _shut_down_during_a_large_send(
+        program, tcp, smc
+    )
+
+
+def _ends_that_fill(program: Program) -> set[int]:
+    """The ends that send more than the buffers hold."""
+    return {end for end in range(2) if any(size == LARGE for *_, size in sends(program, end))}
+
+
+def _first_differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]] | None:
+    """As `_differing`, but only the first pair of each task: what follows may come of it."""
+    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    first: dict[tuple[int, int], tuple[Line, Line]] = {}
+    for key in sorted(over_tcp.keys() | over_smc.keys()):
+        if key[:2] in first or over_tcp.get(key) == over_smc.get(key):
+            continue
+        if key not in over_tcp or key not in over_smc:
+            return None
+        first[key[:2]] = over_tcp[key], over_smc[key]
+    return list(first.values())
+
+
+def _sent_after_one_that_waits(program: Program, tcp: Observation, smc: Observation) -> bool:
+    """Only a send of an end whose earlier one had to wait finds room over one transport."""
+    pairs = _first_differing(tcp, smc)
+    full = _ends_that_fill(program)
+    return bool(pairs) and all(
+        ours.end in full
+        and "sent" in (theirs.result, ours.result)
+        and {theirs.result, ours.result} <= {"sent", "BusyResourceError", "cancelled"}
+        for theirs, ours in pairs or ()
+    )
+
+
+def _reset_by_a_process_that_has_shut_down(
+    program: Program, tcp: Observation, smc: Observation
+) -> bool:
+    """The peer has shut down both directions, and calls after the first send see no reset yet."""
+    pairs = _differing(tcp, smc)
+    return bool(pairs) and all(
+        _shuts_both(program, 1 - ours.end)
+        and any(line[:2] == ours[:2] and line < ours and line.result == "sent" for line in smc)
+        and _outcome(theirs) in _RESET
+        and _outcome(ours) in _ENDED
+        for theirs, ours in pairs or ()
     )
 
 
@@ -112,7 +189,30 @@ LISTED: Final[tuple[Listed, ...]] = (
             "full",
             [[0, [["send", LARGE]]], [1, [["shut_rd", 0]]]],
         ],
-        explains=_closed_with_data_in_a_send_buffer,
+        explains=_data_in_a_send_buffer,
+    ),
+    Listed(
+        name="A send has waited for room in a send buffer, and another one follows",
+        example=[
+            ["socket", "socket"],
+            "full",
+            [[0, [["send", 1], ["send", LARGE]]], [1, [["shut_wr", 0]]], [0, [["send", 1]]]],
+        ],
+        explains=_sent_after_one_that_waits,
+    ),
+    Listed(
+        name="A process shuts down both directions of a socket with unread data",
+        example=[
+            ["socket", "socket"],
+            "usual",
+            [
+                [0, [["send", 1]]],
+                [1, [["shut_both", 0]]],
+                [1, [["stop", 0]]],
+                [0, [["send", 1], ["send", 1]]],
+            ],
+        ],
+        explains=_reset_by_a_process_that_has_shut_down,
     ),
     Listed(
         name="`shutdown` of a socket that is not connected",

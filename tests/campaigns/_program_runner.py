@@ -347,7 +347,8 @@ class _Run:
             line._replace(
                 at=0,
                 result=line.result.split()[0]
-                if self._incomplete[1 - line.end] and line.result.startswith(("read ", "peeked "))
+                if line.result.startswith(("read ", "peeked "))
+                and (self._incomplete[1 - line.end] or self._program.readers(line.end) > 1)
                 else line.result,
             )
             for line in lines

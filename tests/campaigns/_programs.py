@@ -92,6 +92,13 @@ class Program:
         """True if a process is stopped or ends."""
         return any(step.action in PROCESS_STEPS for step in self.steps)
 
+    def readers(self, end: int) -> int:
+        """The number of tasks of this end that read: the bytes of a long send go to any of them."""
+        return sum(
+            step.end == end and any(name in (*_READS, "read_all") for name, _ in step.operations)
+            for step in self.steps
+        )
+
     def as_data(self) -> list[Any]:
         """The program as lists, for JSON and `from_data`."""
         return [

@@ -26,7 +26,7 @@ from trio_smc import Config, ProtocolError, Stack
 from trio_smc.capture import sinks
 from trio_smc.control import protocol as control
 from trio_smc.control.server import ControlSocket, RunReport
-from trio_smc.tools.client import SHAPES, Snapshot, check_untrusted, take_snapshots
+from trio_smc.tools.client import _KEYS, SHAPES, Snapshot, check_untrusted, take_snapshots
 from trio_smc.tools.output import ToolError
 
 GOOD = control.encode({"want": ["statistics"]})
@@ -423,7 +423,7 @@ def spoil(value: Any, rng: random.Random) -> Any:
     """The same with one thing that is not as it should be."""
     if isinstance(value, dict) and value:
         name = rng.choice(sorted(value))
-        if rng.random() < 0.2:
+        if name in _KEYS and rng.random() < 0.5:
             return {key: inner for key, inner in value.items() if key != name}
         return value | {name: spoil(value[name], rng)}
     if isinstance(value, list) and value and rng.random() < 0.8:

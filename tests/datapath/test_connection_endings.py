@@ -208,6 +208,7 @@ ROWS = [
     Row("open shut", "abort", PEERABORT, "A", "RST", ABORTED, True),
     Row("open close", "close_timeout", "CLOSED", "", "RST"),
     Row("open close", "links_lost", "CLOSED", "", "RST"),
+    Row("open close complete", "links_lost", "CLOSED", "", "FIN"),
     Row("open shut", "links_lost", "CLOSED", "", "RST", RESET),
     Row("open shut", "rmbe_conflict", "CLOSED", "", "RST", RESET),
     # --- PEERCLOSEWAIT2
@@ -221,6 +222,7 @@ ROWS = [
     Row("open shut D", "abort", PEERABORT, "A", "RST", ABORTED, True),
     Row("open shut D close", "close_timeout", "CLOSED", "", "RST"),
     Row("open shut D close", "links_lost", "CLOSED", "", "RST"),
+    Row("open shut D close complete", "links_lost", "CLOSED", "", "FIN"),
     Row("open shut D", "links_lost", "CLOSED", "", "RST", 0),
     Row("open shut D", "rmbe_conflict", "CLOSED", "", "RST", 0),
     # --- APPFINCLOSEWAIT

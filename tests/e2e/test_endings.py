@@ -210,7 +210,7 @@ async def test_a_reset_of_tcp_after_the_close_loses_nothing(pairs: Pairs, first:
     await a.send_all(b"whole")
     endpoint = endpoint_of(pairs.client if first == "client" else pairs.server, a)
     await a.aclose()
-    endpoint.connection.links_lost()
+    endpoint.connection.on_timer()
     await wait_all_tasks_blocked(0.05)
     assert await read_all(b) == b"whole"
     with pytest.raises(trio.BrokenResourceError):

@@ -74,6 +74,7 @@ MODES = {
     "control": socket.SOCK_STREAM,
     "rnic": socket.SOCK_SEQPACKET,
     "discovery": socket.SOCK_DGRAM,
+    "signpost": socket.SOCK_SEQPACKET,
 }
 
 
@@ -81,7 +82,10 @@ def sockets(path: Path) -> Iterator[tuple[str, socket.socket]]:
     """A connection to each Unix socket below the directory, and what kind that is."""
     for root, _, files in os.walk(path):
         for name in files:
-            kind = "control" if "control" in root else "rnic" if "rnic" in name else "discovery"
+            if name.endswith(".older"):
+                kind = "signpost"
+            else:
+                kind = "control" if "control" in root else "rnic" if "rnic" in name else "discovery"
             sock = socket.socket(socket.AF_UNIX, MODES[kind])
             try:
                 sock.connect(f"{root}/{name}")
@@ -102,7 +106,7 @@ async def longest_pause(seconds: float = 0.3) -> float:
 
 @pytest.mark.parametrize("when", ["first", "after a message", "253", "unread"])
 async def test_all_sockets(runtime_directory: Path, way: str, when: str) -> None:
-    proper = {"control": REQUEST[:6], "discovery": DENIAL, "rnic": b""}
+    proper = {"control": REQUEST[:6], "discovery": DENIAL, "rnic": b"", "signpost": b""}
     reached = []
     async with connected(runtime_directory / "d") as (_, stream, _):
         for kind, sock in sockets(runtime_directory / "d"):
@@ -117,7 +121,7 @@ async def test_all_sockets(runtime_directory: Path, way: str, when: str) -> None
                 assert await longest_pause() < AT_ONCE
                 reached.append(kind)
             await check_echo(stream)
-    assert set(reached) == {"control", "discovery", "rnic"}
+    assert set(reached) == {"control", "discovery", "rnic", "signpost"}
 
 
 async def test_waiting_in_a_backlog_when_the_stack_is_closed(

@@ -115,6 +115,13 @@ class _Watch:
     def remove(self, sock: object) -> None:
         cast(Tcp, sock).watcher = None
 
+    @staticmethod
+    def peer_end(sock: object) -> str:
+        tcp = cast(Tcp, sock)
+        if tcp.ended == "rst" or (tcp.ended and tcp.inbox):
+            return "reset"
+        return tcp.ended or "none"
+
     def close(self) -> None:
         pass
 

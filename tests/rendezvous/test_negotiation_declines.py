@@ -394,6 +394,35 @@ def test_a_decline_under_another_peers_id_and_gid_resets_no_connection() -> None
         assert server.group.usable
 
 
+def test_a_client_that_has_the_group_under_another_peer_id_forms_a_new_one() -> None:
+    """A proxy had damaged the peer ID in the first SMC Accept."""
+    with World() as world:
+        client, server = world.side(), world.side()
+        first = world.connect(client, server)
+        damaged = bytes([client.group.peer_id[0] ^ 1]) + client.group.peer_id[1:]
+        client.group.peer_id = damaged
+        outcomes = []
+        for _ in range(6):
+            call = world.call(client, server)
+            world.settle()
+            outcomes.append(call.states == ("ESTABLISHED", "ESTABLISHED"))
+        assert outcomes == [False, False, False, True, True, True]
+        assert len(server.groups) == 2
+        assert exchange(world, first, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+def test_declines_count_only_in_a_row() -> None:
+    with World() as world:
+        client, stranger, server = world.side(), world.side(), world.side()
+        world.connect(client, server)
+        stranger.stack.groups.peer_id = client.stack.groups.peer_id
+        for _ in range(4):
+            world.call(stranger, server, proposal=proposal_of(client))
+            world.settle()
+            assert world.connect(client, server).states == ("ESTABLISHED", "ESTABLISHED")
+        assert len(server.groups) == 1
+
+
 def test_a_peer_id_that_two_clients_have_is_not_enough() -> None:
     """Their GIDs tell them apart."""
     with World() as world:

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 import pytest
 import trio
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 import trio_smc
 from tests.timing import PATIENCE
@@ -981,6 +981,81 @@ async def _observe(names: list[str], *, smc: bool) -> dict[str, list[object]]:
                 ends.seen.append(repr(error))
             observed[name] = ends.seen
     return observed
+
+
+# --- calls that fail, and tasks that meet in them ------------------------------------------------
+
+
+def _calls_that_fail(sock: Any, stream: trio.SocketStream) -> dict[str, Callable[[], Any]]:
+    return {
+        "send": lambda: sock.send(b"x"),
+        "send-nothing": lambda: sock.send(b""),
+        "sendmsg": lambda: sock.sendmsg([b"x"]),
+        "send-urgent": lambda: sock.send(b"x", stdlib.MSG_OOB),
+        "recv": lambda: sock.recv(1),
+        "recv-urgent": lambda: sock.recv(1, stdlib.MSG_OOB),
+        "recv_into": lambda: sock.recv_into(bytearray(1)),
+        "send_all": lambda: stream.send_all(b"x"),
+        "send_all-of-a-view": lambda: stream.send_all(memoryview(bytearray(1))),
+        "receive_some": stream.receive_some,
+    }
+
+
+def _close_client(ends: Ends) -> None:
+    ends.client.close()
+
+
+def _shut_writing(ends: Ends) -> None:
+    ends.client.shutdown(stdlib.SHUT_WR)
+
+
+def _be_reset(ends: Ends) -> None:
+    ends.server.setsockopt(*_LINGER_0)
+    ends.server.close()
+
+
+async def _fails_at_a_checkpoint(call: Callable[[], Any]) -> object:
+    """The error of a call, and whether it was a checkpoint; None if the call does not fail."""
+    outcome = None
+    is_checkpoint = True
+    try:
+        with assert_checkpoints():
+            try:
+                with trio.move_on_after(_QUIET):
+                    await call()
+            except Exception as error:
+                outcome = kind(error)
+    except AssertionError:
+        is_checkpoint = False
+    return outcome and (outcome, is_checkpoint)
+
+
+@case
+async def failing_calls_let_other_tasks_run(ends: Ends) -> None:
+    for ending in (_close_client, _shut_writing, _be_reset):
+        for name in _calls_that_fail(None, trio.SocketStream(ends.client)):
+            again = Ends()
+            await again.connect()
+            call = _calls_that_fail(again.client, trio.SocketStream(again.client))[name]
+            ending(again)
+            await again.settle()
+            outcomes = [await _fails_at_a_checkpoint(call) for _ in range(3)]
+            ends.seen.append((ending.__name__, name, outcomes))
+            again.close()
+
+
+@case
+async def two_tasks_call_accept_of_a_closed_listener(ends: Ends) -> None:
+    ends.listener.close()
+    outcomes: list[object] = []
+
+    async def accept() -> None:
+        outcomes.append(await ends.outcome(ends.listener.accept))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(2):
+            nursery.start_soon(accept)
+    ends.seen += outcomes
 
 
 def _group(name: str) -> str:

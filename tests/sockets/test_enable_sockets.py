@@ -29,6 +29,7 @@ from tests.peers import connect_sockets
 from tests.streams.buffers import ALIGNMENT, SENT
 from tests.streams.stream_pairs import cancel_when_blocked
 from tests.timing import PATIENCE
+from trio_smc.datapath.connection import Connection
 from trio_smc.rnic.roce import pyverbs
 from trio_smc.rnic.verbs import RnicError
 from trio_smc.sockets import enable
@@ -748,6 +749,7 @@ def from_copy(sock: stdlib_socket.socket) -> trio.socket.SocketType:
         return original.dup()
 
 
+IPPROTO_MPTCP = 262  # linux/in.h; the socket module of Python 3.10 has no name for it
 WAYS_IN = (from_stdlib_socket, from_descriptor, from_taken_descriptor, from_copy)
 
 
@@ -804,6 +806,31 @@ def test_a_connected_socket_of_the_standard_library(
                 connected.detach()
             with theirs.accept()[0]:
                 pass  # of the first connection, or closed by now
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_mptcp_is_refused_if_smc_r_is_required(
+    enabled: None, way: Callable[[stdlib_socket.socket], trio.socket.SocketType]
+) -> None:
+    """An MPTCP socket moves data without SMC-R; the kernel accepts TCP clients on it, too."""
+    kind = (stdlib_socket.AF_INET, stdlib_socket.SOCK_STREAM, IPPROTO_MPTCP)
+
+    async def main() -> None:
+        way(stdlib_socket.socket(*kind)).close()
+        trio.socket.socket(*kind).close()
+        trio_smc.enable(trio_smc.Config(require_smc=True))
+        with pytest.raises(trio_smc.SmcUnavailable, match="MPTCP"):
+            trio.socket.socket(*kind)
+        sock = stdlib_socket.socket(*kind)
+        number = sock.fileno()
+        with pytest.raises(trio_smc.SmcUnavailable, match="MPTCP") as caught:
+            way(sock)
+        assert caught.value.fallback.reason is trio_smc.FallbackReason.MULTIPATH
+        if way is not from_descriptor:  # which has closed its own
+            stdlib_socket.close(number)
+            sock.detach()
 
     trio.run(main)
 
@@ -918,5 +945,70 @@ def test_a_connection_that_was_reset_is_accepted_with_its_name(enabled: None) ->
                 assert peer == name
                 with pytest.raises(ConnectionResetError):
                     await accepted.recv(1)
+
+    trio.run(main)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_a_task_sends_while_another_one_waits_for_room() -> None:
+    """Only calls that wait exclude each other, as with a socket of Trio."""
+
+    async def main() -> None:
+        async with drop_ins() as (client, server):
+            assert client.stream is not None
+            whole = bytes(100_000)
+            sent: list[int] = []
+
+            async def send_all() -> None:
+                await trio.SocketStream(client).send_all(whole)
+                sent.append(len(whole))
+
+            async def read(count: int) -> None:
+                while count:
+                    count -= len(await server.recv(count))
+
+            with trio.fail_after(PATIENCE):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(send_all)
+                    await wait_all_tasks_blocked(0.01)
+                    ring = client.stream.statistics().bytes_sent
+                    assert 0 < ring < len(whole)
+                    await read(100)  # less than wakes a writer
+                    await wait_all_tasks_blocked(0.01)
+                    assert not sent
+                    assert await client.send(bytes(10)) == 10
+                    await wait_all_tasks_blocked(0.01)
+                    with pytest.raises(trio.BusyResourceError):
+                        await client.send(b"x")  # the first task has filled the ring
+                    await read(len(whole) - 100 + 10)
+            assert sent == [len(whole)]
+
+    trio.run(main)
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.parametrize("unread", [b"", b"unread"])
+def test_no_end_leaves_before_data_is_refused(
+    unread: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise data that answers the end counts as arrived before the shutdown."""
+    refuses: list[bool] = []
+    send_done = Connection.send_done
+
+    def noted(connection: Connection) -> None:
+        refuses.append(connection.refuses_data)
+        send_done(connection)
+
+    monkeypatch.setattr(Connection, "send_done", noted)
+
+    async def main() -> None:
+        async with drop_ins() as (client, server):
+            if unread:
+                await client.send(unread)
+                await server.recv(1, stdlib_socket.MSG_PEEK)
+            server.shutdown(stdlib_socket.SHUT_RD)
+            server.shutdown(stdlib_socket.SHUT_WR)
+            assert refuses == [True] * bool(unread)
+            assert await client.recv(1) == b""
 
     trio.run(main)

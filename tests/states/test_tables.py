@@ -24,7 +24,9 @@ def test_the_generated_module_is_current() -> None:
 def test_a_generated_table_equals_its_chart(name: str) -> None:
     ran, declared = getattr(tables, name.upper()), flatten(MACHINES[name])
     # A class that is compiled has no __slots__, and the same descriptors.
-    parts = [part for part, kind in vars(Table).items() if inspect.isdatadescriptor(kind)]
+    # `_steps` has what was used so far.
+    found = [part for part, kind in vars(Table).items() if inspect.isdatadescriptor(kind)]
+    parts = [part for part in found if part != "_steps"]
     assert len(parts) > 5
     for part in parts:
         assert getattr(ran, part) == getattr(declared, part), part

@@ -120,6 +120,8 @@ class FallbackReason(StrEnum):
     """Connections with this peer have carried too little to gain (`Config.learn_short`)."""
     ALREADY_CONNECTED = "already-connected"
     """The program passed a connected socket to Trio, so the handshake could not run."""
+    MULTIPATH = "multipath"
+    """The program uses an MPTCP socket, which can have several TCP connections."""
     DECLINED = "declined"
     """The peer declined with a diagnosis word that this side does not know."""
 
@@ -294,6 +296,11 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     FallbackReason.ALREADY_CONNECTED: _Explanation(
         "the socket was connected before it was passed to Trio",
         "connect or accept with Trio's functions, or pass the listening socket to Trio",
+        Diagnosis.CONFIGURATION,
+    ),
+    FallbackReason.MULTIPATH: _Explanation(
+        "MPTCP sockets cannot use SMC-R",
+        "create the socket with the protocol TCP (0 or IPPROTO_TCP)",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.DECLINED: _Explanation(

@@ -20,7 +20,14 @@ from trio_smc.host.addresses import (
     is_same_host,
     plain_address,
 )
-from trio_smc.host.tcp import close_with_reset, has_urgent_byte, unread_bytes
+from trio_smc.host.tcp import (
+    CLOSE,
+    CLOSE_WAIT,
+    close_with_reset,
+    has_urgent_byte,
+    tcp_state,
+    unread_bytes,
+)
 from trio_smc.host.tcp_diag import original_destination
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
@@ -46,8 +53,6 @@ LOGGER = logging.getLogger("trio_smc")
 _EYE_CATCHER_SIZE: Final = len(clc.EYE_CATCHER)
 _PRESSURE_PAUSE: Final = 0.01
 """Seconds between two reads of the first bytes while the kernel is short of memory.  Chosen."""
-_TCP_CLOSE: Final = 7  # <linux/tcp_states.h>: reset
-_TCP_CLOSE_WAIT: Final = 8  # the client's FIN has arrived
 
 
 class Arrival:
@@ -109,7 +114,7 @@ class Arrival:
             self._failure = error  # raised by the connection's task
 
     def _start_discovery(self, remote: tuple[str, int]) -> None:
-        self._local, self._remote = _plain_name(self.sock.getsockname()), _plain_name(remote)
+        self._local, self._remote = _plain_name(self._bare.getsockname()), _plain_name(remote)
         self._client = (self._remote[0], self._local[1])
         self._on_claim(self._publication.claim(self._local, self._remote, self._bare))
 
@@ -256,17 +261,17 @@ class Arrival:
             # Prepared while the client sends its Proposal.
             options = inherited(self._bare)
             negotiation = self._negotiation(options)
-            plain = await self._confirm_client()
+            first = await self._confirm_client()
         except (OSError, _SilentClient):
             with stack.groups.handshake():  # counts as a failed handshake
                 raise
-        if plain is not None:
-            return plain
+        if first is None:
+            return Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
         self._clc_begun = True
         with stack.groups.handshake():
             outcome = await run_negotiation(
                 negotiation, self._bare, config.handshake_timeout, stack.timers,
-                stack.spinner_for(self._route.rnic),
+                stack.spinner_for(self._route.rnic), first,
             )  # fmt: skip
             if isinstance(outcome, Established):
                 client = None if self._required else self._client
@@ -291,10 +296,10 @@ class Arrival:
         negotiation.sock = self.sock
         return negotiation
 
-    async def _confirm_client(self) -> Fallback | None:
+    async def _confirm_client(self) -> bytes | None:
         """Wait until it is certain that the client sends CLC messages.
 
-        Returns None then, and otherwise the fallback.
+        Returns the first bytes then, as far as they were peeked at; otherwise None.
         """
         sock, patience = self.sock, self._config.handshake_timeout
         if self._claim is not None:
@@ -302,12 +307,10 @@ class Arrival:
             # Another program may have taken the port that the client announced, and this may be the
             # connection of that program. The client then withdraws the announcement, or connects
             # when this connection is closed.
-            agreed = agreed and self._claim.is_right()
-        else:
-            # The option of the SYN-ACK may have been lost. Then the client speaks plain TCP, and
-            # only its first bytes show this.
-            agreed = await _proposal_follows(sock, patience)
-        return None if agreed else Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
+            return (self._claim.first_bytes() or None) if agreed else None
+        # The option of the SYN-ACK may have been lost. Then the client speaks plain TCP, which only
+        # the first bytes show.
+        return b"" if await _proposal_follows(sock, patience) else None
 
 
 def _plain_name(sockname: tuple[str, int]) -> tuple[str, int]:
@@ -368,14 +371,14 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
                 # A stream shorter than an eye catcher stays readable but does not grow.
                 sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, len(first) + 1)
                 await trio.lowlevel.wait_readable(sock)
-                state = _tcp_state(sock)
-                if state == _TCP_CLOSE and not unread_bytes(sock):
+                state = tcp_state(sock)
+                if state == CLOSE and not unread_bytes(sock):
                     return False  # `recv` would consume the error, which is the application's
                 before = len(first)
                 first = await sock.recv(_EYE_CATCHER_SIZE, stdlib_socket.MSG_PEEK)
                 if not clc.EYE_CATCHER.startswith(first):
                     return False
-                if len(first) < _EYE_CATCHER_SIZE and state in (_TCP_CLOSE, _TCP_CLOSE_WAIT):
+                if len(first) < _EYE_CATCHER_SIZE and state in (CLOSE, CLOSE_WAIT):
                     return False
                 if len(first) == before:
                     # `recv` stops at an urgent byte, so the socket stays readable for ever.
@@ -387,10 +390,3 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
         finally:
             sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, 1)
     raise _SilentClient(f"{len(first)} bytes in {patience} s from a client that should speak SMC-R")
-
-
-def _tcp_state(sock: trio.socket.SocketType) -> int:
-    """The state of the TCP connection; 0, which is no state, if the system does not report it."""
-    if not hasattr(stdlib_socket, "TCP_INFO"):
-        return 0
-    return sock.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 1)[0]

@@ -289,8 +289,8 @@ async def _connect_one(
 async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
     """Connect without a pass of the scheduler over loopback.
 
-    Over loopback the first connect(2) makes the connection.  Its result is read by SO_ERROR, as
-    Trio does, because a second connect(2) would leave the socket in another state.
+    Over loopback the first connect(2) makes the connection.  An error is read by SO_ERROR, as Trio
+    does, because a second connect(2) would leave the socket in another state.
     """
     bare = attempt.bare
     if bare is None:
@@ -299,9 +299,10 @@ async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
         return
     error = bare.connect_ex(address)
     if error == errno.EINPROGRESS:
+        if is_established(bare):
+            return
         error = bare.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
-        if not error and not is_established(bare):
-            error = errno.EINPROGRESS
+        error = error or errno.EINPROGRESS
     if error == errno.EINPROGRESS:
         with stack.call():
             await trio.lowlevel.wait_writable(bare)

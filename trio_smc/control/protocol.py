@@ -18,8 +18,9 @@ answers with one message of the part "capture", whose data is the stack's peer I
 sends a pcapng file of all later events, with at most ``payload`` bytes of each RDMA write, until
 one side closes.
 
-A new part or a new field needs no new version: stacks ignore unknown parts, and clients ignore
-unknown fields.
+Releases differ in parts and fields, and need no new version for that: stacks ignore unknown parts,
+clients ignore unknown fields and take a missing one for null, and each stack names its release in
+"process".  A field keeps its type and its meaning.
 """
 
 from __future__ import annotations

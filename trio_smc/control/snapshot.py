@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
+from trio_smc._base.release import RELEASE
 from trio_smc._base.statistics import Agreed
 from trio_smc.control.protocol import PARTS, PIECE
 
@@ -67,6 +68,7 @@ class Snapshots:
     def _process(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
+            "release": RELEASE,
             "stack": self._stack.peer_id.hex(),
             "uptime": trio.current_time() - self._opened_at,
             "ueids": list(self._stack.ueids or ()),

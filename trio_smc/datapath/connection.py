@@ -303,6 +303,16 @@ class Connection:
         return self.close_pending
 
     @property
+    def closed_arrived(self) -> bool:
+        """True if C has reached the peer (guard of the states)."""
+        messenger = self.messenger
+        return (
+            self.sent_closed
+            and messenger.final_posted
+            and messenger.completed == messenger.sequence
+        )
+
+    @property
     def abort_in_flight(self) -> bool:
         """True if A was requested or posted, and is not known to have arrived."""
         messenger = self.messenger

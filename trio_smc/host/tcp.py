@@ -8,11 +8,14 @@ import select
 import socket
 import struct
 import sys
-from typing import Literal
+from typing import Final, Literal
 
 import trio
 
 __all__ = [
+    "CLOSE",
+    "CLOSE_WAIT",
+    "ESTABLISHED",
     "backlog",
     "carried_bytes",
     "close_with_reset",
@@ -24,6 +27,7 @@ __all__ = [
     "is_open",
     "peer_end",
     "resets_on_close",
+    "tcp_state",
     "unread_bytes",
     "unsent_bytes",
 ]
@@ -39,10 +43,13 @@ _BACKLOG = struct.Struct("=28xI")  # of struct tcp_info, for a listening socket:
 _CARRIED = struct.Struct("=B127xQ8xI52xQQ")
 """Of struct tcp_info (linux/tcp.h, since Linux 4.19): tcpi_state, bytes_received, notsent_bytes,
 bytes_sent, bytes_retrans."""
-_ESTABLISHED = 1  # linux/tcp_states.h
-_PEER_HAS_ENDED = {6, 7, 8, 9, 11}
-"""TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING (linux/tcp_states.h)."""
-_CLOSE = 7
+# linux/tcp_states.h
+ESTABLISHED: Final = 1
+CLOSE: Final = 7
+"""The connection is gone: the peer has reset it, or it was never open."""
+CLOSE_WAIT: Final = 8
+"""The peer's FIN has arrived."""
+_PEER_HAS_ENDED = {6, CLOSE, CLOSE_WAIT, 9, 11}  # and TIME_WAIT, LAST_ACK, CLOSING
 
 
 def close_with_reset(sock: trio.socket.SocketType) -> None:
@@ -94,9 +101,29 @@ def has_news(sock: trio.socket.SocketType | socket.socket) -> bool:
         return True  # closed
 
 
+def tcp_state(sock: trio.socket.SocketType | socket.socket) -> int:
+    """The state of a TCP connection (linux/tcp_states.h); 0, which is no state, if the system does
+    not report it.  Raises OSError if the socket is closed."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
 def is_established(sock: trio.socket.SocketType | socket.socket) -> bool:
-    """True if a TCP connection is open in both directions.  Raises OSError if it is closed."""
-    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+    """True if a TCP connection is open in both directions.  Raises OSError if it is closed.
+
+    If the system does not report the state, a connection counts as open while it has a peer.
+    """
+    state = tcp_state(sock)
+    if state:
+        return state == ESTABLISHED
+    try:
+        sock.getpeername()
+    except OSError as error:
+        if error.errno in (errno.ENOTCONN, errno.EINVAL):
+            return False
+        raise
+    return True
 
 
 def is_open(sock: trio.socket.SocketType | socket.socket) -> bool:
@@ -110,10 +137,10 @@ def is_open(sock: trio.socket.SocketType | socket.socket) -> bool:
 def peer_end(sock: trio.socket.SocketType | socket.socket) -> Literal["none", "fin", "reset"]:
     """How the peer has ended a TCP connection.  A connection with unread bytes counts as reset."""
     try:
-        state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        state = tcp_state(sock)
         if state not in _PEER_HAS_ENDED:
             return "none"
-        return "reset" if state == _CLOSE or unread_bytes(sock.fileno()) else "fin"
+        return "reset" if state == CLOSE or unread_bytes(sock.fileno()) else "fin"
     except OSError:
         return "reset"  # closed
 

@@ -21,6 +21,8 @@ from typing import Final
 
 import trio
 
+from trio_smc.host.tcp import ESTABLISHED
+
 __all__ = ["FarEnd", "far_end", "has_local_end", "original_destination"]
 
 # Constants and structures of linux/include/uapi/linux: netlink.h, sock_diag.h, inet_diag.h,
@@ -38,7 +40,6 @@ _SO_NETNS_COOKIE: Final = 71  # asm-generic/socket.h; 8 bytes
 _LOOPBACK: Final = 1  # the index of the loopback interface, in every network namespace
 _MOST_INTERFACES: Final = 64
 _ALL_STATES: Final = 0xFFFFFFFF
-_ESTABLISHED: Final = 1  # linux/tcp_states.h
 _SYN_RECV: Final = 3
 _LISTEN: Final = 10
 _NO_COOKIE: Final = b"\xff" * 8
@@ -207,7 +208,7 @@ def _dump(diag: socket.socket, family: int, packed: bytes, port: int) -> bool:
     condition = struct.pack("=BBxxi", peer_family, 8 * len(packed), port) + packed
     size = 4 + len(condition)
     code = struct.pack("=BBH", _INET_DIAG_BC_D_COND, size, size + 4) + condition
-    request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 1 << _ESTABLISHED) + bytes(48)
+    request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 1 << ESTABLISHED) + bytes(48)
     request += struct.pack("=HH", 4 + len(code), _INET_DIAG_REQ_BYTECODE) + code
     _send(diag, request, _NLM_F_DUMP)
     found = False

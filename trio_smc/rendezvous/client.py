@@ -20,7 +20,7 @@ from trio_smc.wire import clc
 __all__ = ["ClientNegotiation"]
 
 
-class ClientNegotiation(Negotiation):
+class ClientNegotiation(Negotiation, table=CLC_CLIENT):
     """Proposes SMC-R; the model of `states.clc`. It starts with `propose` or `decline`.
 
     Args:

@@ -1,8 +1,9 @@
 """The CLC handshake over a real TCP connection: the Trio task around a negotiation.
 
 No byte after the CLC messages may be consumed: after a Decline the application's bytes follow at
-once. `wire.clc.ClcReader` limits each read, and nothing is read when only this side's last message
-is left to send; see `rendezvous.negotiation`.
+once. So a peek looks for a whole message, and only its bytes are read. `wire.clc.ClcReader` limits
+the reads if a message arrives in parts. Nothing is read when only this side's last message is left
+to send; see `rendezvous.negotiation`.
 
 Theory of operation
 -------------------
@@ -26,7 +27,7 @@ import trio
 from trio_smc._base.errors import ProtocolError
 from trio_smc.host.tcp import end_waits, unread_bytes
 from trio_smc.rendezvous.negotiation import Established, Failed
-from trio_smc.wire.clc import ClcReader
+from trio_smc.wire.clc import MAX_MESSAGE_SIZE, ClcReader
 
 if TYPE_CHECKING:
     from trio_smc._base.timers import Timers
@@ -50,6 +51,7 @@ async def run_negotiation(
     patience: float,
     timers: Timers,
     spinner: Spinner,
+    arrived: bytes = b"",
 ) -> Established | FellBack:
     """Run a negotiation to its end.
 
@@ -59,13 +61,14 @@ async def run_negotiation(
         because its methods are faster.
       patience: seconds for each CLC message (RFC 7609, C.5).
       timers, spinner: those of the stack.
+      arrived: the result of a peek, if the caller has peeked.
 
     Raises:
       OSError: the TCP connection must end (C.5, C.6, C.7).
     """
     reader = ClcReader()
     try:
-        await _run(negotiation, sock, patience, timers, spinner, reader)
+        await _run(negotiation, sock, patience, timers, spinner, reader, arrived)
         if negotiation.outcome is None:
             await _answer(negotiation, sock, patience, reader)
         outcome = negotiation.outcome
@@ -95,13 +98,15 @@ async def _run(
     timers: Timers,
     spinner: Spinner,
     reader: ClcReader,
+    arrived: bytes,
 ) -> None:
     """Run until there is an outcome, or only this side's last message is left to send."""
     state, deadline = "", 0.0
     while negotiation.outcome is None and not negotiation.has_final_message:
         if negotiation.outgoing:
             await _answer(negotiation, sock, patience, reader)
-        elif _read(negotiation, sock, reader):
+        elif _read(negotiation, sock, reader, arrived):
+            arrived = b""
             continue
         if negotiation.outgoing or negotiation.outcome is not None:
             continue
@@ -114,6 +119,7 @@ async def _run(
             expired = await _wait(negotiation, sock, timers, deadline)
         finally:
             spinner.sleeping -= 1
+        reader.nothing_follows = False  # more may have arrived meanwhile
         if sock.fileno() < 0:
             raise _given_up()
         if expired:
@@ -152,7 +158,8 @@ async def _answer(
     reader: ClcReader,
 ) -> None:
     """Send ``negotiation.outgoing``, unless the peer has sent bytes before this answer."""
-    if reader.halfway or unread_bytes(_descriptor(sock)):
+    # An answer that is sent at once needs no look: nothing followed the message in the same peek.
+    if reader.halfway or (not reader.nothing_follows and unread_bytes(_descriptor(sock))):
         negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
         return
     data = b"".join(negotiation.outgoing)
@@ -197,16 +204,26 @@ def _write(sock: _Socket, data: bytes) -> bytes:
         return data
 
 
-def _read(negotiation: Negotiation, sock: _Socket, reader: ClcReader) -> bool:
-    """Read bytes that have arrived, at most to the end of a message; False if none have."""
+def _read(negotiation: Negotiation, sock: _Socket, reader: ClcReader, arrived: bytes = b"") -> bool:
+    """Read bytes that have arrived, at most to the end of a message; False if none have.
+
+    arrived: the result of a peek; empty: there was none.
+    """
     number = sock.fileno()  # inlined `_descriptor`
     if number < 0:
         raise _given_up()
     try:
-        piece = os.read(number, reader.wanted)
-        if not piece:
-            raise ConnectionResetError("the peer closed the connection during the handshake")
-        message = reader.feed_untrusted(piece, negotiation.expected)
+        message = None
+        if isinstance(sock, stdlib_socket.socket):  # Trio's sockets have no `recv` that is a call
+            arrived = arrived or sock.recv(MAX_MESSAGE_SIZE, stdlib_socket.MSG_PEEK)
+            message = reader.whole_untrusted(arrived, negotiation.expected)
+        if message is not None:
+            os.read(number, len(message))
+        else:
+            piece = os.read(number, reader.wanted)
+            if not piece:
+                raise ConnectionResetError("the peer closed the connection during the handshake")
+            message = reader.feed_untrusted(piece, negotiation.expected)
         if message is not None:
             negotiation.receive_untrusted(message)
     except BlockingIOError:

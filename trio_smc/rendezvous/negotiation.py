@@ -35,7 +35,7 @@ from __future__ import annotations
 import errno
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
@@ -208,7 +208,19 @@ class Negotiation(ABC):
     EXPECTED: ClassVar[dict[str, frozenset[clc.MessageType]]]
     """By state, the types of CLC messages that the peer may send. In other states none."""
 
+    _OF_STATE: ClassVar[Mapping[str, tuple[bool, bool, frozenset[clc.MessageType]]]]
+    """By state, `has_final_message`, `awaits_clc` and `expected`."""
+
+    has_final_message: bool
+    awaits_clc: bool
+    expected: frozenset[clc.MessageType]
     _peer: clc.Accept | clc.Confirm  # set before the event of that message
+
+    def __init_subclass__(cls, *, table: Table) -> None:
+        cls._OF_STATE = {
+            state: (state in _FINAL, state in cls.AWAITS_CLC, cls.EXPECTED.get(state, _NONE))
+            for state in table.states
+        }
 
     def __init__(self, table: Table, host: NegotiationHost, receive_buffer: int) -> None:
         self.machine: Machine = Machine(table, self)
@@ -427,9 +439,7 @@ class Negotiation(ABC):
 
     def _note_state(self, state: str) -> None:
         # Once for each state, because the runner reads these attributes several times in each.
-        self.has_final_message: bool = state in _FINAL
-        self.awaits_clc: bool = state in self.AWAITS_CLC
-        self.expected: frozenset[clc.MessageType] = self.EXPECTED.get(state, _NONE)
+        self.has_final_message, self.awaits_clc, self.expected = self._OF_STATE[state]
 
     @abstractmethod
     def _dispatch_untrusted(self, message: clc.Message) -> None:

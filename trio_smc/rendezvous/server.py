@@ -20,7 +20,7 @@ from trio_smc.wire import clc
 __all__ = ["ServerNegotiation"]
 
 
-class ServerNegotiation(Negotiation):
+class ServerNegotiation(Negotiation, table=CLC_SERVER):
     """Answers an SMC Proposal; the model of `states.clc`.
 
     Args:
@@ -177,6 +177,7 @@ class ServerNegotiation(Negotiation):
                 link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
             self._cause = ProtocolError("SMC Confirm names no active link")
             if link is not None:
+                group.found_by_client()
                 self._peers_link = link
                 self._named_link = self.peer_element_known
                 self._ended_early = (

@@ -101,6 +101,7 @@ _SHUTDOWNS: Final = frozenset(
 )
 
 _TOO_LARGE: Final = sys.maxsize
+_LAST_PORT: Final = 0xFFFF
 _Result = TypeVar("_Result")
 _STREAM_ERRORS: Final = (trio.ClosedResourceError, trio.BrokenResourceError)
 
@@ -615,6 +616,8 @@ class Unconnected(Side):
             return await super().connect(address)
         try:
             resolved = await self.plain._resolve_address_nocp(address, local=False)
+            if not 0 <= resolved[1] <= _LAST_PORT:
+                return await super().connect(resolved)  # raises what Trio raises
             return await self.connect_to(resolved)
         except trio.Cancelled:
             self.close()  # as Trio does, at every point of the call
@@ -1093,6 +1096,7 @@ def find_drop_in(waitable: object) -> DropInSocket | None:
 
 
 _TCP: Final = {0, stdlib_socket.IPPROTO_TCP}
+_MPTCP: Final = getattr(stdlib_socket, "IPPROTO_MPTCP", 262)
 
 
 def _is_tcp(family: int, kind: int, protocol: int) -> bool:
@@ -1109,42 +1113,49 @@ class DropInFactory(trio.abc.SocketFactory):
 
     Args:
       find_stack: returns the stack for new connections and listeners.
+      find_config: returns the settings for new sockets.
     """
 
-    def __init__(self, find_stack: FindStack) -> None:
+    def __init__(self, find_stack: FindStack, find_config: Callable[[], Config]) -> None:
         self._find_stack = find_stack
+        self._find_config = find_config
 
     def socket(
         self, family: int | None = None, type: int | None = None, proto: int | None = None
     ) -> trio.socket.SocketType:
-        """Create a drop-in socket for TCP, or a socket of Trio for other protocols."""
+        """Create a drop-in socket for TCP, or a socket of Trio for other protocols.
+
+        Raises:
+          SmcUnavailable: the protocol is MPTCP, and `Config.require_smc` is set.
+        """
         family = stdlib_socket.AF_INET if family is None else family
         type = stdlib_socket.SOCK_STREAM if type is None else type
         proto = 0 if proto is None else proto
+        if proto == _MPTCP and self._find_config().require_smc:
+            raise SmcUnavailable(_MULTIPATH)
         plain = _make_plain(stdlib_socket.socket(family, type, proto))
         return DropInSocket(plain, self._find_stack) if _is_tcp(family, type, proto) else plain
 
-    def wrap(self, sock: stdlib_socket.socket, config: Config) -> trio.socket.SocketType:
+    def wrap(self, sock: stdlib_socket.socket) -> trio.socket.SocketType:
         """As `trio.socket.from_stdlib_socket`, with a drop-in socket for TCP.
 
         A socket that is connected already stays on TCP: its peer expects no handshake any more.
 
         Raises:
-          SmcUnavailable: the socket is connected, and ``config.require_smc`` is set.
+          SmcUnavailable: `Config.require_smc` is set, and the socket is connected or MPTCP.
           TypeError: ``sock`` is no socket of the standard library.
         """
         # Trio refuses an object of any other class.
-        if (
-            type(sock) is stdlib_socket.socket
-            and config.require_smc
-            and _is_tcp(sock.family, sock.type, sock.proto)
-            and _is_connected(sock)
-        ):
-            raise SmcUnavailable(_ALREADY_CONNECTED)
+        if type(sock) is stdlib_socket.socket and self._find_config().require_smc:
+            if sock.proto == _MPTCP:
+                raise SmcUnavailable(_MULTIPATH)
+            if _is_tcp(sock.family, sock.type, sock.proto) and _is_connected(sock):
+                raise SmcUnavailable(_ALREADY_CONNECTED)
         return wrap(sock, self._find_stack)
 
 
 _ALREADY_CONNECTED: Final = Fallback.local(FallbackReason.ALREADY_CONNECTED)
+_MULTIPATH: Final = Fallback.local(FallbackReason.MULTIPATH)
 
 
 def wrap(sock: stdlib_socket.socket, find_stack: FindStack) -> trio.socket.SocketType:

@@ -56,7 +56,7 @@ __all__ = [
 _Handler = Callable[[trio.SocketStream], Awaitable[object]]
 
 _LOGGER: Final = logging.getLogger("trio.serve_listeners")
-_FACTORY: Final = DropInFactory(find_stack)
+_FACTORY: Final = DropInFactory(find_stack, current_config)
 _RUNS: Final = (
     (trio, "run"),
     (trio.lowlevel, "start_guest_run"),
@@ -142,7 +142,7 @@ def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
 
 @wraps(trio.socket.from_stdlib_socket)
 def _from_stdlib_socket(sock: stdlib_socket.socket) -> trio.socket.SocketType:
-    return _FACTORY.wrap(sock, current_config())
+    return _FACTORY.wrap(sock)
 
 
 _make_from_descriptor: Final = trio.socket.fromfd

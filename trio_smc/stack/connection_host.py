@@ -8,7 +8,7 @@ import struct
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.tcp import close_with_reset, peer_end, resets_on_close
+from trio_smc.host.tcp import close_with_reset, resets_on_close
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,7 +161,7 @@ class Endpoint:
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         """How the peer has ended the TCP connection."""
-        return "reset" if self.sock is None else peer_end(self.sock)
+        return "reset" if self.sock is None else self._stack.tcp_watch.peer_end(self.sock)
 
     def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
         """Send RST if it waits for CLOSED, and notify the observer."""

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import math
 import select
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import trio
 
-from trio_smc.host.tcp import unread_bytes
+from trio_smc.host.tcp import peer_end, unread_bytes
 
 __all__ = ["TcpWatch", "TcpWatcher"]
 
@@ -65,6 +65,11 @@ class TcpWatch:
         self._new.add(number)
         if self._register_at == math.inf:
             self._register_at = self._sleep_scope.deadline = trio.current_time() + _REGISTER_DELAY
+
+    @staticmethod
+    def peer_end(sock: trio.socket.SocketType) -> Literal["none", "fin", "reset"]:
+        """How the peer has ended the TCP connection, even if no event has told it yet."""
+        return peer_end(sock)
 
     def remove(self, sock: trio.socket.SocketType) -> None:
         """Stop watching; to be called before ``sock`` is closed. Idempotent."""

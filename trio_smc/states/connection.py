@@ -81,6 +81,7 @@ _AFTER_C = "A.4 (C-bit); choice: keep the RMBE until the peer answers or the tim
 _CROSSED = "choice: C crossed A; if C were ignored (4.8.2, 1A), only the timer would end the wait"
 _UNKNOWN = "3.5.2.4, C.7.1; choice: a CDC message came before SMC Confirm, so no RMBE is known yet"
 _ALL_GOT = "4.8.3; after C nothing more was to come, so the loss is no error for the reader"
+_ALL_SENT = "4.8.3; choice: FIN, because the peer has C, and TCP would not reset it either"
 _NOTE = "4.8.1 (note on stranded states)"
 _STALLED = "4.8.2 (second bullet)"
 
@@ -164,6 +165,7 @@ class ConnectionChart(Chart):
     edge(_ended_first, "abort", PEERABORTWAIT, do=_ABORT, rfc="4.8.2 (1A)")
     ignore(_ended_first, "abort_sent abort_timeout", rfc=_NEVER)
     edge(_ended_first, "close_timeout", CLOSED, do="reset_tcp", rfc=_NOTE)
+    edge(_ended_first, "links_lost", CLOSED, when="closed_arrived", rfc=_ALL_SENT)
     edge(_ended_first, "links_lost", CLOSED, when="sent_closed", do="reset_tcp", rfc="4.8.3")
     edge(_ended_first, "links_lost", CLOSED, do="reset_tcp fail_links_lost", rfc="4.8.3")
     edge(_ended_first, "rmbe_conflict", CLOSED, do=_CONFLICT, rfc="4.4.2")

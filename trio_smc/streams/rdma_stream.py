@@ -8,7 +8,8 @@ Checkpoints: every call is a full Trio checkpoint, as the interface of streams r
 that has parked needs no other checkpoint.  A call that finds everything ready yields once, after
 its work: if the peer runs in the same scheduler, its task can then continue in the same pass.  With
 `Config(checkpoints="amortised")` a call always checks for cancellation, but yields only if the pass
-is over its budget (`trio_smc.stack.budget`).
+is over its budget (`trio_smc.stack.budget`).  A call that fails without a wait yields, too, as with
+Trio's sockets: a program that repeats such a call lets other tasks run.
 """
 
 from __future__ import annotations
@@ -178,7 +179,9 @@ class RdmaStream(SmcStream):
         with self._sending:
             await _check_cancelled()
             self._drain_if_solo()
-            self._check_open_for_sending()
+            if self._closed or self._core.write_closed:
+                await _yield()
+                self._check_open_for_sending()
             parked = await self._send_view(nonempty_byte_view(data), urgent=True)
             await self._parking.end_call(parked)
 
@@ -200,6 +203,8 @@ class RdmaStream(SmcStream):
             if self._pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
                 self._pump.drain_if_pending()
             if self._closed or self._core.write_closed:
+                if not self.write_shut:
+                    await _yield()  # as Trio's stream, which knows only that it has shut down
                 self._check_open_for_sending()
             parked = False
             if type(data) is bytes and data:
@@ -211,7 +216,7 @@ class RdmaStream(SmcStream):
                     else:
                         sent = self._core.send(memoryview(data))
                 except OSError as error:
-                    raise self._translated(error) from error
+                    raise await self._error_after_yield(error) from error
                 if sent < len(data):
                     parked = await self._send_view(memoryview(data), sent)
             elif view := byte_view(data):
@@ -241,34 +246,57 @@ class RdmaStream(SmcStream):
           trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
             `send_all`.
         """
-        if self._sending.taken:
-            raise self._sending.error()
+        core, sending = self._core, self._sending
+        if sending.taken and core.messenger.urgent_goal:
+            raise sending.error()  # these bytes must not come between those of an urgent send
         await _check_cancelled()
-        self._drain_if_solo()
-        core = self._core
-        send = partial(self._options.send_more, core) if more else core.send
-        parked = False
-        while True:
-            view = byte_view(data, strided=False)
-            if self._closed or core.write_closed:
-                self._check_open_for_sending()
-            if not view:
-                sent = 0
-                self._translating(core.check_sendable)
-                break
-            sent = self._translating(send, view)
-            if sent:
-                break
-            del view
-            with self._sending:
-                parked = await self._parking.writer() or parked
+        if self._pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
+            self._pump.drain_if_pending()
+        sender = self._sender
+        sent, parked = 0, False
+        if (
+            type(data) is bytes and data and not more and sender.sendable
+            and sender.send_limit is None and not (self._closed or core.write_closed)
+        ):  # fmt: skip
+            # The usual case, as in `send_all`: bytes cannot change, so no view is needed.
+            try:
+                sent = sender.send(data)  # inlined `Connection.send`
+            except OSError as error:
+                raise await self._error_after_yield(error) from error
+        if not sent:
+            sent, parked = await self._send_when_there_is_room(data, more=more)
         if core.sender.borrowed:
             core.sender.keep_copies()  # the caller may change its buffer from now on
+        if sending.taken:
+            core.wake_all()  # a call that waits for room announces again that it is blocked
         if not parked:  # inlined `Parking.end_call`
             parking = self._parking
             if parking.strict or parking.budget.is_exceeded():
                 await _yield()
         return sent
+
+    async def _send_when_there_is_room(self, data: Buffer, *, more: bool) -> tuple[int, bool]:
+        """Send as `send_some`; returns the number of bytes, and True if the call has parked."""
+        core, sent, parked = self._core, 0, False
+        send = partial(self._options.send_more, core) if more else core.send
+        try:
+            while not sent:
+                view = byte_view(data, strided=False)
+                if self._closed or core.write_closed:
+                    self._check_open_for_sending()
+                if not view:
+                    self._translating(core.check_sendable)
+                    break
+                sent = self._translating(send, view)
+                if not sent:
+                    del view
+                    with self._sending:
+                        parked = await self._parking.writer() or parked
+        except Exception:
+            if not parked:
+                await _yield()
+            raise
+        return sent, parked
 
     async def _send_view(self, view: memoryview, sent: int = -1, *, urgent: bool = False) -> bool:
         """Send all of ``view``; True if the call has parked.
@@ -290,6 +318,10 @@ class RdmaStream(SmcStream):
                 sent = self._translating(send, rest)
             while core.sender.borrowed:
                 parked = await self._parking.writer() or parked
+        except trio.BrokenResourceError:
+            if not parked:
+                await _yield()
+            raise
         finally:
             if urgent:
                 core.sender.withdraw_urgent()  # no-op if all data was sent
@@ -349,10 +381,12 @@ class RdmaStream(SmcStream):
           trio.ClosedResourceError, trio.BrokenResourceError: as `send_eof`.
         """
         self._check_can_shut_down()
-        self._core.shutdown_write()
-        self.write_shut = True
         if self._read_shut:
+            # Not D first: data that answers it would count as arrived before the shutdown.
             self._shut_both()
+        else:
+            self._core.shutdown_write()
+            self.write_shut = True
 
     def _check_can_shut_down(self) -> None:
         """Raise if the connection has ended: the errors of shutdown(2)."""
@@ -393,12 +427,12 @@ class RdmaStream(SmcStream):
                 await _check_cancelled()
             while True:
                 if self._read_shut:
-                    data = self._read_rest(receiver.receive, most)
+                    data = await self._read_rest(receiver.receive, most, parked)
                     break
                 try:
                     data = receiver.receive(most)
                 except OSError as error:
-                    raise self._translated(error) from error
+                    raise await self._receive_error(error, parked) from error
                 if data or receiver.at_eof:
                     break
                 parked = await parking.reader() or parked
@@ -427,20 +461,45 @@ class RdmaStream(SmcStream):
             parked = False
             while True:
                 if self._read_shut:
-                    taken = self._read_rest(take, argument)
+                    taken = await self._read_rest(take, argument, parked)
                     break
-                taken = self._translating(take, argument)
+                try:
+                    taken = take(argument)
+                except OSError as error:
+                    raise await self._receive_error(error, parked) from error
                 if taken or self._receiver.at_eof:
                     break
                 parked = await self._parking.reader() or parked
             await self._parking.end_call(parked)
             return taken
 
-    def _read_rest(self, take: Callable[[_Argument], _Taken], argument: _Argument) -> _Taken:
+    async def _receive_error(self, error: OSError, parked: bool) -> Exception:
+        """The stream's error for one of the core; yields unless the call has ``parked``."""
+        if parked:
+            return self._translated(error)
+        self._receiving.taken = False
+        return await self._error_after_yield(error)
+
+    async def _error_after_yield(self, error: OSError) -> Exception:
+        """The stream's error for one of the core, as it was before the yield."""
+        translated = self._translated(error)
+        await _yield()
+        return translated
+
+    async def _read_rest(
+        self, take: Callable[[_Argument], _Taken], argument: _Argument, parked: bool
+    ) -> _Taken:
         """Take data that has arrived, because this side has shut down reading.
 
-        Raises trio.ClosedResourceError if this side closed the stream.
+        Args:
+          parked: the call has waited.
+
+        Raises:
+          trio.ClosedResourceError: this side closed the stream.
         """
+        if self._closed and not parked:
+            self._receiving.taken = False  # the next task gets the same error
+            await _yield()
         self._check_open()
         self._pump.drain_if_pending()
         return self._translating(take, argument)
@@ -470,13 +529,18 @@ class RdmaStream(SmcStream):
         )
         await _check_cancelled()
         parked = False
-        while True:
-            self._check_open()
-            taken = take()
-            if taken is not None:
-                break
-            with busy:
-                parked = await wait() or parked
+        try:
+            while True:
+                self._check_open()
+                taken = take()
+                if taken is not None:
+                    break
+                with busy:
+                    parked = await wait() or parked
+        except Exception:
+            if not parked:
+                await _yield()
+            raise
         await self._parking.end_call(parked)
         return taken
 

@@ -6,8 +6,11 @@ deadline has passed, so that decoding a large answer takes no time from the othe
 
 An answer comes from another process, so this module checks the answer's shape (`SHAPES`) and the
 range of its numbers, and makes its strings `printable`.  A shape is a type, a tuple of types, a
-dict of required fields (an answer may have more fields), or a list with the shape of its items.
-`Maybe` is a shape or null.
+dict of fields, or a list with the shape of its items.  `Maybe` is a shape or null.
+
+The process may run another release.  So an answer may have more fields than its shape, and a
+missing field becomes None, which commands print as "-" and JSON has as null.  Only the fields that
+identify an item (`_KEYS`) are required.  If the release differs, one line on stderr says so.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any, Final
 
 from trio_smc import ConnectionCursors, ProtocolError, StackStatistics, StreamStatistics
 from trio_smc._base.printable import clean, printable
+from trio_smc._base.release import RELEASE
 from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.control import protocol as control
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
@@ -62,6 +66,10 @@ _MAX_SENTENCE: Final = 200
 """Characters of an error message from a process that are shown.  Chosen."""
 _PEER_ID: Final = 32
 """Largest number of characters of a peer ID.  Chosen; a peer ID has 16 hexadecimal digits."""
+_MAX_RELEASE: Final = 20
+"""Characters of the name of a release that are shown.  Chosen."""
+_SHOWN: Final = 8
+"""The largest number of processes that one line on stderr names.  Chosen."""
 _MAX_NUMBER: Final = 1 << 64
 """The absolute value of each number in an answer is smaller.  Chosen: counters have 64 bits."""
 
@@ -73,18 +81,20 @@ class Snapshot:
     Attributes:
       pid: the process.
       stack: the peer ID, hexadecimal.
-      uptime: seconds since the stack was opened.
+      release: of trio_smc in the process; None: it is older than 0.2.0.
+      uptime: seconds since the stack was opened, or None.
       program: the command line of the process, shortened.
-      ueids: the UEIDs with which the stack offers SMC-R version 2.
+      ueids: the UEIDs with which the stack offers SMC-R version 2, or None.
       statistics, connections, link_groups, rnics, listeners: as in `control.snapshot`; empty if
         they were not requested.
     """
 
     pid: int
     stack: str = ""
-    uptime: float = 0.0
+    release: str | None = None
+    uptime: float | None = 0.0
     program: str = ""
-    ueids: list[str] = field(default_factory=list)
+    ueids: list[str] | None = field(default_factory=list)
     statistics: dict[str, Any] = field(default_factory=dict)
     connections: list[dict[str, Any]] = field(default_factory=list)
     link_groups: list[dict[str, Any]] = field(default_factory=list)
@@ -93,7 +103,8 @@ class Snapshot:
 
 
 class SilentProcesses:
-    """The processes that did not answer.  One line on stderr names each of them, once.
+    """The processes that did not answer.  One line on stderr names each of them, once; and another
+    line those that run another release, once, which answer what they can.
 
     One object may serve several rounds of `take_snapshots`.  A process that was silent in the last
     round is queried again, but has less time to answer.
@@ -105,6 +116,7 @@ class SilentProcesses:
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self._named: dict[int, str] = {}
+        self._releases: dict[int, str | None] = {}  # of processes that run another one
         self.last: dict[int, str] = {}
         """The silent processes of the last round by process number, each with its error message."""
 
@@ -121,15 +133,35 @@ class SilentProcesses:
         if not self._quiet:
             _print_problems(new)
 
+    def note_releases(self, snapshots: Sequence[Snapshot]) -> None:
+        """Note the processes that run another release, and print the new ones."""
+        found = {each.pid: each.release for each in snapshots if each.release != RELEASE}
+        new = {pid: found[pid] for pid in found if pid not in self._releases}
+        self._releases |= new
+        if not self._quiet:
+            _print_releases(new)
+
     def report(self) -> None:
-        """Print all silent processes, if ``quiet`` has delayed that."""
+        """Print all silent processes and other releases, if ``quiet`` has delayed that."""
         if self._quiet:
             _print_problems(self._named)
+            _print_releases(self._releases)
 
 
 def _print_problems(problems: dict[int, str]) -> None:
     for text in problems.values():
         print_error(f"trio-smc: {text}")
+
+
+def _print_releases(releases: dict[int, str | None]) -> None:
+    for release in dict.fromkeys(releases.values()):
+        pids = [str(pid) for pid, each in releases.items() if each == release]
+        more = f" and {len(pids) - _SHOWN} more" if len(pids) > _SHOWN else ""
+        names = f"{'processes' if len(pids) > 1 else 'process'} {', '.join(pids[:_SHOWN])}{more}"
+        print_error(
+            f"trio-smc: another release of trio_smc, {release or 'before 0.2.0'}, in {names}; this "
+            f'command has {RELEASE}; "-" is a value that the other release does not report'
+        )
 
 
 def take_snapshots(
@@ -181,6 +213,7 @@ def take_snapshots(
         raise ToolError(_no_stack(directory, pid))
     if silent is not None:
         silent.replace(problems)
+        silent.note_releases(found)
     return found
 
 
@@ -466,8 +499,10 @@ def _add_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     check_untrusted(data, SHAPES[part], part)
     data = clean(data)
     if part == "process":
-        snapshot.stack, snapshot.uptime = data["stack"], float(data["uptime"])
+        snapshot.stack, snapshot.uptime = data["stack"], data["uptime"]
         snapshot.ueids = data["ueids"]
+        if data["release"] is not None:
+            snapshot.release = printable(data["release"], _MAX_RELEASE)
     elif part == "statistics":
         snapshot.statistics = data
     else:
@@ -617,8 +652,16 @@ class Maybe:
 _ADDRESS: Final = [(str, int)]
 _LISTS: Final = ("agreed", "fallbacks")
 _AGREED: Final = {"version": int, "release": int, "ueid": Maybe(str), "direct": bool}
+_KEYS: Final = frozenset({"stack", "mode", "number", "name", "count"})
+"""The fields that an item must have, because nothing can be said about it without them."""
 SHAPES: Final[dict[str, Any]] = {
-    "process": {"pid": int, "stack": str, "uptime": (int, float), "ueids": [str]},
+    "process": {
+        "pid": int,
+        "release": str,
+        "stack": str,
+        "uptime": (int, float),
+        "ueids": [str],
+    },
     "statistics": {
         **{each.name: int for each in fields(StackStatistics) if each.name not in _LISTS},
         "agreed": [{**_AGREED, "count": int}],
@@ -691,10 +734,10 @@ SHAPES: Final[dict[str, Any]] = {
 
 
 def check_untrusted(value: Any, shape: Any, where: str) -> None:
-    """Check the shape of a part of an answer.
+    """Check the shape of a part of an answer.  Missing fields become None, unless required.
 
     Args:
-      value: the decoded part.
+      value: the decoded part; it is changed.
       shape: the expected shape.
       where: the name of the part, for the error.
 
@@ -706,12 +749,7 @@ def check_untrusted(value: Any, shape: Any, where: str) -> None:
             if value is not None:
                 check_untrusted(value, shape.shape, where)
         case dict():
-            if not isinstance(value, dict):
-                raise ProtocolError(f"{where} is not an object")
-            for name, inner in shape.items():
-                if name not in value:
-                    raise ProtocolError(f"{where} has no {name}")
-                check_untrusted(value[name], inner, f"{where}.{name}")
+            _check_fields_untrusted(value, shape, where)
         case [inner]:
             if not isinstance(value, list):
                 raise ProtocolError(f"{where} is not a list")
@@ -724,3 +762,16 @@ def check_untrusted(value: Any, shape: Any, where: str) -> None:
             # The comparison is also False for NaN.
             if isinstance(value, int | float) and not -_MAX_NUMBER < value < _MAX_NUMBER:
                 raise ProtocolError(f"{where} is out of range")
+
+
+def _check_fields_untrusted(value: Any, shape: dict[str, Any], where: str) -> None:
+    """`check_untrusted` of an object."""
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{where} is not an object")
+    for name, inner in shape.items():
+        if name in value:
+            check_untrusted(value[name], inner, f"{where}.{name}")
+        elif name in _KEYS:
+            raise ProtocolError(f"{where} has no {name}")
+        else:
+            value[name] = None

@@ -29,6 +29,7 @@ __all__ = [
     "fallback_codes",
     "fields",
     "gid",
+    "hexadecimal",
     "least_width",
     "print_error",
     "print_json",
@@ -170,8 +171,10 @@ def plain(value: object) -> str:
     return "-" if value is None or value == "" else printable(value)
 
 
-def size(count: float) -> str:
-    """A number of bytes as text: "17 B", "1.5 MiB"."""
+def size(count: float | None) -> str:
+    """A number of bytes as text: "17 B", "1.5 MiB"; "-" for None."""
+    if count is None:
+        return plain(count)
     value = float(count)
     for unit in _UNITS:
         if abs(value) < _UNIT_STEP or unit == _UNITS[-1]:
@@ -207,12 +210,20 @@ def fallback_codes(fallback: dict[str, Any]) -> str:
     return f"local {diagnosis(fallback.get('code'))}, peer {diagnosis(fallback.get('peer_code'))}"
 
 
-def agreed(version: int, release: int, ueid: str | None, direct: bool, **_: object) -> str:
+def hexadecimal(value: int | None, digits: int = 8) -> str:
+    """A number as so many hexadecimal digits; "-" for None."""
+    return plain(value) if value is None else f"{value:0{digits}x}"
+
+
+def agreed(
+    version: int | None, release: int | None, ueid: str | None, direct: bool | None, **_: object
+) -> str:
     """The terms of a link group: "1" for version 1, or "2.1 PLANT-7, direct" for version 2 with
-    release 1, the UEID PLANT-7, and no gateway."""
-    if version == 1:
-        return "1"
-    return f"{version}.{release} {ueid}, {'direct' if direct else 'gateway'}"
+    release 1, the UEID PLANT-7, and no gateway; "-" if they are unknown."""
+    if version in (None, 1):
+        return plain(version)
+    route = {True: "direct", False: "gateway", None: plain(None)}[direct]
+    return f"{version}.{plain(release)} {plain(ueid)}, {route}"
 
 
 def gid(text: Any) -> str:

@@ -613,9 +613,11 @@ class Credentials(ClcMessage):
     @classmethod
     def decode_untrusted(cls, raw: bytes) -> Self:
         """As `ClcMessage.decode_untrusted`."""
+        version = min(raw[7] >> 4, 2)
+        if len(raw) == _ACCEPT_SIZE:
+            return cls.read_untrusted(raw, version)
         more = raw[cls.LAYOUT.size : -len(EYE_CATCHER)]
-        v2 = V2Answer.decode_untrusted(more, cls.TYPE) if more else None
-        return cls.read_untrusted(raw, min(raw[7] >> 4, 2), v2=v2)
+        return cls.read_untrusted(raw, version, v2=V2Answer.decode_untrusted(more, cls.TYPE))
 
 
 _PER_CONNECTION: Final = slice(45, 50)  # RMBE index and alert token
@@ -813,16 +815,37 @@ class ClcReader:
 
     Attributes:
       wanted: the most bytes that may be read now; never 0.
+      nothing_follows: True if nothing was read yet, or `whole_untrusted` found the last message and
+        no byte behind it.
     """
+
+    __slots__ = ("_data", "nothing_follows", "wanted")
 
     def __init__(self) -> None:
         self._data = bytearray()
         self.wanted: int = HEADER_SIZE
+        self.nothing_follows: bool = True
 
     @property
     def halfway(self) -> bool:
         """True if a part of a message was received."""
         return bool(self._data)
+
+    def whole_untrusted(self, data: bytes, awaited: frozenset[int]) -> bytes | None:
+        """The message with which ``data`` begins, without adding it; None if `feed_untrusted` has
+        to be used, because the message is incomplete or invalid, or a part of it was added before.
+
+        Args:
+          data: the next bytes of the stream, any number.
+          awaited: as for `feed_untrusted`.
+        """
+        if self._data or len(data) < HEADER_SIZE or data[4] not in awaited:
+            return None
+        length, size = _length_untrusted(data[:HEADER_SIZE]), len(data)
+        self.nothing_follows = size <= length
+        if size == length:
+            return data
+        return data[:length] if size > length else None
 
     def feed_untrusted(self, piece: bytes, awaited: frozenset[int] = _TYPES) -> bytes | None:
         """Add at least 1 and at most `wanted` bytes; return the message if it is complete.
@@ -841,6 +864,7 @@ class ClcReader:
         data = self._data
         if not data and not awaited:
             raise ProtocolError("a CLC message before the answer to the last one")
+        self.nothing_follows = False  # it is not known
         data += piece
         self.wanted -= len(piece)
         size = len(data)

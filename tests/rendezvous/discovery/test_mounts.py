@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import trio_smc
+from tests.timing import PATIENCE
 from trio_smc.config.config import DEFAULT_PINS
 from trio_smc.rendezvous.discovery import bpf, option_setup
 from trio_smc.rendezvous.discovery.tcp_option import mounts, own_cgroup
 
-PATIENCE = 60
 OTHER_USER = 65534
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
 

@@ -71,7 +71,7 @@ async def close_soon(announcement: Announcement) -> None:
 async def agreement(claim: Claim, connection: trio.socket.SocketType) -> str:
     """The result for a server and a connection whose client was sent ACCEPTED."""
     try:
-        if await claim.confirm(connection, soon(60)) and claim.is_right():
+        if await claim.confirm(connection, soon(60)) and claim.first_bytes():
             return "smc"
     except ConnectionResetError:
         return "ended"

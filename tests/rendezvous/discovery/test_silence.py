@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,28 +185,21 @@ async def test_a_client_that_takes_smc_or_nothing_waits_for_a_listener(
         await client.send(b"C")
 
 
+@pytest.mark.parametrize("server", ["accepts", "is closed"])
 async def test_a_client_that_takes_smc_or_nothing_at_a_plain_server(
-    plain: socket.socket, private: Path
+    plain: socket.socket, private: Path, server: str
 ) -> None:
-    """As soon as a process has accepted the connection, it is known that none answers."""
+    """As soon as a process has accepted the connection, or none can, it is known that none
+    answers."""
     async with bound() as client:
         address = plain.getsockname()[:2]
         announcement = await announce(private, client, address, required=True)
         await client.connect(address)
-        with plain.accept()[0], trio.fail_after(AT_MOST):
-            reason = await announcement.accepted(soon(60))
-        assert reason is FallbackReason.PEER_NOT_CAPABLE
-
-
-async def test_a_client_that_takes_smc_or_nothing_at_a_socket_that_is_closed(
-    plain: socket.socket, private: Path
-) -> None:
-    async with bound() as client:
-        address = plain.getsockname()[:2]
-        announcement = await announce(private, client, address, required=True)
-        await client.connect(address)
-        plain.close()
-        with trio.fail_after(AT_MOST):
+        with contextlib.ExitStack() as accepted, trio.fail_after(AT_MOST):
+            if server == "accepts":
+                accepted.enter_context(plain.accept()[0])
+            else:
+                plain.close()
             reason = await announcement.accepted(soon(60))
         assert reason is FallbackReason.PEER_NOT_CAPABLE
 

@@ -13,6 +13,7 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import directory, names
+from trio_smc.rendezvous.discovery.older_releases import is_signpost
 from trio_smc.rendezvous.discovery.same_host import (
     Announcement,
     Claim,
@@ -136,7 +137,12 @@ async def both_go(both: Both) -> None:
 
 def sockets_below(private: Path) -> list[Path]:
     """The sockets of listeners."""
-    return _sockets(private, directory.TOP)
+    return [path for path in _sockets(private, directory.TOP) if not is_signpost(path.name)]
+
+
+def signposts_below(private: Path) -> list[Path]:
+    """The sockets that refuse clients of older releases."""
+    return [path for path in _sockets(private, directory.TOP) if is_signpost(path.name)]
 
 
 def names_below(private: Path) -> list[Path]:

@@ -99,7 +99,7 @@ have been acknowledged."""
 _CONNECT_TIME: Final = 127.0
 """Seconds that TCP tries to connect: 2**7 - 1 for the 6 repetitions of net.ipv4.tcp_syn_retries."""
 _LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-_MOST_IGNORED: Final = 64  # datagrams of other senders, and such as are no answer
+_MOST_IGNORED: Final = 64  # datagrams other than ACCEPTED
 _REMEMBERED: Final = 256  # addresses that were connected to last
 _MOST_HISTORIES: Final = 1024  # addresses of which something was learned
 _MARK_INTERVAL: Final = 20.0  # seconds after which a mark is set again, as long as there is need
@@ -180,8 +180,7 @@ class Announcement:
         """
         spinner = self._owner.spinner
         silence, began = None, now(self._owner.timers)
-        arrived = self._has_arrived() or spinner.until(self._has_arrived, soon=True)
-        if not (arrived and self._receive()):
+        if not (spinner.until(self._has_arrived, soon=True) and self._receive()):
             spinner.sleeping += 1
             try:
                 silence = await self._wait(began, deadline)
@@ -195,6 +194,10 @@ class Announcement:
             return self._refusal.reason
         if self.is_lost:
             return _SILENT[FarEnd.LOST]
+        if silence is FallbackReason.PEER_NOT_CAPABLE and (
+            self.found.reason is FallbackReason.LOCAL_VERSION_MISMATCH
+        ):
+            silence = self.found.reason  # a process of an older release shares the port
         if silence is not None and not self.found.is_elsewhere:
             # A listener that answers others meanwhile is busy, and answers the next ones.
             if not self._owner.has_answered(self.destination, began):
@@ -320,14 +323,15 @@ class Announcement:
         try:
             while self._acceptance is None:
                 message, sender = messages.receive(sock, owner.closer)
-                if message is None or not owner.is_server(self, sender):
-                    self._ignored += 1
-                    if self._ignored >= _MOST_IGNORED and not everything:
+                if message is not None and owner.is_server(self, sender):
+                    if message.kind is Kind.ACCEPTED:
+                        self._acceptance = message
                         break
-                elif message.kind is Kind.ACCEPTED:
-                    self._acceptance = message
-                elif message.kind is Kind.REFUSED:
-                    self._refusal = message
+                    if message.kind is Kind.REFUSED:
+                        self._refusal = message
+                self._ignored += 1
+                if self._ignored >= _MOST_IGNORED and not everything:
+                    break
         except BlockingIOError:
             pass
         return self._acceptance is not None or self._refusal is not None
@@ -377,6 +381,7 @@ class Announcement:
 
         If the child kept it and the parent were killed, the name would look alive.
         """
+        self._committed = True  # the child denies nothing
         self._sock.close()
 
     def __enter__(self) -> Self:

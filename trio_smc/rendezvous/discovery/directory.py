@@ -17,6 +17,9 @@ within its network namespace, whose inode number is therefore part of the path. 
 A listener that comes or goes changes the time of its user's directory ``tcp``, so a client looks at
 these times only to find out if there may be other listeners.  The announcements are in directories
 of their own (`trio_smc.rendezvous.discovery.names`), since each of them changes its directory.
+
+Beside the socket of a listener is one for clients of older releases, ``<pid>-<random>.older``
+(`trio_smc.rendezvous.discovery.older_releases`).
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from trio_smc.host.private_directory import (
     is_named,
     unusable,
 )
+from trio_smc.rendezvous.discovery.older_releases import Signpost
 
 __all__ = [
     "TOP",
@@ -85,6 +89,7 @@ class NewSocket:
       group: `PrivateDirectory.group`.
       has_datagram: true if a datagram has arrived.
       namespace: the network namespace where it was made.
+      signpost: refuses clients of older releases; None if they cannot come here.
       socket: does not block, and receives the credentials of senders.
       user: the effective user that made it, to whom its name belongs.
     """
@@ -127,6 +132,11 @@ class NewSocket:
                 root.close()
         self.has_datagram: Callable[[], bool] = datagram_probe(self.socket)
         self._directory.remove_stale()
+        self.signpost: Signpost | None = None
+        if self.group is None:
+            # Without one, for lack of descriptors, older clients have another reason for TCP.
+            with contextlib.suppress(OSError):
+                self.signpost = Signpost(self._directory, self._name)
 
     @property
     def path(self) -> str:
@@ -155,12 +165,16 @@ class NewSocket:
         """Close the descriptors: this process is a forked child, the name is its parent's."""
         self._directory.close()
         self.socket.close()
+        if self.signpost is not None:
+            self.signpost.abandon()
 
     def remove(self) -> None:
         """Remove the name, and empty directories; the socket stays open."""
         if self._pid != os.getpid():
             self._directory.close()
             return  # a forked child; the listener is its parent's
+        if self.signpost is not None:
+            self.signpost.close()
         with contextlib.suppress(OSError):
             self._directory.remove(self._name)
         self._directory.close()

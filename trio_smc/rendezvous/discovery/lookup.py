@@ -9,7 +9,10 @@ Other listeners that have come since make no difference, as each of them answers
 it accepts the connection.
 
 A listener is alive if a datagram socket connects to its name: that fails if no process has the
-socket.
+socket.  It fails in another way if a process of an older release has it
+(`discovery.older_releases`); then connections to the address are TCP, and the reason is known.  A
+process of an older release that comes or goes may not show in the times of directories, so a result
+without listeners counts for `_EMPTY_HOLDS` at most.
 
 Listeners of another network namespace are kept apart, since they must prove first that the address
 leads to them (`discovery.proofs`).  What came of that counts for ten seconds at most.
@@ -37,6 +40,11 @@ from trio_smc.host.private_directory import PrivateDirectory, admits_user
 from trio_smc.host.real_time import now
 from trio_smc.rendezvous.discovery import directory
 from trio_smc.rendezvous.discovery.names import DATAGRAM, Names, send_to
+from trio_smc.rendezvous.discovery.older_releases import (
+    connects,
+    is_signpost,
+    signpost_name,
+)
 from trio_smc.rendezvous.discovery.proofs import Listener, Proofs
 
 __all__ = ["AnySocket", "Found", "Lookups"]
@@ -46,6 +54,9 @@ _MOST_LISTENERS: Final = 64  # that are looked at for one address
 _MOST_LOOKUPS: Final = 1024  # TCP addresses that are remembered
 _LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks for listeners that may have been killed, which changes no directory."""
+_EMPTY_HOLDS: Final = 10.0
+"""Seconds for which it counts that there is no listener, if the directories look the same.  Chosen:
+to look again takes some tens of microseconds."""
 _PROOF_HOLDS: Final = 10.0  # how long a proof counts, seconds
 _DISPROOF_HOLDS: Final = 60.0  # how long it counts that no process accepted a connection, seconds
 _SILENCE_HOLDS: Final = 60.0  # how long it counts that no listener has answered, seconds
@@ -178,7 +189,9 @@ class Lookups:
         Raises DirectoryUnusable, OSError.
         """
         known = self.known.get((namespace, *destination))
-        if known is not None and (known or known.stamps.unchanged()):
+        if known is not None and (
+            known or (now(self._timers) < known.looked + _EMPTY_HOLDS and known.stamps.unchanged())
+        ):
             return known
         return self.look(namespace, source, destination)
 
@@ -210,7 +223,8 @@ class Lookups:
             self._names.renew()
         is_here = is_same_host(source, destination[0])
         paths = directory.namespace_paths(root, found.namespace)
-        for each, _ in _listeners(root, paths, destination):
+        older: list[Listener] = []
+        for each, _ in _listeners(root, paths, destination, older):
             # A wildcard listener of this host does not serve the same port of another host.
             if each.is_wildcard and not is_here:
                 found.is_general = False
@@ -218,6 +232,10 @@ class Lookups:
                 found.reason = FallbackReason.OTHER_USER
             else:
                 found.add(each)
+        if any(is_here or not each.is_wildcard for each in older):
+            found.reason = FallbackReason.LOCAL_VERSION_MISMATCH
+        elif older:
+            found.is_general = False
 
     def has_listeners(self, namespace: str) -> bool:
         """True if any address of a network namespace has a listener in the private directory.
@@ -358,11 +376,14 @@ def _listeners(
     root: PrivateDirectory,
     paths: list[str],
     destination: tuple[str, int],
+    older: list[Listener] | None = None,
 ) -> Iterator[tuple[Listener, socket.socket]]:
     """The listeners that are alive in the directories of network namespaces, for one address; with
     a datagram socket that is connected to each in its turn.
 
     The names of dead sockets are removed.
+
+    older: those of older releases are added here.
 
     Raises OSError: this process lacks descriptors, or cannot use its own directory.
     """
@@ -381,25 +402,35 @@ def _listeners(
                     raise
                 continue
             with contextlib.closing(below):
-                for name in below.sockets()[:_MOST_LISTENERS]:
-                    user = _connect(probe, below, name)
-                    if user is not None:
-                        yield Listener(user, f"{path}/{name}", place != exact), probe
+                names = [name for name in below.sockets() if not is_signpost(name)]
+                for name in names[:_MOST_LISTENERS]:
+                    user, is_older = _connect(probe, below, name)
+                    if user is None:
+                        continue
+                    found = Listener(user, f"{path}/{name}", place != exact)
+                    if not is_older:
+                        yield found, probe
+                    # No older release uses a directory that a group shares.
+                    elif older is not None and root.group is None:
+                        older.append(found)
 
 
-def _connect(probe: socket.socket, below: PrivateDirectory, name: str) -> int | None:
-    """Connect to a listener; returns its user, or None if it is dead, and removes its name then.
+def _connect(probe: socket.socket, below: PrivateDirectory, name: str) -> tuple[int | None, bool]:
+    """Connect to a listener; returns its user, None if it is dead, and removes its name then.
+
+    The second value is True if it is one of an older release, and there is no connection.
 
     Raises OSError: this process lacks descriptors.
     """
     try:
         with below.socket_at(name) as path:
-            probe.connect(path)
-            return os.stat(path).st_uid
+            is_older = not connects(probe, path)
+            return os.stat(path).st_uid, is_older
     except OSError as error:
         if is_lack(error):
             raise
         if isinstance(error, ConnectionRefusedError):
-            with contextlib.suppress(OSError):
-                below.remove(name)
-        return None
+            for each in (name, signpost_name(name)):
+                with contextlib.suppress(OSError):
+                    below.remove(each)
+        return None, False

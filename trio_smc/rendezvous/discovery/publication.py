@@ -49,7 +49,7 @@ from trio_smc.rendezvous.discovery.shares import Shares
 from trio_smc.rendezvous.discovery.waiting import wait_readable_until
 from trio_smc.rnic.soft.messages import VERSION
 from trio_smc.rnic.spinner import Spinner
-from trio_smc.wire.clc import EYE_CATCHER
+from trio_smc.wire.clc import EYE_CATCHER, MAX_MESSAGE_SIZE
 
 __all__ = ["Answerer", "Claim", "Publication"]
 
@@ -149,7 +149,7 @@ class Claim:
         deadline: when to stop waiting for the client, by the clock of the stack's timers.
 
         True: the client's first bytes on the TCP connection are there, and are CLC unless the
-        connection is another one's (`is_right`).  False: the connection is plain TCP, and the
+        connection is another one's (`first_bytes`).  False: the connection is plain TCP, and the
         client knows.
 
         Raises OSError (ETIMEDOUT) if the client sends nothing in time.  Then, and if this is
@@ -172,18 +172,19 @@ class Claim:
         finally:
             self.forget()
 
-    def is_right(self) -> bool:
-        """True if the bytes that are there, and stay unread, may be CLC.
+    def first_bytes(self) -> bytes:
+        """The bytes that are there, and stay unread, if they may be CLC.
 
-        Otherwise it is another connection than the announced one, whose client had the port before.
+        Empty if they are not: then it is another connection than the announced one, whose client
+        had the port before.
 
         Raises OSError: there are none, or the connection was reset.
         """
         if self._accepted is None:
             raise OSError(errno.ENOTCONN, "only the addresses of the connection are known")
         # Trio's `recv` takes a pass of the scheduler.
-        first = self._accepted.recv(len(EYE_CATCHER), socket.MSG_PEEK)
-        return bool(first) and EYE_CATCHER.startswith(first)
+        first = self._accepted.recv(MAX_MESSAGE_SIZE, socket.MSG_PEEK)
+        return first if EYE_CATCHER.startswith(first[: len(EYE_CATCHER)]) else b""
 
     def forget(self) -> None:
         """Send nothing, and ignore denials.  Idempotent."""
@@ -335,6 +336,7 @@ class Publication:
         try:
             with self._scope:
                 async with trio.open_nursery() as self._nursery:
+                    self._start_signpost(self._nursery)
                     while self._made is not None and not self._abandoned:
                         with move_on_after(self.answerer.timers, _NAME_INTERVAL) as timeout:
                             await self._receive_some()
@@ -347,6 +349,11 @@ class Publication:
             self._nursery = None
             self.close()
             self._closer.join()
+
+    def _start_signpost(self, nursery: trio.Nursery) -> None:
+        """Answer clients of older releases."""
+        if self._made is not None and self._made.signpost is not None:
+            nursery.start_soon(self._made.signpost.run, self.answerer.timers)
 
     async def _receive_some(self) -> None:
         """Wait for messages, and handle them, until cancelled."""
@@ -375,6 +382,8 @@ class Publication:
         made.remove()
         self._closer.discard_datagrams(made.socket)
         self._made = renewed
+        if self._nursery is not None:
+            self._start_signpost(self._nursery)
 
     def receive_now(self) -> None:
         """`receive`, for a caller that does not know if there are any."""

@@ -101,7 +101,12 @@ class Discovery(Announcer):
             self.names.open()
 
     def close(self) -> None:
-        """Close what announcing and answering need; neither is done any more.  Idempotent."""
+        """Close what announcing and answering need; neither is done any more.  Idempotent.
+
+        Announcements that are open are withdrawn.
+        """
+        for announcement in tuple(self._open):
+            announcement.cancel()
         self.names.remove_marks()
         self.names.close()
         self.closer.join()

@@ -30,7 +30,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.timers import Timer, Timers
@@ -79,6 +79,11 @@ docs/decisions.md, "many ends at once", has the longest delays with this value."
 _CLIENT_IDLE_EXTRA: Final = 10.0
 """Seconds that a client waits longer than its server before it ends an idle group. The server
 should end idle groups (3.5.4). Chosen."""
+
+
+_MOST_OUT_OF_SYNC: Final = 3
+"""Out-of-sync Declines in a row after which a group gets no more connections. More than one,
+because another process with the client's peer ID and GID declines, too. Chosen."""
 
 
 class GroupHost(LinkHost, Protocol):
@@ -147,6 +152,7 @@ class LinkGroup:
         self.first_contact: FirstContact | None = None
         self.machine: Machine = Machine(LINK_GROUP, self)
         self._requested = 0
+        self._out_of_sync = 0  # Declines in a row of clients that do not know the group
         # A link has failed, and perhaps something that the peer had posted on it was not received.
         self._lost_messages = False
         self._all_received = False  # the peer's process has ended, and nothing was lost
@@ -190,6 +196,8 @@ class LinkGroup:
         most = self.terms.max_connections
         if most is not None and len(self.connections) + self._requested >= most:
             return False
+        if self._out_of_sync >= _MOST_OUT_OF_SYNC:
+            return False
         for link in self.links.values():
             if link.needs_test:
                 return False
@@ -210,11 +218,18 @@ class LinkGroup:
     def test_links(self, peer_id: bytes) -> None:
         """Test the links, because a client with this peer ID does not know the group (C.4).
 
-        A link whose test is not answered fails.
+        A link whose test is not answered fails.  If it is answered, and the client declines again
+        and again, the client has the group under another peer ID, because its first SMC Accept was
+        damaged.  Then the group keeps its connections, and further ones begin with a first contact.
         """
         if peer_id == self.peer_id:
+            self._out_of_sync += 1
             for link in self.links.usable():
                 link.test_now()
+
+    def found_by_client(self) -> None:
+        """The client has confirmed a further connection, so it knows the group."""
+        self._out_of_sync = 0
 
     # --- links -------------------------------------------------------------------------------
 
@@ -323,6 +338,10 @@ class LinkGroup:
         ``done`` may be called later, because a new RMB is announced to the peer first (RFC 7609,
         3.5.5.2.1), over the link ``over``, which the connection will use (A.3.5).
         """
+        rmbe = self.own_rmbs.take_free(size)
+        if rmbe is not None:
+            done(rmbe)
+            return
         self._requested += 1
 
         def taken(rmbe: Rmbe | None) -> None:
@@ -353,7 +372,7 @@ class LinkGroup:
 
     def knows_rmb(self, link: Link, rkey: int, address: int) -> bool:
         """True if the peer has announced an RMB with this RToken on ``link``."""
-        return self.peer_rmbs.find_named(link.number, RToken(rkey, address)) is not None
+        return self.peer_rmbs.find_named(link.number, (rkey, address)) is not None
 
     # --- the group's life ----------------------------------------------------------------------
 
@@ -563,18 +582,11 @@ class LinkGroup:
             self.exchanges.start_queued()
 
 
-class Attachment(NamedTuple):
-    """The link of a connection, with address and RKey of the peer's element on it."""
-
-    link: Link
-    address: int
-    rkey: int
-
-
-class _PeerElement(NamedTuple):
-    rmb: PeerRmb
-    number: int
-    size: int
+# No named tuples, because each new connection makes both.
+Attachment = tuple[Link, int, int]
+"""The link of a connection; address and RKey of the peer's element on it."""
+_PeerElement = tuple[PeerRmb, int, int]
+"""The RMB of an element; the element's index and its size in bytes."""
 
 
 class GroupConnections(dict[int, GroupConnection]):
@@ -603,8 +615,10 @@ class GroupConnections(dict[int, GroupConnection]):
         self._keepalive.pop(user, None)
         self._leave(connection)
         element = self._peer_elements.pop(user, None)
-        if element is not None and element.rmb.elements.get(element.number) is user:
-            del element.rmb.elements[element.number]
+        if element is not None:
+            rmb, index, _ = element
+            if rmb.elements.get(index) is user:
+                del rmb.elements[index]
 
     # --- links -----------------------------------------------------------------------------
 
@@ -636,7 +650,7 @@ class GroupConnections(dict[int, GroupConnection]):
         rmb, index, size = self._peer_elements[connection]
         token = rmb.tokens[link.number]
         self._place(connection, link)
-        return Attachment(link, token.address + (index - 1) * size, token.rkey)
+        return link, token.address + (index - 1) * size, token.rkey
 
     def _place(self, connection: GroupConnection, link: Link) -> None:
         self._leave(connection)
@@ -653,7 +667,7 @@ class GroupConnections(dict[int, GroupConnection]):
 
     def link_for(self, connection: GroupConnection, but: Link | None = None) -> Link | None:
         """The least loaded usable link on which the peer's element can be reached."""
-        return self._group.links.least_loaded(but, self._peer_elements[connection].rmb.tokens)
+        return self._group.links.least_loaded(but, self._peer_elements[connection][0].tokens)
 
     # --- the peer's elements ---------------------------------------------------------------
 
@@ -661,21 +675,21 @@ class GroupConnections(dict[int, GroupConnection]):
         self, user: GroupConnection, peer: clc.Accept | clc.Confirm, link: Link
     ) -> None:
         """Note the peer's element that ``user`` writes into (RFC 7609, A.2.2, A.2.3)."""
-        index, token = peer.rmbe_index, RToken(peer.rkey, peer.rmb_address)
+        index, rkey, address = peer.rmbe_index, peer.rkey, peer.rmb_address
         rmbs = self._group.peer_rmbs
-        rmb = rmbs.find_named(link.number, token)
+        rmb = rmbs.find_named(link.number, (rkey, address))
         if rmb is not None and index in rmb.elements:
             # The CLC message came over TCP before the last CDC messages of the element's last user,
             # which may still wait on a link.
             self._group.mover.catch_up()
-            rmb = rmbs.find_named(link.number, token)
+            rmb = rmbs.find_named(link.number, (rkey, address))
         if rmb is None:
             if self._group.links.get(link.number) is not link:
                 raise ProtocolError("an unknown RMB on a link that is gone")
-            rmb = rmbs.learn_untrusted({link.number: token})
+            rmb = rmbs.learn_untrusted({link.number: RToken(rkey, address)})
         previous_user = rmb.elements.get(index)
         rmb.elements[index] = user
-        self._peer_elements[user] = _PeerElement(rmb, index, peer.buffer_size)
+        self._peer_elements[user] = rmb, index, peer.buffer_size
         if previous_user is not None:
             LOGGER.warning("%r: the peer reuses RMB element %d", self._group, index)
             previous_user.rmbe_conflict()

@@ -175,6 +175,18 @@ class OwnRmbs:
         size = rmbe_size_for(size)
         return size in self._waiting or self.pool.has_free(size)
 
+    def take_free(self, size: int) -> Rmbe | None:
+        """An element of ``size`` bytes that is free and has its pages; None: `request` one."""
+        size = rmbe_size_for(size)
+        try:
+            rmbe = self.pool.take(size)
+        except OSError:
+            return None
+        if rmbe is not None:
+            self._idle.on_used(rmbe.rmb)
+            self._make_ahead(size)
+        return rmbe
+
     def request(self, size: int, done: _Done, over: Link | None = None) -> None:
         """Call ``done`` with an element of ``size`` bytes or with None, now or later.
 

@@ -55,7 +55,7 @@ class PeerRmbs:
         self._by_token: dict[tuple[int, int], PeerRmb] = {}
         self._rmbs: dict[PeerRmb, None] = {}
         # RTokens of links that were just removed, by link number, the latest last.
-        self._late: dict[int, dict[RToken, PeerRmb]] = {}
+        self._late: dict[int, dict[tuple[int, int], PeerRmb]] = {}
 
     def __len__(self) -> int:
         return len(self._rmbs)
@@ -67,9 +67,13 @@ class PeerRmbs:
         """The RMB that has this RKey on this link."""
         return self._by_token.get((link_number, rkey))
 
-    def find_named(self, link_number: int, token: RToken) -> PeerRmb | None:
-        """The RMB with this RToken on this link, even if the link was just removed."""
-        rmb = self.find(link_number, token.rkey)
+    def find_named(self, link_number: int, token: tuple[int, int]) -> PeerRmb | None:
+        """The RMB with this RToken on this link, even if the link was just removed.
+
+        Args:
+          token: RKey and address; an `RToken`, or a tuple, which takes less time to make.
+        """
+        rmb = self._by_token.get((link_number, token[0]))
         if rmb is not None:
             return rmb if rmb.tokens[link_number] == token else None
         rmb = self._late.get(link_number, {}).get(token)

@@ -27,6 +27,7 @@ from trio_smc.tools.output import (
     agreed,
     diagnosis,
     error_text,
+    plain,
     print_json,
     show,
     table,
@@ -447,8 +448,8 @@ def _print(report: Report) -> None:
         if why is not None:
             side = "the server" if why["origin"] == "local" else "this side"
             parts += [
-                f"  {why['message']} ({why['reason']}, decided by {side})",
-                f"  remedy     {why['remedy']}",
+                f"  {plain(why['message'])} ({plain(why['reason'])}, decided by {side})",
+                f"  remedy     {plain(why['remedy'])}",
             ]
     show(*parts)
 
@@ -459,5 +460,7 @@ def _ueids(report: Report) -> str:
     return f"  UEIDs      this side's: {_joined(report.ueids)}; the server's: {theirs}"
 
 
-def _joined(ueids: list[str]) -> str:
+def _joined(ueids: list[str] | None) -> str:
+    if ueids is None:
+        return "unknown"
     return ", ".join(ueids) or "none"

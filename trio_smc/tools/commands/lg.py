@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
 from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
-from trio_smc.tools.output import agreed, print_json, show, size, table
+from trio_smc.tools.output import agreed, hexadecimal, plain, print_json, show, size, table
 
 NAME = "lg"
 SUMMARY = "list link groups, their links, and their receive buffers (RMBs)"
@@ -54,7 +55,10 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.json:
         print_json(
-            [{"pid": s.pid, "stack": s.stack, "link_groups": s.link_groups} for s in snapshots]
+            [
+                {"pid": s.pid, "stack": s.stack, "release": s.release, "link_groups": s.link_groups}
+                for s in snapshots
+            ]
         )
         return silent.exit_code
     columns = ("PID", ">GROUP", "ROLE", "PEER ID", "VERSION", "KIND", "STATE", ">LINK",
@@ -78,8 +82,10 @@ def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
         *(group["number"], group["role"], group["peer_id"]),
         *(agreed(**group), group["kind"], group["state"]),
     ]
-    links = [_link(link) for link in group["links"]]
-    rmbs = _rmbs(group["rmbs"])
+    links = [_link(link) for link in group["links"] or ()]
+    if group["links"] is None:
+        links = [[None] * 5]
+    rmbs = _rmbs(group["rmbs"] or ())
     return [
         [
             *([pid, *names] if not number else [" "] * 7),
@@ -91,15 +97,17 @@ def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
 
 
 def _link(link: dict[str, Any]) -> list[object]:
-    users = f"{link['user_id']:08x} {link['peer_user_id']:08x}"
+    users = f"{hexadecimal(link['user_id'])} {hexadecimal(link['peer_user_id'])}"
     return [link["number"], link["state"], link["rnic"], link["connections"], users]
 
 
-def _rmbs(rmbs: list[dict[str, Any]]) -> list[str]:
+def _rmbs(rmbs: Iterable[dict[str, Any]]) -> list[str]:
     """The elements of all RMBs as text, one item for each element size."""
-    sizes: dict[int, list[int]] = {}
+    sizes: dict[int | None, list[int | None]] = {}
     for rmb in rmbs:
         total = sizes.setdefault(rmb["element_size"], [0, 0])
-        total[0] += rmb["in_use"]
-        total[1] += rmb["elements"]
-    return [f"{used} of {all_} × {size(each)}" for each, (used, all_) in sorted(sizes.items())]
+        for place, name in enumerate(("in_use", "elements")):
+            before, more = total[place], rmb[name]
+            total[place] = None if before is None or more is None else before + more
+    ordered = sorted(sizes.items(), key=lambda each: each[0] or 0)
+    return [f"{plain(used)} of {plain(all_)} × {size(each)}" for each, (used, all_) in ordered]

@@ -62,7 +62,9 @@ def run(options: argparse.Namespace) -> int:
     silent = SilentProcesses()
     stacks = take_snapshots(directory, ("rnics",), options.pid, required=one_process, silent=silent)
     found: dict[str, Any] = {
-        "stacks": [{"pid": s.pid, "stack": s.stack, "rnics": s.rnics} for s in stacks]
+        "stacks": [
+            {"pid": s.pid, "stack": s.stack, "release": s.release, "rnics": s.rnics} for s in stacks
+        ]
     }
     if not one_process:
         found["auto"], found["no_software_rnic"] = trio.run(_automatic, directory)
@@ -136,8 +138,10 @@ def _rnic(rnic: dict[str, Any], ports: dict[tuple[str, int], Port]) -> list[obje
     netdevs = list(port.netdevs) if port else []
     if rnic["kind"] == "software":
         netdevs = ["this host"]
-    netdevs += [f"{name} (PNET)" for name in rnic.get("pnet", ())]
-    state = "drained" if rnic.get("drained") else "active" if rnic["port_active"] else "down"
+    netdevs += [f"{name} (PNET)" for name in rnic.get("pnet") or ()]
+    state = {True: "active", False: "down", None: None}[rnic["port_active"]]
+    if rnic.get("drained"):
+        state = "drained"
     address = gid(rnic["gid"])
     names = ", ".join(netdevs)
     return [rnic["name"], rnic["kind"], state, rnic["mtu"], address, rnic["mac"], names]

@@ -9,7 +9,17 @@ from typing import Any
 
 from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
-from trio_smc.tools.output import address, agreed, fallback_codes, print_json, show, size, table
+from trio_smc.tools.output import (
+    address,
+    agreed,
+    fallback_codes,
+    hexadecimal,
+    plain,
+    print_json,
+    show,
+    size,
+    table,
+)
 
 NAME = "ss"
 SUMMARY = "list connections: SMC-R or TCP, their state, and the reason for TCP"
@@ -41,6 +51,8 @@ Examples:
 Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or for bad input.
 """
 
+_COUNTERS = ("writes", "cdcs_sent", "cdcs_received", "coalesced", "window_stalls")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
@@ -65,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
             each for each in snapshot.connections if options.mode in (None, each["mode"])
         ]
     if options.json:
-        names = ("pid", "stack", "uptime", "program", "connections", "listeners")
+        names = ("pid", "stack", "release", "uptime", "program", "connections", "listeners")
         print_json([_only(snapshot, names) for snapshot in snapshots])
     else:
         show(_table(snapshots, options.mode))
@@ -110,11 +122,13 @@ def _group_and_link(connection: dict[str, Any]) -> str | None:
     if group is None:
         return None
     link = connection["link"]
-    return f"{group}, link {'-' if link is None else link}"
+    return f"{group}, link {plain(link)}"
 
 
 def _fallback_text(fallback: dict[str, Any] | None) -> str | None:
-    return None if fallback is None else f"{fallback['origin']}: {fallback['reason']}"
+    if fallback is None:
+        return None
+    return f"{plain(fallback['origin'])}: {plain(fallback['reason'])}"
 
 
 def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
@@ -124,7 +138,8 @@ def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
         yield from _cursors(**connection["cursors"])
     if connection["mode"] == "smc-r":
         yield f"  version   {agreed(**connection)}"
-        count = connection["statistics"]
+        statistics = connection["statistics"] or {}
+        count = {name: plain(statistics.get(name)) for name in _COUNTERS}
         yield (
             f"  counters  {count['writes']} RDMA writes, {count['cdcs_sent']} CDC messages sent, "
             f"{count['cdcs_received']} received, {count['coalesced']} omitted, "
@@ -132,21 +147,23 @@ def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
         )
     fallback = connection["fallback"]
     if fallback is not None:
-        yield f"  why TCP   {fallback['message']} ({fallback_codes(fallback)})"
-        yield f"  remedy    {fallback['remedy']}"
+        yield f"  why TCP   {plain(fallback['message'])} ({fallback_codes(fallback)})"
+        yield f"  remedy    {plain(fallback['remedy'])}"
 
 
 def _cursors(
-    *, produced: int, delivered: int, taken: int, window: int, peer_ring: int, received: int,
-    consumed: int, ring: int, sequence_sent: int, sequence_received: int, alert_token: int,
+    *, produced: int | None, delivered: int | None, taken: int | None, window: int | None,
+    peer_ring: int | None, received: int | None, consumed: int | None, ring: int | None,
+    sequence_sent: int | None, sequence_received: int | None, alert_token: int | None,
     **_: object,
 ) -> Iterator[str]:  # fmt: skip
     yield (
-        f"  sent      {produced} written, {delivered} delivered, {taken} consumed by the peer; "
-        f"window {size(window)} of {size(peer_ring)}"
+        f"  sent      {plain(produced)} written, {plain(delivered)} delivered, "
+        f"{plain(taken)} consumed by the peer; window {size(window)} of {size(peer_ring)}"
     )
-    yield f"  received  {received} arrived, {consumed} consumed; ring {size(ring)}"
+    yield f"  received  {plain(received)} arrived, {plain(consumed)} consumed; ring {size(ring)}"
+    token = None if alert_token is None else alert_token & 0xFFFFFFFF
     yield (
-        f"  CDC       last completed {sequence_sent}, last received {sequence_received}, "
-        f"alert token 0x{alert_token & 0xFFFFFFFF:08x}"
+        f"  CDC       last completed {plain(sequence_sent)}, "
+        f"last received {plain(sequence_received)}, alert token 0x{hexadecimal(token)}"
     )

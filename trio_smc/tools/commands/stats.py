@@ -15,7 +15,7 @@ from trio_smc.tools.commands import (
     positive_seconds,
     private_directory,
 )
-from trio_smc.tools.output import agreed, print_json, print_line, show, size, table
+from trio_smc.tools.output import agreed, plain, print_json, print_line, show, size, table
 
 NAME = "stats"
 SUMMARY = "show counters: connections, fallbacks by reason and side, bytes, writes, failovers"
@@ -62,6 +62,7 @@ _BREAKDOWNS = {
 }
 """Counters that are also shown in parts: the list with the parts, and the fields that identify a
 part."""
+_PARTS = tuple(part for part, _ in _BREAKDOWNS.values())
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -96,9 +97,10 @@ def run(options: argparse.Namespace) -> int:
     return silent.exit_code
 
 
-_Counters = dict[tuple[Any, ...], int]
-"""Counters.  The key of a counter is ``(name,)``.  The key of a part also has the values of the
-fields in `_BREAKDOWNS`: ``("fallbacks", "local", "no-rnic")``."""
+_Counters = dict[tuple[Any, ...], int | None]
+"""Counters; None if the process does not report it.  The key of a counter is ``(name,)``.  The key
+of a part also has the values of the fields in `_BREAKDOWNS`: ``("fallbacks", "local",
+"no-rnic")``."""
 _CountersByStack = dict[tuple[int, str], tuple[Snapshot, _Counters]]
 """By process number and peer ID of the stack."""
 
@@ -111,17 +113,22 @@ def _query(options: argparse.Namespace, silent: SilentProcesses) -> _CountersByS
 
 
 def _flatten(statistics: dict[str, Any]) -> _Counters:
-    counters: _Counters = {(name,): n for name, n in statistics.items() if isinstance(n, int)}
-    counters["fallbacks",] = sum(each["count"] for each in statistics["fallbacks"])
+    counters: _Counters = {
+        (name,): n
+        for name, n in statistics.items()
+        if name not in _PARTS and (n is None or isinstance(n, int))
+    }
+    fallbacks = statistics["fallbacks"]
+    counters["fallbacks",] = None if fallbacks is None else sum(f["count"] for f in fallbacks)
     for name, (part, names) in _BREAKDOWNS.items():
-        for each in statistics[part]:
+        for each in statistics[part] or ():
             counters[name, *(each[key] for key in names)] = each["count"]
     return counters
 
 
 def _difference(now: _Counters, before: _Counters) -> _Counters:
     return {
-        key: value if key[0] in _GAUGES else value - before.get(key, 0)
+        key: value if key[0] in _GAUGES or value is None else value - (before.get(key) or 0)
         for key, value in now.items()
     }
 
@@ -133,9 +140,13 @@ def _print(counted: _CountersByStack, as_json: bool, title: str) -> None:
                 {
                     "pid": snapshot.pid,
                     "stack": snapshot.stack,
+                    "release": snapshot.release,
                     "uptime": snapshot.uptime,
                     "counters": {key[0]: n for key, n in counters.items() if len(key) == 1},
-                    **{part: _breakdown(counters, name) for name, (part, _) in _BREAKDOWNS.items()},
+                    **{
+                        part: _breakdown(snapshot, counters, name)
+                        for name, (part, _) in _BREAKDOWNS.items()
+                    },
                 }
                 for snapshot, counters in counted.values()
             ]
@@ -148,16 +159,15 @@ def _print(counted: _CountersByStack, as_json: bool, title: str) -> None:
     rows: list[list[object]] = [
         ["up", *(_uptime_text(each.uptime) for each, _ in counted.values())]
     ]
-    rows += [
-        [_name(key), *(_value(key, counters.get(key, 0)) for _, counters in counted.values())]
-        for key in keys
-    ]
+    rows += [[_name(key), *(_value(key, *each) for each in counted.values())] for key in keys]
     show(table(columns, rows, title))
 
 
-def _breakdown(counters: _Counters, name: str) -> list[dict[str, Any]]:
+def _breakdown(snapshot: Snapshot, counters: _Counters, name: str) -> list[dict[str, Any]] | None:
     """The parts of one counter, in the same shape as in the control socket's answer."""
-    names = _BREAKDOWNS[name][1]
+    part, names = _BREAKDOWNS[name]
+    if snapshot.statistics[part] is None:
+        return None
     found = [(key, n) for key, n in counters.items() if key[0] == name and len(key) > 1]
     return [{**dict(zip(names, key[1:], strict=True)), "count": n} for key, n in found]
 
@@ -167,7 +177,7 @@ def _name(key: tuple[Any, ...]) -> str:
         case [name]:
             return str(name).replace("_", " ")
         case ["fallbacks", origin, reason]:
-            return f"  {origin}: {reason}"
+            return f"  {plain(origin)}: {plain(reason)}"
         case _:
             return f"  version {agreed(*key[1:])}"
 
@@ -180,11 +190,15 @@ def _headings(counted: _CountersByStack) -> list[str]:
     ]
 
 
-def _value(key: tuple[Any, ...], value: int) -> str:
-    return size(value) if "bytes" in key[0] else str(value)
+def _value(key: tuple[Any, ...], snapshot: Snapshot, counters: _Counters) -> str:
+    is_unknown = len(key) > 1 and snapshot.statistics[_BREAKDOWNS[key[0]][0]] is None
+    value = counters.get(key, None if is_unknown else 0)
+    return size(value) if "bytes" in key[0] else plain(value)
 
 
-def _uptime_text(seconds: float) -> str:
+def _uptime_text(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
     whole = int(seconds)
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"

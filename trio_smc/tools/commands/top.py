@@ -134,6 +134,22 @@ def _fitting_table(rows: list[list[object]]) -> Any:
         columns -= 1
 
 
+def _identity(connection: dict[str, Any]) -> tuple[object, ...]:
+    """The alert token of a connection; if it is unknown, the addresses."""
+    token = connection["cursors"]["alert_token"]
+    if token is not None:
+        return (token,)
+    return address(connection["local"]), address(connection["peer"])
+
+
+def _rate(now: int | None, past: int | None, seconds: float) -> float | None:
+    return None if now is None else (now - (past or 0)) / seconds
+
+
+def _per_second(rate: float | None) -> str:
+    return f"{'-' if rate is None else format(rate, '.0f')}/s"
+
+
 @dataclass(slots=True)
 class _Sample:
     """The data of all stacks at one time."""
@@ -149,7 +165,7 @@ class _Sample:
     def connections(self) -> dict[tuple[object, ...], tuple[int, dict[str, Any]]]:
         """The process and the data of each SMC-R connection, by process, stack and alert token."""
         return {
-            (stack.pid, stack.stack, each["cursors"]["alert_token"]): (stack.pid, each)
+            (stack.pid, stack.stack, *_identity(each)): (stack.pid, each)
             for stack in self.stacks
             for each in stack.connections
             if each["cursors"] is not None
@@ -162,14 +178,16 @@ class _Sample:
         old = before.connections()
         rates = []
         for key, (pid, each) in self.connections().items():
-            past = old[key][1]["statistics"] if key in old else {}
-            now = each["statistics"]
+            past = (old[key][1]["statistics"] if key in old else None) or {}
+            now = each["statistics"] or {}
             rates.append({
                 "pid": pid,
                 **{name: each[name] for name in _SHOWN},
-                **{name: (now[name] - past.get(name, 0)) / seconds for name in _RATES},
+                **{name: _rate(now.get(name), past.get(name), seconds) for name in _RATES},
             })  # fmt: skip
-        rates.sort(key=lambda each: each["bytes_sent"] + each["bytes_received"], reverse=True)
+        rates.sort(
+            key=lambda each: (each["bytes_sent"] or 0) + (each["bytes_received"] or 0), reverse=True
+        )
         return rates
 
     def since(self, before: _Sample, lines: int) -> list[Any]:
@@ -179,7 +197,7 @@ class _Sample:
             [
                 each["pid"], address(each["local"]), address(each["peer"]),
                 f"{size(each['bytes_sent'])}/s", f"{size(each['bytes_received'])}/s",
-                f"{each['writes']:.0f}/s", f"{each['window_stalls']:.0f}/s",
+                _per_second(each["writes"]), _per_second(each["window_stalls"]),
                 each["send_queue"], each["receive_queue"], each["state"],
             ]
             for each in rates[:lines]
@@ -206,10 +224,10 @@ class _Sample:
         """Sums over all stacks: open connections; fallbacks and failovers since the opening."""
         return {
             "stacks": len(self.stacks),
-            "smc-r": sum(each.statistics["open_connections"] for each in self.stacks),
+            "smc-r": sum(each.statistics["open_connections"] or 0 for each in self.stacks),
             "tcp": sum(c["mode"] == "tcp" for each in self.stacks for c in each.connections),
             "fallbacks": sum(
-                f["count"] for each in self.stacks for f in each.statistics["fallbacks"]
+                f["count"] for each in self.stacks for f in each.statistics["fallbacks"] or ()
             ),
-            "failovers": sum(each.statistics["failovers"] for each in self.stacks),
+            "failovers": sum(each.statistics["failovers"] or 0 for each in self.stacks),
         }
