@@ -2,6 +2,7 @@
 
     python3 -m scripts.wheels             for every supported Python of this machine
     python3 -m scripts.wheels --no-compiled  makes no compiled wheels, which takes a minute
+    python3 -m scripts.wheels --arch arm64  adds the native wheel for an emulated processor
     python3 -m scripts.wheels --version   prints the version and makes nothing
     python3 -m scripts.wheels --test ...  runs the tests on a compiled build; ... goes to pytest
 
@@ -9,8 +10,10 @@ Wheels are built from the sdist, so a file that it lacks is noticed. A native wh
 Python with a GIL, has the module of shared words; a compiled one, for one version of Python each,
 has the compiled hot modules as well. auditwheel gives both their manylinux tag, of the machine that
 builds them. Free-threaded builds and other machines use the pure wheel. Each is installed into an
-environment of its own, without extras, and must print its version and kind. Standard library only;
-pip brings the rest into build/wheels.
+environment of its own, without extras, and must print its version and kind. With --arch the same
+happens in the root directory of `scripts.pythons --arch`, but compiled wheels are not made there,
+because mypyc takes too long in emulation; on a machine with that processor this command makes all.
+Standard library only; pip brings the rest into build/wheels.
 """
 
 from __future__ import annotations
@@ -27,7 +30,16 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from scripts.pythons import ROOT, copy_tree, interpreters, newest_of_each
+from scripts.pythons import (
+    DEBIAN_13,
+    ROOT,
+    SHARED,
+    copy_tree,
+    debian_root,
+    interpreters,
+    made_in,
+    newest_of_each,
+)
 
 PLACE = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
@@ -46,6 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 if everything was made and tried."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--no-compiled", action="store_true", help="make no compiled wheels")
+    parser.add_argument("--arch", metavar="ARCH", help="also make a native wheel, in emulation")
+    parser.add_argument(
+        "--share",
+        metavar="PATH",
+        action="append",
+        type=Path,
+        default=[],
+        help="with --arch: a path of this machine that is visible in the root directory",
+    )
     parser.add_argument("--version", action="store_true", help="print it and make nothing")
     parser.add_argument(
         "--test", nargs=argparse.REMAINDER, help="run the tests on a compiled build"
@@ -58,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.test is not None:
             return tested(options.test)
         made = wheels(with_compiled=not options.no_compiled)
+        if options.arch:
+            made.append(emulated_wheel(options.arch, options.share))
     except Failed as failed:
         print(failed, file=sys.stderr)
         return 1
@@ -106,6 +129,17 @@ def wheels(*, with_compiled: bool = True) -> list[Path]:
             [one] = DIST.glob(f"*-cp{name.replace('.', '')}-cp*-manylinux*.whl")
             _try(python, PLACE / f"compiled-{name}", one, "compiled, native")
     return made
+
+
+def emulated_wheel(arch: str, shared: Sequence[Path]) -> Path:
+    """Make and try the wheels for an emulated processor; return the native one, now in dist."""
+    root = debian_root(DEBIAN_13, arch)
+    if root is None:
+        raise Failed(f"no root directory for {arch}")
+    if not made_in(root, [*SHARED, *shared], ["make wheels ARGS=--no-compiled"]):
+        raise Failed(f"no wheels for {arch}")
+    [native] = (root / "work" / "dist").glob("*-abi3-manylinux*.whl")
+    return Path(shutil.copy2(native, DIST))
 
 
 def contents(made: Path) -> list[str]:

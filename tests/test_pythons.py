@@ -89,6 +89,42 @@ def test_each_suite_of_debian_is_a_root_of_its_own(
     assert summary.split()[3:] == ["Debian", "forky", "passed", "Debian", "trixie", "FAILED"]
 
 
+def test_another_processor_is_emulated_and_nothing_else_runs(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(make("bin", "python3.11", "echo 3 11 2").parent))
+    monkeypatch.setattr(pythons, "tested", None)
+    ran: list[tuple[object, ...]] = []
+
+    def tested(*arguments: object) -> bool:
+        ran.append(arguments)
+        return len(ran) == 1
+
+    monkeypatch.setattr(pythons, "tested_in_debian", tested)
+    for code in (0, 1):
+        assert pythons.main(["--arch", "arm64", "tests/wire"]) == code
+    assert ran == [("trixie", [], ["tests/wire"], "arm64")] * 2
+    assert capsys.readouterr().out.count("Debian trixie, arm64 ") == 2
+
+
+@pytest.mark.parametrize("fails", ["", "socket demo"])
+def test_an_emulated_processor_runs_demo_and_tests_with_each_variant(
+    make: Make, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    says = f'said="$TRIO_SMC_WORDS $1"; echo "$said" $2; test "$said" != "{fails}"'
+    monkeypatch.setenv("PATH", str(make("bin", "make", says).parent), prepend=os.pathsep)
+    commands = pythons.emulated_commands(["tests/wire", "-k", "a b"])
+    done = subprocess.run(
+        ["sh", "-c", " && ".join(commands)], capture_output=True, text=True, check=False
+    )
+    expected = [
+        *("native demo ARGS=--mib 4 --rounds 1", "native test ARGS=tests/wire -k 'a b'"),
+        *("socket demo ARGS=--mib 4 --rounds 1", "socket test ARGS=tests/wire -k 'a b'"),
+    ]
+    assert done.stdout.splitlines() == expected[: 3 if fails else 4]
+    assert (done.returncode == 0) == (not fails)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another root directory")
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_root_directory_is_one_in_which_user_namespaces_can_be_made(
@@ -105,7 +141,8 @@ def test_a_root_directory_is_one_in_which_user_namespaces_can_be_made(
     )
     programs = [Path("/", each) for each in ("bin", "dev", "lib", "lib64", "proc", "sbin", "usr")]
     shared = [each for each in programs if each.exists()]
-    made = pythons.made_in(tmp_path, shared, ["tests/wire", "-k", "this or that"])
+    commands = ["make demo", "make test ARGS=\"tests/wire -k 'this or that'\""]
+    made = pythons.made_in(tmp_path, shared, commands)
     said = capfd.readouterr().out.splitlines()
     assert [line for line in said if not line.startswith("make[")] == [
         *("demo", "of its own", "Makefile", "tests/wire", "-k", "this or that")

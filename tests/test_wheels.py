@@ -17,14 +17,11 @@ from scripts.pythons import ROOT
 
 
 @pytest.fixture
-def native() -> str:
-    """The value of TRIO_SMC_NATIVE."""
-    return "0"
-
-
-@pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: str) -> dict[str, list[str]]:
-    """The names in the sdist (".gz") and in the wheel (".whl"), built without a network."""
+    """The names in the sdist (".gz") and in the wheel (".whl"), built without a network.
+
+    ``native``: the value of TRIO_SMC_NATIVE.
+    """
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv(NATIVE, native)
     build = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path)]
@@ -32,8 +29,11 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: str) -> dict[s
     return {each.suffix: wheels.contents(each) for each in tmp_path.iterdir()}
 
 
-def test_sdist_and_wheel_hold_what_belongs_there(made: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_sdist_and_wheel_hold_what_belongs_there(made: dict[str, list[str]], native: str) -> None:
     assert wheels.strays(made[".gz"] + made[".whl"]) == []
+    assert ("trio_smc/rnic/_words.abi3.so" in made[".whl"]) == (native == "1")
+    assert "trio_smc/rnic/_words.c" in made[".gz"]
     sources = {str(each.relative_to(ROOT)) for each in ROOT.glob("trio_smc/**/*.py")}
     assert sources | {"trio_smc/py.typed"} <= set(made[".whl"])
     assert sources | {"README.md", "CHANGELOG.md", "scripts/compiled_build.py"} <= set(made[".gz"])

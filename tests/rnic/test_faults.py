@@ -19,7 +19,6 @@ from trio_smc.rnic.soft import ring as _ring
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.soft.faults import Fault, FaultPlan, FaultyQueuePair
 from trio_smc.rnic.verbs import DeliveryUnknown, QpState, RnicEvent, WcStatus
-from trio_smc.rnic.words import VARIANT
 
 FLUSHED = WcStatus.WR_FLUSH_ERR
 UNREACHABLE = WcStatus.RETRY_EXC_ERR
@@ -411,24 +410,23 @@ class TestBySeed:
 def once_in_put(monkeypatch: pytest.MonkeyPatch, end: Callable[[], None], *, before: bool) -> None:
     """Have the next sender call ``end()`` when it has seen a posted receive, and its message is not
     published yet (``before``), or just is."""
-    pack = _ring._pack_slot
-    last = "fence" if VARIANT == "native" else "_release"  # of the fence after the publication
-    release = getattr(_ring, last)
+    pack, fence = _ring._pack_slot, _ring.fence
 
     def pack_and_end(*arguments: Any) -> None:
         monkeypatch.setattr(_ring, "_pack_slot", pack)
         pack(*arguments)
         end()
 
-    def release_and_end() -> None:
-        monkeypatch.setattr(_ring, last, release)
-        release()
+    def fence_and_end() -> None:
+        monkeypatch.setattr(_ring, "fence", fence)
+        fence()
         end()
 
     if before:
         monkeypatch.setattr(_ring, "_pack_slot", pack_and_end)
     else:
-        monkeypatch.setattr(_ring, last, release_and_end)
+        monkeypatch.setattr(_ring, "_uses_lock", False)  # then the fence is a function
+        monkeypatch.setattr(_ring, "fence", fence_and_end)
 
 
 @pytest.mark.pure  # compiled code calls its own functions, whatever the module has in their place

@@ -36,59 +36,88 @@ class Variant(NamedTuple):
 
 
 class Recorded:
-    """Words whose accesses are recorded."""
+    """Words whose accesses are recorded, once there is a trace; ``first``: the index of the first.
 
-    def __init__(self, trace: Trace, variant: Variant, only: str | None = None) -> None:
-        self.trace, self.variant, self._only = trace, variant, only
+    Before that they contain 0, and POSTED allows any number of messages.
+    """
+
+    def __init__(self, ends: Ends, first: int) -> None:
+        self._ends, self._first = ends, first
+        self.trace: Trace | None = None
 
     def name(self, index: int) -> str:
-        return self._only or NAMES[index]
+        return NAMES[self._first + index]
 
     def _order(self, name: str) -> str:
-        return "ordered" if self.variant.native and name not in self.variant.weak else "relaxed"
+        variant = self._ends.variant
+        return "ordered" if variant.native and name not in variant.weak else "relaxed"
 
     def __getitem__(self, index: int) -> Any:
         name = self.name(index)
+        if self.trace is None:
+            return 2 if name == "POSTED" else 0
         return self.trace.load(name, self._order(name))
 
     def __setitem__(self, index: int, value: int) -> None:
         name = self.name(index)
-        self.trace.store(name, value, self._order(name))
+        if self.trace is not None:
+            self.trace.store(name, value, self._order(name))
+
+
+class Mapped:
+    """Stands for the memory of a ring."""
+
+    def __init__(self, ends: Ends) -> None:
+        self.view = memoryview(b"")
+        self._ends = ends
+        self._words: list[Recorded] = []
+
+    def words(self, start: int, _length: int) -> Recorded:
+        self._words.append(Recorded(self._ends, start // 8))
+        return self._words[-1]
+
+    def commit(self, _start: int, _length: int) -> None:
+        """No-op."""
+
+    def record(self, trace: Trace) -> None:
+        for words in self._words:
+            words.trace = trace
 
 
 class Ends:
     """Makes the two ends of a ring, for a thread each.
 
     Attributes:
-      slots: how many slots the ring has; 0: what they contain is not recorded.
+      has_slot: False: what the slots contain is not recorded.
     """
 
     def __init__(self, variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
         self.variant = variant
-        self.slots = 1
-        self._trace: Trace
+        self.has_slot = True
+        self._trace: Trace | None = None
         # Slots without a posted receive are never used, so two are enough for two messages.
         monkeypatch.setattr(ring, "SLOTS", 2)
+        monkeypatch.setattr(ring, "Memory", lambda *_, **__: Mapped(self))
         monkeypatch.setattr(ring, "_pack_slot", self._pack)
         monkeypatch.setattr(ring, "_unpack_slot", self._unpack)
         monkeypatch.setattr(ring, "_uses_lock", not variant.native)
-        monkeypatch.setattr(ring, "_acquire", lambda _: None)
-        monkeypatch.setattr(ring, "_release", self._fence)
+        monkeypatch.setattr(ring, "fence_lock", lambda: (lambda _: None, self._fence))
         monkeypatch.setattr(ring, "exchange", self._exchange)
         for module in (ring, device):
             monkeypatch.setattr(module, "fence", self._fence)
 
-    def _pack(self, _view: object, at: int, _size: int, data: Any) -> None:
-        if self.slots:
-            self._trace.store(self._slot(at), data)
+    def _pack(self, _view: object, _at: int, _size: int, data: Any) -> None:
+        # One place stands for all slots: the messages of a step use the same slot.
+        if self.has_slot and self._trace is not None:
+            self._trace.store("slot", data)
 
-    def _unpack(self, _view: object, at: int) -> tuple[int, Any]:
-        return 1, self._trace.load(self._slot(at)) if self.slots else b"?"
-
-    def _slot(self, at: int) -> str:
-        return f"slot {(at - ring._SLOTS_AT) // ring._SLOT_SIZE % self.slots}"
+    def _unpack(self, _view: object, _at: int) -> tuple[int, Any]:
+        assert self._trace is not None
+        return 1, self._trace.load("slot") if self.has_slot else b"?"
 
     def _fence(self) -> None:
+        if self._trace is None:
+            return
         if not self.variant.native:
             self._trace.lock()
         elif "fence" not in self.variant.weak:
@@ -96,34 +125,35 @@ class Ends:
 
     def _exchange(self, words: Recorded, index: int, value: int) -> None:
         if self.variant.native and "exchange" not in self.variant.weak:
-            self._trace.exchange(words.name(index), value)
+            assert words.trace is not None
+            words.trace.exchange(words.name(index), value)
         else:
             words[index] = value
 
-    def sender(self, trace: Trace, head: int) -> tuple[Any, list[bool]]:
-        """The sending end, and a list that grows when it rings."""
-        self._trace = trace
+    def sender(self, trace: Trace, head: int) -> tuple[SendRing, list[bool]]:
+        """The sending end after ``head`` messages, and a list that grows when it rings."""
+        self._trace = None
         rung: list[bool] = []
 
         def doorbell() -> None:
             rung.append(True)
             trace.lock()  # of the socket or the pipe
 
-        sender = SendRing.__new__(SendRing)
-        sender._words = Recorded(trace, self.variant)  # type: ignore[assignment]
-        sender._head, sender._doorbell, sender._on_failed_ring = head, doorbell, None
-        sender._view = memoryview(b"")
+        memory: Any = Mapped(self)
+        sender = SendRing(memory, doorbell)
+        for _ in range(head):
+            assert sender.put(b"m") == Sent.DONE
+        memory.record(trace)
+        self._trace = trace
         return sender, rung
 
-    def receiver(self, trace: Trace, posted: int) -> Any:
+    def receiver(self, trace: Trace, posted: int) -> ReceiveRing:
         """The receiving end, which has taken no message."""
+        receiver = ReceiveRing(1)
+        receiver.posted = posted
+        memory: Any = receiver.memory
+        memory.record(trace)
         self._trace = trace
-        receiver: Any = ReceiveRing.__new__(ReceiveRing)
-        receiver.words = Recorded(trace, self.variant)
-        receiver.head = Recorded(trace, self.variant, "HEAD")
-        receiver.armed = Recorded(trace, self.variant, "ARMED")
-        receiver.tail, receiver.posted, receiver.qp_num = 0, posted, 1
-        receiver.memory = type("Mapped", (), {"view": memoryview(b"")})
         return receiver
 
 
@@ -146,7 +176,7 @@ def publish(ends: Ends, model: Model) -> Iterator[bool]:
             receiver.take_untrusted(taken.append)
         return [(each[4], trace.load("data")) for each in taken]
 
-    initial = {"POSTED": 1, "slot 0": b"?", "data": "?"}
+    initial = {"POSTED": 1, "slot": b"?", "data": "?"}
     for _, taken in executions([send, receive], initial, model):
         yield taken in ([], [(b"m", "written")])
 
@@ -165,7 +195,7 @@ def reuse(ends: Ends, model: Model) -> Iterator[bool]:
         receiver.set_posted(2)
         return taken
 
-    initial = {"HEAD": 1, "POSTED": 1, "slot 0": b"m"}
+    initial = {"HEAD": 1, "POSTED": 1, "slot": b"m"}
     for _, taken in executions([send, receive], initial, model):
         yield taken == [b"m"]
 
@@ -179,11 +209,12 @@ def arm(ends: Ends, model: Model) -> Iterator[bool]:
         return bool(rung)
 
     def sleep(trace: Trace) -> bool:
+        receiver = ends.receiver(trace, posted=1)
         rnic = SoftRnic()
-        rnic._rings = (ends.receiver(trace, posted=1),)
+        rnic.replace_ring(receiver, receiver)
         return rnic.arm()
 
-    for rung, sleeps in executions([send, sleep], {"POSTED": 1, "slot 0": b"?"}, model):
+    for rung, sleeps in executions([send, sleep], {"POSTED": 1, "slot": b"?"}, model):
         yield rung or not sleeps
 
 
@@ -196,14 +227,14 @@ def post(ends: Ends, model: Model) -> Iterator[bool]:
     def receive(trace: Trace) -> bool:
         return bool(ends.receiver(trace, posted=2).set_posted(2))
 
-    initial = {"HEAD": 1, "POSTED": 1, "slot 0": b"m"}
+    initial = {"HEAD": 1, "POSTED": 1, "slot": b"m"}
     for waits, rings in executions([send, receive], initial, model):
         yield rings or not waits
 
 
 def close(ends: Ends, model: Model, armed: int = 0, word: int = CLOSED) -> Iterator[bool]:
     """A message that was reported as sent is taken by a receiver that ends."""
-    ends.slots = 0
+    ends.has_slot = False
 
     def send(trace: Trace) -> int:
         sender, _ = ends.sender(trace, head=0)

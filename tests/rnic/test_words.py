@@ -85,6 +85,33 @@ def test_memory_that_cannot_be_words() -> None:
         shared_words(memoryview(bytes(8)))[0] = 1
 
 
+THREADS = """
+import sys, threading
+from trio_smc.rnic.memory import PeerMemory
+from trio_smc.rnic.soft.ring import ReceiveRing, SendRing
+sys.setswitchinterval(1e-6)
+failed = []
+
+def send():
+    receiver = ReceiveRing(7)
+    sender = SendRing(PeerMemory(receiver.memory.fd, receiver.memory.size), lambda: None)
+    taken = []
+    try:
+        for number in range(30_000):
+            receiver.posted = number + 1
+            receiver.set_posted(number + 1)
+            if sender.put(b"m") or not receiver.take_untrusted(taken.append):
+                failed.append(number)
+    except BaseException as error:
+        failed.append(error)
+
+threads = [threading.Thread(target=send) for _ in range(3)]
+for each in threads: each.start()
+for each in threads: each.join()
+print(failed)
+"""
+
+
 def run(code: str, *arguments: str, **variables: str) -> str:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -103,6 +130,13 @@ def test_a_variant_that_does_not_work_is_refused(tmp_path: Path) -> None:
     refused = run(OPEN, str(tmp_path / "smc"), **{VARIABLE: "nothing"})
     assert "TRIO_SMC_WORDS=nothing does not work here: usable are " in refused
     assert run(OPEN, str(tmp_path / "smc"), **{VARIABLE: "socket"}) == ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("variant", ["x86-64", VARIANT])
+def test_threads_do_not_share_fences(variant: str) -> None:
+    """Each thread may have a stack of its own."""
+    assert run(THREADS, **{VARIABLE: variant}) == "[]"
 
 
 @pytest.mark.processes

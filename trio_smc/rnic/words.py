@@ -40,9 +40,10 @@ There are three variants, `VARIANT`:
 * ``native``: the C module ``_words`` has `Words` and `fence`, made with the compiler's atomics.
 * ``x86-64``: Python, on a processor that keeps stores in order, and loads in order.  There a
   memoryview's 8-byte load or store is one instruction, with acquire or release order.  Only a store
-  and a later load can change places.  To acquire and release a lock that is not contended executes
-  locked instructions, which are full fences, and so does a system call that takes a lock, such as
-  that of a doorbell.
+  and a later load can change places.  To acquire and release a lock that no other thread uses
+  executes locked instructions, which are full fences, and so does a system call that takes a lock,
+  such as that of a doorbell.  Each ring has a lock of its own for that, because a process can have
+  a stack in each of several threads.
 * ``socket``: every other processor, without the native module.  No message passes through a ring.
   It travels over the Unix socket of the queue pairs (`trio_smc.rnic.soft.packets`): send(2) and
   recv(2) order all memory.  HELD, progress words and RKeys need no order of their own.
@@ -70,10 +71,9 @@ __all__ = [
     "VARIANT",
     "Variant",
     "Words",
-    "acquire",
     "exchange",
     "fence",
-    "release",
+    "fence_lock",
     "shared_words",
     "why_unusable",
 ]
@@ -84,14 +84,20 @@ Words: TypeAlias = "memoryview[int] | _words.Words"
 VARIABLE: Final = "TRIO_SMC_WORDS"
 _MACHINES: Final = ("x86_64", "AMD64")
 
-_lock: Final = threading.Lock()  # never contended: all users run on the Trio thread
-# If an exception leaves the lock acquired, the next fence does not wait, and releases it.
-acquire: Final = _lock.acquire
-release: Final = _lock.release
+
+def fence_lock() -> tuple[Callable[[bool], object], Callable[[], object]]:
+    """The two calls that `fence` consists of without the native module, for one thread.
+
+    To call both, the first with False, takes less time than a Python function that does.  If an
+    exception leaves the lock acquired, the next fence does not wait, and releases it.
+    """
+    lock = threading.Lock()
+    return lock.acquire, lock.release
 
 
 def _lock_fence() -> None:
     """A full memory fence on x86-64, as the theory of operation explains."""
+    acquire, release = fence_lock()
     acquire(False)
     release()
 

@@ -40,7 +40,7 @@ from typing import Final
 
 from trio_smc.rnic.memory import Memory, PeerMemory
 from trio_smc.rnic.verbs import RECEIVE_SIZE, PlainCompletion, WcOpcode
-from trio_smc.rnic.words import VARIANT, Words, acquire, exchange, fence, release
+from trio_smc.rnic.words import VARIANT, Words, exchange, fence, fence_lock
 
 __all__ = [
     "CLOSED",
@@ -84,9 +84,6 @@ _unpack_slot = _SLOT.unpack_from
 _RECV: Final = int(WcOpcode.RECV)
 
 _uses_lock: Final = VARIANT != "native"
-# `fence` without the native module, inlined: a call of a Python function takes longer than both.
-_acquire: Final = acquire
-_release: Final = release
 
 
 def no_doorbell() -> None:
@@ -213,7 +210,8 @@ class SendRing:
     """
 
     __slots__ = (
-        "_doorbell", "_head", "_memory", "_on_failed_ring", "_view", "_words", "keys", "posted",
+        "_acquire", "_doorbell", "_head", "_memory", "_on_failed_ring", "_release", "_view",
+        "_words", "keys", "posted",
     )  # fmt: skip
 
     def __init__(
@@ -229,6 +227,7 @@ class SendRing:
         self._head = 0
         self._doorbell = doorbell
         self._on_failed_ring = on_failed_ring
+        self._acquire, self._release = fence_lock()
         self.keys: Words = memory.words(_KEYS_AT, KEYS * 8)
 
     def ring_doorbell(self) -> None:
@@ -255,8 +254,8 @@ class SendRing:
         self._head = head = head + 1
         words[_HEAD] = head
         if _uses_lock:
-            _acquire(False)
-            _release()
+            self._acquire(False)  # a fence
+            self._release()
         else:
             fence()
         if words[_ARMED]:
