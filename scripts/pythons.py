@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes[f"Python {version}"] = tested(python, PLACE / version, options.tests)
     for suite in options.suites:
         print(f"\n=== Debian {suite}", flush=True)
-        outcomes[f"Debian {suite}"] = tested_in_debian(suite, options.share, options.tests)
+        outcomes[f"Debian {suite}"] = tested_in_debian(suite, options.share, options.tests, None)
     code = _report(outcomes)
     if not found:
         print("no interpreter found")
@@ -151,7 +151,7 @@ def tested(python: Path, environment: Path, tests: Sequence[str]) -> bool:
 
 
 def tested_in_debian(
-    suite: str, shared: Sequence[Path], tests: Sequence[str], arch: str | None = None
+    suite: str, shared: Sequence[Path], tests: Sequence[str], arch: str | None
 ) -> bool:
     """Run the tests in a root directory of a suite, made on first use; True if they pass.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.peers import open_pair
-from tests.rnic.contract import MEMORY, End, connect, got, make_end, nothing_comes, until
+from tests.rnic.contract import MEMORY, PACKETS, End, connect, got, make_end, nothing_comes, until
 from tests.rnic.soft_peer import BURST, Peer, pause
 from tests.timing import PATIENCE
 from trio_smc.rnic.memory import PROGRESS_WORDS
@@ -33,9 +33,10 @@ def directory(runtime_directory: Path) -> Path:
     return runtime_directory / "smc"
 
 
-@pytest.fixture
-def rnic(directory: Path) -> Iterator[SoftRnic]:
+@pytest.fixture(params=PACKETS, ids=lambda packets: "packets" if packets else "rings")
+def rnic(directory: Path, request: pytest.FixtureRequest) -> Iterator[SoftRnic]:
     rnic = SoftRnic("soft0")
+    rnic.sends_packets = request.param
     rnic.open(directory)
     yield rnic
     rnic.close()

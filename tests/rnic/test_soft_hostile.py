@@ -21,7 +21,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rnic.contract import RECEIVES, End, connect, got, make_end, until, use_completion_fd
+from tests.rnic.contract import (
+    RECEIVES,
+    End,
+    connect,
+    got,
+    make_end,
+    needs_rings,
+    until,
+    use_completion_fd,
+)
 from tests.rnic.packets import receive
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
@@ -49,9 +58,10 @@ PSN = 3
 class Attacker:
     """Speaks the software RNIC's protocol by hand; a context manager."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, packets: bool = False) -> None:
         self.gid = bytes.fromhex("fd534d4352000000") + secrets.token_bytes(8)
         self.qp_num = 4711
+        self.packets = packets
         self.directory = Directory(path)
         self.name = f"rnic-{self.gid.hex()}"
         self.listener = self.directory.listen(self.name)
@@ -80,6 +90,7 @@ class Attacker:
 
     def hello(self, victim: End, *, qp_num: int | None = None) -> bytes:
         return Hello(
+            packets=self.packets,
             gid=self.gid,
             qp_num=self.qp_num if qp_num is None else qp_num,
             peer_qp_num=victim.qp.qp_num,
@@ -171,6 +182,7 @@ def unsealed(size: int) -> int:
 
 
 class TestHello:
+    @needs_rings
     def test_a_proper_one_is_accepted(self, attacker: Attacker, victim: End) -> None:
         sock = attacker.connect(victim)
         assert not ended(sock)
@@ -208,6 +220,7 @@ class TestHello:
         victim.rnic.service()
         assert ended(sock)
 
+    @needs_rings
     @pytest.mark.parametrize("bad", ["bell", "ring"])
     def test_a_bell_that_is_none(self, attacker: Attacker, victim: End, bad: str) -> None:
         """Neither a memfd for a bell nor a bell for a ring; all that came is closed again."""
@@ -565,6 +578,7 @@ class TestAnnouncements:
         memory.close()
 
 
+@needs_rings
 class TestRing:
     @pytest.mark.parametrize("head", [RECEIVES + 1, SLOTS * 2, 1 << 63, CLOSED])
     def test_more_messages_than_receives(self, attacker: Attacker, victim: End, head: int) -> None:

@@ -118,8 +118,8 @@ class SoftRnic(Rnic):
         "_events", "_handlers", "_has_many_rings", "_kept_open", "_make_qp", "_next_actions",
         "_only_doorbell", "_open", "_pds", "_peer_events", "_polls", "_qps", "_retries", "_rings",
         "_rkeys", "_self_wake", "accepting_later", "disconnected", "done", "faults", "gid",
-        "intake", "mac", "mtu", "name", "on_event", "port_active", "send_depth", "stalled",
-        "timed_waits",
+        "intake", "mac", "mtu", "name", "on_event", "port_active", "send_depth", "sends_packets",
+        "stalled", "timed_waits",
     )  # fmt: skip
 
     kind: Literal["software", "roce"] = "software"
@@ -142,6 +142,7 @@ class SoftRnic(Rnic):
         self.disconnected: list[PortUser] = []
         self.timed_waits: int = 0
         self.accepting_later: bool = False
+        self.sends_packets: bool = VARIANT == "socket"
         self._next_actions: dict[Callable[[], None], None] = {}
         self._retries: dict[Callable[[], None], None] = {}
         self._rings: tuple[ReceiveRing, ...] = ()  # polled: all that are not in interrupt mode

@@ -12,7 +12,9 @@ sender without a posted receive sends the message `Waiting`, and the receiver ri
 posted one.  There is nothing to arm: each packet makes the socket readable.
 
 A receiver that ends shuts the receiving direction of its socket down first, and then takes the last
-messages.  From then on send(2) fails at the sender, so each message that was sent is taken.
+messages.  From then on send(2) fails at the sender, so each message that was sent is taken.  Until
+the end each poll reads a bounded number of packets: a peer may send some, such as doorbells, faster
+than this side reads them.
 
 `PacketReceiver` and `PacketSender` have the interface of the two ends of a ring.
 """
@@ -81,7 +83,7 @@ class PacketReceiver(ReceiveRing):
       sockets: the queue pair's sockets.
     """
 
-    __slots__ = ("_arrived", "_count", "_sender_waits", "_sockets")
+    __slots__ = ("_arrived", "_count", "_ended", "_sender_waits", "_sockets")
 
     def __init__(self, ring: ReceiveRing, sockets: Sockets) -> None:
         self.memory = ring.memory
@@ -97,6 +99,7 @@ class PacketReceiver(ReceiveRing):
         self._arrived: deque[bytes] = deque()
         self._count = 0
         self._sender_waits = False
+        self._ended = False
         self.head = cast("Words", _Head(self))
 
     def read(self) -> int:
@@ -129,13 +132,14 @@ class PacketReceiver(ReceiveRing):
     def set_posted_finally(self, word: int) -> bool:
         self.words[POSTED] = word
         self._sockets.end_receiving()
+        self._ended = True
         return self._ends_wait(word)
 
     def take_untrusted(self, append: Callable[[PlainCompletion], None]) -> bool:
         sockets = self._sockets
         sockets.receive()
-        while sockets.has_unread and not sockets.lacks_resources:
-            sockets.receive()
+        while self._ended and sockets.has_unread and not sockets.lacks_resources:
+            sockets.receive()  # the peer cannot send any more
         arrived = self._arrived
         while arrived:
             self.tail += 1
@@ -170,14 +174,18 @@ class PacketSender(SendRing):
                 return Sent.GONE if posted >= PORT_DOWN else Sent.INVALID
             if self._waits_at == self._head:
                 return Sent.NOT_READY
-            sent = self._sockets.send_packet(Waiting())
+            sent = self._send(Waiting())
             if sent == Sent.DONE:
                 self._waits_at = self._head
                 return Sent.NOT_READY
             return sent
-        sent = self._sockets.send_packet(Send(data=data))
+        sent = self._send(Send(data=data))
         if sent == Sent.DONE:
             self._head += 1
-        elif sent == Sent.GONE and not self.is_closed():
-            return Sent.NOT_READY  # the process was killed; the next poll handles this end
         return sent
+
+    def _send(self, message: Message) -> int:
+        sent = self._sockets.send_packet(message)
+        # A peer that has closed its queue pair refuses packets, and so does the kernel for a
+        # process that was killed: that end is handled by the next poll.
+        return Sent.GONE if sent == Sent.NOT_READY and self.is_closed() else sent

@@ -43,7 +43,6 @@ from trio_smc.rnic.soft.packets import PacketReceiver, PacketSender
 from trio_smc.rnic.soft.port import Port, PortUser
 from trio_smc.rnic.soft.regions import PeerRegions
 from trio_smc.rnic.soft.ring import RING_SIZE, SendRing, Sent, no_doorbell
-from trio_smc.rnic.words import VARIANT
 
 __all__ = [
     "Peer",
@@ -195,7 +194,7 @@ class PeerSockets:
         """Send Hello to the peer; ``ring``: a descriptor of the receive ring."""
         doorbell = None
         sock = self._send_socket
-        if VARIANT != "socket" and sock is not None and is_same_user(sock):
+        if not self._rnic.sends_packets and sock is not None and is_same_user(sock):
             doorbell = self._doorbell = self._rnic.add_doorbell(self._on_doorbell)
         if doorbell is None:
             self.send(hello, (ring,))
@@ -281,9 +280,12 @@ class PeerSockets:
         return True
 
     def send_packet(self, message: Message) -> int:
-        """Send a message of the queue pair; return a value of `Sent`.
+        """Send a message of the queue pair without waiting.
 
-        If the socket has no room, the queue pair is pushed when there is some.
+        Returns:
+          `Sent.DONE`.  `Sent.NOT_READY`: the socket has no room, and the queue pair is pushed when
+          there is some; or the peer receives nothing any more, which the next poll handles.
+          `Sent.GONE`: there is no socket.
         """
         sock = self._send_socket
         if sock is None:
@@ -296,8 +298,8 @@ class PeerSockets:
         except OSError as problem:
             if is_peer_gone(problem):
                 self._rnic.disconnected.append(self._owner)
-                return Sent.GONE
-            self._rnic.retry_later(self._push_owner)
+            else:
+                self._rnic.retry_later(self._push_owner)
             return Sent.NOT_READY
         return Sent.DONE
 
@@ -405,7 +407,7 @@ class PeerSockets:
             # If this side has no doorbell pipe, it does not use the peer's either, to save the
             # descriptor.
             has_pipe = len(fds) > 1 and self._doorbell is not None
-            packets = hello.packets or VARIANT == "socket"
+            packets = hello.packets or self._rnic.sends_packets
             peer = Peer.map_untrusted(
                 self._rnic,
                 hello,

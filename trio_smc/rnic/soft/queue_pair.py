@@ -44,7 +44,7 @@ from trio_smc.rnic.verbs import (
     WcStatus,
     refusals,
 )
-from trio_smc.rnic.words import VARIANT, Words
+from trio_smc.rnic.words import Words
 
 __all__ = [
     "STALLED",
@@ -144,7 +144,7 @@ class SoftQueuePair(QueuePair):
                 qp_num=self.qp_num,
                 peer_qp_num=qp_num,
                 peer_psn=psn,
-                packets=VARIANT == "socket",
+                packets=self._rnic.sends_packets,
             )
             sockets.send_hello(hello, self.ring.memory.fd)
             self.ring.memory.close_descriptor()
@@ -460,6 +460,9 @@ class SoftQueuePair(QueuePair):
         """
         if self.state is _ERR:
             return False
+        if self._sockets.peer is None and self.state in (QpState.RTR, QpState.RTS):
+            # The peer's Hello may be unread, and messages behind it (`packets`).
+            self._rnic.poll_sockets()
         self.state = _ERR
         self._ready_peer = None
         ring = self.ring
