@@ -41,6 +41,7 @@ EMULATED_TESTS = (
     "tests/rnic", "tests/datapath", "tests/rendezvous/links", "tests/failover", "tests/e2e",
 )  # fmt: skip
 # Emulated processes take ten times as long as others.
+EMULATED_PYTEST = [".venv/bin/python", "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
 EMULATED_DEMO = "make demo ARGS='--mib 4 --rounds 1'"
 EMULATED_TIMES = {"TRIO_SMC_PATIENCE": "200", "PYTEST_TIMEOUT": "600"}
 VERSION_CODE = (
@@ -190,8 +191,9 @@ def emulated_commands(tests: Sequence[str]) -> list[str]:
     """Shell commands that run the demo and tests of an emulated processor, for each variant."""
     settings = {"TRIO_SMC_NATIVE": "1", **EMULATED_TIMES}
     commands = [f"export {name}={value}" for name, value in settings.items()]
+    commands.append("make ready-dev")
     for variant in VARIANTS:
-        test = _make_test(tests or EMULATED_TESTS)
+        test = shlex.join([*EMULATED_PYTEST, *(tests or EMULATED_TESTS)])
         commands += [f"export TRIO_SMC_WORDS={variant}", EMULATED_DEMO, test]
     return commands
 
@@ -225,8 +227,17 @@ def made_in(root: Path, shared: Sequence[Path], commands: Sequence[str]) -> bool
 
 
 def copy_tree(tree: Path) -> None:
-    """Copy the project's files into a repository of their own: some tests call git."""
-    shutil.rmtree(tree, ignore_errors=True)
+    """Copy the project's files into a repository of their own: some tests call git.
+
+    An environment that is there stays; `scripts.bootstrap` renews it if it is out of date.
+    """
+    tree.mkdir(parents=True, exist_ok=True)
+    for each in tree.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            if each.name != ".venv":
+                shutil.rmtree(each)
+        else:
+            each.unlink()
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):

@@ -25,8 +25,8 @@ HOWS = (
 )  # fmt: skip
 
 
-SENDS = 500 if trio_smc.SoftRnic.variant == "socket" else 1400
-"""More messages than a Unix socket or a ring takes, and fewer than that and a send queue."""
+SENDS = 1400
+"""More messages than a ring or a Unix socket takes, and fewer than that and a send queue."""
 
 
 class Server:

@@ -72,6 +72,9 @@ _GID_PREFIX: Final = bytes.fromhex("fd534d4352000000")
 """A unique local address (RFC 4193): fd, and the letters "SMCR"."""
 _SEND_DEPTH: Final = 1024
 """Requests that can wait in a send queue.  Chosen: as many as a ring has slots."""
+_PACKET_SEND_DEPTH: Final = 3 * _SEND_DEPTH
+"""The same without rings.  Chosen, so that ring or socket and send queue together take as many
+messages: a Unix socket has room for fewer than 300 (net.core.wmem_default)."""
 _EVENTS_AT_ONCE: Final = 64
 """Events of one call of epoll_wait(2).  Chosen; no measurement is recorded."""
 _MAX_ROUNDS: Final = 16
@@ -135,7 +138,7 @@ class SoftRnic(Rnic):
         self.mac: bytes = bytes(6)
         self.mtu = 5
         self.port_active: bool = False
-        self.send_depth = _SEND_DEPTH
+        self.send_depth = _SEND_DEPTH if VARIANT != "socket" else _PACKET_SEND_DEPTH
         self.on_event: Callable[[RnicEvent], None] | None = None
         self.done: list[PlainCompletion] = []
         self.stalled: dict[Stalled, None] = {}
