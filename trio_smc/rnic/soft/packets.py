@@ -144,7 +144,8 @@ class PacketReceiver(ReceiveRing):
         while arrived:
             self.tail += 1
             append((self.qp_num, _RECV, 0, 0, arrived.popleft()))
-        return not sockets.lacks_resources
+        # False only at the end: some messages could not be read.
+        return not (self._ended and sockets.lacks_resources)
 
 
 class PacketSender(SendRing):

@@ -54,6 +54,9 @@ _ENDED: Final = select.EPOLLHUP | select.EPOLLERR
 _NO_WAIT: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MAX_PENDING: Final = 4
 """Hellos that one queue pair keeps until it goes to RTR.  Chosen: only the peer's is needed."""
+_MAX_POSTPONED: Final = 8
+"""Messages with descriptors that are kept while this process lacks resources.  Chosen: a peer has
+few regions before its first message."""
 _MAX_RECEIVED: Final = 64
 """Messages of one peer that are handled in one call.  Chosen; no measurement is recorded."""
 
@@ -163,8 +166,8 @@ class PeerSockets:
         self.unsent: deque[tuple[Message, list[int]]] = deque()
         self.has_unread: bool = False
         self.lacks_resources: bool = False
-        # A message that was read, but not handled for lack of resources.
-        self._postponed: tuple[Message, list[int]] | None = None
+        # Messages that were read, but not handled for lack of resources.
+        self._postponed: deque[tuple[Message, list[int]]] = deque()
         self._rnic = rnic
         self._owner = owner
         self._send_socket: socket.socket | None = None
@@ -326,8 +329,8 @@ class PeerSockets:
             message: Message | None = None
             fds: list[int] = []
             try:
-                if self._postponed is not None:
-                    (message, fds), self._postponed = self._postponed, None
+                if self._postponed:
+                    message, fds = self._postponed.popleft()
                 else:
                     packet = intake.receive(sock)
                     if packet is None:
@@ -345,14 +348,49 @@ class PeerSockets:
                 return
             except OSError:
                 if message is not None:
-                    self._postponed = message, fds
+                    self._postponed.appendleft((message, fds))
                 self._wait_for_resources()
+                self._receive_packets(sock)
                 return
             intake.close_fds(fds, sock, mapped=isinstance(message, Register))
             if self._is_short_of_resources():
+                self._receive_packets(sock)
                 return
         self.has_unread = True
         self._rnic.call_at_service(self._receive_more)
+
+    def _receive_packets(self, sock: socket.socket) -> None:
+        """Read the messages behind one that waits for resources, as from a ring.
+
+        By them the peer finds out that this side cannot reach it (`QueuePair.can_reach`).
+        """
+        if not isinstance(self._owner.ring, PacketReceiver):
+            return
+        intake = self._rnic.intake
+        for _ in range(_MAX_RECEIVED):
+            if len(self._postponed) >= _MAX_POSTPONED:
+                return
+            try:
+                packet = intake.receive(sock)
+            except OSError:
+                return
+            if packet is None:
+                return
+            data, fds = packet
+            try:
+                if not data:
+                    raise ProtocolError("the peer's queue pair has ended")
+                if data == DOORBELL:
+                    continue
+                message = decode_untrusted(data, len(fds))
+                if isinstance(message, Send | Waiting):
+                    self._on_packet_untrusted(message)
+                else:
+                    self._postponed.append((message, fds))
+            except ProtocolError:
+                intake.close_fds(fds, sock)
+                self._rnic.disconnected.append(self._owner)
+                return
 
     def _wait_for_resources(self) -> None:
         """Stop reading, and retry soon."""
@@ -424,6 +462,8 @@ class PeerSockets:
                 intake.discard(sock)
             return
         except OSError:
+            if packets:
+                self._owner.receive_packets()
             self._keep_for_retry(hello, sock, fds)
             return
         if sock is not self._send_socket:
@@ -462,9 +502,9 @@ class PeerSockets:
             self._rnic.close_peer_socket(self._receive_socket, quietly=quietly)
         self._send_socket = self._receive_socket = None
         self.lacks_resources = False
-        if self._postponed is not None:
-            intake.close_fds(self._postponed[1])
-            self._postponed = None
+        for _, kept in self._postponed:
+            intake.close_fds(kept)
+        self._postponed.clear()
         if self._doorbell is not None:
             self._rnic.remove_doorbell(self._doorbell)
             self._doorbell = None
