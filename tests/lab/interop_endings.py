@@ -72,8 +72,10 @@ async def abort(world: World) -> None:
             world.log(f"{role}: our abort is {error} at the kernel")
 
             both = await connect(stack)
-            # Data that the kernel's program has not read makes its close an abort (CDC 0x20).
+            # Data that the kernel's program has not read makes its close an abort (CDC 0x20).  The
+            # kernel has to know of the data first: the command to close takes another way.
             await both.stream.send_all(b"unread")
+            await both.there("arrived", count=len(b"unread"))
             await both.there("close")
             with trio.fail_after(PATIENCE):
                 try:

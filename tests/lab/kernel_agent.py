@@ -105,12 +105,16 @@ class Agent:
             got += len(data)
         return [got, digest.hexdigest(), time.monotonic() - start]
 
+    def arrived(self, number: int, count: int) -> None:
+        """Wait until at least so many bytes have arrived, and leave them unread."""
+        while _waiting(self._sockets[number]) < count:
+            time.sleep(0.001)
+
     def receive_full(self, number: int, count: int, ring: int) -> Any:
         """Receive so many bytes, but only when no more fit into the ring of so many bytes."""
         sock, digest, got = self._sockets[number], hashlib.sha256(), 0
         while got < count:
-            while _waiting(sock) < min(ring, count - got):
-                time.sleep(0.001)
+            self.arrived(number, min(ring, count - got))
             data = sock.recv(ring)
             digest.update(data)
             got += len(data)

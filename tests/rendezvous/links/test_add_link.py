@@ -349,6 +349,27 @@ def test_a_client_that_notified_and_then_rejects_gets_another_offer(
         assert server.group.kind == client.group.kind == "asymmetric"
 
 
+@pytest.mark.parametrize("tries", [1, 3])
+def test_a_server_without_queue_pairs_offers_a_link_when_it_has_one(tries: int) -> None:
+    """3.5.5.1.2, C.8: a client notifies of an RNIC once, so the server has to try again itself."""
+    with World() as world:
+        client, server = world.side(rnics=2), world.side(rnics=2)
+        client.rnics[1].port_down()
+        world.connect(client, server)
+        assert server.group.kind == client.group.kind == "asymmetric"
+        for rnic in server.rnics:
+            rnic.most_qps = 0
+        client.rnics[1].port_up()
+        world.settle()
+        for retry in range(tries):
+            assert server.group.kind == client.group.kind == "asymmetric"
+            if retry + 1 == tries:
+                for rnic in server.rnics:
+                    rnic.most_qps = None
+            world.pass_time(10.0 * 2**retry)
+        assert server.group.kind == client.group.kind == "symmetric"
+
+
 # --- lost messages --------------------------------------------------------------------------------
 
 

@@ -88,10 +88,16 @@ class LinkAdding:
         rnic = None
         if self._setup.max_links > 1:
             rnic = server_rnic(group.links, group.usable_rnics(), self._setup.max_links, news=news)
-        if carrier is None or rnic is None or not self._make(group.links.next_number(), rnic):
+        if carrier is None or rnic is None:
             self._answer_request()
             if self._setup.max_links > 1:
                 demand.retry_later()
+            return False
+        if not self._make(group.links.next_number(), rnic):
+            # The lack may be temporary, and a client notifies its server of an RNIC only once: try
+            # again even if the group has redundancy, for a link on one more RNIC was possible.
+            self._answer_request()
+            demand.retry_failed()
             return False
         self._offer(carrier, rnic)
         self._exchange.begin("add_link", carrier)
