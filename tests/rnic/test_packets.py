@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +18,7 @@ import pytest
 
 from tests.rnic.contract import RECEIVES, End, got, make_end, nothing_comes, until
 from tests.rnic.packets import receive
-from tests.rnic.test_soft_hostile import ARMED, HEAD, POSTED, Attacker, ended, state
+from tests.rnic.test_soft_hostile import ARMED, HEAD, KEY_PAGE, POSTED, Attacker, ended, state
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.soft.messages import DOORBELL, Hello, Register, Revoke, Send, Waiting, close_all
@@ -290,6 +292,37 @@ def test_the_last_messages_of_a_peer_that_ends(
     until(lambda: state(victim.qp) is QpState.ERR, victim)
     assert victim.received == [b"%d" % number for number in range(RECEIVES)]
     assert victim.qp.received_all is not closed
+
+
+@pytest.mark.parametrize("regions", [1, 3, 20])
+def test_messages_behind_a_region_that_cannot_be_mapped(
+    attacker: Attacker, victim: End, monkeypatch: pytest.MonkeyPatch, regions: int
+) -> None:
+    """They arrive, as in a ring, unless there are too many regions before them."""
+    sock = attacker.connect(victim)
+    memory = Memory(4096)
+    for number in range(1, regions + 1):
+        struct.pack_into("=Q", attacker.ring.view, KEY_PAGE + number * 8, number)
+
+    def failing(fd: int, size: int) -> None:
+        raise OSError(errno.ENOMEM, "injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trio_smc.rnic.memory._mapped", failing)
+        for number in range(1, regions + 1):
+            packet = Register(rkey=number, slot=number, address=4096, length=4096).encode()
+            socket.send_fds(sock, [packet], [memory.fd])
+        sock.send(Send(data=b"behind").encode())
+        if regions < 8:
+            until(got(victim, 1), victim)
+        else:
+            nothing_comes(victim)
+        assert victim.qp.lacks_resources()
+        assert not victim.qp.can_reach(1)
+    until(lambda: victim.qp.can_reach(regions), victim)
+    until(got(victim, 1), victim)
+    assert victim.received == [b"behind"]
+    memory.close()
 
 
 def test_random_packets(attacker: Attacker, rnic: SoftRnic, rng: random.Random) -> None:
