@@ -198,7 +198,7 @@ def test_one_poll_reads_a_bounded_number_of_packets(
 
 
 def test_a_socket_that_is_full(attacker: Attacker, victim: End) -> None:
-    """What has no room is sent when there is some, in order, and this side never waits."""
+    """Messages without room are sent later, in order, and this side never waits."""
     attacker.connect(victim)
     begun = time.monotonic()
     for number in range(1, SLOTS + 1):
