@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CASES ?= 50000
-JOBS ?= 2
+JOBS ?= 3
 SEED ?=
 TIME ?= 600
 QUICK := $(addprefix tests/,wire states datapath rendezvous/links failover rnic)
@@ -13,7 +13,7 @@ QUICK := $(addprefix tests/,wire states datapath rendezvous/links failover rnic)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example quick test where test-compiled pythons programs wheels interop lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
+.PHONY: help demo example quick test where test-compiled pythons programs wheels interop conform conform-mutants lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
@@ -28,6 +28,8 @@ help:
 	@echo 'make wheels     what is published, in dist: sdist, pure wheel, compiled wheels, all tried'
 	@echo 'make interop    the Linux kernel as peer, in QEMU guests: about twenty minutes, Debian only'
 	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short, --programs or --proxy'
+	@echo 'make conform    judge trio_smc by its conformance suite, as server and client: a minute'
+	@echo 'make conform-mutants  trio_smc with one fault each: the suite must notice every one'
 	@echo 'make lint       ruff, the import rules between rooms, counts that may only fall'
 	@echo 'make types      mypy --strict'
 	@echo 'make states     write the state diagrams and tables into docs/states'
@@ -93,6 +95,12 @@ interop: ready-dev
 
 bench: ready-bench
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+conform: ready-dev
+	@$(BIN)/python -m scripts.conform $(ARGS)
+
+conform-mutants: ready-dev
+	@$(BIN)/python -m scripts.conform_mutants $(ARGS)
 
 lint: ready-dev
 	@failed=0; $(BIN)/ruff check . || failed=1; \

@@ -34,13 +34,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import limits, plot, report, unmodified
+from benchmarks import limits, machines, plot, report, unmodified
 from benchmarks.processes import Failed, Worker
 from benchmarks.transports import BASE, PROXIED, TRANSPORTS, WAKES
 from benchmarks.workloads import WORKLOADS
 
-BASELINE = Path(__file__).with_name("baseline.json")
-PROGRAMS_BASELINE = Path(__file__).with_name("programs.json")
 CLIENT_CORE, SERVER_CORE = 0, 1
 
 
@@ -107,9 +105,7 @@ def measure(
     }, right
 
 
-def parse() -> argparse.Namespace:
-    """Return the command line's settings, with those of --short filled in."""
-    two_cores = len(os.sched_getaffinity(0)) > 1
+def _parser() -> argparse.ArgumentParser:
     known = [*TRANSPORTS, *limits.NAMES]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="compare SMC-R with plain Trio TCP and others"
@@ -132,17 +128,41 @@ def parse() -> argparse.Namespace:
     option("--both", action="store_true", help="run everything pinned and not pinned")
     option("--json", type=Path, help="write ratios and all numbers to this file")
     option("--plot", type=Path, help="draw the ratios into this file (.svg or .png)")
-    option("--baseline", type=Path, help="ratios to print beside these")
+    option("--machine", action="store_true", help=f"write the ratios into {machines.DIRECTORY}")
+    option(
+        "--baseline",
+        type=Path,
+        help="a file of --json with ratios to print beside these; default: those of the machine "
+        "with the same processor",
+    )
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.programs and (arguments.transports is not None or arguments.proxy):
+        parser.error("--programs are compared over tcp and under trio-smc run")
+    if arguments.compiled is not None and not arguments.programs:
+        parser.error("--compiled is for --programs")
+    if arguments.machine and arguments.proxy:
+        parser.error("--machine is for transports and programs")
+    if arguments.baseline is not None:
+        try:
+            arguments.earlier = report.load_ratios(arguments.baseline)
+        except (OSError, ValueError) as problem:
+            parser.error(f"--baseline {arguments.baseline}: {problem}")
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line's settings, with those of --short filled in."""
+    two_cores = len(os.sched_getaffinity(0)) > 1
+    known = [*TRANSPORTS, *limits.NAMES]
+    parser = _parser()
     arguments = parser.parse_args()
     short, programs = arguments.short, arguments.programs
-    if programs and (arguments.transports is not None or arguments.proxy):
-        parser.error("--programs are compared over tcp and under trio-smc run")
-    if arguments.compiled is not None and not programs:
-        parser.error("--compiled is for --programs")
+    _check(parser, arguments)
     arguments.runs = arguments.runs or (5 if programs and not short else 1)
     arguments.rounds = arguments.rounds or (3 if programs or short else 9)
     arguments.seconds = arguments.seconds or (0.2 if programs or short else 0.7)
-    arguments.baseline = arguments.baseline or (PROGRAMS_BASELINE if programs else BASELINE)
     if arguments.pin is None:
         arguments.pin = two_cores and not (programs or arguments.proxy)
     if arguments.proxy:
@@ -161,10 +181,6 @@ def parse() -> argparse.Namespace:
             parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(all_of)}")
     if BASE not in arguments.transports:
         parser.error(f"--transports needs {BASE}, which ratios are relative to")
-    try:
-        arguments.earlier = report.load_ratios(arguments.baseline)
-    except (OSError, ValueError) as problem:
-        parser.error(f"--baseline {arguments.baseline}: {problem}")
     return arguments
 
 
@@ -174,6 +190,11 @@ def installed(names: list[str]) -> list[str]:
         print("uvloop is not installed (pip install trio-smc[bench]): left out", file=sys.stderr)
         return [name for name in names if name != "uvloop"]
     return names
+
+
+def kind_of(arguments: argparse.Namespace) -> machines.Kind:
+    """The kind of measurement, as `benchmarks.machines` names it."""
+    return "programs" if arguments.programs else "transports"
 
 
 def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison, bool]:
@@ -208,14 +229,19 @@ def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison
             load=load,
         ),
     )
-    print(report.text_of(report.rows(comparison, arguments.earlier)))
+    if arguments.baseline is None:
+        before, note = machines.earlier(kind_of(arguments), pinned=pin)
+    else:
+        before, note = arguments.earlier, f"before: {arguments.baseline}"
+    print(report.text_of(report.rows(comparison, before)))
+    print(note)
     print(
         f"ratio above 1: better than {BASE}. {arguments.runs} x {arguments.rounds} interleaved "
         f"rounds of {arguments.seconds} s, {'pinned' if pin else 'not pinned'}, "
         f"load before {load}, {time.monotonic() - start:.0f} s in all"
     )
-    if worse := report.worse(comparison, arguments.earlier):
-        print("WORSE than ever in the baseline's runs: " + "; ".join(worse))
+    if worse := report.worse(comparison, before):
+        print("WORSE than ever in the earlier runs: " + "; ".join(worse))
     return comparison, right
 
 
@@ -235,6 +261,8 @@ def main() -> int:
         return 1
     if arguments.json:
         report.save(arguments.json, comparisons)
+    if arguments.machine:
+        print(machines.save(kind_of(arguments), comparisons))
     if arguments.plot:
         (plot.programs if arguments.programs else plot.ratios)(arguments.plot, comparisons)
     return 0 if right else 1

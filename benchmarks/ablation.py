@@ -1,10 +1,10 @@
-"""Measure what each heuristic of waiting gains: `python -m benchmarks.ablation`.
+"""Measure what each heuristic gains: `python -m benchmarks.ablation`.
 
-Every variant is a copy of the package in which one heuristic is switched off.  The unmodified
-programs of `benchmarks.unmodified` run under `trio-smc run` of each copy, in the same rounds, so
-that a disturbance of the machine affects all of them.  A ratio above 1 means that the program is
-faster without the heuristic.  A heuristic stays if at least one row is slower without it by 3 % and
-by more than the spread of that row (docs/decisions.md has the table).
+Every variant is a copy of the package in which one heuristic is switched off, or a number has
+another value.  The unmodified programs of `benchmarks.unmodified` run under `trio-smc run` of each
+copy, in the same rounds, so that a disturbance of the machine affects all of them.  A ratio above 1
+means that the program is faster without the heuristic.  A heuristic stays if at least one row is
+slower without it by 3 % and by more than the spread of that row (docs/decisions.md has the table).
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Edit:
 _ACCEPT: Final = "AcceptSpin(_ACCEPT_SPINS * config.spin)"
 _DISCOURAGED: Final = "if not self.discouraged:\n            return True"
 _BACKOFF: Final = "if self._yield_backoff:\n            self._yield_backoff -= 1"
+_ANNOUNCE: Final = "_MAX_UNANNOUNCED = 64 * 1024"
+_RING: Final = "_SOFTWARE_RECEIVE_BUFFER = 4 << 20"
 _NO_BUSY_SOLO: Final = Edit("rnic/solo.py", "return reads >= _MIN_READS and", "return False and")
 
 VARIANTS: Final = {
@@ -78,6 +80,21 @@ VARIANTS: Final = {
     "no spin in accept": [
         Edit("connecting/listener.py", _ACCEPT, "AcceptSpin(0.0)"),
     ],
+    "deferred while the peer sleeps": [
+        Edit("datapath/sender.py", "asleep = messenger.peer_asleep[0]", "asleep = 0"),
+    ],
+    **{
+        f"announces {size} KiB": [
+            Edit("datapath/sender.py", _ANNOUNCE, f"_MAX_UNANNOUNCED = {size} * 1024")
+        ]
+        for size in (16, 32, 128, 256, 2048)
+    },
+    **{
+        f"ring of {size} KiB": [
+            Edit("config/config.py", _RING, f"_SOFTWARE_RECEIVE_BUFFER = {size} << 10")
+        ]
+        for size in (512, 1024, 2048, 8192)
+    },
 }  # fmt: skip
 
 

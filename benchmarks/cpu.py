@@ -119,7 +119,7 @@ async def measure(name: str, repetitions: int) -> list[float]:
 def main() -> None:
     """Print a table: a line for each measure, a column for each transport."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
-    parser.add_argument("--transports", default=f"{BASE},smc-r,smc-r-amortised")
+    parser.add_argument("--transports", default=f"{BASE},smc-r,smc-r-strict")
     parser.add_argument("--repetitions", type=int, default=_REPETITIONS)
     arguments = parser.parse_args()
     names = arguments.transports.split(",")

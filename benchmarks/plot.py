@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.report import Comparison
 
-__all__ = ["curves", "programs", "ratios"]
+__all__ = ["curves", "programs", "ranges", "ratios"]
 
 # The same numbers give the same file.
 _SETTINGS: Any = {"svg.hashsalt": "trio_smc", "svg.fonttype": "none", "font.size": 9}
@@ -112,6 +112,38 @@ def programs(path: Path, comparisons: Sequence[Comparison]) -> None:
         pinned = "on a core each" if comparison.about["pinned"] else "where the scheduler puts them"
         axis.set_title(f"{bars[0][0]}, times better than {comparison.base}\nprocesses {pinned}")
         axis.legend(loc="lower right", fontsize=7)
+    _save(figure, path)
+
+
+def ranges(
+    path: Path,
+    title: str,
+    names: Sequence[str],
+    bars: Mapping[str, Mapping[str, Sequence[float]]],
+) -> None:
+    """Draw ratios with their ranges: a bar for each label of ``bars`` beside each name.
+
+    Args:
+      bars: for each label the median, the least and the most of some names.
+    """
+    names = [name for name in names if any(name in values for values in bars.values())]
+    thickness = 0.85 / max(1, len(bars))
+    figure, axes = _figure(7, 1.3 + max(0.36, 0.09 * len(bars)) * len(names), 1, 1)
+    axis = axes[0][0]
+    for row, (label, values) in enumerate(bars.items()):
+        known = [name for name in names if name in values]
+        places = [names.index(name) + (row + 0.5) * thickness for name in known]
+        _bars(axis, places, [values[name] for name in known], thickness, label)
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_xscale("log")
+    axis.set_xticks([0.25, 0.5, 1, 2, 4, 8])
+    axis.set_xticklabels(["¼", "½", "1", "2", "4", "8"])
+    axis.minorticks_off()
+    axis.set_yticks([place + 0.42 for place in range(len(names))])
+    axis.set_yticklabels(names)
+    axis.set_ylim(len(names), -0.3)
+    axis.set_title(f"{title}: times better than TCP")
+    axis.legend(loc="lower right", fontsize=7)
     _save(figure, path)
 
 

@@ -79,7 +79,7 @@ async def profile_program(name: str, directory: Path, seconds: float) -> pstats.
     async with trio.open_nursery() as nursery:
         ports = await nursery.start(module.serve, directory)
         await trio.testing.wait_all_tasks_blocked()  # until its listeners are published
-        server = Server(ports=ports, pid=os.getpid(), directory=directory)
+        server = Server(ports=ports, pids=[os.getpid()], directory=directory)
         workload = partial(module.WORKLOADS[name], server, seconds)
         await workload()
         profiler.enable()

@@ -93,7 +93,8 @@ async def _connect_unix(name: str) -> trio.abc.HalfCloseableStream:
 
 def _smc(**settings: Any) -> Transport:
     def scope() -> AbstractAsyncContextManager[object]:
-        return trio_smc.open_stack(trio_smc.Config(**settings))
+        # Otherwise the connections of "opening", "short-1" and "short-10" would become TCP.
+        return trio_smc.open_stack(trio_smc.Config(learn_short=False, **settings))
 
     return Transport(connect=_connect_smc, serve=partial(_serve, trio_smc.serve), scope=scope)
 
@@ -193,8 +194,8 @@ TRANSPORTS = {
     "uvloop": _asyncio("uvloop"),
     "smc-r": _smc(),
     "smc-r-nospin": _smc(spin=0.0),
-    "smc-r-amortised": _smc(checkpoints="amortised"),
-    "smc-r-amortised-nospin": _smc(checkpoints="amortised", spin=0.0),
+    "smc-r-strict": _smc(checkpoints="strict"),
+    "smc-r-strict-nospin": _smc(checkpoints="strict", spin=0.0),
     "limit-messages": Transport(
         connect=partial(messages.connect, HOST),
         serve=partial(messages.serve, HOST),

@@ -79,6 +79,15 @@ WORKLOADS: Final = {
     "http2": _workload("web", "JSON over HTTP/2 and TLS", "µs"),
     "download": _workload("web", "download of 256 MiB", "MiB/s"),
     "upload": _workload("web", "upload of 256 MiB", "MiB/s"),
+    "file": _workload("files", "file of 256 MiB, read and sent", "MiB/s"),
+    "file-write": _workload("files", "file of 256 MiB, received and written", "MiB/s"),
+    "file-hash": _workload("files", "file of 256 MiB, received and hashed", "MiB/s"),
+    "proxy": _workload("files", "file of 256 MiB through a copying proxy", "MiB/s"),
+    "arrays": _workload("messages", "numpy arrays of 1 MiB, made anew", "MiB/s"),
+    "pickles": _workload("messages", "pickles of 1 to 100 KiB", "µs"),
+    "answers": _workload("messages", "requests with answers of 10 KiB", "µs"),
+    "chat": _workload("messages", "chat with 20 clients, lines read", "1/s"),
+    "queue": _workload("jobs", "queue with 8 worker processes, jobs", "1/s"),
     "short": _workload("plain", "connection with one request", "µs"),
     "short-learned": _workload(
         "plain", "connection with one request, learned to be short", "µs", under=(*_COMMAND, "--")

@@ -292,7 +292,7 @@ async def main(
     devices = tuple(
         SoftRnic(f"{role}-{index}", faults=FaultPlan(rng.getrandbits(32))) for index in range(rnics)
     )
-    config = Config(rnics=devices, **settings)
+    config = Config(rnics=devices, learn_short=False, **settings)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
         recollection = Recollection()
         if log is None:

@@ -126,6 +126,7 @@ def report(events: list[dict[str, Any]], sha256: str, mib: int) -> bool:
         print(
             f"mode        {event['mode']}" + (f": {event['fallback']}" if event["fallback"] else "")
         )
+    print(f"build       {', '.join(sorted({event['build'] for event in modes}))}")
     same = sum(event["sha256"] == sha256 for event in results)
     print(f"SHA-256     {sha256}\n            {same} of {len(results)} copies have it\n")
     print(f"{'':30}{'SMC-R':>8}{'TCP':>8}         SMC-R is better")

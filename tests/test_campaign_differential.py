@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.campaigns._defects import DEFECTS
 from tests.campaigns._listed_differences import LISTED
 from tests.campaigns._programs import Program
-from tests.campaigns.differential import Comparison, Transport
+from tests.campaigns.differential import SLOW_SHARE, Comparison, Transport
 from trio_smc.datapath.connection import Connection
 from trio_smc.sockets.drop_in import OverSmc
 from trio_smc.streams.rdma_stream import RdmaStream
@@ -18,6 +20,8 @@ from trio_smc.streams.rdma_stream import RdmaStream
 pytestmark = [pytest.mark.calculates, pytest.mark.processes]
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "programs.md"
+MOST_PROGRAMS = 500
+"""Programs within which a defect has to be noticed."""
 Compare = Callable[..., Comparison]
 
 
@@ -70,6 +74,24 @@ def test_each_listed_difference_is_so_and_has_a_row_in_the_documentation(
         assert each.name in document
 
 
+def test_defects_are_noticed(
+    compare: Compare, seed: int, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of the defects, or all: each one takes 5 to 60 seconds."""
+    names = random.Random(seed).sample(list(DEFECTS), len(DEFECTS) if full else 3)
+    unnoticed = []
+    for name in names:
+        defect = DEFECTS[name]
+        most = MOST_PROGRAMS * (1 if defect.batch == 0 else SLOW_SHARE)
+        comparison = compare()
+        with monkeypatch.context() as patch:
+            patch.setattr(defect.owner, defect.attribute, defect.replacement)
+            comparison.batch(defect.batch, seed, most, most=1, shrink=False)
+        if not comparison.result.differences:
+            unnoticed.append(name)
+    assert not unnoticed
+
+
 _recv = OverSmc.recv
 
 
@@ -88,7 +110,7 @@ def _aborts(self: Connection) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "results"),
     [
-        (OverSmc, "recv", _loses_a_byte, ["read 999", "peeked 999", "wrong bytes"]),
+        (OverSmc, "recv", _loses_a_byte, ["read 999", "peeked 999", "received 999", "wrong bytes"]),
         (RdmaStream, "shut_down_writing", _no_end, ["cancelled"]),
         pytest.param(Connection, "close", _aborts, ["ECONNRESET"], marks=pytest.mark.pure),
     ],

@@ -32,8 +32,8 @@ def test_the_file_that_is_about_the_module_comes_first(
 @pytest.mark.parametrize(
     ("module", "among"),
     [
-        # Only a model of the connection imports it; the tests say `pair.b.receiver`.
-        ("datapath/receiver.py", "tests/datapath/test_connection_data.py"),
+        # Only a model of the connection imports it; the tests say `pair.b.messenger`.
+        ("datapath/messenger.py", "tests/datapath/test_connection_data.py"),
         # No test imports or names it; `wire/llc.py` does.
         ("wire/layout.py", "tests/wire/test_llc.py"),
     ],

@@ -1,10 +1,13 @@
 """The common parts of these programs: server process, client process, timing.
 
-`python -m benchmarks.programs.NAME serve DIRECTORY` prints its ports and its PID, and serves until
+`python -m benchmarks.programs.NAME serve DIRECTORY` prints its ports and its PIDs, and serves until
 its standard input ends.  `... client DIRECTORY SERVER` takes that line as SERVER, prints its PID
 when it is ready, reads a JSON object {"workload", "seconds"} per line and answers {"values"} or
-{"error"}.  The values are a time or a rate, and the processor time of both ends.  The directory
+{"error"}.  The values are a time or a rate, and the processor time of all processes.  The directory
 holds certificates for 127.0.0.1: ca.pem and server.pem.
+
+Some servers need more processes, which they start with `start_helper`: `... helper DIRECTORY PORTS`
+runs the function that the program gave to `main`, until its standard input ends.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import json
 import os
 import ssl
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,9 +39,11 @@ __all__ = [
     "client_context",
     "main",
     "move",
+    "rate",
     "request_concurrently",
     "request_in_turn",
     "server_context",
+    "start_helper",
 ]
 
 HOST = "127.0.0.1"
@@ -50,6 +57,7 @@ _MIB = 1 << 20
 
 Request = Callable[[], Awaitable[object]]
 Move = Callable[[], Awaitable[int]]
+Units = Callable[[float], Awaitable[int]]
 Ports = dict[str, int]
 
 
@@ -58,17 +66,19 @@ class Server:
     """A client's description of its server."""
 
     ports: Ports
-    pid: int
+    pids: Sequence[int]
     directory: Path
 
     def processor_time(self) -> int:
-        """Nanoseconds of processor time that this process and the server's have used."""
+        """Nanoseconds of processor time that this process and those of the server have used."""
         # The clock of another process: MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED) of Linux.
-        return time.process_time_ns() + time.clock_gettime_ns(~self.pid << 3 | 2)
+        others = (time.clock_gettime_ns(~pid << 3 | 2) for pid in self.pids)
+        return time.process_time_ns() + sum(others)
 
 
 Workload = Callable[[Server, float], Awaitable[tuple[float, float]]]
 Serve = Callable[..., Awaitable[None]]
+_helpers: list[int] = []  # PIDs
 
 
 def server_context(directory: Path) -> ssl.SSLContext:
@@ -157,6 +167,18 @@ async def move(server: Server, warm_up: Move, some: Move) -> tuple[float, float]
     return size / elapsed / _MIB, (server.processor_time() - used) / 1e9 / size * _GIB
 
 
+async def rate(server: Server, seconds: float, some: Units) -> tuple[float, float]:
+    """Return how many units there are per second, and the processor time of one in µs.
+
+    ``some(end)`` does units until `perf_counter` shows ``end``, and returns their number.
+    """
+    await some(time.perf_counter() + WARM_UP)
+    used, start = server.processor_time(), time.perf_counter()
+    done = await some(start + seconds)
+    elapsed = time.perf_counter() - start
+    return done / elapsed, (server.processor_time() - used) / done / 1e3
+
+
 # --- processes -------------------------------------------------------------------------------
 
 
@@ -164,12 +186,53 @@ def _write_event(**event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
+async def start_helper(
+    module: str, directory: Path, ports: Ports, *, task_status: trio.TaskStatus[Ports]
+) -> None:
+    """Run a helper of this server, until cancelled; started with the ports that the helper prints.
+
+    Its core is not fixed, even if the server's is.
+    """
+    command = [sys.executable, "-m", module, "helper", str(directory), json.dumps(ports)]
+    process = await trio.lowlevel.open_process(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        _helpers.append(process.pid)
+        line = b""
+        while not line.endswith(b"\n"):
+            data = await process.stdout.receive_some()
+            if not data:
+                raise EOFError("a helper ended before it was ready")
+            line += data
+        task_status.started(json.loads(line))
+        await trio.sleep_forever()
+    finally:
+        with trio.CancelScope(shield=True):
+            await process.stdin.aclose()  # its standard input ends, and so does the helper
+            await process.wait()
+            await process.stdout.aclose()
+
+
+async def _until_input_ends() -> None:
+    async for _ in TrioLoop().lines():
+        pass
+
+
 async def _serve(serve: Serve, directory: Path) -> None:
     async with trio.open_nursery() as nursery:
         ports = await nursery.start(serve, directory)
-        _write_event(ports=ports, pid=os.getpid())
-        async for _ in TrioLoop().lines():
-            pass
+        _write_event(ports=ports, pids=[os.getpid(), *_helpers])
+        await _until_input_ends()
+        nursery.cancel_scope.cancel()
+
+
+async def _help(helper: Callable[..., Awaitable[None]], ports: Ports) -> None:
+    async with trio.open_nursery() as nursery:
+        print(json.dumps(await nursery.start(helper, ports)), flush=True)
+        await _until_input_ends()
         nursery.cancel_scope.cancel()
 
 
@@ -189,10 +252,14 @@ def main(
     serve: Serve,
     workloads: Mapping[str, Workload],
     run: Callable[..., Any] = trio.run,
+    helper: Callable[..., Awaitable[None]] | None = None,
 ) -> None:
-    """Run the role that the command line names."""
+    """Run the role that the command line names.
+
+    ``helper``: called with the server's ports in a helper; starts with the helper's own.
+    """
     parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=("serve", "client"))
+    parser.add_argument("role", choices=("serve", "client", "helper"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("server", nargs="?", help="the line that the server printed")
     parser.add_argument("--core", type=int, default=None)
@@ -201,6 +268,9 @@ def main(
         os.sched_setaffinity(0, {arguments.core})
     if arguments.role == "serve":
         run(partial(_serve, serve, arguments.directory))
+    elif arguments.role == "helper":
+        assert helper is not None
+        run(partial(_help, helper, json.loads(arguments.server)))
     else:
         server = Server(**json.loads(arguments.server), directory=arguments.directory)
         run(partial(_client, workloads, server))

@@ -119,6 +119,12 @@ def name_of(error: BaseException) -> str:
     return name if cause is None else f"{name} from {name_of(cause)}"
 
 
+def _mode(sock: trio.socket.SocketType) -> str | None:
+    """The mode of a connection over a drop-in socket; None before, and for sockets of Trio."""
+    stream = getattr(sock, "stream", None)
+    return None if stream is None else str(stream.mode)
+
+
 class Connection:
     """The operations of a program on one end of its connection.
 
@@ -163,6 +169,7 @@ class Connection:
             await self.sock.connect((HOST, self._end.port))
         finally:
             task.connects = False
+        self._end.note_mode(self.sock)
         return "connected"
 
     async def connect_refused(self, _: int, task: Task) -> str:
@@ -184,11 +191,20 @@ class Connection:
         sock, address = await self._end.listeners["connecting"].accept()
         self.sock.close()
         self._use(sock)
+        self._end.note_mode(sock)
         return f"accepted from {address[0]}"
 
     async def close_listener(self, *_: object) -> str:
         self._end.listeners["connecting"].close()
         return "closed"
+
+    async def shut_listener(self, *_: object) -> str:
+        self._end.listeners["connecting"].shutdown(socket.SHUT_RD)
+        return "shut"
+
+    async def listen(self, *_: object) -> str:
+        self._end.listeners["connecting"].listen(16)
+        return "listens"
 
     # --- data --------------------------------------------------------------------------------
 
@@ -260,6 +276,20 @@ class Connection:
     async def wait_writable(self, *_: object) -> str:
         await self.stream.wait_send_all_might_not_block()
         return "writable"
+
+    async def wait(self, for_writing: int, _: Task) -> str:
+        if self.sock.fileno() < 0:
+            return "closed"  # Trio 0.35 keeps a task that waits for -1
+        if for_writing:
+            await trio.lowlevel.wait_writable(self.sock)
+            return "writable"
+        await trio.lowlevel.wait_readable(self.sock)
+        return "readable"
+
+    async def notify(self, *_: object) -> str:
+        if self.sock.fileno() >= 0:
+            trio.lowlevel.notify_closing(self.sock)
+        return "notified"
 
     # --- ends --------------------------------------------------------------------------------
 
@@ -377,7 +407,12 @@ class End:
         self.results: list[tuple[int, int, str]] = []
         self.activity = 0
         self.received = 0
+        self.over_smc = 0
         self._pieces: list[bytes] = []
+
+    def note_mode(self, sock: trio.socket.SocketType) -> None:
+        """Count a connection that a program has made, if it is SMC-R."""
+        self.over_smc += _mode(sock) == "smc-r"
 
     def note_received(self, data: bytes) -> None:
         """Count and keep what has arrived."""
@@ -451,12 +486,11 @@ class End:
             self._set_buffers(sock, kind)
             if kind != "connecting":
                 await sock.connect((HOST, port))
-        stream = getattr(sock, "stream", None)
-        mode = "tcp" if stream is None else str(stream.mode)
+        mode = _mode(sock) or "tcp"
         self.connection = Connection(self, sock, style)
         self.tasks = set()
         self.results = []
-        self.activity = self.received = 0
+        self.activity = self.received = self.over_smc = 0
         self._pieces = []
         await self.connection.secure()
         return mode
@@ -474,15 +508,16 @@ class End:
         results, self.results = self.results, []
         return self.activity + _messages.count, results
 
-    async def _finish(self) -> bytes:
-        """Forget the connection; return all that has arrived."""
+    async def _finish(self) -> tuple[bytes, int]:
+        """Forget the connection; return all that has arrived, and the number of connections that
+        the program has made over SMC-R."""
         for task in self.tasks:
             task.cancel()
         await trio.testing.wait_all_tasks_blocked()
         if self.connection is not None:
             self.connection.sock.close()
             self.connection = None
-        return b"".join(self._pieces)
+        return b"".join(self._pieces), self.over_smc
 
 
 class _Messages:

@@ -9,14 +9,18 @@ has only one outcome.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
 import ssl
 import sys
+import tempfile
 import time
+import traceback
+import zlib
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 import trustme
 
@@ -32,7 +36,7 @@ from tests.campaigns._programs import (
     text,
 )
 
-__all__ = ["Line", "Observation", "Runner"]
+__all__ = ["EPILOGUE", "MISSING", "TOTAL", "Line", "Observation", "Runner"]
 
 _PATIENCE: Final = 10.0
 """Seconds after which an end that does not answer hangs."""
@@ -51,6 +55,7 @@ _OFTEN_TESTED: Final = {
     "shutdown_timeout": 1.0,
 }
 _PR_SET_PDEATHSIG: Final = 1
+_LAST_WORDS: Final = 3000
 
 
 class Line(NamedTuple):
@@ -67,12 +72,29 @@ class Line(NamedTuple):
 
 
 Observation = tuple[Line, ...]
+MISSING: Final = "the end before all bytes"
+"""The result of a reader that finds the end of the stream, but not all that was sent before."""
+TOTAL: Final = 10
+"""The position of a line with all that an end has received."""
+# Operations after which an end need not read all bytes, and errors after which it may not.
+_READS_NOT_ALL: Final = {
+    "shut_rd",
+    "shut_both",
+    "close",
+    "close_socket",
+    "close_transport",
+    "unwrap",
+    "linger",
+}
+_BREAKS: Final = ("ECONNRESET", "SSL")
 
 
 @dataclass
 class _Process:
     pid: int
     channel: Channel
+    errors: IO[bytes]
+    """What it has written to its standard error."""
     stopped: bool = False
     alive: bool = True
     activity: int = -1
@@ -88,19 +110,34 @@ class Runner:
 
     Attributes:
       smc: use SMC-R.
+      hung: ends that did not answer in one run of a program, and did in the next one.
+      gone: processes that have ended, with the end of their standard error.
+      over_smc: connections over SMC-R that programs have made themselves.
     """
 
     smc: bool
     contexts: tuple[ssl.SSLContext, ssl.SSLContext]
+    hung: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    over_smc: int = 0
     _kept: dict[bool, list[_Process]] = field(default_factory=dict)
 
     def run(self, program: Program) -> Observation:
         """Run a program; return what both ends observed.
 
         An end that hangs does so twice in a row, with fresh processes: a machine may stand still.
+        An end whose process is gone has failed the first time.
         """
         run = self._run(program)
-        return (self._run(program) if run.hung else run).observation
+        if run.hung and not run.gone:
+            transport = "SMC-R" if self.smc else "TCP"
+            [line] = [line for line in run.observation if line.result.startswith("hung")]
+            self.hung.append(f"{transport}, {line}\n{program}")
+            run = self._run(program)
+        if run.gone:
+            self.gone.append(f"{run.observation[-1]}\n{program}\n" + "\n".join(run.last_words))
+        self.over_smc += run.over_smc
+        return run.observation
 
     def _run(self, program: Program) -> _Run:
         connecting = program.kind == "connecting"
@@ -130,32 +167,33 @@ class Runner:
             settings = EndSettings(
                 number=number, smc=self.smc, config=config, contexts=self.contexts
             )
+            errors = tempfile.TemporaryFile()  # noqa: SIM115 - `_end` closes it
             pid = os.fork()
             if pid == 0:
-                _child(settings, theirs)
+                _child(settings, theirs, errors)
             theirs.close()
             ours.settimeout(_PATIENCE)
-            made.append(_Process(pid, Channel(ours)))
+            made.append(_Process(pid, Channel(ours), errors))
         return made
 
 
-def _child(settings: EndSettings, sock: socket.socket) -> None:
+def _child(settings: EndSettings, sock: socket.socket, errors: IO[bytes]) -> None:
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.dup2(errors.fileno(), 2)
         keep = os.dup2(sock.fileno(), 3)
         os.closerange(4, 1024)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         # The parent's may belong to a descriptor that is closed here, and whose number is reused.
         sys.stdout = sys.stderr = os.fdopen(2, "w", closefd=False)
+        faulthandler.enable(sys.stderr)
         live(settings, socket.socket(fileno=keep))
         code = 0
     except SystemExit:
         code = 0
     except BaseException:
-        import traceback
-
         traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(code)
 
@@ -163,10 +201,16 @@ def _child(settings: EndSettings, sock: socket.socket) -> None:
 def _end(processes: list[_Process]) -> None:
     for process in processes:
         process.channel.sock.close()
+        process.errors.close()
         if process.alive:
             os.kill(process.pid, signal.SIGKILL)
             os.waitpid(process.pid, 0)
             process.alive = False
+
+
+def _last_words(process: _Process) -> str:
+    process.errors.seek(0)
+    return process.errors.read()[-_LAST_WORDS:].decode(errors="replace")
 
 
 class _Run:
@@ -174,6 +218,8 @@ class _Run:
 
     Attributes:
       hung: an end did not answer; its process is not usable.
+      gone: its process has ended; ``last_words`` are from the standard error of both.
+      over_smc: connections over SMC-R that the server has accepted in the program.
       observation: what both ends observed.
     """
 
@@ -184,7 +230,9 @@ class _Run:
         self._lines: list[Line] = []
         self._step = -1
         self._incomplete = [True, True]  # a send of `LARGE` bytes of that end has not returned
-        self.hung = False
+        self.hung = self.gone = False
+        self.last_words: list[str] = []
+        self.over_smc = 0
         self.observation = self._observe()
 
     def _observe(self) -> Observation:
@@ -208,8 +256,9 @@ class _Run:
             self.hung = True
             self._lines.append(Line(0, self._step, 0, f"hung: {error}", self._step))
         except (EOFError, OSError) as error:
-            self.hung = True
+            self.hung = self.gone = True
             self._lines.append(Line(0, self._step, 0, f"an end is gone: {error!r}", self._step))
+            self.last_words = [_last_words(end) for end in self._ends]
         return self._normalised()
 
     def _open(self) -> None:
@@ -310,7 +359,10 @@ class _Run:
                 arrived.append(None)
                 continue
             end.channel.send("finish")
-            arrived.append(end.channel.receive())
+            data, over_smc = end.channel.receive()
+            arrived.append(data)
+            if end is self._ends[0]:
+                self.over_smc = over_smc
         for number in range(2):
             done = {
                 (line.step, line.position)
@@ -336,8 +388,38 @@ class _Run:
                     for position, (name, size) in enumerate(step.operations)
                     if name == "send"
                 ]
-            if self._program.kind != "connecting" and not _fits(other, texts):
+            if self._program.kind == "connecting":
+                continue
+            if not _fits(other, texts):
                 self._lines.append(Line(1 - number, self._step, 9, "wrong bytes", self._step))
+            if not self._incomplete[number]:
+                # The share of each reader is not compared, but their sum is.
+                total = f"received {len(other)} {zlib.crc32(other):08x}"
+                self._lines.append(Line(1 - number, self._step, TOTAL, total, self._step))
+            least = sum(len(piece) for piece, complete in texts if complete)
+            if len(other) < least and self._must_read_all(1 - number):
+                self._lines.append(Line(1 - number, self._step, TOTAL + 1, MISSING, self._step))
+
+    def _must_read_all(self, reader: int) -> bool:
+        """True if this end has found an orderly end of the stream.
+
+        Then all that the other end has sent with success must have arrived before, on any transport
+        and whatever the other one shows.
+        """
+        operations = {
+            name
+            for step in self._program.steps
+            if step.end == reader
+            for name, _ in step.operations
+        }
+        if operations & _READS_NOT_ALL:
+            return False
+        for line in self._lines:
+            if line.end == reader and line.result == "end":
+                return True
+            if line.end == reader and any(word in line.result for word in _BREAKS):
+                return False
+        return False
 
     def _normalised(self) -> Observation:
         lines = sorted(self._lines, key=lambda line: line[:3])

@@ -151,6 +151,8 @@ _OF_SOCKETS: Final = {
     "readable": _nothing,
     "names": _nothing,
     "error": _nothing,
+    "wait": st.sampled_from((0, 0, 1)),
+    "notify": _nothing,
 }
 _OPERATIONS: Final = {
     "socket": {**_COMMON, **_OF_SOCKETS, "recv_into": _size, "sendmsg": _size},
@@ -160,8 +162,24 @@ _OPERATIONS: Final = {
 
 _READS: Final = ("recv", "peek", "recv_into")
 _CONNECTING: Final = (
-    {"accept": _nothing, "close_listener": _nothing},
+    {
+        "accept": _nothing,
+        "close_listener": _nothing,
+        "shut_listener": _nothing,
+        "listen": _nothing,
+    },
     {"connect": _nothing, "connect_refused": _nothing, "renew": _nothing},
+)
+# A connection is SMC-R only if the server has called `accept` before (docs/programs.md), which is
+# seldom so in steps drawn at random.
+_ACCEPT: Final = Step(0, (("accept", 0),))
+_CONNECT: Final = Step(1, (("connect", 0),))
+_BEGINNINGS: Final = (
+    (),
+    (_ACCEPT,),
+    (_ACCEPT, _CONNECT),
+    (_ACCEPT, _CONNECT, _ACCEPT),
+    (_ACCEPT, Step(1, (("connect_refused", 0), ("connect", 0)))),
 )
 
 
@@ -188,9 +206,10 @@ def _operation(style: str, end: int, kind: Kind) -> st.SearchStrategy[Operation]
 def _steps(styles: tuple[str, str], kind: Kind, processes: bool) -> st.SearchStrategy[list[Step]]:
     kinds: list[st.SearchStrategy[Step]] = []
     for end, style in enumerate(styles):
-        operations = st.lists(_operation(style, end, kind), min_size=1, max_size=3)
-        task = st.builds(Step, st.just(end), operations.map(tuple))
-        kinds += [task] * 6
+        # `one_of` counts equal strategies once, so these are six different ones.
+        for _ in range(6):
+            operations = st.lists(_operation(style, end, kind), min_size=1, max_size=3)
+            kinds.append(st.builds(Step, st.just(end), operations.map(tuple)))
         kinds.append(st.just(Step(end, (("cancel", 0),))))
         if processes:
             kinds.append(st.sampled_from(SIGNALS).map(functools.partial(_action, end, "signal")))
@@ -211,11 +230,9 @@ def _action(end: int, name: str, argument: int) -> Step:
 def programs(draw: st.DrawFn, *, processes: bool = False, connecting: bool = False) -> Program:
     """A program; with ``processes``, its processes may be stopped and may end."""
     if connecting:
-        return Program(
-            ("socket", "socket"),
-            "connecting",
-            tuple(draw(_steps(("socket", "socket"), "connecting", processes))),
-        )
+        styles = ("socket", "socket")
+        steps = draw(_steps(styles, "connecting", processes))
+        return Program(styles, "connecting", (*draw(st.sampled_from(_BEGINNINGS)), *steps))
     styles = draw(st.sampled_from(STYLES))
     kind: Kind = draw(st.sampled_from(_KINDS))
     return Program(styles, kind, tuple(draw(_steps(styles, kind, processes))))

@@ -43,12 +43,19 @@ _CONNECTING: Final = 4
 _PROCESSES: Final = 9
 """Of so many batches, the ones with programs that connect themselves, and that stop and end
 processes."""
-_SLOW_SHARE: Final = 5
+SLOW_SHARE: Final = 5
 """Those batches have so many times fewer programs: each of them may take a fifth of a second."""
+_UNRELATED: Final = 10
+"""Programs of one run of hypothesis.  After so many it begins to draw changed copies of programs
+that it has drawn, five of them for each new one, in which most steps are the same."""
 _MORE_TCP: Final = 12
 """Runs over TCP that look for what SMC-R has shown: Trio runs the tasks of a pass in one of two
 orders, so a program whose tasks meet may have two outcomes over both transports."""
-_MORE_SMC: Final = 5
+_MORE_SMC: Final = 60
+"""Runs over SMC-R that look for a difference again."""
+_RARE: Final = 3
+"""A difference in at most so many of these runs is rare.  Chosen: tasks of both ends that run at
+the same time make outcomes of one in sixty, which a dozen runs over TCP do not show."""
 _CONFIRMATIONS: Final = 10
 Transport = Literal["TCP", "SMC-R"]
 Kind = tuple[str, str, str, str]
@@ -109,23 +116,36 @@ class Result:
       programs: that were drawn; more were run.
       differences: the first one of each kind, shrunk.
       again: how many more there were of each kind.
-      once: seen in one run of a program and in none of the next `_MORE_SMC`; printed, and no
-        failure, because processes that wait for a processor may miss a timer.
+      hung: ends that did not answer in one run of a program, and did in the next one.
+      gone: ends whose process has ended without being told so.
+      over_smc: connections over SMC-R that programs have made themselves.
+      rare: seen in one run of a program and in at most `_RARE` of the next `_MORE_SMC`; printed,
+        and no failure, because processes that wait for a processor may miss a timer.
       listed: how many each entry of `LISTED` explained.
+      explained: these differences, by the name of the entry.
+      other_order: programs of which TCP has more outcomes than one, and SMC-R had not the first.
+      one_sided: of these, the ones of which SMC-R never had the first outcome of TCP.
       wrong_list: entries that are no longer so.
     """
 
     programs: int = 0
     differences: list[Difference] = field(default_factory=list)
-    once: list[Difference] = field(default_factory=list)
+    rare: list[Difference] = field(default_factory=list)
     again: Counter[Kind] = field(default_factory=Counter)
     listed: Counter[str] = field(default_factory=Counter)
+    explained: list[tuple[str, Difference]] = field(default_factory=list)
+    other_order: int = 0
+    one_sided: list[Difference] = field(default_factory=list)
     wrong_list: list[str] = field(default_factory=list)
+    hung: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    over_smc: int = 0
 
     @property
     def passed(self) -> bool:
-        """True if TCP and SMC-R differ in what is listed, and in nothing else."""
-        return not self.differences and not self.wrong_list
+        """True if TCP and SMC-R differ in what is listed, and in nothing else, and no end has
+        failed."""
+        return not (self.differences or self.wrong_list or self.gone)
 
 
 class Comparison:
@@ -143,6 +163,7 @@ class Comparison:
         self.tcp, self.smc = (Runner(name == "SMC-R", contexts) for name in transports)
         self.result = Result()
         self._known: set[Kind] = set()
+        self._compared: set[Program] = set()
 
     def close(self) -> None:
         """End the processes."""
@@ -152,10 +173,18 @@ class Comparison:
     def check(self, program: Program) -> None:
         """Raise Difference for an observation over SMC-R that TCP does not show."""
         tcp, smc = self.tcp.run(program), self.smc.run(program)
-        if smc == tcp or any(self.tcp.run(program) == smc for _ in range(_MORE_TCP)):
+        if smc == tcp:
             return
-        if all(self.smc.run(program) == tcp for _ in range(_MORE_SMC)):
-            self.result.once.append(Difference(program, tcp, smc, "once:"))
+        if any(self.tcp.run(program) == smc for _ in range(_MORE_TCP)):
+            self.result.other_order += 1
+            if all(self.smc.run(program) != tcp for _ in range(_MORE_TCP)):
+                self.result.one_sided.append(Difference(program, tcp, smc))
+            return
+        over_tcp = {tcp, *(self.tcp.run(program) for _ in range(_MORE_TCP))}
+        again = sum(self.smc.run(program) not in over_tcp for _ in range(_MORE_SMC))
+        if again <= _RARE:
+            times = f"{again} of {_MORE_SMC} times:"
+            self.result.rare.append(Difference(program, tcp, smc, times))
             return
         difference = Difference(program, tcp, smc)
         if difference.kind in self._known:
@@ -164,6 +193,7 @@ class Comparison:
         for each in LISTED:
             if each.explains(program, tcp, smc):
                 self.result.listed[each.name] += 1
+                self.result.explained.append((each.name, difference))
                 return
         raise difference
 
@@ -190,21 +220,24 @@ class Comparison:
         self._known.add(difference.kind)
         self.result.differences.append(difference)
 
-    def batch(self, number: int, seed: int, size: int, *, most: int | None = None) -> None:
+    def batch(
+        self, number: int, seed: int, size: int, *, most: int | None = None, shrink: bool = True
+    ) -> None:
         """Draw and compare ``size`` programs, and shrink what differs.
 
         Args:
           number: of the batch: it chooses the programs, and their kind.
           most: stop after so many differences.
+          shrink: the differences; it takes the largest part of the time.
         """
         if number % _SLOW_EVERY in (_CONNECTING, _PROCESSES):
-            size = -(-size // _SLOW_SHARE)
+            size = -(-size // SLOW_SHARE)
         left, attempt = size, 0
         while left > 0 and len(self.result.differences) != most:
-            left -= self._draw(left, f"{seed}/{number}/{attempt}", number)
+            left -= self._draw(min(left, _UNRELATED), f"{seed}/{number}/{attempt}", number, shrink)
             attempt += 1
 
-    def _draw(self, size: int, seed: str, number: int) -> int:
+    def _draw(self, size: int, seed: str, number: int, shrink: bool) -> int:
         """Compare programs up to the first that differs; return how many."""
         kind = number % _SLOW_EVERY
         last: list[Difference] = []
@@ -215,7 +248,7 @@ class Comparison:
             max_examples=size,
             database=None,
             deadline=None,
-            phases=(Phase.generate, Phase.shrink),
+            phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
             verbosity=hypothesis.Verbosity.quiet,
@@ -223,12 +256,15 @@ class Comparison:
         @hypothesis.given(programs(processes=kind == _PROCESSES, connecting=kind == _CONNECTING))
         def compare(program: Program) -> None:
             nonlocal drawn
+            if program in self._compared:
+                return  # hypothesis begins each run with the shortest one
             drawn += not last
             try:
                 self.check(program)
             except Difference as difference:
                 last[:] = [difference]
                 raise
+            self._compared.add(program)
 
         try:
             compare()
@@ -262,6 +298,9 @@ def run(cases: int, seed: int, *, only: int | None = None, programs: int | None 
                     print(f"batch {number}: {each}", flush=True)
         finally:
             comparison.close()
+            result.hung += comparison.tcp.hung + comparison.smc.hung
+            result.gone += comparison.tcp.gone + comparison.smc.gone
+            result.over_smc = comparison.smc.over_smc
     return result
 
 
@@ -271,20 +310,31 @@ def main() -> int:
     def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--programs", type=int, help="default: a 25th of the cases")
         parser.add_argument("--program", type=json.loads, help="run this one alone")
+        parser.add_argument("--explained", action="store_true", help="print these, too")
 
     options = parse(__doc__, replay="batch", add_options=add_options)
     if options.program is not None:
         return _run_one(Program.from_data(options.program))
     start = time.perf_counter()
     result = run(options.cases, options.seed, only=options.batch, programs=options.programs)
-    for each in result.once:
-        print(f"seen once: {each}")
+    for each in result.rare:
+        print(f"rare: {each}")
+    for hung in result.hung:
+        print(f"hung once: {hung}")
+    for gone in result.gone:
+        print(f"an end has failed: {gone}")
+    for each in result.one_sided:
+        print(f"one outcome of TCP only: {each}")
+    for name, each in result.explained if options.explained else ():
+        print(f"explained by {name!r}: {each}")
     for kind, times in result.again.most_common():
         print(f"{times} times more: {', '.join(kind)}")
     print(
         f"differential: {result.programs} programs, {len(result.differences)} differences, "
-        f"{len(result.once)} seen once, listed {dict(result.listed)}, seed {options.seed}, "
-        f"{time.perf_counter() - start:.1f} s"
+        f"{len(result.rare)} rare, {len(result.hung)} hung once, {len(result.gone)} gone, "
+        f"{result.other_order} in another order, {len(result.one_sided)} of them always, "
+        f"{result.over_smc} connections of their own over SMC-R, "
+        f"listed {dict(result.listed)}, seed {options.seed}, {time.perf_counter() - start:.1f} s"
     )
     return 0 if result.passed else 1
 

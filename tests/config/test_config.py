@@ -18,9 +18,7 @@ import pytest
 import trio_smc
 from trio_smc import Config, SoftRnic
 from trio_smc.config import config as config_module
-from trio_smc.config.config import software_receive_buffer
 from trio_smc.host import private_directory
-from trio_smc.host.caches import private_cache
 from trio_smc.host.pnet import read_table
 from trio_smc.wire.fields import rmbe_size_code, rmbe_size_of
 
@@ -51,13 +49,13 @@ CALL_FIELDS: dict[str, Any] = {
     "assume": ("192.0.2.0/24",),
     "require_smc": True,
     "receive_buffer": 16 * KIB,
-    "checkpoints": "amortised",
+    "checkpoints": "strict",
     "handshake_timeout": 1,
     "close_timeout": 1,
     "handshake_limit": 1,
     "allow": (80,),
     "deny": ("192.0.2.0/24",),
-    "learn_short": True,
+    "learn_short": False,
 }
 
 
@@ -65,7 +63,11 @@ def test_defaults() -> None:
     config = Config()
     assert (config.rnics, config.discovery, config.assume) == ("auto", "auto", ())
     assert (config.require_smc, config.rmbe_eye_catcher) == (False, False)
-    assert (config.spin, config.wake, config.checkpoints) == (50e-6, "auto", None)
+    assert (config.spin, config.wake, config.checkpoints) == (50e-6, "auto", "amortised")
+    assert config.learn_short
+    assert config.learns_short
+    assert not Config(require_smc=True).learns_short
+    assert not Config(learn_short=False).learns_short
     assert (config.handshake_timeout, config.first_contact_timeout, config.llc_timeout) == (6, 5, 2)
     assert (config.test_link_interval, config.test_link_timeout) == (30, 2)
     assert (config.close_timeout, config.link_group_idle) == (60, 600)
@@ -167,14 +169,8 @@ def test_receive_buffer(wanted: int | None, software: int, roce: int) -> None:
     assert config.receive_buffer_for("roce") == roce
 
 
-@pytest.mark.parametrize(
-    ("cache", "size"),
-    [(0, 4), (MIB, 4), (2 * MIB - 1, 4), (2 * MIB, 8), (3 * MIB, 8), (16 * MIB, 8)],
-)
-def test_default_receive_buffers(cache: int, size: int) -> None:
-    """Larger than the caches of two processors, within limits."""
-    assert software_receive_buffer(cache) == size * MIB
-    assert Config().receive_buffer_for("software") == software_receive_buffer(private_cache())
+def test_default_receive_buffers() -> None:
+    assert Config().receive_buffer_for("software") == 4 * MIB
     assert Config().receive_buffer_for("roce") == 512 * KIB
 
 

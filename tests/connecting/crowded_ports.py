@@ -25,7 +25,9 @@ from trio_smc.connecting import dial
 from trio_smc.connecting.connect import connect_socket
 
 HOST = "127.0.0.1"
-CONFIG = trio_smc.Config(receive_buffer=16384, close_timeout=20, shutdown_timeout=20)
+CONFIG = trio_smc.Config(
+    receive_buffer=16384, close_timeout=20, shutdown_timeout=20, learn_short=False
+)
 IP_LOCAL_PORT_RANGE = 51
 CONNECTIONS = 20
 SERVERS = 2

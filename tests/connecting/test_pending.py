@@ -190,6 +190,42 @@ def test_counts_agree_with_a_count_of_all_handshakes(rng: random.Random, limit: 
     assert lost_in_all > 100
 
 
+class Unaddressed(Handshake):
+    """A handshake whose address must not matter."""
+
+    @property
+    def block(self) -> str:
+        raise AssertionError("the address of a handshake was used")
+
+    @block.setter
+    def block(self, _: str) -> None: ...
+
+
+def test_addresses_are_not_counted_while_the_listener_is_not_busy() -> None:
+    pending = PendingHandshakes(64)
+    for _ in range(100):
+        made = [Unaddressed("", 0.0) for _ in range(15)]
+        for each in made:
+            pending.add(each)
+            pending.renew(each, 1.0)
+        assert all(pending.discard(each) for each in made)
+
+
+def test_addresses_are_counted_again_whenever_the_listener_is_busy() -> None:
+    pending = PendingHandshakes(64)
+    for now in (0.0, 10.0, 20.0):
+        large = [Handshake("192.0.2.1", now) for _ in range(40)]
+        small = [Handshake("192.0.2.2", now) for _ in range(24)]
+        for each in (*small, *large):
+            pending.add(each)
+        pending.give_way(now + GRACE)
+        assert [each.cancelled for each in large] == [True] * 2 + [False] * 38
+        assert not any(each.cancelled for each in small)
+        for each in (*small, *large):
+            assert pending.discard(each) is not each.cancelled
+        assert not pending
+
+
 @pytest.mark.parametrize("addresses", [1, 500])
 def test_the_cost_of_giving_way_does_not_depend_on_addresses(addresses: int) -> None:
     """10,000 handshakes are added, become overdue and give way: 3 microseconds each, without

@@ -131,6 +131,8 @@ class FakeChannel:
         self.waiting: list[Any] = []
         self.words: memoryview[int] = memoryview(bytearray(8)).cast("Q")
         """The progress words of the peer's memory."""
+        self.asleep: memoryview[int] = memoryview(bytearray(8)).cast("Q")
+        """Not 0 if the peer is to be taken for asleep."""
         self.peer: Connection | None = None
         self.peer_base = 0
         self.rkey = 0
@@ -218,6 +220,9 @@ class FakeChannel:
         self, address: int, rkey: int, size: int
     ) -> tuple[memoryview[int], int] | None:
         return self.words, 0
+
+    def peer_asleep(self) -> memoryview[int]:
+        return self.asleep
 
     def hand_over(self, connection: object, successor: object) -> None:
         for entry, (owner, sequence) in enumerate(self.uncompleted):

@@ -247,6 +247,51 @@ def test_after_a_message_deferred_nearly_alone_the_next_is_immediate(instant: Pa
     messenger.flush()
 
 
+@pytest.mark.parametrize("size", [1000, 4096, 40_000, 64 * 1024, 100_000])
+def test_the_announcement_of_few_bytes_only_is_deferred(size: int) -> None:
+    """A large ring must not make the peer wait for a large part of it."""
+    ring = 4 << 20
+    with open_pair("core", (ring, ring), merge=True) as pair:
+        pair.ab.instant = True
+        for _ in range(2):
+            send(pair, 10)  # announced at once
+        for _ in range((1 << 20) // size):
+            assert send(pair, size) == size
+            produced, announced = pair.a.messenger.produced, pair.a.messenger.announced
+            assert produced - announced < 64 * 1024
+            assert announced == produced or size < 64 * 1024
+        assert pair.a.messenger.coalesced or size * 2 > 64 * 1024
+
+
+def test_nothing_is_deferred_while_the_peer_sleeps(instant: Pair) -> None:
+    """Its reader waits, and this side may take long to prepare the next write."""
+    for _ in range(4):
+        send(instant, 10)
+    assert announced_counts(instant)[-1] == 20
+    instant.ab.asleep[0] = 1
+    send(instant, 10)
+    assert announced_counts(instant)[-1] == 50
+    instant.ab.asleep[0] = 0
+    send(instant, 10)
+    assert announced_counts(instant)[-1] == 50
+
+
+@pytest.mark.parametrize("merging", ["cork", "until delivered", "more"])
+def test_a_sleeping_peer_does_not_cancel_what_the_application_has_asked_for(
+    instant: Pair, merging: str
+) -> None:
+    instant.ab.asleep[0] = 1
+    sender = instant.a.sender
+    if merging != "more":
+        sender.merge_messages(never, corked=merging == "cork", when_delivered=merging != "cork")
+    for _ in range(3):
+        if merging == "more":
+            sender.send_more(memoryview(bytes(10)), never)
+        else:
+            send(instant, 10)
+    assert announced_counts(instant) == []
+
+
 def test_a_cork_holds_also_for_a_task_that_waits(instant: Pair) -> None:
     instant.a.sender.merge_messages(never, corked=True)
     for _ in range(2):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import trio
 
+import trio_smc
 from benchmarks import cpu, limits, report, unmodified
 from benchmarks.__main__ import parse
 from benchmarks.transports import PROXIED, WAKES
@@ -81,6 +82,7 @@ async def test_the_echo_examples_talk() -> None:
 def test_the_demo_moves_a_file_over_smc_r() -> None:
     output = run("examples/demo.py", "--mib", "9", "--rounds", "1")
     assert "mode        smc-r\n" in output
+    assert f"build       {'compiled' if trio_smc.__compiled__ else 'pure'}\n" in output
     assert "4 of 4 copies have it" in output
     ratios = [float(ratio) for ratio in re.findall(r"(\d+\.\d+) times", output)]
     assert len(ratios) == 6
@@ -116,8 +118,9 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
             for w in demo.WAYS
         ]
 
-    smc = {"event": "mode", "transport": "smc", "mode": "smc-r", "fallback": None}
-    tcp = {"event": "mode", "transport": "smc", "mode": "tcp", "fallback": "no RNIC"}
+    mode = {"event": "mode", "transport": "smc", "build": "pure"}
+    smc = {**mode, "mode": "smc-r", "fallback": None}
+    tcp = {**mode, "mode": "tcp", "fallback": "no RNIC"}
     assert demo.report([smc, *result("aa")], "aa", 1)
     assert not demo.report([smc, *result("bb")], "aa", 1)
     assert not demo.report([smc, tcp, *result("aa")], "aa", 1)

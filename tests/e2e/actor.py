@@ -162,6 +162,7 @@ class Actor:
         for _ in range(4000):
             with trio.move_on_after(0.2):
                 await self._stream.send_all(b"x")
+            await wait_all_tasks_blocked()  # deferred messages have been sent
             if core.sender.unacknowledged:
                 return
         raise AssertionError("it takes all of it")
@@ -275,7 +276,7 @@ async def open_ends(**settings: Any) -> AsyncIterator[tuple[End, End]]:
     """
     async with (
         open_peer(settings, module="tests.e2e.actor") as peer,
-        trio_smc.open_stack(Config(**settings)) as stack,
+        trio_smc.open_stack(Config(**{"learn_short": False, **settings})) as stack,
         trio.open_nursery() as nursery,
     ):
         actor = Actor(stack, nursery)
@@ -297,7 +298,7 @@ async def join(client: End, server: End, port: int) -> None:
 async def main(settings: dict[str, Any]) -> None:
     """Do what is asked until the input ends."""
     async with (
-        trio_smc.open_stack(Config(**settings)) as stack,
+        trio_smc.open_stack(Config(**{"learn_short": False, **settings})) as stack,
         trio.open_nursery() as nursery,
         trio.lowlevel.FdStream(os.dup(0)) as stdin,
     ):

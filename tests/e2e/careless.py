@@ -70,7 +70,7 @@ async def main(how: str, smc: str, port: int, count: int) -> Any:
 if __name__ == "__main__":
     way, mode, *numbers = sys.argv[1:]
     if mode == "enabled":
-        trio_smc.enable()
+        trio_smc.enable(trio_smc.Config(learn_short=False))
     try:
         port_number, connections = map(int, numbers)
         trio.run(main, way, mode, port_number, connections)

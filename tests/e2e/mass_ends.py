@@ -62,6 +62,7 @@ def settings(case: str) -> Config:
     """The configuration of the process that is measured."""
     return Config(
         tcp_option="off",
+        learn_short=False,
         discovery="assume" if case in SILENT else "auto",
         first_contact_timeout=TIMEOUT,
         handshake_timeout=TIMEOUT,
@@ -147,7 +148,7 @@ async def serve(case: str, count: int) -> dict[str, float]:
             assert pipe is not None
             await pipe.aclose()
         nursery.cancel_scope.cancel()
-    async with trio_smc.open_stack(Config(tcp_option="off")):
+    async with trio_smc.open_stack(Config(tcp_option="off", learn_short=False)):
         # What a killed process left in the directory goes when the next one comes.
         [listener] = await trio_smc.open_listeners(0, host=HOST)
         await listener.aclose()
@@ -300,9 +301,11 @@ def signal_ready() -> None:
 @contextlib.asynccontextmanager
 async def stacks(case: str, count: int) -> AsyncIterator[list[Stack]]:
     """As many stacks as there are to be link groups."""
-    config = Config(tcp_option="off", control=False, shutdown_timeout=1.0)
+    config = Config(tcp_option="off", learn_short=False, control=False, shutdown_timeout=1.0)
     if case == "move":
-        config = Config(tcp_option="off", rnics=(SoftRnic("soft0"), SoftRnic("soft1")))
+        config = Config(
+            tcp_option="off", learn_short=False, rnics=(SoftRnic("soft0"), SoftRnic("soft1"))
+        )
     async with contextlib.AsyncExitStack() as opened:
         number = 1 if case in ("closed", "move") else count
         yield [await opened.enter_async_context(trio_smc.open_stack(config)) for _ in range(number)]

@@ -208,7 +208,7 @@ async def _lines() -> Any:
 async def main() -> None:
     """Do what stdin says until it ends."""
     rnics = {name: SoftRnic(name) for name in json.loads(sys.argv[1])["rnics"]}
-    config = Config(rnics=tuple(rnics.values()))
+    config = Config(rnics=tuple(rnics.values()), learn_short=False)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
         peer = Peer(stack, rnics, nursery)
         async for command in _lines():

@@ -302,7 +302,9 @@ async def main(settings: dict[str, Any] | None) -> None:
     async with contextlib.AsyncExitStack() as exits:
         stack = None
         if settings is not None:
-            stack = await exits.enter_async_context(trio_smc.open_stack(Config(**settings)))
+            stack = await exits.enter_async_context(
+                trio_smc.open_stack(Config(**{"learn_short": False, **settings}))
+            )
         nursery = await exits.enter_async_context(trio.open_nursery())
         program = Program(stack, nursery)
         async with trio.lowlevel.FdStream(os.dup(0)) as stdin:

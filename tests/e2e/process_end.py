@@ -75,5 +75,5 @@ if __name__ == "__main__":
     handle_as_usual()
     way, how_to_end, sends, size, port = sys.argv[1:]
     if way == "enabled":
-        trio_smc.enable()
+        trio_smc.enable(trio_smc.Config(learn_short=False))
     trio.run(main, way, how_to_end, int(sends), int(size), int(port))

@@ -99,7 +99,7 @@ async def read(stream: SmcStream) -> None:
 async def serve(case: str, connections: int) -> dict[str, float]:
     """Be the server; returns what the end cost."""
     async with trio.open_nursery() as nursery:
-        async with trio_smc.open_stack(Config(tcp_option="off")) as stack:
+        async with trio_smc.open_stack(Config(tcp_option="off", learn_short=False)) as stack:
             [listener] = await trio_smc.open_listeners(0, host=HOST)
             port = listener.socket.getsockname()[1]
             command = [sys.executable, "-m", __spec__.name, "client", str(connections), str(port)]
@@ -132,7 +132,7 @@ async def serve(case: str, connections: int) -> dict[str, float]:
         await client.stdin.aclose()
         await client.wait()
         await client.stdout.aclose()
-    async with trio_smc.open_stack(Config(tcp_option="off")):
+    async with trio_smc.open_stack(Config(tcp_option="off", learn_short=False)):
         # What a killed process left in the directory goes when the next one comes.
         [listener] = await trio_smc.open_listeners(0, host=HOST)
         await listener.aclose()
@@ -141,7 +141,7 @@ async def serve(case: str, connections: int) -> dict[str, float]:
 
 async def dial(connections: int, port: int) -> None:
     """Be the clients."""
-    async with trio_smc.open_stack(Config(tcp_option="off")):
+    async with trio_smc.open_stack(Config(tcp_option="off", learn_short=False)):
         streams = []
         for _ in range(connections):
             streams.append(await trio_smc.open_stream(HOST, port))

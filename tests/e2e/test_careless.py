@@ -66,7 +66,10 @@ class Seen:
 
 @asynccontextmanager
 async def serving(handler: object) -> AsyncIterator[int]:
-    async with trio_smc.open_stack(Config(tcp_option="off")), trio.open_nursery() as nursery:
+    async with (
+        trio_smc.open_stack(Config(tcp_option="off", learn_short=False)),
+        trio.open_nursery() as nursery,
+    ):
         [listener] = await nursery.start(
             lambda **kw: trio_smc.serve(handler, 0, host=careless.HOST, **kw)  # type: ignore[arg-type]
         )
@@ -77,7 +80,7 @@ async def serving(handler: object) -> AsyncIterator[int]:
 
 async def clear_directory() -> None:
     """The next process removes what a killed process left there."""
-    async with trio_smc.open_stack(Config(tcp_option="off")):
+    async with trio_smc.open_stack(Config(tcp_option="off", learn_short=False)):
         [listener] = await trio_smc.open_listeners(0, host=careless.HOST)
         await listener.aclose()
 

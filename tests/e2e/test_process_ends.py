@@ -63,7 +63,10 @@ class Server:
 
 @asynccontextmanager
 async def serving(server: Server) -> AsyncIterator[int]:
-    async with trio_smc.open_stack(Config(tcp_option="off")), trio.open_nursery() as nursery:
+    async with (
+        trio_smc.open_stack(Config(tcp_option="off", learn_short=False)),
+        trio.open_nursery() as nursery,
+    ):
         [listener] = await nursery.start(
             lambda **kw: trio_smc.serve(server.handler, 0, host=HOST, **kw)
         )

@@ -13,11 +13,12 @@ from tests.e2e.bytes_by_position import Text
 from tests.e2e.peer import HEADER
 from tests.e2e.processes import Peer, open_peer
 from tests.streams.stream_pairs import HOST, cancel_when_blocked
-from trio_smc import SmcStream
+from trio_smc import Config, SmcStream
 
 SEED = 1
 # More messages than receives can be posted: what follows waits in the send queue.
 MESSAGES = 1100
+SEPARATELY = Config(checkpoints="strict")  # each send has a message of its own
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ async def connect_and_stop(peer: Peer, size: int) -> SmcStream:
 
 async def test_a_cancelled_send_leaves_its_buffer_alone(peer: Peer) -> None:
     large = 600_000
-    async with trio_smc.open_stack():
+    async with trio_smc.open_stack(SEPARATELY):
         text = Text(SEED).piece(0, MESSAGES + large)
         stream = await connect_and_stop(peer, len(text))
         for position in range(MESSAGES):
@@ -53,7 +54,7 @@ async def test_a_cancelled_send_leaves_its_buffer_alone(peer: Peer) -> None:
 
 
 async def test_closing_waits_until_the_peer_has_it_all(peer: Peer) -> None:
-    async with trio_smc.open_stack():
+    async with trio_smc.open_stack(SEPARATELY):
         text = Text(SEED).piece(0, MESSAGES)
         stream = await connect_and_stop(peer, len(text))
         for position in range(MESSAGES):

@@ -11,7 +11,7 @@ import trio
 
 from tests.lab.interop_world import World
 from tests.timing import PATIENCE
-from trio_smc import Fallback, FallbackReason, Origin
+from trio_smc import Fallback, FallbackReason, Mode, Origin
 from trio_smc.connecting import connect as _connect
 from trio_smc.rnic.verbs import Rnic
 from trio_smc.wire import clc
@@ -57,7 +57,7 @@ async def kernel_declines(world: World) -> None:
 
 async def _declined(world: World, connect: Any, size: int) -> Fallback:
     async with world.stack() as (stack, seen):
-        both = await connect(stack)
+        both = await connect(stack, mode=Mode.TCP)
         fallback, info = await world.fell_back(both, FallbackReason.NO_RNIC)
     assert fallback.origin is Origin.PEER
     assert fallback.peer_code == NO_DEVICE
@@ -70,7 +70,7 @@ async def _declined(world: World, connect: Any, size: int) -> Fallback:
 async def we_decline(world: World) -> None:
     """Our reasons arrive at the kernel as codes that its tools explain."""
     async with world.stack(pnet=(("eth0", "rxe9"),)) as (stack, seen):
-        both = await world.from_kernel(stack)
+        both = await world.from_kernel(stack, mode=Mode.TCP)
         fallback, info = await world.fell_back(both)
         assert fallback.origin is Origin.LOCAL
         declines = [m for _, m in seen.clc_messages if m[4] == 4]
@@ -84,7 +84,7 @@ async def plain_peer(world: World) -> None:
     """Programs that speak TCP alone are never sent a CLC message."""
     async with world.stack() as (stack, seen):
         for connect in (world.to_kernel, world.from_kernel):
-            both = await connect(stack, "tcp")
+            both = await connect(stack, "tcp", mode=Mode.TCP)
             fallback = both.stream.fallback
             assert fallback is not None
             assert fallback.reason is FallbackReason.PEER_NOT_CAPABLE, fallback

@@ -13,9 +13,9 @@ import trio
 from tests.lab import routing, smc_netlink
 from tests.lab.interop_links import FEW, SECOND, UNDO, expect_kind, here, newest_links, survive, two
 from tests.lab.interop_streams import MIB, file_digest, transfer
-from tests.lab.interop_world import Both, World, until
+from tests.lab.interop_world import Both, Seen, World, proposes_smc_d, until
 from tests.timing import PATIENCE
-from trio_smc import FallbackReason, LinkGroupKind, Origin, Stack, VerbsRnic
+from trio_smc import Fallback, FallbackReason, LinkGroupKind, Mode, Origin, Stack, VerbsRnic
 from trio_smc._base.reasons import Diagnosis
 from trio_smc.rendezvous.negotiation import Negotiation
 
@@ -54,6 +54,19 @@ async def talk(both: Both) -> None:
     assert await both.there("text", count=13) == "to the kernel"
     await both.there("send", text="and back")
     assert await both.stream.receive_some() == b"and back"
+
+
+def expect_no_device(fallback: Fallback, seen: Seen) -> None:
+    """The kernel has no RNIC for SMC-R, or no UEID, and says so.
+
+    A kernel with SMC-D proposes that instead, and our side declines.
+    """
+    if proposes_smc_d(seen):
+        assert fallback.origin is Origin.LOCAL, fallback
+        assert fallback.reason is FallbackReason.MODE_MISMATCH, fallback
+    else:
+        assert fallback.origin is Origin.PEER, fallback
+        assert fallback.peer_code == Diagnosis.NO_DEVICE, fallback
 
 
 def terms_of(stack: Stack) -> Any:
@@ -113,22 +126,22 @@ async def ueids_differ(world: World) -> None:
     for role, connect in world.both_ways():
         async with world.stack(ueids=("ELSE",)) as (stack, _):
             fallback, info = await world.fell_back(
-                await connect(stack), FallbackReason.NO_COMMON_UEID
+                await connect(stack, mode=Mode.TCP), FallbackReason.NO_COMMON_UEID
             )
             assert fallback.origin is {"client": Origin.PEER, "server": Origin.LOCAL}[role]
             world.log(f"{role}, another UEID: {fallback.message}; the kernel says {info}")
     async with world.stack(ueids=()) as (stack, _):
-        fallback, info = await world.fell_back(await world.from_kernel(stack))
+        both = await world.from_kernel(stack, mode=Mode.TCP)
+        fallback, info = await world.fell_back(both)
         assert fallback.reason is FallbackReason.MODE_MISMATCH, fallback
         assert info["peer_reason"] == Diagnosis.MODE_MISMATCH, info
         world.log(f"server without UEIDs: {fallback.message}")
     await world.kernel.call("ueid", name=UEID, add=False)
     try:
         for role, connect in world.both_ways():
-            async with world.stack() as (stack, _):
-                fallback, info = await world.fell_back(await connect(stack))
-                assert fallback.origin is Origin.PEER
-                assert fallback.peer_code == Diagnosis.NO_DEVICE, fallback
+            async with world.stack() as (stack, seen):
+                fallback, info = await world.fell_back(await connect(stack, mode=Mode.TCP))
+                expect_no_device(fallback, seen)
                 world.log(f"{role}, none at the kernel: {fallback.message}; it says {info}")
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(PATIENCE):
@@ -294,12 +307,12 @@ async def ipv6(world: World) -> None:
     for role, connect in away.both_ways():
         async with away.stack() as (stack, seen):
             host = {"host": "::"} if role == "client" else {}
-            both = await connect(stack, "smc6", **host)
-            fallback, info = await away.fell_back(both, FallbackReason.NO_RNIC)
-            assert fallback.origin is Origin.PEER
-            assert fallback.peer_code == Diagnosis.NO_DEVICE, fallback
-            assert info["reason"] == Diagnosis.NO_DEVICE, info
-            assert all(m[7] >> 4 == 1 for _, m in seen.clc_messages), seen.clc_messages
+            both = await connect(stack, "smc6", mode=Mode.TCP, **host)
+            fallback, info = await away.fell_back(both)
+            expect_no_device(fallback, seen)
+            if not proposes_smc_d(seen):
+                assert info["reason"] == Diagnosis.NO_DEVICE, info
+            assert all(m[7] >> 4 == 1 for out, m in seen.clc_messages if out), seen.clc_messages
             world.log(
                 f"{role}, IPv6: {fallback.message}; {[m.hex() for _, m in seen.clc_messages]}"
             )
@@ -334,7 +347,7 @@ async def kernel_checks(world: World) -> None:
     ):
         async with world.stack() as (stack, _):
             with saying(first, **more):
-                both = await connect(stack)
+                both = await connect(stack, mode=Mode.TCP)
             fallback, _ = await world.fell_back(both)
             assert (fallback.origin, fallback.peer_code) == (Origin.PEER, code), fallback
             world.log(f"{first} {list(more)}: {fallback.message}, 0x{code:08x}")

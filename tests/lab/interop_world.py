@@ -18,13 +18,16 @@ from tests.lab.kernel import Kernel
 from tests.timing import PATIENCE
 from trio_smc import Config, Fallback, FallbackReason, Mode, SmcStream, Stack
 
-__all__ = ["CONFIG", "PIECE", "Both", "Seen", "World", "until"]
+__all__ = ["CONFIG", "PIECE", "Both", "Seen", "World", "proposes_smc_d", "until"]
 
 CONFIG = Config(
     discovery="tcp-option", handshake_timeout=20, first_contact_timeout=20, llc_timeout=10,
     test_link_timeout=5, shutdown_timeout=10,
 )  # fmt: skip
 PIECE = 256 * 1024
+_SMC_D = (1, 3)
+"""Values of an offer in SMC Proposal: SMC-D alone, or both."""
+_DIAG_MODES = {Mode.SMC_R: "SMCR", Mode.TCP: "TCP"}
 
 
 class Seen(trio_smc.Observer):
@@ -94,12 +97,16 @@ class Both:
                 await self.stream.send_all(piece)
                 count -= len(piece)
 
-    async def confirm(self) -> None:
-        """Both say it is SMC-R; the kernel's word is smc_diag's."""
-        assert self.stream.mode is Mode.SMC_R, self.stream.fallback
+    async def confirm(self, mode: Mode = Mode.SMC_R) -> None:
+        """Both ends report this mode; smc_diag does so for the kernel.
+
+        smc_diag has no entry for a socket of TCP alone.
+        """
+        assert self.stream.mode is mode, self.stream.fallback
         info = await self.there("info")
-        assert info is not None
-        assert info["mode"] == "SMCR", info
+        if mode is Mode.SMC_R:
+            assert info is not None
+        assert info is None or info["mode"] == _DIAG_MODES[mode], info
 
     async def end(self) -> None:
         """An orderly end, ours first."""
@@ -141,8 +148,10 @@ class World:
             stack.add_observer(seen)
             yield stack, seen
 
-    async def to_kernel(self, stack: Stack, kind: str = "smc", **options: Any) -> Both:
-        """A connection that we open."""
+    async def to_kernel(
+        self, stack: Stack, kind: str = "smc", *, mode: Mode = Mode.SMC_R, **options: Any
+    ) -> Both:
+        """A connection that we open; both ends must report the mode."""
         port = next(self.ports)
         listener = await self.kernel.call("listen", kind=kind, port=port, **options)
         number: list[int] = []
@@ -155,10 +164,14 @@ class World:
                 nursery.start_soon(accept)
                 stream = await stack.open_stream(self.there, port)
         await self.kernel.call("close", number=listener)
-        return Both(stream, number[0], self.kernel)
+        both = Both(stream, number[0], self.kernel)
+        await both.confirm(mode)
+        return both
 
-    async def from_kernel(self, stack: Stack, kind: str = "smc", **options: Any) -> Both:
-        """A connection that the kernel opens."""
+    async def from_kernel(
+        self, stack: Stack, kind: str = "smc", *, mode: Mode = Mode.SMC_R, **options: Any
+    ) -> Both:
+        """A connection that the kernel opens; both ends must report the mode."""
         port = next(self.ports)
         number: list[int] = []
 
@@ -172,7 +185,9 @@ class World:
             async with listener, trio.open_nursery() as nursery:
                 nursery.start_soon(connect)
                 stream = await listener.accept()
-        return Both(stream, number[0], self.kernel)
+        both = Both(stream, number[0], self.kernel)
+        await both.confirm(mode)
+        return both
 
     def both_ways(self) -> tuple[tuple[str, Callable[..., Any]], ...]:
         """Each role of ours with what opens a connection in it."""
@@ -194,6 +209,13 @@ class World:
         assert await both.stream.receive_some() == b"words"
         await both.end()
         return fallback, info
+
+
+def proposes_smc_d(seen: Seen) -> bool:
+    """True if a Proposal of the kernel also offers SMC-D, in version 1 or 2."""
+    proposals = [m for out, m in seen.clc_messages if not out and m[4] == 1 and m[7] >> 4 > 1]
+    offers = [offer for m in proposals for offer in (m[7] & 3, m[7] >> 2 & 3)]
+    return any(offer in _SMC_D for offer in offers)
 
 
 async def until(condition: Callable[[], Any], text: str, patience: float = PATIENCE) -> None:

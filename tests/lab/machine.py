@@ -89,15 +89,19 @@ def run_guest(name: str, commands: str, *, seconds: float, memory: int = 1024) -
 
 
 def run_pair(
-    name: str, commands: str, *, seconds: float, memory: int = 1024, mtu: int = 1500
-) -> Finished:
+    name: str, commands: str, *, seconds: float, memory: int = 1024, mtu: int = 1500,
+    hostile: bool = False, kernel: str = setup.DEFAULT,
+) -> Finished:  # fmt: skip
     """Run the same shell commands in two guests, both within ``seconds``.
 
-    Keeps ``build/interop/NAME.pcapng``.
+    Keeps ``build/interop/NAME.pcapng``, and in ``build/interop/NAME`` what the commands wrote into
+    /lab/keep.
     A frame there that tshark cannot read makes the status 1; what it reads is in the output.
+    Not if ``hostile``: then a guest sends malformed messages on purpose.  ``kernel`` is a name in
+    `setup.KERNELS`.
     """
-    with _lab(name) as (kernel, place, console):
-        guests = [_Guest(each, kernel, place, memory) for each in "ab"]
+    with _lab(name, kernel) as (directory, place, console):
+        guests = [_Guest(each, directory, place, memory) for each in "ab"]
         for guest, role in zip(guests, ("server", "client"), strict=True):
             guest.prepare(commands, role=role, mtu=mtu)
         status = 0
@@ -107,11 +111,14 @@ def run_pair(
             for guest in guests:
                 left = max(GRACE, end - time.monotonic())
                 status = guest.finish(left, console) or status
+                guest.keep(ARTEFACTS / name)
         wires = [place / f"wire{number}.pcap" for number in range(CAPTURED)]
         for wire in wires:
             thin_out(wire)
         merged = ARTEFACTS / f"{name}.pcapng"
         subprocess.run(["mergecap", "-F", "pcapng", "-w", merged, *wires], check=True)
+        if hostile:
+            return Finished(status, console.text())
         reading = captures.read(merged)
         for line in (f"tshark reads {reading}", *(f"malformed: {at}" for at in reading.malformed)):
             console.add("wire", line)
@@ -145,9 +152,9 @@ def _boot(guests: Sequence[_Guest], console: _Console, *, wired: bool) -> None:
 
 
 @contextlib.contextmanager
-def _lab(name: str) -> Iterator[tuple[Path, Path, _Console]]:
+def _lab(name: str, kernel_name: str = setup.DEFAULT) -> Iterator[tuple[Path, Path, _Console]]:
     """The kernel, a directory for this run, and its console; one run at a time on this host."""
-    kernel = setup.make()
+    kernel = setup.make(kernel_name)
     ARTEFACTS.mkdir(parents=True, exist_ok=True)
     with open(setup.cache_directory() / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -295,6 +302,11 @@ class _Guest:
             return int((self.share / "status").read_text())
         except (FileNotFoundError, ValueError):
             return NO_STATUS
+
+    def keep(self, directory: Path) -> None:
+        """Copy the files that the commands left in /lab/keep."""
+        if (self.share / "keep").exists():
+            shutil.copytree(self.share / "keep", directory, dirs_exist_ok=True)
 
 
 def thin_out(capture: Path) -> None:

@@ -1,23 +1,26 @@
 """The programs of the lab's guests: one function for each pair of programs.
 
 By hand: ``python -m tests.lab.runner verbs [SEED]``, ``contract [SEED [ROOT]]`` (its first part),
-``streams``, ``ours``, ``hostile``, ``overcommit [STEP]``, ``speed [profile]`` or
-``kernel SUITE [STEP...]``.
+``streams``, ``ours``, ``hostile``, ``overcommit [STEP]``, ``speed [profile]``,
+``conform ours|kernel server|client 1|2 PART [OPTION...]`` or ``kernel SUITE [STEP...]``; these two
+also with another kernel of `tests.lab.setup`: ``--kernel 6.17 kernel v2``.
 """
 
 from __future__ import annotations
 
 import random
 import shlex
+import signal
 import sys
 from pathlib import Path
 
 from examples import demo
 from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
-from tests.lab.setup import STOCK
+from tests.lab.setup import DEFAULT, STOCK
 
 __all__ = [
-    "contract", "hostile", "ours", "overcommit", "speed", "streams", "verbs", "with_kernel",
+    "PARTS", "conform", "contract", "hostile", "ours", "overcommit", "reports_of", "speed",
+    "streams", "verbs", "with_kernel",
 ]  # fmt: skip
 
 PYTHON = "/usr/bin/python3"
@@ -116,18 +119,18 @@ def speed(*words: str) -> Finished:
     return run_pair("speed", commands, seconds=900)
 
 
-def with_kernel(suite: str, *steps: str) -> Finished:
-    """A suite of `tests.lab.guest_interop` between two guests, or in one ("quick")."""
+def with_kernel(suite: str, *steps: str, kernel: str = DEFAULT) -> Finished:
+    """A suite of `tests.lab.guest_interop` between two guests, or in one ("quick").
+
+    ``kernel``: of both guests.
+    """
     file = demo_file()
     agent = f"{PYTHON} -m tests.lab.kernel_agent 7655"
     ours = f"{PYTHON} -m tests.lab.guest_interop"
     rest = f"{shlex.quote(str(file))} {suite} {' '.join(steps)}"
     allow = "echo 1 > /sys/module/smc/parameters/lab_gids\n"
     if suite == "v2":
-        allow = (
-            f"rmmod smc_diag smc && insmod $KERNEL/{STOCK}/smc.ko"
-            f" && insmod $KERNEL/{STOCK}/smc_diag.ko || exit 1\n"
-        )
+        allow = _kernel_of_version(2)
     if suite == "quick":
         commands = (
             "modules dummy; ip link add dummy0 type dummy\n"
@@ -141,7 +144,59 @@ def with_kernel(suite: str, *steps: str) -> Finished:
         f"if [ $ROLE = client ]; then grep -q ^ended$ < <(exec {agent}); exit; fi\n"
         f"exec {ours} 10.9.0.1 10.9.0.2 10.9.2.2 {rest}\n"
     )
-    return run_pair(f"kernel-{suite}", commands, seconds=800)
+    name = f"kernel-{suite}" if kernel == DEFAULT else f"kernel-{kernel}-{suite}"
+    return run_pair(name, commands, seconds=800, kernel=kernel)
+
+
+PARTS = {
+    "handshakes": ("clc/*", "contact/*", "version2/*"),
+    "links": ("llc/*", "isolation/*"),
+    "data": ("data/*", "endings/*"),
+    "robustness": ("robustness/*",),
+}
+"""Parts of the conformance suite, so that each run of guests ends within nine minutes."""
+
+
+def conform(
+    target: str, role: str, version: int, part: str, *options: str, kernel: str = DEFAULT
+) -> Finished:
+    """`smc-conform` against trio_smc ("ours") over soft-RoCE, or against the kernel.
+
+    Args:
+      role: of the implementation under test: "server" or "client".
+      part: of `PARTS`.
+      options: for the suite.
+      kernel: of both guests.
+    """
+    only = [word for pattern in PARTS[part] for word in ("--only", pattern)]
+    commands = (
+        f"rxe 0 eth0\n{_kernel_of_version(version) if target == 'kernel' else ''}"
+        f"exec {PYTHON} -m tests.lab.guest_conform $ROLE {target} {role} {version}"
+        f" --rnic rxe0{' --tcp-option' if target == 'kernel' else ''}"
+        f" {' '.join(map(shlex.quote, [*only, *options]))}\n"
+    )
+    return run_pair(
+        reports_of(target, role, version, part, kernel), commands, seconds=540, hostile=True,
+        kernel=kernel,
+    )  # fmt: skip
+
+
+def reports_of(target: str, role: str, version: int, part: str, kernel: str = DEFAULT) -> str:
+    """The name of the directory with the reports of `conform`."""
+    return f"conform-{kernel if target == 'kernel' else target}-v{version}-{role}-{part}"
+
+
+def _kernel_of_version(version: int) -> str:
+    """Shell commands that let the kernel's AF_SMC speak this version over soft-RoCE."""
+    if version == 1:
+        return (
+            "echo 1 > /sys/module/smc/parameters/lab_gids\n"
+            "echo 3 > /sys/module/smc/parameters/lab_retries\n"
+        )
+    return (
+        f"rmmod smc_diag smc && insmod $KERNEL/{STOCK}/smc.ko"
+        f" && insmod $KERNEL/{STOCK}/smc_diag.ko || exit 1\n"
+    )
 
 
 def both(one: Finished, other: Finished) -> Finished:
@@ -160,9 +215,16 @@ def demo_file() -> Path:
 
 
 def _main() -> int:
-    what, *rest = sys.argv[1:]
+    # A runner that `timeout` ends must not leave guests behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    words = sys.argv[1:]
+    kernel = words[1] if words[0] == "--kernel" else DEFAULT
+    what, *rest = words[2:] if words[0] == "--kernel" else words
     if what == "kernel":
-        done = with_kernel(*rest)
+        done = with_kernel(*rest, kernel=kernel)
+    elif what == "conform":
+        target, role, version, part, *options = rest
+        done = conform(target, role, int(version), part, *options, kernel=kernel)
     elif what in ("ours", "hostile"):
         done = ours() if what == "ours" else hostile()
     elif what in ("speed", "overcommit"):

@@ -1,6 +1,6 @@
 """Makes the lab: a kernel for QEMU guests, from Debian packages only.
 
-    python -m tests.lab.setup
+    python -m tests.lab.setup [KERNEL]
 
 Everything lies in ``$XDG_CACHE_HOME/trio-smc-lab`` (else ``~/.cache/trio-smc-lab``); nothing is
 installed but the packages that `PACKAGES` names.  A second run does nothing.
@@ -10,6 +10,11 @@ The kernel is Debian's own binary.  One module is built again: `net/smc`, for so
 take soft-RoCE's too, and ``lab_retries`` is how often its queue pairs send again before they fail,
 where it asks for 7, which soft-RoCE reads as "for ever".  docs/interop.md says it in words.
 SMC-R version 2 is tried with Debian's own module, which is kept beside it (`STOCK`).
+
+`KERNELS` has the kernels by name.  A kernel that this host's Debian does not offer comes from
+another release, by an apt directory of its own (`foreign_apt`): neither the sources nor the
+packages of this host are changed.  Such a kernel is not built, so it is tried with its own module,
+in version 2.
 """
 
 from __future__ import annotations
@@ -24,11 +29,36 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-__all__ = ["KERNEL", "LabError", "cache_directory", "make", "relax"]
+__all__ = ["DEFAULT", "KERNELS", "LabError", "cache_directory", "make", "relax"]
 
-SERIES: Final = "6.12"
+
+class KernelSource(NamedTuple):
+    """Where a kernel comes from.
+
+    Attributes:
+      series: of Debian's packages.
+      suites: Debian's releases that have it; none: this host's.
+      module_is_built: net/smc is built again, so that it speaks version 1 over soft-RoCE.
+    """
+
+    series: str
+    suites: tuple[str, ...] = ()
+    module_is_built: bool = False
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions of SMC-R that the kernel speaks in the lab."""
+        return (1, 2) if self.module_is_built else (2,)
+
+
+KERNELS: Final = {
+    "6.12": KernelSource("6.12", module_is_built=True),
+    "6.17": KernelSource("6.17", ("trixie-backports",)),
+}
+"""By name.  From 6.18 on Debian's kernels have no SMC, because CONFIG_DIBS is not set."""
+DEFAULT: Final = "6.12"
 COMPILER: Final = "gcc-12"
 """What Debian's kernel packages of this release are built with, and ask for."""
 PACKAGES: Final = {
@@ -50,8 +80,8 @@ MODULES: Final = (
     *FOR_BOOT, "crc32_generic", "crc32_pclmul", "crc32c_generic", "rdma_rxe", "ib_uverbs", "smc",
     "smc_diag", "dummy", "macvlan", "8021q", "garp", "mrp", "sch_netem", "bonding",
 )  # fmt: skip
-KERNEL: Final = "kernel"
-"""The directory under the cache: vmlinuz, initrd.gz, lib/modules/VERSION, version, `PROGRAMS`."""
+BUILT_IN: Final = ("crc32_generic", "crc32_pclmul", "crc32c_generic")
+"""Modules that newer kernels do not have as such."""
 STOCK: Final = "stock"
 """A directory there: Debian's own modules of SMC, as they are."""
 PROGRAMS: Final = {"plain_echo.c": (), "smc_sockets.c": ("-shared", "-fPIC", "-ldl")}
@@ -69,26 +99,39 @@ def cache_directory() -> Path:
     return Path(base) / "trio-smc-lab"
 
 
-def make() -> Path:
-    """Return the kernel's directory, made now unless it is there.  Raises LabError."""
+def make(name: str = DEFAULT) -> Path:
+    """Return the directory of a kernel, made now unless it is there.
+
+    It has vmlinuz, initrd.gz, lib/modules/VERSION, version, and `PROGRAMS`.
+
+    Raises LabError.
+    """
+    source = KERNELS.get(name)
+    if source is None:
+        raise LabError(f"the lab has no kernel {name}, only {', '.join(KERNELS)}")
     cache = cache_directory()
-    stamp = cache / KERNEL / "made-by"
+    place = cache / ("kernel" if name == DEFAULT else f"kernel-{name}")
+    stamp = place / "made-by"
     inputs = (Path(__file__), _HERE / "early-init.sh", *map(_HERE.joinpath, PROGRAMS))
     mark = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
     install_packages()
     if stamp.exists() and stamp.read_text() == mark:
-        return stamp.parent
+        return place
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as name:
-        work = Path(name)
-        made = lay_out_kernel(cache, work)
-        build_smc(cache, work, made)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as directory:
+        work = Path(directory)
+        apt = foreign_apt(cache, source.suites) if source.suites else Apt()
+        made = lay_out_kernel(apt, cache, work, source)
+        if source.module_is_built:
+            build_smc(apt, cache, work, made, source)
+        else:
+            keep_stock(made)
         make_initrd(work, made)
         build_programs(made)
         (made / "made-by").write_text(mark)
-        shutil.rmtree(cache / KERNEL, ignore_errors=True)
-        made.rename(cache / KERNEL)
-    return cache / KERNEL
+        shutil.rmtree(place, ignore_errors=True)
+        made.rename(place)
+    return place
 
 
 def install_packages() -> None:
@@ -122,11 +165,13 @@ def install_packages() -> None:
 # --- the kernel ---------------------------------------------------------------------------------
 
 
-def lay_out_kernel(cache: Path, work: Path) -> Path:
+def lay_out_kernel(apt: Apt, cache: Path, work: Path, kernel: KernelSource) -> Path:
     """Debian's kernel image and the modules that guests load."""
-    release = kernel_release()
+    release = kernel_release(apt, kernel.series)
     image = work / "image"
-    unpack(fetch(cache, f"linux-image-{release}"), image)
+    unpack(fetch(apt, cache, f"linux-image-{release}"), image)
+    if not (image / "lib" / "modules").exists():  # newer packages have them in /usr/lib alone
+        (image / "lib").symlink_to("usr/lib")
     made = work / "made"
     modules = made / "lib" / "modules" / release
     modules.mkdir(parents=True)
@@ -148,20 +193,41 @@ def lay_out_kernel(cache: Path, work: Path) -> Path:
     return made
 
 
-def kernel_release() -> str:
+def kernel_release(apt: Apt, series: str) -> str:
     """The newest release of the series that apt offers, as in "6.12.117+deb12-amd64"."""
-    shown = run("apt-cache", "depends", f"linux-image-{SERIES}-amd64", check=False)
+    shown = apt.cache("depends", f"linux-image-{series}-amd64", check=False)
     found = re.search(r"Depends: linux-image-(\S+-amd64)$", shown, re.MULTILINE)
-    if found is None:
-        raise LabError(f"apt has no linux-image-{SERIES}-amd64; is apt-get update needed?")
-    return found[1]
+    if found is not None:
+        return found[1]
+    names = apt.cache("pkgnames", f"linux-image-{series}.").split()
+    releases = [
+        each.removeprefix("linux-image-")
+        for each in names
+        if re.fullmatch(r"linux-image-[0-9.]+\+deb[0-9]+-amd64", each)
+    ]
+    if not releases:
+        raise LabError(f"apt has no linux-image-{series}-amd64; is apt-get update needed?")
+    return max(releases, key=lambda each: [int(number) for number in re.findall(r"\d+", each)])
+
+
+def keep_stock(made: Path) -> None:
+    """Debian's own modules of SMC, which are not built again, where the suites look for them."""
+    release = (made / "version").read_text()
+    stock = made / STOCK
+    stock.mkdir()
+    for name in ("smc.ko", "smc_diag.ko"):
+        shutil.copy(made / "lib/modules" / release / "kernel/net/smc" / name, stock)
 
 
 def closure(root: Path, release: str, names: Sequence[str]) -> list[Path]:
     """The files of modules and all they need, in the order of loading."""
     found: dict[Path, None] = {}
     for name in names:
-        for line in run("modprobe", "-d", root, "-S", release, "--show-depends", name).splitlines():
+        shown = run(
+            "modprobe", "-d", root, "-S", release, "--show-depends", name,
+            check=name not in BUILT_IN,
+        )  # fmt: skip
+        for line in shown.splitlines():
             if line.startswith("insmod "):
                 found[Path(os.path.normpath(line.split()[1]))] = None
     return list(found)
@@ -222,21 +288,20 @@ def relax(source: str) -> str:
     return function.sub(lambda place: _SWITCH.lstrip() + place[0], source)
 
 
-def build_smc(cache: Path, work: Path, made: Path) -> None:
+def build_smc(apt: Apt, cache: Path, work: Path, made: Path, kernel: KernelSource) -> None:
     """Build net/smc out of tree against Debian's headers, and put it in place of Debian's."""
     release = (made / "version").read_text()
     plain = release.removesuffix("-amd64")
     headers = work / "headers"
     for package in (f"linux-headers-{release}", f"linux-headers-{plain}-common"):
-        unpack(fetch(cache, package), headers)
-    unpack(fetch(cache, f"linux-kbuild-{plain}"), headers)
+        unpack(fetch(apt, cache, package), headers)
+    unpack(fetch(apt, cache, f"linux-kbuild-{plain}"), headers)
     relocate(headers)
     source = work / "source"
-    unpack(fetch(cache, f"linux-source-{SERIES}"), source)
-    archive = source / "usr" / "src" / f"linux-source-{SERIES}.tar.xz"
-    run(
-        "tar", "xf", archive, "-C", source, "--strip-components=1", f"linux-source-{SERIES}/net/smc"
-    )
+    name = f"linux-source-{kernel.series}"
+    unpack(fetch(apt, cache, name), source)
+    archive = source / "usr" / "src" / f"{name}.tar.xz"
+    run("tar", "xf", archive, "-C", source, "--strip-components=1", f"{name}/net/smc")
     smc = source / "net" / "smc"
     edited = smc / "smc_ib.c"
     edited.write_text(relax(edited.read_text()))
@@ -283,9 +348,56 @@ def files_below(directory: Path) -> Iterator[Path]:
 # --- packages -----------------------------------------------------------------------------------
 
 
-def fetch(cache: Path, package: str) -> Path:
+class Apt:
+    """This host's apt, or with ``options`` another one.
+
+    Args:
+      options: for apt-get and apt-cache.
+    """
+
+    def __init__(self, options: Sequence[str] = ()) -> None:
+        self._options = tuple(options)
+
+    def cache(self, *words: str, check: bool = True) -> str:
+        """The output of apt-cache."""
+        return run("apt-cache", *self._options, *words, check=check)
+
+    def get(self, *words: str, cwd: Path | None = None) -> None:
+        """Run apt-get."""
+        run("apt-get", *self._options, *words, cwd=cwd)
+
+
+def foreign_apt(cache: Path, suites: Sequence[str]) -> Apt:
+    """An apt with a directory of its own, and these releases of Debian from this host's mirror."""
+    place = cache / ("apt-" + "-".join(suites))
+    for name in ("lists/partial", "cache/archives/partial", "etc"):
+        (place / name).mkdir(parents=True, exist_ok=True)
+    shown = run("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages")
+    mirrors = [line for line in shown.splitlines() if re.search(r"/debian/?$", line)]
+    if not mirrors:
+        raise LabError("apt knows no mirror of Debian")
+    keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
+    sources = place / "sources.list"
+    lines = [f"deb [signed-by={keys}] {mirrors[0]} {suite} main\n" for suite in suites]
+    options = {
+        "Dir::Etc::sourcelist": sources, "Dir::Etc::sourceparts": "-",
+        "Dir::Etc::parts": place / "etc", "Dir::State": place, "Dir::State::lists": place / "lists",
+        "Dir::Cache": place / "cache", "Dir::State::status": "/dev/null",
+        "APT::Sandbox::User": "root", "Acquire::Languages": "none",
+    }  # fmt: skip
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    if Path("/etc/apt/apt.conf").exists():
+        words += ["-c", "/etc/apt/apt.conf"]
+    apt = Apt(words)
+    if not sources.exists() or sources.read_text() != "".join(lines):
+        sources.write_text("".join(lines))
+        apt.get("update", "-q")
+    return apt
+
+
+def fetch(apt: Apt, cache: Path, package: str) -> Path:
     """The package's file, downloaded by apt unless the cache has the version that apt offers."""
-    shown = run("apt-cache", "show", "--no-all-versions", package)
+    shown = apt.cache("show", "--no-all-versions", package)
     found = re.search(r"^Filename: \S*/([^/\s]+)$", shown, re.MULTILINE)
     if found is None:
         raise LabError(f"apt has no package {package}")
@@ -298,7 +410,7 @@ def fetch(cache: Path, package: str) -> Path:
         return present[0]
     log(f"downloading {package}")
     with tempfile.TemporaryDirectory(dir=place) as name:
-        run("apt-get", "download", "-q", package, cwd=Path(name))
+        apt.get("download", "-q", package, cwd=Path(name))
         [file] = Path(name).iterdir()
         return file.rename(place / file.name)
 
@@ -330,7 +442,7 @@ def log(text: str) -> None:
 
 def main() -> int:
     try:
-        made = make()
+        made = make(*sys.argv[1:2])
     except LabError as problem:
         log(str(problem))
         return 1

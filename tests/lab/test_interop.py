@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.lab import guest_interop, runner
+from tests.lab import guest_interop, runner, setup
 from tests.lab.failures import describe_failure, kernel_crash
 
 MESSAGES = {
@@ -25,19 +25,29 @@ MESSAGES = {
 """What tshark must find in a suite's capture."""
 
 
+OTHERS = [
+    pytest.param("v2", name, marks=pytest.mark.other_kernel)
+    for name in setup.KERNELS
+    if name != setup.DEFAULT
+]
+"""Kernels with their own module speak version 2 in the lab."""
+
+
 @pytest.mark.lab
 @pytest.mark.timeout(1900)
-@pytest.mark.parametrize("suite", list(guest_interop.SUITES))
-def test_with_the_kernel(suite: str) -> None:
+@pytest.mark.parametrize(
+    ("suite", "kernel"), [*((each, setup.DEFAULT) for each in guest_interop.SUITES), *OTHERS]
+)
+def test_with_the_kernel(suite: str, kernel: str) -> None:
     """Each step of `tests.lab.guest_interop`; smc_diag in the guest says which mode it was.
 
     A kernel that crashes has to be asked again, once: docs/interop.md knows of such a crash.
     """
-    done = runner.with_kernel(suite)
+    done = runner.with_kernel(suite, kernel=kernel)
     crash = kernel_crash(done)
     if crash is not None:
         sys.stdout.write(f"{done.output}\nthe guest's kernel has crashed, so all again: {crash}\n")
-        done = runner.with_kernel(suite)
+        done = runner.with_kernel(suite, kernel=kernel)
     for step in guest_interop.SUITES[suite]:
         assert f"interop: ok {step.__name__} " in done.output, describe_failure(done)
     assert done.returncode == 0, describe_failure(done)

@@ -23,10 +23,15 @@ _streams = 0
 
 def pytest_configure(config: pytest.Config) -> None:
     """Enable before the first run, and for the runs of Trio's own decorator, too."""
-    checkpoints = cast(Any, os.environ.get("SMC_CHECKPOINTS"))
+    checkpoints = cast(Any, os.environ.get("SMC_CHECKPOINTS", "amortised"))
     # A test that accepts only after it has connected waits for all of `handshake_timeout`.
     trio_smc.enable(
-        trio_smc.Config(checkpoints=checkpoints, receive_buffer=256 * 1024, handshake_timeout=3)
+        trio_smc.Config(
+            checkpoints=checkpoints,
+            receive_buffer=256 * 1024,
+            handshake_timeout=3,
+            learn_short=False,
+        )
     )
     # `trio.testing.trio_test` looks there.
     cast(Any, trio)._core.run = trio.run

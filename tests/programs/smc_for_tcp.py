@@ -4,17 +4,20 @@
 `trio_smc.open_stream`, `open_listeners` and `serve` where it and the project under test look for
 `trio.open_tcp_stream`, `open_tcp_listeners` and `serve_tcp`.
 
+The environment variable SMC_CHECKPOINTS sets `Config.checkpoints`.
+
 Every stream handed out is counted by its end and mode. A run in which any stream fell back to
 TCP, or in which no stream was opened, fails.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -24,6 +27,10 @@ import trio_smc
 
 COUNTS: Counter[tuple[str, str]] = Counter()
 """Streams handed out so far, by (end, mode)."""
+
+CONFIG = trio_smc.Config(
+    checkpoints=cast(Any, os.environ.get("SMC_CHECKPOINTS", "amortised")), learn_short=False
+)
 
 QUIET = 0.25
 """Seconds without any event after which a clock that jumps does so."""
@@ -41,7 +48,7 @@ async def open_tcp_stream(host: str | bytes, port: int, **options: Any) -> trio_
     the first get it, if the listener is in this run and a task accepts.
     """
     accepted = COUNTS["server", trio_smc.Mode.SMC_R]
-    stream = await trio_smc.open_stream(host, port, **options)
+    stream = await trio_smc.open_stream(host, port, config=CONFIG, **options)
     COUNTS["client", stream.mode] += 1
     # Not Trio's clock: the suite may have stopped it.
     patience = time.monotonic() + QUIET
@@ -56,7 +63,7 @@ async def open_tcp_listeners(port: int, **options: Any) -> Sequence[trio.abc.Lis
         return await _real_open_tcp_listeners(port, **options)
     token = _asked_by_us.set(True)
     try:
-        return await trio_smc.open_listeners(port, **options)
+        return await trio_smc.open_listeners(port, config=CONFIG, **options)
     finally:
         _asked_by_us.reset(token)
 

@@ -390,6 +390,43 @@ class TestLoop:
             await trio.lowlevel.checkpoint()
             assert calls == [1, 1]
 
+    async def test_completions_that_wake_no_task_do_not_end_a_sleep(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        """For example the last messages of a connection that its tasks have left."""
+        a, b = ends
+        async with running(*rnics) as pump:
+            to_b = Sink(pump, b)
+            await trio.sleep(NAP)
+            wakeups, passes = pump.wakeups, pump.passes
+            a.qp.post_send(1, b"x")
+            await trio.sleep(NAP)
+            assert to_b.messages == [b"x"]
+            assert pump.wakeups == wakeups
+            assert pump.passes == passes + 1
+
+    @pytest.mark.parametrize("by", ["event", "deferred work"])
+    async def test_completions_that_wake_a_task_end_the_sleep(
+        self, by: str, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        """However they wake it."""
+        a, b = ends
+        arrived = trio.Event()
+
+        class Waker(Sink):
+            def on_completion(self, plain: PlainCompletion) -> None:
+                if by == "event":
+                    arrived.set()
+                else:
+                    pump.flush_soon(arrived.set)
+
+        async with running(*rnics) as pump:
+            Waker(pump, b)
+            await trio.sleep(NAP)
+            a.qp.post_send(1, b"x")
+            with trio.fail_after(PATIENCE):
+                await arrived.wait()
+
     async def test_rnics_are_disarmed_after_the_first_sleep_of_a_busy_loop_too(
         self,
         rnics: tuple[SoftRnic, SoftRnic],

@@ -24,7 +24,7 @@ from trio_smc.rnic.soft import device
 from trio_smc.rnic.soft import messages as _fabric
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.soft.regions import MAX_REGIONS
-from trio_smc.rnic.verbs import QpState, QueuePair, RnicError, RnicEvent, WcStatus
+from trio_smc.rnic.verbs import AWAKE, QpState, QueuePair, RnicError, RnicEvent, WcStatus
 from trio_smc.rnic.words import Words
 
 
@@ -135,6 +135,19 @@ class TestRegions:
             words[place] = 1
         region.close()
         memory.close()
+
+    def test_a_sleeping_peer_is_seen(self, pair: tuple[End, End]) -> None:
+        a, b = pair
+        until(lambda: a.qp.peer_asleep() is not AWAKE, a, b)
+        word = a.qp.peer_asleep()
+        assert b.rnic.arm()
+        states = [word[0]]
+        a.qp.post_send(1, b"wake up")
+        assert [*states, word[0]] == [1, 0]
+        b.rnic.disarm()
+        a.qp.to_err()
+        with pytest.raises(ValueError, match="released"):
+            word[0]
 
     def test_a_domain_that_was_closed(self, rnic: SoftRnic) -> None:
         pd, memory = rnic.alloc_pd(), rnic.alloc_memory(MEMORY)

@@ -1058,6 +1058,173 @@ async def two_tasks_call_accept_of_a_closed_listener(ends: Ends) -> None:
     ends.seen += outcomes
 
 
+@case
+async def wait_beside_a_call_that_does_not_wait(ends: Ends) -> None:
+    """Only two calls that wait exclude each other."""
+    stream = trio.SocketStream(ends.client)
+    outcomes: list[object] = []
+
+    async def wait() -> None:
+        for _ in range(20):
+            outcome = await ends.outcome(trio.lowlevel.wait_writable, ends.client)
+            outcomes.append(outcome)
+
+    async def send() -> None:
+        for _ in range(20):
+            await stream.send_all(b"x")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        nursery.start_soon(send)
+    await stream.send_eof()
+    ends.seen.append(outcomes)
+
+
+@case
+async def send_after_the_end_beside_another_send_eof(ends: Ends) -> None:
+    stream = trio.SocketStream(ends.client)
+    await stream.send_eof()
+    outcomes: list[object] = []
+
+    async def send() -> None:
+        outcomes.append(await ends.outcome(stream.send_all, b"x"))
+
+    for _ in range(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.send_eof)
+            nursery.start_soon(send)
+    ends.seen.append(outcomes)
+
+
+# --- tasks that accept, and listeners that are shut down -----------------------------------------
+
+
+@case
+async def five_tasks_accept_three_connections(ends: Ends) -> None:
+    """TCP serves three; of the others one waits, and a second one may not wait."""
+    outcomes: list[object] = []
+    clients = [trio.socket.socket() for _ in range(3)]
+
+    async def accept() -> None:
+        try:
+            sock, _ = await ends.listener.accept()
+        except trio.BusyResourceError:
+            outcomes.append("busy")
+        except trio.Cancelled:
+            outcomes.append("waits")
+            raise
+        else:
+            sock.close()
+            outcomes.append("accepted")
+
+    async with trio.open_nursery() as nursery:
+        for client in clients:
+            nursery.start_soon(client.connect, ends.listener.getsockname())
+        await ends.settle()
+        for _ in range(5):
+            nursery.start_soon(accept)
+        while len(outcomes) < 4:
+            await trio.testing.wait_all_tasks_blocked(_QUIET)
+        await ends.settle()
+        nursery.cancel_scope.cancel()
+    for client in clients:
+        client.close()
+    ends.seen += sorted(map(str, outcomes))
+
+
+@case
+async def an_accept_that_is_cancelled_loses_no_connection(ends: Ends) -> None:
+    async with trio.open_nursery() as nursery:
+        for _ in range(2):
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(ends.listener.accept)
+            nursery.cancel_scope.cancel()
+    with trio.socket.socket() as client:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.connect, ends.listener.getsockname())
+            sock, _ = await ends.listener.accept()
+        ends.seen.append(sock.getpeername() == client.getsockname())
+        sock.close()
+
+
+async def _listening() -> Any:
+    listener = trio.socket.socket()
+    await listener.bind((HOST, 0))
+    listener.listen()
+    return listener
+
+
+async def _see_a_connection(ends: Ends, listener: Any) -> None:
+    accepted: list[Any] = []
+
+    async def accept() -> None:
+        accepted.append((await listener.accept())[0])
+
+    with trio.socket.socket() as client:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(accept)
+            await wait_all_tasks_blocked()
+            await client.connect(listener.getsockname())
+        with accepted[0] as server:
+            await client.send(b"x")
+            await ends.see(server.recv, 10)
+
+
+for _flag in (stdlib.SHUT_RD, stdlib.SHUT_RDWR):
+
+    async def _shut_down(ends: Ends, flag: int = _flag) -> None:
+        with await _listening() as listener:
+            await ends.see(listener.shutdown, stdlib.SHUT_WR)
+            await _see_a_connection(ends, listener)
+            await ends.during(listener.accept, lambda: listener.shutdown(flag))
+            for call in (listener.accept, listener.accept):
+                await ends.see(call)
+            for option in (stdlib.SO_ACCEPTCONN, stdlib.SO_ERROR):
+                await ends.see(listener.getsockopt, stdlib.SOL_SOCKET, option)
+            ends.seen.append((listener.fileno() >= 0, listener.getsockname()[0]))
+            for _ in range(2):
+                listener.listen()
+                await _see_a_connection(ends, listener)
+                listener.shutdown(flag)
+                listener.listen()  # at once
+                await _see_a_connection(ends, listener)
+                listener.shutdown(flag)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_accept_and_close, ends)
+                await ends.see(listener.connect, ends.listener.getsockname())
+                nursery.cancel_scope.cancel()
+        await ends.see(listener.accept)
+        with await _listening() as listener:
+            listener.shutdown(flag)
+            await ends.see(listener.shutdown, flag)
+
+    CASES[f"shut-down-a-listener-by-{_flag}"] = _shut_down
+
+
+@case
+async def shut_down_a_listener_by_another_descriptor(ends: Ends) -> None:
+    with (
+        await _listening() as listener,
+        stdlib.fromfd(listener.fileno(), stdlib.AF_INET, stdlib.SOCK_STREAM) as other,
+    ):
+        await ends.during(listener.accept, lambda: other.shutdown(stdlib.SHUT_RD))
+        await ends.see(listener.accept)
+        other.listen()
+        await _see_a_connection(ends, listener)
+
+
+@case
+async def shut_down_a_listener_that_serves(ends: Ends) -> None:
+    listener = await _listening()
+    served = trio.SocketListener(listener)
+
+    async def serve() -> None:
+        await trio.serve_listeners(trio.SocketStream.aclose, [served])
+
+    await ends.during(serve, lambda: listener.shutdown(stdlib.SHUT_RD))
+    ends.seen.append(listener.fileno())
+
+
 def _group(name: str) -> str:
     """The first word, for cases that one test runs together."""
     return name.split("-", maxsplit=1)[0]

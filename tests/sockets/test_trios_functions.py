@@ -339,7 +339,7 @@ def test_descriptors_that_have_run_out_are_waited_for(
             assert await request(port) == b"hello"
             smc_listener = listener.socket._side.listener
             smc_listener._error = OSError(errno.EMFILE, "too many open files")
-            smc_listener._arrived.set()
+            smc_listener._waiting_calls.unpark()
             await wait_all_tasks_blocked()
             assert await request(port) == b"hello"
             nursery.cancel_scope.cancel()

@@ -20,6 +20,7 @@ from trio_smc.rnic.verbs import Rnic
 from trio_smc.stack.policy import RETRY_AFTER, SHORT_AFTER, SHORT_SIZE, ShortConnections
 from trio_smc.stack.runtime import Runtime
 
+pytestmark = pytest.mark.learns_short
 HOST = "127.0.0.1"
 PEER = ("192.0.2.1", 80)
 

@@ -17,8 +17,8 @@ from tests.streams.stream_pairs import SMALL_RING, Pairs, open_pairs, smc_config
 from trio_smc import SmcStream
 
 KINDS = {
-    "strict": smc_config(),
-    "amortised": smc_config(checkpoints="amortised"),
+    "strict": smc_config(checkpoints="strict"),
+    "amortised": smc_config(),
     "eye-catcher": smc_config(rmbe_eye_catcher=True),
     "tcp": tcp_config(),
 }

@@ -285,7 +285,10 @@ async def test_a_task_that_has_yielded_need_not_yield_in_its_next_call(passes: P
 async def solo_task() -> AsyncIterator[tuple[Pairs, SmcStream, SmcStream, trio.CancelScope]]:
     """A connection, its ends at the client and the server, and the scope of a solo reader at the
     server that waits for one byte."""
-    async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
+    # Otherwise a byte may be announced after the server's hook, in the pass that ends a
+    # `wait_all_tasks_blocked`.
+    config = smc_config(spin=0, wake="trio", checkpoints="strict")
+    async with open_pairs(config, stacks=2) as pairs:
         here, there = await pairs.make()
         pump = pump_of(pairs.server)
 

@@ -327,6 +327,7 @@ def test_no_reason_is_missing() -> None:
     assert {case.reason for case in CASES} == set(FallbackReason) - sockets_only
 
 
+@pytest.mark.learns_short
 @pytest.mark.v2("v2.6/4")
 @pytest.mark.parametrize("case", CASES, ids=str)
 async def test_check_explains(case: Case, monkeypatch: Patch) -> None:

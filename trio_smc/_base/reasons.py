@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import Final
 
 __all__ = ["Diagnosis", "Fallback", "FallbackReason", "Mode", "Origin"]
 
@@ -352,7 +353,7 @@ class Fallback:
     @classmethod
     def local(cls, reason: FallbackReason) -> Fallback:
         """A fallback that this side decided."""
-        return cls(reason=reason, origin=Origin.LOCAL, code=int(_EXPLANATIONS[reason].code))
+        return _LOCAL[reason]
 
     @classmethod
     def from_peer(cls, diagnosis: int, *, ueids: bool = False) -> Fallback:
@@ -398,3 +399,10 @@ class Fallback:
         explanation = _EXPLANATIONS[self.reason]
         elsewhere = explanation.at_decider and self.origin is Origin.PEER
         return f"at the peer: {explanation.remedy}" if elsewhere else explanation.remedy
+
+
+# Made once, because each connection over TCP has one, and they never change.
+_LOCAL: Final = {
+    reason: Fallback(reason=reason, origin=Origin.LOCAL, code=int(explanation.code))
+    for reason, explanation in _EXPLANATIONS.items()
+}

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast
 
 from trio_smc.capture.frames import MAX_PAYLOAD
-from trio_smc.host.caches import private_cache
 from trio_smc.host.pnet import problem_of_name
 from trio_smc.host.private_directory import default_directories
 from trio_smc.wire.fields import (
@@ -37,7 +36,6 @@ __all__ = [
     "is_listed",
     "is_path",
     "short_repr",
-    "software_receive_buffer",
 ]
 
 
@@ -128,18 +126,8 @@ _MAX_SIZE_CODE = 15
 _RFC_MAX_SIZE_CODE = 5
 """Largest code of RFC 7609, A.2.3: 512 KiB."""
 # Measured with rings of 1 to 16 MiB (docs/decisions.md, "size of a software RNIC's RMB element").
-_LEAST_SOFTWARE_RECEIVE_BUFFER = 4 * 1024 * 1024
-_MOST_SOFTWARE_RECEIVE_BUFFER = 8 * 1024 * 1024
+_SOFTWARE_RECEIVE_BUFFER = 4 << 20
 _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
-
-
-def software_receive_buffer(cache: int) -> int:
-    """The default size in bytes of a software RNIC's RMB elements.
-
-    Larger than the caches of two processors together, ``cache`` bytes each (docs/decisions.md).
-    """
-    wanted = rmbe_size_for(2 * cache + 1)
-    return max(_LEAST_SOFTWARE_RECEIVE_BUFFER, min(wanted, _MOST_SOFTWARE_RECEIVE_BUFFER))
 
 
 # Settings of the stack, which a call's own config cannot change.
@@ -196,10 +184,9 @@ class Config:
         1 only. Version 2 is used on RoCE ports only. The names are not secret.
       require_smc: fail instead of falling back to TCP.
       receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n. None: 4 MiB on
-        software RNICs, or 8 MiB if a processor has a level 2 cache of 2 MiB or more; 512 KiB on
-        RoCE ports. Only software RNICs allow more than 512 KiB. Their memory is allocated when it
-        is first written, so a connection uses all of it only after it has carried as many bytes.
-        With smaller rings, such as 1 MiB, two processors work in each other's caches.
+        software RNICs, 512 KiB on RoCE ports. Only software RNICs allow more than 512 KiB. Their
+        memory is allocated when it is first written, so a connection uses all of it only after it
+        has carried as many bytes.
       rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, on both sides. Used in
         any case if the peer uses it.
       spin: how long to poll before the scheduler sleeps; 0: not at all. After waits of up to four
@@ -208,9 +195,10 @@ class Config:
       wake: how the sleeping scheduler waits for completions. "trio": on the RNIC's descriptor.
         "thread": a thread of the RNIC wakes the scheduler. "auto": "thread" on RoCE ports, "trio"
         on software RNICs.
-      checkpoints: "strict": every call is a full Trio checkpoint. "amortised": every call checks
-        for cancellation, but only some calls reschedule. None: amortised for the sockets of
-        `enable` and ``trio-smc run``, strict for everything else.
+      checkpoints: "amortised": every call checks for cancellation, but a call that need not wait
+        lets other tasks run only if the calls since the last turn were many or took long. "strict":
+        every call is a full Trio checkpoint, which takes most of the time of a small call
+        (docs/how-it-works.md, "Checkpoints").
       handshake_timeout: for each CLC message (RFC 7609, C.5), and each step before the first. On
         one host a client waits a second at most for the process that accepts; if it requires
         SMC-R, as long as TCP tries to connect.
@@ -234,7 +222,8 @@ class Config:
         listener compares its own address, and the client's with its own port.
       deny: connections that may not use SMC-R, even if `allow` has them. For example those that
         IPsec protects, because RDMA writes would bypass it (RFC 7609, 5).
-      learn_short: use TCP for peers whose connections have been short several times in a row.
+      learn_short: use TCP for peers whose connections have been short several times in a row,
+        unless this side (`require_smc`) or the peer requires SMC-R.
       control: answer the same user's ``trio-smc`` commands, on a socket in `directory`.
       log_events: write decisions about modes, changes of links, and aborts to the log
         "trio_smc.events", with fields for log collectors (docs/monitoring.md).
@@ -257,7 +246,7 @@ class Config:
     rmbe_eye_catcher: bool = False
     spin: float = 50e-6
     wake: Literal["auto", "trio", "thread"] = "auto"
-    checkpoints: Literal["strict", "amortised"] | None = None
+    checkpoints: Literal["amortised", "strict"] = "amortised"
     # The next five times and `link_group_idle` are those of Linux: CLC_WAIT_TIME
     # (net/smc/smc_clc.h), SMC_LLC_WAIT_FIRST_TIME, SMC_LLC_WAIT_TIME and
     # SMC_LLC_TESTLINK_DEFAULT_TIME (smc_llc.h), SMC_LGR_FREE_DELAY_SERV (smc_core.c). The other
@@ -273,7 +262,7 @@ class Config:
     handshake_limit: int | None = None
     allow: tuple[Listed, ...] = ()
     deny: tuple[Listed, ...] = ()
-    learn_short: bool = False
+    learn_short: bool = True
     control: bool = True
     log_events: bool = False
     capture: Path | str | None = None
@@ -291,6 +280,11 @@ class Config:
                 text = f"{name}: {short_repr(value)} cannot be checked: {type(error).__name__}"
                 raise ValueError(text) from error
 
+    @property
+    def learns_short(self) -> bool:
+        """True if short connections may become TCP; see ``learn_short``."""
+        return self.learn_short and not self.require_smc
+
     def private_directory(self) -> Path:
         """The directory of software RNICs, same-host discovery and control sockets."""
         return default_directories()[0] if self.directory is None else Path(self.directory)
@@ -298,7 +292,7 @@ class Config:
     def receive_buffer_for(self, kind: Literal["software", "roce"]) -> int:
         """Bytes of an RMB element on RNICs of this kind: 16 KiB << n."""
         if kind == "software":
-            return rmbe_size_for(self.receive_buffer or software_receive_buffer(private_cache()))
+            return rmbe_size_for(self.receive_buffer or _SOFTWARE_RECEIVE_BUFFER)
         wanted = self.receive_buffer or _ROCE_RECEIVE_BUFFER
         return rmbe_size_of(min(rmbe_size_code(wanted), _RFC_MAX_SIZE_CODE))
 
@@ -367,9 +361,9 @@ def _refuse(name: str, value: object, wanted: str) -> NoReturn:
     raise ValueError(f"{name}: {short_repr(value)} is not {wanted}")
 
 
-def _choice(*allowed: str | None) -> _Check:
+def _choice(*allowed: str) -> _Check:
     def check(name: str, value: object) -> None:
-        if not (value is None or isinstance(value, str)) or value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             _refuse(name, value, "one of " + ", ".join(repr(each) for each in allowed))
 
     return check
@@ -468,7 +462,7 @@ _CHECKS: Final[Mapping[str, _Check]] = {
     "rmbe_eye_catcher": _boolean,
     "spin": _seconds(0, 1),
     "wake": _choice("auto", "trio", "thread"),
-    "checkpoints": _choice(None, "strict", "amortised"),
+    "checkpoints": _choice("amortised", "strict"),
     "handshake_timeout": _seconds(0.001, _DAY),
     "first_contact_timeout": _seconds(0.001, _DAY),
     "llc_timeout": _seconds(0.001, _DAY),

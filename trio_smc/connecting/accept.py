@@ -125,7 +125,7 @@ class Arrival:
           claim: the client's announcement; None if there is none.
         """
         self._claim = claim
-        self._required = claim is not None and self._config.learn_short and claim.is_required()
+        self._required = claim is not None and self._config.learns_short and claim.is_required()
         at_limit = self._at_limit
         if claim is not None and self._is_crowded and not self._config.require_smc:
             at_limit = at_limit or not claim.is_required()

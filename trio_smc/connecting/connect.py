@@ -129,11 +129,18 @@ async def connect_socket(
 
 async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcStream:
     """Negotiate on an open TCP connection, and make the stream."""
+    outcome: RdmaStream | Fallback | None
     try:
-        with stack.track(attempt):
-            outcome = await _negotiate(stack, attempt, config)
-            if isinstance(outcome, Fallback):
-                await trio.lowlevel.checkpoint()  # perhaps the call had no other checkpoint
+        outcome = _peer_unable(stack, attempt, config)
+        amortised = config.checkpoints == "amortised"
+        if outcome is not None and amortised and not stack.budget.is_exceeded():
+            await trio.lowlevel.checkpoint_if_cancelled()
+        else:
+            with stack.track(attempt):
+                if outcome is None:
+                    outcome = await _negotiate(stack, attempt, config)
+                if isinstance(outcome, Fallback):
+                    await trio.lowlevel.checkpoint()  # perhaps the call had no other checkpoint
         if attempt.cancelled:
             raise trio.ClosedResourceError("the stack was closed")
     except BaseException as error:
@@ -164,10 +171,8 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
 
 
 async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> RdmaStream | Fallback:
+    """Negotiate with a server that is expected to speak SMC-R."""
     sock, announcement = attempt.sock, attempt.announcement
-    unable = _peer_unable(stack, attempt, config)
-    if unable is not None:
-        return unable
     here = attempt.here or plain_address(sock.getsockname()[0])
     route = attempt.route
     if route is None or route.local != here or not route.is_usable(stack):
@@ -195,7 +200,9 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         refusal = await announcement.accepted(deadline)
         if refusal is not None:
             if announcement.is_lost and await connect_again(stack, attempt, config):
-                return await _negotiate(stack, attempt, config)
+                return _peer_unable(stack, attempt, config) or await _negotiate(
+                    stack, attempt, config
+                )
             return _discovery_failed(refusal, by_peer=True)
         mismatch = announcement.mismatch(rnic.kind)
         if mismatch is not None:
@@ -225,14 +232,14 @@ def _translated(stack: ConnectHost, attempt: Attempt, reason: FallbackReason) ->
 
 def _peer_unable(stack: ConnectHost, attempt: Attempt, config: Config) -> Fallback | None:
     """The fallback if no server is known that speaks SMC-R; otherwise None."""
-    announcement = attempt.announcement
+    reason = attempt.announcement
     if attempt.offers:
         reason = stack.tcp_option.answer(attempt.sock)
         return None if reason is None else Fallback.local(_translated(stack, attempt, reason))
-    if isinstance(announcement, Announcement) or attempt.assumed(config):
+    if isinstance(reason, Announcement) or (reason is None and attempt.assumed(config)):
         return None
-    reason = announcement or FallbackReason.PEER_NOT_CAPABLE
-    return _discovery_failed(_translated(stack, attempt, reason))
+    reason = _translated(stack, attempt, reason or FallbackReason.PEER_NOT_CAPABLE)
+    return _discovery_failed(reason)
 
 
 async def _decline(

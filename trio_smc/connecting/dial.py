@@ -335,7 +335,7 @@ async def connect_attempt(
                 return
         else:
             attempt.announcement = source
-        if attempt.offers or attempt.assumed(config):
+        if attempt.offers or (source is None and attempt.assumed(config)):
             _send_syn_at_once(attempt)
         if local is not None and not bound:
             with stack.call():
@@ -643,15 +643,15 @@ async def _announced_source(
         unproven = found
     attempt.route = choose_route(stack, config, plain, attempt.peer, attempt.named)
     reason = attempt.route.reason
-    if reason is FallbackReason.SHORT_CONNECTIONS and stack.discovery.has_ended(
-        plain, attempt.peer, attempt.plain or attempt.sock
-    ):
-        # The listeners have ended, so the records of short connections were cleared.
-        attempt.route = choose_route(stack, config, plain, attempt.peer, attempt.named)
-        reason = attempt.route.reason
-    if reason is not None:
-        if reason is FallbackReason.SHORT_CONNECTIONS and here:
+    if reason is FallbackReason.SHORT_CONNECTIONS:
+        sock = attempt.bare or attempt.sock
+        if stack.discovery.has_ended(plain, attempt.peer, sock):
+            # The listeners have ended, so the records of short connections were cleared.
+            attempt.route = choose_route(stack, config, plain, attempt.peer, attempt.named)
+            reason = attempt.route.reason
+        elif here:
             stack.discovery.mark_short(plain, attempt.peer)
+    if reason is not None:
         return reason if unproven is FallbackReason.PEER_NOT_CAPABLE else unproven
     if config.discovery == "tcp-option" or not here:
         attempt.offers = True

@@ -80,7 +80,7 @@ def established_stream(
     if options is not None:
         stream.inherit(options)
     stack.groups.count_smc(stream, outcome.group.agreed)
-    if config.learn_short and peer is not None:
+    if config.learns_short and peer is not None:
         stack.short_connections.opened(endpoint.connection, peer)
     return stream
 

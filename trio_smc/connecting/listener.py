@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import socket as stdlib_socket
 import sys
 from collections import deque
@@ -43,13 +44,14 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.connecting.accept import Arrival
 from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
 from trio_smc.host.real_time import move_on_after, move_on_at
-from trio_smc.host.tcp import backlog
+from trio_smc.host.tcp import backlog, queued
 from trio_smc.rnic.spinner import AcceptSpin
 from trio_smc.streams.rdma_stream import RdmaStream
 
@@ -75,8 +77,7 @@ CAPACITY_ERRORS: Final = LACK_ERRORS - {errno.EAGAIN}
 """Errors after which accepting is retried: descriptors or memory may be available later."""
 CAPACITY_PAUSE: Final = 0.1
 """Seconds before the retry, as in `trio.serve_listeners`."""
-# The descriptor is closed, or no longer a listening socket.
-_CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK, errno.EINVAL}
+_CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK}
 _ACCEPT_BATCH: Final = 16
 """Connections accepted in one pass of the scheduler.  Chosen; no measurement is recorded."""
 MOST_WAITING: Final = 128
@@ -121,9 +122,12 @@ _POLICIES: Final = {
     (AcceptPolicy.AT_ONCE, "call ends"): AcceptPolicy.LATER,
     (AcceptPolicy.AT_ONCE, "client waits"): AcceptPolicy.AT_ONCE,
 }
-"""The policy after an event.  A call is one of `SmcListener.accept` or `SmcListener.hand_out`, of
-which one may be under way.  A client of the same stack waits if its connection is in the backlog,
-because the program may have only one task."""
+"""The policy after an event.  A call is one of `SmcListener.accept` or `SmcListener.hand_out`.  If
+several are under way, the first one begins and the last one ends.  A client of the same stack waits
+if its connection is in the backlog, because the program may have only one task."""
+
+
+_wait_readable: Final = trio.lowlevel.wait_readable  # looked up before `enable` replaces it
 
 
 class _PlainSocket(stdlib_socket.socket):
@@ -172,6 +176,7 @@ class Incoming:
         await self._listener._spin_for_next()
 
 
+@ki_protected
 class SmcListener(trio.abc.Listener["SmcStream"]):
     """A listener of `SmcStream`; made by `open_listeners`.
 
@@ -199,7 +204,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._config = config
         self._ready: deque[SmcStream] = deque()
         self._error: BaseException | None = None
-        self._arrived = trio.Event()
+        self._calls = 0  # of `accept` and `hand_out` that are under way
+        self._waiting_calls = trio.lowlevel.ParkingLot()
         self._start_task: Callable[[Incoming], None] | None = None  # of `hand_out`
         self._closed = False
         self._arrivals: set[Arrival] = set()
@@ -235,29 +241,31 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     async def accept(self) -> SmcStream:
         """Return the next stream; its mode is the result of the handshake.
 
-        An error of one connection closes this connection and is never raised here.
+        An error of one connection closes this connection and is never raised here.  Only calls that
+        wait exclude each other, as with a socket of Trio.
 
         Raises:
           trio.ClosedResourceError: the listener or its stack was closed.
-          trio.BusyResourceError: another task is accepting.
+          trio.BusyResourceError: another task waits, and over TCP it would still wait, too: TCP has
+            no connection for it.
           OSError: out of descriptors or memory (EMFILE, ENFILE, ENOMEM, ENOBUFS);
-            `trio.serve_listeners` tries again later.
+            `trio.serve_listeners` tries again later.  EINVAL: the socket was shut down.
           RuntimeError: called in a forked child.
         """
-        if self._closed:
-            self._stack.check_not_forked()
-            await trio.lowlevel.checkpoint()  # not as the task that accepts: others may call, too
-            raise trio.ClosedResourceError("the listener was closed")
         self._begin_to_accept()
         try:
-            if self._ready or self._error is not None:
+            if self._ready or self._closed or self._error is not None:
                 await trio.lowlevel.checkpoint()  # otherwise the wait is a checkpoint
+            may_wait = False
             while not self._closed:
                 if self._ready:
                     self._connection_left()
                     return self._ready.popleft()
+                if not may_wait:
+                    self._check_may_wait()
+                    may_wait = True
                 await self._wait_for_change()
-            raise trio.ClosedResourceError("the listener was closed")
+            self._raise_end()
         finally:
             self._end_to_accept()
 
@@ -268,8 +276,12 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
         Raises:
           Exception: whatever ``start_task`` raises.
-          trio.ClosedResourceError, trio.BusyResourceError, OSError, RuntimeError: as `accept`.
+          trio.BusyResourceError: another task is accepting.
+          trio.ClosedResourceError, OSError, RuntimeError: as `accept`.
         """
+        self._stack.check_not_forked()
+        if self._calls and not self._closed:
+            raise _busy()
         self._begin_to_accept()
         self._start_task = start_task
         try:
@@ -278,21 +290,48 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 self._hand_ready(self._ready.popleft(), start_task)
             while not self._closed:
                 await self._wait_for_change()
-            raise trio.ClosedResourceError("the listener was closed")
+            self._raise_end()
         finally:
-            self._end_to_accept()
             self._start_task = None
+            self._end_to_accept()
 
     def _begin_to_accept(self) -> None:
         self._stack.check_not_forked()
-        if self._policy is AcceptPolicy.AT_ONCE:
-            raise trio.BusyResourceError("another task is accepting")
-        self._change_policy("call begins")
+        self._calls += 1
+        if self._calls == 1:
+            self._change_policy("call begins")
         if not self._closed:
             self.take_deferral()
 
     def _end_to_accept(self) -> None:
-        self._change_policy("call ends")
+        self._calls -= 1
+        if not self._calls:
+            self._change_policy("call ends")
+
+    def _check_may_wait(self) -> None:
+        """Raise BusyResourceError if over TCP another task would be waiting already.
+
+        Over TCP a task waits only while no connection is in the backlog.  Here a task waits for a
+        handshake, too, and the connection of that handshake counts as taken.
+        """
+        waiting = len(self._waiting_calls)
+        if not waiting:
+            return
+        if self._start_task is not None or waiting > self._in_listener + self._queued():
+            raise _busy()
+
+    def _queued(self) -> int:
+        if sys.platform != "linux":
+            return 0
+        with contextlib.suppress(OSError):
+            return queued(self.socket)
+        return 0
+
+    def _raise_end(self) -> NoReturn:
+        """Raise the error of a listener that has ended."""
+        if self.has_stopped:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        raise trio.ClosedResourceError("the listener was closed")
 
     def _change_policy(self, event: str) -> None:
         self._policy = _POLICIES[self._policy, event]
@@ -323,8 +362,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        self._arrived = trio.Event()
-        await self._arrived.wait()
+        await self._waiting_calls.park()
 
     def _hand_ready(self, stream: SmcStream, start_task: Callable[[Incoming], None]) -> None:
         self._connection_left()
@@ -341,6 +379,15 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
     def close(self) -> None:
         """`aclose` without the checkpoint."""
+        self.stop()
+        self.socket.close()
+
+    def stop(self) -> None:
+        """End the listener, but leave its socket open, which shutdown(2) has ended.
+
+        `accept` raises EINVAL from now on.  Connections in a handshake and streams that were not
+        accepted yet are reset, as those in the kernel's backlog.
+        """
         if self._closed:
             return
         self._stack.check_not_forked()
@@ -349,11 +396,17 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         for arrival in list(self._arrivals):
             arrival.cancel()
         self.publication.close()
-        self.socket.close()
         while self._ready:
             self._ready.popleft().abort()
-        self._arrived.set()
+        self._waiting_calls.unpark_all()
+        if self.deferral and self.socket.fileno() >= 0:
+            self.socket.setsockopt(*_DEFER_ACCEPT, self.deferral)  # for the next `listen`
         self._stack.remove_listener(self)
+
+    @property
+    def has_stopped(self) -> bool:
+        """True if the listener has ended, and its socket is open: it was shut down."""
+        return self._closed and self.socket.fileno() >= 0
 
     async def serve(
         self, handler: Callable[[SmcStream], Awaitable[object]], nursery: trio.Nursery
@@ -445,7 +498,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         """Raise an error in `hand_out`, not in the task that accepts."""
         self._start_task = None
         self._error = error
-        self._arrived.set()
+        self._waiting_calls.unpark()
 
     async def _handshake_and_keep(self, arrival: Arrival) -> None:
         stream = None
@@ -466,10 +519,11 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             except BaseException as error:
                 self._report_error(error)
             return
-        self._ready.append(stream)
-        self._arrived.set()
         if self._closed:
             stream.abort()
+            return
+        self._ready.append(stream)
+        self._waiting_calls.unpark()
 
     async def _run_handshake(self, arrival: Arrival) -> SmcStream | None:
         try:
@@ -497,17 +551,21 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     async def _accept_batch(
         self, plain: stdlib_socket.socket, begin: Callable[[Arrival], None]
     ) -> None:
-        """Wait for connections, and begin their handshakes."""
+        """Wait for connections, and begin their handshakes, or wait for room for one."""
         config = self._config
-        while not self._has_room():
-            self._room_changed = trio.Event()
-            timers = self._stack.timers
-            with move_on_at(timers, self._pending.give_way(timers.now())):
-                await self._room_changed.wait()
-        if self._closed:
+        if not self._has_room():
+            await self._wait_for_room()
             return
         try:
-            await self._wait_for_connection()
+            if self._policy is AcceptPolicy.NEVER:
+                await self._wait_for_invitation()
+                if self._closed:
+                    return  # the next listener of this socket may wait for it already
+            await _wait_readable(self.socket)
+            if self._policy is AcceptPolicy.LATER:
+                await self._leave_to_others()
+            if self._closed:
+                return
             self._stack.check_not_forked()  # the connections are the parent's
             # If connections come one after the other, a second `accept` only delays the first one.
             for _ in range(_ACCEPT_BATCH if self._pending else 1):
@@ -537,24 +595,39 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         except trio.ClosedResourceError:
             self.close()  # the program closed the socket itself
         except OSError as error:
-            if error.errno in CAPACITY_ERRORS:
-                self._error = error
-                self._arrived.set()
-                await trio.sleep(CAPACITY_PAUSE)
-            elif error.errno in _CLOSED_ERRORS:
-                LOGGER.error("the listening socket %s failed: %s", self.socket, error)
-                self.close()
-            # Otherwise the client has already ended the connection (accept(2)).
+            await self._after_error(error)
 
-    async def _wait_for_connection(self) -> None:
-        """Wait until a connection is there that no other process is expected to accept."""
+    async def _after_error(self, error: OSError) -> None:
+        """Continue after an error of accept(2), or end the listener."""
+        if error.errno in CAPACITY_ERRORS:
+            self._error = error
+            self._waiting_calls.unpark()
+            await trio.sleep(CAPACITY_PAUSE)
+        elif error.errno in _CLOSED_ERRORS:
+            LOGGER.error("the listening socket %s failed: %s", self.socket, error)
+            self.close()
+        elif error.errno == errno.EINVAL:
+            self.stop()  # the socket no longer listens: a process has shut it down
+        # Otherwise the client has already ended the connection.
+
+    async def _wait_for_room(self) -> None:
+        """Wait until another connection may be accepted."""
+        while not self._has_room():
+            self._room_changed = trio.Event()
+            timers = self._stack.timers
+            with move_on_at(timers, self._pending.give_way(timers.now())):
+                await self._room_changed.wait()
+
+    async def _wait_for_invitation(self) -> None:
+        """Wait until this process may accept connections."""
         while self._policy is AcceptPolicy.NEVER:
             await self._policy_changes.park()
-        await trio.lowlevel.wait_readable(self.socket)
-        if self._policy is AcceptPolicy.LATER:
-            with move_on_after(self._stack.timers, _LEAVE_TO_OTHERS):
-                while self._policy is AcceptPolicy.LATER:
-                    await self._policy_changes.park()
+
+    async def _leave_to_others(self) -> None:
+        """Wait while another process is expected to accept the connection that is there."""
+        with move_on_after(self._stack.timers, _LEAVE_TO_OTHERS):
+            while self._policy is AcceptPolicy.LATER:
+                await self._policy_changes.park()
 
     def _has_room(self) -> bool:
         waiting = self._in_listener - len(self._pending)
@@ -569,6 +642,10 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         """A connection was passed on or closed, so there is room for another one."""
         self._in_listener -= 1
         self._room_changed.set()
+
+
+def _busy() -> trio.BusyResourceError:
+    return trio.BusyResourceError("another task is accepting")
 
 
 async def _serve_one(handler: Callable[[SmcStream], Awaitable[object]], incoming: Incoming) -> None:

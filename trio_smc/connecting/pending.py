@@ -22,11 +22,12 @@ give way later.
 An address is an IPv4 address or an IPv6 /64 (`trio_smc.host.addresses.address_block`), since a host
 chooses freely among the addresses of its /64.
 
-Cost: each event (`add`, `renew`, `discard`, one handshake that gives way) takes constant time,
-whatever the number of handshakes and addresses. Recent and spared handshakes are ordered by their
-last progress, so the expired ones are always the first ones. Addresses are grouped by their count,
-which changes by one at a time. The number of unread bytes is queried only once per handshake that
-is about to give way.
+Cost: each event (`add`, `renew`, `discard`, one handshake that gives way) takes constant time on
+average, whatever the number of handshakes and addresses. Recent and spared handshakes are ordered
+by their last progress, so the expired ones are always the first ones. Addresses are grouped by
+their count, which changes by one at a time. They are counted only while a quarter of the limit is
+reached, and until an eighth remains: a server that is not busy never needs the counts. The number
+of unread bytes is queried only once per handshake that is about to give way.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ _SPARED: Final = 8
 _SMALL: Final = 4
 """An address is small if the largest address has at least this many times as many handshakes.
 Chosen."""
+_COUNTED: Final = 4
+"""Addresses are counted from the limit divided by this on, and until half of that number remains.
+Chosen: between the two there are so many events that counting all again costs each of them little.
+"""
 
 _MISSING: Final = ()
 
@@ -83,18 +88,14 @@ class _Counts:
         self.most = 0  # handshakes of the largest block
         self._by_count: dict[int, dict[str, None]] = {}
 
-    def add(self, block: str, handshake: Pending) -> None:
-        in_block = self.blocks.get(block)
-        if in_block is None:
-            # The usual case of a server that is not busy, in fewer steps.
-            self.blocks[block] = {handshake: None}
-            self._by_count.setdefault(1, {})[block] = None
-            self.most = self.most or 1
-            return
+    def add(self, handshake: Pending) -> None:
+        block = handshake.block
+        in_block = self.blocks.setdefault(block, {})
         in_block[handshake] = None
         self._recount(block, len(in_block) - 1, len(in_block))
 
-    def remove(self, block: str, handshake: Pending) -> None:
+    def remove(self, handshake: Pending) -> None:
+        block = handshake.block
         in_block = self.blocks[block]
         del in_block[handshake]
         self._recount(block, len(in_block) + 1, len(in_block))
@@ -131,11 +132,12 @@ class PendingHandshakes:
         self._limit = limit
         self._batch = max(limit // _BATCHES, 1)
         self._most_spared = max(limit // _SPARED, 1)
-        self._all: dict[Pending, str] = {}  # with the block of its address
+        self._counted_from = max(limit // _COUNTED, 1)
+        self._all: dict[Pending, None] = {}  # the oldest first
         # Both are ordered by `progressed`, which is always set to the present.
         self._recent: dict[Pending, None] = {}
         self._spared: dict[Pending, None] = {}
-        self._counts = _Counts()  # of all
+        self._counts: _Counts | None = None  # of all; None: there are too few
         self._overdue = _Counts()
 
     def __len__(self) -> int:
@@ -153,9 +155,13 @@ class PendingHandshakes:
 
     def add(self, handshake: Pending) -> None:
         """Add a handshake whose connection TCP has just accepted."""
-        block = self._all[handshake] = handshake.block
-        self._counts.add(block, handshake)
-        self._recent[handshake] = None
+        self._all[handshake] = self._recent[handshake] = None
+        if self._counts is not None:
+            self._counts.add(handshake)
+        elif len(self._all) >= self._counted_from:
+            self._counts = _Counts()
+            for each in self._all:
+                self._counts.add(each)
 
     def renew(self, handshake: Pending, now: float) -> None:
         """Note that a handshake has made progress; one that is not pending is ignored."""
@@ -167,13 +173,14 @@ class PendingHandshakes:
 
     def discard(self, handshake: Pending) -> bool:
         """Remove a handshake; False if it was not pending."""
-        block = self._all.get(handshake)
-        if block is None:
+        if self._all.pop(handshake, _MISSING) is not None:
             return False
         if self._recent.pop(handshake, _MISSING) is not None:
             self._remove_age(handshake)
-        del self._all[handshake]
-        self._counts.remove(block, handshake)
+        if self._counts is not None:
+            self._counts.remove(handshake)
+            if len(self._all) < self._counted_from // 2:
+                self._counts = None
         return True
 
     def give_way(self, now: float) -> float:
@@ -205,17 +212,18 @@ class PendingHandshakes:
 
     def _find_overdue(self, now: float) -> None:
         """Move expired handshakes from `_recent` and `_spared` to `_spared` or `_overdue`."""
+        counts = self._counts
+        assert counts is not None  # the limit is reached
         for handshake in _older_than(2 * GRACE, self._spared, now):
             del self._spared[handshake]
-            self._overdue.add(self._all[handshake], handshake)
+            self._overdue.add(handshake)
         for handshake in _older_than(GRACE, self._recent, now):
             del self._recent[handshake]
-            block = self._all[handshake]
-            is_small = len(self._counts.blocks[block]) * _SMALL <= self._counts.most
+            is_small = len(counts.blocks[handshake.block]) * _SMALL <= counts.most
             if is_small and len(self._spared) < self._most_spared:
                 self._spared[handshake] = None
             else:
-                self._overdue.add(block, handshake)
+                self._overdue.add(handshake)
 
     def _next_overdue(self) -> float:
         """When the next handshake becomes overdue, or is found to be spared."""
@@ -228,7 +236,7 @@ class PendingHandshakes:
         if handshake in self._spared:
             del self._spared[handshake]
         else:
-            self._overdue.remove(self._all[handshake], handshake)
+            self._overdue.remove(handshake)
 
 
 def _older_than(age: float, handshakes: dict[Pending, None], now: float) -> list[Pending]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc._base.interrupts import ki_protected
 from trio_smc.config.config import Config
 from trio_smc.control import protocol as control
 from trio_smc.control.snapshot import Snapshots, plain_statistics
@@ -54,6 +55,7 @@ _NAME_INTERVAL: Final = 10.0
 """Seconds between two checks that the socket still has its name in the directory.  Chosen."""
 
 
+@ki_protected
 class ControlSocket:
     """The control socket of one stack, from `open` to the end of `run`."""
 
@@ -300,6 +302,7 @@ async def _receive_exactly(stream: trio.abc.ReceiveStream, count: int) -> bytes:
     return bytes(data)
 
 
+@ki_protected
 class RunReport:
     """Reports to `trio-smc run` that a stack has opened, and the stack's counters at its end.
 

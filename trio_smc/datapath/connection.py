@@ -726,7 +726,7 @@ class Connection:
         arrived = False
         receiver, sender = self.receiver, self.sender
         try:
-            if flags & FAILOVER_VALIDATION and not self._released:
+            if flags and flags & FAILOVER_VALIDATION and not self._released:
                 self._validation_received = True
                 self._validate_untrusted(sequence)
                 return
@@ -928,7 +928,7 @@ class Connection:
     def open_to_application(self) -> None:
         """Action: the application may read and send."""
         self.receiver.open = True
-        self.sender.sendable = not (self.got_closed or self._aborting)
+        self.sender.sendable = not (self.got_closed or self._aborting or self.write_closed)
 
     def send_done(self) -> None:
         """Action: D."""

@@ -7,7 +7,8 @@ waits at a time, and a later message makes an earlier one unnecessary. A message
 
 - posted at once if the link has room;
 - requested if the link has none: `Channel.wait_for_room` was called, and `on_room` posts it;
-- deferred if small sends in one pass of the scheduler can share it: ``flush_later`` was given
+- deferred if small sends in one pass of the scheduler can share it, but for 64 KiB at most, and
+  not if the peer sleeps (`datapath.sender`): ``flush_later`` was given
   `flush`, and calls it before the scheduler sleeps. The first two sends after a wait of the
   application are not deferred if they can be posted at once: usually no other send follows, and a
   deferred message takes longer than a message of its own. The same holds after a pass in which
@@ -33,7 +34,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from trio_smc.datapath.cursor import to_wire
-from trio_smc.rnic.verbs import DeliveryUnknown
+from trio_smc.rnic.verbs import AWAKE, DeliveryUnknown
 from trio_smc.rnic.words import Words
 from trio_smc.wire import cdc
 
@@ -113,6 +114,9 @@ class Channel(Protocol):
     def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         """See `QueuePair.progress_word`."""
 
+    def peer_asleep(self) -> Words:
+        """See `QueuePair.peer_asleep`."""
+
     def hand_over(self, poster: Poster, successor: Poster | None) -> None:
         """Report the completions of ``poster`` to ``successor`` from now on; None: drop them.
 
@@ -147,6 +151,7 @@ class Messenger:
       peer_token, peer_usable, peer_first: the peer's alert token; its ring's size and offset.
       progress, progress_at: the progress words of the peer's memory, and the index of the one that
         shows ``produced``; None: not known yet.
+      peer_asleep: the word that shows whether the peer sleeps; valid while ``progress`` is known.
       produced: bytes written into the peer's ring.
       announced: ``produced`` in the last CDC message posted.
       sequence, completed: sequence number of the last CDC message posted, and of the last one
@@ -184,6 +189,7 @@ class Messenger:
         "holder",
         "cdc_requested",
         "defers_past_pass",
+        "peer_asleep",
         "peer_first",
         "peer_token",
         "peer_usable",
@@ -217,6 +223,7 @@ class Messenger:
         self.peer_first: int = 0
         self.progress: Words | None = None
         self.progress_at: int = 0
+        self.peer_asleep: Words = AWAKE
         self.produced: int = 0
         self.announced: int = 0
         self.sequence: int = 0

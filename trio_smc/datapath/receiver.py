@@ -27,7 +27,13 @@ sent in these cases only (RFC 7609, 4.5.1):
 CDC message arrives.
 
 The peer can change the bytes of the ring at any time, so they are copied out once and never read
-again in place.
+again in place. Only a *loan* gives the application a view of the ring itself (`Receiver.lend`). The
+bytes count as consumed when the loan is over, so the window keeps the peer from writing there. If
+the connection is CLOSED before that, the element goes back to its pool after the loan.
+
+A loan is over if no view of it is left. A view of a view shares its buffer, and Python does not
+count such views separately. So the application gets a view of a `PickleBuffer`, which is a buffer
+of its own: `piece.release` then fails as long as any view, slice or array of it exists.
 
 A peer that changes links writes data again that may not have arrived (4.6.2). Linux then moves its
 producer cursor back to the data that has certainly arrived, and CDC messages sent meanwhile contain
@@ -54,7 +60,8 @@ changes nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from pickle import PickleBuffer
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.cursor import advance_untrusted
@@ -87,6 +94,14 @@ class Updates(Protocol):
         """Send a CDC message for the bytes consumed, unless another one soon does."""
 
 
+class _Loan(NamedTuple):
+    """``piece`` of the ring, the application's ``view`` of it, ``consumed`` when it began."""
+
+    piece: memoryview
+    view: memoryview
+    consumed: int
+
+
 class Receiver:
     """The receiving half of a connection.
 
@@ -108,6 +123,7 @@ class Receiver:
       urgent_inline: True if urgent bytes that arrive from now on stay in the stream.
       flags_pending: True if the last CDC message had flags, which the next one may clear.
       application_closed: True after the application has closed: it reads nothing more.
+      on_returned: called when the loan is over, because the connection was closed during the loan.
     """
 
     __slots__ = (
@@ -117,6 +133,7 @@ class Receiver:
         "_hidden",
         "_inline_mark",
         "_least_update",
+        "_loan",
         "_ring",
         "_ring_start",
         "_rmbe",
@@ -131,6 +148,7 @@ class Receiver:
         "first",
         "messenger",
         "on_overwritten",
+        "on_returned",
         "open",
         "purged",
         "received",
@@ -149,6 +167,8 @@ class Receiver:
 
     def __init__(self, rmbe: Rmbe, on_overwritten: Callable[[ProtocolError], None]) -> None:
         self.on_overwritten: Callable[[ProtocolError], None] = on_overwritten
+        self.on_returned: Callable[[], None] | None = None
+        self._loan: _Loan | None = None
         self.error: OSError | None = None
         self.error_pending: bool = False
         self._rmbe = rmbe
@@ -267,6 +287,47 @@ class Receiver:
         view[head:length] = self._ring[: length - head]
         self._consume(length)
         return length
+
+    @property
+    def is_lent(self) -> bool:
+        """True between `lend` and `take_back`."""
+        return self._loan is not None
+
+    def lend(self, max_bytes: int) -> memoryview:
+        """Like `receive`, but return a read-only view of the ring, which ends where the ring wraps.
+
+        Call `take_back` afterwards, and nothing else that takes data before that.
+        """
+        length = self._available(max_bytes)
+        if not length:
+            return memoryview(b"")
+        start = (self.consumed - self._ring_start) % self.usable
+        piece = self._ring[start : min(start + length, self.usable)].toreadonly()
+        view = memoryview(PickleBuffer(piece))
+        self._loan = _Loan(piece, view, self.consumed)
+        return view
+
+    def take_back(self, count: int) -> bool:
+        """End a loan, if there is one; its first ``count`` bytes are consumed.
+
+        Returns:
+          False if the application still has a view of it: then no byte is consumed.
+        """
+        loan, self._loan = self._loan, None
+        if loan is None:
+            return True
+        returned = True
+        try:
+            loan.view.release()
+            loan.piece.release()
+        except BufferError:
+            returned = False
+        if returned and count and self.consumed == loan.consumed:  # otherwise it was dropped
+            self._consume(count)
+        on_returned, self.on_returned = self.on_returned, None
+        if on_returned is not None:
+            on_returned()
+        return returned
 
     def peek(self, max_bytes: int) -> bytes:
         """Like `receive`, but the bytes stay unread."""

@@ -14,6 +14,10 @@ wraps, and a CDC message with the new producer cursor, which also carries the co
 own RMBE. A quarter was measured: with half of the ring 64 KiB writes were 18 % slower, with less
 not faster (docs/decisions.md).
 
+The announcement of smaller writes may be deferred (`datapath.messenger`), but not for more than
+`_MAX_UNANNOUNCED` bytes, and not while the peer sleeps: otherwise the peer would wait while this
+side prepares its next write.
+
 Writer blocked (B) is set in the CDC message that fills the window while more data waits, or in a
 message of its own if a send finds the window closed. It requests a cursor update from the peer for
 everything consumed, and is cleared in the next message after the window has opened. A blocked
@@ -63,6 +67,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Sender"]
 
+_MAX_UNANNOUNCED = 64 * 1024
+"""Bytes that are announced at once, with everything written before, so that the peer reads them
+while the next are prepared and written. Measured with several values: docs/decisions.md."""
+
 
 class Sender:
     """The sending half of a connection.
@@ -79,6 +87,7 @@ class Sender:
     """
 
     __slots__ = (
+        "_announce_limit",
         "_chunk",
         "_copy_limit",
         "_corked",
@@ -103,6 +112,7 @@ class Sender:
         self._messenger = messenger
         self.address: int = 0
         self._chunk = 0 if chunks else -1  # set by set_peer
+        self._announce_limit = 0  # bytes whose announcement is not deferred
         self._copy_limit = copy_limit
         self._corked = False
         # Sequence number of the CDC message that announces it, count behind its last byte, bytes.
@@ -127,6 +137,7 @@ class Sender:
         messenger.peer_first = self.taken_offset = first
         usable = messenger.peer_usable = element_size - first
         self._chunk = usable if self._chunk < 0 else max(1, usable // 4)
+        self._announce_limit = min(self._chunk, _MAX_UNANNOUNCED)
         self._resume_window = max(1, usable // 4)
 
     # --- calls of the application ------------------------------------------------------------
@@ -178,17 +189,17 @@ class Sender:
         channel = messenger.channel
         if channel is not None and 0 < total <= window and total <= self._chunk:
             # A single piece, the usual case: like `_send_pieces`, in fewer steps.
-            if messenger.immediate_sends_left or messenger.flush_later is None:
+            if (
+                messenger.immediate_sends_left
+                or messenger.flush_later is None
+                or messenger.produced + total - messenger.announced >= self._announce_limit
+            ):
                 if self._send_at_once(channel, data, total, False):
                     self._wanted = 0
                     if messenger.immediate_sends_left:
                         messenger.immediate_sends_left -= 1
                     return total
-            elif (
-                messenger.produced + total - messenger.announced < self._chunk
-                and messenger.holder is None
-                and channel.capacity() >= total
-            ):
+            elif messenger.holder is None and channel.capacity() >= total:
                 self._post_piece(channel, memoryview(data), total, False)
                 self._wanted = 0
                 return total
@@ -204,7 +215,7 @@ class Sender:
         channel = messenger.channel
         assert channel is not None
         later = messenger.flush_later
-        chunk = self._chunk
+        chunk, limit = self._chunk, self._announce_limit
         while left:
             take = left
             if take > chunk:
@@ -218,7 +229,7 @@ class Sender:
                 later is None
                 or messenger.immediate_sends_left
                 or blocked
-                or messenger.produced - messenger.announced + take >= chunk
+                or messenger.produced - messenger.announced + take >= limit
             ) and self._send_at_once(channel, piece, take, blocked):
                 left -= take
                 window -= take
@@ -273,6 +284,7 @@ class Sender:
         """
         messenger = self._messenger
         usual, immediate = messenger.flush_later, messenger.immediate_sends_left
+        past_pass = messenger.defers_past_pass
         unannounced = False
 
         def leave(_: Callable[[], None]) -> None:
@@ -280,10 +292,12 @@ class Sender:
             unannounced = True
 
         messenger.flush_later, messenger.immediate_sends_left = leave, 0
+        messenger.defers_past_pass = True
         try:
             sent = self.send(data) if self.send_limit is None else self.send_limited(data)
         finally:
             messenger.flush_later, messenger.immediate_sends_left = usual, immediate
+            messenger.defers_past_pass = past_pass
         if unannounced:
             # The next send must not find a message that is deferred already.
             messenger.cdc_requested = messenger.flush_pending = False
@@ -428,25 +442,30 @@ class Sender:
     def _announce_write(self, channel: Channel) -> None:
         """Post the CDC message of a write, or defer it.
 
-        A whole chunk is announced at once, since the peer can read it meanwhile. So are urgent data
-        and a blocked writer. If the link is full, a message is posted too: writes are unsignaled,
-        so without a message no completion would ever make room again.
+        `_MAX_UNANNOUNCED` bytes are announced at once, since the peer can read them meanwhile. So
+        are urgent data, a blocked writer, and, unless the application has asked for larger
+        messages (TCP_CORK, MSG_MORE, no TCP_NODELAY), everything while the peer sleeps. If the link
+        is full, a message is posted too: writes are unsignaled, so without a message no completion
+        would ever make room again.
         """
         messenger = self._messenger
         later = messenger.flush_later
         progress = messenger.progress
         if progress is None:
             progress = self._find_progress(channel)
+        asleep = 0
         if progress is not None:
             try:
                 progress[messenger.progress_at] = messenger.produced
+                asleep = messenger.peer_asleep[0]
             except ValueError:
                 progress = None  # the link has ended, and with it the peer's memory here
         if (
             later is None
             or progress is None
             or messenger.blocked
-            or messenger.produced - messenger.announced >= self._chunk
+            or (asleep and not messenger.defers_past_pass)
+            or messenger.produced - messenger.announced >= self._announce_limit
             or messenger.urgent_goal
             or channel.capacity() <= 0
         ):
@@ -457,7 +476,8 @@ class Sender:
             messenger.defer(later)
 
     def _find_progress(self, channel: Channel) -> Words | None:
-        """Find the word that shows the peer what was written, if this process ends unexpectedly.
+        """Find the word that shows the peer what was written, if this process ends unexpectedly,
+        and the word that shows whether the peer sleeps.
 
         None: the peer's memory is not known yet, so this message must not be deferred.
         """
@@ -467,6 +487,7 @@ class Sender:
         if found is None:
             return None
         messenger.progress, messenger.progress_at = found
+        messenger.peer_asleep = channel.peer_asleep()
         return messenger.progress
 
     def replay(self, start: int = 0) -> Iterator[tuple[int, memoryview]]:

@@ -26,6 +26,7 @@ __all__ = [
     "is_established",
     "is_open",
     "peer_end",
+    "queued",
     "resets_on_close",
     "tcp_state",
     "unread_bytes",
@@ -39,7 +40,9 @@ if sys.platform == "linux":  # on other systems every connection is TCP and need
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
-_BACKLOG = struct.Struct("=28xI")  # of struct tcp_info, for a listening socket: tcpi_sacked
+_BACKLOG = struct.Struct("=24xII")
+"""Of struct tcp_info, for a listening socket: tcpi_unacked, the connections that wait, and
+tcpi_sacked, the limit."""
 _CARRIED = struct.Struct("=B127xQ8xI52xQQ")
 """Of struct tcp_info (linux/tcp.h, since Linux 4.19): tcpi_state, bytes_received, notsent_bytes,
 bytes_sent, bytes_retrans."""
@@ -61,7 +64,17 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
 
 def backlog(sock: trio.socket.SocketType | socket.socket) -> int:
     """How many connections may wait to be accepted; of a listening socket.  Raises OSError."""
-    return int(_BACKLOG.unpack(_tcp_info(sock, _BACKLOG.size))[0])
+    return _listen_queue(sock)[1]
+
+
+def queued(sock: trio.socket.SocketType | socket.socket) -> int:
+    """How many connections wait to be accepted; of a listening socket.  Raises OSError."""
+    return _listen_queue(sock)[0]
+
+
+def _listen_queue(sock: trio.socket.SocketType | socket.socket) -> tuple[int, int]:
+    waiting, limit = _BACKLOG.unpack(_tcp_info(sock, _BACKLOG.size))
+    return int(waiting), int(limit)
 
 
 def _tcp_info(sock: trio.socket.SocketType | socket.socket, size: int) -> bytes:

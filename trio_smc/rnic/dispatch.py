@@ -170,8 +170,9 @@ class Dispatcher:
         if self._backlog:
             self.drain()
         for lane in self.lanes:
-            probe = lane.probe
-            probe()
+            has_pending = lane.has_pending  # a local variable, as in `drain`
+            if has_pending():
+                self.drain()
 
     def probes(self) -> list[Probe]:
         """One round of a spin, for `AdaptiveSpin.spin`."""

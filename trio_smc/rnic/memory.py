@@ -24,6 +24,7 @@ given back to the system must be allocated again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -259,12 +260,17 @@ class Memory:
             self.fd = -1
 
     def close(self) -> None:
-        """Unmap the memory, close `fd` and invalidate all views.  Idempotent."""
+        """Unmap the memory, close `fd` and invalidate all views.  Idempotent.
+
+        If a part is lent to the application (`Receiver.lend`), the memory stays mapped until the
+        application has given up its last view.
+        """
         for piece in self._slices:
             piece.release()
         self._slices.clear()
         self.view.release()
-        self._map.close()
+        with contextlib.suppress(BufferError):
+            self._map.close()
         self.close_descriptor()
 
 

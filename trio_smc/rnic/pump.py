@@ -40,7 +40,9 @@ the processor before it sleeps: Linux often wakes the peer on the same processor
 cannot run before this process yields.
 
 When ``before_io_wait`` is called, Trio has already computed how long to sleep.  If the drain woke
-a task, the wake eventfd is made readable, so that the sleep ends at once.
+a task, the wake eventfd is made readable, so that the sleep ends at once.  Completions that wake no
+task, such as those of the last messages of a connection, end no sleep: the eventfd costs three
+system calls, and often a pass of the scheduler.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from typing import Final, Literal
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import PUMP
 
@@ -83,6 +86,7 @@ _now: Final = time.perf_counter_ns
 _wait_readable: Final = trio.lowlevel.wait_readable  # looked up before `enable` replaces it
 
 
+@ki_protected
 class Pump:
     """Drains the RNICs of one stack and dispatches their completions.
 
@@ -509,7 +513,7 @@ class Pump:
                     waits.last_arrival = _now()
             if timeout > 0:
                 self._awake_passes = 0
-                if found or self._prepare_sleep(timeout):
+                if (found and self._has_woken_tasks()) or self._prepare_sleep(timeout):
                     self._wake()
             else:
                 self._awake_passes += 1
@@ -521,6 +525,17 @@ class Pump:
                 self._count_unused()
         except Exception as problem:
             self.fail(problem)
+
+    def _has_woken_tasks(self) -> bool:
+        """True if completions that were found before a sleep have made a task runnable.
+
+        Runs the work that these completions have deferred, because no pass may follow.
+        """
+        if self.woken:
+            return True
+        if self.deferred.now or self.deferred.soon:
+            self.deferred.run_all()
+        return trio.lowlevel.current_statistics().tasks_runnable > 0
 
     def _count_unused(self) -> None:
         """Go to IDLE after `UNUSED_PASSES` passes, if a doorbell announces all that can arrive."""

@@ -208,8 +208,9 @@ class AdaptiveSpin:
 
     def spin_succeeded(self) -> None:
         """A try succeeded."""
-        self._failures = max(0, self._failures - _SUCCESS_WEIGHT)
-        self.discouraged = False
+        if self._failures:  # and only then it may be discouraged
+            self._failures = max(0, self._failures - _SUCCESS_WEIGHT)
+            self.discouraged = False
         self._retry_now_every = self._retry_every
         self._gain += 1
 

@@ -47,6 +47,7 @@ from .memory import Memory
 from .words import Words
 
 __all__ = [
+    "AWAKE",
     "RECEIVE_SIZE",
     "Completion",
     "DeliveryUnknown",
@@ -68,6 +69,9 @@ RECEIVE_SIZE: Final = 48
 """Bytes of a posted receive buffer.  An LLC or CDC message has 44 (RFC 7609, A.3, A.4); 48 is what
 Linux uses (SMC_WR_BUF_SIZE).  LLC messages of SMC-R version 2 are longer and need larger
 buffers."""
+
+AWAKE: Final = memoryview(bytes(8)).cast("Q")
+"""`QueuePair.peer_asleep` of an RNIC that cannot see whether the peer sleeps."""
 
 
 class RnicError(OSError):
@@ -295,6 +299,14 @@ class QueuePair(ABC):
           none.  None: the peer's memory is not known yet.
         """
         return memoryview(bytearray(8)).cast("Q"), 0
+
+    def peer_asleep(self) -> Words:
+        """One word that is not 0 while the peer sleeps until the next message arrives.
+
+        Always 0 if the RNIC cannot see that.  The peer can store any value there.  When the queue
+        pair has ended, reading raises ValueError.
+        """
+        return AWAKE
 
     def lacks_resources(self) -> bool:
         """True if requests wait until this process has resources to reach the peer."""

@@ -25,10 +25,6 @@ library's own methods, called on a closed socket: they raise the same errors as 
 `listen` is synchronous too, but a listener is published asynchronously: a task of the stack
 publishes it, and `accept` waits for that task.
 
-Programs for TCP seldom need a full checkpoint in every call, and a checkpoint takes a large part of
-the time of a call.  So drop-in sockets have amortised checkpoints unless `Config.checkpoints` is
-set.
-
 Operations without a meaning over SMC-R raise OSError (EOPNOTSUPP), for example `detach` and `dup`.
 docs/programs.md lists all differences from TCP.
 """
@@ -45,11 +41,10 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from dataclasses import replace
 from functools import lru_cache, partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import trio
 
@@ -116,10 +111,8 @@ def unsupported() -> NoReturn:
 
 LOGGER = logging.getLogger("trio_smc")
 
-_NO_PORT_AT_BIND: Final = (
-    stdlib_socket.IPPROTO_IP,
-    getattr(stdlib_socket, "IP_BIND_ADDRESS_NO_PORT", 24),
-)
+_IP: Final = int(stdlib_socket.IPPROTO_IP)
+_NO_PORT_AT_BIND: Final = int(getattr(stdlib_socket, "IP_BIND_ADDRESS_NO_PORT", 24))
 
 _DEFER_ACCEPT: Final = (
     stdlib_socket.IPPROTO_TCP,
@@ -150,9 +143,11 @@ class DropInSocket(trio.socket.SocketType):
         self.plain = plain
         self._find_stack = find_stack
         self._no_port_at_bind = 0
-        self._side: Side = Unconnected(plain, find_stack, listening)
-        if stream is not None:
-            self._side = _connected_side(plain, stream)
+        self._side: Side
+        if stream is None:
+            self._side = Unconnected(plain, find_stack, listening)
+        else:
+            self._connected(stream)
 
     def __repr__(self) -> str:
         return f"<DropInSocket {self.stream or self.plain!r}>"
@@ -219,7 +214,7 @@ class DropInSocket(trio.socket.SocketType):
 
     def getsockopt(self, level: int, optname: int, buflen: int | None = None) -> Any:
         """As `SmcStream.getsockopt`."""
-        if buflen is None and (level, optname) == _NO_PORT_AT_BIND:
+        if optname == _NO_PORT_AT_BIND and level == _IP and buflen is None:
             return self._no_port_at_bind
         return self._side.getsockopt(level, optname, buflen)
 
@@ -227,7 +222,7 @@ class DropInSocket(trio.socket.SocketType):
         self, level: int, optname: int, value: int | Buffer | None, optlen: int | None = None
     ) -> None:
         """As `SmcStream.setsockopt`."""
-        if (level, optname) == _NO_PORT_AT_BIND:
+        if optname == _NO_PORT_AT_BIND and level == _IP:
             # Only stored, not set: a client announces its port to processes of this host before it
             # connects, so it must get the port at bind.
             self._no_port_at_bind = int(bool(integer(value)))
@@ -338,7 +333,7 @@ class DropInSocket(trio.socket.SocketType):
         """Connect and run the handshake; after a fallback the socket is plain TCP."""
         stream = await self._side.connect(address)
         if stream is not None:
-            self._side = _connected_side(self.plain, stream, has_connected=True)
+            self._connected(stream, has_connected=True)
 
     async def connect_to(self, resolved: Any) -> None:
         """Connect a new socket to an address that needs no lookup.
@@ -347,7 +342,14 @@ class DropInSocket(trio.socket.SocketType):
         """
         stream = await self._side.connect_to(resolved)
         if stream is not None:
-            self._side = _connected_side(self.plain, stream, has_connected=True)
+            self._connected(stream, has_connected=True)
+
+    def _connected(self, stream: SmcStream, *, has_connected: bool = False) -> None:
+        if isinstance(stream, RdmaStream):
+            self._side = OverSmc(self.plain, stream, has_connected=has_connected)
+            return
+        assert isinstance(stream, TcpStream)
+        self._side = OverTcp(self.plain, stream)
 
     def shutdown(self, flag: int) -> None:
         """As `socket.socket.shutdown`."""
@@ -421,8 +423,10 @@ class Side:
     def setsockopt(
         self, level: int, optname: int, value: int | Buffer | None, optlen: int | None
     ) -> None:
-        more = () if optlen is None else (optlen,)
-        self.plain.setsockopt(level, optname, value, *more)
+        if optlen is None:
+            self.plain.setsockopt(level, optname, value)
+        else:
+            self.plain.setsockopt(level, optname, value, optlen)
 
     def is_readable(self) -> bool:
         return bool(self.plain.is_readable())
@@ -517,6 +521,7 @@ class Unconnected(Side):
         self._stack: Stack | None = None
         self._publishing: trio.Lock | None = None
         self._port_is_stale = False
+        self._port_may_be_released = False  # a listening socket was shut down
         self.listener: SmcListener | None = None
 
     async def bind(self, address: Any) -> None:
@@ -526,6 +531,7 @@ class Unconnected(Side):
             self._stack = await self._find_stack()
 
     def listen(self, backlog: int) -> None:
+        self._forget_stopped_listener()
         stack = self._stack if self.listener is None else None
         if stack is not None and not stack.runtime.closing:
             # The TCP option can be enabled only on a socket that does not listen yet.
@@ -555,6 +561,8 @@ class Unconnected(Side):
                 stack = await self._find_stack()
                 if self.plain.fileno() < 0:
                     raise trio.ClosedResourceError("the socket was closed")
+                if not self._listening:
+                    raise os_error(errno.EINVAL)  # shut down meanwhile
                 self.listener = _listener(stack, self.plain)
         return self.listener
 
@@ -574,6 +582,11 @@ class Unconnected(Side):
             self.listener.take_deferral()
 
     async def accept(self) -> tuple[trio.socket.SocketType, Any]:
+        self._forget_stopped_listener()
+        if not self._listening:
+            with suppress(OSError):
+                # `listen` may have been called by another descriptor of the socket.
+                self._listening = _is_listening(self.plain)
         if not self._listening:
             return await super().accept()
         with self._listener_errors():
@@ -583,6 +596,16 @@ class Unconnected(Side):
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
         with self._listener_errors():
             await (await self._ensure_published()).hand_out(take)
+
+    def _forget_stopped_listener(self) -> None:
+        """Let `listen` and `accept` begin again, if a process has shut the socket down."""
+        if self.listener is not None and self.listener.has_stopped:
+            self._note_shutdown()
+
+    def _note_shutdown(self) -> None:
+        self.listener = None
+        self._listening = False
+        self._port_may_be_released = True
 
     @contextmanager
     def _listener_errors(self) -> Iterator[None]:
@@ -618,26 +641,32 @@ class Unconnected(Side):
             resolved = await self.plain._resolve_address_nocp(address, local=False)
             if not 0 <= resolved[1] <= _LAST_PORT:
                 return await super().connect(resolved)  # raises what Trio raises
-            return await self.connect_to(resolved)
+            bound = not self._port_is_stale and _raw_socket(self.plain).getsockname()[1] != 0
+            return await self._connect(resolved, bound=bound)
         except trio.Cancelled:
             self.close()  # as Trio does, at every point of the call
             raise
 
     async def connect_to(self, resolved: Any) -> SmcStream:
+        return await self._connect(resolved, bound=False)
+
+    async def _connect(self, resolved: Any, *, bound: bool) -> SmcStream:
         stack = await self._find_stack()
         stack.runtime.check_usable()
         raw = _raw_socket(self.plain)
-        bound = not self._port_is_stale and raw.getsockname()[1] != 0
+        if self._port_may_be_released:
+            self._port_may_be_released = False
+            self._forget_port(raw, bound)
         try:
             return await connect_socket(
-                stack.runtime, self.plain, resolved, _config_of(stack), raw, bound=bound
+                stack.runtime, self.plain, resolved, stack.config, raw, bound=bound
             )
         except OSError:
             self._forget_port(raw, bound)
             raise
 
     def _forget_port(self, raw: stdlib_socket.socket, bound: bool) -> None:
-        """Clean up after a failed attempt, which leaves the socket usable.
+        """Clean up after a failed attempt or a shutdown, which leave the socket usable.
 
         The kernel releases the port, unless the program has chosen its number, but getsockname(2)
         still returns it.
@@ -648,6 +677,14 @@ class Unconnected(Side):
             host, _, *scope = raw.getsockname()
             with suppress(OSError):  # EINVAL: the port is not released
                 raw.bind((host, 0, *scope))
+
+    def shutdown(self, flag: int) -> None:
+        super().shutdown(flag)
+        if flag != stdlib_socket.SHUT_WR:
+            # A listening socket does not listen any more.  It may do so again, or connect.
+            if self.listener is not None:
+                self.listener.stop()
+            self._note_shutdown()
 
     def close(self) -> None:
         (self.listener or self.plain).close()
@@ -664,6 +701,9 @@ class OverTcp(Side):
     def __init__(self, plain: trio.socket.SocketType, stream: TcpStream) -> None:
         super().__init__(plain)
         self.stream: TcpStream = stream
+        # The usual calls, without a function of this module between the socket and Trio's.
+        calls: Any = self
+        calls.recv, calls.send = plain.recv, plain.send
 
     def close(self) -> None:
         self.stream.close()
@@ -859,7 +899,7 @@ class OverSmc(Side):
 
     async def wait_writable(self) -> None:
         with self._socket_errors():
-            await self.stream.wait_send_all_might_not_block()
+            await self.stream.wait_writable()
 
     async def wait_readable(self) -> None:
         stream = self.stream
@@ -913,6 +953,9 @@ class OverSmc(Side):
         if not self._may_connect_again:
             raise os_error(errno.EISCONN)
         self._may_connect_again = False
+        if self.stream.has_ended:
+            pending = self.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR, None)
+            raise os_error(pending or errno.ECONNABORTED)
         return None
 
     async def bind(self, address: Any) -> None:
@@ -982,15 +1025,6 @@ class Closed(Side):
         """No-op."""
 
 
-def _connected_side(
-    plain: trio.socket.SocketType, stream: SmcStream, *, has_connected: bool = False
-) -> Side:
-    if isinstance(stream, RdmaStream):
-        return OverSmc(plain, stream, has_connected=has_connected)
-    assert isinstance(stream, TcpStream)
-    return OverTcp(plain, stream)
-
-
 def _accepted(stream: SmcStream, find_stack: FindStack) -> tuple[DropInSocket, Any]:
     sock: Any = stream.socket
     if isinstance(stream, TcpStream):
@@ -1004,20 +1038,6 @@ def _raw_socket(plain: Any) -> stdlib_socket.socket:
     return plain._sock  # type: ignore[no-any-return]
 
 
-_configs: Final[WeakKeyDictionary[Stack, Config]] = WeakKeyDictionary()
-
-
-def _config_of(stack: Stack) -> Config:
-    """The stack's settings; with amortised checkpoints unless `Config.checkpoints` is set."""
-    config = _configs.get(stack)
-    if config is None:
-        config = stack.config
-        if config.checkpoints is None:
-            config = replace(config, checkpoints="amortised")
-        _configs[stack] = config
-    return config
-
-
 def _listener(stack: Stack, plain: trio.socket.SocketType) -> SmcListener:
     """The listener of a socket; another process may have the socket, too, and accept.
 
@@ -1025,7 +1045,7 @@ def _listener(stack: Stack, plain: trio.socket.SocketType) -> SmcListener:
     """
     runtime = stack.runtime
     remote = any(rnic.kind == "roce" for rnic in runtime.rnic_set.opened)
-    return SmcListener(runtime, plain, _config_of(stack), invited_only=not remote)
+    return SmcListener(runtime, plain, stack.config, invited_only=not remote)
 
 
 def _is_listening(plain: trio.socket.SocketType) -> bool:
@@ -1088,6 +1108,9 @@ _by_descriptor: Final[WeakValueDictionary[int, DropInSocket]] = WeakValueDiction
 
 def find_drop_in(waitable: object) -> DropInSocket | None:
     """The drop-in socket that ``waitable`` is, or to which this descriptor belongs; or None."""
+    # Trio passes its raw sockets here.  `isinstance` with an abstract class takes far longer.
+    if isinstance(waitable, stdlib_socket.socket):
+        return None
     if isinstance(waitable, DropInSocket):
         return waitable
     found = _by_descriptor.get(waitable) if isinstance(waitable, int) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
@@ -119,7 +120,11 @@ class Endpoint:
     def connection_closed(self, connection: Connection) -> None:
         """Free the element, the alert token and the timer (RFC 7609, 4.8.1)."""
         self.set_timer(connection, None)
-        self.group.own_rmbs.release(self.rmbe, connection.used)
+        release = partial(self.group.own_rmbs.release, self.rmbe, connection.used)
+        if connection.receiver.is_lent:
+            connection.receiver.on_returned = release
+        else:
+            release()
         self.group.remove_connection(connection.alert_token, connection)
         self._stack.connection_closed(self)
 

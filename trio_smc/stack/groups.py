@@ -289,7 +289,8 @@ class GroupTable:
     def count_tcp(self, connection: OpenStream | None, fallback: Fallback) -> None:
         """Count a connection that stays TCP; None: it was refused, as SMC-R is required."""
         self._fallbacks[fallback.origin, fallback.reason] += 1
-        LOGGER.debug("plain TCP: %s", fallback.message)
+        if LOGGER.isEnabledFor(logging.DEBUG):  # otherwise the message need not be made
+            LOGGER.debug("plain TCP: %s", fallback.message)
         if connection is not None:
             self.tcp_streams.add(connection)
         if self.observer is not None:

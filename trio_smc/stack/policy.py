@@ -112,7 +112,7 @@ def choose_route(
         rnic = FallbackReason.NOT_PERMITTED
     elif at_limit:
         rnic = FallbackReason.HANDSHAKE_LIMIT
-    elif config.learn_short and not required and stack.short_connections.avoids(peer):
+    elif config.learns_short and not required and stack.short_connections.avoids(peer):
         rnic = FallbackReason.SHORT_CONNECTIONS
     else:
         rnic = stack.rnic_for(local, peer[0], near=near)

@@ -37,6 +37,7 @@ from weakref import WeakKeyDictionary
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
 from trio_smc.host import pnet
@@ -78,6 +79,7 @@ class RnicChange(Enum):
     """The port went down, or the device failed: the RNIC's links fail."""
 
 
+@ki_protected
 class StackRnics:
     """Opens, follows, chooses and closes the RNICs of one stack.
 
@@ -281,6 +283,7 @@ class StackRnics:
         kernel_notified = False
         async with trio.open_nursery() as nursery:
 
+            @trio.lowlevel.enable_ki_protection
             async def failure() -> None:
                 await self._failure.wait()
                 nursery.cancel_scope.cancel()

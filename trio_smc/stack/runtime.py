@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.datapath.connection import Connection
@@ -154,6 +155,7 @@ class Call(Tracked):
             raise trio.ClosedResourceError("the stack was closed")
 
 
+@ki_protected
 class Runtime:
     """The parts of one stack, and the tasks that serve them.
 

@@ -22,6 +22,7 @@ from typing import Final, Literal, Protocol
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc.host.tcp import peer_end, unread_bytes
 
 __all__ = ["TcpWatch", "TcpWatcher"]
@@ -47,6 +48,7 @@ class TcpWatcher(Protocol):
         """The peer has sent bytes on the TCP connection."""
 
 
+@ki_protected
 class TcpWatch:
     """Watches many sockets with one task (`run`)."""
 

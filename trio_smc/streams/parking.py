@@ -234,10 +234,13 @@ class Parking:
     def _spin(self, waiter: Waiter) -> bool:
         """Spin if that is worthwhile; True if the core has called ``waiter``."""
         core = self._core
-        self._pump.try_spin(
-            lambda: getattr(core, waiter) is None, sent=core.messenger.produced != self._produced
-        )
-        if getattr(core, waiter) is not None:
+        if (
+            not self._pump.try_spin(
+                lambda: getattr(core, waiter) is None,
+                sent=core.messenger.produced != self._produced,
+            )
+            and getattr(core, waiter) is not None
+        ):
             return False
         self._produced = core.messenger.produced
         return True

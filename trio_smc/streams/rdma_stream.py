@@ -4,36 +4,40 @@ Theory of operation.  The core (`trio_smc.datapath.connection`) never waits: it 
 what it can at the moment.  A call of the stream tries, and while there is nothing to send or to
 return, it waits in `Parking` until the core calls it back.
 
-Checkpoints: every call is a full Trio checkpoint, as the interface of streams requires.  A call
-that has parked needs no other checkpoint.  A call that finds everything ready yields once, after
-its work: if the peer runs in the same scheduler, its task can then continue in the same pass.  With
-`Config(checkpoints="amortised")` a call always checks for cancellation, but yields only if the pass
-is over its budget (`trio_smc.stack.budget`).  A call that fails without a wait yields, too, as with
-Trio's sockets: a program that repeats such a call lets other tasks run.
+Checkpoints: every call checks for cancellation.  A call that has parked needs no other checkpoint.
+A call that finds everything ready yields only if the pass is over its budget
+(`trio_smc.stack.budget`), or always with `Config(checkpoints="strict")`, which makes every call a
+full Trio checkpoint.  It yields after its work: if the peer runs in the same scheduler, its task
+can then continue in the same pass.  A call that fails without a wait always yields, as with Trio's
+sockets: a program that repeats such a call lets other tasks run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import operator
 import os
+import sys
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.streams.parking import Busy, Parking
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import (
     NO_MORE_URGENT,
+    STILL_IN_USE,
+    ReceiveView,
     SmcSocket,
     SmcStream,
     UrgentState,
     byte_view,
+    checked_size,
     nonempty_byte_view,
     urgent_inline_error,
     writable_byte_view,
@@ -41,6 +45,7 @@ from trio_smc.streams.stream import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
     from typing_extensions import Buffer
 
@@ -91,24 +96,23 @@ class StreamEndpoint(Protocol):
 _DEFAULT_RECEIVE: Final = 131072
 """Bytes of `receive_some` without a size.  Measured: docs/decisions.md, "how much `receive_some`
 takes if no size is given"."""
+_CLOSED_FOR_SENDING: Final = "the stream was closed for sending"
 # Looked up once, because each call needs them.
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
 
-_Taken = TypeVar("_Taken", int, bytes)
+_Taken = TypeVar("_Taken", int, bytes, memoryview)
 _Argument = TypeVar("_Argument")
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-def _checked(max_bytes: int) -> int:
-    """``max_bytes`` as an integer.  Raises ValueError if it is not positive."""
-    max_bytes = operator.index(max_bytes)
-    if max_bytes < 1:
-        raise ValueError("max_bytes must be >= 1")
-    return max_bytes
+def _checked(max_bytes: int | None) -> int:
+    """``max_bytes`` as an integer, with its default.  Raises ValueError if it is not positive."""
+    return _DEFAULT_RECEIVE if max_bytes is None else checked_size(max_bytes)
 
 
+@ki_protected
 class RdmaStream(SmcStream):
     """A connection whose bytes travel by RDMA writes.
 
@@ -140,7 +144,7 @@ class RdmaStream(SmcStream):
         # Shortcuts, because each call needs them.
         self._receiver, self._sender = core.receiver, core.sender
         self._pump = stack.pump
-        strict = config.checkpoints != "amortised"
+        strict = config.checkpoints == "strict"
         self._parking = Parking(core, stack.pump, stack.budget, strict=strict)
         core.messenger.update_later = stack.pump.flush_soon
         self._token = trio.lowlevel.current_trio_token()
@@ -196,31 +200,30 @@ class RdmaStream(SmcStream):
         """
         sending = self._sending
         if sending.taken:
-            raise sending.error()
+            raise self._second_send_error()
         sending.taken = True
         try:
             await _check_cancelled()
-            if self._pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
-                self._pump.drain_if_pending()
-            if self._closed or self._core.write_closed:
-                if not self.write_shut:
-                    await _yield()  # as Trio's stream, which knows only that it has shut down
-                self._check_open_for_sending()
+            pump, sender = self._pump, self._sender
+            if pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
+                pump.dispatcher.drain_if_pending()
             parked = False
-            if type(data) is bytes and data:
+            if type(data) is bytes and data and sender.sendable and sender.send_limit is None:
                 # The usual case: bytes that fit.  `_send_view` is not needed: they cannot change.
-                sender = self._sender
+                # `sendable` shows that sending has not ended, either.
                 try:
-                    if sender.sendable and sender.send_limit is None:
-                        sent = sender.send(data)  # inlined `Connection.send`
-                    else:
-                        sent = self._core.send(memoryview(data))
+                    sent = sender.send(data)  # inlined `Connection.send`
                 except OSError as error:
                     raise await self._error_after_yield(error) from error
                 if sent < len(data):
                     parked = await self._send_view(memoryview(data), sent)
-            elif view := byte_view(data):
-                parked = await self._send_view(view)
+            else:
+                if self._closed or self._core.write_closed:
+                    if not self.write_shut:
+                        await _yield()  # as Trio's stream, which knows only that it has shut down
+                    self._check_open_for_sending()
+                if view := byte_view(data):
+                    parked = await self._send_view(view)
             if not parked:  # inlined `Parking.end_call`
                 parking = self._parking
                 if parking.strict or parking.budget.is_exceeded():
@@ -250,23 +253,27 @@ class RdmaStream(SmcStream):
         if sending.taken and core.messenger.urgent_goal:
             raise sending.error()  # these bytes must not come between those of an urgent send
         await _check_cancelled()
-        if self._pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
-            self._pump.drain_if_pending()
-        sender = self._sender
+        pump, sender = self._pump, self._sender
+        if pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
+            pump.dispatcher.drain_if_pending()
         sent, parked = 0, False
-        if (
-            type(data) is bytes and data and not more and sender.sendable
-            and sender.send_limit is None and not (self._closed or core.write_closed)
-        ):  # fmt: skip
-            # The usual case, as in `send_all`: bytes cannot change, so no view is needed.
-            try:
-                sent = sender.send(data)  # inlined `Connection.send`
-            except OSError as error:
-                raise await self._error_after_yield(error) from error
+        try:
+            if sender.sendable and sender.send_limit is None and not more:
+                # The usual case: data that fits.  Bytes cannot change, so they need no view.
+                # AnyIO sends views.
+                piece = data if type(data) is bytes else byte_view(data, strided=False)
+                if piece:
+                    sent = sender.send(piece)  # inlined `Connection.send`
+                del piece
+        except OSError as error:
+            raise await self._error_after_yield(error) from error
+        except Exception:
+            await _yield()
+            raise
         if not sent:
             sent, parked = await self._send_when_there_is_room(data, more=more)
-        if core.sender.borrowed:
-            core.sender.keep_copies()  # the caller may change its buffer from now on
+        if sender.borrowed:
+            sender.keep_copies()  # the caller may change its buffer from now on
         if sending.taken:
             core.wake_all()  # a call that waits for room announces again that it is blocked
         if not parked:  # inlined `Parking.end_call`
@@ -337,12 +344,18 @@ class RdmaStream(SmcStream):
         """Learn before a send that the peer has ended: in solo mode no hook drains in each pass,
         and the task that reads may be busy with other work."""
         if self._pump.machine.state == "SOLO":
-            self._pump.drain_if_pending()
+            self._pump.dispatcher.drain_if_pending()
 
     def _catch_up(self) -> None:
         """Learn of an end that the hooks of the pump and `TcpWatch` have not noticed yet."""
         self._pump.drain_if_pending()
         self._core.notice_tcp_reset()
+
+    def _second_send_error(self) -> Exception:
+        """The error of a send beside another call; as Trio's stream, first that of a shutdown."""
+        if self.write_shut:
+            return trio.ClosedResourceError(_CLOSED_FOR_SENDING)
+        return self._sending.error()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -350,7 +363,7 @@ class RdmaStream(SmcStream):
 
     def _check_open_for_sending(self) -> None:
         if self._closed or self._core.write_closed:
-            raise trio.ClosedResourceError("the stream was closed for sending")
+            raise trio.ClosedResourceError(_CLOSED_FOR_SENDING)
 
     async def wait_send_all_might_not_block(self) -> None:
         """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
@@ -363,6 +376,19 @@ class RdmaStream(SmcStream):
                 parked = await self._parking.writer() or parked
                 self._check_open()
             await self._parking.end_call(parked)
+
+    async def wait_writable(self) -> None:
+        """As `wait_send_all_might_not_block`, for sockets: only calls that wait exclude each
+        other."""
+        await _check_cancelled()
+        core = self._core
+        self._check_open()
+        parked = False
+        while not (core.sender.can_send or core.write_closed or core.got_closed or core.error):
+            with self._sending:
+                parked = await self._parking.writer() or parked
+            self._check_open()
+        await self._parking.end_call(parked)
 
     async def send_eof(self) -> None:
         """End this side of the stream (RFC 7609, 4.8.1); receiving stays possible.
@@ -409,26 +435,29 @@ class RdmaStream(SmcStream):
             first.  As over TCP, only one call reports the error; later calls return b"".
           trio.BusyResourceError: another task is receiving.
         """
-        most = _DEFAULT_RECEIVE if max_bytes is None else max_bytes
-        most = most if type(most) is int and most > 0 else _checked(most)
+        most = max_bytes if type(max_bytes) is int and max_bytes > 0 else _checked(max_bytes)
         receiving = self._receiving
         if receiving.taken:
             raise receiving.error()
         receiving.taken = True
         try:
             receiver, parking = self._receiver, self._parking
-            parked = False
-            if receiver.received == receiver.consumed and not (
+            parked, data = False, b""
+            if receiver.received != receiver.consumed or (
                 receiver.peer_done or receiver.error or self._read_shut
             ):
-                # Inlined `Receiver.is_blank`; trying to receive would find nothing.
-                parked = await parking.reader()
-            if not parked:
                 await _check_cancelled()
-            while True:
-                if self._read_shut:
-                    data = await self._read_rest(receiver.receive, most, parked)
-                    break
+            # Inlined `Receiver.is_blank`: trying to receive would find nothing.
+            elif self._pump.waiting:
+                parked = await parking.reader()
+                if not parked:
+                    await _check_cancelled()
+            else:
+                # The only task that waits may spin, and no other task runs meanwhile.  So the check
+                # comes first, while the peer is busy, and does not delay data that has arrived.
+                await _check_cancelled()
+                parked = await parking.reader()
+            while not self._read_shut:
                 try:
                     data = receiver.receive(most)
                 except OSError as error:
@@ -436,6 +465,8 @@ class RdmaStream(SmcStream):
                 if data or receiver.at_eof:
                     break
                 parked = await parking.reader() or parked
+            else:
+                data = await self._read_rest(receiver.receive, most, parked)
         finally:
             receiving.taken = False
         if not parked:
@@ -453,6 +484,21 @@ class RdmaStream(SmcStream):
         """Receive into a buffer of the caller; see `SmcStream.receive_some_into`."""
         with writable_byte_view(buffer) as view:
             return await self._receive(self._receiver.receive_into, view)
+
+    def receive_view(self, max_bytes: int | None = None) -> ReceiveView:
+        """Lend a view of the ring; see `SmcStream.receive_view`."""
+        return _RingView(self, sys.maxsize if max_bytes is None else checked_size(max_bytes))
+
+    async def lend(self, max_bytes: int) -> memoryview:
+        """Wait for `Receiver.lend`; no other task can receive until `take_back`."""
+        view = await self._receive(self._receiver.lend, max_bytes)
+        self._receiving.taken = True
+        return view
+
+    def take_back(self, count: int) -> bool:
+        """See `Receiver.take_back`."""
+        self._receiving.taken = False
+        return self._receiver.take_back(count)
 
     async def _receive(self, take: Callable[[_Argument], _Taken], argument: _Argument) -> _Taken:
         """Wait until ``take`` returns something, and return that; or nothing at the end."""
@@ -785,3 +831,24 @@ class RdmaStream(SmcStream):
 
 # See `SmcStream`.
 trio.SocketStream.register(RdmaStream)
+
+
+class _RingView(ReceiveView):
+    """A view of the ring of an `RdmaStream`."""
+
+    def __init__(self, stream: RdmaStream, max_bytes: int) -> None:
+        self._stream = stream
+        self._max_bytes = max_bytes
+
+    async def __aenter__(self) -> memoryview:
+        return self._begin(await self._stream.lend(self._max_bytes))
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # A traceback keeps the variables of the block, and so its arrays.
+        if not self._stream.take_back(self._end()) and error is None:
+            raise BufferError(STILL_IN_USE)

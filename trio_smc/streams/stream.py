@@ -13,9 +13,11 @@ the protocol.  So `SmcSocket` has no method that moves data.
 from __future__ import annotations
 
 import errno
+import operator
 import os
 import socket
 from abc import abstractmethod
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 import trio
@@ -31,14 +33,31 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_MORE_URGENT",
+    "STILL_IN_USE",
+    "ReceiveView",
     "SmcSocket",
     "SmcStream",
     "UrgentState",
     "byte_view",
+    "checked_size",
     "nonempty_byte_view",
     "urgent_inline_error",
     "writable_byte_view",
 ]
+
+
+STILL_IN_USE: Final = (
+    "receive_view: a slice of the view, or an array made from it, still exists; delete it before "
+    "the block ends. No byte of the view counts as received"
+)
+
+
+def checked_size(max_bytes: int) -> int:
+    """``max_bytes`` as an integer.  Raises ValueError if it is not positive."""
+    max_bytes = operator.index(max_bytes)
+    if max_bytes < 1:
+        raise ValueError("max_bytes must be >= 1")
+    return max_bytes
 
 
 class SmcSocket:
@@ -135,6 +154,42 @@ class SmcSocket:
         return f"<SmcSocket of {self._sock!r}>"
 
 
+class ReceiveView(AbstractAsyncContextManager[memoryview]):
+    """A loan of a part of the receive ring, by `SmcStream.receive_view`.
+
+    The block gets a memoryview, which can have no further methods; so `consume` is a method of this
+    object.
+    """
+
+    _size = -1  # bytes of the view; -1: outside of the block
+    _count = 0
+
+    @abstractmethod
+    async def __aenter__(self) -> memoryview:
+        """Wait for data; return the view."""
+
+    def consume(self, count: int) -> None:
+        """Count only the first ``count`` bytes of the view as received; the others stay unread.
+
+        The last call before the end of the block counts.
+
+        Raises:
+          ValueError: the view has fewer bytes, or there is none.
+        """
+        if not 0 <= operator.index(count) <= self._size:
+            raise ValueError(f"consume: {count} is not a number of bytes of the view")
+        self._count = operator.index(count)
+
+    def _begin(self, view: memoryview) -> memoryview:
+        self._size = self._count = len(view)
+        return view
+
+    def _end(self) -> int:
+        """End the block; return how many bytes count as received."""
+        self._size = -1
+        return self._count
+
+
 class SmcStream(HalfCloseableStream):
     """A byte stream to a peer, over SMC-R or over TCP.
 
@@ -171,6 +226,41 @@ class SmcStream(HalfCloseableStream):
           TypeError: ``buffer`` is read-only or not contiguous.
           trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
             `receive_some`.
+        """
+
+    @abstractmethod
+    def receive_view(self, max_bytes: int | None = None) -> ReceiveView:
+        """Receive without a copy: lend a read-only view of the receive ring itself.
+
+        ::
+
+            async with stream.receive_view() as data:
+                total += numpy.frombuffer(data, numpy.uint8).sum()
+
+        ``data`` is a memoryview of at least one byte, or of none at the end of the stream.  It ends
+        where the ring wraps, so it may have fewer bytes than have arrived.  All of them count as
+        received when the block ends, unless `ReceiveView.consume` was called::
+
+            view = stream.receive_view()
+            async with view as data:
+                view.consume(bytes(data).rfind(b"\\n") + 1)
+
+        Inside the block no task can receive, and the peer cannot use this part of the ring.  So do
+        not wait in the block for the peer's next data.  A peer that violates the protocol can
+        change the bytes while they are read: check a copy of what has to be checked.  Over TCP the
+        view is one of a copy.
+
+        Args:
+          max_bytes: the most bytes of the view; None: as many as there are.
+
+        Raises:
+          ValueError: ``max_bytes`` is not positive.
+          trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
+            `receive_some`, at the beginning of the block.  A block that is cancelled there receives
+            nothing.
+          BufferError: at the end of the block a slice of the view or an array of it still exists.
+            Nothing was received then, and the stream stays usable; the contents of that array may
+            change from now on.
         """
 
     @abstractmethod

@@ -7,6 +7,7 @@ import errno
 import select
 import socket as stdlib_socket
 from functools import cached_property
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import trio
@@ -17,9 +18,12 @@ from trio_smc.host.tcp import carried_bytes, close_with_reset, unread_bytes
 from trio_smc.streams.parking import Busy
 from trio_smc.streams.stream import (
     NO_MORE_URGENT,
+    STILL_IN_USE,
+    ReceiveView,
     SmcStream,
     UrgentState,
     byte_view,
+    checked_size,
     nonempty_byte_view,
     urgent_inline_error,
     writable_byte_view,
@@ -27,6 +31,7 @@ from trio_smc.streams.stream import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import TracebackType
 
     from typing_extensions import Buffer
 
@@ -38,6 +43,10 @@ __all__ = [
     "TcpUrgent",
     "as_stream_errors",
 ]
+
+
+_VIEW_SIZE: Final = 128 * 1024
+"""The most bytes of a view, each of which is copied: as `receive_some` of a stream over SMC-R."""
 
 
 class TcpStream(SmcStream):
@@ -68,7 +77,7 @@ class TcpStream(SmcStream):
         self.accepted: Any = accepted
         self.fallback: Fallback | None = fallback
         self._on_release: Callable[[TcpStream], None] | None = on_release
-        self._urgent = TcpUrgent(sock)
+        self.viewing: Busy = Busy("is receiving")
         # The bytes of CLC messages, which are not counted as data of the application.
         self._handshake_bytes = _bytes_so_far(sock) if clc_begun else (0, 0)
         self._carried = self._handshake_bytes
@@ -78,6 +87,11 @@ class TcpStream(SmcStream):
         # Created at the first use: its constructor sets socket options, and a program may use the
         # socket without this stream.
         return trio.SocketStream(self.socket)
+
+    @cached_property
+    def _urgent(self) -> TcpUrgent:
+        # Few programs send urgent data, and a short connection is to cost no more than over TCP.
+        return TcpUrgent(self.socket)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """As `trio.SocketStream.send_all`."""
@@ -100,12 +114,20 @@ class TcpStream(SmcStream):
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
         """As `trio.SocketStream.receive_some`."""
+        if self.viewing.taken:
+            raise self.viewing.error()
         return await self._stream.receive_some(max_bytes)
 
     async def receive_some_into(self, buffer: Buffer) -> int:
         """As `trio.socket.SocketType.recv_into`, with the errors of a stream."""
+        if self.viewing.taken:
+            raise self.viewing.error()
         with writable_byte_view(buffer) as view, as_stream_errors(self.socket):
             return await self.socket.recv_into(view)
+
+    def receive_view(self, max_bytes: int | None = None) -> ReceiveView:
+        """Lend a view of a copy, which MSG_PEEK makes; see `SmcStream.receive_view`."""
+        return _PeekedView(self, _VIEW_SIZE if max_bytes is None else checked_size(max_bytes))
 
     async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
         """Send with MSG_OOB."""
@@ -131,14 +153,17 @@ class TcpStream(SmcStream):
 
     def carried(self) -> tuple[int, int]:
         """Bytes sent and received, without the bytes of the CLC handshake."""
-        with contextlib.suppress(OSError):  # the socket is closed: return the last counts
+        try:  # noqa: SIM105 - each connection comes here, and this takes half the time
             self._carried = carried_bytes(self.socket)
+        except OSError:
+            pass  # the socket is closed: return the last counts
         (sent, received), (sent_before, received_before) = self._carried, self._handshake_bytes
         return sent - sent_before, received - received_before
 
     def release_stream(self) -> None:
         """Call before the socket is closed or detached.  Idempotent."""
-        self._urgent.wake_waiter()
+        if "_urgent" in self.__dict__:  # it was used
+            self._urgent.wake_waiter()
         if self._on_release is not None:
             on_release, self._on_release = self._on_release, None
             on_release(self)
@@ -187,6 +212,47 @@ trio.SocketStream.register(TcpStream)
 
 _URGENT_NOW: Final = stdlib_socket.MSG_OOB | stdlib_socket.MSG_DONTWAIT
 _FAILURE_EVENTS: Final = select.EPOLLERR | select.EPOLLHUP
+
+
+class _PeekedView(ReceiveView):
+    """A view of bytes that stay in the socket until the end of the block."""
+
+    def __init__(self, stream: TcpStream, max_bytes: int) -> None:
+        self._stream = stream
+        self._max_bytes = max_bytes
+        self._view = memoryview(b"")
+
+    async def __aenter__(self) -> memoryview:
+        stream = self._stream
+        with stream.viewing, as_stream_errors(stream.socket):
+            data = await stream.socket.recv(
+                min(self._max_bytes, _VIEW_SIZE), stdlib_socket.MSG_PEEK
+            )
+        stream.viewing.taken = True
+        # A `PickleBuffer` tells whether views are left, as in `Receiver.lend`.
+        self._piece = memoryview(data)
+        self._view = memoryview(PickleBuffer(self._piece))
+        return self._begin(self._view)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        stream, count = self._stream, self._end()
+        stream.viewing.taken = False
+        try:
+            self._view.release()
+            self._piece.release()
+        except BufferError:
+            if error is None:
+                raise BufferError(STILL_IN_USE) from None
+            return
+        if count and stream.socket.fileno() >= 0:
+            # The bytes are there, so this does not wait; MSG_TRUNC discards them (tcp(7)).
+            with trio.CancelScope(shield=True), as_stream_errors(stream.socket):
+                await stream.socket.recv(count, stdlib_socket.MSG_TRUNC)
 
 
 class TcpUrgent:

@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -242,3 +243,36 @@ async def test_a_wait_costs_a_check_now_and_then(
         reason = await announcement.accepted(soon(1))
         assert reason is FallbackReason.PEER_NOT_CAPABLE
     assert 2 <= checks <= 12
+
+
+async def test_a_process_that_was_held_up_waits_before_its_first_check(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check reads directories, and asks the kernel for connections. If this process has not run,
+    the server's answer may be about to come."""
+    checks: list[object] = []
+
+    def has_listener(_: announcing.Announcer, announcement: Announcement) -> bool:
+        checks.append(announcement)
+        return True
+
+    monkeypatch.setattr(announcing.Announcer, "has_listener", has_listener)
+    hold_up, reasons = time.sleep, list[FallbackReason | None]()
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        await client.connect(server.address)
+        with announcement:
+            async with trio.open_nursery() as nursery:
+
+                async def wait() -> None:
+                    reasons.append(await announcement.accepted(soon()))
+
+                nursery.start_soon(wait)
+                await trio.testing.wait_all_tasks_blocked()
+                hold_up(3 * announcing._FIRST_CHECK)  # no task of this process runs
+                connection, claim = await server.accept()
+                assert claim is not None
+                claim.accept()
+        connection.close()
+    assert reasons == [None]
+    assert not checks

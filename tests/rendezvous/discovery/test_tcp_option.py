@@ -564,3 +564,24 @@ def test_the_command(pins: Path) -> None:
         2, "trio-smc: there is no group 'none such'",
     )  # fmt: skip
     assert command("teardown") == (0, f"TCP option removed from {pins}")
+
+
+@pytest.mark.parametrize("lacks", [1, 3, 4])
+def test_a_lack_of_memory_is_tried_again(lacks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since Linux 7.0 the kernel does not wait for the memory of a socket's word."""
+    update, left = _bpf.update, [lacks]
+
+    def short_of_memory(table: int, key: int, value: int) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        update(table, key, value)
+
+    monkeypatch.setattr(_bpf, "update", short_of_memory)
+    option = TcpOption(NOWHERE)
+    try:
+        with socket.socket() as sock:
+            trouble = option.offer(sock)
+    finally:
+        option.close()
+    assert trouble is (FallbackReason.TCP_OPTION_UNAVAILABLE if lacks == 4 else None)

@@ -82,6 +82,8 @@ _log = logging.getLogger(__name__)
 _FIRST_CHECK: Final = 0.02
 """Seconds until the first check that the answer may still come; each next one is twice as late."""
 _LONGEST_CHECK: Final = 1.0
+_HELD_UP: Final = 0.005
+"""Seconds by which the first check may come late before it is put off.  Chosen."""
 _LEAST_PATIENCE: Final = 0.2
 """Seconds that a connection may wait in a backlog at least before it is TCP.  Chosen."""
 _MOST_PATIENCE: Final = 1.0
@@ -230,17 +232,17 @@ class Announcement:
         while self._sock.fileno() >= 0:
             moment = now(self._owner.timers)
             until = min(moment + pause, self._last_moment(far, began, since, deadline))
-            if await wait_readable_until(self._sock, self._owner.timers, until):
-                if self._receive():
-                    waited = now(self._owner.timers) - began
-                    self._owner.note_answer(self.destination, waited)
-                    return None
-                if self._ignored >= _MOST_IGNORED:
-                    _log.info("same-host discovery: gave up, as others send to %s", self.name)
-                    return None
-                # Empty datagrams are not counted, and must not keep the checks from being made.
-                if now(self._owner.timers) < until:
-                    continue
+            readable = await wait_readable_until(self._sock, self._owner.timers, until)
+            if readable and self._take_answer(began):
+                return None
+            moment = now(self._owner.timers)
+            # Empty datagrams are not counted, and must not keep the checks from being made.
+            if readable and moment < until:
+                continue
+            if pause == _FIRST_CHECK and moment > until + _HELD_UP:
+                # This process did not run, so the answer may be about to come.
+                pause *= 2
+                continue
             if self._is_hopeless():
                 return None
             if self._tcp is not None and has_news(self._tcp):
@@ -259,6 +261,19 @@ class Announcement:
                 self._owner.wake_listener(self)
             pause = min(2 * pause, _LONGEST_CHECK)
         return None
+
+    def _take_answer(self, began: float) -> bool:
+        """Receive what has come; True if the wait is over.
+
+        began: when the connection was open.
+        """
+        if self._receive():
+            self._owner.note_answer(self.destination, now(self._owner.timers) - began)
+            return True
+        if self._ignored >= _MOST_IGNORED:
+            _log.info("same-host discovery: gave up, as others send to %s", self.name)
+            return True
+        return False
 
     def _is_hopeless(self) -> bool:
         """True if no process can answer any more."""

@@ -47,6 +47,7 @@ from typing import Final
 import trio
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
 from trio_smc._base.timers import Timers
@@ -99,6 +100,7 @@ def is_signpost(name: str) -> bool:
     return name.endswith(_SUFFIX)
 
 
+@ki_protected
 class Signpost:
     """The socket that refuses clients of older releases, beside the socket of one listener.
 

@@ -28,6 +28,7 @@ from typing import Final, NamedTuple, Self
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
 from trio_smc.host.addresses import plain_address
@@ -66,6 +67,7 @@ class Listener(NamedTuple):
     is_wildcard: bool
 
 
+@ki_protected
 class Proofs:
     """Requests to listeners of other network namespaces to prove that an address leads to them.
 
@@ -122,6 +124,7 @@ class Proofs:
         proven: list[Listener] = []
         lacks: list[Exception] = []
 
+        @trio.lowlevel.enable_ki_protection
         async def receive(waiting: socket.socket, listener: Listener) -> None:
             try:
                 answer = await self._answer(waiting, listener)
@@ -198,6 +201,7 @@ def _goes_the_same_way(plain: socket.socket, sock: trio.socket.SocketType | sock
     return cookies[0] == cookies[1]
 
 
+@ki_protected
 class Probe:
     """A TCP socket that proves to the client that an address leads to this network namespace.
 

@@ -32,6 +32,7 @@ from typing import Final, NamedTuple
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import is_same_host
@@ -201,6 +202,7 @@ class Claim:
             end_waits(self._connection)
 
 
+@ki_protected
 class Publication:
     """One listening TCP socket that clients on this host can announce connections to.
 

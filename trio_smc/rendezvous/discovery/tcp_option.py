@@ -59,6 +59,8 @@ LINK_NAME: Final = "link_1"
 
 _GUARDED_LISTENERS: Final = 16384
 _TCP_INFO_SIZE: Final = 8
+_TRIES: Final = 4
+"""Attempts to mark a socket while the kernel lacks memory.  Chosen."""
 _ESCAPE: Final = re.compile(rb"\\([0-3][0-7]{2})")
 """A character of a path in /proc/self/mountinfo, by its octal number."""
 
@@ -173,11 +175,25 @@ class TcpOption:
         self._trouble = self._open()
         if self._words is not None:
             try:
-                _bpf.update(self._words, sock.fileno(), OFFER)
+                self._mark(sock, self._words)
             except OSError as error:
                 # A member of the group froze the map, or memory ran out.
                 self._trouble = self._failed("offering", error)
         return self._trouble
+
+    def _mark(self, sock: _Socket, words: int) -> None:
+        """Note in the map that the socket offers SMC-R.
+
+        From Linux 7.0 on, the kernel takes the memory of a socket's word without waiting, so it may
+        lack memory now and have it at the next attempt.
+        """
+        for _ in range(_TRIES - 1):
+            try:
+                return _bpf.update(words, sock.fileno(), OFFER)
+            except OSError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
+        return _bpf.update(words, sock.fileno(), OFFER)
 
     def answer(self, sock: _Socket) -> FallbackReason | None:
         """The result for a connected or an accepted socket.

@@ -207,13 +207,14 @@ class LinkGroup:
         """True if the client that a Proposal names has formed the group (`terms.proposed`).
 
         The Proposal may name an RNIC whose link has just failed, or is not added yet. The peer ID
-        of a software RNIC has enough random bits to identify a process without a GID.
+        of a software RNIC has enough random bits to identify a process without a GID; but a
+        Proposal of version 2 alone may have no peer ID.
         """
         peer_id, gid = proposed
         if self.proposed[0] != peer_id:
             return False
         known = gid == self.proposed[1] or self.links.reached_recently(gid)
-        return known or self.rnic.kind == "software"
+        return known or (self.rnic.kind == "software" and any(peer_id))
 
     def test_links(self, peer_id: bytes) -> None:
         """Test the links, because a client with this peer ID does not know the group (C.4).

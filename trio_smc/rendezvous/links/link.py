@@ -500,6 +500,10 @@ class Link:
         """See `QueuePair.progress_word`."""
         return self.qp.progress_word(address, rkey, size)
 
+    def peer_asleep(self) -> Words:
+        """See `QueuePair.peer_asleep`."""
+        return self.qp.peer_asleep()
+
     def send_llc(self, message: llc.Message, on_sent: Callable[[], None] | None = None) -> None:
         """Send an LLC message; ``on_sent`` is called when it has reached the peer."""
         if self.machine.state == "DOWN":

@@ -18,6 +18,7 @@ from typing import Final
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.resources import is_lack
 
 __all__ = [
@@ -41,6 +42,7 @@ def is_rdma_event(uevent: bytes) -> bool:
     return b"/infiniband" in uevent.partition(b"\0")[0]
 
 
+@ki_protected
 class PortWatch:
     """The two netlink sockets; created by `open`."""
 

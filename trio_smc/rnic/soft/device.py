@@ -339,7 +339,8 @@ class SoftRnic(Rnic):
         for ring in self._rings:
             if ring.head[0] != ring.tail:
                 return True
-        return bool(self.done or self.stalled or self.disconnected)
+        # `bool` would be looked up and called, in each probe of a spin.
+        return True if self.done or self.stalled or self.disconnected else False  # noqa: SIM210
 
     def arm(self) -> bool:
         if self.done or self.disconnected or self.timed_waits:

@@ -439,13 +439,13 @@ class PeerSockets:
         If this process lacks resources, the Hello is kept for a retry.
         """
         intake = self._rnic.intake
+        packets = hello.packets or self._rnic.sends_packets
         try:
             if self._receive_socket is not None:
                 raise ProtocolError("a second Hello of the same queue pair")
             # If this side has no doorbell pipe, it does not use the peer's either, to save the
             # descriptor.
             has_pipe = len(fds) > 1 and self._doorbell is not None
-            packets = hello.packets or self._rnic.sends_packets
             peer = Peer.map_untrusted(
                 self._rnic,
                 hello,

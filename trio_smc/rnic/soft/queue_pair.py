@@ -34,6 +34,7 @@ from trio_smc.rnic.soft.ring import (
     Sent,
 )
 from trio_smc.rnic.verbs import (
+    AWAKE,
     RECEIVE_SIZE,
     DeliveryUnknown,
     QpState,
@@ -258,6 +259,10 @@ class SoftQueuePair(QueuePair):
     def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         peer = self._sockets.peer
         return None if peer is None else peer.regions.progress_word(address, rkey, size)
+
+    def peer_asleep(self) -> Words:
+        peer = self._sockets.peer
+        return AWAKE if peer is None else peer.ring.armed
 
     def lacks_resources(self) -> bool:
         sockets = self._sockets

@@ -207,11 +207,12 @@ class SendRing:
       keys: the peer's key page.
       posted: the word POSTED, alone.  If the value is `PORT_DOWN` or greater,
         the peer receives nothing.
+      armed: the word ARMED as such a view; not 0 if the peer does not poll.
     """
 
     __slots__ = (
         "_acquire", "_doorbell", "_head", "_memory", "_on_failed_ring", "_release", "_view",
-        "_words", "keys", "posted",
+        "_words", "armed", "keys", "posted",
     )  # fmt: skip
 
     def __init__(
@@ -224,6 +225,7 @@ class SendRing:
         self._view = memory.view
         self._words: Words = memory.words(0, _SLOTS_AT)
         self.posted: Words = memory.words(POSTED * 8, 8)
+        self.armed: Words = memory.words(_ARMED * 8, 8)
         self._head = 0
         self._doorbell = doorbell
         self._on_failed_ring = on_failed_ring

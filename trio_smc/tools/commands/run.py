@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 from trio_smc import load_config
-from trio_smc._base.toml_file import read_toml_file
 from trio_smc.tools import site
 from trio_smc.tools.output import ToolError
 from trio_smc.tools.supervisor import supervise
@@ -26,10 +25,9 @@ connections with asyncio, the Python of a process has no trio_smc, or PROGRAM en
 used Trio.  With --require-smc each problem is an error, and ends PROGRAM.
 
 If the connections with a peer are always short, the next ones use TCP, which takes less processor
-time for them (learn_short of trio_smc.Config).  To turn this off, use --require-smc, or
-"learn_short = false" in the --config FILE.  A peer that requires SMC-R still gets SMC-R if it is on
-this host.  If such a peer is on another host, it refuses the TCP connections: use --require-smc at
-both ends.
+time for them.  To turn this off, use --require-smc, or "learn_short = false" in the --config FILE.
+A peer that requires SMC-R still gets SMC-R if it is on this host.  If such a peer is on another
+host, it refuses the TCP connections: use --require-smc at both ends.
 
 PROGRAM is a child process of this command, which forwards signals to PROGRAM and ends with its exit
 code or by the same signal.
@@ -90,20 +88,14 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     hook = str(Path(site.__file__).parent)
     existing = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{hook}{os.pathsep}{existing}" if existing else hook
-    for name in ("CONFIG", "LEARN", "REQUIRE"):
+    for name in ("CONFIG", "REQUIRE"):
         environment.pop(f"TRIO_SMC_{name}", None)
-    learn = not options.require_smc
     if options.config is not None:
         try:
-            config = load_config(options.config)
-            sets_learn_short = "learn_short" in read_toml_file(options.config)
+            load_config(options.config)
         except ValueError as error:
             raise ToolError(str(error)) from error
-        path = Path(options.config).absolute()
-        environment["TRIO_SMC_CONFIG"] = str(path)
-        learn = learn and not config.require_smc and not sets_learn_short
+        environment["TRIO_SMC_CONFIG"] = str(Path(options.config).absolute())
     if options.require_smc:
         environment["TRIO_SMC_REQUIRE"] = "1"
-    if learn:
-        environment["TRIO_SMC_LEARN"] = "1"
     return environment

@@ -95,8 +95,6 @@ def _enable() -> None:
         config = trio_smc.load_config(path) if path else trio_smc.Config()
         if _REQUIRED:
             config = replace(config, require_smc=True)
-        elif os.environ.get("TRIO_SMC_LEARN"):
-            config = replace(config, learn_short=True)
     except ValueError as error:
         sys.exit(f"trio-smc run: {error}")
     trio_smc.enable(config)

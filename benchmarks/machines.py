@@ -1,0 +1,115 @@
+"""The results of each measured machine: a file in ``benchmarks/machines`` for each processor.
+
+`make bench ARGS="--machine"` and `make bench ARGS="--programs --machine"` write the results of this
+machine there; `make performance` shows the ranges over all machines in README and on the pages.
+`make bench` compares with the machine that has the same processor, because ratios differ much more
+between processors than from run to run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, Literal
+
+import trio
+
+from benchmarks.report import Comparison, Earlier
+
+__all__ = ["DIRECTORY", "Kind", "earlier", "load", "path_of", "save", "this_machine"]
+
+DIRECTORY: Final = Path(__file__).with_name("machines")
+Kind = Literal["programs", "transports"]
+_PROCESSORS: Final = Path("/proc/cpuinfo")
+_CACHES: Final = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def this_machine() -> dict[str, Any]:
+    """Processor, number of processors, caches of one, kernel, Python and Trio."""
+    found = re.search(r"^model name\s*: (.+)$", _PROCESSORS.read_text(), re.MULTILINE)
+    caches = {}
+    for index in sorted(_CACHES.glob("index*")):
+        level, kind, size = (
+            (index / name).read_text().strip() for name in ("level", "type", "size")
+        )
+        caches[f"L{level} {kind.lower()}"] = size
+    return {
+        "processor": found[1].strip() if found else platform.processor() or "unknown",
+        "processors": os.cpu_count(),
+        "caches": caches,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "trio": trio.__version__,
+    }
+
+
+def path_of(processor: str, directory: Path = DIRECTORY) -> Path:
+    """The file of the machines with this processor."""
+    plain = re.sub(r"\((r|tm)\)| processor| cpu|@.*", "", processor.lower())
+    return directory / (re.sub(r"[^a-z0-9]+", "-", plain).strip("-") + ".json")
+
+
+def load(directory: Path = DIRECTORY) -> list[dict[str, Any]]:
+    """The contents of all files, ordered by their names.
+
+    Raises ValueError: a file is not one of `save`.
+    """
+    contents = [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+    for content in contents:
+        if not isinstance(content, dict) or "processor" not in content.get("machine", {}):
+            raise ValueError("a file without a machine")
+    return contents
+
+
+def earlier(
+    kind: Kind, *, pinned: bool, directory: Path = DIRECTORY
+) -> tuple[Mapping[str, Earlier], str]:
+    """The ratios of the machine with the processor of this one, and a sentence about it."""
+    processor = this_machine()["processor"]
+    path = path_of(processor, directory)
+    content = json.loads(path.read_text()) if path.exists() else {}
+    part = content.get(kind, {}).get(_placed(pinned))
+    if part is None:
+        return {}, f"no earlier results of this kind of processor: {processor}"
+    found = {
+        name: Earlier(ratio=ratio, least=least, most=most)
+        for name, (ratio, least, most) in part["ratios"].items()
+    }
+    return found, f"before: {content['machine']['processor']}, {path.name}"
+
+
+def _placed(pinned: bool) -> str:
+    return "pinned" if pinned else "not pinned"
+
+
+def save(kind: Kind, comparisons: Sequence[Comparison], directory: Path = DIRECTORY) -> Path:
+    """Write the ratios of this machine; rows that were not measured now keep their values."""
+    machine = this_machine()
+    path = path_of(machine["processor"], directory)
+    content = json.loads(path.read_text()) if path.exists() else {}
+    content["machine"] = machine
+    for each in comparisons:
+        part = content.setdefault(kind, {}).setdefault(_placed(each.about["pinned"]), {})
+        part["about"] = {
+            name: each.about[name] for name in ("runs", "rounds", "seconds", "load_before")
+        }
+        part.setdefault("ratios", {}).update(_ratios(each))
+    directory.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def _ratios(comparison: Comparison) -> dict[str, list[float]]:
+    found = {}
+    for metric in comparison.metrics:
+        for name in comparison.transports(metric):
+            each = comparison.ratios(metric, name)
+            found[f"{metric.name} | {name}"] = [
+                round(value, 3) for value in (median(each), min(each), max(each))
+            ]
+    return found

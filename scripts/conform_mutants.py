@@ -1,0 +1,201 @@
+"""Judge the judge: does `smc-conform` notice each fault of `conform_mutants.toml`?
+
+    python -m scripts.conform_mutants [NAME ...] [--first N] [--full] [--check] [--untripped]
+
+Each fault is put into a copy of trio_smc, which the suite then judges in both roles: first by the
+checks of the area that the list names, then by all checks, until one fails.  A NAME is a part of a
+name.  build/conform/mutants.json collects which checks have failed for which fault.
+
+--full       run every check against every fault, to find all that fail.
+--check      only compare the list with the tree.
+--untripped  show the checks that no fault in build/conform/mutants.json has tripped, with the
+             reason that conform_mutants.toml gives for checks like these.
+
+The exit code is 1 if a fault was not noticed, if the list does not fit the tree, or if a check that
+no fault trips has no reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.conform import AT_A_TIME, OPTIONS, REPORTS, ROOT, Setup, judge, setups
+from smc_conform.catalogue import all_checks
+
+__all__ = ["Mutant", "mutants", "problems"]
+
+LIST = Path(__file__).with_suffix(".toml")
+TRIPS = REPORTS / "mutants.json"
+PACE = ("--patience", "2.5", "--timers", "6")
+"""The target answers within milliseconds, and its time-outs are three seconds at most."""
+
+
+class Mutant(NamedTuple):
+    """One fault.
+
+    Attributes:
+      name: what is wrong.
+      file: the module, below trio_smc.
+      area: of the checks that are tried first; those of "version2" are for version 2.
+      old, new: ``new`` takes the place of ``old``.
+    """
+
+    name: str
+    file: str
+    area: str
+    old: str
+    new: str
+
+    @property
+    def likely(self) -> list[Setup]:
+        """The runs that probably notice it."""
+        version = 2 if self.area == "version2" else 1
+        return [Setup(role, version=version, areas=(f"{self.area}/*",)) for role in OPTIONS]
+
+
+def mutants() -> list[Mutant]:
+    """The list."""
+    return [Mutant(**each) for each in tomllib.loads(LIST.read_text())["mutant"]]
+
+
+def problems() -> Iterator[str]:
+    """Yield the entries that do not fit the tree."""
+    names = set()
+    for mutant in mutants():
+        count = (ROOT / "trio_smc" / mutant.file).read_text().count(mutant.old)
+        if count != 1:
+            yield f"{mutant.name}: its text occurs {count} times in {mutant.file}"
+        if mutant.name in names:
+            yield f"{mutant.name}: listed twice"
+        names.add(mutant.name)
+
+
+@contextmanager
+def tree_with(mutant: Mutant) -> Iterator[Path]:
+    """A copy of trio_smc with the fault."""
+    with tempfile.TemporaryDirectory(prefix="conform-mutant-") as directory:
+        tree = Path(directory)
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / "trio_smc", tree / "trio_smc", ignore=ignored)
+        path = tree / "trio_smc" / mutant.file
+        path.write_text(path.read_text().replace(mutant.old, mutant.new))
+        yield tree
+
+
+def tripped(mutant: Mutant, reports: Path, *, full: bool) -> dict[str, str]:
+    """The checks that fail, with the run in which they did.
+
+    Args:
+      full: run all checks; otherwise those of the fault's area, then the others, until one fails.
+    """
+    found: dict[str, str] = {}
+
+    def one(setup: Setup, *more: str) -> None:
+        run = judge(setup, *PACE, *setup.only, *more, tree=tree, reports=reports / setup.role)
+        for name in run.wrong:
+            found.setdefault(name, f"{setup.role}, version {setup.version}")
+
+    with tree_with(mutant) as tree:
+        if full:
+            with ThreadPoolExecutor(AT_A_TIME) as pool:
+                list(pool.map(one, setups()))
+            return found
+        for setup in (*mutant.likely, *setups()):
+            one(setup, "--fail-fast")
+            if found:
+                break
+    return found
+
+
+class Untripped(NamedTuple):
+    """Why no fault of the list trips certain checks.
+
+    Attributes:
+      checks: a pattern of IDs.
+      reason: why.
+    """
+
+    checks: str
+    reason: str
+
+
+def untripped() -> int:
+    """Show the checks that no fault has tripped; return the exit code."""
+    listed = tomllib.loads(LIST.read_text()).get("untripped", [])
+    reasons = [Untripped(**each) for each in listed]
+    hit = {name for names in json.loads(TRIPS.read_text()).values() for name in names}
+    without = 0
+    for check in all_checks():
+        if check.id in hit:
+            continue
+        reason = next((each.reason for each in reasons if fnmatch(check.id, each.checks)), "")
+        without += not reason
+        print(f"{check.id:28} {reason or 'NO REASON'}")
+    print(f"{len(hit)} checks were tripped; {without} of the others have no reason")
+    return int(bool(without))
+
+
+def note(mutant: Mutant, checks: Iterable[str]) -> None:
+    """Add the checks that a fault trips to those that are known."""
+    known = json.loads(TRIPS.read_text()) if TRIPS.exists() else {}
+    known[mutant.name] = sorted({*known.get(mutant.name, ()), *checks})
+    TRIPS.parent.mkdir(parents=True, exist_ok=True)
+    TRIPS.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="parts of names; default: all")
+    parser.add_argument("--first", type=int, default=1, metavar="N", help="begin with the Nth")
+    parser.add_argument("--full", action="store_true", help="find all checks that each one trips")
+    parser.add_argument("--check", action="store_true", help="only compare the list with the tree")
+    parser.add_argument("--untripped", action="store_true", help="show the other checks, and why")
+    given = parser.parse_args(arguments)
+    if given.untripped:
+        return untripped()
+    bad = list(problems())
+    print(*bad, sep="\n", end="\n" if bad else "")
+    if given.check or bad:
+        return int(bool(bad))
+    chosen = [
+        each
+        for each in mutants()
+        if not given.names or any(name in each.name for name in given.names)
+    ]
+    missed = []
+    with tempfile.TemporaryDirectory(prefix="conform-reports-") as directory:
+        for number, mutant in list(enumerate(chosen, 1))[given.first - 1 :]:
+            begin = time.monotonic()
+            found = tripped(mutant, Path(directory), full=given.full)
+            note(mutant, found)
+            by = next((f"{where}: {name}" for name, where in found.items()), "")
+            if len(found) > 1:
+                by += f" and {len(found) - 1} more"
+            if not by:
+                missed.append(mutant.name)
+            seconds = time.monotonic() - begin
+            print(
+                f"{number:3} of {len(chosen)} {mutant.name:56} {seconds:5.1f} s  "
+                f"{by or 'NOT NOTICED'}",
+                flush=True,
+            )
+    tried = len(chosen) - given.first + 1
+    print(f"{tried - len(missed)} of {tried} faults noticed")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The checks, one file for each area; see `smc_conform.registry`."""

@@ -1,0 +1,170 @@
+"""Runs checks and finds their verdicts.
+
+A silence is judged by a probe: another connection, right after it.  If the probe is served within
+a fraction of the patience, the implementation runs, and the check is repeated: a second silence is
+a failure.  Otherwise nothing was found out, and the check is inconclusive.  A probe also follows
+each failure, and each check that treats the implementation badly.  If the suite's own process did
+not run for a while, a failure is inconclusive, too.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import trio
+
+from smc_conform.peer import Peer
+from smc_conform.registry import Check, Steps
+from smc_conform.session import Session
+from smc_conform.verdicts import Outcome, Result, Silence, Verdict
+from trio_smc.rnic.verbs import RnicError
+
+__all__ = ["Runner"]
+
+_PROBES: Final = 3
+"""New connections of which one must work after a check; a slow one is not a failure."""
+_CHECK_FACTOR: Final = 12
+"""A check ends after so many times the patience."""
+
+
+class Runner:
+    """Runs the checks of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._options = session.options
+
+    def provides(self) -> frozenset[str]:
+        """The keys of `registry.NEEDS` that this run has."""
+        session, options = self._session, self._options
+        found = {
+            f"version-{options.version}",
+            "roce" if session.roce else "soft",
+        } | options.provides
+        if len(session.devices) > 1:
+            found.add("two-rnics")
+        if options.daytime:
+            found.add("daytime")
+        if options.discard:
+            found.add("discard")
+        return frozenset(found)
+
+    def missing(self, check: Check) -> str:
+        """The needs of the check that this run does not meet, in words; empty: none."""
+        if self._options.role not in check.roles:
+            return f"for an implementation that is the {' or '.join(sorted(check.roles))}"
+        lacks = sorted(check.needs - self.provides())
+        return f"needs {', '.join(lacks)}" if lacks else ""
+
+    async def run(self, check: Check) -> Result:
+        """Run one check, and the probe after it if there is a need."""
+        begin = time.monotonic()
+        lacks = self.missing(check)
+        if lacks:
+            return Result(check.id, Verdict.NOT_APPLICABLE, lacks)
+        verdict, detail, peer = await self._judge(check.steps, check.slow)
+        if verdict is None:
+            verdict, detail, peer = await self._judge_silence(check, detail, peer)
+        elif verdict is Verdict.FAIL or (check.robust and verdict is not Verdict.INCONCLUSIVE):
+            alive = await self._serves()
+            if alive:
+                verdict = Verdict.FAIL
+                detail = f"{detail}; " if detail else ""
+                detail += f"a new connection afterwards: {alive}"
+        still = self._session.stood_still(begin)
+        if still and verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE):
+            verdict = Verdict.INCONCLUSIVE
+            detail = f"the suite itself stood still for {still:.1f} s; {detail}"
+        seconds = time.monotonic() - begin
+        if verdict is Verdict.PASS:
+            return Result(check.id, verdict, "", seconds)
+        trace = peer.trace
+        return Result(
+            check.id, verdict, detail, seconds, trace.ladder, trace.messages, trace.capture
+        )
+
+    async def _judge_silence(
+        self, check: Check, silence: str, peer: Peer
+    ) -> tuple[Verdict, str, Peer]:
+        """The verdict after a silence: a failure if the check meets it again."""
+        begin = trio.current_time()
+        alive = await self._serves()
+        took = trio.current_time() - begin
+        if not alive and took > self._options.patience / 2:
+            alive = f"took {took:.1f} s"
+        if alive:
+            detail = f"{silence}; a new connection afterwards: {alive}"
+            return Verdict.INCONCLUSIVE, detail, peer
+        verdict, detail, peer = await self._judge(check.steps, check.slow)
+        if verdict is Verdict.PASS:
+            return Verdict.INCONCLUSIVE, f"{silence}; when repeated, the check passed", peer
+        return verdict or Verdict.FAIL, detail, peer
+
+    async def _judge(self, steps: Steps, slow: bool = False) -> tuple[Verdict | None, str, Peer]:
+        """Run the steps; the verdict is None after a silence."""
+        limit = _CHECK_FACTOR * self._options.patience + (self._options.timers if slow else 0)
+        verdict: Verdict | None = Verdict.INCONCLUSIVE
+        detail = f"the check did not end within {limit:g} s"
+        async with trio.open_nursery() as nursery:
+            peer = Peer(self._session, nursery)
+            try:
+                with trio.move_on_after(limit):
+                    await steps(peer)
+                    verdict, detail = Verdict.PASS, ""
+            except Silence as silence:
+                verdict, detail = None, str(silence)
+            except Outcome as outcome:
+                verdict, detail = outcome.verdict, str(outcome)
+            except (RnicError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                detail = f"the suite could not continue: {type(error).__name__}: {error}"
+            except Exception as error:  # one defect must not end the run
+                detail = f"the check has a defect: {type(error).__name__}: {error}"
+                for line in traceback.format_exc().splitlines():
+                    peer.trace.note(line)
+            finally:
+                peer.close()
+                nursery.cancel_scope.cancel()
+        return verdict, detail, peer
+
+    async def _serves(self) -> str:
+        """Use new connections, until one works; returns what was wrong, or an empty text."""
+        detail = ""
+        for _ in range(_PROBES):
+            verdict, detail, _ = await self._judge(Peer.still_serves)
+            if verdict is Verdict.PASS:
+                return ""
+        return detail
+
+    async def run_all(
+        self, checks: Iterable[Check], report: Callable[[Check, Result], None]
+    ) -> None:
+        """Run the checks in a random order, as many at a time as the options allow.
+
+        Inconclusive checks run again at the end, one after the other.
+        """
+        waiting = list(checks)
+        random.Random(self._options.seed).shuffle(waiting)
+        again: list[Check] = []
+
+        async def worker() -> None:
+            while waiting:
+                check = waiting.pop()
+                result = await self.run(check)
+                if result.verdict is Verdict.INCONCLUSIVE:
+                    again.append(check)
+                    continue
+                report(check, result)
+                if self._options.fail_fast and result.verdict is Verdict.FAIL:
+                    waiting.clear()
+                    nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(self._options.jobs):
+                nursery.start_soon(worker)
+        if not nursery.cancel_scope.cancelled_caught:
+            for check in again:
+                report(check, await self.run(check))

@@ -1,0 +1,186 @@
+"""The common parts of all checks of a run: options, RNICs, TCP connections."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import trio
+
+from smc_conform.device import Device, open_rnic
+from smc_conform.roles import Role
+from smc_conform.verdicts import Inconclusive
+from trio_smc.host.private_directory import default_directories
+
+__all__ = ["Options", "Session", "open_session"]
+
+_Arrival: TypeAlias = tuple[float, trio.SocketStream]
+_WATCH: Final = 0.05
+_LAG: Final = 0.05
+"""Seconds by which this process runs late, and that count as a stall."""
+_STALL: Final = 0.4
+"""Seconds of stalls that make a failure doubtful."""
+_STALE: Final = 1.0
+"""Seconds after which an accepted connection that no check has taken is closed: the client's timer
+for SMC Accept runs (RFC 7609, C.5)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The choices of the user.
+
+    Attributes:
+      role: of the implementation under test.
+      host, port: its address, or the suite's own if it is a client.
+      rnics: names for `open_rnic`; one or two.
+      directory: the private directory of software RNICs; None: the user's own.
+      version: of SMC-R.
+      ueid: for version 2; empty: any that a client offers.
+      eye_catcher: elements of the suite have the RFC's eye catcher.
+      patience: seconds that the implementation may take for any step.
+      timers: seconds of the longest time-out of the implementation.
+      jobs: checks at a time.
+      seed: of all random choices.
+      daytime, discard: the ports of these services, or 0.
+      fail_fast: end the run at the first failure.
+      provides: further keys of `registry.NEEDS` that the implementation and the set-up have.
+    """
+
+    role: Role
+    host: str
+    port: int
+    rnics: tuple[str, ...] = ("soft", "soft")
+    directory: Path | None = None
+    version: int = 1
+    ueid: str = ""
+    eye_catcher: bool = False
+    patience: float = 5.0
+    timers: float = 10.0
+    jobs: int = 1
+    seed: int = 0
+    daytime: int = 0
+    discard: int = 0
+    fail_fast: bool = False
+    provides: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One run.
+
+    Attributes:
+      devices: the RNICs; the second one is for further links.
+      port: on which the suite listens, if the implementation is a client.
+    """
+
+    options: Options
+    devices: list[Device]
+    nursery: trio.Nursery
+    arrivals: trio.MemoryReceiveChannel[_Arrival] | None = None
+    port: int = 0
+    _stalls: list[tuple[float, float]] = field(default_factory=list)
+
+    async def watch_itself(self) -> None:
+        """Note when this process does not run for a while, because the host is busy."""
+        while True:
+            before = time.monotonic()
+            await trio.sleep(_WATCH)
+            lag = time.monotonic() - before - _WATCH
+            if lag > _LAG:
+                self._stalls.append((before, lag))
+
+    def stood_still(self, since: float) -> float:
+        """Seconds, since a time of `time.monotonic`, in which this process did not run.
+
+        0 if there were so few that they have not changed the result of a check.
+        """
+        lags = sum(lag for when, lag in self._stalls if when + lag >= since)
+        return lags if lags > _STALL else 0.0
+
+    @property
+    def role(self) -> Role:
+        """The role of the implementation under test."""
+        return self.options.role
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the implementation may take for any step."""
+        return self.options.patience
+
+    @property
+    def eye_catcher(self) -> bool:
+        """True if elements of the suite have the RFC's eye catcher."""
+        return self.options.eye_catcher
+
+    @property
+    def roce(self) -> bool:
+        """True if the suite uses RoCE ports."""
+        return self.devices[0].rnic.kind == "roce"
+
+    async def tcp(self, port: int = 0) -> trio.SocketStream:
+        """The next TCP connection with the implementation.
+
+        Args:
+          port: of another service than the echo service.
+
+        Raises:
+          Inconclusive: there is none.
+        """
+        options = self.options
+        try:
+            with trio.fail_after(options.patience):
+                if self.arrivals is None:
+                    return await trio.open_tcp_stream(options.host, port or options.port)
+                while True:
+                    when, stream = await self.arrivals.receive()
+                    if trio.current_time() - when < _STALE:
+                        return stream
+                    stream.socket.close()
+        except trio.TooSlowError:
+            raise Inconclusive("no TCP connection with the implementation in time") from None
+        except OSError as error:
+            what = "accept" if self.arrivals is None else "open"
+            raise Inconclusive(f"the suite could not {what} a TCP connection: {error}") from error
+
+
+@asynccontextmanager
+async def open_session(options: Options) -> AsyncIterator[Session]:
+    """Open the RNICs, and a listener if the implementation is a client.
+
+    Raises:
+      OSError: an RNIC or the listener cannot be opened.
+    """
+    directory = options.directory or default_directories()[0]
+    with contextlib.ExitStack() as opened:
+        devices = []
+        for name in options.rnics:
+            device = Device(open_rnic(name, directory, options.version))
+            opened.callback(device.rnic.close)
+            devices.append(device)
+        async with trio.open_nursery() as nursery:
+            for device in devices:
+                nursery.start_soon(device.run)
+            session = Session(options, devices, nursery)
+            nursery.start_soon(session.watch_itself)
+            if options.role is Role.CLIENT:
+                send, session.arrivals = trio.open_memory_channel[_Arrival](1024)
+                session.port = options.port
+                for listener in await trio.open_tcp_listeners(
+                    options.port, host=options.host or None
+                ):
+                    session.port = listener.socket.getsockname()[1]
+                    nursery.start_soon(_accept, listener, send)
+            yield session
+            nursery.cancel_scope.cancel()
+
+
+async def _accept(listener: trio.SocketListener, send: trio.MemorySendChannel[_Arrival]) -> None:
+    async with listener:
+        while True:
+            stream = await listener.accept()
+            await send.send((trio.current_time(), stream))

@@ -1,0 +1,169 @@
+"""The conformance suite itself: its list of checks, its verdicts and its reports."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+import trio
+
+from scripts import conform_mutants
+from scripts.conform_findings import findings
+from smc_conform.catalogue import all_checks
+from smc_conform.cli import main
+from smc_conform.peer import Peer
+from smc_conform.registry import NEEDS, Check
+from smc_conform.reports.document import Document, changes, counts, document, read_document
+from smc_conform.reports.junit import junit
+from smc_conform.reports.page import page
+from smc_conform.roles import Role
+from smc_conform.runner import Runner
+from smc_conform.session import Options, open_session
+from smc_conform.verdicts import Differs, Failed, Result, Silence, Verdict
+from tests.timing import PATIENCE
+
+OPTIONS = Options(role=Role.SERVER, host="192.0.2.1", port=7)
+
+
+# --- the list -------------------------------------------------------------------------------------
+
+
+def test_checks_are_many_and_described() -> None:
+    checks = all_checks()
+    assert len(checks) >= 300
+    assert len({check.id for check in checks}) == len(checks)
+    for check in checks:
+        assert check.requirement.endswith("."), check.id
+        assert check.needs <= set(NEEDS)
+        assert check.section
+        assert check.id.rpartition("-")[2].isdecimal(), check.id
+
+
+def test_the_list_of_faults_fits_the_tree() -> None:
+    assert len(conform_mutants.mutants()) >= 60
+    assert list(conform_mutants.problems()) == []
+
+
+def test_findings_are_about_checks_and_have_reasons() -> None:
+    names = {check.id for check in all_checks()}
+    assert {each.id for each in findings().values()} <= names
+    assert all(each.title and (each.reason or each.ours) for each in findings().values())
+
+
+def test_the_command_lists_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    assert f"{len(all_checks())} checks" in capsys.readouterr().out
+
+
+def test_a_target_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["connect", "127.0.0.1", "1", "--directory", str(tmp_path)]) == 2
+    assert "127.0.0.1" in capsys.readouterr().err
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+
+async def passes(peer: Peer) -> None:
+    pass
+
+
+async def fails(peer: Peer) -> None:
+    raise Failed("wrong")
+
+
+async def differs(peer: Peer) -> None:
+    raise Differs("otherwise")
+
+
+async def is_silent(peer: Peer) -> None:
+    raise Silence("nothing came")
+
+
+async def has_a_defect(peer: Peer) -> None:
+    raise KeyError("oops")
+
+
+@pytest.mark.parametrize(
+    ("steps", "serves", "verdict"),
+    [
+        (passes, True, Verdict.PASS),
+        (fails, True, Verdict.FAIL),
+        (differs, True, Verdict.DIFFERS),
+        (is_silent, True, Verdict.FAIL),
+        (is_silent, False, Verdict.INCONCLUSIVE),
+        (has_a_defect, True, Verdict.INCONCLUSIVE),
+    ],
+)
+async def test_verdicts(
+    steps: object, serves: bool, verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def still_serves(peer: Peer) -> None:
+        if not serves:
+            raise Failed("no answer")
+
+    monkeypatch.setattr(Peer, "still_serves", still_serves)
+    check = Check("a/1-1", "It works.", frozenset(Role), frozenset(), steps)  # type: ignore[arg-type]
+    with trio.fail_after(PATIENCE):
+        async with open_session(replace(OPTIONS, directory=tmp_path)) as session:
+            result = await Runner(session).run(check)
+    assert result.verdict is verdict
+    assert bool(result.detail) is (verdict is not Verdict.PASS)
+
+
+async def test_a_robust_check_fails_if_nothing_is_served_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Peer, "still_serves", fails)
+    check = Check("a/1-1", "It works.", frozenset(Role), frozenset(), passes, robust=True)
+    with trio.fail_after(PATIENCE):
+        async with open_session(replace(OPTIONS, directory=tmp_path)) as session:
+            result = await Runner(session).run(check)
+    assert result.verdict is Verdict.FAIL
+    assert "a new connection afterwards: wrong" in result.detail
+
+
+async def test_what_a_run_does_not_have(tmp_path: Path) -> None:
+    needy = Check("a/1-1", "It works.", frozenset({Role.SERVER}), frozenset({"roce"}), fails)
+    other = Check("a/1-2", "It works.", frozenset({Role.CLIENT}), frozenset(), fails)
+    async with open_session(replace(OPTIONS, directory=tmp_path)) as session:
+        runner = Runner(session)
+        assert (await runner.run(needy)).detail == "needs roce"
+        assert (await runner.run(other)).verdict is Verdict.NOT_APPLICABLE
+
+
+# --- reports -------------------------------------------------------------------------------------
+
+
+def run_of(*verdicts: Verdict) -> Document:
+    results = []
+    for number, verdict in enumerate(verdicts, 1):
+        check = Check(f"a/1-{number}", "It <works>.", frozenset(Role), frozenset(), passes)
+        result = Result(check.id, verdict, "seen & noted", 0.5, ("a ladder",), ("-> 00",), b"x")
+        results.append((check, result))
+    return document(OPTIONS, results, 1.0)
+
+
+def test_reports_of_a_run() -> None:
+    run = run_of(Verdict.FAIL, Verdict.DIFFERS, Verdict.INCONCLUSIVE)
+    assert counts(run)["fail"] == 1
+    suite = ET.fromstring(junit(run))
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "1", "1")
+    html = page(run)
+    assert "It &lt;works&gt;." in html
+    assert "seen &amp; noted" in html
+    assert "http" not in html.replace("https://", "")
+
+
+def test_changes_between_two_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = tmp_path / "a.json", tmp_path / "b.json"
+    for path, verdict in zip(paths, (Verdict.PASS, Verdict.FAIL), strict=True):
+        path.write_text(json.dumps(run_of(verdict, Verdict.PASS)))
+    old, new = map(read_document, paths)
+    assert list(changes(old, new)) == [("a/1-1", "pass", "fail", "seen & noted")]
+    assert main(["compare", *map(str, paths)]) == 1
+    assert "pass -> fail" in capsys.readouterr().out
+    paths[1].write_text("{}")
+    assert main(["compare", *map(str, paths)]) == 2

@@ -1,0 +1,82 @@
+"""The Linux kernel as implementation under test of `smc-conform`: runs in a guest.
+
+``python3 -m tests.lab.conform_target HERE THERE PORT LANES``: an echo service (RFC 862) on port
+7007, a daytime service (RFC 867) on 7013 and a discard service (RFC 863) on 7009 of HERE, and a
+client with LANES connections that echoes what the suite on THERE, PORT, sends.  All are blocking
+sockets of AF_SMC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from tests.lab.kernel_agent import make
+
+__all__ = ["DAYTIME", "DISCARD", "ECHO"]
+
+ECHO, DAYTIME, DISCARD = 7007, 7013, 7009
+PIECE = 64 * 1024
+
+
+def echo(sock: socket.socket) -> None:
+    """Send back what comes, until the end."""
+    while data := sock.recv(PIECE):
+        sock.sendall(data)
+
+
+def daytime(sock: socket.socket) -> None:
+    """Send a line and close."""
+    sock.sendall(b"Thursday, November 26, 2026 12:00:00-UTC\r\n")
+
+
+def discard(sock: socket.socket) -> None:
+    """Read until the end."""
+    while sock.recv(PIECE):
+        pass
+
+
+def _serve(host: str, port: int, service: Callable[[socket.socket], None]) -> None:
+    listener = make("smc")
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(256)
+
+    def one(sock: socket.socket) -> None:
+        # Many checks end the connection by a reset.
+        with sock, contextlib.suppress(OSError):
+            service(sock)
+
+    while True:
+        with contextlib.suppress(OSError):
+            threading.Thread(target=one, args=(listener.accept()[0],), daemon=True).start()
+
+
+def _connect(host: str, port: int) -> None:
+    while True:
+        with make("smc") as sock:
+            try:
+                sock.connect((host, port))
+                echo(sock)
+            except ConnectionRefusedError:
+                time.sleep(0.2)  # the suite does not listen yet
+            except OSError:
+                time.sleep(0.02)
+
+
+def main() -> None:
+    """Serve and connect until killed."""
+    here, there, port, lanes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    for number, service in ((ECHO, echo), (DAYTIME, daytime), (DISCARD, discard)):
+        threading.Thread(target=_serve, args=(here, number, service), daemon=True).start()
+    for _ in range(lanes):
+        threading.Thread(target=_connect, args=(there, port), daemon=True).start()
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""`smc-conform` in one guest of the lab, and trio_smc or the kernel's SMC-R in the other.
+
+A check that trio_smc does not pass is a failure, unless it differs for a documented reason.  A
+check that the kernel does not pass must have its reason in `scripts/conform_findings.toml`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from scripts.conform import DIFFERS
+from scripts.conform_findings import findings
+from tests.lab import runner, setup
+from tests.lab.failures import describe_failure, kernel_crash
+from tests.lab.machine import ARTEFACTS, Finished
+
+# Each of the runs takes minutes.
+pytestmark = pytest.mark.other_kernel
+ROLES = ("server", "client")
+OURS = [(version, role, part) for version in (1, 2) for role in ROLES for part in runner.PARTS]
+
+
+def kernels() -> Iterator[tuple[str, int, str, str]]:
+    """Each kernel of the lab, in the versions that it speaks there."""
+    for name, source in setup.KERNELS.items():
+        for version in source.versions:
+            for role in ROLES:
+                for part in runner.PARTS:
+                    yield name, version, role, part
+
+
+def verdicts(done: Finished, name: str, role: str) -> dict[str, list[str]]:
+    """The checks by verdict."""
+    path = ARTEFACTS / name / f"{role}.json"
+    assert path.exists(), describe_failure(done)
+    found: dict[str, list[str]] = {}
+    for each in json.loads(path.read_text())["checks"]:
+        found.setdefault(each["verdict"], []).append(each["id"])
+    return found
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(("version", "role", "part"), OURS)
+def test_ours_over_soft_roce(version: int, role: str, part: str) -> None:
+    done = runner.conform("ours", role, version, part)
+    found = verdicts(done, runner.reports_of("ours", role, version, part), role)
+    assert found.get("fail", []) == [], describe_failure(done)
+    assert found.get("inconclusive", []) == [], describe_failure(done)
+    assert set(found.get("differs", [])) <= DIFFERS
+    assert found["pass"]
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(("kernel", "version", "role", "part"), list(kernels()))
+def test_the_kernel(kernel: str, version: int, role: str, part: str) -> None:
+    done = runner.conform("kernel", role, version, part, kernel=kernel)
+    assert kernel_crash(done) is None, describe_failure(done)
+    found = verdicts(done, runner.reports_of("kernel", role, version, part, kernel), role)
+    known = findings()
+    assert [name for name in found.get("fail", []) if name not in known] == []
+    assert found["pass"]

@@ -1,0 +1,77 @@
+"""The calls of an echo go the short way: what a round trip costs, without a clock.
+
+A clock on a busy machine shows no microsecond.  Which functions a call runs, it shows exactly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import pytest
+import trio
+import trio.testing
+
+import trio_smc
+from tests.sockets.test_as_over_tcp import connected
+from tests.timing import PATIENCE
+
+MESSAGE = bytes(64)
+
+
+@contextmanager
+def called() -> Iterator[list[str]]:
+    """The names of the Python functions that are called, in order."""
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            names.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield names
+    finally:
+        sys.setprofile(before)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [memoryview(MESSAGE), memoryview(bytearray(MESSAGE)), memoryview(MESSAGE * 2)[64:]],
+    ids=["bytes", "bytearray", "slice"],
+)
+async def test_a_view_is_sent_in_as_few_calls_as_bytes(view: memoryview) -> None:
+    # AnyIO sends views.
+    trio_smc.enable(trio_smc.Config(require_smc=True))
+    async with connected(smc=True) as ends:
+        ways = []
+        for data in (MESSAGE, view):
+            await ends.client.send(MESSAGE)  # a message of its own, as the next one
+            await ends.server.recv(1000)
+            with called() as names:
+                assert await ends.client.send(data) == len(MESSAGE)
+            ways.append(names[: names.index("put") + 1])
+            with trio.fail_after(PATIENCE):
+                assert await ends.server.recv(1000) == MESSAGE
+        bytes_way, view_way = ways
+        assert [name for name in view_way if name != "byte_view"] == bytes_way
+
+
+async def test_the_only_reader_checks_for_cancellation_before_it_waits() -> None:
+    # Otherwise the check delays data that arrives during a spin.
+    trio_smc.enable(trio_smc.Config(require_smc=True))
+    async with connected(smc=True) as ends:
+
+        async def receive() -> None:
+            with called() as names:
+                assert await ends.client.recv(1000) == MESSAGE
+            assert names.index("checkpoint_if_cancelled") < names.index("reader")
+
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(receive)
+                await trio.testing.wait_all_tasks_blocked()
+                await ends.server.send(MESSAGE)

@@ -1,0 +1,80 @@
+"""The files of `benchmarks.machines`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import machines
+from benchmarks.report import Comparison, Earlier
+from benchmarks.workloads import Metric
+
+ABOUT = {
+    "runs": 1, "rounds": 2, "seconds": 0.2, "load_before": 0.1, "python": "3.11", "trio": "0.35",
+}  # fmt: skip
+
+
+def comparison(name: str, *, pinned: bool, faster: float) -> Comparison:
+    metric = Metric(name=name, unit="µs", smaller_is_better=True)
+    numbers = {name: {"tcp": [10.0, 20.0], "it": [10.0 / faster, 20.0 / faster]}}
+    about = {**ABOUT, "pinned": pinned}
+    return Comparison(metrics=[metric], runs=[numbers], base="tcp", about=about)
+
+
+def test_this_machine() -> None:
+    machine = machines.this_machine()
+    assert machine["processor"]
+    assert machine["processors"] >= 1
+    json.dumps(machine)
+
+
+@pytest.mark.parametrize(
+    ("processor", "name"),
+    [
+        ("Intel(R) Xeon(R) Processor @ 2.10GHz", "intel-xeon"),
+        ("Intel(R) Xeon(R) Processor", "intel-xeon"),
+        ("AMD EPYC 7R13 Processor", "amd-epyc-7r13"),
+        ("../../etc/passwd", "etc-passwd"),
+    ],
+)
+def test_the_name_of_a_file(processor: str, name: str) -> None:
+    assert machines.path_of(processor) == machines.DIRECTORY / f"{name}.json"
+
+
+def test_results_are_saved_and_found_again(tmp_path: Path) -> None:
+    found, note = machines.earlier("programs", pinned=False, directory=tmp_path)
+    assert found == {}
+    assert note.startswith("no earlier results of this kind of processor: ")
+    machines.save("programs", [comparison("echo", pinned=False, faster=2)], tmp_path)
+    machines.save("programs", [comparison("file", pinned=False, faster=3)], tmp_path)
+    both = [comparison("rtt", pinned=pinned, faster=4 + pinned) for pinned in (True, False)]
+    path = machines.save("transports", both, tmp_path)
+    found, note = machines.earlier("programs", pinned=False, directory=tmp_path)
+    assert found == {
+        "echo | it": Earlier(ratio=2, least=2, most=2),
+        "file | it": Earlier(ratio=3, least=3, most=3),
+    }
+    assert path.name in note
+    for pinned in (True, False):
+        found, _ = machines.earlier("transports", pinned=pinned, directory=tmp_path)
+        assert found["rtt | it"].ratio == 4 + pinned
+    [content] = machines.load(tmp_path)
+    assert content["machine"] == machines.this_machine()
+
+
+def test_the_files_of_the_repository() -> None:
+    for content in machines.load():
+        for kind in ("programs", "transports"):
+            for part in content.get(kind, {}).values():
+                assert all(
+                    least <= middle <= most for middle, least, most in part["ratios"].values()
+                )
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"machine": {}}', "not JSON"])
+def test_a_file_that_is_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "some.json").write_text(content)
+    with pytest.raises(ValueError, match=r".+"):
+        machines.load(tmp_path)
