@@ -101,18 +101,27 @@ def programs(path: Path, comparisons: Sequence[Comparison]) -> None:
             each = [comparison.ratios(metric, name) for metric in metrics]
             places = [place + (row + 0.5) * thickness for place in range(len(metrics))]
             _bars(axis, places, each, thickness, label)
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.set_xscale("log")
-        axis.set_xticks([0.25, 0.5, 1, 2, 4, 8])
-        axis.set_xticklabels(["¼", "½", "1", "2", "4", "8"])
-        axis.minorticks_off()
-        axis.set_yticks([place + 0.4 for place in range(len(seen))])
-        axis.set_yticklabels([metric.name for metric in seen])
-        axis.set_ylim(len(seen), -0.3)
+        _scale(axis, [metric.name for metric in seen], 0.4)
         pinned = "on a core each" if comparison.about["pinned"] else "where the scheduler puts them"
         axis.set_title(f"{bars[0][0]}, times better than {comparison.base}\nprocesses {pinned}")
         axis.legend(loc="lower right", fontsize=7)
     _save(figure, path)
+
+
+def _scale(axis: Any, names: Sequence[str], center: float) -> None:
+    """Give the axis of ratios a logarithmic scale, and each group of bars its name.
+
+    Args:
+      center: of a group, from its upper edge.
+    """
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_xscale("log")
+    axis.set_xticks([0.25, 0.5, 1, 2, 4, 8])
+    axis.set_xticklabels(["¼", "½", "1", "2", "4", "8"])
+    axis.minorticks_off()
+    axis.set_yticks([place + center for place in range(len(names))])
+    axis.set_yticklabels(names)
+    axis.set_ylim(len(names), -0.3)
 
 
 def ranges(
@@ -134,14 +143,7 @@ def ranges(
         known = [name for name in names if name in values]
         places = [names.index(name) + (row + 0.5) * thickness for name in known]
         _bars(axis, places, [values[name] for name in known], thickness, label)
-    axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_xscale("log")
-    axis.set_xticks([0.25, 0.5, 1, 2, 4, 8])
-    axis.set_xticklabels(["¼", "½", "1", "2", "4", "8"])
-    axis.minorticks_off()
-    axis.set_yticks([place + 0.42 for place in range(len(names))])
-    axis.set_yticklabels(names)
-    axis.set_ylim(len(names), -0.3)
+    _scale(axis, names, 0.42)
     axis.set_title(f"{title}: times better than TCP")
     axis.legend(loc="lower right", fontsize=7)
     _save(figure, path)

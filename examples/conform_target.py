@@ -57,6 +57,7 @@ CONFIG = trio_smc.Config(
     test_link_interval=2,
     test_link_timeout=2,
     close_timeout=3,
+    learn_short=False,  # most checks use their connection for a short time
     control=False,
 )
 

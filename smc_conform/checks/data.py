@@ -298,13 +298,17 @@ async def update_requested(peer: Peer) -> None:
     await connection.echo(b"begin")
     for number in range(3):
         connection.write(bytes((number,)), update_requested=1)
-        await peer.until(
-            lambda: connection.peer_consumed == connection.produced, "the consumer cursor",
-            connection,
-        )  # fmt: skip
+        await all_consumed(peer, connection)
 
 
 DISCARD = ("discard",)
+
+
+async def all_consumed(peer: Peer, connection: Connection) -> None:
+    """Wait until the peer's consumer cursor shows that it has everything."""
+    await peer.until(
+        lambda: connection.peer_consumed == connection.produced, "the consumer cursor", connection
+    )
 
 
 async def discarding(peer: Peer) -> Connection:
@@ -353,10 +357,7 @@ async def update_for_a_blocked_writer(peer: Peer) -> None:
     connection = await discarding(peer)
     for _ in range(3):
         connection.write(bytes(100), writer_blocked=1)
-        await peer.until(
-            lambda: connection.peer_consumed == connection.produced, "the consumer cursor",
-            connection,
-        )  # fmt: skip
+        await all_consumed(peer, connection)
 
 
 @check("4.5.1-9", "A message without B ends the announcements of small consumptions.", SERVER,
@@ -364,9 +365,7 @@ async def update_for_a_blocked_writer(peer: Peer) -> None:
 async def no_update_after_b(peer: Peer) -> None:
     connection = await discarding(peer)
     connection.write(bytes(100), writer_blocked=1)
-    await peer.until(
-        lambda: connection.peer_consumed == connection.produced, "the consumer cursor", connection
-    )
+    await all_consumed(peer, connection)
     before = len(connection.messages)
     connection.write(bytes(100))
     await peer.quiet()
@@ -380,10 +379,7 @@ async def update_requested_from_a_reader(peer: Peer) -> None:
     connection = await discarding(peer)
     for _ in range(3):
         connection.write(bytes(100), update_requested=1)
-        await peer.until(
-            lambda: connection.peer_consumed == connection.produced, "the consumer cursor",
-            connection,
-        )  # fmt: skip
+        await all_consumed(peer, connection)
 
 
 @check("4.5.1-11", "R without data brings the cursor of what was consumed before.", SERVER,
@@ -393,9 +389,7 @@ async def update_requested_without_data(peer: Peer) -> None:
     connection.write(bytes(300))
     await peer.quiet()
     connection.send_cdc(update_requested=1)
-    await peer.until(
-        lambda: connection.peer_consumed == connection.produced, "the consumer cursor", connection
-    )
+    await all_consumed(peer, connection)
 
 
 @check("4.5.1-12", "Many rings of data go to a reader that sends nothing.", SERVER, needs=DISCARD)

@@ -187,6 +187,8 @@ def _child(settings: EndSettings, sock: socket.socket, errors: IO[bytes]) -> Non
         # The parent's may belong to a descriptor that is closed here, and whose number is reused.
         sys.stdout = sys.stderr = os.fdopen(2, "w", closefd=False)
         faulthandler.enable(sys.stderr)
+        # A shell ignores SIGINT for a command in the background, and its processes inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         live(settings, socket.socket(fileno=keep))
         code = 0
     except SystemExit:

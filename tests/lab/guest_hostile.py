@@ -28,6 +28,7 @@ TRIES = 4
 CONFIG = Config(
     rnics=(VerbsRnic("rxe0"),), discovery="assume", handshake_timeout=5, first_contact_timeout=5,
     llc_timeout=3, test_link_interval=2, test_link_timeout=8, shutdown_timeout=5, close_timeout=5,
+    learn_short=False,
 )  # fmt: skip
 V2_CONFIG = replace(CONFIG, ueids=(UEID,))
 PREFIX = ("10.9.0.0", 24)

@@ -31,7 +31,7 @@ TEXT = bytes(range(256)) * 400  # more than the default MTU, less than an RMB el
 VLAN = 7
 CONFIG = Config(
     handshake_timeout=30, first_contact_timeout=30, llc_timeout=20, test_link_timeout=20,
-    shutdown_timeout=20,
+    shutdown_timeout=20, learn_short=False,
 )  # fmt: skip
 _SHOWN = 8
 

@@ -22,7 +22,7 @@ __all__ = ["CONFIG", "PIECE", "Both", "Seen", "World", "proposes_smc_d", "until"
 
 CONFIG = Config(
     discovery="tcp-option", handshake_timeout=20, first_contact_timeout=20, llc_timeout=10,
-    test_link_timeout=5, shutdown_timeout=10,
+    test_link_timeout=5, shutdown_timeout=10, learn_short=False,
 )  # fmt: skip
 PIECE = 256 * 1024
 _SMC_D = (1, 3)
