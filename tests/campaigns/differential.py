@@ -48,14 +48,14 @@ SLOW_SHARE: Final = 5
 _UNRELATED: Final = 10
 """Programs of one run of hypothesis.  After so many it begins to draw changed copies of programs
 that it has drawn, five of them for each new one, in which most steps are the same."""
-_MORE_TCP: Final = 12
+_MORE: Final = 12
 """Runs over TCP that look for what SMC-R has shown: Trio runs the tasks of a pass in one of two
 orders, so a program whose tasks meet may have two outcomes over both transports."""
-_MORE_SMC: Final = 60
-"""Runs over SMC-R that look for a difference again."""
+_MANY: Final = 60
+"""Runs over each transport that look for a difference again, in turn."""
 _RARE: Final = 3
 """A difference in at most so many of these runs is rare.  Chosen: tasks of both ends that run at
-the same time make outcomes of one in sixty, which a dozen runs over TCP do not show."""
+the same time make outcomes of one in sixty."""
 _CONFIRMATIONS: Final = 10
 Transport = Literal["TCP", "SMC-R"]
 Kind = tuple[str, str, str, str]
@@ -104,6 +104,27 @@ def kind_of(program: Program, tcp: Observation, smc: Observation) -> Kind:
     return program.styles[line.end], operation, _word(tcp_result), _word(smc_result)
 
 
+def _reason(program: Program, over_tcp: Counter[Observation], smc: Observation) -> str | None:
+    """Why an observation over SMC-R may be: "" if TCP shows it, the name of an entry of `LISTED`
+    that explains its difference from one that TCP shows, or None."""
+    if smc in over_tcp:
+        return ""
+    for each in LISTED:
+        if any(each.explains(program, tcp, smc) for tcp in over_tcp):
+            return each.name
+    return None
+
+
+def _expected(over_tcp: Counter[Observation]) -> float:
+    """How many of `_MANY` further runs may show something new.
+
+    Over TCP it would be about the share of runs whose observation no other run has shown (the
+    estimate of Good and Turing).  Twice as many, and `_RARE` more, are no difference of SMC-R.
+    """
+    once = sum(count == 1 for count in over_tcp.values())
+    return _RARE + 2 * _MANY * once / over_tcp.total()
+
+
 def _word(result: str) -> str:
     return result.split(maxsplit=1)[0] if result.startswith(("read ", "peeked ")) else result
 
@@ -119,8 +140,8 @@ class Result:
       hung: ends that did not answer in one run of a program, and did in the next one.
       gone: ends whose process has ended without being told so.
       over_smc: connections over SMC-R that programs have made themselves.
-      rare: seen in one run of a program and in at most `_RARE` of the next `_MORE_SMC`; printed,
-        and no failure, because processes that wait for a processor may miss a timer.
+      rare: seen in one run of a program, and in no more of the next ones than `_expected` says;
+        printed, and no failure, because processes that wait for a processor may miss a timer.
       listed: how many each entry of `LISTED` explained.
       explained: these differences, by the name of the entry.
       other_order: programs of which TCP has more outcomes than one, and SMC-R had not the first.
@@ -175,27 +196,37 @@ class Comparison:
         tcp, smc = self.tcp.run(program), self.smc.run(program)
         if smc == tcp:
             return
-        if any(self.tcp.run(program) == smc for _ in range(_MORE_TCP)):
-            self.result.other_order += 1
-            if all(self.smc.run(program) != tcp for _ in range(_MORE_TCP)):
-                self.result.one_sided.append(Difference(program, tcp, smc))
-            return
-        over_tcp = {tcp, *(self.tcp.run(program) for _ in range(_MORE_TCP))}
-        again = sum(self.smc.run(program) not in over_tcp for _ in range(_MORE_SMC))
-        if again <= _RARE:
-            times = f"{again} of {_MORE_SMC} times:"
-            self.result.rare.append(Difference(program, tcp, smc, times))
-            return
-        difference = Difference(program, tcp, smc)
-        if difference.kind in self._known:
-            self.result.again[difference.kind] += 1
-            return
-        for each in LISTED:
-            if each.explains(program, tcp, smc):
-                self.result.listed[each.name] += 1
-                self.result.explained.append((each.name, difference))
+        over_tcp = Counter([tcp])
+        for _ in range(_MORE):
+            over_tcp[self.tcp.run(program)] += 1
+            if smc in over_tcp:
+                self._note_other_order(program, tcp, smc)
                 return
-        raise difference
+        over_smc: Counter[Observation] = Counter([smc])
+        for _ in range(_MANY):
+            over_smc[self.smc.run(program)] += 1
+            over_tcp[self.tcp.run(program)] += 1
+        reasons = {each: _reason(program, over_tcp, each) for each in over_smc}
+        unlisted = [each for each, reason in reasons.items() if reason is None]
+        again = sum(over_smc[each] for each in unlisted) - (reasons[smc] is None)
+        difference = Difference(program, tcp, unlisted[0] if unlisted else smc)
+        if again > _expected(over_tcp):
+            if difference.kind not in self._known:
+                raise difference
+            self.result.again[difference.kind] += 1
+        elif reason := reasons[smc]:
+            self.result.listed[reason] += 1
+            self.result.explained.append((reason, difference))
+        elif reasons[smc] is None:
+            difference.times = f"{again} of {_MANY} times:"
+            self.result.rare.append(difference)
+        else:
+            self._note_other_order(program, tcp, smc)
+
+    def _note_other_order(self, program: Program, tcp: Observation, smc: Observation) -> None:
+        self.result.other_order += 1
+        if all(self.smc.run(program) != tcp for _ in range(_MORE)):
+            self.result.one_sided.append(Difference(program, tcp, smc))
 
     def check_listed(self) -> list[str]:
         """The listed differences whose example shows no difference, or another one."""

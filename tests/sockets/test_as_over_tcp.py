@@ -938,6 +938,25 @@ async def connect_again_after_a_connect(ends: Ends) -> None:
 
 
 @case
+async def connect_again_after_an_end_and_a_shutdown(ends: Ends) -> None:
+    """The shutdown fails, and ends the connect all the same."""
+    name = ends.listener.getsockname()
+    for how in (stdlib.SHUT_RD, stdlib.SHUT_WR, stdlib.SHUT_RDWR):
+        for times in (1, 2):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_accept_and_close, ends)
+                with trio.socket.socket() as sock:
+                    await sock.connect(name)
+                    await ends.settle()
+                    await sock.send(b"!")  # the peer answers with a reset
+                    await ends.settle()
+                    for _ in range(times):
+                        await ends.see(sock.shutdown, how)
+                        await ends.see(sock.connect, name)
+                nursery.cancel_scope.cancel()
+
+
+@case
 async def connect_to_what_is_no_address(ends: Ends) -> None:
     with trio.socket.socket() as sock:
         for address in ("x", (HOST,), (HOST, 1, 2), (HOST, -1), (HOST, 70000), None):

@@ -41,6 +41,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from enum import Enum
 from functools import lru_cache, partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
@@ -713,6 +714,16 @@ class OverTcp(Side):
         return super().detach()
 
 
+class _ConnectCall(Enum):
+    """What another `connect` does.  The value is the error that it raises."""
+
+    PENDING = 0
+    """In Linux, the call that follows a connect(2) without a wait completes it."""
+    COMPLETE = errno.EISCONN
+    ENDED = errno.EINVAL
+    """`shutdown` has found an ended connection before that call."""
+
+
 class OverSmc(Side):
     """A connection over SMC-R.
 
@@ -725,8 +736,7 @@ class OverSmc(Side):
     ) -> None:
         super().__init__(plain)
         self.stream: RdmaStream = stream
-        # In Linux, the call that follows a connect(2) without a wait completes it.
-        self._may_connect_again = has_connected
+        self._connect_call = _ConnectCall.PENDING if has_connected else _ConnectCall.COMPLETE
         self._closed = False
         self._eof_socket: stdlib_socket.socket | None = None
 
@@ -950,9 +960,9 @@ class OverSmc(Side):
         address = await self._resolve(address)
         await trio.lowlevel.checkpoint()
         _checked(partial(_closed_socket(self.plain.family).connect, address))
-        if not self._may_connect_again:
-            raise os_error(errno.EISCONN)
-        self._may_connect_again = False
+        if self._connect_call is not _ConnectCall.PENDING:
+            raise os_error(self._connect_call.value)
+        self._connect_call = _ConnectCall.COMPLETE
         if self.stream.has_ended:
             pending = self.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR, None)
             raise os_error(pending or errno.ECONNABORTED)
@@ -982,9 +992,13 @@ class OverSmc(Side):
     def shutdown(self, flag: int) -> None:
         if operator.index(flag) not in _SHUTDOWNS:
             raise os_error(errno.EINVAL)
+        pending = self._connect_call is _ConnectCall.PENDING
         if self.stream.has_ended:
+            if pending:
+                self._connect_call = _ConnectCall.ENDED
             raise os_error(errno.ENOTCONN)
-        self._may_connect_again = False
+        if pending:
+            self._connect_call = _ConnectCall.COMPLETE
         if flag != stdlib_socket.SHUT_RD:
             with self._socket_errors():
                 if flag == stdlib_socket.SHUT_RDWR:
