@@ -23,6 +23,7 @@ ARMED     *Fences.*  The receiver stores ARMED, then loads HEAD; the sender stor
           clears ARMED by an exchange, which returns the latest value.  If that is the receiver's,
           the sender synchronizes with it and loads CLOSED afterwards.  If a mere store cleared
           it, the sender's next message could count as sent, and the receiver would not take it.
+          As a hint of whether the receiver sleeps (`QueuePair.peer_asleep`) it needs none.
 WAITING   *Fences*, as ARMED: the sender stores WAITING, then loads POSTED; the receiver stores
           POSTED, then loads WAITING.
 HELD and  None.  The receiver loads them after the end of the sender's process.  The kernel closes

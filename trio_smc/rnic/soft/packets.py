@@ -9,7 +9,10 @@ message is there when the message is received.
 Only words that need no order are used in shared memory.  POSTED counts the receives that are
 posted, or has the values `PORT_DOWN` and `CLOSED`.  HELD and the key page are as in a ring.  A
 sender without a posted receive sends the message `Waiting`, and the receiver rings when it has
-posted one.  There is nothing to arm: each packet makes the socket readable.
+posted one.  There is nothing to arm: each packet makes the socket readable.  ARMED only hints the
+sender whether the receiver sleeps (`QueuePair.peer_asleep`): the receiver sets it before it sleeps,
+and the sender's next message clears it.  A hint that is out of date delays a message at most until
+the sender's own scheduler sleeps.
 
 A receiver that ends shuts the receiving direction of its socket down first, and then takes the last
 messages.  From then on send(2) fails at the sender, so each message that was sent is taken.  Until
@@ -76,7 +79,7 @@ class _Head:
 
 
 class PacketReceiver(ReceiveRing):
-    """The receiving end.  Takes the memory of a ring over, whose words HEAD and ARMED it ignores.
+    """The receiving end.  Takes the memory of a ring over, whose word HEAD it ignores.
 
     Args:
       ring: the ring of the queue pair; nothing was received in it.
@@ -183,6 +186,8 @@ class PacketSender(SendRing):
         sent = self._send(Send(data=data))
         if sent == Sent.DONE:
             self._head += 1
+            if self.armed[0]:
+                self.armed[0] = 0  # the packet wakes the peer
         return sent
 
     def _send(self, message: Message) -> int:
