@@ -229,7 +229,10 @@ class LinkConnection(Poster, Protocol):
 
     @property
     def tcp_has_ended(self) -> bool:
-        """True if the TCP connection has ended at the peer, or at this side."""
+        """True if the TCP connection has ended at the peer, or at this side.
+
+        False in the handshake: its messages are read first, and then the end.
+        """
 
 
 class LinkHost(Protocol):
@@ -611,8 +614,12 @@ class Link:
         if not self.failing and not self._qp_failed:
             LOGGER.info("%r failed: %s", self, _status_name(status))
             self._qp_failed = True
-            if self.qp.received_all and self.users:
-                self.group.timers.in_turn(lambda: self._tcp_ends.begin(self.users, self._fail))
+            # Also those that are in a handshake: its last message may be unread.
+            connections = self.group.connections
+            if self.qp.received_all and connections:
+                self.group.timers.in_turn(
+                    lambda: self._tcp_ends.begin(connections.values(), self._fail)
+                )
             else:
                 self.group.timers.in_turn(self._fail)
 
