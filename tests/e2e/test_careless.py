@@ -17,7 +17,6 @@ import trio
 import trio_smc
 from tests.e2e import careless
 from trio_smc import Config, SmcStream
-from trio_smc.rendezvous import handshake
 from trio_smc.rendezvous.negotiation import Negotiation
 
 QUICK_EXIT = 0.2
@@ -114,21 +113,24 @@ async def test_all_arrives_and_then_the_end(how: str, smc: str) -> None:
 async def test_a_process_that_ends_behind_its_confirm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of its queue pair is noticed before SMC Confirm is read: nothing is lost."""
     seen = Seen()
-    wait = handshake._wait
     clients: list[trio.Process] = []
-    held = []
+    held: list[Negotiation] = []
+    sent, wait_readable = Negotiation.sent, trio.lowlevel.wait_readable
 
-    async def wait_for_its_end(negotiation: Negotiation, *others: Any) -> bool:
+    def wait_for_its_end(negotiation: Negotiation) -> None:
+        sent(negotiation)
         if negotiation.state == "ACCEPTED" and not negotiation.first_contact:
-            if not held:
-                held.append(negotiation)
-                [client] = clients
-                os.waitid(os.P_PID, client.pid, os.WEXITED | os.WNOWAIT)
-            for _ in range(50):
-                await trio.lowlevel.checkpoint()
-        return await wait(negotiation, *others)
+            held.append(negotiation)
+            [client] = clients
+            os.waitid(os.P_PID, client.pid, os.WEXITED | os.WNOWAIT)
 
-    monkeypatch.setattr(handshake, "_wait", wait_for_its_end)
+    async def wait_readable_later(sock: Any) -> None:
+        for _ in range(50 if held else 0):
+            await trio.lowlevel.checkpoint()
+        await wait_readable(sock)
+
+    monkeypatch.setattr(Negotiation, "sent", wait_for_its_end)
+    monkeypatch.setattr(trio.lowlevel, "wait_readable", wait_readable_later)
     async with serving(seen.handler, spin=0) as port:
         client = await trio.lowlevel.open_process(command("_exit", "ours", port, 2))
         clients.append(client)
