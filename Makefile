@@ -121,6 +121,7 @@ ladders: ready-docs
 
 cli-page: ready-dev
 	@$(BIN)/python -m scripts.cli_page $(ARGS)
+	@$(BIN)/python -m scripts.shell_files $(ARGS)
 
 compliance: ready-dev
 	@$(BIN)/python -m scripts.compliance $(ARGS)

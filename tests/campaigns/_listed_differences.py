@@ -37,10 +37,10 @@ class Listed:
 _KILLING_SIGNALS: Final = {9, 15, 1}
 _KILLING_EXITS: Final = {EXITS.index("os._exit")}
 # Results of calls after RST has arrived, and after FIN.
-_NAMES: Final = "127.0.0.1 127.0.0.1"
+_ADDRESSES: Final = "127.0.0.1 127.0.0.1"
 _RESET: Final = {"ECONNRESET", "EPIPE", "ENOTCONN", "end", "0"}
 _ENDS_OF_CONNECT: Final = {"ECONNRESET", "EPIPE", "ECONNABORTED"}
-_ENDED: Final = {"end", "sent", "shut", "EPIPE", "0", _NAMES}
+_ENDED: Final = {"end", "sent", "shut", "EPIPE", "0", _ADDRESSES}
 
 
 def _kills(step: Step) -> bool:
@@ -55,12 +55,19 @@ def _outcome(line: Line) -> str:
     return line.result.removeprefix("BrokenResourceError from ")
 
 
-_Lines = dict[tuple[int, int, int], Line]
+_Lines = dict[tuple[int, int, int, bool], Line]
+_NOTHING: Final = ""
+"""In place of a result that only the other transport has."""
 
 
 def _by_operation(tcp: Observation, smc: Observation) -> tuple[_Lines, _Lines]:
-    """The lines over both, without totals that only one of them has."""
-    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    """The lines over both, without totals that only one of them has.
+
+    A read has two lines: what it has read, and how it has ended.
+    """
+    over_tcp, over_smc = (
+        {(*line[:3], line.result.startswith("read")): line for line in each} for each in (tcp, smc)
+    )
     for ours, theirs in ((over_tcp, over_smc), (over_smc, over_tcp)):
         for key in [each for each in ours if each[2] == TOTAL and each not in theirs]:
             del ours[key]
@@ -90,12 +97,6 @@ def _operation(program: Program, line: Line) -> str:
     else:
         return ""
     return next((each.operations[line.position][0] for each in steps), "")
-
-
-def _ends(program: Program, end: int) -> bool:
-    """True if this end closes, or shuts down; the epilogue closes the server."""
-    steps = (step for step in program.steps if step.end == end)
-    return end == 0 or any(name in _CLOSES for step in steps for name, _ in step.operations)
 
 
 def _has_unread(program: Program, seen: Observation, end: int, before: int) -> bool:
@@ -138,75 +139,89 @@ def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observatio
     )
 
 
-def _data_in_a_send_buffer(program: Program, tcp: Observation, smc: Observation) -> bool:
-    """Buffers are full, and an end closes or shuts down."""
-    pairs = _first_differing(tcp, smc) or []
-    explained = [pair for pair in pairs if _is_of_a_send_buffer(program, *pair)]
-    return bool(explained and _ends_that_fill(program)) and all(
-        pair in explained or any(_is_beside_a_send(pair, send) for send in explained)
-        for pair in pairs
-    )
-
-
-def _is_beside_a_send(pair: tuple[Line, Line], send: tuple[Line, Line]) -> bool:
-    """True if a call finds, over one transport only, that an explained send of its end waits."""
-    return pair[0].end == send[0].end and any(
-        line.result == "BusyResourceError" and waits.result == "cancelled" != other.result
-        for line, waits, other in zip(pair, send, reversed(send), strict=True)
-    )
-
-
-def _is_of_a_send_buffer(program: Program, theirs: Line, ours: Line) -> bool:
-    """True if these two results may differ because TCP's data waits in a send buffer.
-
-    After a close the errors of sends differ; or TCP resets, because data waits or arrives late.  If
-    an end has shut down both directions during a large send, such data may or may not arrive, over
-    both transports.
-    """
-    end, name = ours.end, _operation(program, ours)
-    if not _ends(program, 1 - end) and not _shuts_both(program, end):
-        return False
-    pair = _outcome(theirs), _outcome(ours)
-    during_send = {each for each in range(2) if _is_shut_during_a_large_send(program, each)}
-    if name in _SHUTS:
-        return pair == ("shut", "ENOTCONN")  # the FIN of either end waits behind data
-    if name == "names":
-        return bool(during_send) and pair == (_NAMES, "ENOTCONN")
-    if name in _READS:
-        if pair in (("ECONNRESET", "end"), ("ECONNRESET", "SSLEOFError")):
-            return True
-        return pair == ("end", "ECONNRESET") and 1 - end in during_send
-    if name == "error":
-        return pair == ("ECONNRESET", "0")
-    if name not in _SENDS:
-        return False
-    return (
-        (pair[0] in _FAILED_SENDS and pair[1] in ("EPIPE", "sent"))
-        or (end in during_send and set(pair) <= _SENDS_DURING_SHUTDOWN)
-        or (1 - end in during_send and pair == ("EPIPE", "ECONNRESET"))
-    )
-
-
-_FAILED_SENDS: Final = {"ECONNRESET", "EPIPE"}
-_SENDS_DURING_SHUTDOWN: Final = {
-    *_FAILED_SENDS,
-    "sent",
-    "cancelled",
-    "BusyResourceError",
-    "ClosedResourceError",
+# Results that depend on when a send waits, and when it has ended.
+_WAITING: Final = (*_SENDS, "wait", "wait_writable")
+_WAITS: Final = {"sent", "writable", "cancelled", "BusyResourceError"}
+_CLOSED: Final = {"EBADF", "ClosedResourceError"}
+_FAILED: Final = {"ECONNRESET", "EPIPE", "BrokenResourceError", *_CLOSED}
+_DURING_SENDS: Final = {
+    _WAITING: _WAITS | _FAILED,
+    _SHUTS: {"shut", "ENOTCONN", "BusyResourceError", *_FAILED},
+    _READS: {"end", "ECONNRESET", "SSLEOFError", "cancelled"},
+    ("names",): {_ADDRESSES, "ENOTCONN"},
+    ("error",): {"0", "ECONNRESET", "EPIPE"},
 }
 
 
-def _is_shut_during_a_large_send(program: Program, sender: int) -> bool:
-    return _fills(program, sender) and _shuts_both(program, 1 - sender)
+def _data_in_a_send_buffer(program: Program, tcp: Observation, smc: Observation) -> bool:
+    """An end sends more than the buffers hold, and one of them closes, or shuts down both ways.
+
+    Over TCP, data waits in a send buffer or is refused when it arrives.  So it depends on the sizes
+    of buffers which send waits, and whether the connection ends by a reset.
+    """
+    pairs = _first_differing(tcp, smc)
+    reset = _has_reset(tcp) != _has_reset(smc)
+    return bool(pairs and _ends_that_fill(program)) and all(
+        _is_of_a_waiting_send(program, theirs, ours)
+        or _is_of_a_share(program, theirs, ours)
+        or _is_of_an_end_beside_it(program, theirs, ours)
+        or (reset and ours.position == TOTAL)
+        for theirs, ours in pairs
+    )
 
 
-def _fills(program: Program, end: int) -> bool:
-    return end in _ends_that_fill(program)
+def _is_of_a_waiting_send(program: Program, theirs: Line, ours: Line) -> bool:
+    return (
+        _operation(program, ours) in _WAITING
+        and ours.end in _ends_that_fill(program)
+        and {theirs.result, ours.result} <= _WAITS
+    )
+
+
+def _is_of_a_share(program: Program, theirs: Line, ours: Line) -> bool:
+    """True if readers of one end have other shares of the data, and of its end."""
+    return (
+        _operation(program, ours) in _READS
+        and program.readers(ours.end) > 1
+        and {_outcome(theirs), _outcome(ours)} <= {"read", "peeked", "end", _NOTHING}
+    )
+
+
+def _is_of_an_end_beside_it(program: Program, theirs: Line, ours: Line) -> bool:
+    if not _breaks(program) and ours.step < len(program.steps):  # the epilogue closes the server
+        return False
+    name = _operation(program, ours)
+    pair = {_outcome(theirs), _outcome(ours)}
+    if pair & _CLOSED and ours.end in _ends_that_fill(program) and _closes(program, ours.end):
+        return True  # the close follows a send that waits over the other transport
+    results = next((each for names, each in _DURING_SENDS.items() if name in names), set())
+    if name in _READS and program.readers(ours.end) > 1:
+        results = results | {"read", "peeked", _NOTHING}
+    return pair <= results
+
+
+def _breaks(program: Program) -> bool:
+    """True if an end closes, or shuts down both ways, or both ends shut down writing."""
+    ends = range(2)
+    return any(_shuts_both(program, end) or _closes(program, end) for end in ends) or all(
+        _names(program, end) & {"shut_wr", "shut_both"} for end in ends
+    )
+
+
+def _names(program: Program, end: int) -> set[str]:
+    return {name for step in program.steps if step.end == end for name, _ in step.operations}
+
+
+def _closes(program: Program, end: int) -> bool:
+    return not _names(program, end).isdisjoint(set(_CLOSES) - set(_SHUTS))
+
+
+def _has_reset(seen: Observation) -> bool:
+    return any(_outcome(line) == "ECONNRESET" for line in seen)
 
 
 def _shuts_both(program: Program, end: int) -> bool:
-    names = {name for step in program.steps if step.end == end for name, _ in step.operations}
+    names = _names(program, end)
     return "shut_both" in names or {"shut_rd", "shut_wr"} <= names
 
 
@@ -215,29 +230,27 @@ def _ends_that_fill(program: Program) -> set[int]:
     return {end for end in range(2) if any(size == LARGE for *_, size in sends(program, end))}
 
 
-def _first_differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]] | None:
+def _first_differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]]:
     """As `_differing`, but only the first pair of each task: what follows may come of it."""
     over_tcp, over_smc = _by_operation(tcp, smc)
     first: dict[tuple[int, int], tuple[Line, Line]] = {}
     for key in sorted(over_tcp.keys() | over_smc.keys()):
-        if key[:2] in first or over_tcp.get(key) == over_smc.get(key):
+        theirs, ours = over_tcp.get(key), over_smc.get(key)
+        if key[:2] in first or theirs == ours:
             continue
-        if key not in over_tcp or key not in over_smc:
-            return None
-        first[key[:2]] = over_tcp[key], over_smc[key]
+        [one, *_] = [each for each in (theirs, ours) if each]
+        nothing = one._replace(result=_NOTHING)
+        first[key[:2]] = theirs or nothing, ours or nothing
     return list(first.values())
 
 
 def _sent_after_one_that_waits(program: Program, tcp: Observation, smc: Observation) -> bool:
     """Only a send of an end whose earlier one had to wait finds room over one transport."""
     pairs = _first_differing(tcp, smc)
-    full = _ends_that_fill(program)
     return bool(pairs) and all(
-        ours.end in full
-        and _operation(program, ours) in (*_SENDS, "wait", "wait_writable")
+        _is_of_a_waiting_send(program, theirs, ours)
         and not {"sent", "writable"}.isdisjoint((theirs.result, ours.result))
-        and {theirs.result, ours.result} <= {"sent", "writable", "BusyResourceError", "cancelled"}
-        for theirs, ours in pairs or ()
+        for theirs, ours in pairs
     )
 
 
@@ -245,7 +258,7 @@ def _reset_by_a_process_that_has_shut_down(
     program: Program, tcp: Observation, smc: Observation
 ) -> bool:
     """The peer has shut down both directions, and calls after the first send see no reset yet."""
-    pairs = _first_differing(tcp, smc) or []
+    pairs = _first_differing(tcp, smc)
 
     def is_late(theirs: Line, ours: Line) -> bool:
         return (
@@ -321,7 +334,7 @@ def _connected_after_the_end(program: Program, tcp: Observation, smc: Observatio
             ours.end == 1
             and ours[1:3] > again[1:3]
             and (theirs.result == "ENOTCONN" or names.get(ours[1:3]) == "connect")
-            for theirs, ours in pairs or ()
+            for theirs, ours in pairs
         )
     )
 

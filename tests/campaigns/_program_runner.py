@@ -187,8 +187,10 @@ def _child(settings: EndSettings, sock: socket.socket, errors: IO[bytes]) -> Non
         # The parent's may belong to a descriptor that is closed here, and whose number is reused.
         sys.stdout = sys.stderr = os.fdopen(2, "w", closefd=False)
         faulthandler.enable(sys.stderr)
-        # A shell ignores SIGINT for a command in the background, and its processes inherit that.
+        # A shell ignores SIGINT for a command in the background, nohup ignores SIGHUP, and their
+        # processes inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         live(settings, socket.socket(fileno=keep))
         code = 0
     except SystemExit:
@@ -392,7 +394,7 @@ class _Run:
                 ]
             if self._program.kind == "connecting":
                 continue
-            if not _fits(other, texts):
+            if not self._overlap(number) and not _fits(other, texts):
                 self._lines.append(Line(1 - number, self._step, 9, "wrong bytes", self._step))
             if not self._incomplete[number]:
                 # The share of each reader is not compared, but their sum is.
@@ -401,6 +403,22 @@ class _Run:
             least = sum(len(piece) for piece, complete in texts if complete)
             if len(other) < least and self._must_read_all(1 - number):
                 self._lines.append(Line(1 - number, self._step, TOTAL + 1, MISSING, self._step))
+
+    def _overlap(self, end: int) -> bool:
+        """True if a send of this end has succeeded while an earlier one waited for room.
+
+        Then the bytes of both are mixed.
+        """
+        lines = {line[1:3]: line for line in self._lines if line.end == end}
+        mine = {(step, position): size for step, position, size in sends(self._program, end)}
+        large = [key for key, size in mine.items() if size == LARGE]
+        return any(
+            first[0] <= lines[key].at <= (lines[first].at if first in lines else self._step)
+            for key in mine
+            if key in lines and lines[key].result == "sent"
+            for first in large
+            if first != key
+        )
 
     def _must_read_all(self, reader: int) -> bool:
         """True if this end has found an orderly end of the stream.

@@ -53,6 +53,8 @@ _MORE: Final = 12
 orders, so a program whose tasks meet may have two outcomes over both transports."""
 _MANY: Final = 60
 """Runs over each transport that look for a difference again, in turn."""
+_FEW: Final = 10
+"""The first of these runs.  If all of them over SMC-R differ, they are enough."""
 _RARE: Final = 3
 """A difference in at most so many of these runs is rare.  Chosen: tasks of both ends that run at
 the same time make outcomes of one in sixty."""
@@ -202,13 +204,19 @@ class Comparison:
             if smc in over_tcp:
                 self._note_other_order(program, tcp, smc)
                 return
-        over_smc: Counter[Observation] = Counter([smc])
-        for _ in range(_MANY):
-            over_smc[self.smc.run(program)] += 1
-            over_tcp[self.tcp.run(program)] += 1
-        reasons = {each: _reason(program, over_tcp, each) for each in over_smc}
-        unlisted = [each for each, reason in reasons.items() if reason is None]
-        again = sum(over_smc[each] for each in unlisted) - (reasons[smc] is None)
+        over_smc: Counter[Observation] = Counter()
+        reasons: dict[Observation, str | None] = {}
+        unlisted: list[Observation] = []
+        again = 0
+        for runs in (_FEW, _MANY):
+            while over_smc.total() < runs:
+                over_smc[self.smc.run(program)] += 1
+                over_tcp[self.tcp.run(program)] += 1
+            reasons = {each: _reason(program, over_tcp, each) for each in (smc, *over_smc)}
+            unlisted = [each for each, reason in reasons.items() if reason is None]
+            again = sum(over_smc[each] for each in unlisted)
+            if again == runs:
+                break
         difference = Difference(program, tcp, unlisted[0] if unlisted else smc)
         if again > _expected(over_tcp):
             if difference.kind not in self._known:

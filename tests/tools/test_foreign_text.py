@@ -121,7 +121,7 @@ class Liar:
             return
         self.is_ready.wait(2 * PATIENCE)
         for part in ("process", *(wanted if self.parts is None else self.parts)):
-            data = hostile(SHAPES[part])
+            data: Any = 2 if part in control.DRAINS else hostile(SHAPES[part])
             if part == "connections":
                 data += [{**data[0], "mode": "smc-r"}, {**data[0], "version": 1, "link": None}]
                 if self.ends is not None:
@@ -148,6 +148,8 @@ ASKING = (
     ("ss",), ("ss", "-v"), ("ss", "--json"), ("lg",), ("lg", "--json"), ("rnic",), ("stats",),
     ("stats", "--interval", "0.05", "--count", "1"), ("top", "--interval", "0.05", "--count", "1"),
     ("top", "--interval", "0.05", "--count", "1", "--json"),
+    ("drain", "[red]", "--timeout", "0.05"), ("drain", HOSTILE, "--timeout", "0.05", "--json"),
+    ("undrain", "[red]"), ("report",),
 )  # fmt: skip
 
 
@@ -160,7 +162,7 @@ def test_answers(
     assert done.code == 0, done.err
     assert_harmless(done.out)
     assert_harmless(done.err)
-    if words[0] != "top":  # which shows few strings
+    if words[0] not in ("top", "report"):  # which show few strings
         assert "[red]" in done.out
 
 
@@ -173,6 +175,13 @@ def test_answers_without_the_wanted_parts(
     done = command_here(capsys, *words, "--directory", str(private))
     if words[0] in ("stats", "top"):
         assert (done.code, done.out) == (2, "")
+        assert "sent a damaged answer: the answer has no statistics" in done.err
+    elif "drain" in words[0]:
+        assert (done.code, done.out) == (2, "")
+        assert_harmless(done.err)
+    elif words[0] == "report":  # which has the problem in it
+        assert done.code == 1
+        assert "silent.json" in done.out
         assert "sent a damaged answer: the answer has no statistics" in done.err
     else:
         assert done.code == 0

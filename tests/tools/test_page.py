@@ -14,7 +14,9 @@ def test_the_examples_of_the_page_are_what_the_commands_print() -> None:
 
 def test_every_command_that_asks_a_process_has_an_example() -> None:
     shown = set(re.findall(r"^\$ trio-smc (\w+)", cli_page.PAGE.read_text(), re.MULTILINE))
-    assert shown == {"ss", "lg", "rnic", "stats", "check", "top", "reasons"}
+    assert shown == {
+        "ss", "lg", "rnic", "stats", "check", "top", "drain", "undrain", "reasons",
+    }  # fmt: skip
 
 
 def test_a_process_may_have_any_number() -> None:

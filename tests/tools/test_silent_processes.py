@@ -31,6 +31,8 @@ ASKING = {
     "lg": ("lg", "--json"),
     "stats": ("stats", "--json"),
     "rnic": ("rnic", "--json"),
+    "report": ("report", "--json"),
+    "drain": ("drain", "soft0", "--json"),
     "top": ("top", "--json", "--count", "1", "--interval", "0.01"),
 }
 
@@ -85,8 +87,12 @@ def test_each_silent_process_is_named(
 ) -> None:
     with mute(runtime_directory) as numbers:
         done, seconds = timed(capsys, *ASKING[name])
-    assert_names_each(done, numbers)
-    json.loads(done.out)
+    if name == "drain":  # none of them has the RNIC
+        assert (done.code, done.out) == (2, "")
+        assert done.err.splitlines()[-1] == "trio-smc: no process has an RNIC soft0"
+    else:
+        assert_names_each(done, numbers)
+        json.loads(done.out)
     assert seconds < 3 * TIMEOUT
 
 
@@ -105,6 +111,8 @@ async def test_those_that_answer_are_shown_all_the_same(name: str, runtime_direc
     found = json.loads(done.out)
     if name == "top":
         assert found["stacks"] == 1
+    elif name == "report":
+        assert "processes.json" in [each["file"] for each in found]
     else:
         stacks = found["stacks"] if name == "rnic" else found
         assert [each["pid"] for each in stacks] == [peer.pid]

@@ -63,7 +63,8 @@ class FallbackReason(StrEnum):
     NO_RNIC = "no-rnic"
     """No RNIC of this stack serves the route of the connection."""
     RNIC_DOWN = "rnic-down"
-    """The port of the RNIC that serves the route is down."""
+    """The port of the RNIC that serves the route is down, or an operator drains the RNIC or the
+    link group."""
     PREFIX_MISMATCH = "prefix-mismatch"
     """The two sides are not on one IP subnet (RFC 7609, 3.5.1.2)."""
     OUT_OF_RESOURCES = "out-of-resources"
@@ -150,8 +151,8 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         at_decider=True,
     ),
     FallbackReason.RNIC_DOWN: _Explanation(
-        "the port of the RNIC that serves the route is down",
-        "bring the RNIC's port up again",
+        "the port of the RNIC that serves the route is down, or an operator drains the RNIC",
+        "bring the RNIC's port up again, or end its drain with 'trio-smc undrain'",
         Diagnosis.NO_DEVICE,
         at_decider=True,
     ),

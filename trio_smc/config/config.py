@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast
 
 from trio_smc.capture.frames import MAX_PAYLOAD
+from trio_smc.config import environment
 from trio_smc.host.pnet import problem_of_name
 from trio_smc.host.private_directory import default_directories
 from trio_smc.wire.fields import (
@@ -168,8 +169,9 @@ class Config:
       directory: the private directory, for software RNICs, same-host discovery and control
         sockets: the user's own (mode 0700, owner checked), or that of a group (mode 3770) whose
         members trust each other with their connections (docs/security.md). None:
-        ``$XDG_RUNTIME_DIR/trio-smc``, else ``/dev/shm/trio-smc-UID``. Processes in other network
-        namespaces, such as containers, can be peers only if the directory is named.
+        ``$TRIO_SMC_DIRECTORY``, else ``$XDG_RUNTIME_DIR/trio-smc``, else
+        ``/dev/shm/trio-smc-UID``. Processes in other network namespaces, such as containers, can
+        be peers only if the directory is named here or by ``TRIO_SMC_DIRECTORY``.
       discovery: how this side learns that a peer speaks SMC-R. "auto": by same-host discovery, by
         the TCP option of RFC 7609, 3.1 for other hosts that an RNIC can reach, and by `assume`.
         "assume": every peer is assumed to speak SMC-R; a listener checks the first 4 bytes.
@@ -286,8 +288,14 @@ class Config:
         return self.learn_short and not self.require_smc
 
     def private_directory(self) -> Path:
-        """The directory of software RNICs, same-host discovery and control sockets."""
-        return default_directories()[0] if self.directory is None else Path(self.directory)
+        """The directory of software RNICs, same-host discovery and control sockets.
+
+        Raises:
+          ValueError: `directory` is None, and ``TRIO_SMC_DIRECTORY`` is no absolute path.
+        """
+        if self.directory is not None:
+            return Path(self.directory)
+        return environment.directory() or default_directories()[0]
 
     def receive_buffer_for(self, kind: Literal["software", "roce"]) -> int:
         """Bytes of an RMB element on RNICs of this kind: 16 KiB << n."""

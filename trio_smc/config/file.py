@@ -1,19 +1,30 @@
-"""`load_config`: settings from a TOML file whose keys are the fields of `Config`."""
+"""`load_config`: settings from a TOML file whose keys are the fields of `Config`.
+
+`load_settings` also reads the environment (`config.environment`), and knows the origin of each
+setting.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from trio_smc._base.toml_file import read_toml_file
+from trio_smc.config import environment
 from trio_smc.config.config import Config, is_path, short_repr
 from trio_smc.host.pnet import table_of
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["load_config"]
+__all__ = ["DEFAULT", "Settings", "environment_config", "load_config", "load_settings"]
+
+DEFAULT: Final = "default"
+"""The origin of a setting that neither the caller nor the environment has set."""
 
 _DEEPEST: Final = 2  # depth to which lists become tuples; (host, port) pairs need 1
 _LONGEST_RNIC: Final = 128  # characters of "KIND:NAME"; chosen
@@ -23,6 +34,76 @@ _REMOVED: Final = {
     "max_handshakes": "set handshake_limit",
     "urgent_inline": "set the socket option SO_OOBINLINE",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A configuration, and the origin of each setting.
+
+    Attributes:
+      config: the configuration.
+      origins: for each field of `Config`: "default", the name of an environment variable, the path
+        of a file, or "argument" for an argument of `load_settings`.
+    """
+
+    config: Config
+    origins: Mapping[str, str]
+
+
+def load_settings(
+    path: Path | str | None = None, *, directory: Path | str | None = None
+) -> Settings:
+    """Read the settings of a program that makes no `Config` of its own.
+
+    The file comes from ``path``, else from the environment variable ``TRIO_SMC_CONFIG``. The
+    private directory comes from ``directory``, else from ``TRIO_SMC_DIRECTORY``, else from the
+    file. All other settings have their defaults. In a set-user-ID program the variables have no
+    effect.
+
+    Args:
+      path: a TOML file, as for `load_config`.
+      directory: the private directory (`Config.directory`).
+
+    Raises:
+      ValueError: as for `load_config`; or a variable has a wrong value. The message names the
+        variable.
+    """
+    origins = dict.fromkeys((field.name for field in fields(Config)), DEFAULT)
+    variable = environment.config_file() if path is None else None
+    file = variable if path is None else path
+    config = Config()
+    if file is not None:
+        try:
+            config, keys = _load(file)
+        except ValueError as error:
+            if variable is None:
+                raise
+            raise ValueError(f"{environment.CONFIG_VARIABLE}: {error}") from error
+        origin = str(file) if variable is None else f"{environment.CONFIG_VARIABLE}={file}"
+        origins |= dict.fromkeys(keys, origin)
+    if directory is not None:
+        origins["directory"] = "argument"
+    else:
+        directory = environment.directory()
+        if directory is not None:
+            origins["directory"] = environment.DIRECTORY_VARIABLE
+    if directory is not None:
+        config = replace(config, directory=directory)
+    return Settings(config, MappingProxyType(origins))
+
+
+def environment_config() -> Config:
+    """The settings of the environment; the same object as long as the variables stay the same.
+
+    Raises:
+      ValueError: as for `load_settings`.
+    """
+    return _environment_config(environment.config_file(), environment.directory())
+
+
+@lru_cache(maxsize=8)
+def _environment_config(_file: Path | None, _directory: Path | None) -> Config:
+    return load_settings().config
 
 
 def load_config(path: Path | str) -> Config:
@@ -40,6 +121,11 @@ def load_config(path: Path | str) -> Config:
         or has a key or value that `Config` does not accept; or the PNET table is wrong, or the
         directory of the capture does not exist.
     """
+    return _load(path)[0]
+
+
+def _load(path: Path | str) -> tuple[Config, tuple[str, ...]]:
+    """The configuration in a file, and the keys that the file has."""
     if not is_path(path):
         raise ValueError(f"{short_repr(path)} is not the name of a file")
     values = read_toml_file(path)
@@ -56,7 +142,7 @@ def load_config(path: Path | str) -> Config:
         _check_files(config)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
-    return config
+    return config, tuple(values)
 
 
 def _check_files(config: Config) -> None:

@@ -18,6 +18,14 @@ answers with one message of the part "capture", whose data is the stack's peer I
 sends a pcapng file of all later events, with at most ``payload`` bytes of each RDMA write, until
 one side closes.
 
+A request ``{"version": 1, "want": ["drain"], "rnic": NAME}``, or with ``"link_group": NUMBER``,
+takes an RNIC or a link group out of service (`Stack.drain_rnic`, `Stack.drain_link_group`);
+"undrain" puts it back.  With ``"stack": PEERID`` only the stack with this peer ID does so.  The
+stack answers with "process" and the part "drain" or "undrain", whose data is the number of
+connections that still use the RNIC or link group, and does not wait for them.  A stack that has no
+such RNIC or link group answers without that part.  A request never contains anything that the stack
+executes, and only the user of the process can send one.
+
 Releases differ in parts and fields, and need no new version for that: stacks ignore unknown parts,
 clients ignore unknown fields and take a missing one for null, and each stack names its release in
 "process".  A field keeps its type and its meaning.
@@ -39,6 +47,7 @@ from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory,
 __all__ = [
     "CAPTURE",
     "DIRECTORY",
+    "DRAINS",
     "HEADER_SIZE",
     "PARTS",
     "PIECE",
@@ -64,10 +73,15 @@ __all__ = [
 VERSION: Final = 1
 DIRECTORY: Final = "control"
 """The name of the directory of control sockets, in the private directory."""
-PARTS: Final = ("statistics", "connections", "link_groups", "rnics", "listeners")
+PARTS: Final = (
+    "statistics", "connections", "link_groups", "rnics", "listeners", "settings", "events",
+)  # fmt: skip
 """The parts that a client may request."""
 CAPTURE: Final = "capture"
 """The part that starts a capture.  A request for this part names no other part."""
+DRAINS: Final = ("drain", "undrain")
+"""The parts that change the service of an RNIC or a link group.  A request for one of them names no
+other part."""
 PIECE: Final = 25
 """Items of a list in one message.  Between two messages other tasks of the stack run.  Chosen."""
 REQUEST_LIMIT: Final = 4096

@@ -19,6 +19,7 @@ import math
 import os
 import secrets
 import socket
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -47,6 +48,8 @@ _MAX_CLIENTS: Final = 8
 _MAX_CAPTURES: Final = 4
 """Captures at the same time.  Each lasts until its client closes.  Chosen: leaves half of the
 `_MAX_CLIENTS` to other commands."""
+_MAX_DRAINS: Final = 64
+"""Drains under way at the same time.  Chosen: a bound on tasks."""
 _CLIENT_TIMEOUT: Final = 5.0
 """Seconds in which a client must send its request and receive the answer.  Chosen."""
 _CAPACITY_PAUSE: Final = 0.5
@@ -66,6 +69,7 @@ class ControlSocket:
         self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._slots = trio.CapacityLimiter(_MAX_CLIENTS)
         self._captures = 0
+        self._drains: set[tuple[Any, Any]] = set()
         self._closed = False
         self._clients: set[socket.socket] = set()
         self._closer = Closer("control socket")
@@ -203,6 +207,9 @@ class ControlSocket:
             if wanted == [control.CAPTURE]:
                 await self._send_capture(stream, request.get("payload", 0), scope)
                 return
+            if len(wanted) == 1 and wanted[0] in control.DRAINS:
+                await self._drain(stream, wanted[0], request)
+                return
             for part, data in self._snapshots.parts(wanted):
                 await stream.send_all(control.encode({"part": part, "data": data}))
             last: dict[str, Any] = {"part": "end", "data": None}
@@ -213,6 +220,46 @@ class ControlSocket:
             await stream.send_all(control.encode(failure))
             raise
         await stream.send_all(control.encode(last))
+
+    async def _drain(self, stream: _Client, change: str, request: dict[str, Any]) -> None:
+        """Change the service of an RNIC or a link group, and answer without waiting for its end.
+
+        Raises:
+          ProtocolError: the request names none, or too many drains run.
+        """
+        rnic, number = request.get("rnic"), request.get("link_group")
+        call = self._snapshots.drain(change, rnic, number)
+        key = rnic, number
+        if request.get("stack") not in (None, self._stack.peer_id.hex()):
+            call = None
+        if call is None:
+            pass
+        elif change == "drain":
+            if key not in self._drains:
+                if len(self._drains) >= _MAX_DRAINS:
+                    raise ProtocolError(f"{_MAX_DRAINS} drains of this process are already running")
+                self._drains.add(key)
+                self._stack.runtime.nursery.start_soon(self._finish_drain, key, call)
+                await trio.lowlevel.checkpoint()
+        else:
+            await call()
+        part, data = self._snapshots.process()
+        await stream.send_all(control.encode({"part": part, "data": data}))
+        if call is not None:
+            users = self._snapshots.users(rnic, number)
+            await stream.send_all(control.encode({"part": change, "data": users}))
+        await stream.send_all(control.encode({"part": "end", "data": None}))
+
+    async def _finish_drain(
+        self, key: tuple[Any, Any], call: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Wait until nothing uses the RNIC or the link group.  The stack cancels this task."""
+        try:
+            await call()
+        except (ValueError, RuntimeError, trio.ClosedResourceError) as error:
+            LOGGER.info("a drain has ended early: %s", error)
+        finally:
+            self._drains.discard(key)
 
     async def _send_capture(
         self, stream: _Client, payload: object, scope: trio.CancelScope

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import trio
 
+from trio_smc._base.errors import ProtocolError
 from trio_smc._base.release import RELEASE
 from trio_smc._base.statistics import Agreed
+from trio_smc.config.config import Config
 from trio_smc.control.protocol import PARTS, PIECE
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ __all__ = ["Snapshots", "plain_statistics"]
 
 
 _View = TypeVar("_View")
+_MAX_VALUE: Final = 1000
+"""Characters of the text of a setting.  Chosen."""
 
 
 class Snapshots:
@@ -64,6 +69,54 @@ class Snapshots:
                     yield from _pieces(part, stack.rnics, self._rnic)
                 case "listeners":
                     yield from _pieces(part, stack.listening_addresses, list)
+                case "settings":
+                    yield part, _settings(stack.config)
+                case "events":
+                    entries = stack.runtime.groups.journal.entries()
+                    yield from _pieces(part, entries, lambda entry: entry._asdict())
+
+    def drain(
+        self, change: str, rnic: object, number: object
+    ) -> Callable[[], Awaitable[None]] | None:
+        """The call that changes the service of an RNIC or a link group; None if there is none.
+
+        Args:
+          change: "drain" or "undrain".
+          rnic: the name of the RNIC, or None.
+          number: the number of the link group, or None.
+
+        Raises:
+          ProtocolError: the request does not name exactly one of the two.
+        """
+        stack = self._stack
+        if isinstance(rnic, str) and number is None:
+            if all(each.name != rnic for each in stack.rnics):
+                return None
+            if change == "drain":
+                return partial(stack.drain_rnic, rnic)
+            return partial(_at_once, partial(stack.undrain_rnic, rnic))
+        if isinstance(number, int) and not isinstance(number, bool) and rnic is None:
+            self._number_groups()
+            for group, known in self._numbers.items():
+                if known == number:
+                    if change == "drain":
+                        return partial(stack.drain_link_group, group)
+                    return partial(_at_once, partial(stack.undrain_link_group, group))
+            return None
+        raise ProtocolError("a drain names one RNIC or one link group")
+
+    def users(self, rnic: object, number: object) -> int:
+        """The connections on an RNIC, or in a link group."""
+        return sum(
+            link.connections
+            for group in self._stack.link_groups
+            for link in group.links
+            if link.rnic.name == rnic or (rnic is None and self._numbers.get(group) == number)
+        )
+
+    def process(self) -> tuple[str, Any]:
+        """The first message of each answer."""
+        return "process", self._process()
 
     def _process(self) -> dict[str, Any]:
         return {
@@ -111,6 +164,7 @@ class Snapshots:
             "peer_id": view.peer_id.hex(),
             "kind": view.kind,
             "state": view.state,
+            "drained": view.drained,
             **view.agreed._asdict(),
             "links": [
                 {
@@ -147,6 +201,24 @@ class Snapshots:
                 link.rnic is rnic for group in self._stack.link_groups for link in group.links
             ),
         }
+
+
+async def _at_once(call: Callable[[], None]) -> None:
+    call()
+
+
+def _settings(config: Config) -> list[dict[str, str]]:
+    """The settings that differ from the defaults, as text.  No setting is secret."""
+    default = Config()
+    found = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != getattr(default, field.name):
+            text = str(value)
+            if field.name == "rnics":
+                text = ", ".join(each.name for each in value)
+            found.append({"name": field.name, "value": text[:_MAX_VALUE]})
+    return found
 
 
 def _pieces(

@@ -84,6 +84,8 @@ _SO_PEERGROUPS = 59  # linux/include/uapi/asm-generic/socket.h; 4 bytes for each
 _MOST_GROUPS = 256  # of a peer, as many as Python has room for
 _SHARED_MODE = 0o3770
 _MEMBER_MODE = 0o2750  # of a member's directory in it, and of all below that
+_DEEPEST = 3  # levels of directories below: tcp/NAMESPACE/ADDRESS
+_ANNOUNCED = "announced"  # its sockets have names before anything reads them (discovery.names)
 _MOST_NAMES = 4096  # that are looked at in one directory
 _MOST_SOCKETS = 1024  # of them
 _MOST_MEMBERS = 64  # users whose directories are looked at
@@ -531,6 +533,28 @@ class PrivateDirectory:
             for name in self._sockets():
                 if name.removeprefix(_HIDDEN).startswith(prefix):
                     self.remove_dead(name, young=listening and not name.startswith(_HIDDEN))
+
+    def remove_leftovers(self, depth: int = _DEEPEST) -> None:
+        """Remove the sockets of dead processes here and in this user's directories below.
+
+        Sockets that cannot be examined stay.
+
+        depth: levels of directories below that are looked at.
+        """
+        if not self._is_shared:
+            self.remove_stale()
+        if not depth:
+            return
+        with contextlib.suppress(OSError):
+            for entry in self.entries():
+                if entry.name == _ANNOUNCED or not entry.is_dir(follow_symlinks=False):
+                    continue
+                with (
+                    contextlib.suppress(OSError),
+                    contextlib.closing(self._inner(entry.name)) as one,
+                ):
+                    if one.owner == os.geteuid():
+                        one.remove_leftovers(depth - 1)
 
     def _sockets(self) -> list[str]:
         found: list[str] = []

@@ -82,6 +82,8 @@ class ClientNegotiation(Negotiation, table=CLC_CLIENT):
             found = self._host.find_client_link(message)
             if found is not None:
                 self._group, self._peers_link = found
+                if self._group.drained:
+                    self._refusal = FallbackReason.RNIC_DOWN
                 if not self.peer_element_known:
                     # 3.5.5.2.1: an RKey is confirmed before SMC Accept may name it.
                     raise ProtocolError(f"RKey 0x{message.rkey:08x} was never confirmed")

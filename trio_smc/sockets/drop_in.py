@@ -715,7 +715,7 @@ class OverTcp(Side):
 
 
 class _ConnectCall(Enum):
-    """What another `connect` does.  The value is the error that it raises."""
+    """The state of the call of `connect`.  Its value is the error of another call."""
 
     PENDING = 0
     """In Linux, the call that follows a connect(2) without a wait completes it."""

@@ -72,10 +72,15 @@ def enable(config: Config | None = None) -> None:
     second call changes the settings for runs that start afterwards.
 
     Args:
-      config: the settings of the default stack; None: do not change them.
+      config: the settings of the default stack; None: do not change them. At first they are those
+        of the environment (`load_settings`).
+
+    Raises:
+      ValueError: the environment has no valid settings.
     """
     if config is not None:
         set_default_config(config)
+    default_config()  # raises ValueError here, and not when the first socket is made
     if not _originals:
         for module, name in _RUNS:
             _patch(module, name, _with_factory(getattr(module, name)))

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import trio
 
+from trio_smc._base.journal import Journal
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._base.statistics import STREAM_COUNTERS, Agreed, StackStatistics
 from trio_smc.datapath.connection import Connection
@@ -84,6 +85,7 @@ class GroupTable:
       ueids: offered for SMC-R version 2; None if they come from a kernel without SMC.
       offer: this side's part of an agreement on SMC-R version 2; None: version 1 only.
       observer: notified of every message, write and state change; or None.
+      journal: the last events.
       groups: link groups, forming and ending ones included.
       endpoints: by connection, except CLOSED ones.
       tcp_streams: streams over TCP that may be open.
@@ -105,6 +107,7 @@ class GroupTable:
         pump.unused = True
         self.timers = timers
         self.observer: Observer | None = None
+        self.journal: Journal = Journal()
         self.groups: list[LinkGroup] = []
         self.endpoints: dict[object, Endpoint] = {}
         self.tcp_streams: weakref.WeakSet[OpenStream] = weakref.WeakSet()
@@ -153,6 +156,11 @@ class GroupTable:
                 and not group.usable_rnics()
             ):
                 group.terminate()
+
+    def end_if_unused(self, group: LinkGroup) -> None:
+        """Terminate a group that an operator drains, once it has no connections (3.5.4)."""
+        if not group.connections and not group.own_rmbs.busy and group.usable:
+            group.terminate()
 
     # --- trio_smc.rendezvous.links.group.GroupHost -------------------------------------------
 
@@ -260,6 +268,10 @@ class GroupTable:
         del self.endpoints[endpoint.connection]
         self.pump.unused = not self.endpoints
         connection = endpoint.connection
+        if connection.error is not None:
+            group = endpoint.group
+            what = f"as {'client' if group.client else 'server'} of {group.peer_id.hex()}"
+            self.journal.changed("connection", what, None, "CLOSED", str(connection.error))
         self._closed_totals = [*map(add, self._closed_totals, connection.counters())]
         size = connection.sender.bytes_sent + connection.receiver.bytes_received
         self._short_connections.closed(connection, size)
@@ -289,6 +301,8 @@ class GroupTable:
     def count_tcp(self, connection: OpenStream | None, fallback: Fallback) -> None:
         """Count a connection that stays TCP; None: it was refused, as SMC-R is required."""
         self._fallbacks[fallback.origin, fallback.reason] += 1
+        mode = "refused" if connection is None else "tcp"
+        self.journal.decided(mode, fallback.origin, fallback.reason)
         if LOGGER.isEnabledFor(logging.DEBUG):  # otherwise the message need not be made
             LOGGER.debug("plain TCP: %s", fallback.message)
         if connection is not None:

@@ -166,6 +166,11 @@ class LinkGroupView(View[LinkGroup]):
         return self._core.state
 
     @property
+    def drained(self) -> bool:
+        """True if `Stack.drain_link_group` takes the group out of service."""
+        return self._core.drained
+
+    @property
     def links(self) -> tuple[LinkView, ...]:
         """The links that are not DOWN, ordered by number."""
         links = sorted(self._core.links.items())

@@ -21,7 +21,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -37,6 +37,7 @@ from trio_smc.tools.output import ToolError, print_error
 from trio_smc.tools.proc import Process
 
 __all__ = [
+    "INCOMPLETE",
     "SHAPES",
     "TIMEOUT",
     "SilentProcesses",
@@ -52,7 +53,7 @@ _LATER_TIMEOUT: Final = 0.2
 """Seconds for a process that did not answer in the last round.  Chosen."""
 _RETRY_INTERVAL: Final = 0.05
 """Seconds between two attempts to connect to a socket whose backlog is full.  Chosen."""
-_INCOMPLETE: Final = 1
+INCOMPLETE: Final = 1
 """The exit code if a process did not answer."""
 _MAX_ANSWER: Final = 1 << 28
 """Largest number of bytes in the answer of one stack.  Chosen: a bound on memory."""
@@ -85,8 +86,8 @@ class Snapshot:
       uptime: seconds since the stack was opened, or None.
       program: the command line of the process, shortened.
       ueids: the UEIDs with which the stack offers SMC-R version 2, or None.
-      statistics, connections, link_groups, rnics, listeners: as in `control.snapshot`; empty if
-        they were not requested.
+      statistics, connections, link_groups, rnics, listeners, settings, events: as in
+        `control.snapshot`; empty if they were not requested.
     """
 
     pid: int
@@ -100,6 +101,10 @@ class Snapshot:
     link_groups: list[dict[str, Any]] = field(default_factory=list)
     rnics: list[dict[str, Any]] = field(default_factory=list)
     listeners: list[list[Any]] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    drain: int | None = None
+    """After a drain or its end: the connections that still use the RNIC or the link group."""
 
 
 class SilentProcesses:
@@ -123,7 +128,7 @@ class SilentProcesses:
     @property
     def exit_code(self) -> int:
         """1 if any process was silent in any round, else 0."""
-        return _INCOMPLETE if self._named else 0
+        return INCOMPLETE if self._named else 0
 
     def replace(self, problems: dict[int, str]) -> None:
         """Replace the silent processes of the last round, and print the new ones."""
@@ -171,6 +176,7 @@ def take_snapshots(
     *,
     required: bool = True,
     silent: SilentProcesses | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> list[Snapshot]:
     """Query all stacks at the same time, or those of one process, and sort them by process number.
 
@@ -182,6 +188,7 @@ def take_snapshots(
       want: the requested parts (`trio_smc.control.protocol.PARTS`).
       pid: the process to query; None: all.
       required: True if the absence of any stack is an error.
+      more: further fields of the request, for the parts `trio_smc.control.protocol.DRAINS`.
       silent: receives the processes without a valid answer.  If ``silent`` is None, these processes
         are ignored as long as another process answers.
 
@@ -195,7 +202,11 @@ def take_snapshots(
     with _opened(directory) as root:
         names = [each for each in _named_sockets(root) if pid is None or each[0] == pid]
         silent_before = set() if silent is None else set(silent.last)
-        for query in _query_all(root, names, control.encode({"want": list(want)}), silent_before):
+        request = control.encode({"want": list(want), **(more or {})})
+        queries = _query_all(root, names, request, silent_before)
+        if any(query.gone for query in queries):
+            _remove_leftovers(directory)
+        for query in queries:
             try:
                 snapshot = _snapshot_untrusted(query, want)
             except (OSError, ProtocolError) as error:
@@ -215,6 +226,14 @@ def take_snapshots(
         silent.replace(problems)
         silent.note_releases(found)
     return found
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what a dead process has left: its control socket is not its only one."""
+    with contextlib.suppress(OSError, DirectoryUnusable), contextlib.ExitStack() as opened:
+        root = PrivateDirectory.open(directory, create=False)
+        opened.callback(root.close)
+        root.remove_leftovers()
 
 
 def _no_stack(directory: Path, pid: int | None) -> str:
@@ -494,6 +513,10 @@ def _add_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
         if not snapshot.stack:
             raise ProtocolError('the answer has no part "process"')
         return False
+    if part in control.DRAINS:
+        check_untrusted(data, int, part)
+        snapshot.drain = data
+        return True
     if part not in SHAPES:
         return True  # the process is newer than this command
     check_untrusted(data, SHAPES[part], part)
@@ -700,6 +723,7 @@ SHAPES: Final[dict[str, Any]] = {
             "peer_id": str,
             "kind": str,
             "state": str,
+            "drained": bool,
             **_AGREED,
             "links": [
                 {
@@ -730,6 +754,17 @@ SHAPES: Final[dict[str, Any]] = {
         }
     ],
     "listeners": [_ADDRESS],
+    "settings": [{"name": str, "value": str}],
+    "events": [
+        {
+            "time": (int, float),
+            "subject": str,
+            "what": str,
+            "old": Maybe(str),
+            "new": str,
+            "cause": str,
+        }
+    ],
 }
 
 

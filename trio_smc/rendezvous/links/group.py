@@ -119,6 +119,7 @@ class LinkGroup:
       exchanges: the LLC exchanges, with their parts `setup`, `demand`, `adding`, `deletion` and
         `rkey_exchanges`.
       mover: moves connections between links.
+      drained: True if an operator takes the group out of service: no new connection uses it.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class LinkGroup:
         self.first_contact: FirstContact | None = None
         self.machine: Machine = Machine(LINK_GROUP, self)
         self._requested = 0
+        self.drained = False
         self._out_of_sync = 0  # Declines in a row of clients that do not know the group
         # A link has failed, and perhaps something that the peer had posted on it was not received.
         self._lost_messages = False
@@ -196,7 +198,7 @@ class LinkGroup:
         most = self.terms.max_connections
         if most is not None and len(self.connections) + self._requested >= most:
             return False
-        if self._out_of_sync >= _MOST_OUT_OF_SYNC:
+        if self.drained or self._out_of_sync >= _MOST_OUT_OF_SYNC:
             return False
         for link in self.links.values():
             if link.needs_test:
@@ -570,7 +572,10 @@ class LinkGroup:
         self.end_connections()
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Notify observers, waiting callbacks, and finally the stack."""
+        """Notify observers, waiting callbacks, and finally the stack; record the change."""
+        role = "as client of" if self.client else "as server of"
+        what = f"{role} {self.peer_id.hex()}"
+        self.host.journal.changed("link_group", what, old, new, event)
         if self.host.observer is not None:
             self.host.observer.state(self, old, new, event)
         if new in USABLE or new == "GONE":

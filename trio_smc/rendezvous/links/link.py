@@ -57,6 +57,7 @@ from trio_smc.wire import llc
 from trio_smc.wire.cdc import CDC_TYPE, HEADER, LAYOUT, MessageMissing, unpack_untrusted
 
 if TYPE_CHECKING:
+    from trio_smc._base.journal import Journal
     from trio_smc._base.observer import Observer
     from trio_smc._base.timers import Timer, Timers
     from trio_smc.config.config import Config
@@ -239,6 +240,7 @@ class LinkHost(Protocol):
     """The stack, as seen by a link."""
 
     observer: Observer | None
+    journal: Journal
 
     def register(self, rnic: Rnic, qp: QueuePair, link: Link) -> None:
         """Pass the completions of a queue pair to ``link.on_completion`` from now on."""
@@ -732,8 +734,12 @@ class Link:
         self.machine.send("test_request")
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Notify observers."""
-        observer = self.group.host.observer
+        """Notify observers, and record the change."""
+        host, group = self.group.host, self.group
+        role = "as client" if group.client else "as server"
+        what = f"link {self.number} on {self.rnic.name}, {role} of {group.peer_id.hex()}"
+        host.journal.changed("link", what, old, new, event)
+        observer = host.observer
         if observer is not None:
             observer.state(self, old, new, event)
 

@@ -15,12 +15,15 @@ This module also has the arguments that several commands share.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Final, Protocol, cast
 
 from trio_smc import Config
+from trio_smc.tools.output import ToolError
+from trio_smc.tools.settings import settings_of
 
 __all__ = [
     "MODULES",
@@ -41,6 +44,8 @@ _DAY: Final = 86400
 """Seconds of a day, the largest time that an argument may have.  Chosen."""
 _MAX_DIGITS: Final = 20
 """Digits of a whole number.  Chosen: a number of 64 bits has at most 20."""
+_DEFAULT_ORIGINS: Final = ("default", "XDG_RUNTIME_DIR")
+"""Origins of a directory that need not exist yet."""
 _SHOWN: Final = 60
 """Characters of a wrong argument in an error.  Chosen."""
 
@@ -51,6 +56,9 @@ MODULES = (
     "stats",
     "check",
     "top",
+    "drain",
+    "undrain",
+    "report",
     "reasons",
     "capture",
     "ladder",
@@ -106,22 +114,36 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
         "--directory",
         type=directory,
         metavar="DIR",
-        help="the private directory of Config(directory=...); default: $XDG_RUNTIME_DIR/trio-smc, "
-        "else /dev/shm/trio-smc-UID",
+        help="the private directory of Config(directory=...); default: $TRIO_SMC_DIRECTORY, that "
+        "of $TRIO_SMC_CONFIG, $XDG_RUNTIME_DIR/trio-smc, /dev/shm/trio-smc-UID",
     )
 
 
 def private_directory(options: argparse.Namespace) -> Path:
-    """The directory of ``--directory``, or the default."""
-    return Config(directory=options.directory).private_directory()
+    """The directory of ``--directory``, of the environment, or the default.
+
+    Raises:
+      ToolError: the named directory does not exist, or the environment is wrong.  A process would
+        create the directory; a command that looks for processes finds none in a missing one.
+    """
+    settings = settings_of(options)
+    directory = settings.config.private_directory()
+    origin = settings.origins["directory"]
+    if origin in _DEFAULT_ORIGINS or directory.is_dir():
+        return directory
+    hint = "; the shell expands ~ only at the start of a word" if "~" in directory.parts else ""
+    kind = "not a directory" if os.path.lexists(directory) else "no such directory"
+    named = "" if origin == "--directory" else f" ({origin})"
+    raise ToolError(f"{directory}: {kind}{named}{hint}")
 
 
 def directory(text: str) -> Path:
     """The argparse type of a private directory (`Config.directory`)."""
     try:
-        return Config(directory=text).private_directory()
+        Config(directory=text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def positive_seconds(text: str) -> float:

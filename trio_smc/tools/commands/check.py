@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import math
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,16 @@ import trio
 
 import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, ProtocolError, SmcStream
+from trio_smc.tools.check_server import serve
 from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import (
     add_directory,
     add_json,
+    positive_count,
     positive_seconds,
     private_directory,
     tcp_port,
+    whole_number,
 )
 from trio_smc.tools.output import (
     ToolError,
@@ -27,12 +31,15 @@ from trio_smc.tools.output import (
     agreed,
     diagnosis,
     error_text,
+    mode_cell,
     plain,
     print_json,
     show,
     table,
 )
 from trio_smc.tools.processes import explain_container, explain_listener
+from trio_smc.tools.settings import add_config, changed, described, settings_of, value_text
+from trio_smc.tools.tables import Marked
 from trio_smc.wire import clc, llc
 from trio_smc.wire.fields import eid_name
 
@@ -46,6 +53,13 @@ The command opens a real connection to the server, and closes it without sending
 server is another process of this user, the command also shows the server's view of the connection.
 If the server is on this host and does not speak SMC-R, the command shows what the system reveals
 about the server: its user, private directory, network namespace and program.
+
+With --listen PORT the command is a test server instead: it listens, and prints the mode of each
+connection, until Ctrl-C.  It discards what clients send.
+
+The settings are those of a program without a Config of its own: --config, --directory and the
+environment variables TRIO_SMC_CONFIG and TRIO_SMC_DIRECTORY.  The last lines show each setting that
+is not the default, and its origin.
 
 Steps:
 
@@ -66,19 +80,26 @@ Examples:
   trio-smc check db.example.net 5432 --discovery assume
   trio-smc check db.example.net 5432 --ueid PLANT-7
   trio-smc check ::1 7000 --json
+  trio-smc check --listen 7000              on one host, and on another host:
+  trio-smc check server.example.net 7000
 
 --discovery assume sends a Proposal without discovery.  Use this only for servers that speak SMC-R:
 any other server receives the Proposal as data.  Over soft-RoCE the Linux kernel supports only
 version 2, and declines a client that has no UEID in common with it.
 
 Exit codes:
-  0  SMC-R is used
+  0  SMC-R is used; the test server was ended
   1  SMC-R is not used: the connection is TCP, or failed
   2  bad input: the host is unknown, --directory is not a directory, ...
 """
 
+_TIMEOUT: Final = 15.0
+"""Seconds for the whole check.  Chosen."""
 _NO_SMC_R: Final = 1
 """The exit code if the connection does not use SMC-R."""
+_NOT_APPLIED: Final = ("require_smc", "capture", "capture_payload", "log_events")
+"""Settings that the check shows and does not apply: they do not change the handshake, and the first
+would hide its result."""
 _RETRY_INTERVAL: Final = 0.1
 """Seconds between two queries of the server's view.  Chosen."""
 _MAX_TRIES: Final = 30
@@ -122,6 +143,8 @@ class Report:
     """The UEIDs of this side, with which version 2 is offered."""
     steps: list[Step] = field(default_factory=list)
     fallback: dict[str, Any] | None = None
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    """Name, value and origin of each field of `Config`."""
     server: dict[str, Any] | None = None
     """The server's view of the connection, as in `trio-smc ss --json`, with its process number and
     UEIDs; None unless the server is a process of this user."""
@@ -136,16 +159,25 @@ class Report:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("host", metavar="HOST", type=_host, help="name or address of the server")
-    parser.add_argument("port", metavar="PORT", type=tcp_port, help="TCP port of the server")
-    parser.add_argument("--discovery", choices=("auto", "assume", "tcp-option"), default="auto",
+    parser.add_argument("host", metavar="HOST", type=_host, nargs="?",
+                        help="name or address of the server; with --listen the address to listen "
+                        "on")  # fmt: skip
+    parser.add_argument("port", metavar="PORT", type=tcp_port, nargs="?",
+                        help="TCP port of the server")  # fmt: skip
+    parser.add_argument("--listen", metavar="PORT", type=whole_number("TCP port", 0, 65535),
+                        help="be a test server on this port; 0: a free port")  # fmt: skip
+    parser.add_argument("--count", type=positive_count, metavar="N",
+                        help="with --listen: end after N connections")  # fmt: skip
+    parser.add_argument("--discovery", choices=("auto", "assume", "tcp-option"),
                         help="how to find out that the server speaks SMC-R, as "
                         "Config(discovery=...); default: auto")  # fmt: skip
     parser.add_argument("--ueid", action="append", metavar="NAME",
                         help="offer SMC-R version 2 with this UEID, as Config(ueids=...); can be "
                         "repeated; default: kernel, the UEIDs of this host's kernel")  # fmt: skip
-    parser.add_argument("--timeout", type=positive_seconds, default=15.0, metavar="SECONDS",
-                        help="limit for the whole check; default: 15")  # fmt: skip
+    parser.add_argument("--timeout", type=positive_seconds, metavar="SECONDS",
+                        help="limit for the whole check; default: 15, and none with "
+                        "--listen")  # fmt: skip
+    add_config(parser)
     add_directory(parser)
     add_json(parser)
 
@@ -157,24 +189,46 @@ def _host(text: str) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Connect, and print the result."""
-    directory = private_directory(options)
-    if options.directory is not None and not directory.is_dir():
-        # A stack would create the directory, and find no other process there.
-        raise ToolError(f"{directory}: no such directory")
-    ueids = tuple(options.ueid or ("kernel",))
-    try:
-        config = Config(
-            directory=directory,
-            discovery=options.discovery,
-            ueids="kernel" if ueids == ("kernel",) else ueids,
-            control=False,
+    """Connect, and print the result; or serve."""
+    if options.listen is None and (options.host is None or options.port is None):
+        missing = "PORT" if options.host else "HOST, PORT"
+        options.parser.error(f"the following arguments are required: {missing}")
+    if options.listen is not None and options.port is not None:
+        options.parser.error("--listen has a port of its own; HOST is the address to listen on")
+    if options.count is not None and options.listen is None:
+        options.parser.error("--count needs --listen")
+    directory = private_directory(options)  # a stack would create a missing one
+    settings = settings_of(
+        options,
+        discovery=options.discovery,
+        ueids=("kernel" if options.ueid == ["kernel"] else tuple(options.ueid))
+        if options.ueid
+        else None,
+    )
+    if options.listen is not None:
+        serve(
+            options.host, options.listen, settings.config,
+            as_json=options.json, count=options.count, seconds=options.timeout or math.inf,
+        )  # fmt: skip
+        return 0
+    values = {
+        name: getattr(settings.config, name)
+        for name, origin in settings.origins.items()
+        if origin != "default" and name not in _NOT_APPLIED
+    }
+    config = Config(
+        **{
+            **values,
+            "directory": directory,
+            "discovery": settings.config.discovery,
+            "ueids": settings.config.ueids or "kernel",
+            "control": False,
             # The server may never close its side, so do not wait for that.
-            shutdown_timeout=_CLOSE_TIMEOUT,
-        )
-    except ValueError as error:
-        raise ToolError(str(error)) from None
-    report = Report(options.host, options.port)
+            "shutdown_timeout": _CLOSE_TIMEOUT,
+        }
+    )
+    options.timeout = options.timeout or _TIMEOUT
+    report = Report(options.host, options.port, settings=described(settings))
     trio.run(_check, report, config, options)
     if options.json:
         print_json(asdict(report))
@@ -192,7 +246,7 @@ async def _check(report: Report, config: Config, options: argparse.Namespace) ->
                 verdict = "ok" if names else "no"
                 report.add("RNICs", verdict, ", ".join(names) or "no RNIC can be opened")
                 _check_ueids(report, stack, requested=bool(options.ueid))
-                await _connect(report, stack, private_directory(options))
+                await _connect(report, stack, config.private_directory())
         except OSError as error:
             raise ToolError(f"cannot open a stack: {error_text(error)}") from None
     if scope.cancelled_caught:
@@ -422,7 +476,14 @@ def _normalized(socket_address: Any) -> tuple[str, int] | None:
 
 
 def _print(report: Report) -> None:
-    rows = [[step.name, step.verdict, step.text] for step in report.steps]
+    rows: list[list[object]] = [
+        [
+            step.name,
+            Marked(step.verdict, "error") if step.verdict == "no" else step.verdict,
+            mode_cell(step.text) if step.name == "mode" else step.text,
+        ]
+        for step in report.steps
+    ]
     parts: list[Any] = [table(("STEP", "", "~"), rows), ""]
     fallback, server = report.fallback, report.server
     if report.mode == Mode.SMC_R:
@@ -454,6 +515,11 @@ def _print(report: Report) -> None:
                 f"  {plain(why['message'])} ({plain(why['reason'])}, decided by {side})",
                 f"  remedy     {plain(why['remedy'])}",
             ]
+    shown = [
+        [each["name"], value_text(each["value"]), each["origin"]]
+        for each in changed(report.settings)
+    ]
+    parts += ["", table(("SETTING", "~VALUE", "ORIGIN"), shown)]
     show(*parts)
 
 

@@ -24,7 +24,8 @@ Columns:
               between the RNICs of the two sides: "direct", or "gateway" if it crosses a router
   KIND        single: one link; asymmetric: two links that share the RNIC of one side; symmetric:
               two links without a common RNIC, so that the group survives the loss of any RNIC
-  STATE       the state of the group, such as FORMING before the first link is confirmed
+  STATE       the state of the group, such as FORMING before the first link is confirmed; "drained"
+              if `trio-smc drain` takes the group out of service
   LINK        the number of the link, which the server chose; LINK STATE: ACTIVE if it is usable
   USERS       the number of connections that send on the link
   USER ID     the link user IDs of this side and of the peer (A.3.1), as in the peer's tools
@@ -80,7 +81,7 @@ def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
     """
     names = [
         *(group["number"], group["role"], group["peer_id"]),
-        *(agreed(**group), group["kind"], group["state"]),
+        *(agreed(**group), group["kind"], _state(group)),
     ]
     links = [_link(link) for link in group["links"] or ()]
     if group["links"] is None:
@@ -94,6 +95,11 @@ def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
         ]
         for number in range(max(len(links), len(rmbs), 1))
     ]
+
+
+def _state(group: dict[str, Any]) -> str:
+    """The state; "SINGLE, drained" if an operator takes the group out of service."""
+    return f"{plain(group['state'])}{', drained' if group['drained'] else ''}"
 
 
 def _link(link: dict[str, Any]) -> list[object]:

@@ -13,8 +13,9 @@ from typing import Any, Final, NamedTuple
 import trio
 
 import trio_smc
-from trio_smc.tools.commands import whole_number
+from trio_smc.tools.commands import add_directory, whole_number
 from trio_smc.tools.output import ToolError, error_text, print_line, size
+from trio_smc.tools.settings import add_config, settings_of
 
 NAME = "proxy"
 SUMMARY = "forward connections between TCP and SMC-R"
@@ -73,6 +74,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let connections at an smc: address fail if they would stay on TCP",
     )
+    add_config(parser)
+    add_directory(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,8 +84,12 @@ def run(options: argparse.Namespace) -> int:
         raise ToolError("proxy: one of LISTEN and TARGET must be smc:HOST:PORT")
     if not options.target.port:
         raise ToolError("proxy: TARGET needs a port; only LISTEN may have port 0")
+    config = settings_of(options, require_smc=options.require_smc or None).config
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    trio.run(_serve, options.listen, options.target, options.require_smc)
+    try:
+        trio.run(_serve, options.listen, options.target, config)
+    except OSError as error:
+        raise ToolError(f"proxy: cannot open a stack: {error_text(error)}") from None
     return 0
 
 
@@ -97,12 +104,12 @@ def _address(text: str) -> _Address:
     return _Address(kind == "smc", bare, _port(port))
 
 
-async def _serve(listen: _Address, target: _Address, require: bool) -> None:
+async def _serve(listen: _Address, target: _Address, config: trio_smc.Config) -> None:
     totals, started = _Totals(), time.process_time()
     # The receiver surrounds the stack, so that a second SIGTERM does not end the process before the
     # stack has removed its sockets from the private directory.
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
-        async with trio_smc.open_stack(trio_smc.Config(require_smc=require)) as stack:
+        async with trio_smc.open_stack(config) as stack:
             listeners = await _listeners(stack, listen)
             for each in listeners:
                 name = each.socket.getsockname()

@@ -21,12 +21,13 @@ import trio_smc
 from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import ToolError, error_text, gid, print_json, show, table
+from trio_smc.tools.settings import settings_of
 
 NAME = "rnic"
 SUMMARY = "list the RNICs of running processes and of a new one, and all RDMA devices"
 DESCRIPTION = """
 List the RNICs (RDMA adapters, RFC 7609, 2.1) of running processes, the RNICs that a new process
-would use with Config(rnics="auto"), the default, and all RDMA devices of the machine with their
+would use with the settings of the environment, and all RDMA devices of the machine with their
 ports, GIDs and network interfaces, even devices that trio_smc cannot use.
 
 A connection can use an RNIC if its route leaves through one of the interfaces in NETDEVS.  These
@@ -67,7 +68,8 @@ def run(options: argparse.Namespace) -> int:
         ]
     }
     if not one_process:
-        found["auto"], found["no_software_rnic"] = trio.run(_automatic, directory)
+        config = dataclasses.replace(settings_of(options).config, directory=directory)
+        found["auto"], found["no_software_rnic"] = trio.run(_automatic, config)
         found["variant"] = trio_smc.SoftRnic.variant
         found["devices"] = [dataclasses.asdict(port) for port in read_ports()]
         found["pyverbs"] = importlib.util.find_spec("pyverbs") is not None
@@ -78,12 +80,12 @@ def run(options: argparse.Namespace) -> int:
     return silent.exit_code
 
 
-async def _automatic(directory: Path) -> tuple[list[dict[str, Any]], str | None]:
+async def _automatic(config: trio_smc.Config) -> tuple[list[dict[str, Any]], str | None]:
     """The RNICs of a new stack, as the control socket sends them in "rnics".
 
     The second value is the reason why the stack has no software RNIC; None if it has one.
     """
-    config = trio_smc.Config(directory=directory, control=False)
+    config = dataclasses.replace(config, control=False, capture=None, log_events=False)
     try:
         async with trio_smc.open_stack(config) as stack:
             found = [

@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 from typing import Final
 
-from trio_smc import load_config
 from trio_smc.tools import site
+from trio_smc.tools.commands import add_directory
 from trio_smc.tools.output import ToolError
+from trio_smc.tools.settings import add_config, settings_of
 from trio_smc.tools.supervisor import supervise
 
 NAME = "run"
@@ -37,6 +38,10 @@ Examples:
   trio-smc run -- hypercorn -k trio app:app
   trio-smc run --require-smc -- python client.py
   trio-smc run --config smc.toml -- python -m server
+  trio-smc run --directory /run/app/smc -- python -m server
+
+Without --config and --directory, PROGRAM uses the environment variables TRIO_SMC_CONFIG and
+TRIO_SMC_DIRECTORY.  A directory that is missing is created.
 
 The configuration file is TOML with the fields of trio_smc.Config:
   checkpoints = "strict"
@@ -61,7 +66,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="at the end print the numbers and bytes of SMC-R and TCP connections, and the reasons "
         "for TCP",
     )  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="a TOML file with settings")
+    add_config(parser)
+    add_directory(parser)
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM [ARGUMENT…]")
 
 
@@ -88,14 +94,13 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     hook = str(Path(site.__file__).parent)
     existing = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{hook}{os.pathsep}{existing}" if existing else hook
-    for name in ("CONFIG", "REQUIRE"):
-        environment.pop(f"TRIO_SMC_{name}", None)
+    environment.pop("TRIO_SMC_REQUIRE", None)
+    settings_of(options)  # a wrong setting is an error of this command, before PROGRAM starts
+    # PROGRAM may change its working directory before it imports Trio.
     if options.config is not None:
-        try:
-            load_config(options.config)
-        except ValueError as error:
-            raise ToolError(str(error)) from error
         environment["TRIO_SMC_CONFIG"] = str(Path(options.config).absolute())
+    if options.directory is not None:
+        environment["TRIO_SMC_DIRECTORY"] = str(options.directory.absolute())
     if options.require_smc:
         environment["TRIO_SMC_REQUIRE"] = "1"
     return environment

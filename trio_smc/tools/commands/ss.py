@@ -14,12 +14,14 @@ from trio_smc.tools.output import (
     agreed,
     fallback_codes,
     hexadecimal,
+    mode_cell,
     plain,
     print_json,
     show,
     size,
     table,
 )
+from trio_smc.tools.tables import Marked
 
 NAME = "ss"
 SUMMARY = "list connections: SMC-R or TCP, their state, and the reason for TCP"
@@ -107,13 +109,13 @@ def _rows(snapshots: list[Snapshot], mode: str | None) -> Iterator[list[object]]
             yield [
                 snapshot.pid,
                 each["state"],
-                each["mode"] if each["version"] in (None, 1) else f"{each['mode']} v2",
+                mode_cell(each["mode"] if each["version"] in (None, 1) else f"{each['mode']} v2"),
                 each["receive_queue"],
                 each["send_queue"],
                 address(each["local"]),
                 address(each["peer"]),
                 _group_and_link(each),
-                _fallback_text(each["fallback"]),
+                Marked(_fallback_text(each["fallback"]), "warning"),
             ]
 
 

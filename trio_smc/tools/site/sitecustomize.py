@@ -91,8 +91,7 @@ def _enable() -> None:
             sys.exit(1 if received else f"trio-smc run: {error}")
         return
     try:
-        path = os.environ.get("TRIO_SMC_CONFIG")
-        config = trio_smc.load_config(path) if path else trio_smc.Config()
+        config = trio_smc.load_settings().config
         if _REQUIRED:
             config = replace(config, require_smc=True)
     except ValueError as error:

@@ -1,0 +1,320 @@
+"""For operators: settings of the environment, a test server, drains, and reports for bugs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import trio_smc
+from tests.timing import PATIENCE
+from tests.tools.tools_processes import LIMIT, ROOT, command, one_line, quick_command, running
+from trio_smc.control import protocol as control
+
+RUN = [sys.executable, "-m", "trio_smc.tools"]
+SHOW = (
+    "import trio, trio_smc\n"
+    "async def main():\n"
+    "    [each] = await trio_smc.open_listeners(0, host='127.0.0.1')\n"
+    "    [stack] = trio_smc.stacks()\n"
+    "    print(stack.config.private_directory(), stack.config.receive_buffer)\n"
+    "trio.run(main)\n"
+)
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory and a file that the environment names."""
+    directory, file = tmp_path / "smc", tmp_path / "smc.toml"
+    directory.mkdir(mode=0o700)
+    file.write_text("receive_buffer = 65536\n")
+    monkeypatch.setenv("TRIO_SMC_DIRECTORY", str(directory))
+    monkeypatch.setenv("TRIO_SMC_CONFIG", str(file))
+    return directory
+
+
+@contextlib.asynccontextmanager
+async def started(*arguments: object) -> AsyncIterator[tuple[trio.Process, trio.abc.ReceiveStream]]:
+    """A command that goes on, and its lines; it ends with the block, by SIGTERM."""
+    process = await trio.lowlevel.open_process(
+        [*RUN, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout
+    finally:
+        with trio.CancelScope(shield=True), trio.fail_after(LIMIT):
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
+            await process.stdout.aclose()
+
+
+async def until(stream: trio.abc.ReceiveStream, pattern: str) -> re.Match[str]:
+    """The first match in the output."""
+    data = b""
+    with trio.fail_after(LIMIT):
+        while not (found := re.search(pattern, data.decode())):
+            piece = await stream.receive_some()
+            assert piece, data
+            data += piece
+    return found
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+async def test_the_environment_reaches_every_command(settings: Path, tmp_path: Path) -> None:
+    """Programs, the program of `run`, `proxy`, and the commands that look for them."""
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    async with running("server") as peer:
+        assert [each["pid"] for each in (await quick_command("ss", "--json")).json] == [peer.pid]
+        report = (await quick_command("check", "127.0.0.1", peer.told["port"], "--json")).json
+        assert report["mode"] == "smc-r"
+        origins = {each["name"]: (each["value"], each["origin"]) for each in report["settings"]}
+        assert origins["directory"] == (str(settings), "TRIO_SMC_DIRECTORY")
+        file = f"TRIO_SMC_CONFIG={tmp_path / 'smc.toml'}"
+        assert origins["receive_buffer"] == (65536, file)
+        assert origins["spin"] == (50e-6, "default")
+        assert set(origins) == set(trio_smc.Config.__dataclass_fields__)
+        named = await quick_command(
+            "check", "127.0.0.1", peer.told["port"], "--directory", settings, "--discovery", "auto"
+        )
+        assert re.search(r"^discovery +auto +--discovery$", named.out, re.MULTILINE), named.out
+        assert re.search(r"^directory +\S+ +--directory$", named.out, re.MULTILINE), named.out
+        listen, target = "smc:127.0.0.1:0", f"tcp:127.0.0.1:{peer.told['port']}"
+        (tmp_path / "own.toml").write_text("require_smc = true\n")
+        own = ("--directory", other, "--config", tmp_path / "own.toml")
+        async with started("proxy", listen, target, *own) as (process, lines):
+            await until(lines, "listening on .* port")
+            [found] = (await quick_command("report", "--directory", other, "--json")).json[2:3]
+            assert found["file"] == "processes.json"
+            [proxy] = (await quick_command("ss", "--json", "--directory", other)).json
+            assert proxy["pid"] == process.pid
+    program = tmp_path / "show.py"
+    program.write_text(SHOW)
+    for options, expected in (
+        ((), f"{settings} 65536"),
+        (("--directory", "other", "--config", "own.toml"), f"{other} None"),
+    ):
+        with trio.fail_after(2 * PATIENCE):
+            done = await trio.run_process(
+                [*RUN, "run", *options, "--", sys.executable, program], cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_stdout=True,
+            )  # fmt: skip
+        assert done.stdout.decode().strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("ss",), "(TRIO_SMC_DIRECTORY)"),
+        (("report",), "(TRIO_SMC_DIRECTORY)"),
+        (("check", "::1", "1"), "(TRIO_SMC_DIRECTORY)"),
+        (("lg", "--directory", "~/smc"), "~/smc: no such directory; the shell expands ~ only at"),
+        (("ss", "--directory", "/dev/null"), "/dev/null: not a directory"),
+        (("check", "::1"), "the following arguments are required: PORT"),
+        (("check", "::1", "7", "--listen", "7"), "--listen has a port of its own"),
+        (("check", "::1", "7", "--count", "7"), "--count needs --listen"),
+        (("drain",), "name one RNIC, or one link group"),
+        (("drain", "soft0", "--group", "1"), "name one RNIC, or one link group"),
+        (("undrain", "--group", "1"), "--group needs --pid"),
+        (("run", "--config", "/nowhere", "--", "true"), "/nowhere: No such file"),
+        (("proxy", "smc:[::1]:0", "tcp:[::1]:1", "--config", "/nowhere"), "/nowhere: No such file"),
+    ],
+    ids=lambda value: " ".join(value)[:20] if isinstance(value, tuple) else "",
+)
+async def test_one_line_for_wrong_settings(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIO_SMC_DIRECTORY", "/nowhere/smc")
+    try:
+        done = await quick_command(*words)
+    except SystemExit:
+        done = await command(*words)
+    assert said in one_line(done)
+
+
+# --- the test server -----------------------------------------------------------------------------
+
+
+async def test_a_test_server(settings: Path) -> None:
+    """Each client is reported with its mode; a rude one ends nothing but its connection."""
+    async with started("check", "--listen", "0", "127.0.0.1") as (process, lines):
+        port = (await until(lines, r"listening on 127\.0\.0\.1:(\d+)\n"))[1]
+        report = (await quick_command("check", "127.0.0.1", port, "--json")).json
+        assert (report["mode"], report["server"]["pid"]) == ("smc-r", process.pid)
+        await until(lines, r"127\.0\.0\.1:\d+  smc-r, version 1, single link group\n")
+        for _ in range(2):
+            plain = await trio.open_tcp_stream("127.0.0.1", int(port))
+            await plain.send_all(b"\x1b[31m" * 100_000)
+            plain.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            await plain.aclose()
+        found = await until(lines, r"(?s)(tcp: .*\n.*){2}")
+        assert "\x1b" not in found[0]
+        assert "peer-not-capable, decided by this side" in found[0]
+        assert "remedy: " in found[0]
+    assert process.returncode == 0
+    async with started("check", "--listen", "0", "--count", "1", "--json") as (process, lines):
+        listening = json.loads((await until(lines, r"(?s)\{.*\n\}\n"))[0])
+        port = listening["listening"][0][1]
+        assert (await quick_command("check", "localhost", port)).code == 0
+        assert '"mode": "smc-r"' in (await until(lines, r"(?s)\{.*\n\}\n"))[0]
+        with trio.fail_after(LIMIT):
+            assert await process.wait() == 0
+
+
+# --- drains --------------------------------------------------------------------------------------
+
+
+async def test_drains_through_the_control_socket() -> None:
+    """An RNIC and a link group, while connections use them and afterwards."""
+    async with running("pair") as peer, running("server") as server:
+        # The RNIC: its connections have no other one, so they stay.
+        done = await quick_command("drain", "soft0", "--pid", peer.pid, "--timeout", "0.3")
+        assert (done.code, done.err) == (1, "")
+        said = "soft0 takes no new connections; open ones that still use it: 2"
+        assert done.out == f"process {peer.pid}: {said}\n"
+        [stack] = (await quick_command("rnic", "--pid", peer.pid, "--json")).json["stacks"]
+        assert [each["drained"] for each in stack["rnics"]] == [True]
+        check = await quick_command("check", "127.0.0.1", peer.told["port"], "--timeout", "5")
+        assert "rnic-down, decided by the server" in check.out
+        # All processes; one of them has nothing that uses it.
+        done = await quick_command("drain", "soft0", "--timeout", "0.3", "--json")
+        assert done.code == 1
+        found = {each["pid"]: each for each in json.loads(done.out)}
+        assert (found[peer.pid]["done"], found[peer.pid]["connections"]) == (False, 2)
+        assert (found[server.pid]["done"], found[server.pid]["connections"]) == (True, 0)
+        assert (await quick_command("undrain", "soft0", "--json")).code == 0
+        # A link group of the server side: the next connection forms another one.
+        [stack] = (await quick_command("lg", "--pid", peer.pid, "--json")).json
+        number = {each["role"]: each["number"] for each in stack["link_groups"]}["server"]
+        group = ("--group", number, "--pid", peer.pid)
+        done = await quick_command("drain", *group, "--timeout", "0.3")
+        assert done.code == 1
+        assert "open ones that still use it: 1" in done.out
+        assert "SINGLE, drained" in (await quick_command("lg", "--pid", peer.pid)).out
+        assert (await quick_command("undrain", *group)).code == 0
+        assert "drained" not in (await quick_command("lg", "--pid", peer.pid)).out
+        for words, said in (
+            (("drain", "nope"), "no process has an RNIC nope"),
+            (("undrain", "nope", "--pid", peer.pid), f"process {peer.pid} has no RNIC nope"),
+            (("drain", "--group", 99, "--pid", peer.pid), f"{peer.pid} has no link group 99"),
+        ):
+            assert said in one_line(await quick_command(*words))
+
+
+@pytest.mark.parametrize("role", ["server", "client"])
+async def test_a_drained_link_group(role: str) -> None:
+    """Its open connection goes on; no new one uses the group; then it ends."""
+    config = trio_smc.Config(receive_buffer=16384, shutdown_timeout=2)
+    async with trio_smc.open_stack(config) as one, trio_smc.open_stack(config) as two:
+        [listener] = await one.open_listeners(0, host="127.0.0.1")
+        address = listener.socket.getsockname()
+        first = await two.open_stream(*address)
+        other = await listener.accept()
+        stack = one if role == "server" else two
+        [group] = stack.link_groups
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stack.drain_link_group, group)
+            await trio.testing.wait_all_tasks_blocked()
+            assert group.drained
+            second = await two.open_stream(*address)
+            beside = await listener.accept()
+            if role == "server":
+                assert second.mode == "smc-r"
+                assert second.link_group != first.link_group
+            else:
+                assert second.fallback is not None
+                assert second.fallback.reason == trio_smc.FallbackReason.RNIC_DOWN
+            for stream, peer in ((first, other), (second, beside)):
+                await stream.send_all(b"x" * 1000)
+                assert await peer.receive_some(1000) == b"x" * 1000
+            assert group.state == "SINGLE"
+            for each in (first, other, second, beside):
+                await each.aclose()
+            # The nursery waits for the drain.
+        assert group.state == "GONE"
+        with pytest.raises(ValueError, match="the stack has no link group"):
+            stack.undrain_link_group(group)
+        third = await two.open_stream(*address)
+        await (await listener.accept()).aclose()
+        assert third.mode == "smc-r"
+        await third.aclose()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {}, {"rnic": 7}, {"rnic": ["soft0"]}, {"rnic": "soft0", "link_group": 1},
+        {"link_group": "1"}, {"link_group": True}, {"link_group": 1.5}, {"link_group": None},
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_requests_that_drain_nothing(request_: dict[str, Any]) -> None:
+    """A stack answers with one sentence, and goes on."""
+    async with trio_smc.open_stack() as stack:
+        root = stack.config.private_directory() / control.DIRECTORY
+        [name] = os.listdir(root)
+        for want in control.DRAINS:
+            with trio.fail_after(LIMIT):
+                async with await trio.open_unix_socket(str(root / name)) as sock:
+                    await sock.send_all(control.encode({"want": [want], **request_}))
+                    answer = b"".join([piece async for piece in sock])
+            assert b"a drain names one RNIC or one link group" in answer
+        assert not stack.runtime.rnic_set.is_drained(stack.rnics[0])
+
+
+# --- reports -------------------------------------------------------------------------------------
+
+
+async def test_a_report_has_what_explains_and_nothing_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATABASE_PASSWORD", "hunter2-environment")
+    file = tmp_path / "report.tar.gz"
+    async with running("pair") as peer:
+        listed = await quick_command("report")
+        assert not file.exists()
+        done = await quick_command("report", "-o", file)
+        assert (done.code, done.err) == (0, "")
+        assert listed.out.splitlines()[0].split() == ["FILE", "SIZE", "CONTENT"]
+        assert done.out.splitlines()[-1] == f"written: {file}"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    with tarfile.open(file) as tar:
+        names = [os.path.basename(each.name) for each in tar.getmembers()]
+        texts = {
+            os.path.basename(each.name): tar.extractfile(each).read()  # type: ignore[union-attr]
+            for each in tar.getmembers()
+        }
+    assert [line.split()[0] for line in done.out.splitlines()[1:-1]] == names
+    found = {name: json.load(io.BytesIO(text)) for name, text in texts.items()}
+    assert found["versions.json"]["trio_smc"] == trio_smc.__version__
+    [process] = found["processes.json"]
+    assert process["pid"] == peer.pid
+    assert len(process["connections"]) == 3
+    assert {"name": "receive_buffer", "value": "16384"} in process["settings"]
+    [events] = found["events.json"]
+    told = {(each["subject"], each["new"]) for each in events["events"]}
+    assert {("link", "ACTIVE"), ("link_group", "SINGLE"), ("connection", "tcp")} <= told
+    assert found["reasons.json"]["peer-not-capable"]["count"] == 1
+    assert found["kernel.json"]["release"] == os.uname().release
+    assert found["directory.json"]["mode"] == "0700"
+    everything = b"".join(texts.values())
+    for secret in (b"hunter2", b"tools_peer", b"DATABASE"):  # a variable, a command line
+        assert secret not in everything
+    assert "cannot write" in (await quick_command("report", "-o", "/nowhere/x")).err
