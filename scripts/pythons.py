@@ -34,16 +34,22 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "pythons"
 OLDEST, NEWEST = (3, 11), (3, 14)
 DEBIAN_13 = "trixie"
+SOURCE = Path("trio_smc/rnic/_words.c")
 PACKAGES = "ca-certificates,git,make,mount,netbase,python3"
 COMPILER = "gcc,libc6-dev,python3-dev"
 VARIANTS = ("native", "socket")
 EMULATED_TESTS = (
     "tests/rnic", "tests/datapath", "tests/rendezvous/links", "tests/failover", "tests/e2e",
 )  # fmt: skip
-# Emulated processes take ten times as long as others.
+# Emulated processes take ten times as long as others, and pip would compile each module.
 EMULATED_PYTEST = [".venv/bin/python", "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
 EMULATED_DEMO = "make demo ARGS='--mib 4 --rounds 1'"
-EMULATED_TIMES = {"TRIO_SMC_PATIENCE": "200", "PYTEST_TIMEOUT": "600"}
+EMULATED_SETTINGS = {
+    "TRIO_SMC_NATIVE": "1",
+    "TRIO_SMC_PATIENCE": "200",
+    "PYTEST_TIMEOUT": "600",
+    "PIP_NO_COMPILE": "1",
+}
 VERSION_CODE = (
     "import sys, sysconfig; print(*sys.version_info[:3], sysconfig.get_config_var('ABIFLAGS'))"
 )
@@ -189,8 +195,7 @@ def debian_root(suite: str, arch: str | None = None) -> Path | None:
 
 def emulated_commands(tests: Sequence[str]) -> list[str]:
     """Shell commands that run the demo and tests of an emulated processor, for each variant."""
-    settings = {"TRIO_SMC_NATIVE": "1", **EMULATED_TIMES}
-    commands = [f"export {name}={value}" for name, value in settings.items()]
+    commands = [f"export {name}={value}" for name, value in EMULATED_SETTINGS.items()]
     commands.append("make ready-dev")
     for variant in VARIANTS:
         test = shlex.join([*EMULATED_PYTEST, *(tests or EMULATED_TESTS)])
@@ -229,9 +234,12 @@ def made_in(root: Path, shared: Sequence[Path], commands: Sequence[str]) -> bool
 def copy_tree(tree: Path) -> None:
     """Copy the project's files into a repository of their own: some tests call git.
 
-    An environment that is there stays; `scripts.bootstrap` renews it if it is out of date.
+    An environment that is there stays, and so does the native module that its installation has
+    compiled; `scripts.bootstrap` renews both if they are out of date.
     """
     tree.mkdir(parents=True, exist_ok=True)
+    native = tree / SOURCE.with_suffix(".abi3.so")
+    compiled = native.read_bytes() if native.exists() else None
     for each in tree.iterdir():
         if each.is_dir() and not each.is_symlink():
             if each.name != ".venv":
@@ -244,6 +252,8 @@ def copy_tree(tree: Path) -> None:
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
+    if compiled is not None:
+        native.write_bytes(compiled)
     for command in (["git", "init", "-q"], ["git", "add", "-A"]):
         subprocess.run(command, cwd=tree, check=True)
 

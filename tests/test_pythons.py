@@ -132,8 +132,12 @@ def test_a_copy_of_the_tree_keeps_its_environment(tmp_path: Path) -> None:
     for name in (".venv/kept", "trio_smc/old.py", "old"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).touch()
+    native = tree / "trio_smc" / "rnic" / "_words.abi3.so"
+    native.parent.mkdir(parents=True)
+    native.write_bytes(b"compiled when .venv was made")
     pythons.copy_tree(tree)
     assert (tree / ".venv" / "kept").exists()
+    assert native.read_bytes() == b"compiled when .venv was made"
     assert (tree / "trio_smc" / "__init__.py").exists()
     assert not (tree / "trio_smc" / "old.py").exists()
     assert not (tree / "old").exists()
