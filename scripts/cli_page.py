@@ -5,7 +5,8 @@
 
 The output of a command is between the lines ``<!-- trio-smc ss -->`` and ``<!-- end -->``.
 Numbers that differ each time (processes, ports, identities, times) are replaced by fixed ones
-before anything is printed, so that the page changes only if the command does.
+before anything is printed, and the variant of the software RNIC by that of a wheel, so that the
+page changes only if the command does.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from trio_smc import Settings
+from trio_smc import Settings, SoftRnic
 from trio_smc.tools import client
 from trio_smc.tools.cli import main as trio_smc
 from trio_smc.tools.client import Snapshot
@@ -120,6 +121,7 @@ def _run(command: str, numbers: Numbers) -> str:
         return found
 
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()) as output:
+        stack.enter_context(mock.patch.object(SoftRnic, "variant", "native"))
         stack.enter_context(mock.patch.object(check, "described", described))
         stack.enter_context(mock.patch.object(ss, "user_name", return_value="app"))
         for name in _ASKING:

@@ -197,7 +197,10 @@ async def test_rnic_with_and_without_a_process() -> None:
     alone = (await quick_command("rnic", "--json")).json
     assert alone["stacks"] == []
     assert [each["name"] for each in alone["auto"] if each["kind"] == "software"] == ["soft0"]
-    assert "RNICs of running stacks" not in (await quick_command("rnic")).out
+    assert alone["variant"] == trio_smc.SoftRnic.variant
+    shown = (await quick_command("rnic")).out
+    assert "RNICs of running stacks" not in shown
+    assert f"Variant of the software RNIC: {trio_smc.SoftRnic.variant}.\n" in shown
     async with running("pair") as peer:
         found = (await quick_command("rnic", "--json", "--pid", peer.pid)).json
         assert found.keys() == {"stacks"}
@@ -271,7 +274,9 @@ async def test_check_of_a_server_that_speaks_smc_r() -> None:
         assert ("LLC", "ok") in steps
         assert (report["server"]["pid"], report["server"]["mode"]) == (peer.pid, "smc-r")
         text = await command("check", "127.0.0.1", peer.told["port"])
-        assert "SMC-R is used.\n" in text.out
+        variant = trio_smc.SoftRnic.variant
+        assert report["variant"] == variant
+        assert f"SMC-R is used.\n  variant    {variant}, of this side's software" in text.out
         assert "received Accept\n" in text.out
 
 
@@ -280,6 +285,7 @@ async def test_check_of_a_server_that_does_not() -> None:
         port = listener.socket.getsockname()[1]
         done = await quick_command("check", "127.0.0.1", port)
     assert (done.code, done.err) == (1, "")
+    assert "variant" not in done.out
     expected = Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
     assert f"SMC-R is not used: {expected.message}." in done.out
     assert "decided by this side" in done.out

@@ -282,7 +282,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.UNSUPPORTED_PLATFORM: _Explanation(
         "SMC-R does not work on this operating system, or with this Python",
-        "run both ends on Linux on x86-64, with a Python that has the GIL",
+        "run both ends on Linux, with a Python that has the GIL",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.NOT_PERMITTED: _Explanation(

@@ -471,8 +471,13 @@ class Connection:
 
     @property
     def tcp_has_ended(self) -> bool:
-        """True if the peer has ended the TCP connection, or this side has."""
-        return self._tcp_ended or self._host.tcp_end(self) != "none"
+        """True if the peer has ended the TCP connection, or this side has.
+
+        False in the handshake: its messages are read first, and then the end.
+        """
+        if self._tcp_ended:
+            return True
+        return self.state != "INIT" and self._host.tcp_end(self) != "none"
 
     @property
     def resets_tcp(self) -> bool:

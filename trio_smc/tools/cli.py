@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=_Formatter,
     )
     build = "compiled" if trio_smc.__compiled__ else "pure"
-    version = f"%(prog)s {trio_smc.__version__} ({build})"
+    version = f"%(prog)s {trio_smc.__version__} ({build}, {trio_smc.SoftRnic.variant})"
     whole.add_argument("--version", action="version", version=version)
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in load():

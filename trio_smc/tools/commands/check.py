@@ -138,6 +138,8 @@ class Report:
     host: str
     port: int
     mode: str | None = None
+    variant: str | None = None
+    """The variant of this side's software RNIC; None unless the connection uses one."""
     ueids: list[str] = field(default_factory=list)
     """The UEIDs of this side, with which version 2 is offered."""
     steps: list[Step] = field(default_factory=list)
@@ -357,6 +359,8 @@ def _conclude(report: Report, stream: SmcStream) -> None:
         assert stream.link_group is not None
         group = stream.link_group
         links = ", ".join(f"{link.number} on {link.rnic.name}" for link in group.links)
+        if any(isinstance(link.rnic, trio_smc.SoftRnic) for link in group.links):
+            report.variant = trio_smc.SoftRnic.variant
         version = ""
         if group.version > 1:
             what = agreed(group.version, group.release, group.ueid, group.direct)
@@ -500,6 +504,8 @@ def _print(report: Report) -> None:
     fallback, server = report.fallback, report.server
     if report.mode == Mode.SMC_R:
         parts.append("SMC-R is used.")
+        if report.variant is not None:
+            parts.append(f"  variant    {report.variant}, of this side's software RNIC")
     elif report.mode is None:
         parts.append("No connection was established.")
     if fallback is not None:

@@ -51,7 +51,8 @@ RNIC together with their link groups, which have no link on another RNIC.  PCI I
 of a device.
 
 To find out what a new process would use, the command opens a stack of its own for a moment.  If
-that stack has no software RNIC, the command prints the reason.
+that stack has no software RNIC, the command prints the reason; otherwise the variant of the
+software RNIC: native, x86-64 or socket (docs/rnic.md).
 """
 EPILOG = """
 Examples:
@@ -93,6 +94,7 @@ def run(options: argparse.Namespace) -> int:
         assert isinstance(directory, Path)
         config = dataclasses.replace(settings_of(options).config, directory=directory)
         found["auto"], found["no_software_rnic"] = trio.run(_automatic, config)
+        found["variant"] = trio_smc.SoftRnic.variant
         found["devices"] = [dataclasses.asdict(port) for port in read_ports()]
         found["pyverbs"] = importlib.util.find_spec("pyverbs") is not None
     if options.json:
@@ -178,6 +180,8 @@ def _print(found: dict[str, Any]) -> None:
     show(table(heads, [_rnic(each, ports) for each in found["auto"]], "RNICs of a new process"))
     if found["no_software_rnic"]:
         show(f"No software RNIC: {found['no_software_rnic']}.")
+    else:
+        show(f"Variant of the software RNIC: {found['variant']}.")
     show("", *_devices(list(ports.values()), found["pyverbs"]))
 
 
