@@ -105,7 +105,7 @@ def one_round(transport: str, path: Path, show: Show) -> list[dict[str, Any]]:
 
 
 def promises(readme: Path = README) -> list[str]:
-    """What README's table promises for the demo's work; empty without a README."""
+    """The promises of README's table for the demo's work; empty without a README."""
     try:
         text = readme.read_text(encoding="utf-8")
     except OSError:

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -236,6 +237,23 @@ def test_hostile_values() -> None:
     # Large counters keep all digits.
     statistics |= {"bytes_sent": (1 << 60) + 1, "fallbacks": None}
     assert f'bytes_sent_total{{pid="7"}} {(1 << 60) + 1}\n' in exposition([snapshot], silent=0)
+
+
+async def test_a_directory_that_becomes_unusable() -> None:
+    """The answer has the reason, and the exporter goes on."""
+    async with running("pair") as peer, exporter() as port:
+        assert (await get(port, "/metrics"))[0] == 200
+        private = Path(os.environ["XDG_RUNTIME_DIR"], "trio-smc")
+        mode = stat.S_IMODE(os.stat(private).st_mode)
+        os.chmod(private, 0o755)
+        try:
+            status, text = await get(port, "/metrics")
+        finally:
+            os.chmod(private, mode)
+        assert (status, "where only 700 is private" in text) == (500, True)
+        found = values((await get(port, "/metrics"))[1])
+        assert found["trio_smc_open_connections"] == 2
+        assert peer.process.returncode is None
 
 
 async def test_addresses_of_the_exporter() -> None:

@@ -14,6 +14,7 @@ import sys
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -318,3 +319,26 @@ async def test_a_report_has_what_explains_and_nothing_secret(
     for secret in (b"hunter2", b"tools_peer", b"DATABASE"):  # a variable, a command line
         assert secret not in everything
     assert "cannot write" in (await quick_command("report", "-o", "/nowhere/x")).err
+
+
+# --- programs with another release ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_run_with_a_release_that_has_no_load_settings(
+    knows: bool, settings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROGRAM's Python may have an older trio_smc."""
+    source = (ROOT / "trio_smc" / "tools" / "site" / "sitecustomize.py").read_text()
+    [function] = re.findall(r"^def _settings\(.*?\n(?=\n\n)", source, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"os": os, "Any": Any}
+    exec(function, names)
+    package: Any = trio_smc
+    if not knows:
+        package = SimpleNamespace(load_config=trio_smc.load_config, Config=trio_smc.Config)
+    config = names["_settings"](package)
+    assert Path(config.directory) == settings
+    assert config.receive_buffer == 65536
+    monkeypatch.delenv("TRIO_SMC_CONFIG")
+    monkeypatch.delenv("TRIO_SMC_DIRECTORY")
+    assert names["_settings"](package) == trio_smc.Config()

@@ -174,8 +174,11 @@ class _Exporter:
             # Looked for each time, because other users may have started processes.
             found = directories(self._options)
             snapshots = take_snapshots(found, PARTS, required=False, silent=silent)
+        except OSError as error:  # such as too many open files
+            return "503 Service Unavailable", f"{error_text(error)}\n"
         except ToolError as error:
-            if not silent.last and "directory" in str(error):
+            if not str(error).startswith("process "):
+                # The directory cannot be used.
                 return "500 Internal Server Error", f"{error}\n"
             # All answers were damaged.
             self._failures += 1

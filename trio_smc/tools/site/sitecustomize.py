@@ -91,7 +91,7 @@ def _enable() -> None:
             sys.exit(1 if received else f"trio-smc run: {error}")
         return
     try:
-        config = trio_smc.load_settings().config
+        config = _settings(trio_smc)
         if _REQUIRED:
             config = replace(config, require_smc=True)
     except ValueError as error:
@@ -101,6 +101,19 @@ def _enable() -> None:
 
     for module, name in ((trio, "run"), (trio.lowlevel, "start_guest_run")):
         setattr(module, name, _reporting(getattr(module, name)))
+
+
+def _settings(trio_smc: Any) -> Any:
+    """The settings of the environment.  The trio_smc of this Python may be of a release that does
+    not know TRIO_SMC_DIRECTORY."""
+    if hasattr(trio_smc, "load_settings"):
+        return trio_smc.load_settings().config
+    from dataclasses import replace
+
+    path = os.environ.get("TRIO_SMC_CONFIG")
+    config = trio_smc.load_config(path) if path else trio_smc.Config()
+    directory = os.environ.get("TRIO_SMC_DIRECTORY")
+    return replace(config, directory=directory) if directory else config
 
 
 def _reporting(start: Callable[..., Any]) -> Callable[..., Any]:
