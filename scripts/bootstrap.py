@@ -24,6 +24,7 @@ PACKAGE_OF = {
     "dot": "graphviz",
     "ip": "iproute2",
     "nft": "nftables",
+    "prometheus": "prometheus",
     "redis-server": "redis-server",
     "tshark": "tshark",
 }

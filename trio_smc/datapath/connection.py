@@ -276,6 +276,11 @@ class Connection:
         return self._machine.state
 
     @property
+    def peer_flags(self) -> int:
+        """D, C and A received so far (A.4)."""
+        return self._peer_flags
+
+    @property
     def unread(self) -> bool:
         """True if the application has data to read (guard of the states)."""
         return self.receiver.received != self.receiver.consumed

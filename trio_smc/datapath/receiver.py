@@ -61,7 +61,7 @@ changes nothing.
 from __future__ import annotations
 
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.cursor import advance_untrusted
@@ -94,12 +94,15 @@ class Updates(Protocol):
         """Send a CDC message for the bytes consumed, unless another one soon does."""
 
 
-class _Loan(NamedTuple):
+class _Loan:
     """``piece`` of the ring, the application's ``view`` of it, ``consumed`` when it began."""
 
-    piece: memoryview
-    view: memoryview
-    consumed: int
+    __slots__ = ("consumed", "piece", "view")
+
+    def __init__(self, piece: memoryview, view: memoryview, consumed: int) -> None:
+        self.piece = piece
+        self.view = view
+        self.consumed = consumed
 
 
 class Receiver:

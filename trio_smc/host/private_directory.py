@@ -163,6 +163,39 @@ def shared_group(path: Path, found: os.stat_result) -> int | None:
     return found.st_gid
 
 
+def _sharing_problem(path: Path, found: os.stat_result) -> str | None:
+    """The reason why a group's directory is not shared, with a remedy that keeps it the group's.
+
+    None if the directory is not meant for a group: its group cannot write there, or it is a default
+    place.
+
+    path, found: as in `shared_group`.
+    """
+    if not is_named(path) or not found.st_mode & stat.S_IWGRP or found.st_mode & stat.S_IWOTH:
+        return None
+    group, mode = _group_name(found.st_gid), stat.S_IMODE(found.st_mode)
+    if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_nobody(found.st_gid, "gid"):
+        return (
+            f"{path} is for the group {group}, and this process is not in that group, for which "
+            f"only mode 700 is private: add its user {os.geteuid()} to the group "
+            f"(usermod -aG {group} USER), and start it again"
+        )
+    return (
+        f"{path} has mode {mode:04o} where only 700 is private, and only {_SHARED_MODE:o} is "
+        f"shared; it is for the group {group}: chmod {_SHARED_MODE:o} {path} keeps it shared"
+    )
+
+
+def _group_name(group: int) -> str:
+    """The name of a group, or its number."""
+    import grp  # not on every system
+
+    try:
+        return grp.getgrgid(group).gr_name
+    except (KeyError, OSError):
+        return str(group)
+
+
 class PrivateDirectory:
     """The user's private directory, or a group's, or one below it, held open until `close`.
 
@@ -219,11 +252,12 @@ class PrivateDirectory:
             return cls(descriptor, group)
         if found.st_uid != os.geteuid():
             os.close(descriptor)
-            text = f"{path} belongs to user {found.st_uid}"
+            text = _sharing_problem(path, found) or f"{path} belongs to user {found.st_uid}"
             raise DirectoryUnusable(FallbackReason.OTHER_USER, text)
         if found.st_mode & 0o077:
             os.close(descriptor)
-            text = f"{path} has mode {stat.S_IMODE(found.st_mode):o} where only 700 is private"
+            mode = f"{path} has mode {stat.S_IMODE(found.st_mode):o}"
+            text = _sharing_problem(path, found) or f"{mode} where only 700 is private"
             raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text)
         return cls(descriptor, owner=found.st_uid)
 

@@ -30,7 +30,8 @@ Show the SMC-R connections of this user's processes, check servers, and run prog
 
 A running process that uses trio_smc has a control socket in the user's private directory
 ($XDG_RUNTIME_DIR/trio-smc, or /dev/shm/trio-smc-UID).  These commands query that socket.  Nothing
-leaves the machine, and only the user receives answers.
+leaves the machine, and only the user receives answers; root may inspect other users (--user,
+--all).
 
 The commands reasons, ladder, run, proxy, setup and teardown query no process.  The command check
 also connects to the server that you name.

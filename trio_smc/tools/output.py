@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "is_terminal",
     "lines_of",
     "mode_cell",
+    "network",
     "print_error",
     "print_json",
     "print_line",
@@ -41,6 +43,7 @@ __all__ = [
     "size",
     "table",
     "terminal_size",
+    "user_name",
 ]
 
 BAD_INPUT: Final = 2
@@ -263,6 +266,22 @@ def agreed(
         return plain(version)
     route = {True: "direct", False: "gateway", None: plain(None)}[direct]
     return f"{version}.{plain(release)} {plain(ueid)}, {route}"
+
+
+def user_name(uid: int | None) -> str | None:
+    """The name of a user, or the number if it has no name."""
+    if uid is None:
+        return None
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError, OSError):
+        return str(uid)
+
+
+def network(link: dict[str, Any]) -> str:
+    """The network of a link or RNIC: "netdev eth0, VLAN 7, PNET eth1"."""
+    nets = ", ".join(plain(each) for each in link["pnet"] or ()) or plain(None)
+    return f"netdev {plain(link['netdev'])}, VLAN {plain(link['vlan'])}, PNET {nets}"
 
 
 def gid(text: Any) -> str:

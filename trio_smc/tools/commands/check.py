@@ -14,6 +14,7 @@ import trio
 
 import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, ProtocolError, SmcStream
+from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
 from trio_smc.tools.check_server import serve
 from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import (
@@ -143,6 +144,8 @@ class Report:
     """The UEIDs of this side, with which version 2 is offered."""
     steps: list[Step] = field(default_factory=list)
     fallback: dict[str, Any] | None = None
+    directory: str | None = None
+    """What is wrong with the private directory; None if nothing is."""
     settings: list[dict[str, Any]] = field(default_factory=list)
     """Name, value and origin of each field of `Config`."""
     server: dict[str, Any] | None = None
@@ -228,13 +231,26 @@ def run(options: argparse.Namespace) -> int:
         }
     )
     options.timeout = options.timeout or _TIMEOUT
-    report = Report(options.host, options.port, settings=described(settings))
+    report = Report(
+        options.host, options.port, settings=described(settings), directory=_problem_of(directory)
+    )
     trio.run(_check, report, config, options)
     if options.json:
         print_json(asdict(report))
     else:
         _print(report)
     return 0 if report.mode == Mode.SMC_R else _NO_SMC_R
+
+
+def _problem_of(directory: Path) -> str | None:
+    """The problem of the private directory, with a remedy; None if it has none."""
+    try:
+        PrivateDirectory.open(directory, create=False).close()
+    except FileNotFoundError:
+        return None  # it will be created
+    except (OSError, DirectoryUnusable) as error:
+        return str(error)
+    return None
 
 
 async def _check(report: Report, config: Config, options: argparse.Namespace) -> None:
@@ -500,6 +516,8 @@ def _print(report: Report) -> None:
             f"  this side  {diagnosis(fallback['code'])}",
             f"  server     {diagnosis(fallback['peer_code'])}",
         ]
+        if report.directory is not None:
+            parts.append(f"  directory  {report.directory}")
         if fallback["reason"] == FallbackReason.NO_COMMON_UEID:
             parts.append(_ueids(report))
         listener = report.listener

@@ -13,9 +13,10 @@ from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import (
     add_json,
     add_process,
+    add_users,
+    directories,
     positive_count,
     positive_seconds,
-    private_directory,
 )
 from trio_smc.tools.output import (
     Screen,
@@ -65,6 +66,7 @@ _HEADS = ("PID", "LOCAL", "PEER", ">SENT", ">RECEIVED", ">WRITES", ">STALLS", ">
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
+    add_users(parser)
     add_json(parser)
     parser.add_argument("--interval", type=positive_seconds, default=2.0, metavar="SECONDS",
                         help="seconds between two refreshes; default: 2")  # fmt: skip
@@ -160,7 +162,7 @@ class _Sample:
 
     @classmethod
     def take(cls, options: argparse.Namespace, silent: SilentProcesses) -> _Sample:
-        stacks = take_snapshots(private_directory(options), _PARTS, options.pid, silent=silent)
+        stacks = take_snapshots(directories(options), _PARTS, options.pid, silent=silent)
         return cls(time.monotonic(), stacks)
 
     def connections(self) -> dict[tuple[object, ...], tuple[int, dict[str, Any]]]:
