@@ -1,12 +1,13 @@
 """Judge the judge: does `smc-conform` notice each fault of `conform_mutants.toml`?
 
-    python -m scripts.conform_mutants [NAME ...] [--first N] [--full] [--check] [--untripped]
+    python -m scripts.conform_mutants [NAME ...] [--first N] [--jobs N] [--depth first|area|all]
+    python -m scripts.conform_mutants --check | --untripped
 
 Each fault is put into a copy of trio_smc, which the suite then judges in both roles: first by the
 checks of the area that the list names, then by all checks, until one fails.  A NAME is a part of a
 name.  build/conform/mutants.json collects which checks have failed for which fault.
 
---full       run every check against every fault, to find all that fail.
+--depth      area: run all checks of the fault's area; all: run all checks.
 --check      only compare the list with the tree.
 --untripped  show the checks that no fault in build/conform/mutants.json has tripped, with the
              reason that conform_mutants.toml gives for checks like these.
@@ -25,7 +26,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -38,6 +39,10 @@ __all__ = ["Mutant", "mutants", "problems"]
 
 LIST = Path(__file__).with_suffix(".toml")
 TRIPS = REPORTS / "mutants.json"
+DEPTHS = ("first", "area", "all")
+"""Stop at the first check that fails; run all checks of the area; run all checks."""
+MOST_REPEATED = 10
+"""Failed checks that run once more; if all of these fail again, the others count, too."""
 PACE = ("--patience", "2.5", "--timers", "6")
 """The target answers within milliseconds, and its time-outs are three seconds at most."""
 
@@ -94,28 +99,35 @@ def tree_with(mutant: Mutant) -> Iterator[Path]:
         yield tree
 
 
-def tripped(mutant: Mutant, reports: Path, *, full: bool) -> dict[str, str]:
+def tripped(mutant: Mutant, reports: Path, depth: str) -> dict[str, str]:
     """The checks that fail, with the run in which they did.
 
+    The checks of the fault's area run before the others.  A check counts if it fails twice: once
+    might be because of other programs on the host.
+
     Args:
-      full: run all checks; otherwise those of the fault's area, then the others, until one fails.
+      depth: one of `DEPTHS`: where to stop.
     """
     found: dict[str, str] = {}
 
     def one(setup: Setup, *more: str) -> None:
-        run = judge(setup, *PACE, *setup.only, *more, tree=tree, reports=reports / setup.role)
-        for name in run.wrong:
-            found.setdefault(name, f"{setup.role}, version {setup.version}")
+        def wrong(*only: str) -> list[str]:
+            run = judge(setup, *PACE, *only, *more, tree=tree, reports=reports / setup.role)
+            return run.wrong
+
+        first = wrong(*setup.only)
+        sample = first[:MOST_REPEATED]
+        again = wrong(*(word for name in sample for word in ("--only", name))) if sample else []
+        for name in first:
+            if name in again or len(again) == MOST_REPEATED:
+                found.setdefault(name, f"{setup.role}, version {setup.version}")
 
     with tree_with(mutant) as tree:
-        if full:
-            with ThreadPoolExecutor(AT_A_TIME) as pool:
-                list(pool.map(one, setups()))
-            return found
         for setup in (*mutant.likely, *setups()):
-            one(setup, "--fail-fast")
-            if found:
-                break
+            if depth == "all" or (depth == "area" and setup in mutant.likely):
+                one(setup)
+            elif not found:
+                one(setup, "--max-failures", "1")
     return found
 
 
@@ -160,7 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="parts of names; default: all")
     parser.add_argument("--first", type=int, default=1, metavar="N", help="begin with the Nth")
-    parser.add_argument("--full", action="store_true", help="find all checks that each one trips")
+    parser.add_argument("--jobs", type=int, default=AT_A_TIME, metavar="N", help="at a time")
+    parser.add_argument("--depth", choices=DEPTHS, default="first", help="which checks run")
     parser.add_argument("--check", action="store_true", help="only compare the list with the tree")
     parser.add_argument("--untripped", action="store_true", help="show the other checks, and why")
     given = parser.parse_args(arguments)
@@ -176,17 +189,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not given.names or any(name in each.name for name in given.names)
     ]
     missed = []
-    with tempfile.TemporaryDirectory(prefix="conform-reports-") as directory:
-        for number, mutant in list(enumerate(chosen, 1))[given.first - 1 :]:
-            begin = time.monotonic()
-            found = tripped(mutant, Path(directory), full=given.full)
+
+    def timed(mutant: Mutant) -> tuple[dict[str, str], float]:
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="conform-reports-") as directory:
+            found = tripped(mutant, Path(directory), given.depth)
+        return found, time.monotonic() - begin
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        running = {
+            pool.submit(timed, mutant): (number, mutant)
+            for number, mutant in list(enumerate(chosen, 1))[given.first - 1 :]
+        }
+        for done in as_completed(running):
+            number, mutant = running[done]
+            found, seconds = done.result()
             note(mutant, found)
             by = next((f"{where}: {name}" for name, where in found.items()), "")
             if len(found) > 1:
                 by += f" and {len(found) - 1} more"
             if not by:
                 missed.append(mutant.name)
-            seconds = time.monotonic() - begin
             print(
                 f"{number:3} of {len(chosen)} {mutant.name:56} {seconds:5.1f} s  "
                 f"{by or 'NOT NOTICED'}",

@@ -149,8 +149,10 @@ class Runner:
         waiting = list(checks)
         random.Random(self._options.seed).shuffle(waiting)
         again: list[Check] = []
+        failures = 0
 
         async def worker() -> None:
+            nonlocal failures
             while waiting:
                 check = waiting.pop()
                 result = await self.run(check)
@@ -158,7 +160,8 @@ class Runner:
                     again.append(check)
                     continue
                 report(check, result)
-                if self._options.fail_fast and result.verdict is Verdict.FAIL:
+                failures += result.verdict is Verdict.FAIL
+                if failures == self._options.max_failures:
                     waiting.clear()
                     nursery.cancel_scope.cancel()
 

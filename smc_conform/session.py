@@ -47,7 +47,7 @@ class Options:
       jobs: checks at a time.
       seed: of all random choices.
       daytime, discard: the ports of these services, or 0.
-      fail_fast: end the run at the first failure.
+      max_failures: end the run at this many failures; None: run all checks.
       provides: further keys of `registry.NEEDS` that the implementation and the set-up have.
     """
 
@@ -65,7 +65,7 @@ class Options:
     seed: int = 0
     daytime: int = 0
     discard: int = 0
-    fail_fast: bool = False
+    max_failures: int | None = None
     provides: frozenset[str] = frozenset()
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from smc_conform import registry
 from smc_conform.checks.contact import confirm_link_of
 from smc_conform.checks.llc import established, goes_on
 from smc_conform.connection import Connection
-from smc_conform.link import Link, own_pair
+from smc_conform.link import Link, Region, own_pair
 from smc_conform.messages import (
     ACCEPT,
     ADD_LINK,
@@ -787,6 +788,22 @@ for _number, _length in _LENGTHS.items():
     )(partial(_wrong_length, _length))  # fmt: skip
 
 
+_UNKNOWN = {"19": 0x20, "20": 0x2A, "21": 0x3F}
+
+
+async def _unknown_type(kind: int, peer: Peer) -> None:
+    _, link = await established(peer)
+    link.send_llc(TEST_LINK, type=kind)
+    await ends_or_differs(peer, link)
+
+
+for _number, _kind in _UNKNOWN.items():
+    check(
+        f"v2.9-{_number}", f"An LLC message of the undefined type 0x{_kind:02x} ends the link.",
+        robust=True,
+    )(partial(_unknown_type, _kind))  # fmt: skip
+
+
 @check("v2.9-14", "A message longer than its type may be ends the link.", robust=True)
 async def too_long(peer: Peer) -> None:
     for size in (48, 60):
@@ -1048,12 +1065,19 @@ async def deleted(peer: Peer, link: Link, *rkeys: int) -> Message:
     return await peer.llc(link, DELETE_RKEY, reply=True)
 
 
-@check("v2.12-1", "The reply to DELETE RKEY has the number of unknown RKeys.")
-async def unknown_rkeys(peer: Peer) -> None:
-    connection, link = await established(peer)
+@asynccontextmanager
+async def confirmed_region(peer: Peer, link: Link) -> AsyncIterator[Region]:
+    """A region whose RKey the implementation has confirmed."""
     with link.new_region() as region:
         link.send_llc(CONFIRM_RKEY, rkey=region.rkey, address=region.address)
         await peer.llc(link, CONFIRM_RKEY, reply=True)
+        yield region
+
+
+@check("v2.12-1", "The reply to DELETE RKEY has the number of unknown RKeys.")
+async def unknown_rkeys(peer: Peer) -> None:
+    connection, link = await established(peer)
+    async with confirmed_region(peer, link) as region:
         odd = region.rkey ^ 0x00FFFF00
         reply = await deleted(peer, link, odd, region.rkey, odd ^ 1)
         if not reply.negative or reply.unknown != 2:
@@ -1064,9 +1088,7 @@ async def unknown_rkeys(peer: Peer) -> None:
 @check("v2.12-2", "DELETE RKEY may list more RKeys than 44 bytes have room for.")
 async def many_rkeys(peer: Peer) -> None:
     connection, link = await established(peer)
-    with link.new_region() as region:
-        link.send_llc(CONFIRM_RKEY, rkey=region.rkey, address=region.address)
-        await peer.llc(link, CONFIRM_RKEY, reply=True)
+    async with confirmed_region(peer, link) as region:
         odd = [0x5A000000 + number for number in range(20)]
         reply = await deleted(peer, link, *odd, region.rkey)
         if reply.unknown != 20 or not reply.negative:
@@ -1080,9 +1102,7 @@ async def many_rkeys(peer: Peer) -> None:
 @check("v2.12-3", "A deleted RKey is unknown afterwards.")
 async def deleted_twice(peer: Peer) -> None:
     _, link = await established(peer)
-    with link.new_region() as region:
-        link.send_llc(CONFIRM_RKEY, rkey=region.rkey, address=region.address)
-        await peer.llc(link, CONFIRM_RKEY, reply=True)
+    async with confirmed_region(peer, link) as region:
         first = await deleted(peer, link, region.rkey)
         second = await deleted(peer, link, region.rkey)
     if first.negative or not second.negative:
