@@ -1,16 +1,17 @@
 """Judge the judge: does `smc-conform` notice each fault of `conform_mutants.toml`?
 
     python -m scripts.conform_mutants [NAME ...] [--first N] [--jobs N] [--depth first|area|all]
-    python -m scripts.conform_mutants --check | --untripped
+    python -m scripts.conform_mutants --check | --untripped | --page
 
 Each fault is put into a copy of trio_smc, which the suite then judges in both roles: first by the
 checks of the area that the list names, then by all checks, until one fails.  A NAME is a part of a
 name.  build/conform/mutants.json collects which checks have failed for which fault.
 
 --depth      area: run all checks of the fault's area; all: run all checks.
---check      only compare the list with the tree.
+--check      only compare the list, and docs/conformance/mutants.md, with the tree.
 --untripped  show the checks that no fault in build/conform/mutants.json has tripped, with the
              reason that conform_mutants.toml gives for checks like these.
+--page       write docs/conformance/mutants.md from build/conform/mutants.json.
 
 The exit code is 1 if a fault was not noticed, if the list does not fit the tree, or if a check that
 no fault trips has no reason.
@@ -39,6 +40,9 @@ __all__ = ["Mutant", "mutants", "problems"]
 
 LIST = Path(__file__).with_suffix(".toml")
 TRIPS = REPORTS / "mutants.json"
+PAGE = ROOT / "docs" / "conformance" / "mutants.md"
+MOST_SHOWN = 3
+"""Checks that the page names for a fault."""
 DEPTHS = ("first", "area", "all")
 """Stop at the first check that fails; run all checks of the area; run all checks."""
 MOST_REPEATED = 10
@@ -76,7 +80,8 @@ def mutants() -> list[Mutant]:
 
 
 def problems() -> Iterator[str]:
-    """Yield the entries that do not fit the tree."""
+    """Yield the entries that do not fit the tree, and the faults that the page does not have."""
+    page = PAGE.read_text()
     names = set()
     for mutant in mutants():
         count = (ROOT / "trio_smc" / mutant.file).read_text().count(mutant.old)
@@ -84,6 +89,8 @@ def problems() -> Iterator[str]:
             yield f"{mutant.name}: its text occurs {count} times in {mutant.file}"
         if mutant.name in names:
             yield f"{mutant.name}: listed twice"
+        if f"\n| {mutant.name} |" not in page:
+            yield f"{mutant.name}: not in {PAGE.name}: run --depth area, and then --page"
         names.add(mutant.name)
 
 
@@ -143,20 +150,58 @@ class Untripped(NamedTuple):
     reason: str
 
 
-def untripped() -> int:
-    """Show the checks that no fault has tripped; return the exit code."""
+def trips() -> dict[str, list[str]]:
+    """The checks that each fault of the list has tripped, as far as it is known."""
+    known = json.loads(TRIPS.read_text()) if TRIPS.exists() else {}
+    return {mutant.name: known.get(mutant.name, []) for mutant in mutants()}
+
+
+def others() -> list[tuple[str, str]]:
+    """The checks that no fault has tripped, each with its reason."""
     listed = tomllib.loads(LIST.read_text()).get("untripped", [])
     reasons = [Untripped(**each) for each in listed]
-    hit = {name for names in json.loads(TRIPS.read_text()).values() for name in names}
-    without = 0
-    for check in all_checks():
-        if check.id in hit:
-            continue
-        reason = next((each.reason for each in reasons if fnmatch(check.id, each.checks)), "")
-        without += not reason
-        print(f"{check.id:28} {reason or 'NO REASON'}")
-    print(f"{len(hit)} checks were tripped; {without} of the others have no reason")
+    hit = {name for names in trips().values() for name in names}
+    return [
+        (check.id, next((each.reason for each in reasons if fnmatch(check.id, each.checks)), ""))
+        for check in all_checks()
+        if check.id not in hit
+    ]
+
+
+def untripped() -> int:
+    """Show the checks that no fault has tripped; return the exit code."""
+    found = others()
+    for name, reason in found:
+        print(f"{name:28} {reason or 'NO REASON'}")
+    without = sum(not reason for _, reason in found)
+    print(f"{len(found)} of {len(all_checks())} checks were not tripped; {without} have no reason")
     return int(bool(without))
+
+
+def page() -> str:
+    """The page about faults and checks."""
+    known = trips()
+    lines = [
+        "# The faults that the suite must notice",
+        "",
+        f"`make conform-mutants` puts each of these {len(known)} faults into a copy of trio_smc:",
+        "the suite must fail. `python -m scripts.conform_mutants --page` writes this page.",
+        "",
+        "| fault | noticed by |",
+        "|---|---|",
+    ]
+    for fault, checks in known.items():
+        shown = ", ".join(f"`{each}`" for each in checks[:MOST_SHOWN]) or "**not noticed**"
+        more = f", and {len(checks) - MOST_SHOWN} more" if len(checks) > MOST_SHOWN else ""
+        lines.append(f"| {fault} | {shown}{more} |")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in others():
+        reasons.setdefault(reason or "no reason yet", []).append(name)
+    lines += ["", "## Checks that none of these faults trips", ""]
+    lines += ["| why | checks |", "|---|---|"]
+    for reason, names in reasons.items():
+        lines.append(f"| {' '.join(reason.split())} | {', '.join(f'`{each}`' for each in names)} |")
+    return "\n".join(lines) + "\n"
 
 
 def note(mutant: Mutant, checks: Iterable[str]) -> None:
@@ -176,9 +221,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--depth", choices=DEPTHS, default="first", help="which checks run")
     parser.add_argument("--check", action="store_true", help="only compare the list with the tree")
     parser.add_argument("--untripped", action="store_true", help="show the other checks, and why")
+    parser.add_argument("--page", action="store_true", help="write the page about them")
     given = parser.parse_args(arguments)
     if given.untripped:
         return untripped()
+    if given.page:
+        PAGE.write_text(page())
+        return 0
     bad = list(problems())
     print(*bad, sep="\n", end="\n" if bad else "")
     if given.check or bad:
