@@ -925,10 +925,12 @@ async def _spoiled_reply(spoil: Callable[[bytes], bytes], peer: Peer) -> None:
     old = handshake.link
     new = await handshake.accept_offer(peer.session.devices[1])
     await peer.until(
-        lambda: bool(new.failed or old.failed) or handshake.tcp.end is not None
+        lambda: bool(new.failed or old.failed or new.inbox) or handshake.tcp.end is not None
         or any(each.layout is DELETE_LINK for each in old.answered),
         "the end of the new link", patience=peer.session.options.timers,
     )  # fmt: skip
+    if any(each.layout is CONFIRM_LINK for each in new.inbox):
+        raise Failed("the server confirms a link on which it has no RToken of the RMB in use")
     if old.failed or handshake.tcp.end is not None:
         raise Differs("the first link ends, too")
     await handshake.connection.echo(b"with one link")
@@ -1017,11 +1019,11 @@ async def undefined_mtu(peer: Peer) -> None:
 # --- REQUEST ADD LINK ----------------------------------------------------------------------------
 
 
-@check("v2.11-1", "REQUEST ADD LINK is answered by ADD LINK, or by a reply without GIDs.", SERVER)
-async def request_add_link(peer: Peer) -> None:
-    connection, link = await established(peer)
+async def answer_to_request(peer: Peer, link: Link) -> Message:
+    """The answer to REQUEST ADD LINK with the GIDs of both RNICs: ADD LINK, or the reply."""
     link.group.auto.discard(ADD_LINK)
     second = peer.session.devices[-1].rnic.gid
+    link.inbox.clear()
     link.send_llc(REQUEST_ADD_LINK, second, gid_count=2, gid_1=link.rnic.gid)
 
     def answer() -> list[Message]:
@@ -1035,7 +1037,25 @@ async def request_add_link(peer: Peer) -> None:
             raise Failed(f"the reply is {found.raw.hex()}")
     else:
         link.send(link.group.rejection(link, found))
+    return found
+
+
+@check("v2.11-1", "REQUEST ADD LINK is answered by ADD LINK, or by a reply without GIDs.", SERVER)
+async def request_add_link(peer: Peer) -> None:
+    connection, link = await established(peer)
+    await answer_to_request(peer, link)
     await goes_on(peer, connection)
+
+
+@check("v2.11-4", "REQUEST ADD LINK in a group that has two links gets a reply without GIDs.",
+       SERVER, needs=TWO)  # fmt: skip
+async def request_in_a_complete_group(peer: Peer) -> None:
+    connection = await peer.connect(links=2)
+    await connection.echo(b"over two links")
+    answer = await answer_to_request(peer, next(iter(connection.group.links.values())))
+    if answer.layout is not REQUEST_ADD_LINK:
+        raise Differs(f"the answer is {answer}")
+    await connection.echo(b"goes on")
 
 
 @check("v2.11-2", "REQUEST ADD LINK that counts more GIDs than it has ends the link.", SERVER,
