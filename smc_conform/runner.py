@@ -19,6 +19,7 @@ import trio
 
 from smc_conform.peer import Peer
 from smc_conform.registry import Check, Steps
+from smc_conform.roles import Role
 from smc_conform.session import Session
 from smc_conform.verdicts import Outcome, Result, Silence, Verdict
 from trio_smc.rnic.verbs import RnicError
@@ -45,6 +46,8 @@ class Runner:
             f"version-{options.version}",
             "roce" if session.roce else "soft",
         } | options.provides
+        if options.role is Role.SERVER:
+            found.add("parallel")
         if len(session.devices) > 1:
             found.add("two-rnics")
         if options.daytime:
