@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -84,6 +87,9 @@ class Session:
     arrivals: trio.MemoryReceiveChannel[_Arrival] | None = None
     port: int = 0
     _stalls: list[tuple[float, float]] = field(default_factory=list)
+    _instances: Iterator[int] = field(
+        default_factory=partial(itertools.count, secrets.randbits(16))
+    )
 
     async def watch_itself(self) -> None:
         """Note when this process does not run for a while, because the host is busy."""
@@ -101,6 +107,13 @@ class Session:
         """
         lags = sum(lag for when, lag in self._stalls if when + lag >= since)
         return lags if lags > _STALL else 0.0
+
+    def new_instance(self) -> int:
+        """An instance number for a peer ID (A.2.1) that this run has not had in 65,536 calls.
+
+        With random numbers two of a thousand link groups often had the same one.
+        """
+        return next(self._instances) & 0xFFFF
 
     @property
     def role(self) -> Role:

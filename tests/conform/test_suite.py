@@ -149,6 +149,11 @@ async def test_a_run_ends_at_a_number_of_failures(
     assert found == [Verdict.FAIL] * run
 
 
+async def test_all_peer_ids_of_a_run_differ(tmp_path: Path) -> None:
+    async with open_session(replace(OPTIONS, directory=tmp_path)) as session:
+        assert len({session.new_instance() for _ in range(1 << 16)}) == 1 << 16
+
+
 # --- reports -------------------------------------------------------------------------------------
 
 
