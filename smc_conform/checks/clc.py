@@ -28,17 +28,17 @@ SERVER, CLIENT = Role.SERVER, Role.CLIENT
 
 
 async def credentials(peer: Peer) -> Message:
-    """The implementation's SMC Accept, or its SMC Confirm."""
-    if peer.role is SERVER:
-        return (await peer.reach(Phase.ACCEPTED)).accept
-    return (await peer.reach(Phase.CONFIRMED)).confirm
+    """The implementation's SMC Accept, or its SMC Confirm.
+
+    The first contact ends: an implementation may have one at a time.
+    """
+    handshake = await peer.reach(Phase.ACCEPTED if peer.role is SERVER else Phase.CONFIRMED)
+    handshake.tcp.reset()
+    return handshake.accept if peer.role is SERVER else handshake.confirm
 
 
 async def two_credentials(peer: Peer) -> tuple[Message, Message]:
-    """Those of two connections.  The first one is complete before the second one begins.
-
-    An implementation may have one first contact at a time.
-    """
+    """Those of two connections.  The first one is complete before the second one begins."""
     first = await peer.reach(Phase.READY)
     return first.accept if peer.role is SERVER else first.confirm, await credentials(peer)
 
@@ -343,6 +343,7 @@ async def two_segments(peer: Peer) -> None:
         handshake = await peer.start()
         handshake.tcp.segments = (at,)
         await handshake.advance(Phase.CONFIRMED)
+        handshake.tcp.reset()
 
 
 # --- order (C.6) ---------------------------------------------------------------------------------
