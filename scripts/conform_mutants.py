@@ -82,6 +82,10 @@ def mutants() -> list[Mutant]:
 def problems() -> Iterator[str]:
     """Yield the entries that do not fit the tree, and the faults that the page does not have."""
     page = PAGE.read_text()
+    names_of_checks = [check.id for check in all_checks()]
+    for each in untripped_kinds():
+        if not any(fnmatch(name, each.checks) for name in names_of_checks):
+            yield f"{each.checks}: no check has such an ID"
     names = set()
     for mutant in mutants():
         count = (ROOT / "trio_smc" / mutant.file).read_text().count(mutant.old)
@@ -150,6 +154,12 @@ class Untripped(NamedTuple):
     reason: str
 
 
+def untripped_kinds() -> list[Untripped]:
+    """The reasons of the list."""
+    listed = tomllib.loads(LIST.read_text()).get("untripped", [])
+    return [Untripped(**each) for each in listed]
+
+
 def trips() -> dict[str, list[str]]:
     """The checks that each fault of the list has tripped, as far as it is known."""
     known = json.loads(TRIPS.read_text()) if TRIPS.exists() else {}
@@ -158,8 +168,7 @@ def trips() -> dict[str, list[str]]:
 
 def others() -> list[tuple[str, str]]:
     """The checks that no fault has tripped, each with its reason."""
-    listed = tomllib.loads(LIST.read_text()).get("untripped", [])
-    reasons = [Untripped(**each) for each in listed]
+    reasons = untripped_kinds()
     hit = {name for names in trips().values() for name in names}
     return [
         (check.id, next((each.reason for each in reasons if fnmatch(check.id, each.checks)), ""))
@@ -197,7 +206,9 @@ def page() -> str:
     reasons: dict[str, list[str]] = {}
     for name, reason in others():
         reasons.setdefault(reason or "no reason yet", []).append(name)
-    lines += ["", "## Checks that none of these faults trips", ""]
+    lines += ["", "## Checks that none of these faults has tripped", ""]
+    lines += ["A fault's run ends with the first failed check, so these may fail for faults, too:"]
+    lines += ['`ARGS="--depth all"` finds them. The reasons are those of kinds of checks.', ""]
     lines += ["| why | checks |", "|---|---|"]
     for reason, names in reasons.items():
         lines.append(f"| {' '.join(reason.split())} | {', '.join(f'`{each}`' for each in names)} |")

@@ -393,7 +393,12 @@ async def proposal_to_client(peer: Peer) -> None:
 @check("C.6-27", "Two SMC Proposals in one segment end the TCP connection.", SERVER, robust=True)
 async def two_proposals_at_once(peer: Peer) -> None:
     handshake = await peer.reach(Phase.PROPOSED, tamper={"proposal": lambda raw: raw + raw})
-    await peer.refused(handshake.tcp)
+    answer = await peer.clc_or_end(handshake.tcp)
+    if answer is not None and answer.layout is ACCEPT:
+        await peer.ended(handshake.tcp)
+        raise Differs("the server answers the first one, and takes the second one for SMC Confirm")
+    if answer is not None:
+        raise Failed(f"the answer is {answer}")
 
 
 @check("C.6-28", "Bytes after SMC Accept end the TCP connection.", CLIENT, robust=True)
