@@ -187,7 +187,7 @@ def conform(
     patterns = SHARES[version] if part == SHARE else PARTS[part]
     only = [word for pattern in patterns for word in ("--only", pattern)]
     commands = (
-        f"rxe 0 eth0\n{_kernel_of_version(version) if target == 'kernel' else ''}"
+        f"rxe 0 eth0\n{_kernel_of_version(version) + IDLE_LINKS if target == 'kernel' else ''}"
         f"exec {PYTHON} -m tests.lab.guest_conform $ROLE {target} {role} {version}"
         f" --rnic rxe0{' --tcp-option' if target == 'kernel' else ''}"
         f" {' '.join(map(shlex.quote, [*only, *options]))}\n"
@@ -196,6 +196,10 @@ def conform(
         reports_of(target, role, version, part, kernel), commands, seconds=540, hostile=True,
         kernel=kernel,
     )  # fmt: skip
+
+
+IDLE_LINKS = "sysctl -q -w net.smc.smcr_testlink_time=4\n"
+"""Linux tests idle links every 30 seconds otherwise, which is longer than a check waits."""
 
 
 def reports_of(target: str, role: str, version: int, part: str, kernel: str = DEFAULT) -> str:
