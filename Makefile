@@ -13,7 +13,7 @@ QUICK := $(addprefix tests/,wire states datapath rendezvous/links failover rnic)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example quick test where test-compiled pythons programs wheels interop conform conform-mutants lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
+.PHONY: help demo example quick test where test-compiled pythons prometheus programs wheels interop conform conform-mutants lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo 'make test       all tests but benchmarks: eight minutes on an idle machine with two cores'
 	@echo 'make where      names the tests of a module: make where trio_smc/rnic/pump.py'
 	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too; --debian SUITE'
+	@echo 'make prometheus a real Prometheus scrapes the exporter, and promtool checks the examples'
 	@echo 'make programs   programs nobody here wrote, unmodified: FastAPI, MCP, purerpc, Postgres, Chromium'
 	@echo 'make test-compiled the tests on a build whose hot modules are compiled'
 	@echo 'make wheels     what is published, in dist: sdist, pure wheel, compiled wheels, all tried'
@@ -83,6 +84,10 @@ test-compiled: ready-docs
 pythons:
 	@$(PYTHON) -m scripts.pythons $(ARGS)
 
+prometheus:
+	@$(PYTHON) scripts/bootstrap.py dev prometheus
+	@$(BIN)/python -m pytest --full tests/tools/test_exporter.py $(ARGS)
+
 programs: ready-browser
 	@$(BIN)/python -m pytest --full -m others tests/programs $(ARGS)
 
@@ -121,6 +126,7 @@ ladders: ready-docs
 
 cli-page: ready-dev
 	@$(BIN)/python -m scripts.cli_page $(ARGS)
+	@$(BIN)/python -m scripts.shell_files $(ARGS)
 
 compliance: ready-dev
 	@$(BIN)/python -m scripts.compliance $(ARGS)

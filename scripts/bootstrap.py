@@ -24,6 +24,7 @@ PACKAGE_OF = {
     "dot": "graphviz",
     "ip": "iproute2",
     "nft": "nftables",
+    "prometheus": "prometheus",
     "redis-server": "redis-server",
     "tshark": "tshark",
 }
@@ -54,6 +55,7 @@ def main(arguments: list[str]) -> int:
 def _stamp(extra: str) -> Path:
     """The file that marks .venv as ready for this pyproject.toml and this interpreter."""
     state = (ROOT / "pyproject.toml").read_bytes() + sys.version.encode() + bytes(VENV)
+    state += (ROOT / "trio_smc" / "rnic" / "_words.c").read_bytes()  # compiled in place
     return VENV / f".ready-{extra}-{hashlib.sha256(state).hexdigest()[:16]}"
 
 

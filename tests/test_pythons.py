@@ -76,7 +76,8 @@ def test_each_suite_of_debian_is_a_root_of_its_own(
     monkeypatch.setattr(pythons, "tested", lambda *_: True)
     ran: list[tuple[str, list[Path], list[str]]] = []
 
-    def tested(suite: str, shared: list[Path], tests: list[str]) -> bool:
+    def tested(suite: str, shared: list[Path], tests: list[str], arch: None) -> bool:
+        assert arch is None
         ran.append((suite, shared, tests))
         return suite != "trixie"
 
@@ -87,6 +88,59 @@ def test_each_suite_of_debian_is_a_root_of_its_own(
     assert ran == [("forky", *rest), ("trixie", *rest)]
     summary = capsys.readouterr().out.partition("=== summary\n")[2]
     assert summary.split()[3:] == ["Debian", "forky", "passed", "Debian", "trixie", "FAILED"]
+
+
+def test_another_processor_is_emulated_and_nothing_else_runs(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(make("bin", "python3.11", "echo 3 11 2").parent))
+    monkeypatch.setattr(pythons, "tested", None)
+    ran: list[tuple[object, ...]] = []
+
+    def tested(*arguments: object) -> bool:
+        ran.append(arguments)
+        return len(ran) == 1
+
+    monkeypatch.setattr(pythons, "tested_in_debian", tested)
+    for code in (0, 1):
+        assert pythons.main(["--arch", "arm64", "tests/wire"]) == code
+    assert ran == [("trixie", [], ["tests/wire"], "arm64")] * 2
+    assert capsys.readouterr().out.count("Debian trixie, arm64 ") == 2
+
+
+@pytest.mark.parametrize("fails", ["", "socket demo"])
+def test_an_emulated_processor_runs_demo_and_tests_with_each_variant(
+    make: Make, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    says = f'said="$TRIO_SMC_WORDS $1"; shift; echo "$said $*"; test "$said" != "{fails}"'
+    monkeypatch.setenv("PATH", str(make("bin", "make", says).parent), prepend=os.pathsep)
+    monkeypatch.setattr(pythons, "EMULATED_PYTEST", ["make", "test"])
+    commands = pythons.emulated_commands(["tests/wire", "-k", "a b"])
+    done = subprocess.run(
+        ["sh", "-c", " && ".join(commands)], capture_output=True, text=True, check=False
+    )
+    expected = [
+        *("native demo ARGS=--mib 4 --rounds 1", "native test tests/wire -k a b"),
+        *("socket demo ARGS=--mib 4 --rounds 1", "socket test tests/wire -k a b"),
+    ]
+    assert done.stdout.splitlines()[1:] == expected[: 3 if fails else 4]
+    assert (done.returncode == 0) == (not fails)
+
+
+def test_a_copy_of_the_tree_keeps_its_environment(tmp_path: Path) -> None:
+    tree = tmp_path / "work"
+    for name in (".venv/kept", "trio_smc/old.py", "old"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).touch()
+    native = tree / "trio_smc" / "rnic" / "_words.abi3.so"
+    native.parent.mkdir(parents=True)
+    native.write_bytes(b"compiled when .venv was made")
+    pythons.copy_tree(tree)
+    assert (tree / ".venv" / "kept").exists()
+    assert native.read_bytes() == b"compiled when .venv was made"
+    assert (tree / "trio_smc" / "__init__.py").exists()
+    assert not (tree / "trio_smc" / "old.py").exists()
+    assert not (tree / "old").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another root directory")
@@ -105,7 +159,8 @@ def test_a_root_directory_is_one_in_which_user_namespaces_can_be_made(
     )
     programs = [Path("/", each) for each in ("bin", "dev", "lib", "lib64", "proc", "sbin", "usr")]
     shared = [each for each in programs if each.exists()]
-    made = pythons.made_in(tmp_path, shared, ["tests/wire", "-k", "this or that"])
+    commands = ["make demo", "make test ARGS=\"tests/wire -k 'this or that'\""]
+    made = pythons.made_in(tmp_path, shared, commands)
     said = capfd.readouterr().out.splitlines()
     assert [line for line in said if not line.startswith("make[")] == [
         *("demo", "of its own", "Makefile", "tests/wire", "-k", "this or that")

@@ -15,21 +15,28 @@ import pytest
 import trio_smc
 import trio_smc.datapath.sender
 from scripts import wheels
-from scripts.compiled_build import VARIABLE
+from scripts.compiled_build import NATIVE, VARIABLE
 from scripts.pythons import ROOT
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """The names in the sdist (".gz") and in the wheel (".whl"), built without a network."""
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: str) -> dict[str, list[str]]:
+    """The names in the sdist (".gz") and in the wheel (".whl"), built without a network.
+
+    ``native``: the value of TRIO_SMC_NATIVE.
+    """
     monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(NATIVE, native)
     build = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     return {each.suffix: wheels.contents(each) for each in tmp_path.iterdir()}
 
 
-def test_sdist_and_wheel_hold_what_belongs_there(made: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_sdist_and_wheel_hold_what_belongs_there(made: dict[str, list[str]], native: str) -> None:
     assert wheels.strays(made[".gz"] + made[".whl"]) == []
+    assert ("trio_smc/rnic/_words.abi3.so" in made[".whl"]) == (native == "1")
+    assert "trio_smc/rnic/_words.c" in made[".gz"]
     sources = {str(each.relative_to(ROOT)) for each in ROOT.glob("trio_smc/**/*.py")}
     assert sources | {"trio_smc/py.typed"} <= set(made[".whl"])
     assert sources | {"README.md", "CHANGELOG.md", "scripts/compiled_build.py"} <= set(made[".gz"])
@@ -57,12 +64,18 @@ def test_mypyc_finds_the_types_of_named_tuples() -> None:
 
 def test_what_does_not_belong_there_is_noticed() -> None:
     names = [
+        "trio_smc/rnic/_words.abi3.so",
         "trio_smc/wire/cdc.py",
         "trio_smc/wire/cdc.cpython-311-x86_64-linux-gnu.so",
         "trio_smc__mypyc.cpython-311-x86_64-linux-gnu.so",
         f"trio_smc-{wheels.version()}.dist-info/METADATA",
     ]
-    stray = ["trio_smc/wire/cdc.c", "build/trio_smc__mypyc.so", "trio_smc/nothing.cpython-311.so"]
+    stray = [
+        "trio_smc/wire/cdc.c",
+        "trio_smc/rnic/words.c",
+        "build/trio_smc__mypyc.so",
+        "trio_smc/nothing.cpython-311.so",
+    ]
     assert wheels.strays(names + stray) == sorted(stray)
 
 
@@ -84,4 +97,4 @@ def test_the_command_says_which_build_it_is() -> None:
     command = [sys.executable, "-m", "trio_smc.tools", "--version"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     kind = "compiled" if Path(trio_smc.datapath.sender.__file__).suffix == ".so" else "pure"
-    assert said == f"trio-smc {trio_smc.__version__} ({kind})\n"
+    assert said == f"trio-smc {trio_smc.__version__} ({kind}, {trio_smc.SoftRnic.variant})\n"

@@ -207,6 +207,20 @@ class Stack:
 
     # --- RNICs -----------------------------------------------------------------------------
 
+    def explain_interface(self, name: str) -> list[tuple[str, bool, str]]:
+        """The RoCE ports for connections through a network interface, and why (docs/rnic.md).
+
+        Args:
+          name: of the interface, such as "eth0".
+
+        Returns:
+          For each port its name, True if it serves the interface, and the reason.
+
+        Raises:
+          ValueError: this host has no such interface.
+        """
+        return self.runtime.rnic_set.explain(name)
+
     async def drain_rnic(self, name: str) -> None:
         """Take an RNIC out of service without data loss, and wait until no link uses the RNIC.
 

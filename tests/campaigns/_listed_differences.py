@@ -37,10 +37,10 @@ class Listed:
 _KILLING_SIGNALS: Final = {9, 15, 1}
 _KILLING_EXITS: Final = {EXITS.index("os._exit")}
 # Results of calls after RST has arrived, and after FIN.
-_NAMES: Final = "127.0.0.1 127.0.0.1"
+_ADDRESSES: Final = "127.0.0.1 127.0.0.1"
 _RESET: Final = {"ECONNRESET", "EPIPE", "ENOTCONN", "end", "0"}
 _ENDS_OF_CONNECT: Final = {"ECONNRESET", "EPIPE", "ECONNABORTED"}
-_ENDED: Final = {"end", "sent", "shut", "EPIPE", "0", _NAMES}
+_ENDED: Final = {"end", "sent", "shut", "EPIPE", "0", _ADDRESSES}
 
 
 def _kills(step: Step) -> bool:
@@ -55,12 +55,19 @@ def _outcome(line: Line) -> str:
     return line.result.removeprefix("BrokenResourceError from ")
 
 
-_Lines = dict[tuple[int, int, int], Line]
+_Lines = dict[tuple[int, int, int, bool], Line]
+_NOTHING: Final = ""
+"""In place of a result that only the other transport has."""
 
 
 def _by_operation(tcp: Observation, smc: Observation) -> tuple[_Lines, _Lines]:
-    """The lines over both, without totals that only one of them has."""
-    over_tcp, over_smc = ({line[:3]: line for line in each} for each in (tcp, smc))
+    """The lines over both, without totals that only one of them has.
+
+    A read has two lines: what it has read, and how it has ended.
+    """
+    over_tcp, over_smc = (
+        {(*line[:3], line.result.startswith("read")): line for line in each} for each in (tcp, smc)
+    )
     for ours, theirs in ((over_tcp, over_smc), (over_smc, over_tcp)):
         for key in [each for each in ours if each[2] == TOTAL and each not in theirs]:
             del ours[key]
@@ -90,12 +97,6 @@ def _operation(program: Program, line: Line) -> str:
     else:
         return ""
     return next((each.operations[line.position][0] for each in steps), "")
-
-
-def _ends(program: Program, end: int) -> bool:
-    """True if this end closes, or shuts down; the epilogue closes the server."""
-    steps = (step for step in program.steps if step.end == end)
-    return end == 0 or any(name in _CLOSES for step in steps for name, _ in step.operations)
 
 
 def _has_unread(program: Program, seen: Observation, end: int, before: int) -> bool:
@@ -147,7 +148,7 @@ _DURING_SENDS: Final = {
     _WAITING: _WAITS | _FAILED,
     _SHUTS: {"shut", "ENOTCONN", "BusyResourceError", *_FAILED},
     _READS: {"end", "ECONNRESET", "SSLEOFError", "cancelled"},
-    ("names",): {_NAMES, "ENOTCONN"},
+    ("names",): {_ADDRESSES, "ENOTCONN"},
     ("error",): {"0", "ECONNRESET", "EPIPE"},
 }
 
@@ -158,10 +159,11 @@ def _data_in_a_send_buffer(program: Program, tcp: Observation, smc: Observation)
     Over TCP, data waits in a send buffer or is refused when it arrives.  So it depends on the sizes
     of buffers which send waits, and whether the connection ends by a reset.
     """
-    pairs = _first_differing(tcp, smc) or []
+    pairs = _first_differing(tcp, smc)
     reset = _has_reset(tcp) != _has_reset(smc)
     return bool(pairs and _ends_that_fill(program)) and all(
         _is_of_a_waiting_send(program, theirs, ours)
+        or _is_of_a_share(program, theirs, ours)
         or _is_of_an_end_beside_it(program, theirs, ours)
         or (reset and ours.position == TOTAL)
         for theirs, ours in pairs
@@ -176,6 +178,15 @@ def _is_of_a_waiting_send(program: Program, theirs: Line, ours: Line) -> bool:
     )
 
 
+def _is_of_a_share(program: Program, theirs: Line, ours: Line) -> bool:
+    """True if readers of one end have other shares of the data, and of its end."""
+    return (
+        _operation(program, ours) in _READS
+        and program.readers(ours.end) > 1
+        and {_outcome(theirs), _outcome(ours)} <= {"read", "peeked", "end", _NOTHING}
+    )
+
+
 def _is_of_an_end_beside_it(program: Program, theirs: Line, ours: Line) -> bool:
     if not _breaks(program) and ours.step < len(program.steps):  # the epilogue closes the server
         return False
@@ -185,20 +196,24 @@ def _is_of_an_end_beside_it(program: Program, theirs: Line, ours: Line) -> bool:
         return True  # the close follows a send that waits over the other transport
     results = next((each for names, each in _DURING_SENDS.items() if name in names), set())
     if name in _READS and program.readers(ours.end) > 1:
-        results = results | {"read", "peeked"}  # each reader has a part of the data
+        results = results | {"read", "peeked", _NOTHING}
     return pair <= results
 
 
 def _breaks(program: Program) -> bool:
-    """True if an end closes, or shuts down both ways."""
-    return any(_shuts_both(program, end) or _closes(program, end) for end in range(2))
+    """True if an end closes, or shuts down both ways, or both ends shut down writing."""
+    ends = range(2)
+    return any(_shuts_both(program, end) or _closes(program, end) for end in ends) or all(
+        _names(program, end) & {"shut_wr", "shut_both"} for end in ends
+    )
+
+
+def _names(program: Program, end: int) -> set[str]:
+    return {name for step in program.steps if step.end == end for name, _ in step.operations}
 
 
 def _closes(program: Program, end: int) -> bool:
-    steps = (step for step in program.steps if step.end == end)
-    return any(
-        name in _CLOSES and name not in _SHUTS for step in steps for name, _ in step.operations
-    )
+    return not _names(program, end).isdisjoint(set(_CLOSES) - set(_SHUTS))
 
 
 def _has_reset(seen: Observation) -> bool:
@@ -206,7 +221,7 @@ def _has_reset(seen: Observation) -> bool:
 
 
 def _shuts_both(program: Program, end: int) -> bool:
-    names = {name for step in program.steps if step.end == end for name, _ in step.operations}
+    names = _names(program, end)
     return "shut_both" in names or {"shut_rd", "shut_wr"} <= names
 
 
@@ -215,16 +230,17 @@ def _ends_that_fill(program: Program) -> set[int]:
     return {end for end in range(2) if any(size == LARGE for *_, size in sends(program, end))}
 
 
-def _first_differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]] | None:
+def _first_differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Line]]:
     """As `_differing`, but only the first pair of each task: what follows may come of it."""
     over_tcp, over_smc = _by_operation(tcp, smc)
     first: dict[tuple[int, int], tuple[Line, Line]] = {}
     for key in sorted(over_tcp.keys() | over_smc.keys()):
-        if key[:2] in first or over_tcp.get(key) == over_smc.get(key):
+        theirs, ours = over_tcp.get(key), over_smc.get(key)
+        if key[:2] in first or theirs == ours:
             continue
-        if key not in over_tcp or key not in over_smc:
-            return None
-        first[key[:2]] = over_tcp[key], over_smc[key]
+        [one, *_] = [each for each in (theirs, ours) if each]
+        nothing = one._replace(result=_NOTHING)
+        first[key[:2]] = theirs or nothing, ours or nothing
     return list(first.values())
 
 
@@ -234,7 +250,7 @@ def _sent_after_one_that_waits(program: Program, tcp: Observation, smc: Observat
     return bool(pairs) and all(
         _is_of_a_waiting_send(program, theirs, ours)
         and not {"sent", "writable"}.isdisjoint((theirs.result, ours.result))
-        for theirs, ours in pairs or ()
+        for theirs, ours in pairs
     )
 
 
@@ -242,7 +258,7 @@ def _reset_by_a_process_that_has_shut_down(
     program: Program, tcp: Observation, smc: Observation
 ) -> bool:
     """The peer has shut down both directions, and calls after the first send see no reset yet."""
-    pairs = _first_differing(tcp, smc) or []
+    pairs = _first_differing(tcp, smc)
 
     def is_late(theirs: Line, ours: Line) -> bool:
         return (
@@ -318,7 +334,7 @@ def _connected_after_the_end(program: Program, tcp: Observation, smc: Observatio
             ours.end == 1
             and ours[1:3] > again[1:3]
             and (theirs.result == "ENOTCONN" or names.get(ours[1:3]) == "connect")
-            for theirs, ours in pairs or ()
+            for theirs, ours in pairs
         )
     )
 

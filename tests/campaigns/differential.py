@@ -310,7 +310,11 @@ class Comparison:
         except Difference as difference:
             self.note(difference)
         except Flaky:
-            self.note(last[0])
+            # Often it was no difference, but a process that waited for a processor.
+            try:
+                self.check(last[0].program)
+            except Difference as difference:
+                self.note(difference)
         self.result.programs += drawn
         return max(1, drawn)
 

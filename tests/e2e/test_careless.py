@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -15,6 +17,7 @@ import trio
 import trio_smc
 from tests.e2e import careless
 from trio_smc import Config, SmcStream
+from trio_smc.rendezvous.negotiation import Negotiation
 
 QUICK_EXIT = 0.2
 """Seconds, without what others had the processor for; a wait for the peer would take
@@ -65,9 +68,9 @@ class Seen:
 
 
 @asynccontextmanager
-async def serving(handler: object) -> AsyncIterator[int]:
+async def serving(handler: object, **options: Any) -> AsyncIterator[int]:
     async with (
-        trio_smc.open_stack(Config(tcp_option="off", learn_short=False)),
+        trio_smc.open_stack(Config(tcp_option="off", learn_short=False, **options)),
         trio.open_nursery() as nursery,
     ):
         [listener] = await nursery.start(
@@ -105,6 +108,35 @@ async def test_all_arrives_and_then_the_end(how: str, smc: str) -> None:
     async with serving(seen.handler) as port:
         await run(how, smc, port, 3)
         assert await seen.wait(3) == [(len(careless.SENT), "end")] * 3
+
+
+async def test_a_process_that_ends_behind_its_confirm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of its queue pair is noticed before SMC Confirm is read: nothing is lost."""
+    seen = Seen()
+    clients: list[trio.Process] = []
+    held: list[Negotiation] = []
+    sent, wait_readable = Negotiation.sent, trio.lowlevel.wait_readable
+
+    def wait_for_its_end(negotiation: Negotiation) -> None:
+        sent(negotiation)
+        if negotiation.state == "ACCEPTED" and not negotiation.first_contact:
+            held.append(negotiation)
+            [client] = clients
+            os.waitid(os.P_PID, client.pid, os.WEXITED | os.WNOWAIT)
+
+    async def wait_readable_later(sock: Any) -> None:
+        for _ in range(50 if held else 0):
+            await trio.lowlevel.checkpoint()
+        await wait_readable(sock)
+
+    monkeypatch.setattr(Negotiation, "sent", wait_for_its_end)
+    monkeypatch.setattr(trio.lowlevel, "wait_readable", wait_readable_later)
+    async with serving(seen.handler, spin=0) as port:
+        client = await trio.lowlevel.open_process(command("_exit", "ours", port, 2))
+        clients.append(client)
+        assert await seen.wait(2) == [(len(careless.SENT), "end")] * 2
+        await client.wait()
+    assert held
 
 
 async def test_unread_data_makes_it_a_reset() -> None:

@@ -17,6 +17,7 @@ import trio
 
 from tests.e2e.actor import End, join, open_ends
 from tests.streams.stream_pairs import SMALL_RING
+from trio_smc import SoftRnic
 
 SLOW = {"receive_buffer": SMALL_RING, "close_timeout": 60, "shutdown_timeout": 10}
 SOON = 0.3
@@ -406,7 +407,8 @@ async def test_linger_bounds_the_wait_of_a_close(slow: Ends) -> None:
         assert await here.elements() == 1
     finally:
         there.go_on()
-    assert await there.read_all() > 1000
+    # What a ring or a Unix socket takes.
+    assert await there.read_all() > (200 if SoftRnic.variant == "socket" else 1000)
     await there.aclose()
     for end in (here, there):
         await end.all_free()

@@ -30,9 +30,16 @@ from trio_smc.rnic.verbs import (
     WcOpcode,
     WcStatus,
 )
+from trio_smc.rnic.words import VARIANT
 
 MEMORY = 256 * 1024
 RECEIVES = 64
+HAS_RINGS = VARIANT != "socket"
+PACKETS = [False, True] if HAS_RINGS else [True]
+"""How software RNICs can send here: through rings, and as packets (`SoftRnic.sends_packets`)."""
+needs_rings = pytest.mark.skipif(
+    not HAS_RINGS, reason="rings are not used here; tests/rnic/test_packets.py is about packets"
+)
 
 
 @dataclass(kw_only=True)

@@ -7,18 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.rnic.contract import RnicContract, use_completion_fd
+from tests.rnic.contract import HAS_RINGS, RnicContract, use_completion_fd
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Rnic
 
 
 class TestSoftRnic(RnicContract):
-    @pytest.fixture(params=["together", "apart"])
+    @pytest.fixture(params=["together", "apart", "packets", *["packets of one"][:HAS_RINGS]])
     def rnics(
         self, runtime_directory: Path, request: pytest.FixtureRequest
     ) -> Iterator[tuple[Rnic, Rnic]]:
-        """The descriptors to wait on: one for everything, or one for completions."""
+        """The descriptors to wait on: one for everything, or one for completions.
+
+        With packets both or one of the RNICs cannot use a ring.
+        """
         first, second = SoftRnic("soft0"), SoftRnic("soft1")
+        if request.param.startswith("packets"):
+            first.sends_packets = True
+            second.sends_packets = second.sends_packets or request.param == "packets"
         for rnic in (first, second):
             rnic.open(runtime_directory / "smc")
             if request.param == "apart":

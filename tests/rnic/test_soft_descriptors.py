@@ -18,7 +18,7 @@ import pytest
 
 from tests.lingering import AT_ONCE, Stopwatch, full_table, give_away, lingering
 from tests.peers import open_pair
-from tests.rnic.contract import End, connect, got, make_end, until
+from tests.rnic.contract import End, connect, got, make_end, needs_rings, until
 from tests.rnic.packets import receive
 from tests.rnic.test_soft_hostile import Attacker, ended, state
 from trio_smc.rnic.memory import QUICK_TO_FREE, Memory, PeerMemory
@@ -426,6 +426,7 @@ class TestLack:
         until(lambda: victim.sent == [(1, 0)], victim)
 
     @pytest.mark.pure
+    @needs_rings
     def test_a_doorbell_that_lacked_memory_is_rung_again(
         self, attacker: Attacker, victim: End, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -456,7 +457,7 @@ class TestLack:
     ) -> None:
         sock = attacker.connect(victim)
         memory = Memory(4096)
-        attacker.ring.view[:].cast("I")[(4096 + 64 * 1024) // 4 + 1] = 1
+        attacker.ring.view[:].cast("Q")[(4096 + 64 * 1024) // 8 + 1] = 1
 
         def failing(fd: int, size: int) -> None:
             raise OSError(errno.ENOMEM, "injected")

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.rnic.contract import (
+    HAS_RINGS,
     End,
     connect,
     got,
     make_end,
+    needs_rings,
     serve,
     sleep_on,
     until,
@@ -40,7 +42,7 @@ from trio_smc.rnic.verbs import QpState
 
 MANY = 40
 FEW = 8
-BELLS = 4
+BELLS = 4 if HAS_RINGS else 0
 LOOKS = 600  # enough for idle rings to doze, twice
 
 
@@ -123,6 +125,7 @@ def test_an_idle_one_that_ends(rnics: list[SoftRnic], pairs: list[tuple[End, End
     assert state(server.qp) is QpState.ERR
 
 
+@needs_rings
 @pytest.mark.parametrize("bell", [False, True])
 def test_a_hostile_one_delays_only_itself(
     rnics: list[SoftRnic], pairs: list[tuple[End, End]], runtime_directory: Path, *, bell: bool
@@ -188,7 +191,7 @@ def test_descriptors(rnics: list[SoftRnic]) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     before = count()
-    made = [(make_end(rnics[0]), make_end(rnics[1])) for _ in range(2 * BELLS)]
+    made = [(make_end(rnics[0]), make_end(rnics[1])) for _ in range(8)]
     for pair in made:
         connect(*pair)
         pair[0].qp.post_send(1, b"there")

@@ -21,7 +21,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rnic.contract import RECEIVES, End, connect, got, make_end, until, use_completion_fd
+from tests.rnic.contract import (
+    RECEIVES,
+    End,
+    connect,
+    got,
+    make_end,
+    needs_rings,
+    until,
+    use_completion_fd,
+)
 from tests.rnic.packets import receive
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
@@ -49,9 +58,10 @@ PSN = 3
 class Attacker:
     """Speaks the software RNIC's protocol by hand; a context manager."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, packets: bool = False) -> None:
         self.gid = bytes.fromhex("fd534d4352000000") + secrets.token_bytes(8)
         self.qp_num = 4711
+        self.packets = packets
         self.directory = Directory(path)
         self.name = f"rnic-{self.gid.hex()}"
         self.listener = self.directory.listen(self.name)
@@ -80,6 +90,7 @@ class Attacker:
 
     def hello(self, victim: End, *, qp_num: int | None = None) -> bytes:
         return Hello(
+            packets=self.packets,
             gid=self.gid,
             qp_num=self.qp_num if qp_num is None else qp_num,
             peer_qp_num=victim.qp.qp_num,
@@ -171,6 +182,7 @@ def unsealed(size: int) -> int:
 
 
 class TestHello:
+    @needs_rings
     def test_a_proper_one_is_accepted(self, attacker: Attacker, victim: End) -> None:
         sock = attacker.connect(victim)
         assert not ended(sock)
@@ -208,6 +220,7 @@ class TestHello:
         victim.rnic.service()
         assert ended(sock)
 
+    @needs_rings
     @pytest.mark.parametrize("bad", ["bell", "ring"])
     def test_a_bell_that_is_none(self, attacker: Attacker, victim: End, bad: str) -> None:
         """Neither a memfd for a bell nor a bell for a ring; all that came is closed again."""
@@ -538,7 +551,7 @@ class TestAnnouncements:
         """A slot without a region is 0, which is never an RKey."""
         attacker.connect(victim)
         assert attacker.victim_ring is not None
-        keys = attacker.victim_ring.view[KEY_PAGE:].cast("I")
+        keys = attacker.victim_ring.view[KEY_PAGE:].cast("Q")
         before = keys.tolist()
         memories = [Memory(4096) for _ in range(2)]
         first, second = (victim.pd.register(memory) for memory in memories)
@@ -557,7 +570,7 @@ class TestAnnouncements:
         sock = attacker.connect(victim)
         memory = Memory(4096)
         top = (1 << 64) - 16
-        struct.pack_into("<I", attacker.ring.view, KEY_PAGE + 12, 9)
+        struct.pack_into("=Q", attacker.ring.view, KEY_PAGE + 3 * 8, 9)
         data = Register(rkey=9, slot=3, address=top, length=4096).encode()
         socket.send_fds(sock, [data], [memory.fd])
         victim.qp.post_write(1, memoryview(b"x"), None, address=top + 4096, rkey=9)
@@ -565,6 +578,7 @@ class TestAnnouncements:
         memory.close()
 
 
+@needs_rings
 class TestRing:
     @pytest.mark.parametrize("head", [RECEIVES + 1, SLOTS * 2, 1 << 63, CLOSED])
     def test_more_messages_than_receives(self, attacker: Attacker, victim: End, head: int) -> None:
@@ -743,7 +757,7 @@ class TestMapping:
     def test_closing_twice(self) -> None:
         memory = Memory(5000)
         peer = PeerMemory.map_untrusted(memory.fd, 5000)
-        words = peer.cast(0, 64, "Q")
+        words = peer.words(0, 64)
         words[1] = 7
         assert memory.view[8] == 7
         piece = memory.slice(10, 10)

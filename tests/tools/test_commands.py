@@ -8,11 +8,13 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
@@ -21,6 +23,7 @@ import trio_smc
 from tests.api.api_peers import plain_server
 from tests.tools.tools_processes import (
     LIMIT,
+    ROOT,
     command,
     command_here,
     one_line,
@@ -30,6 +33,8 @@ from tests.tools.tools_processes import (
 from trio_smc import Fallback, FallbackReason
 from trio_smc._base.reasons import Diagnosis
 from trio_smc.tools import output
+from trio_smc.tools.commands import top
+from trio_smc.tools.tables import Marked
 
 # --- ss ------------------------------------------------------------------------------------------
 
@@ -98,12 +103,59 @@ def test_tables_are_not_squeezed_into_a_narrow_terminal(
     assert "\\x1b[31mred" in capsys.readouterr().out
 
 
-def test_without_rich_there_is_json_only(
+def test_tables_need_no_other_library(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert "pip install 'trio-smc[cli]'" in one_line(command_here(capsys, "reasons"))
-    assert command_here(capsys, "reasons", "--json").json
+    """Wide characters count twice, sentences share the room, and what is TCP has a colour."""
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert command_here(capsys, "reasons", "no-rnic").out.startswith("reason   no-rnic\n")
+    rows: list[list[object]] = [
+        ["日本", Marked("tcp", "warning"), 1, "a b " * 10, "x" * 50], ["a", "b", None, "", "y"],
+    ]  # fmt: skip
+    made = output.table(("A", "MODE", ">N", "~ONE", "~TWO"), rows, "title")
+    assert list(output.lines_of(made))[1:] == [
+        "A     MODE  N  ONE" + " " * 39 + "TWO", f"日本  tcp   1  {'a b ' * 10}  {'x' * 50}",
+        "a     b     -  -" + " " * 41 + "y",
+    ]  # fmt: skip
+    narrow = list(output.lines_of(made, width=60, colour=True))
+    assert narrow[0] == "\x1b[1mtitle\x1b[0m"
+    assert narrow[2].startswith("日本  \x1b[33mtcp\x1b[0m   1  a b")
+    plain_lines = [re.sub("\x1b[^m]*m", "", line) for line in narrow]
+    assert all(len(line) <= 60 for line in plain_lines)
+    assert sum(line.count("x") for line in plain_lines) == 50
+    for variable, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout.isatty", lambda: True)
+            patch.setenv("TERM", "xterm")
+            assert output.has_colours(sys.stdout)
+            patch.setenv(variable, value)
+            assert not output.has_colours(sys.stdout)
+
+
+@pytest.mark.parametrize(
+    "words", [("reasons",), ("--help",), ("ss", "--help"), ("reasons", "--json"), ("--version",)]
+)
+def test_output_that_cannot_be_written(words: tuple[str, ...]) -> None:
+    """One line, and nothing of the interpreter; also of help, which argparse prints."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "trio_smc.tools", *words], stdout=full, stderr=subprocess.PIPE,
+            cwd=ROOT, check=False, timeout=LIMIT,
+        )  # fmt: skip
+    said = done.stderr.decode()
+    assert said == "trio-smc: cannot write the output: No space left on device\n"
+    assert done.returncode == 2
+
+
+async def test_top_names_the_columns_that_it_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    async with running("pair"):
+        with mock.patch.object(top, "is_terminal", return_value=True):
+            done = await quick_command("top", "--interval", "0.05", "--count", "1")
+    assert re.search(r"^hidden \(\d+ columns needed\): .*RECV-Q, STATE", done.out, re.MULTILINE)
+    assert done.out.startswith("\x1b[?1049h")
+    assert done.out.endswith("\x1b[?1049l")
 
 
 async def test_several_processes_are_told_apart() -> None:
@@ -145,7 +197,10 @@ async def test_rnic_with_and_without_a_process() -> None:
     alone = (await quick_command("rnic", "--json")).json
     assert alone["stacks"] == []
     assert [each["name"] for each in alone["auto"] if each["kind"] == "software"] == ["soft0"]
-    assert "RNICs of running stacks" not in (await quick_command("rnic")).out
+    assert alone["variant"] == trio_smc.SoftRnic.variant
+    shown = (await quick_command("rnic")).out
+    assert "RNICs of running stacks" not in shown
+    assert f"Variant of the software RNIC: {trio_smc.SoftRnic.variant}.\n" in shown
     async with running("pair") as peer:
         found = (await quick_command("rnic", "--json", "--pid", peer.pid)).json
         assert found.keys() == {"stacks"}
@@ -219,7 +274,9 @@ async def test_check_of_a_server_that_speaks_smc_r() -> None:
         assert ("LLC", "ok") in steps
         assert (report["server"]["pid"], report["server"]["mode"]) == (peer.pid, "smc-r")
         text = await command("check", "127.0.0.1", peer.told["port"])
-        assert "SMC-R is used.\n" in text.out
+        variant = trio_smc.SoftRnic.variant
+        assert report["variant"] == variant
+        assert f"SMC-R is used.\n  variant    {variant}, of this side's software" in text.out
         assert "received Accept\n" in text.out
 
 
@@ -228,6 +285,7 @@ async def test_check_of_a_server_that_does_not() -> None:
         port = listener.socket.getsockname()[1]
         done = await quick_command("check", "127.0.0.1", port)
     assert (done.code, done.err) == (1, "")
+    assert "variant" not in done.out
     expected = Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
     assert f"SMC-R is not used: {expected.message}." in done.out
     assert "decided by this side" in done.out
@@ -412,8 +470,25 @@ async def test_a_process_whose_loop_stands_still(
             assert f"process {blocked.pid} does not answer" in done.err
 
 
+def sockets(directory: Path) -> set[str]:
+    """The paths of all sockets below a directory."""
+    return {str(path) for path in directory.rglob("*") if path.is_socket()}
+
+
 async def test_a_killed_process_leaves_a_name_that_is_cleaned_up(runtime_directory: Path) -> None:
     control = runtime_directory / "trio-smc" / "control"
+    async with running("server") as peer, running("server") as alive:
+        before = sockets(runtime_directory)
+        peer.process.send_signal(signal.SIGKILL)
+        with trio.fail_after(LIMIT):
+            await peer.process.wait()
+        [stack] = (await quick_command("ss", "--json")).json
+        assert stack["pid"] == alive.pid
+        # Those of its listener and its RNIC as well; the other process keeps its own.
+        left = sockets(runtime_directory)
+        assert {name for name in left if f"{peer.pid}-" in name} == set()
+        assert {name for name in before if f"{alive.pid}-" in name} <= left
+        assert len(left) == len(before) // 2
     async with running("idle") as peer:
         peer.process.send_signal(signal.SIGKILL)
         with trio.fail_after(LIMIT):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from scripts import shell_files
 from trio_smc.tools.commands import load
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -60,3 +65,31 @@ def test_the_manual_page_has_every_command_and_option() -> None:
         assert each.SUMMARY.split(",")[0] in text
     for option in ("--require-smc", "--interval", "--discovery", "--version"):
         assert option in text
+
+
+def test_the_files_of_the_wheel_are_those_of_the_parser() -> None:
+    """The manual page is compared; completions also depend on the release of their generator."""
+    made = shell_files.files()
+    [page] = [path for path in made if path.suffix == ".1"]
+    assert page.read_text(encoding="utf-8") == made[page], "make cli-page"
+    for path in made.keys() - {page}:
+        text = path.read_text(encoding="utf-8")
+        assert all(each.NAME in text for each in load()), "make cli-page"
+        assert all(each in text for each in ("--directory", "--listen", "--require-smc"))
+
+
+@pytest.mark.skipif(shutil.which("man") is None, reason="needs man")
+def test_the_manual_page_as_man_shows_it() -> None:
+    """Tables are not broken, and examples and exit codes are there."""
+    done = subprocess.run(
+        ["man", "--warnings", "-l", shell_files.SHARE / "man/man1/trio-smc.1"],
+        env={**os.environ, "MANWIDTH": "110", "LC_ALL": "C.UTF-8", "MANPAGER": "cat"},
+        capture_output=True, check=True,
+    )  # fmt: skip
+    assert done.stderr == b""
+    text = done.stdout.decode()
+    for command in load():
+        for line in (*command.DESCRIPTION.splitlines(), *command.EPILOG.splitlines()):
+            if line.startswith("  ") and line.strip():
+                assert line.strip() in text.replace("\u2010", "-"), line
+    assert "127  run: there is no such program" in text

@@ -31,6 +31,7 @@ ASKING = {
     "lg": ("lg", "--json"),
     "stats": ("stats", "--json"),
     "rnic": ("rnic", "--json"),
+    "ueid": ("ueid", "--json"),
     "report": ("report", "--json"),
     "drain": ("drain", "soft0", "--json"),
     "top": ("top", "--json", "--count", "1", "--interval", "0.01"),
@@ -78,7 +79,7 @@ def assert_names_each(done: Done, numbers: list[int]) -> None:
 
 def test_all_commands_that_ask_processes_are_tested_here() -> None:
     asking = {each.NAME for each in load() if hasattr(each, "take_snapshots")}
-    assert asking == {*ASKING, "check"}
+    assert asking == {*ASKING, "check", "exporter"}  # the latter in tests/tools/test_exporter.py
 
 
 @pytest.mark.parametrize("name", ASKING)
@@ -114,7 +115,7 @@ async def test_those_that_answer_are_shown_all_the_same(name: str, runtime_direc
     elif name == "report":
         assert "processes.json" in [each["file"] for each in found]
     else:
-        stacks = found["stacks"] if name == "rnic" else found
+        stacks = found["stacks"] if name in ("rnic", "ueid") else found
         assert [each["pid"] for each in stacks] == [peer.pid]
     assert seconds < 4 * TIMEOUT
 

@@ -21,7 +21,7 @@ from tests.tools.test_run import TRIO
 
 WHY = "the software RNIC needs the GIL, and this Python runs without one"
 MESSAGE = "SMC-R does not work on this operating system, or with this Python"
-REMEDY = "run both ends on Linux on x86-64, with a Python that has the GIL"
+REMEDY = "run both ends on Linux, with a Python that has the GIL"
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 BY_NAME = """
 import sys, trio, trio_smc, trio_smc.tools.cli

@@ -247,7 +247,8 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.DIRECTORY_UNUSABLE: _Explanation(
         "the private directory cannot be used",
-        "make Config(directory=...) writable only for this user, mode 0700; see the log",
+        "make Config(directory=...) writable only for this user, mode 0700, or share it in a "
+        "group, mode 3770; 'trio-smc check' and the log name what is wrong",
         Diagnosis.CONFIGURATION,
         at_decider=True,
     ),
@@ -281,7 +282,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.UNSUPPORTED_PLATFORM: _Explanation(
         "SMC-R does not work on this operating system, or with this Python",
-        "run both ends on Linux on x86-64, with a Python that has the GIL",
+        "run both ends on Linux, with a Python that has the GIL",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.NOT_PERMITTED: _Explanation(

@@ -57,6 +57,10 @@ class StackStatistics:
 
     connections: int = 0
     """SMC-R connections opened, open ones included."""
+    client_connections: int = 0
+    """Those that this side has opened as the TCP client."""
+    server_connections: int = 0
+    """Those that this side has accepted."""
     agreed: Mapping[Agreed, int]
     """SMC-R connections opened, by the terms of their link groups."""
     open_connections: int = 0

@@ -79,7 +79,7 @@ def established_stream(
     stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
     if options is not None:
         stream.inherit(options)
-    stack.groups.count_smc(stream, outcome.group.agreed)
+    stack.groups.count_smc(stream, outcome.group)
     if config.learns_short and peer is not None:
         stack.short_connections.opened(endpoint.connection, peer)
     return stream
@@ -104,5 +104,5 @@ def _ended_stream(
         close_with_reset(sock)
     else:
         sock.close()
-    stack.groups.count_smc(stream, outcome.group.agreed)
+    stack.groups.count_smc(stream, outcome.group)
     return stream

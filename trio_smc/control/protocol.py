@@ -18,6 +18,10 @@ answers with one message of the part "capture", whose data is the stack's peer I
 sends a pcapng file of all later events, with at most ``payload`` bytes of each RDMA write, until
 one side closes.
 
+A request ``{"version": 1, "want": ["sizes"], "seconds": 5}`` counts the sizes of RDMA writes and of
+the data that CDC messages announce for so many seconds, and answers with "process" and "sizes".
+Nothing is counted otherwise, so that the data path has no extra work.
+
 A request ``{"version": 1, "want": ["drain"], "rnic": NAME}``, or with ``"link_group": NUMBER``,
 takes an RNIC or a link group out of service (`Stack.drain_rnic`, `Stack.drain_link_group`);
 "undrain" puts it back.  With ``"stack": PEERID`` only the stack with this peer ID does so.  The
@@ -49,12 +53,14 @@ __all__ = [
     "DIRECTORY",
     "DRAINS",
     "HEADER_SIZE",
+    "MOST_SECONDS",
     "PARTS",
     "PIECE",
     "REPLY_LIMIT",
     "REPORT_EVERY",
     "REPORT_TO",
     "REQUEST_LIMIT",
+    "SIZES",
     "VERSION",
     "Closer",
     "DirectoryUnusable",
@@ -75,8 +81,13 @@ DIRECTORY: Final = "control"
 """The name of the directory of control sockets, in the private directory."""
 PARTS: Final = (
     "statistics", "connections", "link_groups", "rnics", "listeners", "settings", "events",
+    "interfaces",
 )  # fmt: skip
 """The parts that a client may request."""
+SIZES: Final = "sizes"
+"""The part with histograms of sizes.  A request for this part names no other part."""
+MOST_SECONDS: Final = 60
+"""The longest time for which sizes are counted.  Chosen."""
 CAPTURE: Final = "capture"
 """The part that starts a capture.  A request for this part names no other part."""
 DRAINS: Final = ("drain", "undrain")

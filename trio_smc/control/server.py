@@ -28,6 +28,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.interrupts import ki_protected
 from trio_smc.config.config import Config
 from trio_smc.control import protocol as control
+from trio_smc.control.sizes import SizeCounter
 from trio_smc.control.snapshot import Snapshots, plain_statistics
 from trio_smc.host.descriptors import Closer, receive_bytes
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
@@ -210,6 +211,9 @@ class ControlSocket:
             if len(wanted) == 1 and wanted[0] in control.DRAINS:
                 await self._drain(stream, wanted[0], request)
                 return
+            if wanted == [control.SIZES]:
+                await self._send_sizes(stream, request.get("seconds"), scope)
+                return
             for part, data in self._snapshots.parts(wanted):
                 await stream.send_all(control.encode({"part": part, "data": data}))
             last: dict[str, Any] = {"part": "end", "data": None}
@@ -248,6 +252,32 @@ class ControlSocket:
         if call is not None:
             users = self._snapshots.users(rnic, number)
             await stream.send_all(control.encode({"part": change, "data": users}))
+        await stream.send_all(control.encode({"part": "end", "data": None}))
+
+    async def _send_sizes(self, stream: _Client, seconds: object, scope: trio.CancelScope) -> None:
+        """Count sizes for so many seconds, and send the histograms."""
+        good = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not good or not 0 < seconds <= control.MOST_SECONDS:  # type: ignore[operator]
+            raise ProtocolError(f"seconds are not a number above 0, at most {control.MOST_SECONDS}")
+        if self._captures >= _MAX_CAPTURES:
+            raise ProtocolError(f"{_MAX_CAPTURES} captures of this process are already running")
+        self._captures += 1
+        counter = SizeCounter(self._stack)
+        try:
+            scope.deadline += seconds  # type: ignore[operator]
+            counter.start()
+            # A client that closes early ends the count.
+            with trio.move_on_after(seconds):  # type: ignore[arg-type]
+                with contextlib.suppress(trio.BrokenResourceError):
+                    await stream.receive_some(1)
+                return
+        finally:
+            counter.stop()
+            self._captures -= 1
+        part, data = self._snapshots.process()
+        await stream.send_all(control.encode({"part": part, "data": data}))
+        sizes = counter.histograms()
+        await stream.send_all(control.encode({"part": control.SIZES, "data": sizes}))
         await stream.send_all(control.encode({"part": "end", "data": None}))
 
     async def _finish_drain(

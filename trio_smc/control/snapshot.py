@@ -19,6 +19,9 @@ from trio_smc._base.release import RELEASE
 from trio_smc._base.statistics import Agreed
 from trio_smc.config.config import Config
 from trio_smc.control.protocol import PARTS, PIECE
+from trio_smc.host.addresses import interface_addresses
+from trio_smc.host.pnet import interfaces
+from trio_smc.rnic.roce.device import VerbsRnic
 
 if TYPE_CHECKING:
     from trio_smc._base.statistics import StackStatistics, StreamStatistics
@@ -71,6 +74,8 @@ class Snapshots:
                     yield from _pieces(part, stack.listening_addresses, list)
                 case "settings":
                     yield part, _settings(stack.config)
+                case "interfaces":
+                    yield from _pieces(part, list(_interfaces()), dict)
                 case "events":
                     entries = stack.runtime.groups.journal.entries()
                     yield from _pieces(part, entries, lambda entry: entry._asdict())
@@ -144,6 +149,8 @@ class Snapshots:
             "state": view.state,
             "local": view.local_address,
             "peer": view.peer_address,
+            "flags_sent": view.flags_sent,
+            "flags_received": view.flags_received,
             "send_queue": view.send_queue,
             "receive_queue": view.receive_queue,
             "link_group": None if group is None else self._numbers.get(group),
@@ -163,6 +170,7 @@ class Snapshots:
             "role": view.role,
             "peer_id": view.peer_id.hex(),
             "kind": view.kind,
+            "asymmetric_side": _asymmetric_side(view),
             "state": view.state,
             "drained": view.drained,
             **view.agreed._asdict(),
@@ -171,6 +179,9 @@ class Snapshots:
                     "number": link.number,
                     "state": link.state,
                     "rnic": link.rnic.name,
+                    "gid": link.rnic.gid.hex(),
+                    "peer_gid": None if link.peer_gid is None else link.peer_gid.hex(),
+                    **self._network(link.rnic),
                     "user_id": link.user_id,
                     "peer_user_id": link.peer_user_id,
                     "connections": link.connections,
@@ -185,6 +196,18 @@ class Snapshots:
 
     # --- RNICs -----------------------------------------------------------------------------
 
+    def _network(self, rnic: Rnic) -> dict[str, Any]:
+        """The network interface and the VLAN of an RNIC, and its interfaces in the PNET table."""
+        interface = None
+        if isinstance(rnic, VerbsRnic):
+            interface = interfaces().get(rnic.gid_entry.ifindex)
+        table = self._stack.runtime.rnic_set.table
+        return {
+            "netdev": None if interface is None else interface.name,
+            "vlan": None if interface is None else interface.vlan,
+            "pnet": [net for net, name in table if name == rnic.name],
+        }
+
     def _rnic(self, rnic: Rnic) -> dict[str, Any]:
         return {
             "name": rnic.name,
@@ -196,9 +219,15 @@ class Snapshots:
             "gid": rnic.gid.hex(),
             "mac": rnic.mac.hex(),
             "mtu": 128 << rnic.mtu,
-            "pnet": [net for net, name in self._stack.runtime.rnic_set.table if name == rnic.name],
+            **self._network(rnic),
             "links": sum(
                 link.rnic is rnic for group in self._stack.link_groups for link in group.links
+            ),
+            "critical": sum(
+                link.rnic is rnic
+                for group in self._stack.link_groups
+                if all(link.rnic is rnic for link in group.links)
+                for link in group.links
             ),
         }
 
@@ -219,6 +248,24 @@ def _settings(config: Config) -> list[dict[str, str]]:
                 text = ", ".join(each.name for each in value)
             found.append({"name": field.name, "value": text[:_MAX_VALUE]})
     return found
+
+
+def _asymmetric_side(view: LinkGroupView) -> str | None:
+    """The side that has only one RNIC for the links of an asymmetric group (RFC 7609, 2.2.2)."""
+    if view.kind != "asymmetric":
+        return None
+    return "local" if len({link.rnic for link in view.links}) == 1 else "peer"
+
+
+def _interfaces() -> Iterator[dict[str, Any]]:
+    """The network interfaces of this host with their addresses."""
+    addresses = interface_addresses()
+    for index, interface in interfaces().items():
+        yield {
+            "name": interface.name,
+            "vlan": interface.vlan,
+            "addresses": addresses.get(index, []),
+        }
 
 
 def _pieces(

@@ -276,6 +276,11 @@ class Connection:
         return self._machine.state
 
     @property
+    def peer_flags(self) -> int:
+        """D, C and A received so far (A.4)."""
+        return self._peer_flags
+
+    @property
     def unread(self) -> bool:
         """True if the application has data to read (guard of the states)."""
         return self.receiver.received != self.receiver.consumed
@@ -466,8 +471,13 @@ class Connection:
 
     @property
     def tcp_has_ended(self) -> bool:
-        """True if the peer has ended the TCP connection, or this side has."""
-        return self._tcp_ended or self._host.tcp_end(self) != "none"
+        """True if the peer has ended the TCP connection, or this side has.
+
+        False in the handshake: its messages are read first, and then the end.
+        """
+        if self._tcp_ended:
+            return True
+        return self.state != "INIT" and self._host.tcp_end(self) != "none"
 
     @property
     def resets_tcp(self) -> bool:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trio_smc.datapath.cursor import to_wire
 from trio_smc.rnic.verbs import AWAKE, DeliveryUnknown
+from trio_smc.rnic.words import Words
 from trio_smc.wire import cdc
 
 if TYPE_CHECKING:
@@ -110,12 +111,10 @@ class Channel(Protocol):
             like everything that was posted and did not complete.
         """
 
-    def progress_word(
-        self, address: int, rkey: int, size: int
-    ) -> tuple[memoryview[int], int] | None:
+    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         """See `QueuePair.progress_word`."""
 
-    def peer_asleep(self) -> memoryview[int]:
+    def peer_asleep(self) -> Words:
         """See `QueuePair.peer_asleep`."""
 
     def hand_over(self, poster: Poster, successor: Poster | None) -> None:
@@ -222,9 +221,9 @@ class Messenger:
         self.peer_token: int = 0
         self.peer_usable: int = 1
         self.peer_first: int = 0
-        self.progress: memoryview[int] | None = None
+        self.progress: Words | None = None
         self.progress_at: int = 0
-        self.peer_asleep: memoryview[int] = AWAKE
+        self.peer_asleep: Words = AWAKE
         self.produced: int = 0
         self.announced: int = 0
         self.sequence: int = 0

@@ -57,6 +57,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.cursor import advance_untrusted
 from trio_smc.datapath.rmb import EYE_CATCHER
 from trio_smc.rnic.verbs import DeliveryUnknown
+from trio_smc.rnic.words import Words
 from trio_smc.wire.cdc import WRITER_BLOCKED
 
 if TYPE_CHECKING:
@@ -474,7 +475,7 @@ class Sender:
         else:
             messenger.defer(later)
 
-    def _find_progress(self, channel: Channel) -> memoryview[int] | None:
+    def _find_progress(self, channel: Channel) -> Words | None:
         """Find the word that shows the peer what was written, if this process ends unexpectedly,
         and the word that shows whether the peer sleeps.
 

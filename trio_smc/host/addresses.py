@@ -197,6 +197,14 @@ def address_interface(address: str) -> int | None:
     return next((item.interface for item in _addresses() if item.address == plain), None)
 
 
+def interface_addresses() -> dict[int, list[str]]:
+    """The addresses of each interface, by its index."""
+    found: dict[int, list[str]] = {}
+    for item in _addresses():
+        found.setdefault(item.interface, []).append(str(item.address))
+    return found
+
+
 def all_prefixes() -> tuple[Prefix, ...]:
     """All networks of this host's interfaces, including loopback and link-local ones."""
     return tuple(dict.fromkeys(item.prefix for item in _addresses()))

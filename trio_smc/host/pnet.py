@@ -41,6 +41,7 @@ __all__ = [
     "PnetTable",
     "PortGid",
     "choose_gids",
+    "explain_interface",
     "interfaces",
     "parse_table",
     "problem_of_name",
@@ -228,6 +229,44 @@ def choose_gids(
     for gid in sorted(fitting, key=lambda gid: (_rank(gid, address, network), gid.number)):
         best.setdefault(gid.port, gid)
     return sorted(best.values(), key=lambda gid: order[gid.port])
+
+
+def explain_interface(
+    name: str, *, gids: Sequence[PortGid], interfaces: Mapping[int, Interface], table: PnetTable
+) -> list[tuple[str, bool, str]]:
+    """The ports that serve an interface or are named for it: name, True if it serves, and why.
+
+    Args:
+      name: the name of the interface.
+      gids, interfaces, table: as for `choose_gids`.
+
+    Raises:
+      ValueError: there is no such interface.
+    """
+    route = next((each for each in interfaces.values() if each.name == name), None)
+    if route is None:
+        raise ValueError(f"this host has no network interface {name[:_SHOWN]!r}")
+    vlan = "no VLAN" if route.vlan is None else f"VLAN {route.vlan}"
+    ports = _ports_in_table(route, interfaces, table)
+    if ports is None:
+        found: dict[str, tuple[str, bool, str]] = {}
+        for gid in _gids_of(route, gids, interfaces):
+            owner = interfaces[gid.interface].name if gid.interface in interfaces else "?"
+            member = "" if owner == name else f", a member of the bond {name}"
+            why = f"its GID {gid.number} belongs to {owner}{member}; no line of the PNET table"
+            found.setdefault(gid.port, (gid.port, True, why))
+        return list(found.values())
+    explained = []
+    for port in dict.fromkeys(ports):
+        own = [gid for gid in gids if gid.port == port and gid.interface in interfaces]
+        fits = any(interfaces[gid.interface].vlan == route.vlan for gid in own)
+        why = "the PNET table names it"
+        if not own:
+            why += ", but there is no such port with a GID"
+        elif not fits:
+            why += f", but it has no GID in {vlan}"
+        explained.append((port, fits, why))
+    return explained
 
 
 def same_network(

@@ -84,6 +84,8 @@ _SO_PEERGROUPS = 59  # linux/include/uapi/asm-generic/socket.h; 4 bytes for each
 _MOST_GROUPS = 256  # of a peer, as many as Python has room for
 _SHARED_MODE = 0o3770
 _MEMBER_MODE = 0o2750  # of a member's directory in it, and of all below that
+_DEEPEST = 3  # levels of directories below: tcp/NAMESPACE/ADDRESS
+_ANNOUNCED = "announced"  # its sockets have names before anything reads them (discovery.names)
 _MOST_NAMES = 4096  # that are looked at in one directory
 _MOST_SOCKETS = 1024  # of them
 _MOST_MEMBERS = 64  # users whose directories are looked at
@@ -161,6 +163,39 @@ def shared_group(path: Path, found: os.stat_result) -> int | None:
     return found.st_gid
 
 
+def _sharing_problem(path: Path, found: os.stat_result) -> str | None:
+    """The reason why a group's directory is not shared, with a remedy that keeps it the group's.
+
+    None if the directory is not meant for a group: its group cannot write there, or it is a default
+    place.
+
+    path, found: as in `shared_group`.
+    """
+    if not is_named(path) or not found.st_mode & stat.S_IWGRP or found.st_mode & stat.S_IWOTH:
+        return None
+    group, mode = _group_name(found.st_gid), stat.S_IMODE(found.st_mode)
+    if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_nobody(found.st_gid, "gid"):
+        return (
+            f"{path} is for the group {group}, and this process is not in that group, for which "
+            f"only mode 700 is private: add its user {os.geteuid()} to the group "
+            f"(usermod -aG {group} USER), and start it again"
+        )
+    return (
+        f"{path} has mode {mode:04o} where only 700 is private, and only {_SHARED_MODE:o} is "
+        f"shared; it is for the group {group}: chmod {_SHARED_MODE:o} {path} keeps it shared"
+    )
+
+
+def _group_name(group: int) -> str:
+    """The name of a group, or its number."""
+    import grp  # not on every system
+
+    try:
+        return grp.getgrgid(group).gr_name
+    except (KeyError, OSError):
+        return str(group)
+
+
 class PrivateDirectory:
     """The user's private directory, or a group's, or one below it, held open until `close`.
 
@@ -217,11 +252,12 @@ class PrivateDirectory:
             return cls(descriptor, group)
         if found.st_uid != os.geteuid():
             os.close(descriptor)
-            text = f"{path} belongs to user {found.st_uid}"
+            text = _sharing_problem(path, found) or f"{path} belongs to user {found.st_uid}"
             raise DirectoryUnusable(FallbackReason.OTHER_USER, text)
         if found.st_mode & 0o077:
             os.close(descriptor)
-            text = f"{path} has mode {stat.S_IMODE(found.st_mode):o} where only 700 is private"
+            mode = f"{path} has mode {stat.S_IMODE(found.st_mode):o}"
+            text = _sharing_problem(path, found) or f"{mode} where only 700 is private"
             raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text)
         return cls(descriptor, owner=found.st_uid)
 
@@ -531,6 +567,28 @@ class PrivateDirectory:
             for name in self._sockets():
                 if name.removeprefix(_HIDDEN).startswith(prefix):
                     self.remove_dead(name, young=listening and not name.startswith(_HIDDEN))
+
+    def remove_leftovers(self, depth: int = _DEEPEST) -> None:
+        """Remove the sockets of dead processes here and in this user's directories below.
+
+        Sockets that cannot be examined stay.
+
+        depth: levels of directories below that are looked at.
+        """
+        if not self._is_shared:
+            self.remove_stale()
+        if not depth:
+            return
+        with contextlib.suppress(OSError):
+            for entry in self.entries():
+                if entry.name == _ANNOUNCED or not entry.is_dir(follow_symlinks=False):
+                    continue
+                with (
+                    contextlib.suppress(OSError),
+                    contextlib.closing(self._inner(entry.name)) as one,
+                ):
+                    if one.owner == os.geteuid():
+                        one.remove_leftovers(depth - 1)
 
     def _sockets(self) -> list[str]:
         found: list[str] = []

@@ -73,8 +73,19 @@ def queued(sock: trio.socket.SocketType | socket.socket) -> int:
 
 
 def _listen_queue(sock: trio.socket.SocketType | socket.socket) -> tuple[int, int]:
-    waiting, limit = _BACKLOG.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32))
+    waiting, limit = _BACKLOG.unpack(_tcp_info(sock, _BACKLOG.size))
     return int(waiting), int(limit)
+
+
+def _tcp_info(sock: trio.socket.SocketType | socket.socket, size: int) -> bytes:
+    """The first ``size`` bytes of struct tcp_info.
+
+    Raises OSError, also if the system returns less, as QEMU's emulation of system calls does.
+    """
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+    if len(info) < size:
+        raise OSError(errno.ENOTSUP, "TCP_INFO is incomplete")
+    return info
 
 
 def disconnect(sock: trio.socket.SocketType | socket.socket) -> bool:

@@ -28,13 +28,13 @@ import contextlib
 import ctypes
 import mmap
 import os
-import struct
 import sys
 from collections.abc import Callable
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.resources import is_lack
 from trio_smc.host.overcommit import may_refuse_pages
+from trio_smc.rnic.words import Words, shared_words
 
 __all__ = [
     "PROGRESS_SIZE",
@@ -53,9 +53,8 @@ took 140 ms."""
 _HUGE_PAGE = 2 << 20  # the last page of a memfd may be one ("shmem_enabled")
 _BLOCK = 512  # unit of st_blocks (stat(3type))
 PROGRESS_SIZE = 4096
-"""Bytes of the page with progress words."""
+"""Bytes of the progress words, which begin a page of their own."""
 PROGRESS_WORDS = PROGRESS_SIZE // 8
-_WORD = struct.Struct("=Q")
 if sys.platform == "linux":  # other systems have no RNIC, and no caller
     import fcntl
 
@@ -128,6 +127,7 @@ class Memory:
 
     pinned = False
     has_progress: bool = False
+    _progress: Words | None = None
 
     def __init__(self, size: int, *, name: str = "trio_smc", progress: bool = False) -> None:
         """``progress``: add progress words behind the pages of ``size`` bytes."""
@@ -146,9 +146,10 @@ class Memory:
             raise
         whole = memoryview(self._map)
         self.view: memoryview[int] = whole[:size]
-        self._progress = whole[self.mapped - PROGRESS_SIZE :] if progress else whole[:0]
+        self._slices: list[memoryview | Words] = []
+        if progress:
+            self._progress = self._words(whole[self.mapped - PROGRESS_SIZE :])
         whole.release()
-        self._slices: list[memoryview] = []
         self._committed = False  # `commit` has allocated some pages
         self._progress_committed = False
 
@@ -176,10 +177,7 @@ class Memory:
 
         0 if the memory has none.
         """
-        if not self.has_progress:
-            return 0
-        word: int = _WORD.unpack_from(self._progress, number * 8)[0]
-        return word
+        return 0 if self._progress is None else self._progress[number]
 
     def clear_progress(self, number: int) -> None:
         """Set the progress word with this number to 0; no-op if the memory has none.
@@ -187,19 +185,28 @@ class Memory:
         Raises:
           OSError: as `commit`.
         """
-        if self.has_progress:
+        if self._progress is not None:
             if not self._progress_committed:
                 self._progress_committed = True
                 if not self.pinned and may_refuse_pages():
                     start = self.mapped - PROGRESS_SIZE
                     os.posix_fallocate(self.fd, start, PROGRESS_SIZE)
-            _WORD.pack_into(self._progress, number * 8, 0)
+            self._progress[number] = 0
 
     def slice(self, start: int, length: int) -> memoryview:
         """A view of ``length`` bytes from ``start``; `close` releases it."""
         piece = self.view[start : start + length]
         self._slices.append(piece)
         return piece
+
+    def words(self, start: int, length: int) -> Words:
+        """The words in ``length`` bytes from ``start``; `close` releases them."""
+        return self._words(self.view[start : start + length])
+
+    def _words(self, piece: memoryview) -> Words:
+        words = shared_words(piece)
+        self._slices.append(words)
+        return words
 
     @property
     def address(self) -> int:
@@ -262,7 +269,6 @@ class Memory:
             piece.release()
         self._slices.clear()
         self.view.release()
-        self._progress.release()
         with contextlib.suppress(BufferError):
             self._map.close()
         self.close_descriptor()
@@ -278,17 +284,17 @@ class PeerMemory:
       progress: the progress words; None if the memory has none.
     """
 
-    progress: memoryview[int] | None = None
+    progress: Words | None = None
 
     def __init__(self, fd: int, size: int, *, progress: bool = False) -> None:
         self.size = size
         self.mapped: int = _mapped_size(size, progress=progress)
         self._map = _mapped(fd, self.mapped)
-        self._casts: list[memoryview] = []
+        self._kept: list[Words] = []
         whole = memoryview(self._map)
         self.view: memoryview[int] = whole[:size]
         if progress:
-            self.progress = self._cast(whole[self.mapped - PROGRESS_SIZE :], "Q")
+            self.progress = self._words(whole[self.mapped - PROGRESS_SIZE :])
         whole.release()
 
     @classmethod
@@ -325,15 +331,14 @@ class PeerMemory:
                 raise
             raise ProtocolError(f"the shared memory cannot be mapped: {problem}") from problem
 
-    def cast(self, start: int, length: int, code: str) -> memoryview:
-        """A view of a part of the memory as native integers (``code`` as in `struct`)."""
-        return self._cast(self.view[start : start + length], code)
+    def words(self, start: int, length: int) -> Words:
+        """The words in ``length`` bytes from ``start``; `close` releases them."""
+        return self._words(self.view[start : start + length])
 
-    def _cast(self, piece: memoryview, code: str) -> memoryview:
-        words = piece.cast(code)  # type: ignore[call-overload]
-        piece.release()
-        self._casts.append(words)
-        return words  # type: ignore[no-any-return]
+    def _words(self, piece: memoryview) -> Words:
+        words = shared_words(piece)
+        self._kept.append(words)
+        return words
 
     def close(self, later: Callable[[Callable[[], object]], object] | None = None) -> None:
         """Unmap the memory and invalidate all views.  Idempotent.
@@ -341,9 +346,9 @@ class PeerMemory:
         ``later``: calls its argument in another thread.  Used for large memory, because unmapping
         frees all pages if this process is the last one that maps them.
         """
-        for words in self._casts:
+        for words in self._kept:
             words.release()
-        self._casts.clear()
+        self._kept.clear()
         self.view.release()
         if later is None or self.mapped <= QUICK_TO_FREE or self._map.closed:
             self._map.close()

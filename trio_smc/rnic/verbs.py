@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from .memory import Memory
+from .words import Words
 
 __all__ = [
     "AWAKE",
@@ -282,9 +283,7 @@ class QueuePair(ABC):
         """
         return False
 
-    def progress_word(
-        self, address: int, rkey: int, size: int
-    ) -> tuple[memoryview[int], int] | None:
+    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         """Where to store the number of bytes that were written into an element of the peer.
 
         If this process ends before it has announced the data, the peer finds the number there
@@ -301,7 +300,7 @@ class QueuePair(ABC):
         """
         return memoryview(bytearray(8)).cast("Q"), 0
 
-    def peer_asleep(self) -> memoryview[int]:
+    def peer_asleep(self) -> Words:
         """One word that is not 0 while the peer sleeps until the next message arrives.
 
         Always 0 if the RNIC cannot see that.  The peer can store any value there.  When the queue

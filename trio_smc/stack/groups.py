@@ -119,6 +119,7 @@ class GroupTable:
         self._ended = ended
         self._fallbacks: Counter[tuple[Origin, FallbackReason]] = Counter()
         self._agreed: Counter[Agreed] = Counter()
+        self._client_connections = 0
         self._closed_totals = [0] * len(STREAM_COUNTERS)
         self._tcp_totals = 0, 0
         self._counts: Counter[str] = Counter()
@@ -291,9 +292,10 @@ class GroupTable:
         """A context manager that counts a handshake, as failed if it raises."""
         return _Handshake(self.handshakes)
 
-    def count_smc(self, connection: object, agreed: Agreed) -> None:
-        """Count a connection that became SMC-R, with the agreement of its link group."""
-        self._agreed[agreed] += 1
+    def count_smc(self, connection: object, group: LinkGroup) -> None:
+        """Count a connection that became SMC-R, by its role and the agreement of its link group."""
+        self._agreed[group.agreed] += 1
+        self._client_connections += group.client
         self.pump.note_new_connection()
         if self.observer is not None:
             self.observer.mode(connection, None)
@@ -326,6 +328,8 @@ class GroupTable:
         return StackStatistics(
             **dict(zip(STREAM_COUNTERS, totals, strict=True)),
             connections=self._agreed.total(),
+            client_connections=self._client_connections,
+            server_connections=self._agreed.total() - self._client_connections,
             agreed=MappingProxyType(dict(self._agreed)),
             tcp_bytes_sent=tcp_sent,
             tcp_bytes_received=tcp_received,

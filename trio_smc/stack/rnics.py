@@ -427,6 +427,16 @@ class StackRnics:
                     return rnic
         return FallbackReason.RNIC_DOWN if chosen else FallbackReason.NO_RNIC
 
+    def explain(self, interface: str) -> list[tuple[str, bool, str]]:
+        """The RoCE ports that serve a network interface, as `host.pnet.explain_interface`."""
+        gids = [
+            pnet.PortGid(rnic.name, gid.number, gid.kind, gid.ifindex, gid.value)
+            for rnic in self._ports()
+            for gid in ([rnic.gid_entry] if rnic.gid_is_fixed else rnic.gid_table())
+        ]
+        known = pnet.interfaces()
+        return pnet.explain_interface(interface, gids=gids, interfaces=known, table=self.table)
+
     def _ports(self) -> list[VerbsRnic]:
         return [
             rnic

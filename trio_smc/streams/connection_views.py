@@ -20,6 +20,7 @@ from trio_smc.rendezvous.links.link import Link
 from trio_smc.stack.connection_host import Endpoint
 from trio_smc.streams.group_views import LinkGroupView, LinkView, View
 from trio_smc.streams.tcp_stream import TcpStream
+from trio_smc.wire.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED, SENDING_DONE
 
 if TYPE_CHECKING:
     import trio
@@ -136,6 +137,17 @@ class ConnectionView(ABC):
         """The cursors; None over TCP, and before the peer's RMBE is known."""
         return None
 
+    @property
+    def flags_sent(self) -> str | None:
+        """The flags of this side in CDC messages (RFC 7609, A.4), as letters: "B" a sender waits
+        for the window, "D" sending done, "C" closed, "A" abnormal close; None over TCP."""
+        return None
+
+    @property
+    def flags_received(self) -> str | None:
+        """The flags that the peer has sent, like `flags_sent`; None over TCP."""
+        return None
+
     @abstractmethod
     def statistics(self) -> StreamStatistics:
         """Counters of the connection; over TCP only its bytes are counted."""
@@ -202,6 +214,16 @@ class RdmaConnectionView(View[Endpoint], ConnectionView):
             alert_token=core.alert_token,
         )
 
+    @property
+    def flags_sent(self) -> str:
+        messenger = self._core.connection.messenger
+        return _letters(messenger.flags, blocked=messenger.blocked)
+
+    @property
+    def flags_received(self) -> str:
+        core = self._core.connection
+        return _letters(core.peer_flags, blocked=core.receiver.writer_waits)
+
     def statistics(self) -> StreamStatistics:
         return self._core.connection.statistics()
 
@@ -254,6 +276,12 @@ def socket_name(
             name = getattr(sock, which)()
             return name[0], name[1]
     return None
+
+
+def _letters(endings: int, *, blocked: bool) -> str:
+    """Flags as the letters of RFC 7609, A.4."""
+    named = (("D", SENDING_DONE), ("C", CONNECTION_CLOSED), ("A", ABNORMAL_CLOSE))
+    return "B" * blocked + "".join(letter for letter, flag in named if endings & flag)
 
 
 def _queue(measure: Callable[[trio.socket.SocketType], int], sock: trio.socket.SocketType) -> int:

@@ -72,6 +72,12 @@ class LinkView(View[Link]):
         return self._core.peer_user_id
 
     @property
+    def peer_gid(self) -> bytes | None:
+        """The GID of the peer's end, 16 bytes; None while it is unknown."""
+        peer = self._core.peer
+        return None if peer is None else peer.gid
+
+    @property
     def connections(self) -> int:
         """Number of connections that send on the link, including those that are closing."""
         return self._core.load

@@ -11,11 +11,11 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import trio_smc
 from trio_smc.tools.commands import Command, load
-from trio_smc.tools.output import BAD_INPUT, ToolError, print_error
+from trio_smc.tools.output import BAD_INPUT, ToolError, error_text, print_error, print_text
 
 __all__ = ["main", "parser"]
 
@@ -30,19 +30,22 @@ Show the SMC-R connections of this user's processes, check servers, and run prog
 
 A running process that uses trio_smc has a control socket in the user's private directory
 ($XDG_RUNTIME_DIR/trio-smc, or /dev/shm/trio-smc-UID).  These commands query that socket.  Nothing
-leaves the machine, and only the user receives answers.
+leaves the machine, and only the user receives answers; root may inspect other users (--user,
+--all).
 
 The commands reasons, ladder, run, proxy, setup and teardown query no process.  The command check
 also connects to the server that you name.
 """
 
 _EPILOG = """
-Exit codes:
-  0    the command succeeded
-  1    a process did not answer, and one line on stderr names it; some commands also have other
-       reasons, which their help lists
-  2    bad input, or the command failed: one line on stderr describes the problem
-  130  interrupted by Ctrl-C
+Exit codes of all commands:
+  0    the command succeeded; check: SMC-R is used
+  1    a process did not answer, and one line on stderr names it; check: SMC-R is not used; drain:
+       connections remain; run --require-smc: a process of PROGRAM cannot use SMC-R
+  2    bad input, or the command failed: one line on stderr describes the problem, such as output
+       that cannot be written
+  127  run: there is no such program; otherwise run ends with the code or the signal of PROGRAM
+  130  interrupted by Ctrl-C; capture, top and check --listen end with 0 then
 
 `trio-smc COMMAND --help` explains a command, with examples.
 """
@@ -54,11 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: the arguments without the name of the program; None: `sys.argv`.
     """
-    options, unknown = parser().parse_known_args(arguments)
-    if unknown:
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    command: Command = options.command
     try:
+        return _written(_run(arguments))
+    except SystemExit as exit_:  # argparse has printed help or an error
+        code = exit_.code if isinstance(exit_.code, int) else BAD_INPUT
+        raise SystemExit(_written(code)) from None
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        options, unknown = parser().parse_known_args(arguments)
+        if unknown:
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        command: Command = options.command
         with contextlib.suppress(AttributeError):
             # The output's encoding may lack some characters, such as the arrow of `ss -v`.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -67,12 +78,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(f"{PROGRAM}: {error}")
         return error.code
     except BrokenPipeError:
-        # The reader of the pipe, such as `head`, has ended.  At its exit the interpreter flushes
-        # stdout, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0  # the reader of the pipe, such as `head`, has ended
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def _written(code: int) -> int:
+    """The exit code, after the buffered output was written; `BAD_INPUT` if that is impossible."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except ValueError:
+        pass  # it is closed
+    except OSError as error:
+        # At its exit the interpreter flushes stdout again, which would fail again.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return code
+        if code != BAD_INPUT:  # otherwise another line has described an error
+            print_error(f"{PROGRAM}: cannot write the output: {error_text(error)}")
+        return BAD_INPUT
+    return code
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=_Formatter,
     )
     build = "compiled" if trio_smc.__compiled__ else "pure"
-    version = f"%(prog)s {trio_smc.__version__} ({build})"
+    version = f"%(prog)s {trio_smc.__version__} ({build}, {trio_smc.SoftRnic.variant})"
     whole.add_argument("--version", action="version", version=version)
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in load():
@@ -106,6 +133,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         print_error(f"{self.prog}: {message} (try {self.prog} --help)")
         sys.exit(BAD_INPUT)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # That of argparse ignores that the output cannot be written.
+        if message and file is sys.stdout and file is not None:
+            print_text(message)
+        else:
+            super()._print_message(message, file)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import selectors
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from trio_smc import ConnectionCursors, ProtocolError, StackStatistics, StreamStatistics
 from trio_smc._base.printable import clean, printable
@@ -33,7 +36,8 @@ from trio_smc._base.release import RELEASE
 from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.control import protocol as control
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
-from trio_smc.tools.output import ToolError, print_error
+from trio_smc.tools.output import ToolError, print_error, user_name
+from trio_smc.tools.places import Places, identity_of
 from trio_smc.tools.proc import Process
 
 __all__ = [
@@ -45,10 +49,17 @@ __all__ = [
     "check_untrusted",
     "stream_capture",
     "take_snapshots",
+    "take_untrusted",
 ]
 
 TIMEOUT: Final = 3.0
 """Seconds for the answers of all stacks together.  Chosen."""
+_MOST_USERS: Final = 64
+"""Users that are inspected at the same time.  Chosen."""
+_CHILD_START: Final = 5.0
+"""Seconds that a child process may take to start, in addition to `TIMEOUT`.  Chosen."""
+_CHILD_END: Final = 1.0
+"""Seconds that a killed child may take to end.  Chosen."""
 _LATER_TIMEOUT: Final = 0.2
 """Seconds for a process that did not answer in the last round.  Chosen."""
 _RETRY_INTERVAL: Final = 0.05
@@ -84,9 +95,10 @@ class Snapshot:
       stack: the peer ID, hexadecimal.
       release: of trio_smc in the process; None: it is older than 0.2.0.
       uptime: seconds since the stack was opened, or None.
+      uid: the user of the process.
       program: the command line of the process, shortened.
       ueids: the UEIDs with which the stack offers SMC-R version 2, or None.
-      statistics, connections, link_groups, rnics, listeners, settings, events: as in
+      statistics, connections, link_groups, rnics, listeners, settings, events, interfaces: as in
         `control.snapshot`; empty if they were not requested.
     """
 
@@ -94,6 +106,7 @@ class Snapshot:
     stack: str = ""
     release: str | None = None
     uptime: float | None = 0.0
+    uid: int | None = None
     program: str = ""
     ueids: list[str] | None = field(default_factory=list)
     statistics: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +116,9 @@ class Snapshot:
     listeners: list[list[Any]] = field(default_factory=list)
     settings: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    interfaces: list[dict[str, Any]] = field(default_factory=list)
+    sizes: dict[str, Any] | None = None
+    """Histograms of sizes, if they were requested."""
     drain: int | None = None
     """After a drain or its end: the connections that still use the RNIC or the link group."""
 
@@ -170,13 +186,14 @@ def _print_releases(releases: dict[int, str | None]) -> None:
 
 
 def take_snapshots(
-    directory: Path,
+    directory: Path | Places,
     want: Sequence[str],
     pid: int | None = None,
     *,
     required: bool = True,
     silent: SilentProcesses | None = None,
     more: Mapping[str, Any] | None = None,
+    seconds: float = 0,
 ) -> list[Snapshot]:
     """Query all stacks at the same time, or those of one process, and sort them by process number.
 
@@ -184,10 +201,11 @@ def take_snapshots(
     removed from the directory.
 
     Args:
-      directory: the private directory.
+      directory: the private directory, or those of several users.
       want: the requested parts (`trio_smc.control.protocol.PARTS`).
       pid: the process to query; None: all.
       required: True if the absence of any stack is an error.
+      seconds: how much longer than `TIMEOUT` the answers may take.
       more: further fields of the request, for the parts `trio_smc.control.protocol.DRAINS`.
       silent: receives the processes without a valid answer.  If ``silent`` is None, these processes
         are ignored as long as another process answers.
@@ -196,22 +214,14 @@ def take_snapshots(
       ToolError: the directory is not private, there is no stack, the process ``pid`` sent no valid
         answer, or all answers are damaged; without ``silent`` also if no process sent an answer.
     """
-    found: list[Snapshot] = []
-    problems: dict[int, str] = {}
-    timed_out = False
-    with _opened(directory) as root:
-        names = [each for each in _named_sockets(root) if pid is None or each[0] == pid]
-        silent_before = set() if silent is None else set(silent.last)
-        request = control.encode({"want": list(want), **(more or {})})
-        for query in _query_all(root, names, request, silent_before):
-            try:
-                snapshot = _snapshot_untrusted(query, want)
-            except (OSError, ProtocolError) as error:
-                problems[query.pid] = f"process {query.pid} {_problem(error)}"
-                timed_out = timed_out or isinstance(error, TimeoutError)
-            else:
-                if snapshot is not None:
-                    found.append(snapshot)
+    request = control.encode({"want": list(want), **(more or {})})
+    silent_before = frozenset(silent.last) if silent is not None else frozenset()
+    round_ = _Round([], {})
+    if isinstance(directory, Places):
+        _take_places(round_, directory, want, pid, request, silent_before, seconds)
+    else:
+        _take(round_, directory, want, pid, request, silent_before, seconds, clean=True)
+    found, problems, timed_out = round_.found, round_.problems, round_.timed_out
     if not found and problems and (silent is None or pid is not None or not timed_out):
         first, *others = problems
         if silent is not None:
@@ -225,7 +235,156 @@ def take_snapshots(
     return found
 
 
-def _no_stack(directory: Path, pid: int | None) -> str:
+@dataclass(slots=True)
+class _Round:
+    """The result of one round of queries.
+
+    Attributes:
+      found: the stacks that answered.
+      problems: a sentence for each process that sent no valid answer.
+      timed_out: True if a process did not answer in time.
+    """
+
+    found: list[Snapshot]
+    problems: dict[int, str]
+    timed_out: bool = False
+
+
+def _take(
+    round_: _Round, directory: Path, want: Sequence[str], pid: int | None, request: bytes,
+    silent_before: AbstractSet[int], seconds: float, *, clean: bool,
+) -> None:  # fmt: skip
+    """Query the stacks of one directory.
+
+    Args:
+      clean: True if the sockets of dead processes are removed.
+    """
+    with _opened(directory) as root:
+        names = [each for each in _named_sockets(root) if pid is None or each[0] == pid]
+        queries = _query_all(root, names, request, silent_before, seconds, clean=clean)
+        if clean and any(query.gone for query in queries):
+            _remove_leftovers(directory)
+        for query in queries:
+            try:
+                snapshot = _snapshot_untrusted(query, want)
+            except (OSError, ProtocolError) as error:
+                round_.problems[query.pid] = f"process {query.pid} {_problem(error)}"
+                round_.timed_out = round_.timed_out or isinstance(error, TimeoutError)
+            else:
+                if snapshot is not None:
+                    round_.found.append(snapshot)
+
+
+def take_untrusted(request: dict[str, Any]) -> dict[str, Any]:
+    """Query the stacks of one user, in the child process of `_take_places`, and return the result
+    as values for JSON.  The request has the fields that `_take_places` sends."""
+    round_ = _Round([], {})
+    errors: list[str] = []
+    with identity_of(request["uid"]):
+        for directory in request["directories"]:
+            try:
+                _take(
+                    round_, Path(directory), request["want"], request["pid"],
+                    request["request"].encode("latin-1"), frozenset(request["silent_before"]),
+                    request["seconds"], clean=False,
+                )  # fmt: skip
+            except ToolError as error:
+                errors.append(str(error))
+    return {
+        "found": [asdict(each) for each in round_.found],
+        "problems": list(round_.problems.items()),
+        "timed_out": round_.timed_out,
+        "errors": errors,
+    }
+
+
+def _take_places(
+    round_: _Round, places: Places, want: Sequence[str], pid: int | None, request: bytes,
+    silent_before: AbstractSet[int], seconds: float,
+) -> None:  # fmt: skip
+    """Query the stacks of several users at the same time, with one child process for each.
+
+    Nothing is removed.  A child that does not end in time is killed.
+    """
+    by_uid: dict[int, list[str]] = {}
+    for place in places.all:
+        by_uid.setdefault(place.uid, []).append(str(place.directory))
+    users = list(by_uid.items())
+    if places.truncated or len(users) > _MOST_USERS:
+        print_error("trio-smc: there are more users or directories than are inspected")
+    deadline = time.monotonic() + TIMEOUT + seconds + _CHILD_START
+    with contextlib.ExitStack() as exits:
+        children = []
+        for uid, directories in users[:_MOST_USERS]:
+            message = {
+                "uid": uid, "directories": directories, "want": list(want), "pid": pid,
+                "request": request.decode("latin-1"), "silent_before": list(silent_before),
+                "seconds": seconds,
+            }  # fmt: skip
+            child, output = _start_child(message)
+            exits.enter_context(output)
+            exits.callback(_end_child, child)
+            children.append((uid, child, output))
+        for uid, child, output in children:
+            try:
+                child.wait(max(deadline - time.monotonic(), 0.1))
+                output.seek(0)
+                answer = json.load(output)
+            except (subprocess.TimeoutExpired, ValueError) as error:
+                late = isinstance(error, subprocess.TimeoutExpired)
+                why = "does not answer in time" if late else "cannot be inspected"
+                # A number that no process has.
+                round_.problems[-1 - uid] = f"user {user_name(uid)}: a directory {why}"
+                round_.timed_out = True
+                continue
+            round_.found += [Snapshot(**each) for each in answer["found"]]
+            round_.problems |= dict(answer["problems"])
+            round_.timed_out = round_.timed_out or answer["timed_out"]
+            for text in answer["errors"]:
+                print_error(f"trio-smc: user {user_name(uid)}: {text}")
+    # One process may have been found by two paths to its directory.
+    once = {(each.pid, each.stack): each for each in round_.found}
+    round_.found = sorted(once.values(), key=lambda each: each.pid)
+
+
+def _start_child(message: dict[str, Any]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Start a child process, and return it with the file of its output."""
+    # The child finds modules where this process does, and not in the working directory.
+    code = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    code += "from trio_smc.tools.inspection import main; main()"
+    paths = [os.path.abspath(each) for each in sys.path if each]
+    output = os.fdopen(os.memfd_create("trio-smc-inspection", os.MFD_CLOEXEC), "w+b")
+    with os.fdopen(os.memfd_create("trio-smc-request", os.MFD_CLOEXEC), "w+b") as request:
+        request.write(json.dumps(message).encode())
+        request.seek(0)
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", code, json.dumps(paths)],
+            stdin=request, stdout=output, stderr=subprocess.DEVNULL, cwd="/",
+        )  # fmt: skip
+    return child, output
+
+
+def _end_child(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child that has not ended, and forget it if it cannot be killed."""
+    if child.poll() is None:
+        child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(_CHILD_END)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what a dead process has left: its control socket is not its only one."""
+    with contextlib.suppress(OSError, DirectoryUnusable), contextlib.ExitStack() as opened:
+        root = PrivateDirectory.open(directory, create=False)
+        opened.callback(root.close)
+        root.remove_leftovers()
+
+
+def _no_stack(directory: Path | Places, pid: int | None) -> str:
+    if isinstance(directory, Places):
+        users = {each.uid for each in directory.all}
+        whose = f"user {user_name(users.pop())}" if len(users) == 1 else "any user"
+        return f"no running process of {whose} has a stack" + (f" and number {pid}" if pid else "")
     if pid is None:
         return f"no running process has a stack in {directory}"
     try:
@@ -233,7 +392,8 @@ def _no_stack(directory: Path, pid: int | None) -> str:
     except OSError:
         return f"there is no process {pid}"
     if owner != os.geteuid():
-        return f"process {pid} belongs to user {owner}, and only that user may query it"
+        hint = f" (as root: --user {user_name(owner)})" if os.geteuid() == 0 else ""
+        return f"process {pid} belongs to user {owner}, and only that user may query it{hint}"
     return (
         f"process {pid} has no stack in {directory}: it does not use trio_smc, "
         "has another directory, or has Config(control=False)"
@@ -295,13 +455,18 @@ class _Query:
       done: True if the query has ended: the answer is complete, or the query failed.
       gone: True if the process has ended.
       error: the reason why the query failed.
+      uid: the user of the process, once it is connected.
     """
 
-    def __init__(self, root: PrivateDirectory, name: str, pid: int, request: bytes) -> None:
+    def __init__(
+        self, root: PrivateDirectory, name: str, pid: int, request: bytes, *, clean: bool
+    ) -> None:
+        self._clean = clean
         self.pid = pid
         self.data = bytearray()
         self.done = self.gone = False
         self.error: Exception | None = None
+        self.uid: int | None = None
         self._root = root
         self._name = name
         self._request = memoryview(request)
@@ -331,10 +496,11 @@ class _Query:
                 control.refuse_descriptors(self.sock)
                 self.sock.setblocking(False)
             if not self._connected:
-                if not _connect(self.sock, self._root, self._name):
+                if not _connect(self.sock, self._root, self._name, clean=self._clean):
                     self.gone = self.done = True
                     return
                 self._connected = True
+                self.uid = control.peer_user(self.sock)
             while self._request:
                 self._request = self._request[self.sock.send(self._request) :]
             # Receive only one piece, so that a fast sender does not delay the other queries.
@@ -354,6 +520,9 @@ def _query_all(
     names: Sequence[tuple[int, str]],
     request: bytes,
     silent_before: AbstractSet[int],
+    seconds: float,
+    *,
+    clean: bool,
 ) -> list[_Query]:
     """Send ``request`` to all sockets, and receive their answers for at most `TIMEOUT` seconds.
 
@@ -362,6 +531,8 @@ def _query_all(
       names: process numbers and names of sockets.
       request: the encoded request.
       silent_before: processes that did not answer in the last round, and have less time now.
+      seconds: how much longer the answers may take.
+      clean: True if the sockets of dead processes are removed.
     """
     start = time.monotonic()
     if root is None:
@@ -369,7 +540,7 @@ def _query_all(
     with contextlib.ExitStack() as exits:
         queries = []
         for pid, name in names:
-            query = _Query(root, name, pid, request)
+            query = _Query(root, name, pid, request, clean=clean)
             exits.callback(query.close)
             queries.append(query)
         selector = exits.enter_context(selectors.DefaultSelector())
@@ -381,7 +552,7 @@ def _query_all(
             waiting = [each for each in queries if not each.done]
             any_new = any(each.pid not in silent_before for each in waiting)
             timeout = TIMEOUT if any_new else min(TIMEOUT, _LATER_TIMEOUT)
-            left = start + timeout - time.monotonic()
+            left = start + timeout + seconds - time.monotonic()
             if not waiting or left <= 0:
                 return queries
             backlog_full = [each for each in waiting if not each.interest]
@@ -424,6 +595,7 @@ def _snapshot_untrusted(query: _Query, want: Sequence[str]) -> Snapshot | None:
     if "statistics" in want and not snapshot.statistics:
         raise ProtocolError("the answer has no statistics")
     snapshot.program = _program(query.pid)
+    snapshot.uid = query.uid
     return snapshot
 
 
@@ -454,8 +626,14 @@ class _Answer:
         raise TimeoutError
 
 
-def _connect(sock: socket.socket, root: PrivateDirectory, name: str) -> bool:
+def _connect(sock: socket.socket, root: PrivateDirectory, name: str, *, clean: bool = True) -> bool:
     """Connect to a stack's control socket; False if the process has ended.
+
+    Args:
+      sock: a new socket.
+      root: the directory of the socket.
+      name: its name.
+      clean: True if the socket of a dead process is removed.
 
     Raises:
       BlockingIOError, TimeoutError: the backlog is full.
@@ -467,8 +645,9 @@ def _connect(sock: socket.socket, root: PrivateDirectory, name: str) -> bool:
     except FileNotFoundError:
         return False  # the process has just ended
     except ConnectionRefusedError:
-        with contextlib.suppress(OSError):
-            root.remove(name)
+        if clean:
+            with contextlib.suppress(OSError):
+                root.remove(name)
         return False
     uid = control.peer_user(sock)
     if uid != os.geteuid():
@@ -505,6 +684,10 @@ def _add_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     if part in control.DRAINS:
         check_untrusted(data, int, part)
         snapshot.drain = data
+        return True
+    if part == control.SIZES:
+        check_untrusted(data, _SIZES, part)
+        snapshot.sizes = data
         return True
     if part not in SHAPES:
         return True  # the process is newer than this command
@@ -685,6 +868,8 @@ SHAPES: Final[dict[str, Any]] = {
             "state": str,
             "local": Maybe(_ADDRESS),
             "peer": Maybe(_ADDRESS),
+            "flags_sent": Maybe(str),
+            "flags_received": Maybe(str),
             "send_queue": int,
             "receive_queue": int,
             "link_group": Maybe(int),
@@ -711,6 +896,7 @@ SHAPES: Final[dict[str, Any]] = {
             "role": str,
             "peer_id": str,
             "kind": str,
+            "asymmetric_side": Maybe(str),
             "state": str,
             "drained": bool,
             **_AGREED,
@@ -719,6 +905,11 @@ SHAPES: Final[dict[str, Any]] = {
                     "number": int,
                     "state": str,
                     "rnic": str,
+                    "gid": str,
+                    "peer_gid": Maybe(str),
+                    "netdev": Maybe(str),
+                    "vlan": Maybe(int),
+                    "pnet": [str],
                     "user_id": int,
                     "peer_user_id": int,
                     "connections": int,
@@ -738,11 +929,15 @@ SHAPES: Final[dict[str, Any]] = {
             "gid": str,
             "mac": str,
             "mtu": int,
+            "netdev": Maybe(str),
+            "vlan": Maybe(int),
             "pnet": [str],
             "links": int,
+            "critical": int,
         }
     ],
     "listeners": [_ADDRESS],
+    "interfaces": [{"name": str, "vlan": Maybe(int), "addresses": [str]}],
     "settings": [{"name": str, "value": str}],
     "events": [
         {
@@ -755,6 +950,10 @@ SHAPES: Final[dict[str, Any]] = {
         }
     ],
 }
+
+
+_HISTOGRAM: Final = [{"limit": int, "count": int}]
+_SIZES: Final = {"sent": _HISTOGRAM, "received": _HISTOGRAM}
 
 
 def check_untrusted(value: Any, shape: Any, where: str) -> None:

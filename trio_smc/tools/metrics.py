@@ -17,6 +17,7 @@ counters, and waits for the result until a deadline.
 from __future__ import annotations
 
 import logging
+import platform
 import queue
 import time
 from collections import Counter
@@ -31,13 +32,12 @@ from prometheus_client.registry import Collector
 
 import trio_smc
 from trio_smc import Stack, StackStatistics
+from trio_smc.tools.metric_help import GAUGES, HELP, PREFIX
 
 __all__ = ["SmcCollector"]
 
 LOGGER = logging.getLogger("trio_smc.metrics")
 
-_PREFIX: Final = "trio_smc_"
-_GAUGES: Final = ("open_connections",)
 _BREAKDOWNS: Final = ("agreed", "fallbacks")
 
 
@@ -107,29 +107,27 @@ class SmcCollector(Collector):
         stacks = trio_smc.stacks() if self._stack is None else (self._stack,)
         for answer in [self._request(stack) for stack in stacks]:
             self._add(sums, answer, deadline)
-        yield _gauge("stacks", "stacks that are running", sums.stacks)
-        for name, value in sorted(sums.statistics.items()):
-            words = name.replace("_", " ")
-            if name in _GAUGES:
-                yield _gauge(name, words, value)
-            else:
-                yield CounterMetricFamily(_PREFIX + name, words, value=value)
-        yield CounterMetricFamily(
-            _PREFIX + "scrape_failures", "stacks that did not answer a scrape", self._failures
-        )
         yield _labelled(
-            "fallbacks", "connections that stay on TCP", ("origin", "reason"), sums.fallbacks,
+            "build_info", ("python", "version"),
+            Counter({(platform.python_version(), trio_smc.__version__): 1}),
+        )  # fmt: skip
+        yield GaugeMetricFamily(PREFIX + "stacks", HELP["stacks"], value=sums.stacks)
+        for name, value in sorted(sums.statistics.items()):
+            kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+            yield kind(PREFIX + name, HELP[name], value=value)
+        yield CounterMetricFamily(
+            PREFIX + "scrape_failures", HELP["scrape_failures"], self._failures
+        )
+        yield _labelled("fallbacks", ("origin", "reason"), sums.fallbacks, CounterMetricFamily)
+        yield _labelled(
+            "connections_agreed", ("version", "release", "ueid", "route"), sums.agreed,
             CounterMetricFamily,
         )  # fmt: skip
-        yield _labelled(
-            "connections_agreed", "connections by the terms of their link groups",
-            ("version", "release", "ueid", "route"), sums.agreed, CounterMetricFamily,
-        )  # fmt: skip
-        yield _labelled("connections_now", "connections", ("mode",), sums.connections)
-        yield _labelled("link_groups_now", "link groups", ("role", "kind"), sums.link_groups)
-        yield _labelled("links_now", "links", ("rnic", "state"), sums.links)
-        yield _labelled("rmb_elements", "RMB elements", ("bytes", "state"), sums.elements)
-        yield _labelled("rnic_port_active", "RNICs whose port is up", ("rnic", "kind"), sums.ports)
+        yield _labelled("connections_now", ("mode",), sums.connections)
+        yield _labelled("link_groups_now", ("role", "kind"), sums.link_groups)
+        yield _labelled("links_now", ("rnic", "state"), sums.links)
+        yield _labelled("rmb_elements", ("bytes", "state"), sums.elements)
+        yield _labelled("rnic_port_active", ("rnic", "kind"), sums.ports)
 
     def _request(self, stack: Stack) -> _Answers | Exception:
         try:
@@ -192,15 +190,11 @@ def _call_in_trio(stack: Stack, function: Callable[[], _Sums]) -> _Answers:
     return answers
 
 
-def _gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(_PREFIX + name, words, value=value)
-
-
 def _labelled(
-    name: str, words: str, labels: tuple[str, ...], values: Counter[tuple[str, ...]],
+    name: str, labels: tuple[str, ...], values: Counter[tuple[str, ...]],
     kind: type[CounterMetricFamily | GaugeMetricFamily] = GaugeMetricFamily,
 ) -> Metric:  # fmt: skip
-    family = kind(_PREFIX + name, words, labels=labels)
+    family = kind(PREFIX + name, HELP[name], labels=labels)
     for each, value in sorted(values.items()):
         family.add_metric(each, value)
     return family

@@ -1,42 +1,49 @@
-"""The output of commands: tables (with rich), JSON, lines, values as text, and errors.
+"""The output of commands: tables, JSON, lines, values as text, and errors.
 
 Commands print text only by this module.  The text may come from another process, so this module
-escapes control characters in it (`printable`), and rich does not interpret it as markup.
+escapes control characters in it (`printable`).  On terminals it colours what is TCP, and errors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import pwd
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, Self, TextIO
 
 from trio_smc._base.printable import printable
 from trio_smc._base.reasons import Diagnosis
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
+from trio_smc.tools.tables import Marked, Style, Table, coloured
 
 __all__ = [
     "BAD_INPUT",
+    "Screen",
     "ToolError",
     "address",
-    "console",
     "diagnosis",
     "error_text",
     "fallback_codes",
     "fields",
     "gid",
+    "has_colours",
     "hexadecimal",
-    "least_width",
+    "is_terminal",
+    "lines_of",
+    "mode_cell",
+    "network",
     "print_error",
     "print_json",
     "print_line",
+    "print_text",
     "show",
     "size",
     "table",
+    "terminal_size",
+    "user_name",
 ]
 
 BAD_INPUT: Final = 2
@@ -60,71 +67,94 @@ class ToolError(Exception):
         self.code = code
 
 
-_PIPED_WIDTH: Final = 1000
-"""Columns of output that is not a terminal.  Chosen: so wide that rich cuts and wraps no row."""
+_DUMB: Final = ("dumb", "unknown")
+"""Values of TERM without colours and cursor."""
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _UNIT_STEP: Final = 1024
-_MARKS: Final = (">", "~")
-_MIN_SENTENCE_WIDTH: Final = 20
-"""The smallest number of columns of a "~" column.  Chosen."""
 
 
 def print_json(value: Any, *, flush: bool = False) -> None:
     """Print a value as one indented JSON document."""
-    print(json.dumps(value, indent=2, ensure_ascii=True), flush=flush)
+    _write(json.dumps(value, indent=2, ensure_ascii=True), flush=flush)
 
 
 def print_line(line: object = "", *, flush: bool = False) -> None:
     """Print one line."""
-    print(printable(line, None), flush=flush)
+    _write(printable(line, None), flush=flush)
+
+
+def print_text(text: str) -> None:
+    """Print the command's own text as it is, such as its help.  Raises as `print_line`."""
+    _write(text, end="")
+
+
+def _write(text: str, *, end: str = "\n", flush: bool = False) -> None:
+    """Print text on stdout.
+
+    Raises:
+      ToolError: the output cannot be written, for example because the disk is full.
+      BrokenPipeError: the reader of the pipe has ended.
+    """
+    try:
+        print(text, end=end, flush=flush)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ToolError(f"cannot write the output: {error_text(error)}") from None
 
 
 def print_error(line: object) -> None:
     """Print one line on stderr; if stderr is closed, the line is lost."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
-            print(printable(line, None), file=sys.stderr, flush=True)
+            text = coloured(printable(line, None), "error", has_colours(sys.stderr))
+            print(text, file=sys.stderr, flush=True)
 
 
-def console() -> Console:
-    """The console for tables.  Raises ToolError if rich is not installed."""
+def is_terminal() -> bool:
+    """True if stdout is a terminal on which the cursor can be moved."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or os.environ.get("TERM") not in _DUMB
+
+
+def terminal_size() -> os.terminal_size:
+    """Columns and lines of the terminal, or of COLUMNS and LINES."""
+    return shutil.get_terminal_size()
+
+
+def has_colours(stream: TextIO | None) -> bool:
+    """True if text on this stream has colours: on a terminal, unless NO_COLOR is set
+    (no-color.org)."""
+    if stream is None or os.environ.get("NO_COLOR"):
+        return False
     try:
-        from rich.console import Console
-    except ImportError:
-        raise ToolError("tables need rich: pip install 'trio-smc[cli]', or use --json") from None
-    piped = not sys.stdout.isatty()
-    return Console(
-        highlight=False, markup=False, emoji=False, soft_wrap=False,
-        width=_PIPED_WIDTH if piped else None,
-    )  # fmt: skip
+        return stream.isatty() and os.environ.get("TERM") not in _DUMB
+    except ValueError:
+        return False  # it is closed
 
 
-def show(*parts: RenderableType) -> None:
-    """Print tables and lines of text.  In a pipe, rows have no trailing blanks."""
-    screen = console()
-    from rich.console import ConsoleDimensions
-
-    parts = tuple(printable(part, None) if isinstance(part, str) else part for part in parts)
-    if screen.is_terminal:
-        # The terminal wraps a row that is too long, as in the output of `ss`.  If rich wrapped the
-        # text within each cell, the rows would be harder to read.
-        width = max(screen.width, *(least_width(part) for part in parts))
-        screen.size = ConsoleDimensions(width, screen.height)
-        screen.print(*parts, sep="\n")
-        return
-    with screen.capture() as captured:
-        screen.print(*parts, sep="\n")
-    for line in captured.get().splitlines():
-        print(line.rstrip())
+def show(*parts: Table | str) -> None:
+    """Print tables and lines of text.  Rows have no trailing blanks."""
+    width = terminal_size().columns if is_terminal() else None
+    for line in lines_of(*parts, width=width, colour=has_colours(sys.stdout)):
+        _write(line)
 
 
-def least_width(part: RenderableType) -> int:
-    """The number of terminal columns that a table needs; 0 for a line of text, which may wrap."""
-    if isinstance(part, str):
-        return 0
-    screen = console()
-    options = screen.options.update(width=_PIPED_WIDTH)
-    return screen.measure(part, options=options).minimum
+def lines_of(*parts: Table | str, width: int | None = None, colour: bool = False) -> Iterator[str]:
+    """The lines of tables and lines of text.
+
+    Args:
+      parts: tables, and texts from which control characters are removed.
+      width: columns of the terminal; None: no line is wrapped.
+      colour: True if they have colours.
+    """
+    for part in parts:
+        if isinstance(part, Table):
+            for line in part.lines(width, colour=colour):
+                yield line.rstrip()
+        else:
+            yield printable(part, None).rstrip()
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
@@ -132,43 +162,55 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
 
     Args:
       columns: headings.  A heading that begins with ">" is that of numbers, which are aligned to
-        the right.  A heading that begins with "~" is that of sentences, which rich may wrap.
-      rows: cells; None is shown as "-".
+        the right.  A heading that begins with "~" is that of sentences, which may be wrapped.
+      rows: cells; None is shown as "-"; a `Marked` cell has a colour.
       title: a line above the table.
     """
-    console()  # raises ToolError if rich is not installed
-    from rich.cells import cell_len
-    from rich.table import Table
-    from rich.text import Text
+    return Table.of(columns, rows, title)
 
-    cells = [[plain(cell) for cell in row] for row in rows]
-    made = Table(box=None, pad_edge=False, title=Text(printable(title)) if title else None,
-                 title_justify="left", title_style="bold")  # fmt: skip
-    for number, heading in enumerate(columns):
-        mark, name = (heading[0], heading[1:]) if heading[:1] in _MARKS else ("", heading)
-        name = printable(name)
-        widths = (cell_len(row[number]) for row in cells)
-        made.add_column(
-            Text(name),
-            justify="right" if mark == ">" else "left",
-            min_width=_MIN_SENTENCE_WIDTH if mark == "~" else max(cell_len(name), *widths, 0),
-            overflow="fold",
-        )
-    for row in cells:
-        made.add_row(*map(Text, row))
-    return made
+
+class Screen:
+    """The alternative screen of a terminal, for frames that replace each other."""
+
+    def __enter__(self) -> Self:
+        self._put("\x1b[?1049h\x1b[?25l")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._put("\x1b[?25h\x1b[?1049l")
+
+    def show(self, *parts: Table | str | Marked) -> None:
+        """Replace the frame.  Lines that do not fit are cut."""
+        size, colour = terminal_size(), has_colours(sys.stdout)
+        shown: list[str] = []
+        for part in parts:
+            text = str(part.value) if isinstance(part, Marked) else part
+            style: Style = part.style if isinstance(part, Marked) else ""
+            shown += [
+                coloured(line[: size.columns], style, colour)
+                for line in lines_of(text, width=size.columns)
+            ]
+        self._put("\x1b[2J\x1b[H" + "\n".join(shown[: size.lines]))
+
+    def _put(self, text: str) -> None:
+        _write(text, end="", flush=True)
 
 
 def fields(pairs: Iterable[tuple[str, object]]) -> Table:
     """A table of names and values, without headings."""
     made = table(("name", "~value"), pairs)
-    made.show_header = False
+    made.header = False
     return made
 
 
 def plain(value: object) -> str:
     """A value as printable text; "-" for None and for empty text."""
     return "-" if value is None or value == "" else printable(value)
+
+
+def mode_cell(value: object) -> object:
+    """The mode of a connection as a cell: TCP has a colour."""
+    return Marked(value, "warning") if value in ("tcp", "refused") else value
 
 
 def size(count: float | None) -> str:
@@ -224,6 +266,22 @@ def agreed(
         return plain(version)
     route = {True: "direct", False: "gateway", None: plain(None)}[direct]
     return f"{version}.{plain(release)} {plain(ueid)}, {route}"
+
+
+def user_name(uid: int | None) -> str | None:
+    """The name of a user, or the number if it has no name."""
+    if uid is None:
+        return None
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError, OSError):
+        return str(uid)
+
+
+def network(link: dict[str, Any]) -> str:
+    """The network of a link or RNIC: "netdev eth0, VLAN 7, PNET eth1"."""
+    nets = ", ".join(plain(each) for each in link["pnet"] or ()) or plain(None)
+    return f"netdev {plain(link['netdev'])}, VLAN {plain(link['vlan'])}, PNET {nets}"
 
 
 def gid(text: Any) -> str:

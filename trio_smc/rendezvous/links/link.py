@@ -50,6 +50,7 @@ from trio_smc.rnic.verbs import (
     WcOpcode,
     WcStatus,
 )
+from trio_smc.rnic.words import Words
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import LINK
 from trio_smc.wire import llc
@@ -229,7 +230,10 @@ class LinkConnection(Poster, Protocol):
 
     @property
     def tcp_has_ended(self) -> bool:
-        """True if the TCP connection has ended at the peer, or at this side."""
+        """True if the TCP connection has ended at the peer, or at this side.
+
+        False in the handshake: its messages are read first, and then the end.
+        """
 
 
 class LinkHost(Protocol):
@@ -497,13 +501,11 @@ class Link:
             self._since_signal = 0
         return True
 
-    def progress_word(
-        self, address: int, rkey: int, size: int
-    ) -> tuple[memoryview[int], int] | None:
+    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         """See `QueuePair.progress_word`."""
         return self.qp.progress_word(address, rkey, size)
 
-    def peer_asleep(self) -> memoryview[int]:
+    def peer_asleep(self) -> Words:
         """See `QueuePair.peer_asleep`."""
         return self.qp.peer_asleep()
 
@@ -614,8 +616,12 @@ class Link:
         if not self.failing and not self._qp_failed:
             LOGGER.info("%r failed: %s", self, _status_name(status))
             self._qp_failed = True
-            if self.qp.received_all and self.users:
-                self.group.timers.in_turn(lambda: self._tcp_ends.begin(self.users, self._fail))
+            # Also those that are in a handshake: its last message may be unread.
+            connections = self.group.connections
+            if self.qp.received_all and connections:
+                self.group.timers.in_turn(
+                    lambda: self._tcp_ends.begin(connections.values(), self._fail)
+                )
             else:
                 self.group.timers.in_turn(self._fail)
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import platform
 import secrets
 import select
 import socket
@@ -50,7 +49,7 @@ from trio_smc.rnic.soft.messages import (
 from trio_smc.rnic.soft.port import PortUser, Stalled
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
-from trio_smc.rnic.soft.ring import ReceiveRing, fence
+from trio_smc.rnic.soft.ring import ReceiveRing
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
     Completion,
@@ -62,6 +61,7 @@ from trio_smc.rnic.verbs import (
     RnicEvent,
     refusals,
 )
+from trio_smc.rnic.words import VARIANT, Variant, fence, why_unusable
 
 __all__ = [
     "SoftRnic",
@@ -70,9 +70,11 @@ __all__ = [
 
 _GID_PREFIX: Final = bytes.fromhex("fd534d4352000000")
 """A unique local address (RFC 4193): fd, and the letters "SMCR"."""
-_MACHINES: Final = ("x86_64", "AMD64")
 _SEND_DEPTH: Final = 1024
 """Requests that can wait in a send queue.  Chosen: as many as a ring has slots."""
+_PACKET_SEND_DEPTH: Final = 3 * _SEND_DEPTH
+"""The same without rings.  Chosen, so that ring or socket and send queue together take as many
+messages: a Unix socket has room for fewer than 300 (net.core.wmem_default)."""
 _EVENTS_AT_ONCE: Final = 64
 """Events of one call of epoll_wait(2).  Chosen; no measurement is recorded."""
 _MAX_ROUNDS: Final = 16
@@ -94,6 +96,10 @@ measurement is recorded."""
 _IDLE_POLLS: Final = 256
 """If there are more rings than `_ALWAYS_POLLED`, a ring without a message in this number of polls
 enters interrupt mode.  Chosen."""
+_IDLE_PACKET_POLLS: Final = 4
+"""The same without rings, where each poll takes a system call per queue pair.  Chosen: with 256,
+400 peers that end together held the loop up for 50 ms, and with 4 for 8 ms (`python -m
+tests.e2e.mass_ends left 400` with TRIO_SMC_WORDS=socket, on a Xeon)."""
 
 
 class Faults(Protocol):
@@ -119,12 +125,15 @@ class SoftRnic(Rnic):
         "_events", "_handlers", "_has_many_rings", "_kept_open", "_make_qp", "_next_actions",
         "_only_doorbell", "_open", "_pds", "_peer_events", "_polls", "_qps", "_retries", "_rings",
         "_rkeys", "_self_wake", "accepting_later", "disconnected", "done", "faults", "gid",
-        "intake", "mac", "mtu", "name", "on_event", "port_active", "send_depth", "stalled",
-        "timed_waits",
+        "intake", "mac", "mtu", "name", "on_event", "port_active", "send_depth", "sends_packets",
+        "stalled", "timed_waits",
     )  # fmt: skip
 
     kind: Literal["software", "roce"] = "software"
     copies_on_post = False
+    variant: Variant = VARIANT
+    """How processes order their accesses to shared memory: "native", "x86-64" or "socket"
+    (`trio_smc.rnic.words`)."""
 
     def __init__(self, name: str = "soft0", *, faults: Faults | None = None) -> None:
         self.name = name
@@ -133,13 +142,14 @@ class SoftRnic(Rnic):
         self.mac: bytes = bytes(6)
         self.mtu = 5
         self.port_active: bool = False
-        self.send_depth = _SEND_DEPTH
+        self.send_depth = _SEND_DEPTH if VARIANT != "socket" else _PACKET_SEND_DEPTH
         self.on_event: Callable[[RnicEvent], None] | None = None
         self.done: list[PlainCompletion] = []
         self.stalled: dict[Stalled, None] = {}
         self.disconnected: list[PortUser] = []
         self.timed_waits: int = 0
         self.accepting_later: bool = False
+        self.sends_packets: bool = VARIANT == "socket"
         self._next_actions: dict[Callable[[], None], None] = {}
         self._retries: dict[Callable[[], None], None] = {}
         self._rings: tuple[ReceiveRing, ...] = ()  # polled: all that are not in interrupt mode
@@ -173,11 +183,10 @@ class SoftRnic(Rnic):
     def open(self, directory: Path) -> None:
         if self._open:
             raise RnicError(errno.EBUSY, f"{self.name} is open")
-        if not sys.platform.startswith("linux") or platform.machine() not in _MACHINES:
-            raise RnicError(
-                errno.ENOTSUP,
-                "the software RNIC needs Linux on x86-64: it relies on that memory model",
-            )
+        if not sys.platform.startswith("linux"):
+            raise RnicError(errno.ENOTSUP, "the software RNIC needs Linux")
+        if problem := why_unusable():
+            raise RnicError(errno.ENOTSUP, problem)
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             raise RnicError(
                 errno.ENOTSUP,
@@ -348,7 +357,8 @@ class SoftRnic(Rnic):
             if ring.head[0] != ring.tail:
                 break
         else:
-            return True
+            if not self.disconnected:  # reading a socket in place of a ring may find its end
+                return True
         self.disarm()
         return False
 
@@ -388,7 +398,8 @@ class SoftRnic(Rnic):
 
     def _catch_up(self) -> None:
         self._polls += 1
-        if self._has_many_rings and self._polls >= _IDLE_POLLS:
+        idle_polls = _IDLE_PACKET_POLLS if self.sends_packets else _IDLE_POLLS
+        if self._has_many_rings and self._polls >= idle_polls:
             self._stop_polling_idle()
         for qp in tuple(self.stalled):
             qp.push()
@@ -555,6 +566,11 @@ class SoftRnic(Rnic):
         """End the interrupt mode of a ring, because its doorbell was rung."""
         ring.armed[0] = 0
         self._poll_ring(ring)
+
+    def replace_ring(self, old: ReceiveRing, new: ReceiveRing) -> None:
+        """Poll ``new`` instead of ``old``."""
+        self._set_rings(ring for ring in self._rings if ring is not old)
+        self._poll_ring(new)
 
     def queue_pairs(self) -> list[SoftQueuePair]:
         """All queue pairs, in the order of creation."""

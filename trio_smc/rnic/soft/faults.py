@@ -290,6 +290,7 @@ class FaultyQueuePair(SoftQueuePair):
 
     def stop_silently(self) -> None:
         """Execute no more requests, and receive no more messages, without notification."""
+        self._rnic.poll_sockets()  # accept a peer that has already connected
         self._silent = True
         # Take the messages that the peer has published.  For later ones no receive is posted.
         self.ring.take_untrusted(self._complete)

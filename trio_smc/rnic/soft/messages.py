@@ -9,7 +9,8 @@ each side sends on its own.  No side waits for an answer, and the order does not
 Later a side announces memory regions (`Register`, `Revoke`), and wakes its peer by `DOORBELL`.
 Unlike the ends of a pipe, each end of a socket has flags of its own.  So a peer can neither make
 this process wait when this process rings, nor read the doorbells of another process.  The end of a
-socket shows that the peer has ended, even by SIGKILL.
+socket shows that the peer has ended, even by SIGKILL.  Messages of the queue pairs (`Send`) pass
+the socket only if a side cannot use a ring (`packets`).
 
 A pipe wakes a process faster than a socket.  So a Hello to a process of the same user may include
 a `Doorbell`, a pipe that the receiver of the Hello rings instead of the socket.  Both sides open
@@ -41,7 +42,7 @@ from trio_smc.host.private_directory import (
     is_same_user,
 )
 from trio_smc.rnic.memory import is_quick_to_free
-from trio_smc.rnic.verbs import RnicError
+from trio_smc.rnic.verbs import RECEIVE_SIZE, RnicError
 
 if sys.platform == "linux":  # on other systems this code does not run
     import fcntl
@@ -66,19 +67,21 @@ __all__ = [
 
 
 _MAGIC: Final = b"SMCN"
-VERSION: Final = 5
+VERSION: Final = 6
 """The version of these messages, and of the memory that software RNICs share."""
 DOORBELL: Final = b"\0"
 """A packet, or a byte in a pipe, that makes the peer poll its ring."""
 _HELLO: Final = 1
 _REGISTER: Final = 2
 _REVOKE: Final = 3
+_SEND: Final = 4
+_WAITING: Final = 5
 
 _HEADER: Final = struct.Struct("<4sBBxx")
-_HELLO_BODY: Final = struct.Struct("<16sIII")
+_HELLO_BODY: Final = struct.Struct("<16sIIIB")
 _REGISTER_BODY: Final = struct.Struct("<IIQQB")
 _REVOKE_BODY: Final = struct.Struct("<I")
-_MAX_SIZE: Final = _HEADER.size + max(_HELLO_BODY.size, _REGISTER_BODY.size, _REVOKE_BODY.size)
+_MAX_SIZE: Final = _HEADER.size + max(_HELLO_BODY.size, _REGISTER_BODY.size, RECEIVE_SIZE)
 _MAX_FDS: Final = 2
 _PEEK: Final = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
@@ -100,16 +103,19 @@ class Hello:
       qp_num: the sender's queue pair.
       peer_qp_num: the receiver's queue pair.
       peer_psn: the initial packet sequence number that the sender expects from the receiver.
+      packets: True if both sides must send their messages as packets (`Send`), because the sender
+        of the Hello cannot use a ring (`trio_smc.rnic.words`).
     """
 
     gid: bytes
     qp_num: int
     peer_qp_num: int
     peer_psn: int
+    packets: bool = False
 
     def encode(self) -> bytes:
         return _HEADER.pack(_MAGIC, VERSION, _HELLO) + _HELLO_BODY.pack(
-            self.gid, self.qp_num, self.peer_qp_num, self.peer_psn
+            self.gid, self.qp_num, self.peer_qp_num, self.peer_psn, self.packets
         )
 
 
@@ -147,8 +153,30 @@ class Revoke:
         return _HEADER.pack(_MAGIC, VERSION, _REVOKE) + _REVOKE_BODY.pack(self.rkey)
 
 
-Message = Hello | Register | Revoke
-_FDS: Final = {Hello: (1, 2), Register: (1,), Revoke: (0,)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """A message of a queue pair, for a peer that receives no messages in a ring.
+
+    Attributes:
+      data: at most `RECEIVE_SIZE` bytes.
+    """
+
+    data: bytes
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(_MAGIC, VERSION, _SEND) + self.data
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The sender has a message and no posted receive: ring when one is posted."""
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(_MAGIC, VERSION, _WAITING)
+
+
+Message = Hello | Register | Revoke | Send | Waiting
+_FDS: Final = {Hello: (1, 2), Register: (1,), Revoke: (0,), Send: (0,), Waiting: (0,)}
 
 
 def decode_untrusted(data: bytes, fds: int) -> Message:
@@ -160,18 +188,34 @@ def decode_untrusted(data: bytes, fds: int) -> Message:
             raise ProtocolError("the peer is not a software RNIC of this version")
         message: Message
         if kind == _HELLO:
-            gid, qp_num, peer_qp_num, psn = _HELLO_BODY.unpack(body)
-            message = Hello(gid=gid, qp_num=qp_num, peer_qp_num=peer_qp_num, peer_psn=psn)
+            gid, qp_num, peer_qp_num, psn, packets = _HELLO_BODY.unpack(body)
+            message = Hello(
+                gid=gid,
+                qp_num=qp_num,
+                peer_qp_num=peer_qp_num,
+                peer_psn=psn,
+                packets=_flag_untrusted(packets),
+            )
         elif kind == _REGISTER:
             rkey, slot, address, length, progress = _REGISTER_BODY.unpack(body)
-            if progress > 1:
-                raise ProtocolError("a memory region has an invalid progress flag")
             message = Register(
-                rkey=rkey, slot=slot, address=address, length=length, progress=bool(progress)
+                rkey=rkey,
+                slot=slot,
+                address=address,
+                length=length,
+                progress=_flag_untrusted(progress),
             )
         elif kind == _REVOKE:
             (rkey,) = _REVOKE_BODY.unpack(body)
             message = Revoke(rkey=rkey)
+        elif kind == _SEND:
+            if len(body) > RECEIVE_SIZE:
+                raise ProtocolError("a message is longer than a receive buffer")
+            message = Send(data=body)
+        elif kind == _WAITING:
+            if body:
+                raise ProtocolError("a software RNIC's message has a wrong length")
+            message = Waiting()
         else:
             raise ProtocolError(f"a software RNIC's message has an unknown kind: {kind}")
     except struct.error as problem:
@@ -179,6 +223,12 @@ def decode_untrusted(data: bytes, fds: int) -> Message:
     if fds not in _FDS[type(message)]:
         raise ProtocolError("a software RNIC's message has a wrong number of descriptors")
     return message
+
+
+def _flag_untrusted(value: int) -> bool:
+    if value > 1:
+        raise ProtocolError("a software RNIC's message has an invalid flag")
+    return bool(value)
 
 
 class Intake:

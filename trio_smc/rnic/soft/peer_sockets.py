@@ -11,6 +11,7 @@ because it may be called in the middle of a post.  Instead it notes the queue pa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -31,14 +32,17 @@ from trio_smc.rnic.soft.messages import (
     Message,
     Register,
     Revoke,
+    Send,
+    Waiting,
     close_all,
     decode_untrusted,
     open_doorbell_untrusted,
     take_doorbell,
 )
+from trio_smc.rnic.soft.packets import PacketReceiver, PacketSender
 from trio_smc.rnic.soft.port import Port, PortUser
 from trio_smc.rnic.soft.regions import PeerRegions
-from trio_smc.rnic.soft.ring import RING_SIZE, SendRing, no_doorbell
+from trio_smc.rnic.soft.ring import RING_SIZE, SendRing, Sent, no_doorbell
 
 __all__ = [
     "Peer",
@@ -50,6 +54,9 @@ _ENDED: Final = select.EPOLLHUP | select.EPOLLERR
 _NO_WAIT: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MAX_PENDING: Final = 4
 """Hellos that one queue pair keeps until it goes to RTR.  Chosen: only the peer's is needed."""
+_MAX_POSTPONED: Final = 8
+"""Messages with descriptors that are kept while this process lacks resources.  Chosen: a peer has
+few regions before its first message."""
 _MAX_RECEIVED: Final = 64
 """Messages of one peer that are handled in one call.  Chosen; no measurement is recorded."""
 
@@ -73,10 +80,12 @@ class Peer:
         ring_fd: int,
         doorbell_fd: int | None,
         send_socket: socket.socket | None,
+        packets: PeerSockets | None,
     ) -> Peer:
         """Map the ring that came with a Hello, and open its doorbell.
 
-        The caller still closes the descriptors.
+        The caller still closes the descriptors.  ``packets``: the sockets that messages pass; None:
+        they pass the ring.
 
         Raises:
           ProtocolError: a descriptor is not a ring or a doorbell.
@@ -96,7 +105,12 @@ class Peer:
             pass  # a packet on the socket rings instead
         if pipe < 0 and send_socket is not None:
             doorbell = partial(send_socket.send, DOORBELL, _NO_WAIT)
-        ring = SendRing(memory, doorbell, partial(_retry_doorbell, rnic))
+        retry = partial(_retry_doorbell, rnic)
+        ring = (
+            SendRing(memory, doorbell, retry)
+            if packets is None
+            else PacketSender(memory, doorbell, retry, packets)
+        )
         return cls(hello, ring, PeerRegions(ring.keys, rnic.intake.unmapper.run), pipe)
 
     def close(self) -> None:
@@ -125,6 +139,9 @@ class SocketsOwner(PortUser, Protocol):
     def on_hello(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
         """Handle the Hello of a peer."""
 
+    def receive_packets(self) -> None:
+        """From now on receive messages as packets, and not in the ring."""
+
 
 class PeerSockets:
     """The sockets of one queue pair.
@@ -149,8 +166,8 @@ class PeerSockets:
         self.unsent: deque[tuple[Message, list[int]]] = deque()
         self.has_unread: bool = False
         self.lacks_resources: bool = False
-        # A message that was read, but not handled for lack of resources.
-        self._postponed: tuple[Message, list[int]] | None = None
+        # Messages that were read, but not handled for lack of resources.
+        self._postponed: deque[tuple[Message, list[int]]] = deque()
         self._rnic = rnic
         self._owner = owner
         self._send_socket: socket.socket | None = None
@@ -179,7 +196,8 @@ class PeerSockets:
     def send_hello(self, hello: Hello, ring: int) -> None:
         """Send Hello to the peer; ``ring``: a descriptor of the receive ring."""
         doorbell = None
-        if self._send_socket is not None and is_same_user(self._send_socket):
+        sock = self._send_socket
+        if not self._rnic.sends_packets and sock is not None and is_same_user(sock):
             doorbell = self._doorbell = self._rnic.add_doorbell(self._on_doorbell)
         if doorbell is None:
             self.send(hello, (ring,))
@@ -241,7 +259,7 @@ class PeerSockets:
     def _send_again(self) -> None:
         if self.unsent and self._send_socket is not None:
             self.flush()
-            self._rnic.stalled[self._owner] = None  # requests may have waited for `unsent`
+            self._push_owner()  # requests may have waited for `unsent`
 
     def _send(self, message: Message, fds: Sequence[int]) -> bool:
         """Send a message.  If the peer has gone, note that for the next poll.
@@ -264,6 +282,40 @@ class PeerSockets:
             return False
         return True
 
+    def send_packet(self, message: Message) -> int:
+        """Send a message of the queue pair without waiting.
+
+        Returns:
+          `Sent.DONE`.  `Sent.NOT_READY`: the socket has no room, and the queue pair is pushed when
+          there is some; or the peer receives nothing any more, which the next poll handles.
+          `Sent.GONE`: there is no socket.
+        """
+        sock = self._send_socket
+        if sock is None:
+            return Sent.GONE
+        try:
+            sock.send(message.encode(), _NO_WAIT)
+        except BlockingIOError:
+            self._rnic.watch_writable(sock, wanted=True)
+            return Sent.NOT_READY
+        except OSError as problem:
+            if is_peer_gone(problem):
+                self._rnic.disconnected.append(self._owner)
+            else:
+                self._rnic.retry_later(self._push_owner)
+            return Sent.NOT_READY
+        return Sent.DONE
+
+    def _push_owner(self) -> None:
+        self._rnic.stalled[self._owner] = None
+
+    def end_receiving(self) -> None:
+        """Make all later sends of the peer fail; packets that are there can still be read."""
+        sock = self._receive_socket or self._send_socket
+        if sock is not None:
+            with contextlib.suppress(OSError):  # the peer has closed it
+                sock.shutdown(socket.SHUT_RD)
+
     def receive(self) -> None:
         """Read and handle at most `_MAX_RECEIVED` messages of the peer; the rest follows soon."""
         if self.lacks_resources:
@@ -277,8 +329,8 @@ class PeerSockets:
             message: Message | None = None
             fds: list[int] = []
             try:
-                if self._postponed is not None:
-                    (message, fds), self._postponed = self._postponed, None
+                if self._postponed:
+                    message, fds = self._postponed.popleft()
                 else:
                     packet = intake.receive(sock)
                     if packet is None:
@@ -296,14 +348,49 @@ class PeerSockets:
                 return
             except OSError:
                 if message is not None:
-                    self._postponed = message, fds
+                    self._postponed.appendleft((message, fds))
                 self._wait_for_resources()
+                self._receive_packets(sock)
                 return
             intake.close_fds(fds, sock, mapped=isinstance(message, Register))
             if self._is_short_of_resources():
+                self._receive_packets(sock)
                 return
         self.has_unread = True
         self._rnic.call_at_service(self._receive_more)
+
+    def _receive_packets(self, sock: socket.socket) -> None:
+        """Read the messages behind one that waits for resources, as from a ring.
+
+        By them the peer finds out that this side cannot reach it (`QueuePair.can_reach`).
+        """
+        if not isinstance(self._owner.ring, PacketReceiver):
+            return
+        intake = self._rnic.intake
+        for _ in range(_MAX_RECEIVED):
+            if len(self._postponed) >= _MAX_POSTPONED:
+                return
+            try:
+                packet = intake.receive(sock)
+            except OSError:
+                return
+            if packet is None:
+                return
+            data, fds = packet
+            try:
+                if not data:
+                    raise ProtocolError("the peer's queue pair has ended")
+                if data == DOORBELL:
+                    continue
+                message = decode_untrusted(data, len(fds))
+                if isinstance(message, Send | Waiting):
+                    self._on_packet_untrusted(message)
+                else:
+                    self._postponed.append((message, fds))
+            except ProtocolError:
+                intake.close_fds(fds, sock)
+                self._rnic.disconnected.append(self._owner)
+                return
 
     def _wait_for_resources(self) -> None:
         """Stop reading, and retry soon."""
@@ -330,7 +417,7 @@ class PeerSockets:
 
     def _receive_more(self) -> None:
         self.receive()
-        self._rnic.stalled[self._owner] = None  # requests may have waited for these messages
+        self._push_owner()  # requests may have waited for these messages
 
     def keep_pending(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
         """Keep a Hello that came before this side went to RTR; refuse it if there are too many."""
@@ -352,13 +439,21 @@ class PeerSockets:
         If this process lacks resources, the Hello is kept for a retry.
         """
         intake = self._rnic.intake
+        packets = hello.packets or self._rnic.sends_packets
         try:
             if self._receive_socket is not None:
                 raise ProtocolError("a second Hello of the same queue pair")
             # If this side has no doorbell pipe, it does not use the peer's either, to save the
             # descriptor.
-            doorbell_fd = fds[1] if len(fds) > 1 and self._doorbell is not None else None
-            peer = Peer.map_untrusted(self._rnic, hello, fds[0], doorbell_fd, self._send_socket)
+            has_pipe = len(fds) > 1 and self._doorbell is not None
+            peer = Peer.map_untrusted(
+                self._rnic,
+                hello,
+                fds[0],
+                fds[1] if has_pipe and not packets else None,
+                self._send_socket,
+                self if packets else None,
+            )
         except ProtocolError:
             intake.close_fds(fds, sock)
             if sock is self._send_socket:
@@ -367,6 +462,8 @@ class PeerSockets:
                 intake.discard(sock)
             return
         except OSError:
+            if packets:
+                self._owner.receive_packets()
             self._keep_for_retry(hello, sock, fds)
             return
         if sock is not self._send_socket:
@@ -377,6 +474,8 @@ class PeerSockets:
                 self._keep_for_retry(hello, sock, fds)
                 return
         intake.close_fds(fds, sock)
+        if packets:
+            self._owner.receive_packets()
         self.peer = peer
         self._receive_socket = sock
         self.receive()
@@ -403,9 +502,9 @@ class PeerSockets:
             self._rnic.close_peer_socket(self._receive_socket, quietly=quietly)
         self._send_socket = self._receive_socket = None
         self.lacks_resources = False
-        if self._postponed is not None:
-            intake.close_fds(self._postponed[1])
-            self._postponed = None
+        for _, kept in self._postponed:
+            intake.close_fds(kept)
+        self._postponed.clear()
         if self._doorbell is not None:
             self._rnic.remove_doorbell(self._doorbell)
             self._doorbell = None
@@ -465,9 +564,9 @@ class PeerSockets:
         self.receive()
         if events & _ENDED:
             self._rnic.disconnected.append(self._owner)
-        elif self.unsent:
+        elif self.unsent or events & select.EPOLLOUT:
             self.flush()
-            self._rnic.stalled[self._owner] = None
+            self._push_owner()
 
     def _took_doorbell(self) -> bool:
         """Read a doorbell if nothing else is unread, the usual case; False: call `receive`."""
@@ -485,8 +584,21 @@ class PeerSockets:
             raise ProtocolError("the first message of a queue pair is not Hello")
         elif isinstance(message, Register):
             self.peer.regions.add_untrusted(message, fds[0])
-        else:
+        elif isinstance(message, Revoke):
             self.peer.regions.discard(message.rkey)
+        else:
+            self._on_packet_untrusted(message)
+
+    def _on_packet_untrusted(self, message: Send | Waiting) -> None:
+        ring = self._owner.ring
+        if not isinstance(ring, PacketReceiver):
+            raise ProtocolError("a message outside the ring")
+        if isinstance(message, Send):
+            ring.add_untrusted(message)
+            if ring.interrupt_mode:
+                self._rnic.resume_polling(ring)
+        elif ring.must_ring() and self.peer is not None:
+            self.peer.ring.ring_doorbell()
 
     def _on_hello_untrusted(self, hello: Hello, fds: list[int]) -> None:
         """Handle the Hello of a peer that was dialled."""

@@ -45,6 +45,7 @@ class Port(Protocol):
       timed_waits: how many of ``stalled`` wait for a time and not for the peer.  If there are any,
         `Rnic.arm` returns False, so that Trio does not sleep.
       accepting_later: more connections of peers may wait in the backlog; a later call accepts them.
+      sends_packets: True if messages travel over sockets, because this process cannot use a ring.
     """
 
     intake: Intake
@@ -56,6 +57,7 @@ class Port(Protocol):
     disconnected: list[PortUser]
     timed_waits: int
     accepting_later: bool
+    sends_packets: bool
 
     def poll_sockets(self) -> None:
         """Handle the events of all sockets, without waiting."""
@@ -98,6 +100,9 @@ class Port(Protocol):
 
     def resume_polling(self, ring: ReceiveRing) -> None:
         """End the interrupt mode of a ring, because its doorbell was rung."""
+
+    def replace_ring(self, old: ReceiveRing, new: ReceiveRing) -> None:
+        """Poll ``new`` instead of ``old``."""
 
     def close_peer_socket(self, sock: socket.socket | None, *, quietly: bool) -> None:
         """Close a watched socket; ``quietly``: not yet, so that the peer does not notice."""

@@ -22,6 +22,7 @@ from collections import deque
 from typing import Final, NamedTuple
 
 from trio_smc.rnic.soft.messages import Hello, Message
+from trio_smc.rnic.soft.packets import PacketReceiver
 from trio_smc.rnic.soft.peer_sockets import Peer, PeerSockets
 from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
@@ -44,6 +45,7 @@ from trio_smc.rnic.verbs import (
     WcStatus,
     refusals,
 )
+from trio_smc.rnic.words import Words
 
 __all__ = [
     "STALLED",
@@ -138,7 +140,13 @@ class SoftQueuePair(QueuePair):
                 self._rnic.poll_sockets()
                 sockets.dial(self._peer_name)
             self.state = QpState.RTR
-            hello = Hello(gid=self._rnic.gid, qp_num=self.qp_num, peer_qp_num=qp_num, peer_psn=psn)
+            hello = Hello(
+                gid=self._rnic.gid,
+                qp_num=self.qp_num,
+                peer_qp_num=qp_num,
+                peer_psn=psn,
+                packets=self._rnic.sends_packets,
+            )
             sockets.send_hello(hello, self.ring.memory.fd)
             self.ring.memory.close_descriptor()
             for region in self._pd.regions:
@@ -248,13 +256,11 @@ class SoftQueuePair(QueuePair):
             and not peer.ring.is_closed()
         )
 
-    def progress_word(
-        self, address: int, rkey: int, size: int
-    ) -> tuple[memoryview[int], int] | None:
+    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         peer = self._sockets.peer
         return None if peer is None else peer.regions.progress_word(address, rkey, size)
 
-    def peer_asleep(self) -> memoryview[int]:
+    def peer_asleep(self) -> Words:
         peer = self._sockets.peer
         return AWAKE if peer is None else peer.ring.armed
 
@@ -366,6 +372,13 @@ class SoftQueuePair(QueuePair):
             self._sockets.accept(sock, hello, fds)
             self.update_ready()
 
+    def receive_packets(self) -> None:
+        """From now on receive messages as packets, and not in the ring."""
+        if not isinstance(self.ring, PacketReceiver):
+            ring = PacketReceiver(self.ring, self._sockets)
+            self._rnic.replace_ring(self.ring, ring)
+            self.ring = ring
+
     # -- inside --------------------------------------------------------------------------
 
     def _check_state(self, state: QpState) -> None:
@@ -452,6 +465,9 @@ class SoftQueuePair(QueuePair):
         """
         if self.state is _ERR:
             return False
+        if self._sockets.peer is None and self.state in (QpState.RTR, QpState.RTS):
+            # The peer's Hello may be unread, and messages behind it (`packets`).
+            self._rnic.poll_sockets()
         self.state = _ERR
         self._ready_peer = None
         ring = self.ring

@@ -20,6 +20,7 @@ from trio_smc.rnic.soft.messages import Message, Register, Revoke
 from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.soft.ring import KEYS, ReceiveRing
 from trio_smc.rnic.verbs import MemoryRegion, ProtectionDomain, RnicError, WcStatus
+from trio_smc.rnic.words import Words
 
 __all__ = [
     "MAX_MAPPED",
@@ -161,7 +162,7 @@ class PeerRegions:
 
     def __init__(
         self,
-        keys: memoryview,
+        keys: Words,
         run_later: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
         self._keys = keys
@@ -197,9 +198,7 @@ class PeerRegions:
             self._mapped -= region[4].mapped
             region[4].close(self._run_later)
 
-    def progress_word(
-        self, address: int, rkey: int, size: int
-    ) -> tuple[memoryview[int], int] | None:
+    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         """Where to store how much was written into an element: the words of a region, and an index.
 
         Args:

@@ -21,17 +21,12 @@ announce.
 
 A receiver that stops polling does ``ARMED = 1; fence; read HEAD``, and a sender does
 ``HEAD = n; fence; read ARMED``.  At least one of the two sees the other's store, so no wakeup is
-lost.  WAITING and POSTED work the same way in the other direction.
+lost.  WAITING and POSTED work the same way in the other direction.  `trio_smc.rnic.words` has the
+order that each word needs.
 
 The end of a receiver works in the same way: the receiver does ``POSTED = CLOSED; ARMED = 1; fence``
-and then takes the last messages.  A sender that finds ARMED set reads POSTED again, and does not
-report a message as sent if the receiver may not have taken it.
-
-x86-64 keeps the order of stores among themselves and of loads among themselves, and an aligned
-8-byte store through a memoryview is one instruction.  Only a store and a later load can change
-places.  Python has no fence.  But acquiring and releasing an uncontended lock executes locked
-instructions, which are full fences on x86-64.  Other machines guarantee less, so the RNIC refuses
-to open there.
+and then takes the last messages.  A sender that finds ARMED set clears it by an exchange, reads
+POSTED again, and does not report a message as sent if the receiver may not have taken it.
 
 The other side may write any value anywhere in the ring at any time.  Therefore this side compares
 each word with its own counters, and copies a slot before it reads the contents.
@@ -40,23 +35,23 @@ each word with its own counters, and copies a slot before it reads the contents.
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable
 from typing import Final
 
 from trio_smc.rnic.memory import Memory, PeerMemory
 from trio_smc.rnic.verbs import RECEIVE_SIZE, PlainCompletion, WcOpcode
+from trio_smc.rnic.words import VARIANT, Words, exchange, fence, fence_lock
 
 __all__ = [
     "CLOSED",
     "KEYS",
     "PORT_DOWN",
+    "POSTED",
     "RING_SIZE",
     "SLOTS",
     "ReceiveRing",
     "SendRing",
     "Sent",
-    "fence",
     "no_doorbell",
 ]
 
@@ -67,13 +62,13 @@ _SLOT_MASK: Final = SLOTS - 1
 _SLOT_SIZE: Final = 64
 _SLOTS_AT: Final = 4096
 _KEYS_AT: Final = _SLOTS_AT + SLOTS * _SLOT_SIZE
-KEYS: Final = 1024
-"""Words of 4 bytes on the key page, which is one page of memory."""
-RING_SIZE: Final = _KEYS_AT + KEYS * 4
+KEYS: Final = 512
+"""Words of the key page."""
+RING_SIZE: Final = _KEYS_AT + KEYS * 8
 
 # Indices of 8-byte words, 64 bytes apart.
 _HEAD: Final = 0
-_POSTED: Final = 8
+POSTED: Final = 8
 _ARMED: Final = 16
 _WAITING: Final = 24
 _HELD: Final = 32
@@ -88,16 +83,7 @@ _unpack_slot = _SLOT.unpack_from
 
 _RECV: Final = int(WcOpcode.RECV)
 
-_lock: Final = threading.Lock()  # never contended: all users run on the Trio thread
-# If an exception leaves the lock acquired, the next fence does not wait, and releases it.
-_acquire: Final = _lock.acquire
-_release: Final = _lock.release
-
-
-def fence() -> None:
-    """A full memory fence, as the theory of operation explains."""
-    _acquire(False)
-    _release()
+_uses_lock: Final = VARIANT != "native"
 
 
 def no_doorbell() -> None:
@@ -123,10 +109,11 @@ class ReceiveRing:
     """The receiving end.  Raises OSError if there is no memory or no descriptor.
 
     Attributes:
-      head: the word HEAD as a view of one integer; there are messages if ``head[0] != tail``.
-      armed: the word ARMED as such a view.  1 requests a doorbell at the next message; after
+      head: the word HEAD, alone; there are messages if ``head[0] != tail``.
+      armed: the word ARMED, alone.  1 requests a doorbell at the next message; after
         setting it, the RNIC must call `fence` and check ``head``.
-      keys: the key page, as integers.
+      keys: the key page.
+      words: all control words.
       tail: messages taken.
       posted: receives posted.
       interrupt_mode: the ring stays armed, and the RNIC polls it only after its doorbell; set by
@@ -135,8 +122,8 @@ class ReceiveRing:
     """
 
     __slots__ = (
-        "_words", "armed", "head", "interrupt_mode", "keys", "memory", "polled_tail", "posted",
-        "qp_num", "tail",
+        "armed", "head", "interrupt_mode", "keys", "memory", "polled_tail", "posted", "qp_num",
+        "tail", "words",
     )  # fmt: skip
 
     def __init__(self, qp_num: int) -> None:
@@ -147,10 +134,10 @@ class ReceiveRing:
             self.memory.close()
             raise
         self.qp_num: int = qp_num
-        self._words = self.memory.view[:_SLOTS_AT].cast("Q")
-        self.head: memoryview[int] = self._words[_HEAD : _HEAD + 1]
-        self.armed: memoryview[int] = self._words[_ARMED : _ARMED + 1]
-        self.keys: memoryview[int] = self.memory.view[_KEYS_AT:].cast("I")
+        self.words: Words = self.memory.words(0, _SLOTS_AT)
+        self.head: Words = self.memory.words(_HEAD * 8, 8)
+        self.armed: Words = self.memory.words(_ARMED * 8, 8)
+        self.keys: Words = self.memory.words(_KEYS_AT, KEYS * 8)
         self.tail: int = 0
         self.polled_tail: int = 0
         self.posted: int = 0
@@ -162,8 +149,8 @@ class ReceiveRing:
         Returns:
           True: the sender waits, and the caller has to ring its doorbell.
         """
-        words = self._words
-        words[_POSTED] = word
+        words = self.words
+        words[POSTED] = word
         fence()
         if words[_WAITING]:
             words[_WAITING] = 0
@@ -176,17 +163,17 @@ class ReceiveRing:
         A message that a later `take_untrusted` does not find was not reported to the sender as
         sent.
         """
-        words = self._words
+        words = self.words
         # POSTED first: ARMED may be 1 already.  A sender that clears ARMED after this store finds
         # `word` when it reads POSTED again, at the latest for its next message.
-        words[_POSTED] = word
+        words[POSTED] = word
         words[_ARMED] = 1
         return self.set_posted(word)
 
     @property
     def peer_holds_data(self) -> bool:
         """True if the sender has data that it has not written; a hint of the peer's."""
-        return bool(self._words[_HELD])
+        return bool(self.words[_HELD])
 
     def take_untrusted(self, append: Callable[[PlainCompletion], None]) -> bool:
         """Append a completion for each message in the ring; False: the ring is not valid."""
@@ -205,10 +192,6 @@ class ReceiveRing:
 
     def close(self) -> None:
         """Unmap and close.  Idempotent."""
-        self.head.release()
-        self.armed.release()
-        self._words.release()
-        self.keys.release()
         self.memory.close()
 
 
@@ -222,14 +205,14 @@ class SendRing:
 
     Attributes:
       keys: the peer's key page.
-      posted: the word POSTED as a view of one integer.  If the value is `PORT_DOWN` or greater,
+      posted: the word POSTED, alone.  If the value is `PORT_DOWN` or greater,
         the peer receives nothing.
       armed: the word ARMED as such a view; not 0 if the peer does not poll.
     """
 
     __slots__ = (
-        "_doorbell", "_head", "_memory", "_on_failed_ring", "_view", "_words", "armed", "keys",
-        "posted",
+        "_acquire", "_doorbell", "_head", "_memory", "_on_failed_ring", "_release", "_view",
+        "_words", "armed", "keys", "posted",
     )  # fmt: skip
 
     def __init__(
@@ -240,13 +223,14 @@ class SendRing:
     ) -> None:
         self._memory = memory
         self._view = memory.view
-        self._words = memory.cast(0, _SLOTS_AT, "Q")
-        self.posted: memoryview[int] = memory.cast(_POSTED * 8, 8, "Q")
-        self.armed: memoryview[int] = memory.cast(_ARMED * 8, 8, "Q")
+        self._words: Words = memory.words(0, _SLOTS_AT)
+        self.posted: Words = memory.words(POSTED * 8, 8)
+        self.armed: Words = memory.words(_ARMED * 8, 8)
         self._head = 0
         self._doorbell = doorbell
         self._on_failed_ring = on_failed_ring
-        self.keys: memoryview[int] = memory.cast(_KEYS_AT, KEYS * 4, "I")
+        self._acquire, self._release = fence_lock()
+        self.keys: Words = memory.words(_KEYS_AT, KEYS * 8)
 
     def ring_doorbell(self) -> None:
         """Wake the peer.  If the socket or the pipe is full, the peer is awake or will wake up."""
@@ -264,24 +248,27 @@ class SendRing:
         """Publish one message of at most `RECEIVE_SIZE` bytes; return a value of `Sent`."""
         words = self._words
         head = self._head
-        if not 0 < words[_POSTED] - head <= SLOTS:
+        if not 0 < words[POSTED] - head <= SLOTS:
             refused = self._refusal()
             if refused:
                 return refused
         _pack_slot(self._view, _SLOTS_AT + (head & _SLOT_MASK) * _SLOT_SIZE, len(data), data)
         self._head = head = head + 1
         words[_HEAD] = head
-        _acquire(False)  # `fence`
-        _release()
+        if _uses_lock:
+            self._acquire(False)  # a fence
+            self._release()
+        else:
+            fence()
         if words[_ARMED]:
-            words[_ARMED] = 0
+            exchange(words, _ARMED, 0)  # a system call follows: the doorbell
             ring = self._doorbell
             try:
                 ring()
             except OSError as problem:
                 if self._on_failed_ring is not None:
                     self._on_failed_ring(self, problem)
-            if words[_POSTED] >= PORT_DOWN:
+            if words[POSTED] >= PORT_DOWN:
                 return Sent.UNKNOWN
         return 0
 
@@ -294,7 +281,7 @@ class SendRing:
         # Set WAITING before POSTED is read again (see the theory of operation).
         self._words[_WAITING] = 1
         fence()
-        posted: int = self._words[_POSTED]
+        posted: int = self._words[POSTED]
         if posted == self._head:
             return Sent.NOT_READY
         self._words[_WAITING] = 0

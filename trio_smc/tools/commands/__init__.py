@@ -23,7 +23,9 @@ from typing import Final, Protocol, cast
 
 from trio_smc import Config
 from trio_smc.tools.output import ToolError
+from trio_smc.tools.places import Places
 from trio_smc.tools.settings import settings_of
+from trio_smc.tools.users import add_users, places_of
 
 __all__ = [
     "MODULES",
@@ -31,11 +33,14 @@ __all__ = [
     "add_directory",
     "add_json",
     "add_process",
+    "add_users",
+    "directories",
     "load",
     "positive_count",
     "positive_seconds",
     "private_directory",
     "process_number",
+    "seconds_up_to",
     "tcp_port",
     "whole_number",
 ]
@@ -53,6 +58,7 @@ MODULES = (
     "ss",
     "lg",
     "rnic",
+    "ueid",
     "stats",
     "check",
     "top",
@@ -64,6 +70,7 @@ MODULES = (
     "ladder",
     "run",
     "proxy",
+    "exporter",
     "setup",
     "teardown",
 )
@@ -119,6 +126,15 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def directories(options: argparse.Namespace) -> Path | Places:
+    """The private directory, or those of ``--user`` and ``--all``.
+
+    Raises:
+      ToolError: as `private_directory` and `tools.users.places_of`.
+    """
+    return places_of(options) or private_directory(options)
+
+
 def private_directory(options: argparse.Namespace) -> Path:
     """The directory of ``--directory``, of the environment, or the default.
 
@@ -146,17 +162,21 @@ def directory(text: str) -> Path:
     return Path(text)
 
 
-def positive_seconds(text: str) -> float:
-    """The argparse type of a time in seconds, above 0 and at most a day."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0
-    if not 0 < value <= _DAY:
-        raise argparse.ArgumentTypeError(
-            f"{text[:_SHOWN]!r} is not a number of seconds above 0 and at most {_DAY}"
-        )
-    return value
+def seconds_up_to(most: int) -> Callable[[str], float]:
+    """Make the argparse type of a time in seconds, above 0 and at most ``most``."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text[:_SHOWN]!r} is not a number of seconds above 0 and at most {most}"
+            )
+        return value
+
+    return convert
 
 
 def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
@@ -180,6 +200,7 @@ def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
     return convert
 
 
+positive_seconds = seconds_up_to(_DAY)
 positive_count = whole_number("whole number", 1, 10**9)
 process_number = whole_number("process number", 1, (1 << 31) - 1)
 tcp_port = whole_number("TCP port", 1, 65535)

@@ -14,6 +14,7 @@ import trio
 
 import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, ProtocolError, SmcStream
+from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
 from trio_smc.tools.check_server import serve
 from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import (
@@ -31,6 +32,7 @@ from trio_smc.tools.output import (
     agreed,
     diagnosis,
     error_text,
+    mode_cell,
     plain,
     print_json,
     show,
@@ -38,6 +40,7 @@ from trio_smc.tools.output import (
 )
 from trio_smc.tools.processes import explain_container, explain_listener
 from trio_smc.tools.settings import add_config, changed, described, settings_of, value_text
+from trio_smc.tools.tables import Marked
 from trio_smc.wire import clc, llc
 from trio_smc.wire.fields import eid_name
 
@@ -135,10 +138,14 @@ class Report:
     host: str
     port: int
     mode: str | None = None
+    variant: str | None = None
+    """The variant of this side's software RNIC; None unless the connection uses one."""
     ueids: list[str] = field(default_factory=list)
     """The UEIDs of this side, with which version 2 is offered."""
     steps: list[Step] = field(default_factory=list)
     fallback: dict[str, Any] | None = None
+    directory: str | None = None
+    """What is wrong with the private directory; None if nothing is."""
     settings: list[dict[str, Any]] = field(default_factory=list)
     """Name, value and origin of each field of `Config`."""
     server: dict[str, Any] | None = None
@@ -224,13 +231,26 @@ def run(options: argparse.Namespace) -> int:
         }
     )
     options.timeout = options.timeout or _TIMEOUT
-    report = Report(options.host, options.port, settings=described(settings))
+    report = Report(
+        options.host, options.port, settings=described(settings), directory=_problem_of(directory)
+    )
     trio.run(_check, report, config, options)
     if options.json:
         print_json(asdict(report))
     else:
         _print(report)
     return 0 if report.mode == Mode.SMC_R else _NO_SMC_R
+
+
+def _problem_of(directory: Path) -> str | None:
+    """The problem of the private directory, with a remedy; None if it has none."""
+    try:
+        PrivateDirectory.open(directory, create=False).close()
+    except FileNotFoundError:
+        return None  # it will be created
+    except (OSError, DirectoryUnusable) as error:
+        return str(error)
+    return None
 
 
 async def _check(report: Report, config: Config, options: argparse.Namespace) -> None:
@@ -339,6 +359,8 @@ def _conclude(report: Report, stream: SmcStream) -> None:
         assert stream.link_group is not None
         group = stream.link_group
         links = ", ".join(f"{link.number} on {link.rnic.name}" for link in group.links)
+        if any(isinstance(link.rnic, trio_smc.SoftRnic) for link in group.links):
+            report.variant = trio_smc.SoftRnic.variant
         version = ""
         if group.version > 1:
             what = agreed(group.version, group.release, group.ueid, group.direct)
@@ -470,11 +492,20 @@ def _normalized(socket_address: Any) -> tuple[str, int] | None:
 
 
 def _print(report: Report) -> None:
-    rows = [[step.name, step.verdict, step.text] for step in report.steps]
+    rows: list[list[object]] = [
+        [
+            step.name,
+            Marked(step.verdict, "error") if step.verdict == "no" else step.verdict,
+            mode_cell(step.text) if step.name == "mode" else step.text,
+        ]
+        for step in report.steps
+    ]
     parts: list[Any] = [table(("STEP", "", "~"), rows), ""]
     fallback, server = report.fallback, report.server
     if report.mode == Mode.SMC_R:
         parts.append("SMC-R is used.")
+        if report.variant is not None:
+            parts.append(f"  variant    {report.variant}, of this side's software RNIC")
     elif report.mode is None:
         parts.append("No connection was established.")
     if fallback is not None:
@@ -485,6 +516,8 @@ def _print(report: Report) -> None:
             f"  this side  {diagnosis(fallback['code'])}",
             f"  server     {diagnosis(fallback['peer_code'])}",
         ]
+        if report.directory is not None:
+            parts.append(f"  directory  {report.directory}")
         if fallback["reason"] == FallbackReason.NO_COMMON_UEID:
             parts.append(_ueids(report))
         listener = report.listener

@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from trio_smc.tools.client import SilentProcesses, take_snapshots
-from trio_smc.tools.commands import add_json, add_process, private_directory
-from trio_smc.tools.output import agreed, hexadecimal, plain, print_json, show, size, table
+from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
+from trio_smc.tools.commands import add_json, add_process, add_users, directories
+from trio_smc.tools.output import agreed, gid, hexadecimal, plain, print_json, show, size, table
+from trio_smc.tools.tables import Table
 
 NAME = "lg"
 SUMMARY = "list link groups, their links, and their receive buffers (RMBs)"
@@ -22,8 +23,9 @@ Columns:
   PEER ID     the peer's ID, as in its CLC messages (RFC 7609, 2.2.1)
   VERSION     the version of SMC-R; for version 2 also the release, the common UEID, and the route
               between the RNICs of the two sides: "direct", or "gateway" if it crosses a router
-  KIND        single: one link; asymmetric: two links that share the RNIC of one side; symmetric:
-              two links without a common RNIC, so that the group survives the loss of any RNIC
+  KIND        single: one link; asymmetric: two links that share the RNIC of one side (ASYML: of
+              this side, ASYMP: of the peer); symmetric: two links without a common RNIC, so that
+              the group survives the loss of any RNIC
   STATE       the state of the group, such as FORMING before the first link is confirmed; "drained"
               if `trio-smc drain` takes the group out of service
   LINK        the number of the link, which the server chose; LINK STATE: ACTIVE if it is usable
@@ -31,12 +33,14 @@ Columns:
   USER ID     the link user IDs of this side and of the peer (A.3.1), as in the peer's tools
   RMBS        elements of the receive buffers (RMBs): in use, all, and the size of one
 
-PID and GROUP together identify a link group.
+PID and GROUP together identify a link group.  -v adds a table with the network interface, the VLAN,
+the interfaces in the PNET table, and the GIDs of both ends of each link.
 """
 EPILOG = """
 Examples:
   trio-smc lg
   trio-smc lg --pid 4242 --json
+  trio-smc lg -v --device mlx5_0
 
 Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or for bad input.
 """
@@ -45,15 +49,26 @@ Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
+    add_users(parser)
     add_json(parser)
+    parser.add_argument(
+        "--device", metavar="NAME",
+        help="only groups with a link on this RNIC, RDMA device or network interface",
+    )  # fmt: skip
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also the GIDs and the network of each link"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Query the stacks, and print."""
     silent = SilentProcesses()
-    snapshots = take_snapshots(
-        private_directory(options), ("link_groups",), options.pid, silent=silent
-    )
+    snapshots = take_snapshots(directories(options), ("link_groups",), options.pid, silent=silent)
+    if options.device is not None:
+        for each in snapshots:
+            each.link_groups = [
+                group for group in each.link_groups if _is_on(group, options.device)
+            ]
     if options.json:
         print_json(
             [
@@ -71,7 +86,32 @@ def run(options: argparse.Namespace) -> int:
         for row in _rows(snapshot.pid, group)
     ]
     show(table(columns, rows))
+    if options.verbose:
+        show("", _networks(snapshots))
     return silent.exit_code
+
+
+def _is_on(group: dict[str, Any], device: str) -> bool:
+    """True if a link of the group is on this device."""
+    for link in group["links"] or ():
+        names = {link["netdev"], link["rnic"], str(link["rnic"]).partition("/")[0]}
+        if device in names | set(link["pnet"] or ()):
+            return True
+    return False
+
+
+def _networks(snapshots: Iterable[Snapshot]) -> Table:
+    columns = ("PID", ">GROUP", ">LINK", "RNIC", "NETDEV", ">VLAN", "PNET", "GID", "PEER GID")
+    rows = [
+        [
+            snapshot.pid, group["number"], link["number"], link["rnic"], link["netdev"],
+            link["vlan"], ", ".join(link["pnet"] or ()), gid(link["gid"]), gid(link["peer_gid"]),
+        ]
+        for snapshot in snapshots
+        for group in snapshot.link_groups
+        for link in group["links"] or ()
+    ]  # fmt: skip
+    return table(columns, rows)
 
 
 def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
@@ -81,7 +121,7 @@ def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
     """
     names = [
         *(group["number"], group["role"], group["peer_id"]),
-        *(agreed(**group), group["kind"], _state(group)),
+        *(agreed(**group), _kind(group), _state(group)),
     ]
     links = [_link(link) for link in group["links"] or ()]
     if group["links"] is None:
@@ -95,6 +135,12 @@ def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
         ]
         for number in range(max(len(links), len(rmbs), 1))
     ]
+
+
+def _kind(group: dict[str, Any]) -> str:
+    """The kind; for an asymmetric group the side with one RNIC, as smcr names it."""
+    side = {"local": " (ASYML)", "peer": " (ASYMP)"}.get(group["asymmetric_side"] or "", "")
+    return f"{plain(group['kind'])}{side}"
 
 
 def _state(group: dict[str, Any]) -> str:

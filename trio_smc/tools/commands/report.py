@@ -9,7 +9,7 @@ from dataclasses import replace
 from trio_smc.capture.output_file import create
 from trio_smc.tools.bug_report import PARTS, archive, collect
 from trio_smc.tools.client import INCOMPLETE, SilentProcesses, take_snapshots
-from trio_smc.tools.commands import add_json, add_process, private_directory
+from trio_smc.tools.commands import add_json, add_process, add_users, directories, private_directory
 from trio_smc.tools.commands.rnic import read_ports
 from trio_smc.tools.output import ToolError, print_error, print_json, print_line, show, size, table
 from trio_smc.tools.settings import add_config, settings_of
@@ -45,19 +45,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_config(parser)
     add_process(parser)
+    add_users(parser)
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Collect, list, and write."""
-    directory = private_directory(options)
+    own = argparse.Namespace(**{**vars(options), "directory": None}) if options.user else options
+    directory = private_directory(own)
     settings = settings_of(options)
     settings = replace(settings, config=replace(settings.config, directory=directory))
     silent = SilentProcesses()
     code, snapshots = 0, []
     try:
+        required = options.pid is not None
         snapshots = take_snapshots(
-            directory, PARTS, options.pid, required=options.pid is not None, silent=silent
+            directories(options), PARTS, options.pid, required=required, silent=silent
         )
         problems = list(silent.last.values())
     except ToolError as error:

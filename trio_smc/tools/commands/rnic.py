@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import ipaddress
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,9 +20,19 @@ import trio
 
 import trio_smc
 from trio_smc.tools.client import SilentProcesses, take_snapshots
-from trio_smc.tools.commands import add_json, add_process, private_directory
+from trio_smc.tools.commands import (
+    add_json,
+    add_process,
+    add_users,
+    directories,
+    private_directory,
+)
 from trio_smc.tools.output import ToolError, error_text, gid, print_json, show, table
+from trio_smc.tools.places import Places
 from trio_smc.tools.settings import settings_of
+
+_NONE_SERVES: Final = 1
+"""The exit code if no RNIC serves the interface."""
 
 NAME = "rnic"
 SUMMARY = "list the RNICs of running processes and of a new one, and all RDMA devices"
@@ -35,30 +46,43 @@ are the interfaces of the RNIC's GIDs, the VLANs and bonds on top of them, and t
 table (Config(pnet=...), docs/rnic.md) assigns to the RNIC.  The software RNIC (kind "software")
 serves connections between processes of one host.
 
+LINKS is the number of links on the RNIC.  CRIT is the number of links that would be lost with the
+RNIC together with their link groups, which have no link on another RNIC.  PCI ID is the PCI address
+of a device.
+
 To find out what a new process would use, the command opens a stack of its own for a moment.  If
-that stack has no software RNIC, the command prints the reason.
+that stack has no software RNIC, the command prints the reason; otherwise the variant of the
+software RNIC: native, x86-64 or socket (docs/rnic.md).
 """
 EPILOG = """
 Examples:
   trio-smc rnic               works without any running process
   trio-smc rnic --pid 4242    only the RNICs of that process
   trio-smc rnic --json
+  trio-smc rnic --interface eth0    which RNICs serve it, and why
 
-Exit codes: 0; 1 if a process did not answer; 2 if the process of --pid did not answer or has no
-stack, or for bad input.
+Exit codes: 0; 1 if a process did not answer, or no RNIC serves --interface; 2 if the process of
+--pid did not answer or has no stack, or for bad input.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
+    add_users(parser)
     add_json(parser)
+    parser.add_argument(
+        "--interface", metavar="NAME",
+        help="which RNICs serve connections through this network interface, and why",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     """Query the stacks, read the devices, and print."""
-    directory = private_directory(options)
-    one_process = options.pid is not None
+    directory = directories(options)
+    if options.interface is not None:
+        return _explain(options, private_directory(options))
+    one_process = options.pid is not None or isinstance(directory, Places)
     silent = SilentProcesses()
     stacks = take_snapshots(directory, ("rnics",), options.pid, required=one_process, silent=silent)
     found: dict[str, Any] = {
@@ -67,8 +91,10 @@ def run(options: argparse.Namespace) -> int:
         ]
     }
     if not one_process:
+        assert isinstance(directory, Path)
         config = dataclasses.replace(settings_of(options).config, directory=directory)
         found["auto"], found["no_software_rnic"] = trio.run(_automatic, config)
+        found["variant"] = trio_smc.SoftRnic.variant
         found["devices"] = [dataclasses.asdict(port) for port in read_ports()]
         found["pyverbs"] = importlib.util.find_spec("pyverbs") is not None
     if options.json:
@@ -76,6 +102,32 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(found)
     return silent.exit_code
+
+
+def _explain(options: argparse.Namespace, directory: Path) -> int:
+    config = dataclasses.replace(settings_of(options).config, directory=directory)
+    found = trio.run(_serving, config, options.interface)
+    if options.json:
+        print_json([{"rnic": name, "serves": serves, "why": why} for name, serves, why in found])
+    elif not found:
+        show(
+            f"No RNIC serves {options.interface}: no line of the PNET table, and no GID of a port."
+        )
+    else:
+        rows = [[name, "yes" if serves else "no", why] for name, serves, why in found]
+        show(table(("RNIC", "SERVES", "~WHY"), rows))
+    return 0 if any(serves for _, serves, _ in found) else _NONE_SERVES
+
+
+async def _serving(config: trio_smc.Config, interface: str) -> list[tuple[str, bool, str]]:
+    config = dataclasses.replace(config, control=False, capture=None, log_events=False)
+    try:
+        async with trio_smc.open_stack(config) as stack:
+            return stack.explain_interface(interface)
+    except ValueError as error:
+        raise ToolError(str(error)) from None
+    except OSError as error:
+        raise ToolError(f"cannot open a stack: {error_text(error)}") from None
 
 
 async def _automatic(config: trio_smc.Config) -> tuple[list[dict[str, Any]], str | None]:
@@ -116,11 +168,11 @@ def _print(found: dict[str, Any]) -> None:
     heads = ("NAME", "KIND", "PORT", ">MTU", "GID", "MAC", "NETDEVS")
     if found["stacks"]:
         rows = [
-            [stack["pid"], *_rnic(each, ports), each["links"]]
+            [stack["pid"], *_rnic(each, ports), each["links"], each["critical"]]
             for stack in found["stacks"]
             for each in stack["rnics"]
         ]
-        show(table(("PID", *heads, ">LINKS"), rows, "RNICs of running stacks"))
+        show(table(("PID", *heads, ">LINKS", ">CRIT"), rows, "RNICs of running stacks"))
     if "auto" not in found:
         return
     if found["stacks"]:
@@ -128,6 +180,8 @@ def _print(found: dict[str, Any]) -> None:
     show(table(heads, [_rnic(each, ports) for each in found["auto"]], "RNICs of a new process"))
     if found["no_software_rnic"]:
         show(f"No software RNIC: {found['no_software_rnic']}.")
+    else:
+        show(f"Variant of the software RNIC: {found['variant']}.")
     show("", *_devices(list(ports.values()), found["pyverbs"]))
 
 
@@ -150,13 +204,24 @@ def _devices(ports: list[Port], pyverbs: bool) -> list[Any]:
         return ["This machine has no RDMA devices (/sys/class/infiniband)."]
     rows: list[list[object]] = []
     for port in ports:
-        first: list[object] = [port.device, port.number, port.state, port.link_layer]
+        first: list[object] = [port.device, port.number, port.pci, port.state, port.link_layer]
         netdevs = ", ".join(port.netdevs)
         gids = [[g.index, g.value, g.kind, g.netdev] for g in port.gids] or [[None] * 4]
         for place, each in enumerate(gids):
             blank = place > 0
-            rows.append([*([" "] * 4 if blank else first), *each, " " if blank else netdevs])
-    heads = ("DEVICE", ">PORT", "STATE", "LAYER", ">INDEX", "GID", "TYPE", "NETDEV", "NETDEVS")
+            rows.append([*([" "] * 5 if blank else first), *each, " " if blank else netdevs])
+    heads = (
+        "DEVICE",
+        ">PORT",
+        "PCI ID",
+        "STATE",
+        "LAYER",
+        ">INDEX",
+        "GID",
+        "TYPE",
+        "NETDEV",
+        "NETDEVS",
+    )
     lines: list[Any] = [table(heads, rows, "RDMA devices of this machine")]
     if not pyverbs:
         lines.append("pyverbs is not installed, so no stack of this Python can use these devices.")
@@ -167,6 +232,8 @@ def _devices(ports: list[Port], pyverbs: bool) -> list[Any]:
 
 
 _SYS: Final = Path("/sys")
+_PCI: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+"""Domain, bus, device and function, as sysfs names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +258,7 @@ class Port:
       gids: the entries of the GID table that are in use.
       netdevs: the network interfaces whose routes the port serves: those of its GIDs, and the VLANs
         and bonds on top of them.
+      pci: the PCI address of the device; None for a device of software.
     """
 
     device: str
@@ -199,6 +267,7 @@ class Port:
     link_layer: str
     gids: tuple[Gid, ...]
     netdevs: tuple[str, ...]
+    pci: str | None = None
 
 
 def read_ports(sys: Path = _SYS) -> list[Port]:
@@ -231,7 +300,17 @@ def _port(sys: Path, device: str, path: Path) -> Port:
         _read(path / "link_layer") or "unknown",
         gids,
         tuple(netdevs),
+        _pci_address(path.parent.parent),
     )
+
+
+def _pci_address(device: Path) -> str | None:
+    """The PCI address of a device; None if it is not on a PCI bus."""
+    try:
+        name = os.path.basename(os.path.realpath(device / "device", strict=True))
+    except OSError:
+        return None
+    return name if _PCI.fullmatch(name) else None
 
 
 def _gids(path: Path) -> list[Gid]:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
+from trio_smc._base.printable import printable
 from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
-from trio_smc.tools.commands import add_json, add_process, private_directory
+from trio_smc.tools.commands import add_json, add_process, add_users, directories, tcp_port
 from trio_smc.tools.output import (
     address,
     agreed,
     fallback_codes,
+    gid,
     hexadecimal,
+    mode_cell,
+    network,
     plain,
     print_json,
     show,
     size,
     table,
+    user_name,
 )
+from trio_smc.tools.tables import Marked
 
 NAME = "ss"
 SUMMARY = "list connections: SMC-R or TCP, their state, and the reason for TCP"
@@ -37,50 +43,63 @@ Columns:
   FALLBACK  the reason for tcp: "local: ..." if this side decided, "peer: ..." if the peer did;
             `trio-smc reasons` explains each reason
 
--v prints more about each connection.  For SMC-R: the version (for version 2 also the release, the
-UEID and the route), the cursors of RFC 7609, 4.3, in bytes since the start of the connection, and
-counters.  For TCP: the diagnosis words of both sides (RFC 7609, A.2.4), and a remedy.
+-v prints more about each connection: the network interface of its address; for SMC-R the cursors of
+RFC 7609, 4.3, in bytes since the start of the connection and as wrap:count, the flags of CDC
+messages (A.4; B: a sender waits for the window, D: sending done, C: closed, A: abnormal close), the
+directions that are shut down (R: nothing more arrives, W: nothing more is sent), the RNIC, the GIDs
+of both ends, the VLAN and the PNET table's interfaces of the link, the version (for version 2 also
+the release, the UEID and the route), and counters.  For TCP: the diagnosis words of both sides
+(RFC 7609, A.2.4), and a remedy.
 """
 EPILOG = """
 Examples:
   trio-smc ss                  everything
   trio-smc ss --tcp            only TCP connections, with reasons
+  trio-smc ss --port 7000 --state ACTIVE
   trio-smc ss --pid 4242 -v    one process, with cursors
   trio-smc ss --json           for scripts; docs/cli.md describes the fields
 
 Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or for bad input.
 """
 
+_LISTENING: Final = "listening"
+_MORE_PARTS: Final = ("link_groups", "interfaces")
+_MAX_PROGRAM: Final = 30
+"""Characters of a program in the table.  Chosen."""
 _COUNTERS = ("writes", "cdcs_sent", "cdcs_received", "coalesced", "window_stalls")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
+    add_users(parser)
     add_json(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="more about each connection")
+    parser.add_argument("--port", type=tcp_port, metavar="PORT",
+                        help="only connections and listeners with this port")  # fmt: skip
+    parser.add_argument("--state", action="append", type=str.upper, metavar="STATE",
+                        help="only this state; can be repeated")  # fmt: skip
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--smc", dest="mode", action="store_const", const="smc-r",
                       help="only connections over SMC-R")  # fmt: skip
     mode.add_argument("--tcp", dest="mode", action="store_const", const="tcp",
                       help="only connections that stay on TCP")  # fmt: skip
+    mode.add_argument("--listening", dest="mode", action="store_const", const=_LISTENING,
+                      help="only listeners")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     """Query the stacks, and print."""
     silent = SilentProcesses()
-    snapshots = take_snapshots(
-        private_directory(options), ("connections", "listeners"), options.pid, silent=silent
-    )
+    wanted = ("connections", "listeners", *(_MORE_PARTS if options.verbose else ()))
+    snapshots = take_snapshots(directories(options), wanted, options.pid, silent=silent)
     for snapshot in snapshots:
-        snapshot.connections = [
-            each for each in snapshot.connections if options.mode in (None, each["mode"])
-        ]
+        _filter(snapshot, options)
     if options.json:
-        names = ("pid", "stack", "release", "uptime", "program", "connections", "listeners")
-        print_json([_only(snapshot, names) for snapshot in snapshots])
+        names = ("pid", "stack", "release", "uptime", "uid", "program", "connections", "listeners")
+        print_json([{**_only(each, names), "user": user_name(each.uid)} for each in snapshots])
     else:
-        show(_table(snapshots, options.mode))
+        show(_table(snapshots))
         if options.verbose:
             for snapshot in snapshots:
                 for connection in snapshot.connections:
@@ -93,27 +112,52 @@ def _only(snapshot: Snapshot, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: everything[name] for name in names}
 
 
-def _table(snapshots: list[Snapshot], mode: str | None) -> Any:
-    columns = ("PID", "STATE", "MODE", ">RECV-Q", ">SEND-Q", "LOCAL", "PEER", "GROUP", "FALLBACK")
-    return table(columns, list(_rows(snapshots, mode)))
+def _filter(snapshot: Snapshot, options: argparse.Namespace) -> None:
+    """Remove what --smc, --tcp, --listening, --port and --state exclude."""
+    port, states = options.port, options.state
+
+    def is_wanted(state: Any, *ends: Any) -> bool:
+        return (port is None or any(end and end[1] == port for end in ends)) and (
+            states is None or state in states
+        )
+
+    snapshot.connections = [
+        each
+        for each in snapshot.connections
+        if options.mode in (None, each["mode"])
+        and is_wanted(each["state"], each["local"], each["peer"])
+    ]
+    snapshot.listeners = [
+        each
+        for each in snapshot.listeners
+        if options.mode in (None, _LISTENING) and is_wanted("LISTEN", each)
+    ]
 
 
-def _rows(snapshots: list[Snapshot], mode: str | None) -> Iterator[list[object]]:
+def _table(snapshots: list[Snapshot]) -> Any:
+    columns = ("PID", "STATE", "MODE", ">RECV-Q", ">SEND-Q", "LOCAL", "PEER", "GROUP", "USER",
+               "PROGRAM", "FALLBACK")  # fmt: skip
+    return table(columns, list(_rows(snapshots)))
+
+
+def _rows(snapshots: list[Snapshot]) -> Iterator[list[object]]:
     for snapshot in snapshots:
-        if mode is None:
-            for listener in snapshot.listeners:
-                yield [snapshot.pid, "LISTEN", *(None,) * 3, address(listener), *(None,) * 3]
+        owner = (user_name(snapshot.uid), printable(snapshot.program, _MAX_PROGRAM))
+        for listener in snapshot.listeners:
+            ends = (address(listener), None, None)
+            yield [snapshot.pid, "LISTEN", None, None, None, *ends, *owner, None]
         for each in snapshot.connections:
             yield [
                 snapshot.pid,
                 each["state"],
-                each["mode"] if each["version"] in (None, 1) else f"{each['mode']} v2",
+                mode_cell(each["mode"] if each["version"] in (None, 1) else f"{each['mode']} v2"),
                 each["receive_queue"],
                 each["send_queue"],
                 address(each["local"]),
                 address(each["peer"]),
                 _group_and_link(each),
-                _fallback_text(each["fallback"]),
+                *owner,
+                Marked(_fallback_text(each["fallback"]), "warning"),
             ]
 
 
@@ -134,9 +178,20 @@ def _fallback_text(fallback: dict[str, Any] | None) -> str | None:
 def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
     ends = f"{address(connection['local'])} → {address(connection['peer'])}"
     yield f"pid {snapshot.pid}  {connection['mode']}  {ends}"
+    place = _interface(snapshot, connection)
+    if place is not None:
+        yield f"  interface {place}"
     if connection["cursors"] is not None:
         yield from _cursors(**connection["cursors"])
     if connection["mode"] == "smc-r":
+        flags = plain(connection["flags_sent"]), plain(connection["flags_received"])
+        yield f"  flags     sent {flags[0]}, received {flags[1]}; shut down {_shutdown(*flags)}"
+        link = _link_of(snapshot, connection)
+        if link is not None:
+            yield (
+                f"  link      {plain(link['rnic'])}, {gid(link['gid'])} → {gid(link['peer_gid'])}"
+            )
+            yield f"  network   {network(link)}"
         yield f"  version   {agreed(**connection)}"
         statistics = connection["statistics"] or {}
         count = {name: plain(statistics.get(name)) for name in _COUNTERS}
@@ -163,7 +218,47 @@ def _cursors(
     )
     yield f"  received  {plain(received)} arrived, {plain(consumed)} consumed; ring {size(ring)}"
     token = None if alert_token is None else alert_token & 0xFFFFFFFF
+    if produced is not None and taken is not None and received is not None and consumed is not None:
+        sent = f"producer {_pair(produced, peer_ring)}, consumer {_pair(taken, peer_ring)}"
+        yield f"  tx cursor {sent}"
+        yield f"  rx cursor producer {_pair(received, ring)}, consumer {_pair(consumed, ring)}"
     yield (
         f"  CDC       last completed {plain(sequence_sent)}, "
         f"last received {plain(sequence_received)}, alert token 0x{hexadecimal(token)}"
     )
+
+
+def _pair(count: int, ring: int | None) -> str:
+    """A cursor as wrap:count, as on the wire without an eye catcher (RFC 7609, A.4)."""
+    if not ring or ring < 0:
+        return plain(None)
+    return f"{count // ring & 0xFFFF}:{count % ring}"
+
+
+def _shutdown(sent: str, received: str) -> str:
+    """The directions that are shut down, by the flags of both sides."""
+    return ("R" if set(received) & set("DCA") else "") + (
+        "W" if set(sent) & set("DCA") else ""
+    ) or plain(None)
+
+
+def _interface(snapshot: Snapshot, connection: dict[str, Any]) -> str | None:
+    """The network interface with the local address; None if it is unknown."""
+    local = connection["local"]
+    if not local:
+        return None
+    host = str(local[0]).removeprefix("::ffff:").partition("%")[0]
+    for each in snapshot.interfaces:
+        if host in (each["addresses"] or ()):
+            tag = "" if each["vlan"] is None else f", VLAN {each['vlan']}"
+            return f"{plain(each['name'])}{tag}"
+    return None
+
+
+def _link_of(snapshot: Snapshot, connection: dict[str, Any]) -> dict[str, Any] | None:
+    for group in snapshot.link_groups:
+        if group["number"] == connection["link_group"]:
+            for link in group["links"] or ():
+                if link["number"] == connection["link"]:
+                    return dict(link)
+    return None

@@ -13,20 +13,22 @@ from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import (
     add_json,
     add_process,
+    add_users,
+    directories,
     positive_count,
     positive_seconds,
-    private_directory,
 )
 from trio_smc.tools.output import (
+    Screen,
     address,
-    console,
-    least_width,
-    plain,
+    is_terminal,
     print_json,
     show,
     size,
     table,
+    terminal_size,
 )
+from trio_smc.tools.tables import Marked, Table
 
 NAME = "top"
 SUMMARY = "watch the busiest connections, live"
@@ -64,6 +66,7 @@ _HEADS = ("PID", "LOCAL", "PEER", ">SENT", ">RECEIVED", ">WRITES", ">STALLS", ">
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
+    add_users(parser)
     add_json(parser)
     parser.add_argument("--interval", type=positive_seconds, default=2.0, metavar="SECONDS",
                         help="seconds between two refreshes; default: 2")  # fmt: skip
@@ -75,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show a frame (totals and table) every --interval seconds, --count times or until Ctrl-C."""
-    live = not options.json and console().is_terminal
+    live = not options.json and is_terminal()
     # A line on stderr would damage the screen.  So each frame names the processes that do not
     # answer, and the lines on stderr come at the end.
     silent = SilentProcesses(quiet=live)
@@ -93,22 +96,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _live(options: argparse.Namespace, silent: SilentProcesses) -> None:
-    from rich.live import Live
-
     first = _Sample.take(options, silent)
-    with Live(console=console(), screen=True, auto_refresh=False) as live:
-        live.update(_frame(first, first, options.lines, silent), refresh=True)
+    with Screen() as screen:
+        screen.show(*_frame(first, first, options.lines, silent))
         for last, before in _samples(options, silent, first):
-            live.update(_frame(last, before, options.lines, silent), refresh=True)
+            screen.show(*_frame(last, before, options.lines, silent))
 
 
-def _frame(last: _Sample, before: _Sample, lines: int, silent: SilentProcesses) -> Any:
+def _frame(last: _Sample, before: _Sample, lines: int, silent: SilentProcesses) -> list[Any]:
     """One frame for the screen."""
-    from rich.console import Group
-    from rich.text import Text
-
-    names = [Text(plain(text)) for text in silent.last.values()]
-    return Group(*names, *last.since(before, lines))
+    names = [Marked(text, "error") for text in silent.last.values()]
+    return [*names, *last.since(before, lines)]
 
 
 def _samples(
@@ -124,14 +122,19 @@ def _samples(
         frames += 1
 
 
-def _fitting_table(rows: list[list[object]]) -> Any:
-    """The table with as many columns as fit on the terminal."""
+def _fitting_table(rows: list[list[object]]) -> list[Table | str]:
+    """The table with as many columns as fit on the terminal, and a line that names the others."""
     columns = len(_HEADS)
     while True:
         made = table(_HEADS[:columns], [row[:columns] for row in rows])
-        if columns == 1 or least_width(made) <= console().width:
-            return made
+        if columns == 1 or not is_terminal() or made.least_width <= terminal_size().columns:
+            break
         columns -= 1
+    hidden = [head.lstrip(">") for head in _HEADS[columns:]]
+    if not hidden:
+        return [made]
+    needed = table(_HEADS, rows).least_width
+    return [made, f"hidden ({needed} columns needed): {', '.join(hidden)}"]
 
 
 def _identity(connection: dict[str, Any]) -> tuple[object, ...]:
@@ -159,7 +162,7 @@ class _Sample:
 
     @classmethod
     def take(cls, options: argparse.Namespace, silent: SilentProcesses) -> _Sample:
-        stacks = take_snapshots(private_directory(options), _PARTS, options.pid, silent=silent)
+        stacks = take_snapshots(directories(options), _PARTS, options.pid, silent=silent)
         return cls(time.monotonic(), stacks)
 
     def connections(self) -> dict[tuple[object, ...], tuple[int, dict[str, Any]]]:
@@ -210,7 +213,7 @@ class _Sample:
             f"{totals['smc-r']} over SMC-R, {totals['tcp']} over TCP; since the start: "
             f"fallbacks: {totals['fallbacks']}, failovers: {totals['failovers']}"
         )
-        return [line, "", _fitting_table(rows), *more]
+        return [line, "", *_fitting_table(rows), *more]
 
     def report(self, before: _Sample, lines: int) -> dict[str, Any]:
         """The frame for scripts.  Rates are per second, and sizes are in bytes."""

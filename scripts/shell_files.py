@@ -1,0 +1,147 @@
+"""Write the manual page and the completions of `trio-smc`, from the command's own parser.
+
+    python -m scripts.shell_files            writes the files below share/
+    python -m scripts.shell_files --check    exits with 1 if one is out of date
+
+The wheel installs them below the prefix, where `man`, bash and zsh look: share/man/man1,
+share/bash-completion/completions and share/zsh/site-functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import shtab
+
+import trio_smc
+from trio_smc.tools import cli
+from trio_smc.tools.commands import load
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+SHARE: Final = ROOT / "share"
+_NAME: Final = "list SMC-R connections, check servers, and run programs over SMC-R"
+_ENVIRONMENT: Final = """
+TRIO_SMC_CONFIG names a TOML file with settings, and TRIO_SMC_DIRECTORY the private directory, for
+all programs and commands.  Options win over both.
+
+NO_COLOR turns colours off.  COLUMNS and LINES override the size of the terminal.
+"""
+
+
+def files() -> dict[Path, str]:
+    """The content of each file."""
+    parser = cli.parser()
+    return {
+        SHARE / "man/man1/trio-smc.1": manual(parser),
+        SHARE / "bash-completion/completions/trio-smc": _completion(parser, "bash"),
+        SHARE / "zsh/site-functions/_trio-smc": _completion(parser, "zsh"),
+    }
+
+
+def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
+    text = str(shtab.complete(parser, shell))
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def manual(parser: argparse.ArgumentParser) -> str:
+    """The manual page (man(7)).  Indented text keeps its lines, so tables stay whole."""
+    return "\n".join([
+        f'.TH TRIO\\-SMC 1 "" "trio\\-smc {trio_smc.__version__}" "User Commands"',
+        ".SH NAME", f"trio\\-smc \\- {_escape(_NAME)}",
+        ".SH SYNOPSIS", *_example("trio-smc [--version] COMMAND [OPTIONS]"),
+        ".SH DESCRIPTION", *_text(parser.description or ""),
+        ".SH COMMANDS", *_commands(parser),
+        ".SH ENVIRONMENT", *_text(_ENVIRONMENT),
+        ".SH EXIT STATUS", *_text(parser.epilog or ""),
+        "",
+    ])  # fmt: skip
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+    [choices] = [
+        each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)
+    ]
+    for command in load():
+        one = choices[command.NAME]
+        yield f'.SS "trio\\-smc {command.NAME}"'
+        yield _escape(f"{command.SUMMARY[0].upper()}{command.SUMMARY[1:]}.")
+        yield from _example(_usage(command.NAME, one))
+        yield ".PP"
+        yield from _text(one.description or "")
+        yield ".PP"
+        yield "Options:"
+        formatter = one._get_formatter()
+        for action in one._actions:
+            if action.help == argparse.SUPPRESS:
+                continue
+            yield ".TP"
+            yield f".B {_escape(_invocation(action))}"
+            yield _escape(formatter._expand_help(action) if action.help else "")
+        yield ".PP"
+        yield from _text(one.epilog or "")
+
+
+def _usage(name: str, parser: argparse.ArgumentParser) -> str:
+    """The usage; that of argparse differs between releases of Python."""
+    words = [_invocation(each) for each in parser._actions if not each.option_strings]
+    return " ".join(["trio-smc", name, "[OPTIONS]", *words])
+
+
+def _invocation(action: argparse.Action) -> str:
+    """An argument, or an option with its names and value: "-o, --output FILE"."""
+    value = ""
+    if action.nargs != 0:
+        choices = None if action.choices is None else f"{{{','.join(map(str, action.choices))}}}"
+        value = str(action.metavar or choices or action.dest.upper())
+    return " ".join(filter(None, [", ".join(action.option_strings), value]))
+
+
+def _text(text: str) -> Iterator[str]:
+    """Paragraphs are filled; lines that are indented keep their form."""
+    kept: list[str] = []
+    for line in [*text.strip("\n").splitlines(), ""]:
+        if kept and (not line.startswith(" ") or not line.strip()):
+            yield from _example("\n".join(kept))
+            kept = []
+        if line.startswith(" "):
+            kept.append(line)
+        elif line.strip():
+            yield _escape(line)
+        else:
+            yield ".PP"
+
+
+def _example(text: str) -> Iterator[str]:
+    yield ".PP"
+    yield ".EX"
+    yield from (_escape(line) for line in text.splitlines())
+    yield ".EE"
+
+
+def _escape(line: str) -> str:
+    escaped = line.replace("\\", "\\e").replace("-", "\\-")
+    escaped = re.sub("[^ -~]", lambda found: f"\\[u{ord(found[0]):04X}]", escaped)
+    return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line."""
+    made = files()
+    if list(arguments) == ["--check"]:
+        old = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
+        for path in old:
+            print(f"{path.relative_to(ROOT)} is out of date: make cli-page", file=sys.stderr)
+        return int(bool(old))
+    for path, text in made.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,46 @@
+"""Systems whose pages have 16 or 64 KiB: nothing assumes 4,096 bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.pythons import ROOT
+
+# Pages of this kernel are smaller, so each multiple is one as well.
+LARGER = """
+import mmap, os
+mmap.PAGESIZE = {size}
+_fstatvfs = os.fstatvfs
+class _Shown:
+    def __init__(self, real):
+        self._real = real
+        self.f_bsize = {size} if real.f_bsize == {real} else real.f_bsize
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+os.fstatvfs = lambda fd: _Shown(_fstatvfs(fd))
+"""
+TESTS = [
+    "tests/rnic/test_soft.py",
+    "tests/rnic/test_memory_rnic.py",
+    "tests/datapath/test_connection_data.py",
+]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("size", [16 << 10, 64 << 10])
+def test_larger_pages(tmp_path: Path, size: int) -> None:
+    hook = LARGER.format(size=size, real=os.sysconf("SC_PAGE_SIZE"))
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,246 @@
+"""Root inspects the processes of other users, read only; and directories that groups share."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import trio
+
+import trio_smc
+from tests.tools.tools_processes import (
+    LIMIT,
+    ROOT,
+    Done,
+    command_here,
+    one_line,
+    quick_command,
+)
+from trio_smc import FallbackReason
+from trio_smc.control import protocol as control
+from trio_smc.tools import client
+from trio_smc.tools.cli import main
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="inspects another user")
+USER = 54321
+"""A user without an entry and without processes."""
+PEER = """
+import os, sys, warnings
+import encodings.idna, trio
+from tests.tools import tools_peer
+os.setgroups([]); os.setgid(USER); os.setuid(USER)  # later it may not be able to import
+warnings.simplefilter("ignore", ResourceWarning)
+trio.run(tools_peer.main, "pair")
+""".replace("USER", str(USER))
+
+
+@pytest.fixture
+def theirs() -> Iterator[Path]:
+    """A private directory of the other user, which that user can reach."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="smc-theirs-") as outer:
+        os.chmod(outer, 0o755)
+        directory = Path(outer, "smc")
+        directory.mkdir(mode=0o700)
+        os.chown(directory, USER, USER)
+        yield directory
+
+
+@contextlib.asynccontextmanager
+async def running_as_other(directory: Path) -> AsyncIterator[int]:
+    """A process of the other user, with an SMC-R and a TCP connection: its number."""
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-c", PEER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={"PATH": os.environ["PATH"], "TRIO_SMC_DIRECTORY": str(directory)},
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with trio.fail_after(LIMIT):
+            said = b""
+            while b"\n" not in said:
+                piece = await process.stdout.receive_some()
+                assert piece, "the process ended before it was ready"
+                said += piece
+        yield process.pid
+    finally:
+        with trio.CancelScope(shield=True), trio.fail_after(LIMIT):
+            await process.stdin.aclose()
+            await process.wait()
+            await process.stdout.aclose()
+
+
+@root_only
+async def test_root_inspects_a_user_and_changes_nothing(theirs: Path, tmp_path: Path) -> None:
+    async with running_as_other(theirs) as pid:
+        below = theirs / control.DIRECTORY
+        dead = below / f"{pid + 1}-0"
+        with socket.socket(socket.AF_UNIX) as sock:  # of a process that was killed
+            sock.bind(str(dead))
+        os.chown(dead, USER, USER)
+        before = sorted(os.listdir(below))
+        # By the environment of the process, and by name of the directory.
+        words: tuple[object, ...]
+        for words in (
+            ("--user", USER), ("--all",), ("--user", USER, "--directory", theirs),
+        ):  # fmt: skip
+            found = (await quick_command("ss", "--json", *words)).json
+            [stack] = [each for each in found if each["pid"] == pid]
+            assert (stack["uid"], stack["user"]) == (USER, str(USER))
+            assert len(stack["connections"]) == 3
+        user = ("--user", USER, "--directory", theirs)
+        rnics = (await quick_command("rnic", "--json", *user)).json
+        assert rnics.keys() == {"stacks"}
+        assert [each["name"] for each in rnics["stacks"][0]["rnics"]] == ["soft0"]
+        assert (await quick_command("stats", "--json", *user)).json[0]["counters"]["fallbacks"] == 1
+        report = tmp_path / "report.tar.gz"
+        assert (await quick_command("report", "-o", report, *user)).code == 0
+        assert sorted(os.listdir(below)) == before
+        # Nothing that changes the process.
+        for words in (("drain", "soft0"), ("undrain", "soft0"), ("capture", pid, "-o", "-")):
+            done = run_here(*words, "--user", USER)
+            assert "unrecognized arguments: --user" in one_line(done)
+        assert "only the user of a process" in one_line(
+            await quick_command("stats", "--sizes", "1", *user)
+        )
+        said = one_line(await quick_command("ss", "--pid", pid))
+        assert said.endswith(f"and only that user may query it (as root: --user {USER})")
+        # Root itself is another user for the process.
+        assert "belongs to user" in one_line(await quick_command("ss", "--directory", theirs))
+        dead.unlink()
+        assert (os.geteuid(), os.getegid()) == (0, 0)
+
+
+@root_only
+def test_hostile_directories_of_users(
+    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links, other owners and modes are named; what never answers is killed."""
+
+    def inspect(directory: Path) -> Done:
+        return run_here("ss", "--user", USER, "--directory", directory)
+
+    secret = tmp_path / "secret"
+    secret.mkdir(mode=0o700)
+    link = theirs.parent / "link"
+    link.symlink_to(secret)
+    assert "Not a directory" in inspect(link).err
+    loop = theirs.parent / "loop"
+    loop.symlink_to(loop)
+    assert inspect(loop).code == 2
+    assert "Permission denied" in inspect(secret).err  # root could, the user cannot
+    os.chmod(theirs, 0o777)
+    assert "where only 700 is private" in inspect(theirs).err
+    os.chmod(theirs, 0o700)
+    # A process that claims to be one of many, and never answers.
+    below = theirs / control.DIRECTORY
+    below.mkdir(mode=0o700)
+    os.chown(below, USER, USER)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(below / "1-0"))
+        os.chown(below / "1-0", USER, USER)
+        listener.listen()
+        done = inspect(theirs)
+        assert done.code == 2
+        # The socket is root's own: SO_PEERCRED tells, whatever its name's owner.
+        assert "process 1 cannot be queried" in done.err
+    (below / "1-0").unlink()
+
+    def endless(message: dict[str, Any]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+        assert message["uid"] == USER
+        return subprocess.Popen(["sleep", "600"]), tempfile.TemporaryFile()
+
+    monkeypatch.setattr(client, "_start_child", endless)
+    monkeypatch.setattr(client, "TIMEOUT", 0.2)
+    monkeypatch.setattr(client, "_CHILD_START", 0)
+    start = time.monotonic()
+    done = inspect(theirs)
+    assert time.monotonic() - start < LIMIT / 4
+    assert (done.code, done.err) == (
+        1, f"trio-smc: user {USER}: a directory does not answer in time\n",
+    )  # fmt: skip
+
+
+def run_here(*words: object) -> Done:
+    """Run `trio-smc` in this thread."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        try:
+            code = main(list(map(str, words)))
+        except SystemExit as exit_:  # how argparse ends
+            code = int(exit_.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--user", "root"), "only root may inspect the processes of another user"),
+        (("--all",), "only root may inspect the processes of another user"),
+        (("--user", "no such user"), "there is no user 'no such user'"),
+        (("--user", "9" * 11), "there is no user '99999999999'"),
+        (("--user=-1",), "there is no user '-1'"),
+    ],
+)
+def test_users_that_may_not(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("os.geteuid", lambda: 1234)
+    assert said in one_line(command_here(capsys, "ss", *words))
+
+
+# --- directories that a group shares ------------------------------------------------------------
+
+
+@root_only
+@pytest.mark.parametrize(
+    ("group", "mode", "said"),
+    [
+        (0, 0o2770, "shared; it is for the group root: chmod 3770 "),
+        (0, 0o770, "has mode 0770 where only 700 is private, and only 3770 is shared; it is"),
+        (USER, 0o3770, f"is for the group {USER}, and this process is not in that group, for"),
+    ],
+)
+async def test_directories_that_a_group_cannot_share_yet(
+    group: int, mode: int, said: str, tmp_path: Path
+) -> None:
+    """The message names the group, and the remedy does not end the sharing."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, 0, group)
+    os.chmod(shared, mode)
+    line = one_line(await quick_command("ss", "--directory", shared))
+    assert said in line
+    assert "chmod 700" not in line
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = await quick_command("check", "127.0.0.1", port, "--directory", shared)
+        report = json.loads(
+            (await quick_command("check", "127.0.0.1", port, "--directory", shared, "--json")).out
+        )
+    assert report["fallback"]["reason"] in (
+        FallbackReason.DIRECTORY_UNUSABLE, FallbackReason.OTHER_USER,
+        FallbackReason.PEER_NOT_CAPABLE,
+    ), report  # fmt: skip
+    assert said in report["directory"]
+    assert f"  directory  {report['directory']}\n" in done.out
+    assert stat.S_IMODE(shared.stat().st_mode) == mode
+
+
+def test_the_general_remedy_keeps_a_shared_directory() -> None:
+    why = trio_smc.Fallback.local(FallbackReason.DIRECTORY_UNUSABLE)
+    assert "or share it in a group, mode 3770" in why.remedy
