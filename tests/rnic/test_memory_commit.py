@@ -122,6 +122,7 @@ def test_no_mapping_counts_against_the_commit_limit() -> None:
         memory.close()
 
 
+@pytest.mark.pure  # a function of a compiled module is replaced
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python maps it without a descriptor")
 def test_the_placeholder_is_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []

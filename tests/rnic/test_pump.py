@@ -1111,6 +1111,7 @@ class TestSecondProcess:
         broom.close()
 
 
+@pytest.mark.pure  # a method of a compiled class is replaced
 async def test_the_woken_task_runs_before_the_doorbell_is_acknowledged(
     ends: tuple[End, End], wake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -986,6 +986,7 @@ def test_a_task_sends_while_another_one_waits_for_room() -> None:
     trio.run(main)
 
 
+@pytest.mark.pure  # a method of a compiled class is replaced
 @pytest.mark.usefixtures("enabled")
 @pytest.mark.parametrize("unread", [b"", b"unread"])
 def test_no_end_leaves_before_data_is_refused(

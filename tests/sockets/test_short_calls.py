@@ -38,6 +38,7 @@ def called() -> Iterator[list[str]]:
         sys.setprofile(before)
 
 
+@pytest.mark.pure  # compiled calls have no trace
 @pytest.mark.parametrize(
     "view",
     [memoryview(MESSAGE), memoryview(bytearray(MESSAGE)), memoryview(MESSAGE * 2)[64:]],

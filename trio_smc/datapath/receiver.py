@@ -94,6 +94,17 @@ class Updates(Protocol):
         """Send a CDC message for the bytes consumed, unless another one soon does."""
 
 
+class _Loan:
+    """``piece`` of the ring, the application's ``view`` of it, ``consumed`` when it began."""
+
+    __slots__ = ("consumed", "piece", "view")
+
+    def __init__(self, piece: memoryview, view: memoryview, consumed: int) -> None:
+        self.piece = piece
+        self.view = view
+        self.consumed = consumed
+
+
 class Receiver:
     """The receiving half of a connection.
 
@@ -160,9 +171,7 @@ class Receiver:
     def __init__(self, rmbe: Rmbe, on_overwritten: Callable[[ProtocolError], None]) -> None:
         self.on_overwritten: Callable[[ProtocolError], None] = on_overwritten
         self.on_returned: Callable[[], None] | None = None
-        # The piece of the ring, the application's view of it, and `consumed` when the loan began. A
-        # NamedTuple with a memoryview cannot be compiled: mypyc looks for its type in the module.
-        self._loan: tuple[memoryview, memoryview, int] | None = None
+        self._loan: _Loan | None = None
         self.error: OSError | None = None
         self.error_pending: bool = False
         self._rmbe = rmbe
@@ -298,7 +307,7 @@ class Receiver:
         start = (self.consumed - self._ring_start) % self.usable
         piece = self._ring[start : min(start + length, self.usable)].toreadonly()
         view = memoryview(PickleBuffer(piece))
-        self._loan = piece, view, self.consumed
+        self._loan = _Loan(piece, view, self.consumed)
         return view
 
     def take_back(self, count: int) -> bool:
@@ -310,14 +319,13 @@ class Receiver:
         loan, self._loan = self._loan, None
         if loan is None:
             return True
-        piece, view, began = loan
         returned = True
         try:
-            view.release()
-            piece.release()
+            loan.view.release()
+            loan.piece.release()
         except BufferError:
             returned = False
-        if returned and count and self.consumed == began:  # otherwise it was dropped
+        if returned and count and self.consumed == loan.consumed:  # otherwise it was dropped
             self._consume(count)
         on_returned, self.on_returned = self.on_returned, None
         if on_returned is not None:
