@@ -100,7 +100,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     add("--only", action="append", metavar="PATTERN", help='IDs of checks: "clc/*", "*/C.6-*"')
     add("--provides", action="append", choices=sorted(NEEDS), help="what the set-up has besides")
     add("--seed", type=int, help="of all random choices; default: a new one")
-    add("--fail-fast", action="store_true", help="end at the first failure")
+    add("--max-failures", type=int, metavar="N", help="end at the Nth failure")
     add("--verbose", action="store_true", help="show the passed checks, too")
     add("--json", type=Path, metavar="FILE", help="write a report for `smc-conform compare`")
     add("--junit", type=Path, metavar="FILE", help="write a report as JUnit XML")
@@ -169,7 +169,7 @@ def _judge(given: argparse.Namespace) -> int:
         eye_catcher=given.eye_catchers, patience=given.patience, timers=given.timers,
         jobs=given.jobs, seed=secrets.randbits(32) if given.seed is None else given.seed,
         daytime=getattr(given, "daytime", 0), discard=getattr(given, "discard", 0),
-        fail_fast=given.fail_fast,
+        max_failures=given.max_failures,
         provides=frozenset(given.provides or ()),
     )  # fmt: skip
     progress = Progress(sys.stdout, len(checks), verbose=given.verbose)

@@ -643,7 +643,7 @@ class Peer:
 
     def new_peer_id(self) -> bytes:
         """A peer ID that no implementation has seen: an instance number and a MAC (A.2.1)."""
-        return secrets.token_bytes(2) + self.session.devices[0].rnic.mac
+        return self.session.new_instance().to_bytes(2, "big") + self.session.devices[0].rnic.mac
 
     def new_group(self, peer_id: bytes) -> Group:
         """A link group of the suite, without links."""

@@ -19,6 +19,7 @@ import trio
 
 from smc_conform.peer import Peer
 from smc_conform.registry import Check, Steps
+from smc_conform.roles import Role
 from smc_conform.session import Session
 from smc_conform.verdicts import Outcome, Result, Silence, Verdict
 from trio_smc.rnic.verbs import RnicError
@@ -45,6 +46,8 @@ class Runner:
             f"version-{options.version}",
             "roce" if session.roce else "soft",
         } | options.provides
+        if options.role is Role.SERVER:
+            found.add("parallel")
         if len(session.devices) > 1:
             found.add("two-rnics")
         if options.daytime:
@@ -149,8 +152,10 @@ class Runner:
         waiting = list(checks)
         random.Random(self._options.seed).shuffle(waiting)
         again: list[Check] = []
+        failures = 0
 
         async def worker() -> None:
+            nonlocal failures
             while waiting:
                 check = waiting.pop()
                 result = await self.run(check)
@@ -158,7 +163,8 @@ class Runner:
                     again.append(check)
                     continue
                 report(check, result)
-                if self._options.fail_fast and result.verdict is Verdict.FAIL:
+                failures += result.verdict is Verdict.FAIL
+                if failures == self._options.max_failures:
                     waiting.clear()
                     nursery.cancel_scope.cancel()
 

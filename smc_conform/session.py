@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -47,7 +50,7 @@ class Options:
       jobs: checks at a time.
       seed: of all random choices.
       daytime, discard: the ports of these services, or 0.
-      fail_fast: end the run at the first failure.
+      max_failures: end the run at this many failures; None: run all checks.
       provides: further keys of `registry.NEEDS` that the implementation and the set-up have.
     """
 
@@ -65,7 +68,7 @@ class Options:
     seed: int = 0
     daytime: int = 0
     discard: int = 0
-    fail_fast: bool = False
+    max_failures: int | None = None
     provides: frozenset[str] = frozenset()
 
 
@@ -84,6 +87,9 @@ class Session:
     arrivals: trio.MemoryReceiveChannel[_Arrival] | None = None
     port: int = 0
     _stalls: list[tuple[float, float]] = field(default_factory=list)
+    _instances: Iterator[int] = field(
+        default_factory=partial(itertools.count, secrets.randbits(16))
+    )
 
     async def watch_itself(self) -> None:
         """Note when this process does not run for a while, because the host is busy."""
@@ -101,6 +107,13 @@ class Session:
         """
         lags = sum(lag for when, lag in self._stalls if when + lag >= since)
         return lags if lags > _STALL else 0.0
+
+    def new_instance(self) -> int:
+        """An instance number for a peer ID (A.2.1) that this run has not had in 65,536 calls.
+
+        With random numbers two of a thousand link groups often had the same one.
+        """
+        return next(self._instances) & 0xFFFF
 
     @property
     def role(self) -> Role:

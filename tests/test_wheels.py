@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -37,6 +40,26 @@ def test_sdist_and_wheel_hold_what_belongs_there(made: dict[str, list[str]], nat
     sources = {str(each.relative_to(ROOT)) for each in ROOT.glob("trio_smc/**/*.py")}
     assert sources | {"trio_smc/py.typed"} <= set(made[".whl"])
     assert sources | {"README.md", "CHANGELOG.md", "scripts/compiled_build.py"} <= set(made[".gz"])
+
+
+def test_mypyc_finds_the_types_of_named_tuples() -> None:
+    """It looks for others in the module; then the compiled module cannot be imported."""
+    pytest.importorskip("mypyc.irbuild.main")  # has the types registered
+    from mypyc.primitives.registry import builtin_names
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]
+    unknown = [
+        f"{module}: {each.name}.{field.target.id}: {field.annotation.id}"
+        for module in hook["modules"]
+        for each in ast.walk(ast.parse((ROOT / module).read_text()))
+        if isinstance(each, ast.ClassDef) and "NamedTuple" in map(ast.unparse, each.bases)
+        for field in each.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(field.annotation, ast.Name) and hasattr(builtins, field.annotation.id)
+        if f"builtins.{field.annotation.id}" not in builtin_names
+    ]
+    assert unknown == []
 
 
 def test_what_does_not_belong_there_is_noticed() -> None:

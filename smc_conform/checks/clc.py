@@ -21,17 +21,26 @@ from smc_conform.messages import (
 from smc_conform.peer import Peer, Phase
 from smc_conform.registry import check
 from smc_conform.roles import Role
-from smc_conform.verdicts import Differs, Failed
+from smc_conform.verdicts import Differs, Failed, Silence
 from trio_smc.host.addresses import interface_prefixes
 
 SERVER, CLIENT = Role.SERVER, Role.CLIENT
 
 
 async def credentials(peer: Peer) -> Message:
-    """The implementation's SMC Accept, or its SMC Confirm."""
-    if peer.role is SERVER:
-        return (await peer.reach(Phase.ACCEPTED)).accept
-    return (await peer.reach(Phase.CONFIRMED)).confirm
+    """The implementation's SMC Accept, or its SMC Confirm.
+
+    The first contact ends: an implementation may have one at a time.
+    """
+    handshake = await peer.reach(Phase.ACCEPTED if peer.role is SERVER else Phase.CONFIRMED)
+    handshake.tcp.reset()
+    return handshake.accept if peer.role is SERVER else handshake.confirm
+
+
+async def two_credentials(peer: Peer) -> tuple[Message, Message]:
+    """Those of two connections.  The first one is complete before the second one begins."""
+    first = await peer.reach(Phase.READY)
+    return first.accept if peer.role is SERVER else first.confirm, await credentials(peer)
 
 
 def own_decline(peer: Peer, diagnosis: int = 0x03010000) -> bytes:
@@ -123,16 +132,18 @@ async def same_peer_id(peer: Peer) -> None:
         raise Failed(f"two peer IDs: {first.peer_id.hex()} and {second.peer_id.hex()}")
 
 
-@check("A.2.3-6", "Two connections of first contact have different queue pairs.")
+@check(
+    "A.2.3-6", "Two connections of first contact have different queue pairs.", needs=("parallel",)
+)
 async def different_queue_pairs(peer: Peer) -> None:
-    first, second = await credentials(peer), await credentials(peer)
+    first, second = await two_credentials(peer)
     if (first.gid, first.qp_number) == (second.gid, second.qp_number):
         raise Failed(f"both name QP 0x{first.qp_number:06x}, although each begins a link group")
 
 
-@check("A.2.3-7", "Two connections have different alert tokens.")
+@check("A.2.3-7", "Two connections have different alert tokens.", needs=("parallel",))
 async def different_tokens(peer: Peer) -> None:
-    first, second = await credentials(peer), await credentials(peer)
+    first, second = await two_credentials(peer)
     if first.alert_token == second.alert_token:
         raise Failed(f"both have the alert token 0x{first.alert_token:08x}")
 
@@ -332,6 +343,7 @@ async def two_segments(peer: Peer) -> None:
         handshake = await peer.start()
         handshake.tcp.segments = (at,)
         await handshake.advance(Phase.CONFIRMED)
+        handshake.tcp.reset()
 
 
 # --- order (C.6) ---------------------------------------------------------------------------------
@@ -381,7 +393,12 @@ async def proposal_to_client(peer: Peer) -> None:
 @check("C.6-27", "Two SMC Proposals in one segment end the TCP connection.", SERVER, robust=True)
 async def two_proposals_at_once(peer: Peer) -> None:
     handshake = await peer.reach(Phase.PROPOSED, tamper={"proposal": lambda raw: raw + raw})
-    await peer.refused(handshake.tcp)
+    answer = await peer.clc_or_end(handshake.tcp)
+    if answer is not None and answer.layout is ACCEPT:
+        await peer.ended(handshake.tcp)
+        raise Differs("the server answers the first one, and takes the second one for SMC Confirm")
+    if answer is not None:
+        raise Failed(f"the answer is {answer}")
 
 
 @check("C.6-28", "Bytes after SMC Accept end the TCP connection.", CLIENT, robust=True)
@@ -458,7 +475,11 @@ async def decline_after_the_last_message(peer: Peer) -> None:
     handshake = await peer.reach(Phase.CONFIRMED, group=first.group)
     await handshake.connection.echo(b"it is up")
     await handshake.tcp.send(own_decline(peer))
-    await peer.ended(handshake.tcp)
+    try:
+        await peer.ended(handshake.tcp)
+    except Silence:
+        await handshake.connection.echo(b"goes on")
+        raise Differs("the implementation does not look at the TCP connection") from None
 
 
 @check(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smc_conform.messages import ADD_LINK, CONFIRM_LINK, Message, with_bytes
+from smc_conform.messages import ADD_LINK, CONFIRM_LINK, TEST_LINK, Message, with_bytes
 from smc_conform.peer import Peer, Phase
 from smc_conform.registry import check
 from smc_conform.roles import Role
@@ -247,6 +247,24 @@ async def confirm_link_in_the_wrong_direction(peer: Peer) -> None:
     wrong = 0 if peer.role is SERVER else 1
     handshake = await peer.reach(phase, change={"confirm_link": {"reply": wrong}})
     await peer.refused(handshake.tcp, decline=True)
+
+
+@check("C.7.1-8", "An LLC message before CONFIRM LINK ends the first contact.", robust=True)
+async def message_before_confirm_link(peer: Peer) -> None:
+    phase = Phase.LINK_REQUESTED if peer.role is SERVER else Phase.CONFIRMED
+    handshake = await peer.reach(phase)
+    link, tcp = handshake.link, handshake.tcp
+    link.send_llc(TEST_LINK, user_data=b"too early, is it")
+
+    def answered() -> bool:
+        return any(each.layout is TEST_LINK and each.reply for each in link.inbox)
+
+    await peer.until(
+        lambda: answered() or tcp.end is not None or bool(tcp.buffer), "an answer, or the end"
+    )
+    if answered():
+        raise Differs("the implementation answers TEST LINK before CONFIRM LINK")
+    await peer.refused(tcp, decline=True)
 
 
 @check("C.2-1", "A link that fails before CONFIRM LINK leads to SMC Decline or ends TCP.",

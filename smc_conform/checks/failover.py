@@ -335,12 +335,15 @@ async def continuation_with_a_wrong_count(peer: Peer) -> None:
         ADD_LINK, reply=1, **new.own, link_number=new.number, qp_mtu=new.rnic.mtu, psn=new.psn
     )
     await peer.llc(old, ADD_LINK_CONTINUATION)
+    new.ready()
     old.send_llc(ADD_LINK_CONTINUATION, reply=1, link_number=new.number, tokens_left=0)
     await peer.until(
-        lambda: handshake.tcp.end is not None or bool(old.failed)
+        lambda: handshake.tcp.end is not None or bool(old.failed or new.inbox)
         or any(each.layout is DELETE_LINK for each in old.answered),
         "the end of a link", patience=peer.session.options.timers,
     )  # fmt: skip
+    if any(each.layout is CONFIRM_LINK for each in new.inbox):
+        raise Failed("the server confirms a link on which it has no RToken of the RMB in use")
 
 
 @check("C.7.1-4", "An ADD LINK reply with a reserved MTU gives the new link up.", SERVER, needs=TWO,

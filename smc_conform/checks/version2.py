@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from smc_conform import registry
 from smc_conform.checks.contact import confirm_link_of
 from smc_conform.checks.llc import established, goes_on
 from smc_conform.connection import Connection
-from smc_conform.link import Link, own_pair
+from smc_conform.link import Link, Region, own_pair
 from smc_conform.messages import (
     ACCEPT,
     ADD_LINK,
@@ -78,6 +79,14 @@ async def declined(peer: Peer, handshake: Handshake, *codes: int) -> Message:
         raise Failed(f"the diagnosis is 0x{decline.diagnosis:08x} instead of {expected}")
     await peer.plain_echo(handshake.tcp)
     return decline
+
+
+async def declined_or_differs(peer: Peer, handshake: Handshake, *codes: int) -> None:
+    """As `declined`, for a rule that no other implementation shows: the verdict is "differs"."""
+    try:
+        await declined(peer, handshake, *codes)
+    except Failed as failure:
+        raise Differs(str(failure)) from None
 
 
 def resized(raw: bytes, size: int) -> bytes:
@@ -452,13 +461,13 @@ async def answered(peer: Peer, **values: Any) -> Handshake:
 
 @check("v2.4-10", "The client declines an EID that it has not offered.", CLIENT)
 async def eid_not_offered(peer: Peer) -> None:
-    await declined(peer, await answered(peer, eid=OTHER_EID))
+    await declined_or_differs(peer, await answered(peer, eid=OTHER_EID))
 
 
 @check("v2.4-11", "The client declines a release that it has not offered.", CLIENT)
 async def release_not_offered(peer: Peer) -> None:
     for release in (2, 15):
-        await declined(peer, await answered(peer, release=release), *RELEASE)
+        await declined_or_differs(peer, await answered(peer, release=release), *RELEASE)
 
 
 @check("v2.4-12", "The client declines a limit below 16 connections.", CLIENT)
@@ -787,6 +796,22 @@ for _number, _length in _LENGTHS.items():
     )(partial(_wrong_length, _length))  # fmt: skip
 
 
+_UNKNOWN = {"19": 0x20, "20": 0x2A, "21": 0x3F}
+
+
+async def _unknown_type(kind: int, peer: Peer) -> None:
+    _, link = await established(peer)
+    link.send_llc(TEST_LINK, type=kind)
+    await ends_or_differs(peer, link)
+
+
+for _number, _kind in _UNKNOWN.items():
+    check(
+        f"v2.9-{_number}", f"An LLC message of the undefined type 0x{_kind:02x} ends the link.",
+        robust=True,
+    )(partial(_unknown_type, _kind))  # fmt: skip
+
+
 @check("v2.9-14", "A message longer than its type may be ends the link.", robust=True)
 async def too_long(peer: Peer) -> None:
     for size in (48, 60):
@@ -908,10 +933,12 @@ async def _spoiled_reply(spoil: Callable[[bytes], bytes], peer: Peer) -> None:
     old = handshake.link
     new = await handshake.accept_offer(peer.session.devices[1])
     await peer.until(
-        lambda: bool(new.failed or old.failed) or handshake.tcp.end is not None
+        lambda: bool(new.failed or old.failed or new.inbox) or handshake.tcp.end is not None
         or any(each.layout is DELETE_LINK for each in old.answered),
         "the end of the new link", patience=peer.session.options.timers,
     )  # fmt: skip
+    if any(each.layout is CONFIRM_LINK for each in new.inbox):
+        raise Failed("the server confirms a link on which it has no RToken of the RMB in use")
     if old.failed or handshake.tcp.end is not None:
         raise Differs("the first link ends, too")
     await handshake.connection.echo(b"with one link")
@@ -1000,11 +1027,11 @@ async def undefined_mtu(peer: Peer) -> None:
 # --- REQUEST ADD LINK ----------------------------------------------------------------------------
 
 
-@check("v2.11-1", "REQUEST ADD LINK is answered by ADD LINK, or by a reply without GIDs.", SERVER)
-async def request_add_link(peer: Peer) -> None:
-    connection, link = await established(peer)
+async def answer_to_request(peer: Peer, link: Link) -> Message:
+    """The answer to REQUEST ADD LINK with the GIDs of both RNICs: ADD LINK, or the reply."""
     link.group.auto.discard(ADD_LINK)
     second = peer.session.devices[-1].rnic.gid
+    link.inbox.clear()
     link.send_llc(REQUEST_ADD_LINK, second, gid_count=2, gid_1=link.rnic.gid)
 
     def answer() -> list[Message]:
@@ -1018,7 +1045,25 @@ async def request_add_link(peer: Peer) -> None:
             raise Failed(f"the reply is {found.raw.hex()}")
     else:
         link.send(link.group.rejection(link, found))
+    return found
+
+
+@check("v2.11-1", "REQUEST ADD LINK is answered by ADD LINK, or by a reply without GIDs.", SERVER)
+async def request_add_link(peer: Peer) -> None:
+    connection, link = await established(peer)
+    await answer_to_request(peer, link)
     await goes_on(peer, connection)
+
+
+@check("v2.11-4", "REQUEST ADD LINK in a group that has two links gets a reply without GIDs.",
+       SERVER, needs=TWO)  # fmt: skip
+async def request_in_a_complete_group(peer: Peer) -> None:
+    connection = await peer.connect(links=2)
+    await connection.echo(b"over two links")
+    answer = await answer_to_request(peer, next(iter(connection.group.links.values())))
+    if answer.layout is not REQUEST_ADD_LINK:
+        raise Differs(f"the answer is {answer}")
+    await connection.echo(b"goes on")
 
 
 @check("v2.11-2", "REQUEST ADD LINK that counts more GIDs than it has ends the link.", SERVER,
@@ -1048,12 +1093,19 @@ async def deleted(peer: Peer, link: Link, *rkeys: int) -> Message:
     return await peer.llc(link, DELETE_RKEY, reply=True)
 
 
-@check("v2.12-1", "The reply to DELETE RKEY has the number of unknown RKeys.")
-async def unknown_rkeys(peer: Peer) -> None:
-    connection, link = await established(peer)
+@asynccontextmanager
+async def confirmed_region(peer: Peer, link: Link) -> AsyncIterator[Region]:
+    """A region whose RKey the implementation has confirmed."""
     with link.new_region() as region:
         link.send_llc(CONFIRM_RKEY, rkey=region.rkey, address=region.address)
         await peer.llc(link, CONFIRM_RKEY, reply=True)
+        yield region
+
+
+@check("v2.12-1", "The reply to DELETE RKEY has the number of unknown RKeys.")
+async def unknown_rkeys(peer: Peer) -> None:
+    connection, link = await established(peer)
+    async with confirmed_region(peer, link) as region:
         odd = region.rkey ^ 0x00FFFF00
         reply = await deleted(peer, link, odd, region.rkey, odd ^ 1)
         if not reply.negative or reply.unknown != 2:
@@ -1064,9 +1116,7 @@ async def unknown_rkeys(peer: Peer) -> None:
 @check("v2.12-2", "DELETE RKEY may list more RKeys than 44 bytes have room for.")
 async def many_rkeys(peer: Peer) -> None:
     connection, link = await established(peer)
-    with link.new_region() as region:
-        link.send_llc(CONFIRM_RKEY, rkey=region.rkey, address=region.address)
-        await peer.llc(link, CONFIRM_RKEY, reply=True)
+    async with confirmed_region(peer, link) as region:
         odd = [0x5A000000 + number for number in range(20)]
         reply = await deleted(peer, link, *odd, region.rkey)
         if reply.unknown != 20 or not reply.negative:
@@ -1080,9 +1130,7 @@ async def many_rkeys(peer: Peer) -> None:
 @check("v2.12-3", "A deleted RKey is unknown afterwards.")
 async def deleted_twice(peer: Peer) -> None:
     _, link = await established(peer)
-    with link.new_region() as region:
-        link.send_llc(CONFIRM_RKEY, rkey=region.rkey, address=region.address)
-        await peer.llc(link, CONFIRM_RKEY, reply=True)
+    async with confirmed_region(peer, link) as region:
         first = await deleted(peer, link, region.rkey)
         second = await deleted(peer, link, region.rkey)
     if first.negative or not second.negative:

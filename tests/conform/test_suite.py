@@ -134,6 +134,26 @@ async def test_what_a_run_does_not_have(tmp_path: Path) -> None:
         assert (await runner.run(other)).verdict is Verdict.NOT_APPLICABLE
 
 
+@pytest.mark.parametrize(("most", "run"), [(None, 4), (1, 1), (3, 3)])
+async def test_a_run_ends_at_a_number_of_failures(
+    most: int | None, run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Peer, "still_serves", passes)
+    checks = [Check(f"a/1-{n}", "It works.", frozenset(Role), frozenset(), fails) for n in range(4)]
+    found: list[Verdict] = []
+    with trio.fail_after(PATIENCE):
+        async with open_session(replace(OPTIONS, directory=tmp_path, max_failures=most)) as session:
+            await Runner(session).run_all(
+                checks, lambda check, result: found.append(result.verdict)
+            )
+    assert found == [Verdict.FAIL] * run
+
+
+async def test_all_peer_ids_of_a_run_differ(tmp_path: Path) -> None:
+    async with open_session(replace(OPTIONS, directory=tmp_path)) as session:
+        assert len({session.new_instance() for _ in range(1 << 16)}) == 1 << 16
+
+
 # --- reports -------------------------------------------------------------------------------------
 
 

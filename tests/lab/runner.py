@@ -19,7 +19,7 @@ from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
 from tests.lab.setup import DEFAULT, STOCK
 
 __all__ = [
-    "PARTS", "conform", "contract", "hostile", "ours", "overcommit", "reports_of", "speed",
+    "PARTS", "SHARE", "conform", "contract", "hostile", "ours", "overcommit", "reports_of", "speed",
     "streams", "verbs", "with_kernel",
 ]  # fmt: skip
 
@@ -155,6 +155,22 @@ PARTS = {
     "robustness": ("robustness/*",),
 }
 """Parts of the conformance suite, so that each run of guests ends within nine minutes."""
+SHARE = "share"
+"""The part of `SHARES`."""
+SHARES = {
+    1: (
+        "clc/A.2-[135]", "clc/A.2.3-*", "clc/C.6-5", "clc/C.6-17", "clc/C.1-[13]",
+        "contact/3.5.1-1", "contact/3.5.1.5-*", "contact/2.2.2-*", "contact/3.5.1.6-2",
+        "contact/3.5.2-[13]", "llc/A.3.8-1", "llc/A.3-1", "llc/A.3.5-1", "llc/A.3.7-3",
+        "data/A.4-[1-9]", "data/A.4-1[0-8]", "data/4.3-[49]", "data/4.3-15", "endings/4.8.1-[16]",
+        "endings/4.8.2-2", "isolation/2.1-1",
+    ),
+    2: (
+        "version2/v2.1-*", "version2/v2.2-3?", "version2/v2.4-1[0245]", "version2/v2.5-[12]",
+        "version2/v2.9-[12]", "version2/v2.10-13", "version2/v2.12-1",
+    ),
+}  # fmt: skip
+"""Checks of each subject, by version, that a plain ``make interop`` has time for."""
 
 
 def conform(
@@ -164,13 +180,14 @@ def conform(
 
     Args:
       role: of the implementation under test: "server" or "client".
-      part: of `PARTS`.
+      part: of `PARTS`, or `SHARE`.
       options: for the suite.
       kernel: of both guests.
     """
-    only = [word for pattern in PARTS[part] for word in ("--only", pattern)]
+    patterns = SHARES[version] if part == SHARE else PARTS[part]
+    only = [word for pattern in patterns for word in ("--only", pattern)]
     commands = (
-        f"rxe 0 eth0\n{_kernel_of_version(version) if target == 'kernel' else ''}"
+        f"rxe 0 eth0\n{_kernel_of_version(version) + IDLE_LINKS if target == 'kernel' else ''}"
         f"exec {PYTHON} -m tests.lab.guest_conform $ROLE {target} {role} {version}"
         f" --rnic rxe0{' --tcp-option' if target == 'kernel' else ''}"
         f" {' '.join(map(shlex.quote, [*only, *options]))}\n"
@@ -179,6 +196,10 @@ def conform(
         reports_of(target, role, version, part, kernel), commands, seconds=540, hostile=True,
         kernel=kernel,
     )  # fmt: skip
+
+
+IDLE_LINKS = "sysctl -q -w net.smc.smcr_testlink_time=4\n"
+"""Linux tests idle links every 30 seconds otherwise, which is longer than a check waits."""
 
 
 def reports_of(target: str, role: str, version: int, part: str, kernel: str = DEFAULT) -> str:

@@ -1,5 +1,8 @@
 """`smc-conform` in one guest of the lab, and trio_smc or the kernel's SMC-R in the other.
 
+A plain run has a share of the checks, of version 1 with the kernel as server and of version 2 with
+the kernel as client; all checks take minutes for each kernel, version and role (``--all-kernels``).
+
 A check that trio_smc does not pass is a failure, unless it differs for a documented reason.  A
 check that the kernel does not pass must have its reason in `scripts/conform_findings.toml`.
 """
@@ -17,8 +20,6 @@ from tests.lab import runner, setup
 from tests.lab.failures import describe_failure, kernel_crash
 from tests.lab.machine import ARTEFACTS, Finished
 
-# Each of the runs takes minutes.
-pytestmark = pytest.mark.other_kernel
 ROLES = ("server", "client")
 OURS = [(version, role, part) for version in (1, 2) for role in ROLES for part in runner.PARTS]
 
@@ -44,6 +45,14 @@ def verdicts(done: Finished, name: str, role: str) -> dict[str, list[str]]:
 
 @pytest.mark.lab
 @pytest.mark.timeout(700)
+@pytest.mark.parametrize(("version", "role"), [(1, "server"), (2, "client")])
+def test_a_share_with_the_kernel(version: int, role: str) -> None:
+    judge_the_kernel(setup.DEFAULT, version, role, runner.SHARE)
+
+
+@pytest.mark.lab
+@pytest.mark.other_kernel
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize(("version", "role", "part"), OURS)
 def test_ours_over_soft_roce(version: int, role: str, part: str) -> None:
     done = runner.conform("ours", role, version, part)
@@ -55,9 +64,15 @@ def test_ours_over_soft_roce(version: int, role: str, part: str) -> None:
 
 
 @pytest.mark.lab
+@pytest.mark.other_kernel
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(("kernel", "version", "role", "part"), list(kernels()))
 def test_the_kernel(kernel: str, version: int, role: str, part: str) -> None:
+    judge_the_kernel(kernel, version, role, part)
+
+
+def judge_the_kernel(kernel: str, version: int, role: str, part: str) -> None:
+    """Run a part of the suite; each failed check must have its reason."""
     done = runner.conform("kernel", role, version, part, kernel=kernel)
     assert kernel_crash(done) is None, describe_failure(done)
     found = verdicts(done, runner.reports_of("kernel", role, version, part, kernel), role)

@@ -99,6 +99,22 @@ def test_a_client_that_waits_for_more_rtokens_at_first_contact(world: World) -> 
     assert not any(world.fabric.held.values())
 
 
+@pytest.mark.parametrize("name", ["S1 ADD_LINK_CONTINUATION", "C1 ADD_LINK_CONTINUATION reply"])
+def test_a_first_contact_without_the_rtoken_of_its_rmb(world: World, name: str) -> None:
+    """3.5.1.6.3: the connection could not continue over the new link."""
+    stage = Stage(world, (2, 2), connect=False)
+
+    def without(message: Any) -> llc.Message:
+        return llc.AddLinkContinuation(
+            reply=message.reply, link_number=message.link_number, tokens_left=0
+        )
+
+    stage.wire.change(name, without)
+    world.finish()
+    assert name in stage.log
+    assert "S2 CONFIRM_LINK" not in stage.log
+
+
 # --- later links ----------------------------------------------------------------------------------
 
 

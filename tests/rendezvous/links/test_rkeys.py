@@ -115,6 +115,7 @@ def test_a_links_tokens_go_with_it() -> None:
     peer.learn_untrusted({2: RToken(5, 5)})
     both.elements[1] = user = _User()
     assert peer.covers(1)
+    assert not peer.covers(1, unused=True)  # no connection writes into the second one
     peer.drop_link(2)
     assert (len(peer), peer.find(2, 2), peer.find(2, 5)) == (1, None, None)
     assert peer.find(1, 1) is both

@@ -116,9 +116,13 @@ class PeerRmbs:
         if rmb.tokens.get(number, token) != token:
             raise ProtocolError("an RMB's RToken changed")
 
-    def covers(self, number: int) -> bool:
-        """True if every RMB that a connection writes into has an RToken on this link."""
-        return all(number in rmb.tokens for rmb in self._rmbs if rmb.elements)
+    def covers(self, number: int, *, unused: bool = False) -> bool:
+        """True if every RMB that a connection writes into has an RToken on this link.
+
+        Args:
+          unused: RMBs without a connection count, too.
+        """
+        return all(number in rmb.tokens for rmb in self._rmbs if rmb.elements or unused)
 
     def rkeys(self, number: int) -> list[int]:
         """The RKeys of all RMBs on this link."""

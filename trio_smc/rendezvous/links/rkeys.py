@@ -217,8 +217,12 @@ class Rkeys:
             LOGGER.info("%r: %d RKeys for another link name no RMB", old, unknown)
 
     def covers(self, link: Link) -> bool:
-        """True if every RMB of the peer that a connection writes into is known on ``link``."""
-        return self._group.peer_rmbs.covers(link.number)
+        """True if every RMB of the peer that a connection writes into is known on ``link``.
+
+        At first contact the RMB of the CLC message counts, too: its connection has yet to take its
+        element (3.5.1.6.3).
+        """
+        return self._group.peer_rmbs.covers(link.number, unused=self._group.forming)
 
     # --- RMBs of this side ----------------------------------------------------------------------
 
