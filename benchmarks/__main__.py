@@ -234,6 +234,11 @@ def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison
     else:
         before, note = arguments.earlier, f"before: {arguments.baseline}"
     print(report.text_of(report.rows(comparison, before)))
+    print(
+        f"columns: what was measured (unit); transport; medians of {BASE} and of this transport; "
+        "how many times\nbetter the transport is, the median and the range of the rounds; before: "
+        "the same ratio in earlier runs,\nwith * if every round is worse than all of those"
+    )
     print(note)
     print(
         f"ratio above 1: better than {BASE}. {arguments.runs} x {arguments.rounds} interleaved "

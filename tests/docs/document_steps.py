@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import re
 import shlex
 import subprocess
@@ -36,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _STEP: Final = re.compile(
     r"<!-- (step|file|shows):? ?([^\n]*?) ?-->\n+(?:```(\w+)\n(.*?)```)?", re.DOTALL
 )
+_USER: Final = "ann"
+"""The user of the pages."""
 _PORTS: Final = re.compile(r"\b(?:7000|8000)\b")
 
 
@@ -236,6 +239,8 @@ def _take_terminal() -> None:
 
 
 def shape(text: str) -> set[str]:
-    """The lines of an output without what differs each time: numbers and widths."""
+    """The lines of an output without what differs each time: numbers, widths, the user's name."""
+    user = re.escape(pwd.getpwuid(os.geteuid()).pw_name)
+    text = re.sub(rf"(?<= )({user}|{_USER})(?= )", "USER", text)
     lines = (re.sub(r"\d+", "N", " ".join(line.split())) for line in text.splitlines())
     return {line for line in lines if line}

@@ -21,6 +21,7 @@ from benchmarks import cpu, limits, report, unmodified
 from benchmarks.__main__ import parse
 from benchmarks.transports import PROXIED, WAKES
 from benchmarks.workloads import WORKLOADS, Metric
+from tests.timing import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 160
@@ -84,6 +85,12 @@ def test_the_demo_moves_a_file_over_smc_r() -> None:
     assert "mode        smc-r\n" in output
     assert f"build       {'compiled' if trio_smc.__compiled__ else 'pure'}\n" in output
     assert "4 of 4 copies have it" in output
+    assert output.startswith(
+        "README      times as fast as TCP for Trio programs on one host: round"
+    )
+    last = next(line for line in output.splitlines() if line.startswith("On this machine"))
+    assert re.fullmatch(r"On this machine SMC-R is .* for (round trips|files).*\.", last)
+    assert "NOT SMC-R" not in output
     ratios = [float(ratio) for ratio in re.findall(r"(\d+\.\d+) times", output)]
     assert len(ratios) == 6
     assert all(ratio > 0 for ratio in ratios)
@@ -125,6 +132,43 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
     assert not demo.report([smc, *result("bb")], "aa", 1)
     assert not demo.report([smc, tcp, *result("aa")], "aa", 1)
     assert "mode        tcp: no RNIC" in capsys.readouterr().out
+
+
+def test_the_demo_says_at_once_that_it_is_tcp_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the file is moved, and no line claims that SMC-R moved it."""
+    monkeypatch.setenv("TRIO_SMC_DIRECTORY", "/proc/nowhere")  # no software RNIC opens there
+    done = subprocess.run(
+        [sys.executable, "examples/demo.py", "--mib", "9", "--rounds", "1"], cwd=ROOT,
+        capture_output=True, text=True, check=False, timeout=2 * PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    at_once, moved = done.stdout.index("NOT SMC-R"), done.stdout.index("moved ")
+    assert at_once < moved or "moved       TCP, " in done.stdout[:at_once]
+    assert "the bytes travel over TCP: " in done.stdout
+    assert "moved       SMC-R" not in done.stdout
+    assert "moved       TCP instead of SMC-R, client to server" in done.stdout
+    assert "On this machine SMC-R was not used" in done.stdout
+
+
+def test_the_last_sentence_of_the_demo() -> None:
+    from examples import demo
+
+    def events(trips: float, files: float) -> list[dict[str, object]]:
+        took = {"smc": 1.0, "tcp": 1.0}
+        return [
+            {"event": event, "transport": t, "seconds": took[t] * (ratio if t == "tcp" else 1)}
+            for event, ratio in (("round trips", trips), ("result", files))
+            for t in took
+        ]
+
+    assert demo.conclusion(events(2.5, 1.0)) == (
+        "On this machine SMC-R is 2.5x as fast for round trips, no faster for files."
+    )
+    assert demo.conclusion(events(0.5, 1.5)) == (
+        "On this machine SMC-R is 1.5x as fast for files, slower for round trips (0.5x as fast)."
+    )
+    assert len(demo.promises()) == 2
+    assert demo.promises(Path("/nowhere")) == []
 
 
 @pytest.mark.benchmark

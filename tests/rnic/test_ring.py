@@ -88,6 +88,7 @@ def ends() -> Iterator[Callable[[], tuple[ReceiveRing, SendRing]]]:
         each.close()
 
 
+@pytest.mark.pure  # a name of a compiled module is replaced
 @pytest.mark.parametrize("word", [CLOSED, PORT_DOWN])
 @pytest.mark.parametrize("armed", [False, True])
 def test_what_counts_as_sent_is_taken(

@@ -29,7 +29,7 @@ async def test_columns_and_filters_of_ss() -> None:
         text = (await quick_command("ss")).out
         assert text.splitlines()[0].split()[-4:] == ["GROUP", "USER", "PROGRAM", "FALLBACK"]
         assert text.count(f" {USER} ") == 4
-        assert "tests.tools.tools" in text
+        assert text.count(" tests.tools.tools_peer ") == 4
 
         async def shown(*words: object) -> list[str]:
             """The states of listeners and connections that these options leave."""

@@ -30,7 +30,7 @@ from tests.tools.tools_processes import (
 )
 from trio_smc import FallbackReason
 from trio_smc.control import protocol as control
-from trio_smc.tools import client
+from trio_smc.tools import client, inspection
 from trio_smc.tools.cli import main
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="inspects another user")
@@ -244,3 +244,25 @@ async def test_directories_that_a_group_cannot_share_yet(
 def test_the_general_remedy_keeps_a_shared_directory() -> None:
     why = trio_smc.Fallback.local(FallbackReason.DIRECTORY_UNUSABLE)
     assert "or share it in a group, mode 3770" in why.remedy
+
+
+def test_the_child_prints_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For this user, in this process: no directory, and a file in its place."""
+    (tmp_path / "file").write_text("")
+    request = {
+        "uid": os.geteuid(), "directories": [str(tmp_path / "none"), str(tmp_path / "file")],
+        "want": [], "pid": None, "request": "", "silent_before": [], "seconds": 0,
+    }  # fmt: skip
+    (tmp_path / "request").write_text(json.dumps(request))
+    for name in ("TRIO_SMC_DIRECTORY", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, "/roots/own")  # which the child forgets
+    descriptor = os.open(tmp_path / "request", os.O_RDONLY)
+    monkeypatch.setattr("os.dup", lambda number: descriptor)
+    with pytest.raises(SystemExit, match="0"):
+        inspection.main()
+    found = json.loads(capsys.readouterr().out)
+    assert (found["found"], found["problems"], found["timed_out"]) == ([], [], False)
+    assert "Not a directory" in found["errors"][0]
+    assert "XDG_RUNTIME_DIR" not in os.environ

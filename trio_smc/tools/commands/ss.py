@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -142,7 +143,7 @@ def _table(snapshots: list[Snapshot]) -> Any:
 
 def _rows(snapshots: list[Snapshot]) -> Iterator[list[object]]:
     for snapshot in snapshots:
-        owner = (user_name(snapshot.uid), printable(snapshot.program, _MAX_PROGRAM))
+        owner = (user_name(snapshot.uid), _short(snapshot.program))
         for listener in snapshot.listeners:
             ends = (address(listener), None, None)
             yield [snapshot.pid, "LISTEN", None, None, None, *ends, *owner, None]
@@ -159,6 +160,24 @@ def _rows(snapshots: list[Snapshot]) -> Iterator[list[object]]:
                 *owner,
                 Marked(_fallback_text(each["fallback"]), "warning"),
             ]
+
+
+def _short(program: str) -> str:
+    """The name of a program: that of the script or module if Python runs it."""
+    words = program.split()
+    if words and os.path.basename(words[0]).startswith("python"):
+        while len(words) > 1 and words[1].startswith("-") and words[1] not in ("-m", "-c"):
+            del words[1]
+        match words[1:]:
+            case ["-m", module, *_]:
+                return printable(module, _MAX_PROGRAM)
+            case ["-c", "from", module, *_] if module.startswith("multiprocessing."):
+                return "multiprocessing"  # a worker process
+            case ["-c", *_]:
+                return f"{words[0]} -c"
+            case [script, *_]:
+                return printable(os.path.basename(script), _MAX_PROGRAM)
+    return printable(" ".join(words[:1]), _MAX_PROGRAM)
 
 
 def _group_and_link(connection: dict[str, Any]) -> str | None:
