@@ -321,9 +321,9 @@ async def test_no_directory_for_the_software_rnic(monkeypatch: pytest.MonkeyPatc
         await stream.aclose()
 
 
-async def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_python_without_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("trio_smc.rnic.soft.device.platform.machine", lambda: "riscv64")
+        patch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
         async with trio_smc.open_stack() as stack, plain_server() as server:
             stream = await stack.open_stream(*address_of(server))
             assert stream.mode is Mode.TCP

@@ -230,9 +230,9 @@ def another_release(patch: Patch) -> None:
     patch.setattr(messages, "accepted", from_the_future)
 
 
-def another_processor(patch: Patch) -> None:
-    """Memory is ordered otherwise than the software RNIC needs it."""
-    patch.setattr("trio_smc.rnic.soft.device.platform.machine", lambda: "riscv64")
+def without_gil(patch: Patch) -> None:
+    """The software RNIC needs the GIL."""
+    patch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
 
 
 # --- the cases -----------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ CASES = [
     Case(Reason.PATH_NOT_PROVEN, LOCAL, changed(ours, another_network)),
     Case(Reason.NOT_ACCEPTED, LOCAL, never_accepting),
     Case(Reason.LOCAL_VERSION_MISMATCH, LOCAL, changed(ours, another_release)),
-    Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, changed(plain_tcp, another_processor)),
+    Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, changed(plain_tcp, without_gil)),
     Case(Reason.NOT_PERMITTED, LOCAL, checking_with(ours, deny=("127.0.0.0/8",))),
     served(Reason.NOT_PERMITTED, allow=("192.0.2.0/24",)),
     Case(Reason.SHORT_CONNECTIONS, PEER, bored),

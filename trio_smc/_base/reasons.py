@@ -247,8 +247,8 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.DIRECTORY_UNUSABLE: _Explanation(
         "the private directory cannot be used",
-        "make Config(directory=...) writable only for this user, mode 0700, or share it in a "
-        "group, mode 3770; 'trio-smc check' and the log name what is wrong",
+        "give it mode 0700, or 3770 for a group that shares it; 'trio-smc check' and the log say "
+        "what is wrong",
         Diagnosis.CONFIGURATION,
         at_decider=True,
     ),
