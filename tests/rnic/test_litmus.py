@@ -95,7 +95,7 @@ class Ends:
         self.variant = variant
         self.has_slot = True
         self._trace: Trace | None = None
-        # Slots without a posted receive are never used, so two are enough for two messages.
+        # A slot is used only after a receive was posted, so two are enough for two messages.
         monkeypatch.setattr(ring, "SLOTS", 2)
         monkeypatch.setattr(ring, "Memory", lambda *_, **__: Mapped(self))
         monkeypatch.setattr(ring, "_pack_slot", self._pack)

@@ -243,7 +243,7 @@ async def test_directories_that_a_group_cannot_share_yet(
 
 def test_the_general_remedy_keeps_a_shared_directory() -> None:
     why = trio_smc.Fallback.local(FallbackReason.DIRECTORY_UNUSABLE)
-    assert "or share it in a group, mode 3770" in why.remedy
+    assert "or 3770 for a group" in why.remedy
 
 
 def test_the_child_prints_what_it_found(

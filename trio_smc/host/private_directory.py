@@ -71,7 +71,10 @@ __all__ = [
 ]
 
 
-if sys.platform == "linux":
+if sys.platform == "linux":  # other systems have no caller, and perhaps no groups
+    # Not in the function: a process that has given up its rights may not read modules any more.
+    import grp
+
     _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 else:
@@ -188,8 +191,6 @@ def _sharing_problem(path: Path, found: os.stat_result) -> str | None:
 
 def _group_name(group: int) -> str:
     """The name of a group, or its number."""
-    import grp  # not on every system
-
     try:
         return grp.getgrgid(group).gr_name
     except (KeyError, OSError):
