@@ -28,6 +28,7 @@ What holds in every schedule:
    with them: no connection breaks.
 8. RNICs and paths are in order again, and time has passed: the groups are as good as the RNICs
    allow; asymmetric is enough where an operator has deleted a link.
+9. No side finds a violation of the protocol: both are of this project.
 
 A schedule depends on the seed and its number only: ``--seed N --case K`` replays number K alone,
 and prints every LLC message and every change of state.
@@ -45,6 +46,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from typing import Self
 
 from tests.campaigns._cases import Outcome, print_outcome, run_cases
 from tests.campaigns._link_group_faults import FAULTS, GENTLE, Faults
@@ -64,6 +66,7 @@ _RETRYING = 330.0
 """Seconds after which a link that was rejected has been offered again (C.8)."""
 _SETTLING = 70.0
 """Seconds after which a link that is dead at one end only was tested (30 + 30 + 2)."""
+_LOGGER = logging.getLogger("trio_smc.link_group")
 _WORKLOAD = {"nudge": 60, "send": 10, "receive": 6, "pass_time": 1, "open": 2, "close": 1}
 
 
@@ -79,6 +82,26 @@ class Result(Outcome):
     steps: int = 0
     endings: Counter[str] = field(default_factory=Counter)
     streams: Counter[str] = field(default_factory=Counter)
+
+
+class _Violations(logging.Handler):
+    """Notes the warnings of link groups about violations of the protocol."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.seen: list[str] = []
+
+    def __enter__(self) -> Self:
+        _LOGGER.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _LOGGER.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a record, if it is about a violation."""
+        if "protocol error" in record.getMessage():
+            self.seen.append(record.getMessage())
 
 
 class Case(Faults):
@@ -108,6 +131,11 @@ class Case(Faults):
 
     def run(self) -> None:
         """Run it; AssertionError says which rule was broken."""
+        with _Violations() as violations:
+            self._run()
+        assert not violations.seen, violations.seen[0]
+
+    def _run(self) -> None:
         rng = self.rng
         with GroupWorld(rng, self.rnics, config=self.config, write=self._write) as world:
             self.world = world
@@ -262,7 +290,7 @@ def run(cases: int, seed: int, *, first: int = 0, step: int = 1) -> Result:
 
 
 def _run_share(share: int, cases: int, seed: int) -> Result:
-    logging.disable(logging.WARNING)  # links fail here all the time
+    logging.lastResort = None  # links fail here all the time
     return run(-(-(cases - share) // PROCESSES), seed, first=share, step=PROCESSES)
 
 
