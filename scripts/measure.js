@@ -151,8 +151,15 @@
     return outer && outer !== document.body ? `${one(outer)} ${one(element)}` : one(element);
   };
 
+  // The elements that must not scroll sideways: the document, and what scrolls its heading.
+  const pageParts = () => {
+    const found = [document.documentElement];
+    for (let each = document.querySelector("h1"); each; each = each.parentElement)
+      if (["auto", "scroll"].includes(getComputedStyle(each).overflowX)) found.push(each);
+    return found;
+  };
+
   const page = (pictures, limits) => {
-    const room = document.documentElement;
     const small = new Map();
     const faint = new Map();
     // Several texts with the same fault make one entry, which names the worst of them.
@@ -205,7 +212,7 @@
       styled: getComputedStyle(document.body).fontFamily.includes("sans-serif"),
       broken: [...document.images].filter((i) => !i.complete || !i.naturalWidth).map((i) => i.src),
       tiny,
-      over: room.scrollWidth - room.clientWidth,
+      over: Math.max(...pageParts().map((each) => each.scrollWidth - each.clientWidth)),
       small: [...small.values()],
       faint: [...faint.values()],
       cut,

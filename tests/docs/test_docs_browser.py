@@ -13,6 +13,7 @@ TEXT = f"<h1>A page</h1><p>{'some words ' * 30}</p>"
 STYLE = """<style>
 body { font-family: sans-serif; background: #fff; color: #111 }
 img, object { max-width: 100%; height: auto; background: #fff }
+.broad { width: 500px }
 .long { white-space: nowrap; letter-spacing: 8px }
 img.bare { background: none }
 @media (prefers-color-scheme: dark) { body { background: #111; color: #eee } }
@@ -49,6 +50,7 @@ PICTURES = {
     ),
 }
 LINE = f"this line is {'very ' * 4}wide"
+HIDDEN, SCROLLED = "overflow: hidden", "overflow: auto"
 NARROW, DARK = "[390 px light, 390 px dark]", "[1280 px dark, 390 px dark]"
 FAULTS = {
     "tiny-text": ('<p style="font-size: 8px">tiny</p>', '"tiny" (p) is only 8.0 px high'),
@@ -93,10 +95,14 @@ FAULTS = {
     ),
     "pale-picture": ('<img src="pale.svg">', '"pale" (pale.svg) has a contrast of only 2.5'),
     "wide-at-390": (
-        '<div style="width: 500px">wide</div>', f"118 pixels wider than the window {NARROW}"
+        '<div class="broad">wide</div>', f"118 pixels wider than the window {NARROW}"
+    ),
+    "wide-inside-at-390": (
+        f'<style>html {{ {HIDDEN} }} body {{ {SCROLLED} }}</style><div class="broad">wide</div>',
+        f"110 pixels wider than the window {NARROW}",
     ),
     "cut-at-390": (
-        f'<div style="overflow: hidden"><p class="long">{LINE}</p></div>',
+        f'<div style="{HIDDEN}"><p class="long">{LINE}</p></div>',
         f'the window cuts "{LINE}" {NARROW}',
     ),
 }  # fmt: skip
@@ -105,7 +111,7 @@ FINE = {
     "linked-picture": '<a href="wide.svg"><img src="wide.svg"></a>',
     "words": '<img src="words.svg">',
     "large-grey": '<p style="font-size: 24px; color: #808080">large grey</p>',
-    "scrolled": f'<div style="overflow: auto"><p class="long">{LINE}</p></div>',
+    "scrolled": f'<div style="{SCROLLED}"><p class="long">{LINE}</p></div>',
     "hidden": '<p style="font-size: 2px; visibility: hidden">nothing to see</p>',
 }
 BAD = {
