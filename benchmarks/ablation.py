@@ -121,8 +121,8 @@ def copies(names: list[str]) -> Iterator[dict[str, Path]]:
                 if source.count(edit.now) != 1:
                     raise ValueError(f"{name}: {edit.now!r} is not once in {edit.file}")
                 path.write_text(source.replace(edit.now, edit.then))
-            # As installed: a process that compiles modules frees large blocks, which changes what
-            # its heap keeps (`trio_smc.host.heap`).
+            # As installed: a process that compiles modules frees large blocks, and then the heap
+            # keeps more (`trio_smc.host.heap`).
             compileall.compile_dir(tree, quiet=1)
             found[name] = tree
         yield found

@@ -414,7 +414,7 @@ class Case:
         if kind in ("insert", "replace"):
             other = _other_llc(rng, self.call, numbers)
             if other[0] == llc.MessageType.CONFIRM_LINK:
-                # Its receiver believes that the peer's elements have eye catchers, so the data of
+                # The receiver believes that the peer's elements have eye catchers, so the data of
                 # one direction starts four bytes too late.  No other field shows the lie.
                 self.credentials_damaged = True
             return [other, message] if kind == "insert" else [other]
