@@ -56,7 +56,7 @@
     return layers.get(element);
   };
 
-  // A colour as a reader sees it who looks at an element of HTML in which it is drawn.
+  // The visible colour of what is drawn with a colour inside an element of HTML.
   const seen = (colour, element) => {
     let found = colour;
     for (let each = element; each; each = each.parentElement)
@@ -71,10 +71,14 @@
     return found;
   };
 
-  // What is drawn in an SVG behind a point of a text; transparent where nothing is.
+  // The colour drawn in an SVG behind a point of a text; transparent where nothing is drawn.
+  // The point is that of the document: the window of a large picture is scrolled there.
   const drawnBehind = (text, x, y) => {
+    const inside = (at, start, length) => at >= start && at < start + length;
+    if (!inside(x, scrollX, innerWidth) || !inside(y, scrollY, innerHeight))
+      scrollTo(x - innerWidth / 2, y - innerHeight / 2);
     let found = CLEAR;
-    for (const each of document.elementsFromPoint(x, y)) {
+    for (const each of document.elementsFromPoint(x - scrollX, y - scrollY)) {
       if (!(each instanceof SVGGeometryElement) || each.closest("text") || found[3] === 1) continue;
       const style = getComputedStyle(each);
       const behind = each.compareDocumentPosition(text) & Node.DOCUMENT_POSITION_FOLLOWING;
@@ -109,6 +113,7 @@
   };
 
   const picture = () => {
+    scrollTo(0, 0);
     const outer = document.documentElement.getBoundingClientRect();
     const texts = textsBelow(document.documentElement).map(([text, element, box]) => {
       const style = getComputedStyle(element);

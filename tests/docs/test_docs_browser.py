@@ -43,6 +43,11 @@ PICTURES = {
         '<rect width="300" height="100" fill="#eee"/>',
         '<text x="9" y="50" font-size="12" fill="#999">pale</text>',
     ),
+    "far.svg": drawing(
+        '<rect x="2800" width="200" height="100" fill="#eee"/>',
+        '<text x="2900" y="50" font-size="12" fill="#999">far</text>',
+        width=3000,
+    ),
     "cut.svg": drawing('<text x="280" y="50" font-size="12">beyond the edge</text>'),
     "overlapping.svg": drawing(
         '<text x="9" y="50" font-size="12">one text</text>',
@@ -94,6 +99,9 @@ FAULTS = {
         f'"twelve" (words.svg) has a contrast of only 1.1 {DARK}',
     ),
     "pale-picture": ('<img src="pale.svg">', '"pale" (pale.svg) has a contrast of only 2.5'),
+    "pale-beyond-the-window": (
+        '<a href="far.svg"><img src="far.svg"></a>', '"far" (far.svg) has a contrast of only 2.5'
+    ),
     "wide-at-390": (
         '<div class="broad">wide</div>', f"118 pixels wider than the window {NARROW}"
     ),
