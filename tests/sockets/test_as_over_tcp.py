@@ -54,10 +54,10 @@ class Ends:
         await self.listener.bind((HOST, 0))
         self.listener.listen()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._accept)
+            nursery.start_soon(self.accept_one)
             await self.client.connect(self.listener.getsockname())
 
-    async def _accept(self) -> None:
+    async def accept_one(self) -> None:
         self.server, _ = await self.listener.accept()
 
     async def see(self, call: Callable[..., Any], *arguments: Any) -> None:
@@ -1300,7 +1300,7 @@ def _shut_first_case(flags: tuple[int, ...], place: str) -> Case:
             ends.client = trio.socket.socket()
             ends.listener.listen()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(ends._accept)
+                nursery.start_soon(ends.accept_one)
                 await ends.client.connect(ends.listener.getsockname())
             await _talk(ends)
 

@@ -26,8 +26,9 @@ __all__ = ["HEAP", "HeapThresholds"]
 class HeapThresholds:
     """The thresholds of this process's heap, as far as this class has raised them."""
 
-    MOST: Final = 32 * 1024 * 1024
-    """Bytes; glibc does not raise its threshold for a larger block (DEFAULT_MMAP_THRESHOLD_MAX)."""
+    MOST: Final = 32 * 1024 * 1024 - 64 * 1024
+    """Bytes.  glibc does not raise its threshold for a block that takes more than 32 MiB with its
+    header (DEFAULT_MMAP_THRESHOLD_MAX)."""
 
     def __init__(self) -> None:
         self._largest = 0
