@@ -16,6 +16,7 @@ from typing import Any
 import trio
 
 from benchmarks.answers import answer
+from benchmarks.compared import COMPARED
 from benchmarks.transports import PROXIED, TRANSPORTS, WAKES, Transport
 from benchmarks.workloads import WORKLOADS
 
@@ -77,7 +78,7 @@ def main() -> None:
     """Run the role that the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("serve", "client"))
-    known = TRANSPORTS | WAKES | PROXIED
+    known = TRANSPORTS | WAKES | PROXIED | COMPARED
     parser.add_argument("transport", choices=known)
     parser.add_argument("--core", type=int, default=None)
     arguments = parser.parse_args()

@@ -4,7 +4,7 @@
     python -m scripts.performance_page --check    exits with 1 if a table is out of date
 
 The text between ``<!-- NAME -->`` and ``<!-- end -->`` is replaced, from the files in
-``benchmarks/machines``:
+``benchmarks/machines``, and for the comparison from those in ``benchmarks/comparison``:
 
 ========== ============================  =================================================
 name       file                          text
@@ -13,6 +13,7 @@ summary    README.md, when-it-helps.md   kinds of programs, ranges over programs
 programs   performance.md                each program, a column for each machine
 transports performance.md                the plots of the transports, if there are numbers
 machines   performance.md                the machines, and how they were measured
+comparison comparison.md                 other ways between processes, a table for each machine
 ========== ============================  =================================================
 """
 
@@ -25,13 +26,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import machines, plot, unmodified
+from benchmarks import comparison, machines, plot, unmodified
 from benchmarks.workloads import WORKLOADS
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = ROOT / "README.md"
 PAGE: Final = ROOT / "docs" / "performance.md"
 HELPS: Final = ROOT / "docs" / "when-it-helps.md"
+COMPARISON: Final = ROOT / "docs" / "comparison.md"
 FIGURES: Final = ROOT / "docs" / "figures"
 _PLACE: Final = r"(<!-- {} -->\n).*?(<!-- end -->)"
 
@@ -194,9 +196,10 @@ def main(arguments: list[str] | None = None) -> int:
         "programs": programs(contents),
         "machines": listed(contents),
         "transports": transports(contents),
+        "comparison": comparison.table(comparison.load()),
     }
     different = []
-    for path in (README, PAGE, HELPS):
+    for path in (README, PAGE, HELPS, COMPARISON):
         text = new = path.read_text(encoding="utf-8")
         for place, content in texts.items():
             new = _with(new, place, content)
