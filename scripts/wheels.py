@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -88,6 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(failed, file=sys.stderr)
         return 1
     print("\n=== made", *sorted(each.name for each in made), sep="\n")
+    if ".invalid/" in (address := repository()):
+        print(
+            f"\nnot to be published yet: {address} is a placeholder; set the address of the "
+            "repository in [tool.trio-smc.publishing] of pyproject.toml"
+        )
     return 0
 
 
@@ -95,6 +101,12 @@ def version() -> str:
     """The version in pyproject.toml."""
     [found] = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     return str(found)
+
+
+def repository() -> str:
+    """The address of the repository in pyproject.toml."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return str(settings["tool"]["trio-smc"]["publishing"]["repository"])
 
 
 def wheels(*, with_compiled: bool = True) -> list[Path]:

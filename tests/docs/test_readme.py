@@ -1,4 +1,4 @@
-"""README, tutorial and troubleshooting, followed as a newcomer does, with each command as it stands."""
+"""README, tutorial and troubleshooting, followed by a newcomer: each command as it stands there."""
 
 from __future__ import annotations
 
