@@ -39,6 +39,8 @@ TRANSPORTS: Final = {
 """The rows of the table, in order."""
 USED: Final = ("rtt", "requests-10", "stream-64k", "stream-1m", "short-1")
 """The workloads; those that a whole program notices."""
+BUSY: Final = 0.5
+"""Least load before the benchmark with which its numbers are called rough."""
 _PACKAGES: Final = ("trio", "uvloop", "grpcio", "ucxx-cu12")
 _COLUMNS: Final = {
     "64 B round trip, p50": "round trip of 64 B",
@@ -121,18 +123,24 @@ def _cell(content: Mapping[str, Any], metric: Metric, name: str) -> str:
     if name == BASE:
         return f"{short(content['medians'][key])} {metric.unit}"
     middle, least, most = content["ratios"][key]
-    return f"**{middle:.2f}** ({least:.2f} to {most:.2f})"
+    return f"**{middle:.2f}** ({least:.2f}–{most:.2f})"
 
 
 def _about(content: Mapping[str, Any]) -> str:
     machine, about = content["machine"], content["about"]
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    # The benchmark itself keeps one or two processes busy, so only the load before it counts.
+    busy = (
+        " Other programs used the processors, too: these numbers are rough."
+        if about["load_before"] > BUSY
+        else ""
+    )
     placed = "pinned to a core each" if about["pinned"] else "not pinned to cores"
     return (
         f"{machine['processor']}, {machine['processors']} processors, Linux {machine['kernel']}, "
         f"Python {machine['python']}, {versions}; {about['runs']} x {about['rounds']} interleaved "
         f"rounds of {about['seconds']} s, {placed}; load {about['load_before']} before and "
-        f"{about['load_after']} after."
+        f"{about['load_after']} after.{busy}"
     )
 
 

@@ -10,6 +10,7 @@ The text between ``<!-- NAME -->`` and ``<!-- end -->`` is replaced, from the fi
 name       file                          text
 ========== ============================  =================================================
 summary    README.md, when-it-helps.md   kinds of programs, ranges over programs and machines
+ranges     when-it-helps.md              each program, ranges over machines
 programs   performance.md                each program, a column for each machine
 transports performance.md                the plots of the transports, if there are numbers
 machines   performance.md                the machines, and how they were measured
@@ -74,22 +75,39 @@ def summary(contents: Sequence[dict[str, Any]]) -> str:
         "| a program that | times as fast as over TCP | times less processor time |",
         "|---|---|---|",
     ]
-    for kind, names in SUMMARY.items():
-        cells = []
-        for index in range(2):
-            metrics = [unmodified.WORKLOADS[name].metrics[index].name for name in names]
-            keys = [f"{metric} | {unmodified.RUN}" for metric in metrics]
-            found = [
-                ratios[key][0]
-                for ratios in map(_program_ratios, contents)
-                for key in keys
-                if key in ratios
-            ]
-            cells.append(_range(found) if found else "")
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    lines += [f"| {kind} | {_ranges(contents, names)} |" for kind, names in SUMMARY.items()]
     processors = ", ".join(content["machine"]["processor"] for content in contents)
     lines += ["", f"Measured on: {processors}. A number above 1 means that SMC-R is better."]
     return "\n".join(lines) + "\n"
+
+
+def ranges(contents: Sequence[dict[str, Any]]) -> str:
+    """Each program, with the range of its medians over all machines."""
+    lines = [
+        "| program | times as fast as over TCP | times less processor time |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {workload.metrics[0].name} | {_ranges(contents, [name])} |"
+        for name, workload in unmodified.WORKLOADS.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _ranges(contents: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """Two cells, for time or rate and for processor time; empty if there are no numbers."""
+    cells = []
+    for index in range(2):
+        metrics = [unmodified.WORKLOADS[name].metrics[index].name for name in names]
+        keys = [f"{metric} | {unmodified.RUN}" for metric in metrics]
+        found = [
+            ratios[key][0]
+            for ratios in map(_program_ratios, contents)
+            for key in keys
+            if key in ratios
+        ]
+        cells.append(_range(found) if found else "")
+    return " | ".join(cells)
 
 
 def programs(contents: Sequence[dict[str, Any]]) -> str:
@@ -193,6 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     contents = machines.load()
     texts = {
         "summary": summary(contents),
+        "ranges": ranges(contents),
         "programs": programs(contents),
         "machines": listed(contents),
         "transports": transports(contents),

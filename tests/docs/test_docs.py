@@ -174,6 +174,8 @@ def test_the_pages_show_ranges_over_machines(
         lines = (tmp_path / page).read_text().splitlines()
         for kind in performance_page.SUMMARY:
             assert f"| {kind} | 1.50 to 2.50 | 1.50 to 2.50 |" in lines
+    for workload in unmodified.WORKLOADS.values():
+        assert f"| {workload.metrics[0].name} | 1.50 to 2.50 | 1.50 to 2.50 |" in lines
     lines = (tmp_path / "performance.md").read_text().splitlines()
     for workload in unmodified.WORKLOADS.values():
         cells = ["**1.50** (1.40 to 1.60)"] * 2 + ["**2.50** (2.40 to 2.60)"] * 2
@@ -204,8 +206,15 @@ def test_the_table_of_other_ways() -> None:
     assert head.startswith("| | round trip of 64 B | requests, 10 connections |")
     assert rows == [
         "| TCP, Trio | 41.3 µs |  |  |  |  |  |",
-        "| Unix socket, Trio | **2.00** (1.90 to 2.25) |  |  |  |  |  |",
+        "| Unix socket, Trio | **2.00** (1.90–2.25) |  |  |  |  |  |",
     ]
+
+
+def test_numbers_of_a_busy_machine_are_called_rough() -> None:
+    content = compared()
+    content["about"]["load_before"] = 3.2
+    about = comparison.table([content]).splitlines()[0]
+    assert about.endswith(" Other programs used the processors, too: these numbers are rough.")
 
 
 def test_the_files_of_the_comparison_have_every_way_but_those_that_need_a_package() -> None:
