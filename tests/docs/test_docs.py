@@ -174,6 +174,7 @@ def test_the_pages_show_ranges_over_machines(
         lines = (tmp_path / page).read_text().splitlines()
         for kind in performance_page.SUMMARY:
             assert f"| {kind} | 1.50 to 2.50 | 1.50 to 2.50 |" in lines
+    lines = (tmp_path / "when-it-helps.md").read_text().splitlines()
     for workload in unmodified.WORKLOADS.values():
         assert f"| {workload.metrics[0].name} | 1.50 to 2.50 | 1.50 to 2.50 |" in lines
     lines = (tmp_path / "performance.md").read_text().splitlines()
