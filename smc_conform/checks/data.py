@@ -473,20 +473,29 @@ async def b_without_need(peer: Peer) -> None:
         await connection.echo(b"data", writer_blocked=1)
 
 
-@check("A.4-17", "Urgent flags do not disturb the data around the urgent byte.")
-async def urgent_data(peer: Peer) -> None:
-    connection = await peer.connect()
+async def _urgent_round(peer: Peer, connection: Connection) -> None:
+    """Send data with an urgent byte; the implementation may leave the byte out of its echo."""
     connection.write(b"before")
-    if await connection.read(6) != b"before":
-        raise Failed("the echo is wrong")
+    if (data := await connection.read(6)) != b"before":
+        raise Failed(f"the echo is {data!r}")
+    begin = connection.consumed
     connection.send_cdc(urgent_pending=1)
     connection.write(b"!", urgent_pending=1, urgent_present=1)
     connection.write(b"after")
-    await peer.until(lambda: connection.peer_produced >= 11, "the echo", connection)
+    await peer.until(lambda: connection.peer_produced >= begin + 5, "the echo", connection)
     await peer.ping(connection.link)
-    data = connection.peek(connection.peer_produced - connection.consumed)
+    data = await connection.read(connection.peer_produced - begin)
     if data not in (b"!after", b"after"):
         raise Failed(f"the echo is {data!r}")
+
+
+@check("A.4-17", "Urgent flags do not disturb the data around the urgent byte.")
+async def urgent_data(peer: Peer) -> None:
+    connection = await peer.connect()
+    # The result may depend on whether the implementation's program reads between the urgent byte
+    # and the data behind it, so one round is not enough.
+    for _ in range(20):
+        await _urgent_round(peer, connection)
 
 
 @check("A.4-18", "An urgent byte that is announced and never comes does no harm.")

@@ -407,14 +407,17 @@ class Case:
         numbers = self._known_numbers()
         if kind == "fail":
             return None
-        if kind == "insert":
-            return [_other_llc(rng, self.call, numbers), message]
         if kind == "double":
             return [message, message]
         if kind == "lose":
             return []
-        if kind == "replace":
-            return [_other_llc(rng, self.call, numbers)]
+        if kind in ("insert", "replace"):
+            other = _other_llc(rng, self.call, numbers)
+            if other[0] == llc.MessageType.CONFIRM_LINK:
+                # The receiver believes that the peer's elements have eye catchers, so the data of
+                # one direction starts four bytes too late.  No other field shows the lie.
+                self.credentials_damaged = True
+            return [other, message] if kind == "insert" else [other]
         if message[0] != CDC_TYPE:
             self.credentials_damaged = True  # RTokens and the layout of elements
         if kind == "lie" and message[0] != CDC_TYPE:

@@ -134,6 +134,11 @@ def make(name: str = DEFAULT) -> Path:
     return place
 
 
+def as_root(*words: str) -> list[str]:
+    """The command, with sudo before it if this process is not root."""
+    return [*words] if os.geteuid() == 0 else ["sudo", "-n", *words]
+
+
 def install_packages() -> None:
     """Have apt install what is missing."""
     missing = [
@@ -144,9 +149,7 @@ def install_packages() -> None:
     ]
     if not missing:
         return
-    line = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *missing]
-    if os.geteuid() != 0:
-        line = ["sudo", "-n", *line]
+    line = as_root("apt-get", "install", "-y", "-q", "--no-install-recommends", *missing)
     log("installing " + " ".join(missing))
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     refresh = [*line[: line.index("install")], "update", "-q"]
@@ -194,7 +197,22 @@ def lay_out_kernel(apt: Apt, cache: Path, work: Path, kernel: KernelSource) -> P
 
 
 def kernel_release(apt: Apt, series: str) -> str:
-    """The newest release of the series that apt offers, as in "6.12.117+deb12-amd64"."""
+    """The newest release of the series that apt offers, as in "6.12.117+deb12-amd64".
+
+    If apt's lists have none, they may be older than the series: they are fetched once more.
+    """
+    release = listed_release(apt, series)
+    if release is None:
+        log(f"apt's lists have no linux-image-{series}-amd64: fetching them again")
+        apt.update()
+        release = listed_release(apt, series)
+    if release is None:
+        raise LabError(f"apt has no linux-image-{series}-amd64")
+    return release
+
+
+def listed_release(apt: Apt, series: str) -> str | None:
+    """The newest release of the series in apt's lists; None if there is none."""
     shown = apt.cache("depends", f"linux-image-{series}-amd64", check=False)
     found = re.search(r"Depends: linux-image-(\S+-amd64)$", shown, re.MULTILINE)
     if found is not None:
@@ -206,7 +224,7 @@ def kernel_release(apt: Apt, series: str) -> str:
         if re.fullmatch(r"linux-image-[0-9.]+\+deb[0-9]+-amd64", each)
     ]
     if not releases:
-        raise LabError(f"apt has no linux-image-{series}-amd64; is apt-get update needed?")
+        return None
     return max(releases, key=lambda each: [int(number) for number in re.findall(r"\d+", each)])
 
 
@@ -366,6 +384,11 @@ class Apt:
         """Run apt-get."""
         run("apt-get", *self._options, *words, cwd=cwd)
 
+    def update(self) -> None:
+        """Fetch the lists of packages; only root may write this host's own."""
+        words = ("apt-get", *self._options, "update", "-q")
+        run(*words if self._options else as_root(*words))
+
 
 def foreign_apt(cache: Path, suites: Sequence[str]) -> Apt:
     """An apt with a directory of its own, and these releases of Debian from this host's mirror."""
@@ -391,7 +414,7 @@ def foreign_apt(cache: Path, suites: Sequence[str]) -> Apt:
     apt = Apt(words)
     if not sources.exists() or sources.read_text() != "".join(lines):
         sources.write_text("".join(lines))
-        apt.get("update", "-q")
+        apt.update()
     return apt
 
 

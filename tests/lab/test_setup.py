@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.lab.setup import LabError, relax
+from tests.lab.setup import Apt, LabError, kernel_release, relax
 
 # The least that has those places.
 SOURCE = """
@@ -36,3 +38,36 @@ def test_both_parameters_are_put_in() -> None:
 def test_a_kernel_that_works_in_another_way_is_left_alone(place: str) -> None:
     with pytest.raises(LabError, match="another way"):
         relax(SOURCE.replace(place, "other", 1))
+
+
+class ListsOfApt(Apt):
+    """An apt whose lists have no package, until they are fetched."""
+
+    def __init__(self, *offered: str) -> None:
+        super().__init__()
+        self._offered = offered
+        self._listed: tuple[str, ...] = ()
+
+    def cache(self, *words: str, check: bool = True) -> str:
+        """Answer pkgnames from the lists, and know no dependency."""
+        return "\n".join(self._listed) if words[0] == "pkgnames" else ""
+
+    def get(self, *words: str, cwd: Path | None = None) -> None:
+        raise AssertionError(f"apt-get {words} is not needed")
+
+    def update(self) -> None:
+        self._listed = self._offered
+
+
+def test_a_kernel_newer_than_the_lists_is_found_after_an_update() -> None:
+    apt = ListsOfApt(
+        "linux-image-6.12.9+deb12-amd64",
+        "linux-image-6.12.117+deb12-amd64",
+        "linux-image-6.12.117+deb12-cloud-amd64",
+    )
+    assert kernel_release(apt, "6.12") == "6.12.117+deb12-amd64"
+
+
+def test_a_kernel_that_apt_lacks_is_an_error() -> None:
+    with pytest.raises(LabError, match=r"no linux-image-6\.12-amd64"):
+        kernel_release(ListsOfApt(), "6.12")

@@ -12,7 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import trio_smc
 from tests.ports import reserved_port
+from tests.tools.test_foreign_text import Liar
 from tests.tools.test_operating import until
 from tests.tools.tools_processes import LIMIT, ROOT, one_line, quick_command, running
 from trio_smc.tools import metric_help
@@ -254,6 +255,30 @@ async def test_a_directory_that_becomes_unusable() -> None:
         found = values((await get(port, "/metrics"))[1])
         assert found["trio_smc_open_connections"] == 2
         assert peer.process.returncode is None
+
+
+@pytest.fixture
+def damaged_stacks() -> Iterator[None]:
+    """Two control sockets of this process that give answers without any part."""
+    private = Path(os.environ["XDG_RUNTIME_DIR"], "trio-smc")
+    private.mkdir(mode=0o700)
+    with contextlib.ExitStack() as exits:
+        for name in "12":
+            liar = Liar(private, name)
+            exits.callback(liar.close)
+            liar.parts = ()
+        yield
+
+
+async def test_a_process_whose_answers_are_all_damaged(damaged_stacks: None) -> None:
+    """It counts as silent; an unusable directory is an answer with status 500."""
+    async with exporter() as port:
+        for scrapes in (1, 2):
+            status, text = await get(port, "/metrics")
+            assert status == 200, text
+            found = values(text)
+            assert found["trio_smc_silent_processes"] == 1
+            assert found["trio_smc_scrape_failures_total"] == scrapes
 
 
 async def test_addresses_of_the_exporter() -> None:

@@ -123,6 +123,24 @@ async def test_root_inspects_a_user_and_changes_nothing(theirs: Path, tmp_path: 
 
 
 @root_only
+async def test_a_process_answers_no_other_user(theirs: Path) -> None:
+    """Whatever command sends the request: the process itself asks the kernel for the sender."""
+    async with running_as_other(theirs) as pid:
+        below = theirs / control.DIRECTORY
+        [name] = [each for each in os.listdir(below) if each.startswith(f"{pid}-")]
+        for part in (*control.DRAINS, control.CAPTURE, control.SIZES, *control.PARTS):
+            request = {"want": [part], "rnic": "soft0", "seconds": 1}
+            with trio.fail_after(LIMIT):
+                async with await trio.open_unix_socket(str(below / name)) as stream:
+                    with contextlib.suppress(trio.BrokenResourceError):
+                        await stream.send_all(control.encode(request))
+                        assert await stream.receive_some() == b"", part
+        user = ("--user", USER, "--directory", theirs)
+        [stack] = (await quick_command("rnic", "--json", *user)).json["stacks"]
+        assert [each["drained"] for each in stack["rnics"]] == [False]
+
+
+@root_only
 def test_hostile_directories_of_users(
     theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

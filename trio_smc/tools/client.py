@@ -44,6 +44,7 @@ __all__ = [
     "INCOMPLETE",
     "SHAPES",
     "TIMEOUT",
+    "NoAnswer",
     "SilentProcesses",
     "Snapshot",
     "check_untrusted",
@@ -84,6 +85,10 @@ _SHOWN: Final = 8
 """The largest number of processes that one line on stderr names.  Chosen."""
 _MAX_NUMBER: Final = 1 << 64
 """The absolute value of each number in an answer is smaller.  Chosen: counters have 64 bits."""
+
+
+class NoAnswer(ToolError):
+    """There are processes, and none of them sent a valid answer."""
 
 
 @dataclass(slots=True)
@@ -211,8 +216,9 @@ def take_snapshots(
         are ignored as long as another process answers.
 
     Raises:
-      ToolError: the directory is not private, there is no stack, the process ``pid`` sent no valid
-        answer, or all answers are damaged; without ``silent`` also if no process sent an answer.
+      NoAnswer: the process ``pid`` sent no valid answer, or all answers are damaged; without
+        ``silent`` also if no process sent an answer.
+      ToolError: the directory is not private, or there is no stack.
     """
     request = control.encode({"want": list(want), **(more or {})})
     silent_before = frozenset(silent.last) if silent is not None else frozenset()
@@ -226,7 +232,7 @@ def take_snapshots(
         first, *others = problems
         if silent is not None:
             silent.replace({each: problems[each] for each in others})
-        raise ToolError(problems[first])
+        raise NoAnswer(problems[first])
     if not found and not problems and required:
         raise ToolError(_no_stack(directory, pid))
     if silent is not None:

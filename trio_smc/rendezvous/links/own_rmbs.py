@@ -34,6 +34,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc.datapath.rmb import MAX_RMBS, Rmb, Rmbe, RmbPool, rmb_elements
+from trio_smc.host.heap import HEAP
 from trio_smc.rendezvous.links.peer_rmbs import RToken
 from trio_smc.wire.fields import rmbe_size_for
 
@@ -381,6 +382,7 @@ class OwnRmbs:
                 region.close()
             memory.close()
             raise
+        HEAP.raise_for(size)  # a read returns at most an element
         rmb = Rmb(memory, size, count, eye_catcher=self.eye_catcher)
         self._regions[rmb] = regions
         return rmb

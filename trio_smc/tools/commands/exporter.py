@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import trio
 
-from trio_smc.tools.client import SilentProcesses, take_snapshots
+from trio_smc.tools.client import NoAnswer, SilentProcesses, take_snapshots
 from trio_smc.tools.commands import add_directory, add_users, directories, whole_number
 from trio_smc.tools.exposition import CONTENT_TYPE, PARTS, exposition
 from trio_smc.tools.output import ToolError, address, error_text, print_line
@@ -176,15 +176,14 @@ class _Exporter:
             snapshots = take_snapshots(found, PARTS, required=False, silent=silent)
         except OSError as error:  # such as too many open files
             return "503 Service Unavailable", f"{error_text(error)}\n"
+        except NoAnswer:
+            snapshots, missing = [], 1 + len(silent.last)  # the error is about one more
         except ToolError as error:
-            if not str(error).startswith("process "):
-                # The directory cannot be used.
-                return "500 Internal Server Error", f"{error}\n"
-            # All answers were damaged.
-            self._failures += 1
-            return "200 OK", exposition([], silent=1, failures=self._failures)
-        self._failures += len(silent.last)
-        return "200 OK", exposition(snapshots, silent=len(silent.last), failures=self._failures)
+            return "500 Internal Server Error", f"{error}\n"
+        else:
+            missing = len(silent.last)
+        self._failures += missing
+        return "200 OK", exposition(snapshots, silent=missing, failures=self._failures)
 
 
 class _Query:
