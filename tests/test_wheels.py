@@ -75,6 +75,18 @@ def test_the_links_of_the_project_are_below_the_repository(metadata: Message) ->
     assert all((ROOT / address.removeprefix(base)).is_file() for address in files)
 
 
+def test_a_release_needs_an_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for address, code in (
+        ("https://repository.invalid/trio_smc", 1),
+        ("https://git.example/invalid/trio_smc", 0),
+    ):
+        monkeypatch.setattr(wheels, "repository", lambda: address)  # noqa: B023 - called below
+        assert wheels.main(["--address"]) == code
+        assert capsys.readouterr().out == f"{address}\n"
+
+
 def test_only_one_place_has_the_address_of_the_repository() -> None:
     """The publisher sets it there; no other file has it, or a placeholder for it."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
