@@ -22,6 +22,13 @@ from benchmarks.workloads import WORKLOADS
 
 # Seconds beyond its timed part after which a workload counts as hung.
 PATIENCE = 30.0
+FREED = 16 << 20
+"""Bytes of a block that each process frees first, as one that has run for a while has done.
+
+Until then glibc returns each block of 128 KiB or more to the kernel, and asyncio, which reads into
+256 KiB, takes three times as long (mallopt(3), M_MMAP_THRESHOLD).  A stack of trio_smc frees such a
+block by itself.
+"""
 
 
 def write_event(**event: Any) -> None:
@@ -84,6 +91,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.core is not None:
         os.sched_setaffinity(0, {arguments.core})
+    bytearray(FREED)
     role = serve if arguments.role == "serve" else client
     transport = known[arguments.transport]
     transport.loop.run(role, transport)
