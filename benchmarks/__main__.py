@@ -11,7 +11,8 @@ With --programs it compares unmodified programs instead, over TCP and under `tri
 pinning them to cores: see `benchmarks.unmodified`.
 
 With --comparison it compares SMC-R with other ways between processes of one host: Unix sockets,
-pipes, multiprocessing, gRPC, UCX.  The processes are not pinned, because some have several threads.
+pipes, multiprocessing, gRPC, UCX.  The processes are not pinned, because some have several threads,
+and those of a transport are stopped while others are measured, because some poll all the time.
 
 With --proxy it compares the cost of a connection through one or two `trio-smc proxy` with TCP
 without a proxy. The processes are not pinned, because there are more of them than cores.
@@ -33,6 +34,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,30 +49,47 @@ CLIENT_CORE, SERVER_CORE = 0, 1
 
 
 @contextlib.contextmanager
-def pairs(names: list[str], pin: bool) -> Iterator[dict[str, tuple[Worker, Any]]]:
-    """Start server and client of each transport; yield each client with its server's address."""
+def pairs(names: list[str], pin: bool) -> Iterator[dict[str, Pair]]:
+    """Start server and client of each transport."""
     here, there = (CLIENT_CORE, SERVER_CORE) if pin else (None, None)
     with contextlib.ExitStack() as stack:
-        found: dict[str, tuple[Worker, Any]] = {}
+        found: dict[str, Pair] = {}
         for name in names:
             if name in limits.NAMES:
                 worker = Worker("benchmarks.limits", *limits.NAMES[name], core=here)
                 client = stack.enter_context(worker)
-                found[name] = client, None
+                found[name] = Pair(client)
                 continue
             server = stack.enter_context(Worker("benchmarks.worker", "serve", name, core=there))
             client = stack.enter_context(Worker("benchmarks.worker", "client", name, core=here))
-            found[name] = client, server.answer()["at"]
+            found[name] = Pair(client, server, server.answer()["at"])
         yield found
 
 
-def check_modes(clients: dict[str, tuple[Worker, Any]]) -> bool:
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The client of a transport, and its server with the address; a limit has only a client."""
+
+    client: Worker
+    server: Worker | None = None
+    at: Any = None
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the processes run only in such blocks: some poll even if they have nothing to do."""
+        with contextlib.ExitStack() as stack:
+            for process in filter(None, (self.server, self.client)):
+                stack.enter_context(process.resting())
+            yield
+
+
+def check_modes(clients: dict[str, Pair]) -> bool:
     """Print each transport whose mode is not the one in its name; return True if there is none."""
     right = True
-    for name, (client, at) in clients.items():
+    for name, pair in clients.items():
         if name in limits.NAMES:
             continue
-        reply = client.call(workload="mode", at=at)
+        reply = pair.client.call(workload="mode", at=pair.at)
         mode = reply["mode"]
         if mode is not None and not name.startswith(mode):
             right = False
@@ -88,13 +107,21 @@ def measure(
     other_core = SERVER_CORE if pin else None
     with pairs(names, pin) as clients:
         right = check_modes(clients)
+        if arguments.comparison:
+            for pair in clients.values():
+                with pair.alone():
+                    pass
         for number in range(arguments.rounds):
             for workload in workloads:
                 for name in names if number % 2 == 0 else reversed(names):
-                    client, at = clients[name]
-                    reply = client.call(
-                        workload=workload, at=at, seconds=arguments.seconds, other_core=other_core
-                    )
+                    pair = clients[name]
+                    with pair.alone() if arguments.comparison else contextlib.nullcontext():
+                        reply = pair.client.call(
+                            workload=workload,
+                            at=pair.at,
+                            seconds=arguments.seconds,
+                            other_core=other_core,
+                        )
                     values = reply["values"]
                     if values is None:
                         continue
