@@ -38,7 +38,7 @@ help:
 	@echo 'make ladders    draw the ladder diagrams of docs/capture.md'
 	@echo 'make compliance write which tests hold what the RFC demands; ARGS=--check'
 	@echo 'make docs       build the pages into build/docs'
-	@echo 'make docs-check build them and look at each with a browser: links, pictures, no network'
+	@echo 'make docs-check build them and check each in a browser: links, pictures, size and contrast of text'
 	@echo 'make campaigns  random bad input, CASES=50000 each, SEED=n to replay'
 	@echo 'make soak       TIME=600 seconds of kill -9, SIGSTOP and failing RNICs; SEED=n to replay'
 	@echo 'make clean      remove .venv and everything built'

@@ -256,14 +256,47 @@ async def run_client(connections: int, port: int, ready_fd: int) -> None:
         await trio.lowlevel.wait_readable(0)
 
 
-PARTS: dict[str, tuple[Callable[[int], Awaitable[Row]], Sequence[int]]] = {
-    "connections": (connections, (1, 10, 100, 1000)),
-    "memory": (memory, (10, 100, 1000)),
-    "rings": (rings, tuple(1 << shift for shift in range(14, 23, 2))),
-    "links": (links, (1, 2, 3, 4)),
-    "groups": (groups, (1, 10, 50, 200, 500)),
-    "crowd": (crowd, (100, 1000, 10_000)),
+class Part(NamedTuple):
+    """A part of the measurement.
+
+    Fields:
+      measure: returns the costs at one of the numbers.
+      numbers: these.
+      counted: what they count, with the unit.
+      title: of the plot.
+    """
+
+    measure: Callable[[int], Awaitable[Row]]
+    numbers: Sequence[int]
+    counted: str
+    title: str
+
+
+_SIZES = tuple(1 << shift for shift in range(14, 23, 2))
+PARTS: dict[str, Part] = {
+    "connections": Part(
+        connections, (1, 10, 100, 1000), "connections", "How cost grows with connections"
+    ),
+    "memory": Part(memory, (10, 100, 1000), "connections", "Memory of an idle connection"),
+    "rings": Part(rings, _SIZES, "size of a ring, bytes", "How cost depends on the ring"),
+    "links": Part(links, (1, 2, 3, 4), "links", "How cost grows with links"),
+    "groups": Part(groups, (1, 10, 50, 200, 500), "link groups", "Cost of link groups to a server"),
+    "crowd": Part(crowd, (100, 1000, 10_000), "connections", "Cost of a crowd to a server"),
 }
+
+
+def show(name: str, rows: dict[int, Row], plots: Path | None) -> None:
+    """Print the table of a part, and draw its plot into the directory ``plots``."""
+    part = PARTS[name]
+    columns = list(next(iter(rows.values())))
+    table = [[part.counted, *columns]] + [
+        [f"{number:,}", *(report.short(row[column]) for column in columns)]
+        for number, row in rows.items()
+    ]
+    print(report.text_of(table, left=0) + "\n")
+    if plots:
+        lines = {column: [row[column] for row in rows.values()] for column in columns}
+        plot.curves(plots / f"growth-{name}.svg", part.title, part.counted, list(rows), lines)
 
 
 def main() -> None:
@@ -280,29 +313,28 @@ def main() -> None:
     option("--most", type=int, default=1 << 30, help="leave larger numbers out")
     option("--json", type=Path, help="write all numbers to this file")
     option("--plots", type=Path, help="draw growth-PART.svg into this directory")
+    option(
+        "--measured", type=Path, help="show the numbers in this file, of --json; measure nothing"
+    )
     option("--clients", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.clients:
         run_clients(*map(int, arguments.clients.split(":")))
+        return
+    if arguments.measured:
+        measured: dict[str, dict[str, Row]] = json.loads(arguments.measured.read_text())
+        for name, rows in measured.items():
+            show(name, {int(number): row for number, row in rows.items()}, arguments.plots)
         return
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     repetitions.set(arguments.repetitions)
     found: dict[str, dict[int, Row]] = {}
     for name in arguments.parts.split(","):
-        measure, numbers = PARTS[name]
-        places = [number for number in numbers if number <= arguments.most]
-        rows = found[name] = {number: trio.run(measure, number) for number in places}
-        columns = list(rows[places[0]])
-        table = [[name, *columns]] + [
-            [f"{number:,}", *(report.short(rows[number][column]) for column in columns)]
-            for number in places
-        ]
-        print(report.text_of(table, left=0) + "\n")
-        if arguments.plots:
-            lines = {column: [rows[number][column] for number in places] for column in columns}
-            path = arguments.plots / f"growth-{name}.svg"
-            plot.curves(path, f"How cost grows with {name}", name, places, lines)
+        part = PARTS[name]
+        places = [number for number in part.numbers if number <= arguments.most]
+        found[name] = {number: trio.run(part.measure, number) for number in places}
+        show(name, found[name], arguments.plots)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")

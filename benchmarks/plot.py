@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.report import Comparison
 
 __all__ = ["curves", "programs", "ranges", "ratios"]
 
 # The same numbers give the same file.
-_SETTINGS: Any = {"svg.hashsalt": "trio_smc", "svg.fonttype": "none", "font.size": 9}
+_NARROW: Final = 4.8
+"""The width in inches of a plot whose text is readable on a telephone: at 358 pixels, which is the
+width of a page's column there, the letters of 10 points are 10 pixels high."""
+_SETTINGS: Any = {"svg.hashsalt": "trio_smc", "svg.fonttype": "none", "font.size": 10}
 
 
 def _figure(
@@ -29,7 +32,7 @@ def _figure(
     mpl.rcParams["axes.prop_cycle"] = mpl.rcsetup.cycler(color=colours)
 
     return plt.subplots(
-        rows, columns, figsize=(width, height), squeeze=False, sharey=share, layout="tight"
+        rows, columns, figsize=(width, height), squeeze=False, sharey=share, layout="constrained"
     )
 
 
@@ -101,27 +104,23 @@ def programs(path: Path, comparisons: Sequence[Comparison]) -> None:
             each = [comparison.ratios(metric, name) for metric in metrics]
             places = [place + (row + 0.5) * thickness for place in range(len(metrics))]
             _bars(axis, places, each, thickness, label)
-        _scale(axis, [metric.name for metric in seen], 0.4)
+        _scale(axis)
+        axis.set_yticks([place + 0.4 for place in range(len(seen))])
+        axis.set_yticklabels([metric.name for metric in seen])
+        axis.set_ylim(len(seen), -0.3)
         pinned = "on a core each" if comparison.about["pinned"] else "where the scheduler puts them"
         axis.set_title(f"{bars[0][0]}, times better than {comparison.base}\nprocesses {pinned}")
         axis.legend(loc="lower right", fontsize=7)
     _save(figure, path)
 
 
-def _scale(axis: Any, names: Sequence[str], center: float) -> None:
-    """Give the axis of ratios a logarithmic scale, and each group of bars its name.
-
-    Args:
-      center: of a group, from its upper edge.
-    """
+def _scale(axis: Any) -> None:
+    """Give the axis of ratios a logarithmic scale."""
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xscale("log")
     axis.set_xticks([0.25, 0.5, 1, 2, 4, 8])
     axis.set_xticklabels(["¼", "½", "1", "2", "4", "8"])
     axis.minorticks_off()
-    axis.set_yticks([place + center for place in range(len(names))])
-    axis.set_yticklabels(names)
-    axis.set_ylim(len(names), -0.3)
 
 
 def ranges(
@@ -136,16 +135,32 @@ def ranges(
       bars: for each label the median, the least and the most of some names.
     """
     names = [name for name in names if any(name in values for values in bars.values())]
-    thickness = 0.85 / max(1, len(bars))
-    figure, axes = _figure(7, 1.3 + max(0.36, 0.09 * len(bars)) * len(names), 1, 1)
+    group = 0.24 + max(0.18, 0.09 * len(bars))
+    height = 1.3 + group * len(names) + 0.2 * len(bars)
+    figure, axes = _figure(_NARROW, height, 1, 1)
     axis = axes[0][0]
+    # The name of a group of bars is above them: a column of names would leave no room for bars.
+    top = 0.24 / group
+    thickness = 0.9 * (1 - top) / max(1, len(bars))
     for row, (label, values) in enumerate(bars.items()):
         known = [name for name in names if name in values]
-        places = [names.index(name) + (row + 0.5) * thickness for name in known]
+        places = [names.index(name) + top + (row + 0.5) * thickness for name in known]
         _bars(axis, places, [values[name] for name in known], thickness, label)
-    _scale(axis, names, 0.42)
-    axis.set_title(f"{title}: times better than TCP")
-    axis.legend(loc="lower right", fontsize=7)
+    _scale(axis)
+    for place, name in enumerate(names):
+        axis.text(
+            0.01,
+            place + 0.75 * top,
+            name,
+            transform=axis.get_yaxis_transform(),
+            va="baseline",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0},  # hides the line at 1
+        )
+    axis.set_yticks([])
+    axis.set_ylim(len(names), -0.1)
+    axis.set_xlabel("times better than TCP (logarithmic scale)")
+    axis.set_title(title)
+    figure.legend(loc="outside lower left", ncols=1)
     _save(figure, path)
 
 
@@ -156,24 +171,37 @@ def curves(
     places: Sequence[float],
     lines: Mapping[str, Sequence[float]],
 ) -> None:
-    """Draw one small picture for each line, from 0 upwards."""
-    figure, axes = _figure(3.2 * len(lines), 3, 1, len(lines))
-    for axis, (name, values) in zip(axes[0], lines.items(), strict=True):
+    """Draw one small picture for each line, from 0 upwards, at most two beside each other.
+
+    Args:
+      title: of the whole plot.
+      across: what the horizontal axes count, with its unit.
+      places: the numbers on these axes.
+      lines: for each title, with the unit of its vertical axis, a value for each place.
+    """
+    columns = min(2, len(lines))
+    rows = -(-len(lines) // columns)
+    width = _NARROW if columns == 2 else 0.65 * _NARROW
+    figure, axes = _figure(width, 0.5 + 2.2 * rows, rows, columns)
+    for axis in axes.flat[len(lines) :]:
+        axis.set_axis_off()
+    for axis, (name, values) in zip(axes.flat, lines.items(), strict=False):
         axis.plot(places, values, marker="o")
         axis.set_xscale("log")
         axis.set_ylim(0, 1.15 * max(values))
         axis.set_xticks(list(places))
         axis.set_xticklabels([_short(place) for place in places])
         axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:,g}")
         axis.set_xlabel(across)
-        axis.set_title(name, fontsize=8)
+        axis.set_title(name, fontsize=10)
         axis.grid(visible=True, linewidth=0.3)
     figure.suptitle(title)
     _save(figure, path)
 
 
 def _short(number: float) -> str:
-    kib, thousand = 1024, 1000
-    if number < kib:
-        return f"{number:g}"
-    return f"{number / kib:g} Ki" if number % kib == 0 else f"{number / thousand:g} k"
+    for unit, size in (("Mi", 1 << 20), ("Ki", 1 << 10)):
+        if number >= size and number % size == 0:
+            return f"{number / size:g} {unit}"
+    return f"{number:,g}"

@@ -60,6 +60,7 @@ class Page:
         self.complaints: list[str] = []
         """Errors of the page's scripts and of the browser since then."""
         self._loaded = False
+        self._width = _WIDTH
 
     async def start(self) -> None:
         """Create the tab."""
@@ -80,6 +81,24 @@ class Page:
             while not self._loaded:
                 self._note(json.loads(await self._socket.get_message()))
 
+    async def show(self, width: int, scheme: str) -> None:
+        """Give the window a width, and prefer a colour scheme, "light" or "dark".
+
+        The page is laid out anew, not loaded again.
+        """
+        self._width = width
+        await self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=_HEIGHT,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        await self._call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
+
     async def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression; a promise is awaited."""
         answer = await self._call(
@@ -95,7 +114,7 @@ class Page:
         answer = await self._call(
             "Page.captureScreenshot",
             captureBeyondViewport=True,
-            clip={"x": 0, "y": 0, "width": _WIDTH, "height": height, "scale": 1},
+            clip={"x": 0, "y": 0, "width": self._width, "height": height, "scale": 1},
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         await trio.Path(path).write_bytes(base64.b64decode(answer["data"]))

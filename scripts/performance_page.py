@@ -187,7 +187,9 @@ def draw(contents: Sequence[dict[str, Any]]) -> None:
         for content in contents
     }
     names = [workload.metrics[0].name for workload in unmodified.WORKLOADS.values()]
-    plot.ranges(FIGURES / "programs.svg", "trio-smc run", names, of_programs)
+    plot.ranges(
+        FIGURES / "programs.svg", "Unmodified programs under trio-smc run", names, of_programs
+    )
     for placed in ("pinned", "not pinned"):
         bars: dict[str, dict[str, list[float]]] = {}
         for content in contents:
@@ -199,7 +201,7 @@ def draw(contents: Sequence[dict[str, Any]]) -> None:
         if bars:
             metrics = [each.name for one in WORKLOADS.values() for each in one.metrics]
             plot.ranges(
-                FIGURES / _picture(placed), f"transports, processes {placed}", metrics, bars
+                FIGURES / _picture(placed), f"Transports, processes {placed}", metrics, bars
             )
 
 

@@ -32,9 +32,9 @@ Each reason has an **origin**: `local` if this side decided, `peer` if the other
 for the peer says so. It also has a **diagnosis word**, the number that an SMC Decline carries
 (RFC 7609, A.2.4). The words are those of Linux, so that its tools can explain those of trio_smc.
 
-For each reason below but `already-connected` and `multipath`, which `trio-smc check` never gets,
-`tests/tools/test_check_reasons.py` makes a connection that gets it, and verifies that
-`trio-smc check` explains it as this page does.
+`already-connected`, `already-shut-down` and `multipath` are causes in a program, which
+`trio-smc check` never gets. For each other reason `tests/tools/test_check_reasons.py` makes a
+connection that gets it, and verifies that `trio-smc check` explains it as this page does.
 """
 _WORDS = """
 ## Diagnosis words

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.states.figures import FIGURES, figure_svg
 from scripts.states.flatten import flatten
-from scripts.states.picture import dot, mermaid, svg_content, svg_shows
+from scripts.states.picture import dot, mermaid, raise_labels, svg_content, svg_shows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -66,7 +66,7 @@ def write_svgs(machines: Mapping[str, type[StateChart[Any]]], directory: Path) -
                                    stdout=subprocess.PIPE, timeout=60)  # fmt: skip
         except FileNotFoundError as missing:
             raise NoGraphviz from missing
-        path.write_bytes(drawn.stdout)
+        path.write_text(raise_labels(drawn.stdout.decode()), encoding="utf-8")
 
 
 def differences(machines: Mapping[str, type[StateChart[Any]]], directory: Path) -> list[str]:

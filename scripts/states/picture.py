@@ -28,6 +28,7 @@ _COLOURS = (
     "#1f5aa6", "#a6401f", "#2b7a3d", "#7a3d91", "#946200", "#0f7a7a", "#a61f5a", "#4d4d4d",
     "#5f7a00", "#2d2d8a", "#8a5a44",
 )  # fmt: skip
+_GROUND = "#ffffffb8"  # of the text of an arrow; arrows below it shine through
 _SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -125,16 +126,19 @@ def _dot_lines(labels: tuple[Label, ...]) -> str:
     for label in labels:
         out.extend(f'{escape(head)}<BR ALIGN="LEFT"/>' for head in label.heads)
         out.extend(
-            f'<FONT POINT-SIZE="9" COLOR="gray40">{escape(line)}</FONT><BR ALIGN="LEFT"/>'
+            f'<FONT POINT-SIZE="10" COLOR="gray40">{escape(line)}</FONT><BR ALIGN="LEFT"/>'
             for line in label.actions
         )
     return "".join(out)
 
 
-def _boxed(text: str) -> str:
-    """Text with a margin, so that it does not touch its arrow."""
-    cell = f'<TD ALIGN="LEFT" BALIGN="LEFT">{text}</TD>'
-    return f'<TABLE BORDER="0" CELLBORDER="0" CELLPADDING="3"><TR>{cell}</TR></TABLE>'
+def _boxed(*rows: str, ground: str = "transparent") -> str:
+    """Rows of text with a margin, so that they touch neither an arrow nor a border."""
+    cells = "".join(f'<TR><TD ALIGN="LEFT" BALIGN="LEFT">{row}</TD></TR>' for row in rows)
+    return (
+        f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="4" BGCOLOR="{ground}">'
+        f"{cells}</TABLE>"
+    )
 
 
 def dot(table: Table) -> str:
@@ -144,14 +148,13 @@ def dot(table: Table) -> str:
         f'digraph "{drawn.name}" {{',
         '  graph [rankdir=TB, nodesep=0.35, ranksep=0.55, fontname="DejaVu Sans"];',
         '  node [shape=box, style="rounded,filled", fillcolor="#eef3fb", fontname="DejaVu Sans"];',
-        '  edge [fontsize=10, fontname="DejaVu Sans", arrowsize=0.7];',
+        '  edge [fontsize=11, fontname="DejaVu Sans", arrowsize=0.7];',
         f'  "{START}" [shape=point, width=0.15, label=""];',
     ]
     for state, labels in drawn.inside.items():
         body = f"<B>{escape(state)}</B>"
         if labels:
-            small = _dot_lines(labels)
-            body += f'<BR/><FONT POINT-SIZE="10">{small}</FONT>'
+            body = _boxed(body, f'<FONT POINT-SIZE="11">{_dot_lines(labels)}</FONT>')
         last = ", peripheries=2" if state in drawn.final else ""
         lines.append(f'  "{state}" [label=<{body}>{last}];')
     if any(source == ANY for source, _ in drawn.arrows):
@@ -160,7 +163,7 @@ def dot(table: Table) -> str:
     colours = dict(zip(table.states, _COLOURS, strict=False))
     lines += [
         f'  "{source}" -> "{target}" [color="{colours[target]}", fontcolor="{colours[target]}",'
-        f" label=<{_boxed(_dot_lines(labels))}>];"
+        f" label=<{_boxed(_dot_lines(labels), ground=_GROUND)}>];"
         for (source, target), labels in drawn.arrows.items()
     ]
     return "\n".join([*lines, "}", ""])
@@ -175,6 +178,25 @@ def svg_content(table: Table) -> frozenset[str]:
     arrows = {f"{START}->{drawn.initial}", *(f"{a}->{b}" for a, b in drawn.arrows)}
     texts = {line for label in labels for line in label.heads + label.actions}
     return frozenset(nodes | arrows | texts | {drawn.name})
+
+
+def raise_labels(svg: str) -> str:
+    """Move the labels of arrows, with their ground, above all arrows: graphviz draws arrows across.
+
+    Args:
+      svg: a file written by graphviz.
+    """
+    root = ET.fromstring(svg)
+    [graph] = root.findall(f"{_SVG}g")
+    labels = ET.Element(f"{_SVG}g", {"class": "labels"})
+    for arrow in graph.findall(f"{_SVG}g[@class='edge']"):
+        for part in list(arrow):
+            if part.tag == f"{_SVG}text" or part.get("fill-opacity"):
+                arrow.remove(part)
+                labels.append(part)
+    graph.append(labels)
+    ET.register_namespace("", _SVG.strip("{}"))
+    return ET.tostring(root, encoding="unicode") + "\n"
 
 
 def svg_shows(svg: str) -> frozenset[str]:

@@ -338,6 +338,7 @@ ELSEWHERE = {
     Reason.OTHER_USER: "api.test_api_discovery.test_a_process_of_another_user",
     Reason.ALREADY_CONNECTED: "sockets.test_enable_sockets."
     "test_a_connected_socket_of_the_standard_library",
+    Reason.ALREADY_SHUT_DOWN: "sockets.test_enable_sockets.test_a_socket_that_was_shut_down_first",
     Reason.MULTIPATH: "sockets.test_enable_sockets.test_mptcp_is_refused_if_smc_r_is_required",
     Reason.DIRECTORY_FULL: "rendezvous.discovery.test_names.test_a_full_directory",
     Reason.NOT_ACCEPTED: "rendezvous.discovery.test_silence.test_a_connection_that_stays_queued",

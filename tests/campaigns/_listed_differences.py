@@ -287,29 +287,6 @@ def _reset_by_a_process_that_has_shut_down(
     )
 
 
-def _shut_down_before_connect(program: Program, tcp: Observation, smc: Observation) -> bool:
-    """The first difference is a connect of a socket that was shut down before."""
-    differing = sorted(set(tcp) ^ set(smc), key=lambda line: line.at)
-    failed = [
-        line
-        for line in differing
-        if line.end == 1
-        and line.result == "ECONNRESET"
-        and line in smc
-        and _operation(program, line) == "connect"
-    ]
-    if program.kind != "connecting" or not failed:
-        return False
-    first = failed[0]
-    before = [
-        name
-        for number, step in enumerate(program.steps[: first.step + 1])
-        if step.end
-        for name, _ in step.operations[: first.position if number == first.step else None]
-    ]
-    return differing[0].at >= first.at and any(name in _SHUTS for name in before)
-
-
 def _connected_after_the_end(program: Program, tcp: Observation, smc: Observation) -> bool:
     """A second `connect` has reported the end, and only later calls of the client differ."""
     names = {
@@ -371,15 +348,6 @@ LISTED: Final[tuple[Listed, ...]] = (
             ],
         ],
         explains=_reset_by_a_process_that_has_shut_down,
-    ),
-    Listed(
-        name="`shutdown` of a socket that is not connected",
-        example=[
-            ["socket", "socket"],
-            "connecting",
-            [[0, [["accept", 0]]], [1, [["shut_wr", 0], ["connect", 0]]]],
-        ],
-        explains=_shut_down_before_connect,
     ),
     Listed(
         name="`connect` a second time, after the connection was reset",

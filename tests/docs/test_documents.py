@@ -292,6 +292,24 @@ def test_how_cost_grows(tmp_path: Path) -> None:
     assert "connections" in (tmp_path / "growth-connections.svg").read_text()
 
 
+def test_the_plots_of_growth_are_those_of_the_numbers(tmp_path: Path) -> None:
+    """The page has the tables of the file of numbers, and the plots have their titles and axes."""
+    docs = ROOT / "docs"
+    numbers = docs / "performance" / "growth.json"
+    output = run("-m", "benchmarks.growth", "--measured", str(numbers), "--plots", str(tmp_path))
+    tables = output.strip().split("\n\n")
+    assert len(tables) == len(json.loads(numbers.read_text()))
+    page = (docs / "performance.md").read_text()
+    assert [table for table in tables if table not in page] == []
+    words = {}
+    for again in sorted(tmp_path.glob("*.svg")):
+        committed = docs / "performance" / again.name
+        words[again.stem] = re.findall(r"<text[^>]*>([^<]*)<", again.read_text())
+        assert words[again.stem] == re.findall(r"<text[^>]*>([^<]*)<", committed.read_text())
+    assert {"Memory of an idle connection", "connections"} <= set(words["growth-memory"])
+    assert "size of a ring, bytes" in words["growth-rings"]
+
+
 @pytest.mark.benchmark
 def test_what_link_groups_cost_a_server(tmp_path: Path) -> None:
     """Two descriptors each, one for the TCP connection, and a pipe for the first four peers."""

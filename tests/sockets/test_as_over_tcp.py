@@ -14,8 +14,8 @@ import operator
 import socket as stdlib
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any, Final, Literal
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Final, Literal, Protocol
 
 import pytest
 import trio
@@ -28,6 +28,14 @@ from trio_smc.sockets.drop_in import DropInSocket
 HOST: Final = "127.0.0.1"
 Case = Callable[["Ends"], Awaitable[None]]
 CASES: Final[dict[str, Case]] = {}
+
+
+class OpenEnds(Protocol):
+    """Makes two ends and closes them."""
+
+    def __call__(self, *, smc: bool) -> AbstractAsyncContextManager[Ends]: ...
+
+
 _LINGER_0: Final = stdlib.SOL_SOCKET, stdlib.SO_LINGER, struct.pack("ii", 1, 0)
 _QUIET: Final = 0.002
 """Seconds without a runnable task after which a call counts as waiting."""
@@ -989,13 +997,25 @@ async def connected(*, smc: bool) -> AsyncIterator[Ends]:
         ends.close()
 
 
-async def _observe(names: list[str], *, smc: bool) -> dict[str, list[object]]:
+@asynccontextmanager
+async def unconnected(*, smc: bool) -> AsyncIterator[Ends]:
+    ends = Ends()
+    try:
+        assert isinstance(ends.client, DropInSocket) is smc
+        yield ends
+    finally:
+        ends.close()
+
+
+async def _observe(
+    cases: dict[str, Case], *, smc: bool, open_ends: OpenEnds
+) -> dict[str, list[object]]:
     observed: dict[str, list[object]] = {}
-    for name in names:
-        async with connected(smc=smc) as ends:
+    for name, case in cases.items():
+        async with open_ends(smc=smc) as ends:
             try:
                 with trio.fail_after(PATIENCE):
-                    await CASES[name](ends)
+                    await case(ends)
             except Exception as error:
                 ends.seen.append(repr(error))
             observed[name] = ends.seen
@@ -1244,6 +1264,54 @@ async def shut_down_a_listener_that_serves(ends: Ends) -> None:
     ends.seen.append(listener.fileno())
 
 
+_SHUT_FIRST: Final[dict[str, Case]] = {}
+"""Cases of sockets without a connection that are shut down; those that connect then stay TCP."""
+
+
+async def _talk(ends: Ends) -> None:
+    client, server = ends.client, ends.server
+    await ends.see(client.send, b"ab")
+    await ends.see(server.recv, 10)
+    await ends.see(server.send, b"cd")
+    await ends.settle()
+    for sock in (client, client, server):
+        await ends.see(sock.recv, 10)
+    await ends.see(client.shutdown, stdlib.SHUT_WR)
+    await ends.see(server.recv, 10)
+    server.close()
+    await ends.settle()
+    await ends.see(client.recv, 10)
+    await ends.see(client.send, b"e")
+
+
+def _shut_first_case(flags: tuple[int, ...], place: str) -> Case:
+    async def run(ends: Ends) -> None:
+        sock = ends.listener if place == "listener" else ends.client
+        for flag in flags:
+            await ends.see(sock.shutdown, flag)
+        if place == "after a failed connect":
+            for _ in range(2):  # ECONNREFUSED, then ECONNABORTED
+                await ends.see(sock.connect, (HOST, 1))
+        await ends.connect()
+        await _talk(ends)
+        if place == "listener":
+            ends.listener.shutdown(stdlib.SHUT_RD)  # ends the other shutdown, too
+            ends.client.close()
+            ends.client = trio.socket.socket()
+            ends.listener.listen()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ends._accept)
+                await ends.client.connect(ends.listener.getsockname())
+            await _talk(ends)
+
+    return run
+
+
+for _calls in ((0,), (1,), (2,), (0, 1)):
+    for _shut_place in ("client", "listener", "after a failed connect"):
+        _SHUT_FIRST[f"{_shut_place} {_calls}"] = _shut_first_case(_calls, _shut_place)
+
+
 def _group(name: str) -> str:
     """The first word, for cases that one test runs together."""
     return name.split("-", maxsplit=1)[0]
@@ -1262,11 +1330,22 @@ _SEVERAL_CALLS: Final = [
     [(group, "amortised") for group in GROUPS] + [(group, "strict") for group in _SEVERAL_CALLS],
 )
 def test_same_as_over_tcp(group: str, checkpoints: Literal["amortised", "strict"]) -> None:
-    names = [name for name in CASES if _group(name) == group]
-    over_tcp = trio.run(lambda: _observe(names, smc=False))
-    trio_smc.enable(trio_smc.Config(checkpoints=checkpoints, require_smc=True))
+    cases = {name: case for name, case in CASES.items() if _group(name) == group}
+    _compare(cases, trio_smc.Config(checkpoints=checkpoints, require_smc=True))
+
+
+def test_sockets_that_are_shut_down_first() -> None:
+    _compare(_SHUT_FIRST, trio_smc.Config(), unconnected)
+
+
+def _compare(
+    cases: dict[str, Case], config: trio_smc.Config, open_ends: OpenEnds = connected
+) -> None:
+    names = list(cases)
+    over_tcp = trio.run(lambda: _observe(cases, smc=False, open_ends=open_ends))
+    trio_smc.enable(config)
     try:
-        over_smc = trio.run(lambda: _observe(names, smc=True))
+        over_smc = trio.run(lambda: _observe(cases, smc=True, open_ends=open_ends))
     finally:
         trio_smc.disable()
     assert all(over_tcp.values()), "a case that notes nothing cannot fail"

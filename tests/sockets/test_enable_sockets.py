@@ -809,6 +809,46 @@ def test_a_connected_socket_of_the_standard_library(
     trio.run(main)
 
 
+@pytest.mark.parametrize("require_smc", [False, True])
+def test_a_socket_that_was_shut_down_first(require_smc: bool) -> None:
+    """The connection is TCP for this reason, or refused; after a failed attempt it is SMC-R."""
+    reason = trio_smc.FallbackReason.ALREADY_SHUT_DOWN
+
+    async def accept(listener: Any, accepted: list[Any]) -> None:
+        accepted.append((await listener.accept())[0])
+
+    async def main() -> None:
+        accepted: list[Any] = []
+        with trio.socket.socket() as listener, trio.socket.socket() as client:
+            await listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            with refused(errno.ENOTCONN):
+                client.shutdown(stdlib_socket.SHUT_RD)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(accept, listener, accepted)
+                if require_smc:
+                    with pytest.raises(trio_smc.SmcUnavailable) as caught:
+                        await client.connect(listener.getsockname())
+                    assert caught.value.fallback.reason is reason
+                    for error in (errno.ECONNREFUSED, errno.ECONNABORTED):  # as over TCP
+                        with refused(error):
+                            await client.connect(("127.0.0.1", 1))
+                await client.connect(listener.getsockname())
+            stream = client.stream  # type: ignore[attr-defined]
+            if require_smc:
+                assert stream.mode is trio_smc.Mode.SMC_R
+            else:
+                assert stream.fallback.reason is reason
+            for each in accepted:
+                each.close()
+
+    trio_smc.enable(trio_smc.Config(require_smc=require_smc))
+    try:
+        trio.run(main)
+    finally:
+        trio_smc.disable()
+
+
 @pytest.mark.parametrize("way", WAYS_IN)
 def test_mptcp_is_refused_if_smc_r_is_required(
     enabled: None, way: Callable[[stdlib_socket.socket], trio.socket.SocketType]

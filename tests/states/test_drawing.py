@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -13,11 +14,12 @@ from scripts.states.figures import FIGURES, Arrow, Box, arrow_edges, figure_svg
 from scripts.states.flatten import flatten
 from scripts.states.generate import MACHINES
 from scripts.states.pages import differences, texts
-from scripts.states.picture import ANY, picture, svg_content, svg_shows
+from scripts.states.picture import ANY, picture, raise_labels, svg_content, svg_shows
 from trio_smc.states.engine import Table
 from trio_smc.states.tables import CONNECTION
 
 DOCS = Path(__file__).parents[2] / "docs" / "states"
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_committed_files_are_current() -> None:
@@ -63,6 +65,33 @@ def test_the_page_lists_every_edge_with_its_paragraph(name: str) -> None:
             assert cells[3] == ("*ignored*" if edge.ignored else
                                 "*stays*" if edge.internal else edge.target)  # fmt: skip
             assert cells[4] == edge.source
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_no_arrow_is_drawn_across_the_text_of_another(name: str) -> None:
+    """The texts of arrows come after all arrows, each group of lines after its ground."""
+    [graph] = ET.parse(DOCS / f"{name}.svg").getroot()
+    *parts, labels = graph
+    arrows = [part for part in parts if part.get("class") == "edge"]
+    assert len(arrows) == len(picture(flatten(MACHINES[name])).arrows) + 1  # that of the start
+    assert not [arrow for arrow in arrows if arrow.findall(f".//{SVG}text")]
+    assert labels.get("class") == "labels"
+    grounds = [part for part in labels if part.tag == f"{SVG}polygon"]
+    assert len(grounds) == len(arrows) - 1
+    assert labels[0] is grounds[0]
+
+
+def test_raised_labels_keep_their_order() -> None:
+    edge = (
+        '<g class="edge"><title>{0}</title><path d="M0 0"/><polygon fill-opacity="0.7"/>'
+        "<text>{0}1</text><text>{0}2</text></g>"
+    )
+    drawn = f'<svg xmlns="{SVG[1:-1]}"><g>{edge.format("a")}{edge.format("b")}</g></svg>'
+    raised = raise_labels(drawn)
+    assert svg_shows(raised) == svg_shows(drawn)
+    *arrows, labels = ET.fromstring(raised)[0]
+    assert [[part.tag for part in arrow] for arrow in arrows] == [[f"{SVG}title", f"{SVG}path"]] * 2
+    assert [part.text for part in labels] == [None, "a1", "a2", None, "b1", "b2"]
 
 
 def test_check_finds_each_kind_of_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -321,9 +321,9 @@ AT_THE_PEER = {
 
 
 def test_no_reason_is_missing() -> None:
-    # The command opens its connection itself, so it is never a connected socket of a program, or
-    # an MPTCP socket: tests/sockets/test_enable_sockets.py.
-    sockets_only = {Reason.ALREADY_CONNECTED, Reason.MULTIPATH}
+    # The command opens its connection itself, so it is never a socket of a program, or an MPTCP
+    # socket: tests/sockets/test_enable_sockets.py.
+    sockets_only = {Reason.ALREADY_CONNECTED, Reason.ALREADY_SHUT_DOWN, Reason.MULTIPATH}
     assert {case.reason for case in CASES} == set(FallbackReason) - sockets_only
 
 

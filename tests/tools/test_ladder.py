@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -19,7 +20,7 @@ from trio_smc.capture.dissection import End, Seen, Unreadable, Write, dissect
 from trio_smc.capture.frames import gid_address
 from trio_smc.tools import ladder_svg, ladder_text
 from trio_smc.tools.cli import main
-from trio_smc.tools.ladder import Ladder, Row, read_ladders
+from trio_smc.tools.ladder import Ladder, Row, address_text, read_ladders
 from trio_smc.tools.ladder_text import KINDS, details, kind, title
 from trio_smc.wire import cdc, clc, llc
 
@@ -220,6 +221,21 @@ def test_svg_shows_every_message() -> None:
     assert wanted.items() <= words.items() or all(words[w] >= n for w, n in wanted.items())
     markers = {each.get("id") for each in root.iter(f"{SVG}marker")}
     assert markers == set(KINDS)
+
+
+def test_svg_breaks_long_details() -> None:
+    """The address of each of eight RNICs is shown, and none beyond the lines of the peers."""
+    [ladder] = read_ladders(golden())
+    asked = next(row for row in ladder.rows if isinstance(row.event, llc.ConfirmLink))
+    gids = [bytes((0xFD, *range(101, 115), number)) for number in range(1, 9)]
+    event = llc.RequestAddLink(gids=tuple(gids))
+    row = dataclasses.replace(asked, event=event)
+    assert len(details(row)[0]) > 300
+    svg = ladder_svg.picture([Ladder(ladder.client, ladder.server, [row])], start=0, limit=1)
+    lines = [each.text or "" for each in ET.fromstring(svg).iter(f"{SVG}text")]
+    addresses = [address_text(gid_address(gid)) for gid in gids]
+    assert all(any(address in line for line in lines) for address in addresses)
+    assert max(map(len, lines)) <= 88
 
 
 @pytest.mark.parametrize("missing", range(1, 60, 7))

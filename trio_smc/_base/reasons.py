@@ -122,6 +122,8 @@ class FallbackReason(StrEnum):
     """Connections with this peer have carried too little to gain (`Config.learn_short`)."""
     ALREADY_CONNECTED = "already-connected"
     """The program passed a connected socket to Trio, so the handshake could not run."""
+    ALREADY_SHUT_DOWN = "already-shut-down"
+    """The program called shutdown on the socket before it connected, so no handshake can run."""
     MULTIPATH = "multipath"
     """The program uses an MPTCP socket, which can have several TCP connections."""
     DECLINED = "declined"
@@ -299,6 +301,11 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     FallbackReason.ALREADY_CONNECTED: _Explanation(
         "the socket was connected before it was passed to Trio",
         "connect or accept with Trio's functions, or pass the listening socket to Trio",
+        Diagnosis.CONFIGURATION,
+    ),
+    FallbackReason.ALREADY_SHUT_DOWN: _Explanation(
+        "the program called shutdown on the socket before it connected or listened",
+        "connect or listen with a new socket",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.MULTIPATH: _Explanation(

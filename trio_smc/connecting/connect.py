@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["ConnectHost", "connect_socket", "connect_stream"]
+__all__ = ["ConnectHost", "connect_socket", "connect_stream", "connect_without_smc"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -125,6 +125,34 @@ async def connect_socket(
     attempt = Attempt(sock, named, peer, bare=bare)
     await connect_attempt(stack, attempt, address, source, config)
     return await _finish(stack, attempt, config)
+
+
+async def connect_without_smc(
+    stack: ConnectHost,
+    sock: trio.socket.SocketType,
+    address: Any,
+    config: Config,
+    reason: FallbackReason,
+) -> TcpStream:
+    """Connect a TCP socket of the caller that cannot use SMC-R.
+
+    Args:
+      sock: not connected.
+      address: resolved, as for `socket.socket.connect`.
+
+    Raises:
+      SmcUnavailable: `Config.require_smc` is set. The socket is not connected.
+      OSError: no TCP connection is established.
+    """
+    fallback = Fallback.local(reason)
+    if config.require_smc:
+        stack.groups.count_tcp(None, fallback)
+        raise SmcUnavailable(fallback)
+    with stack.call():
+        await sock.connect(address)
+    stream = TcpStream(sock, fallback, stack.groups.tcp_ended)
+    stack.groups.count_tcp(stream, fallback)
+    return stream
 
 
 async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcStream:

@@ -17,6 +17,7 @@ glibc then raises none; other C libraries are not affected.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Final
 
 __all__ = ["HEAP", "HeapThresholds"]
@@ -40,7 +41,8 @@ class HeapThresholds:
         size = min(size, self.MOST)
         if size > self._largest:
             self._largest = size
-            bytearray(size)
+            with suppress(MemoryError):  # there is no memory to keep, either
+                bytearray(size)
 
 
 HEAP: Final = HeapThresholds()

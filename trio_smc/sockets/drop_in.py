@@ -3,17 +3,19 @@
 Theory of operation
 -------------------
 `enable` installs the socket factory of this module, so that `trio.socket.socket` returns a
-`DropInSocket` for TCP.  A drop-in socket wraps a plain socket, and has one of three *sides*, which
+`DropInSocket` for TCP.  A drop-in socket wraps a plain socket, and has one of four *sides*, which
 do its calls:
 
 - `Unconnected`: the plain socket handles options, bind and listen.  `connect` runs the handshake of
   `open_stream` on the plain socket; `accept` returns a connection that an `SmcListener` accepted.
+- `ShutDown`: the program has called `shutdown` on a socket without a connection.  The kernel keeps
+  this for the connection, so no handshake is possible on it, and the connection is plain TCP.
 - `OverTcp`: all calls go to the plain socket.
 - `OverSmc`: data calls go to the stream; only names and options come from the plain socket.
 
-The side changes when a connection is established.  `OverSmc` is replaced once more, by `Closed`,
-when the program closes the socket: calls that begin later raise EBADF, and calls that are under way
-raise `trio.ClosedResourceError`, as with Trio's sockets.
+The side changes when a connection is established, and between the first two.  `OverSmc` is
+replaced once more, by `Closed`, when the program closes the socket: calls that begin later raise
+EBADF, and calls that are under way raise `trio.ClosedResourceError`, as with Trio's sockets.
 
 Where a socket and a stream differ, the drop-in socket behaves as a socket on Linux (recv(2),
 send(2), socket(7), tcp(7)): `send` may send a part of the data; errors are OSErrors with a number;
@@ -51,7 +53,7 @@ import trio
 
 from trio_smc._base.errors import SmcUnavailable
 from trio_smc._base.reasons import Fallback, FallbackReason
-from trio_smc.connecting.connect import connect_socket
+from trio_smc.connecting.connect import connect_socket, connect_without_smc
 from trio_smc.connecting.listener import Incoming, SmcListener
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import integer
@@ -322,6 +324,11 @@ class DropInSocket(trio.socket.SocketType):
         """The result of `accept` for a stream: a drop-in socket, and the peer's address."""
         return _accepted(stream, self._find_stack)
 
+    @property
+    def can_hand_out(self) -> bool:
+        """True if `hand_out` accepts connections; else only `accept` does."""
+        return not isinstance(self._side, ShutDown)
+
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
         """Accept connections in a loop.
 
@@ -332,7 +339,13 @@ class DropInSocket(trio.socket.SocketType):
 
     async def connect(self, address: Any) -> None:
         """Connect and run the handshake; after a fallback the socket is plain TCP."""
-        stream = await self._side.connect(address)
+        side = self._side
+        try:
+            stream = await side.connect(address)
+        except OSError:
+            if isinstance(side, ShutDown):
+                self._side = side.after_failure()
+            raise
         if stream is not None:
             self._connected(stream, has_connected=True)
 
@@ -354,7 +367,15 @@ class DropInSocket(trio.socket.SocketType):
 
     def shutdown(self, flag: int) -> None:
         """As `socket.socket.shutdown`."""
-        self._side.shutdown(flag)
+        side = self._side
+        try:
+            side.shutdown(flag)
+        except OSError as error:
+            if error.errno == errno.ENOTCONN and isinstance(side, Unconnected):
+                self._side = ShutDown(side)
+            raise
+        if isinstance(side, ShutDown) and flag != stdlib_socket.SHUT_WR:
+            self._side = side.after_failure()  # it listened, and does not any more
 
     def close(self) -> None:
         """Close; data already sent still arrives, unless SO_LINGER is set with 0 s."""
@@ -517,7 +538,7 @@ class Unconnected(Side):
         self, plain: trio.socket.SocketType, find_stack: FindStack, listening: bool
     ) -> None:
         super().__init__(plain)
-        self._find_stack = find_stack
+        self.find_stack = find_stack
         self._listening = listening
         self._stack: Stack | None = None
         self._publishing: trio.Lock | None = None
@@ -529,7 +550,7 @@ class Unconnected(Side):
         await self.plain.bind(address)
         self._port_is_stale = False
         with suppress(OSError):  # `accept` or `connect` looks again, and raises the error
-            self._stack = await self._find_stack()
+            self._stack = await self.find_stack()
 
     def listen(self, backlog: int) -> None:
         self._forget_stopped_listener()
@@ -559,7 +580,7 @@ class Unconnected(Side):
             self._publishing = trio.Lock()
         async with self._publishing:
             if self.listener is None:
-                stack = await self._find_stack()
+                stack = await self.find_stack()
                 if self.plain.fileno() < 0:
                     raise trio.ClosedResourceError("the socket was closed")
                 if not self._listening:
@@ -592,7 +613,7 @@ class Unconnected(Side):
             return await super().accept()
         with self._listener_errors():
             stream = await (await self._ensure_published()).accept()
-        return _accepted(stream, self._find_stack)
+        return _accepted(stream, self.find_stack)
 
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
         with self._listener_errors():
@@ -642,17 +663,25 @@ class Unconnected(Side):
             resolved = await self.plain._resolve_address_nocp(address, local=False)
             if not 0 <= resolved[1] <= _LAST_PORT:
                 return await super().connect(resolved)  # raises what Trio raises
-            bound = not self._port_is_stale and _raw_socket(self.plain).getsockname()[1] != 0
-            return await self._connect(resolved, bound=bound)
+            return await self._connect(resolved, bound=self.is_bound)
         except trio.Cancelled:
             self.close()  # as Trio does, at every point of the call
             raise
+
+    @property
+    def is_bound(self) -> bool:
+        """True if the program has bound the socket to a port."""
+        return not self._port_is_stale and _raw_socket(self.plain).getsockname()[1] != 0
+
+    def note_failure(self, *, bound: bool) -> None:
+        """Note an attempt to connect that failed on another side."""
+        self._forget_port(_raw_socket(self.plain), bound)
 
     async def connect_to(self, resolved: Any) -> SmcStream:
         return await self._connect(resolved, bound=False)
 
     async def _connect(self, resolved: Any, *, bound: bool) -> SmcStream:
-        stack = await self._find_stack()
+        stack = await self.find_stack()
         stack.runtime.check_usable()
         raw = _raw_socket(self.plain)
         if self._port_may_be_released:
@@ -694,6 +723,46 @@ class Unconnected(Side):
         if self.listener is not None:
             unsupported()
         return super().detach()
+
+
+class ShutDown(Side):
+    """A socket that was shut down before it was connected.
+
+    Linux keeps the shutdown for the next connection, and for those that the socket accepts if it
+    listens; a failed attempt to connect, or the end of listening, ends it.
+
+    Args:
+      unconnected: the side of the socket until now.
+    """
+
+    def __init__(self, unconnected: Unconnected) -> None:
+        super().__init__(unconnected.plain)
+        self._unconnected = unconnected
+        self._bound = unconnected.is_bound
+
+    def after_failure(self) -> Unconnected:
+        """The side of the socket when Linux has ended the shutdown."""
+        self._unconnected.note_failure(bound=self._bound)
+        return self._unconnected
+
+    async def bind(self, address: Any) -> None:
+        await super().bind(address)
+        self._bound = True
+
+    async def connect(self, address: Any) -> SmcStream | None:
+        stack = await self._unconnected.find_stack()
+        stack.runtime.check_usable()
+        return await connect_without_smc(
+            stack.runtime, self.plain, address, stack.config, FallbackReason.ALREADY_SHUT_DOWN
+        )
+
+    async def accept(self) -> tuple[trio.socket.SocketType, Any]:
+        find_stack = self._unconnected.find_stack
+        if (await find_stack()).config.require_smc:
+            raise SmcUnavailable(_ALREADY_SHUT_DOWN)
+        plain, address = await self.plain.accept()
+        stream = TcpStream(plain, _ALREADY_SHUT_DOWN, lambda _: None, accepted=address)
+        return _accepted(stream, find_stack)
 
 
 class OverTcp(Side):
@@ -1191,6 +1260,7 @@ class DropInFactory(trio.abc.SocketFactory):
         return wrap(sock, self._find_stack)
 
 
+_ALREADY_SHUT_DOWN: Final = Fallback.local(FallbackReason.ALREADY_SHUT_DOWN)
 _ALREADY_CONNECTED: Final = Fallback.local(FallbackReason.ALREADY_CONNECTED)
 _MULTIPATH: Final = Fallback.local(FallbackReason.MULTIPATH)
 

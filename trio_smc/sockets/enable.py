@@ -260,7 +260,9 @@ def _with_hand_out(serve_listeners: Callable[..., Awaitable[Any]]) -> Callable[.
 
 
 def _is_drop_in_listener(listener: object) -> bool:
-    return type(listener) is trio.SocketListener and isinstance(listener.socket, DropInSocket)
+    if type(listener) is not trio.SocketListener or not isinstance(listener.socket, DropInSocket):
+        return False
+    return listener.socket.can_hand_out
 
 
 async def _serve(listener: trio.SocketListener, nursery: trio.Nursery, handler: _Handler) -> None:

@@ -6,6 +6,7 @@ pictures can be compared as text.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Final
@@ -18,12 +19,14 @@ __all__ = ["picture"]
 
 # Sizes are in pixels, and all are chosen.  These are x coordinates: of the columns, of the lines of
 # client and server, and of the middle.
-_WIDTH: Final = 1080
+_WIDTH: Final = 900
 _TIME, _CONNECTION, _LINK = 92, 124, 168
-_LEFT, _RIGHT = 225, 1045
+_LEFT, _RIGHT = 225, 865
 _MIDDLE: Final = (_LEFT + _RIGHT) / 2
 _BOX: Final = 330
 """The width of the box with the name of a peer."""
+_CHARACTERS: Final = 88
+"""The most characters of a line of details: so many fit between the lines of client and server."""
 _LINE: Final = 15
 """The height of a line of details."""
 _COLOURS: Final = {
@@ -143,14 +146,15 @@ def _row(parts: list[str], row: Row, start: int, y: float) -> float:
     )
     parts.append(_text(_MIDDLE, line - 6, title(row), fill=colour, weight="bold"))
     y = line + 3
-    for detail in details(row):
+    lines = [line for detail in details(row) for line in textwrap.wrap(detail, _CHARACTERS)]
+    for detail in lines:
         y += _LINE
         parts.append(_text(_MIDDLE, y - 2, detail, fill="#444444", size=11.5, mono=True))
     return y + 4
 
 
 def _legend(seen: set[str], y: float) -> Iterator[str]:
-    x = float(_LEFT)
+    x = 30.0
     for each in (each for each in KINDS if each in seen):
         dashes = ' stroke-dasharray="7 4"' if each == "write" else ""
         yield (

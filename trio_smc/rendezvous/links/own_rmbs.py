@@ -371,6 +371,7 @@ class OwnRmbs:
     def _make_rmb(self, size: int) -> Rmb:
         owner = self._owner
         count = rmb_elements(size, owner.rnic.kind)
+        HEAP.raise_for(size)  # a read returns at most an element
         memory = owner.rnic.alloc_memory(size * count)
         regions: dict[int, MemoryRegion] = {}
         try:
@@ -382,7 +383,6 @@ class OwnRmbs:
                 region.close()
             memory.close()
             raise
-        HEAP.raise_for(size)  # a read returns at most an element
         rmb = Rmb(memory, size, count, eye_catcher=self.eye_catcher)
         self._regions[rmb] = regions
         return rmb
