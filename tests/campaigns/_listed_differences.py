@@ -121,7 +121,10 @@ def _has_unread(program: Program, seen: Observation, end: int, before: int) -> b
 
 def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observation) -> bool:
     """An end is killed, and the other sees FIN over SMC-R and RST over TCP, and the same bytes."""
-    killed = {step.end: number for number, step in enumerate(program.steps) if _kills(step)}
+    killed: dict[int, int] = {}
+    for number, step in enumerate(program.steps):
+        if _kills(step):
+            killed.setdefault(step.end, number)
     pairs = _differing(tcp, smc)
     if len(killed) != 1 or pairs is None:
         return False
