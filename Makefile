@@ -28,7 +28,7 @@ help:
 	@echo 'make test-compiled the tests on a build whose hot modules are compiled'
 	@echo 'make wheels     what is published, in dist: sdist, pure wheel, compiled wheels, all tried'
 	@echo 'make interop    the Linux kernel as peer, in QEMU guests: about twenty minutes, Debian only'
-	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short, --programs or --proxy'
+	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short, --programs, --comparison or --proxy'
 	@echo 'make conform    judge trio_smc by its conformance suite, as server and client: a minute'
 	@echo 'make conform-mutants  trio_smc with one fault each: the suite must notice every one'
 	@echo 'make lint       ruff, the import rules between rooms, counts that may only fall'

@@ -10,6 +10,10 @@ the medians of separate runs, each with processes of its own.
 With --programs it compares unmodified programs instead, over TCP and under `trio-smc run`, without
 pinning them to cores: see `benchmarks.unmodified`.
 
+With --comparison it compares SMC-R with other ways between processes of one host: Unix sockets,
+pipes, multiprocessing, gRPC, UCX.  The processes are not pinned, because some have several threads,
+and those of a transport are stopped while others are measured, because some poll all the time.
+
 With --proxy it compares the cost of a connection through one or two `trio-smc proxy` with TCP
 without a proxy. The processes are not pinned, because there are more of them than cores.
 
@@ -26,15 +30,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import comparison as others
 from benchmarks import limits, machines, plot, report, unmodified
+from benchmarks.compared import NEEDS, missing
 from benchmarks.processes import Failed, Worker
 from benchmarks.transports import BASE, PROXIED, TRANSPORTS, WAKES
 from benchmarks.workloads import WORKLOADS
@@ -43,30 +49,47 @@ CLIENT_CORE, SERVER_CORE = 0, 1
 
 
 @contextlib.contextmanager
-def pairs(names: list[str], pin: bool) -> Iterator[dict[str, tuple[Worker, Any]]]:
-    """Start server and client of each transport; yield each client with its server's address."""
+def pairs(names: list[str], pin: bool) -> Iterator[dict[str, Pair]]:
+    """Start server and client of each transport."""
     here, there = (CLIENT_CORE, SERVER_CORE) if pin else (None, None)
     with contextlib.ExitStack() as stack:
-        found: dict[str, tuple[Worker, Any]] = {}
+        found: dict[str, Pair] = {}
         for name in names:
             if name in limits.NAMES:
                 worker = Worker("benchmarks.limits", *limits.NAMES[name], core=here)
                 client = stack.enter_context(worker)
-                found[name] = client, None
+                found[name] = Pair(client)
                 continue
             server = stack.enter_context(Worker("benchmarks.worker", "serve", name, core=there))
             client = stack.enter_context(Worker("benchmarks.worker", "client", name, core=here))
-            found[name] = client, server.answer()["at"]
+            found[name] = Pair(client, server, server.answer()["at"])
         yield found
 
 
-def check_modes(clients: dict[str, tuple[Worker, Any]]) -> bool:
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The client of a transport, and its server with the address; a limit has only a client."""
+
+    client: Worker
+    server: Worker | None = None
+    at: Any = None
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the processes run only in such blocks: some poll even if they have nothing to do."""
+        with contextlib.ExitStack() as stack:
+            for process in filter(None, (self.server, self.client)):
+                stack.enter_context(process.resting())
+            yield
+
+
+def check_modes(clients: dict[str, Pair]) -> bool:
     """Print each transport whose mode is not the one in its name; return True if there is none."""
     right = True
-    for name, (client, at) in clients.items():
+    for name, pair in clients.items():
         if name in limits.NAMES:
             continue
-        reply = client.call(workload="mode", at=at)
+        reply = pair.client.call(workload="mode", at=pair.at)
         mode = reply["mode"]
         if mode is not None and not name.startswith(mode):
             right = False
@@ -84,13 +107,21 @@ def measure(
     other_core = SERVER_CORE if pin else None
     with pairs(names, pin) as clients:
         right = check_modes(clients)
+        if arguments.comparison:
+            for pair in clients.values():
+                with pair.alone():
+                    pass
         for number in range(arguments.rounds):
             for workload in workloads:
                 for name in names if number % 2 == 0 else reversed(names):
-                    client, at = clients[name]
-                    reply = client.call(
-                        workload=workload, at=at, seconds=arguments.seconds, other_core=other_core
-                    )
+                    pair = clients[name]
+                    with pair.alone() if arguments.comparison else contextlib.nullcontext():
+                        reply = pair.client.call(
+                            workload=workload,
+                            at=pair.at,
+                            seconds=arguments.seconds,
+                            other_core=other_core,
+                        )
                     values = reply["values"]
                     if values is None:
                         continue
@@ -113,11 +144,12 @@ def _parser() -> argparse.ArgumentParser:
     option = parser.add_argument
     option("--programs", action="store_true", help="unmodified programs under trio-smc run")
     option("--compiled", type=Path, metavar="TREE", help="programs: also with that copy's build")
+    option("--comparison", action="store_true", help="Unix sockets, pipes, multiprocessing, gRPC")
     option("--proxy", action="store_true", help="the cost of trio-smc proxy")
     option("--short", action="store_true", help=f"3 rounds of 0.2 s, {BASE} and smc-r, for CI")
     option("--runs", type=int, help="separate runs, each with new processes; default 1; programs 5")
     option("--rounds", type=int, help="of each run; default 9; programs 3")
-    option("--seconds", type=float, help="of each measurement; default 0.7; programs 0.2")
+    option("--seconds", type=float, help="of each measurement; default 0.7; others 0.2")
     option("--transports", help="default: all of " + ", ".join(known))
     option("--workloads", help="default: all")
     option(
@@ -128,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--both", action="store_true", help="run everything pinned and not pinned")
     option("--json", type=Path, help="write ratios and all numbers to this file")
     option("--plot", type=Path, help="draw the ratios into this file (.svg or .png)")
-    option("--machine", action="store_true", help=f"write the ratios into {machines.DIRECTORY}")
+    option("--machine", action="store_true", help="write the file of this machine")
     option(
         "--baseline",
         type=Path,
@@ -139,12 +171,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    if arguments.programs and (arguments.transports is not None or arguments.proxy):
+    if arguments.programs + arguments.proxy + arguments.comparison > 1:
+        parser.error("--programs, --proxy and --comparison are separate benchmarks")
+    if arguments.programs and arguments.transports is not None:
         parser.error("--programs are compared over tcp and under trio-smc run")
     if arguments.compiled is not None and not arguments.programs:
         parser.error("--compiled is for --programs")
     if arguments.machine and arguments.proxy:
-        parser.error("--machine is for transports and programs")
+        parser.error("--machine is for transports, programs and the comparison")
     if arguments.baseline is not None:
         try:
             arguments.earlier = report.load_ratios(arguments.baseline)
@@ -162,18 +196,23 @@ def parse() -> argparse.Namespace:
     _check(parser, arguments)
     arguments.runs = arguments.runs or (5 if programs and not short else 1)
     arguments.rounds = arguments.rounds or (3 if programs or short else 9)
-    arguments.seconds = arguments.seconds or (0.2 if programs or short else 0.7)
+    brief = programs or short or arguments.comparison
+    arguments.seconds = arguments.seconds or (0.2 if brief else 0.7)
     if arguments.pin is None:
-        arguments.pin = two_cores and not (programs or arguments.proxy)
+        arguments.pin = two_cores and not (programs or arguments.proxy or arguments.comparison)
     if arguments.proxy:
         known = [BASE, *PROXIED]
         arguments.transports = arguments.transports or ",".join(known)
+    elif arguments.comparison:
+        known = [*others.TRANSPORTS]
+        arguments.transports = arguments.transports or ",".join(installed(known))
+        arguments.workloads = arguments.workloads or ",".join(others.USED)
     elif arguments.transports is None:
         arguments.transports = f"{BASE},smc-r" if short or programs else ",".join(installed(known))
     arguments.transports = arguments.transports.split(",")
     arguments.table = unmodified.WORKLOADS if programs else WORKLOADS
     arguments.workloads = (arguments.workloads or ",".join(arguments.table)).split(",")
-    if not arguments.proxy:
+    if not (arguments.proxy or arguments.comparison):
         known += WAKES
     given_of = (arguments.transports, known), (arguments.workloads, [*arguments.table])
     for given, all_of in given_of:
@@ -185,11 +224,10 @@ def parse() -> argparse.Namespace:
 
 
 def installed(names: list[str]) -> list[str]:
-    """Return the transports that can run here."""
-    if importlib.util.find_spec("uvloop") is None:
-        print("uvloop is not installed (pip install trio-smc[bench]): left out", file=sys.stderr)
-        return [name for name in names if name != "uvloop"]
-    return names
+    """Return the transports that can run here; print those that cannot."""
+    for name in filter(missing, names):
+        print(f"{name} is left out: {NEEDS[name]} is not installed", file=sys.stderr)
+    return [name for name in names if not missing(name)]
 
 
 def kind_of(arguments: argparse.Namespace) -> machines.Kind:
@@ -229,7 +267,10 @@ def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison
             load=load,
         ),
     )
-    if arguments.baseline is None:
+    before: Mapping[str, report.Earlier]
+    if arguments.comparison and arguments.baseline is None:
+        before, note = {}, "the numbers of measured machines: docs/comparison.md"
+    elif arguments.baseline is None:
         before, note = machines.earlier(kind_of(arguments), pinned=pin)
     else:
         before, note = arguments.earlier, f"before: {arguments.baseline}"
@@ -266,7 +307,9 @@ def main() -> int:
         return 1
     if arguments.json:
         report.save(arguments.json, comparisons)
-    if arguments.machine:
+    if arguments.machine and arguments.comparison:
+        print(others.save(comparisons[0]))
+    elif arguments.machine:
         print(machines.save(kind_of(arguments), comparisons))
     if arguments.plot:
         (plot.programs if arguments.programs else plot.ratios)(arguments.plot, comparisons)

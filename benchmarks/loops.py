@@ -1,10 +1,16 @@
-"""The event loop of a workload: Trio's, asyncio's or uvloop's."""
+"""The event loop of a workload: Trio's, asyncio's or uvloop's; or threads that block."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import trio
@@ -103,3 +109,61 @@ class AsyncioLoop:
                     yield line
             finally:
                 transport.close()
+
+
+class BlockingLoop:
+    """No event loop: each job is a thread, and its calls block.
+
+    A job is a coroutine function like those of the other loops, so the workloads are the same.  It
+    never suspends, because the streams of such a transport do not.
+    """
+
+    def run(self, main: Callable[..., Any], *args: object) -> None:
+        run_blocking(main(*args))
+
+    async def run_all(self, jobs: list[Job], *, aside: Job | None = None) -> None:
+        if aside is not None:
+            # Never cancelled: this thread ends with the process.
+            threading.Thread(target=lambda: run_blocking(aside()), daemon=True).start()
+        if len(jobs) == 1:
+            await jobs[0]()
+            return
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            for done in [pool.submit(run_blocking, job()) for job in jobs]:
+                done.result()
+
+    async def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
+
+    async def within(self, seconds: float, job: Job) -> None:
+        """Run the job.  A thread that blocks cannot be cancelled: the process ends."""
+        with _ending_after(seconds):
+            await job()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        for line in sys.stdin.buffer:
+            yield line
+
+
+@contextlib.contextmanager
+def _ending_after(seconds: float) -> Iterator[None]:
+    """Print all stacks and end the process if the block takes longer."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def run_blocking(job: Awaitable[object]) -> None:
+    """Run a coroutine that never suspends.
+
+    Raises RuntimeError: it did.
+    """
+    assert isinstance(job, Coroutine)
+    try:
+        job.send(None)
+    except StopIteration:
+        return
+    job.close()
+    raise RuntimeError("a blocking transport has suspended")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -51,7 +52,17 @@ class Worker:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.process.send_signal(signal.SIGCONT)
         self.process.__exit__(kind, error, traceback)
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Stop the process (SIGSTOP) at the end of the block; it runs on in the next one."""
+        self.process.send_signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGSTOP)
 
     def call(self, **command: Any) -> Any:
         """Send a command; return the answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,13 +62,18 @@ class Earlier:
 def circumstances(
     *, runs: int, rounds: int, seconds: float, pinned: bool, load: float
 ) -> dict[str, Any]:
-    """How and where numbers were measured, for `Comparison`; ``load``: before the first run."""
+    """How and where numbers were measured, for `Comparison`; called after the last run.
+
+    load: the average number of runnable processes in the minute before the first run.  The one
+      after the last run, "load_after", counts the benchmark itself.
+    """
     return {
         "runs": runs,
         "rounds": rounds,
         "seconds": seconds,
         "pinned": pinned,
         "load_before": load,
+        "load_after": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "trio": trio.__version__,
     }

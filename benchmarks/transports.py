@@ -32,7 +32,7 @@ class Stream(Protocol):
     """The part of Trio's stream interface that workloads use."""
 
     async def send_all(self, data: bytes) -> None: ...
-    async def receive_some(self, max_bytes: int) -> bytes | bytearray: ...
+    async def receive_some(self, max_bytes: int) -> bytes | bytearray | memoryview: ...
     async def send_eof(self) -> None: ...
     async def aclose(self) -> None: ...
     async def __aenter__(self) -> Self: ...
@@ -102,7 +102,7 @@ def _smc(**settings: Any) -> Transport:
 # --- asyncio ---------------------------------------------------------------------------------
 
 
-class _AsyncioStream:
+class AsyncioStream:
     """asyncio's reader and writer as one stream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -128,13 +128,13 @@ class _AsyncioStream:
         await self.aclose()
 
 
-async def _connect_asyncio(port: int) -> _AsyncioStream:
-    return _AsyncioStream(*await asyncio.open_connection(HOST, port))
+async def _connect_asyncio(port: int) -> AsyncioStream:
+    return AsyncioStream(*await asyncio.open_connection(HOST, port))
 
 
 async def _serve_asyncio(handler: Handler, started: Started) -> None:
     async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with _AsyncioStream(reader, writer) as stream:
+        async with AsyncioStream(reader, writer) as stream:
             await handler(stream)
 
     server = await asyncio.start_server(accepted, HOST, 0, backlog=1024)

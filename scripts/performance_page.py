@@ -4,15 +4,17 @@
     python -m scripts.performance_page --check    exits with 1 if a table is out of date
 
 The text between ``<!-- NAME -->`` and ``<!-- end -->`` is replaced, from the files in
-``benchmarks/machines``:
+``benchmarks/machines``, and for the comparison from those in ``benchmarks/comparison``:
 
 ========== ============================  =================================================
 name       file                          text
 ========== ============================  =================================================
 summary    README.md, when-it-helps.md   kinds of programs, ranges over programs and machines
+ranges     when-it-helps.md              each program, ranges over machines
 programs   performance.md                each program, a column for each machine
 transports performance.md                the plots of the transports, if there are numbers
 machines   performance.md                the machines, and how they were measured
+comparison comparison.md                 other ways between processes, a table for each machine
 ========== ============================  =================================================
 """
 
@@ -25,13 +27,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import machines, plot, unmodified
+from benchmarks import comparison, machines, plot, unmodified
 from benchmarks.workloads import WORKLOADS
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = ROOT / "README.md"
 PAGE: Final = ROOT / "docs" / "performance.md"
 HELPS: Final = ROOT / "docs" / "when-it-helps.md"
+COMPARISON: Final = ROOT / "docs" / "comparison.md"
 FIGURES: Final = ROOT / "docs" / "figures"
 _PLACE: Final = r"(<!-- {} -->\n).*?(<!-- end -->)"
 
@@ -72,22 +75,39 @@ def summary(contents: Sequence[dict[str, Any]]) -> str:
         "| a program that | times as fast as over TCP | times less processor time |",
         "|---|---|---|",
     ]
-    for kind, names in SUMMARY.items():
-        cells = []
-        for index in range(2):
-            metrics = [unmodified.WORKLOADS[name].metrics[index].name for name in names]
-            keys = [f"{metric} | {unmodified.RUN}" for metric in metrics]
-            found = [
-                ratios[key][0]
-                for ratios in map(_program_ratios, contents)
-                for key in keys
-                if key in ratios
-            ]
-            cells.append(_range(found) if found else "")
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    lines += [f"| {kind} | {_ranges(contents, names)} |" for kind, names in SUMMARY.items()]
     processors = ", ".join(content["machine"]["processor"] for content in contents)
     lines += ["", f"Measured on: {processors}. A number above 1 means that SMC-R is better."]
     return "\n".join(lines) + "\n"
+
+
+def ranges(contents: Sequence[dict[str, Any]]) -> str:
+    """Each program, with the range of its medians over all machines."""
+    lines = [
+        "| program | times as fast as over TCP | times less processor time |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {workload.metrics[0].name} | {_ranges(contents, [name])} |"
+        for name, workload in unmodified.WORKLOADS.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _ranges(contents: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """Two cells, for time or rate and for processor time; empty if there are no numbers."""
+    cells = []
+    for index in range(2):
+        metrics = [unmodified.WORKLOADS[name].metrics[index].name for name in names]
+        keys = [f"{metric} | {unmodified.RUN}" for metric in metrics]
+        found = [
+            ratios[key][0]
+            for ratios in map(_program_ratios, contents)
+            for key in keys
+            if key in ratios
+        ]
+        cells.append(_range(found) if found else "")
+    return " | ".join(cells)
 
 
 def programs(contents: Sequence[dict[str, Any]]) -> str:
@@ -193,12 +213,14 @@ def main(arguments: list[str] | None = None) -> int:
     contents = machines.load()
     texts = {
         "summary": summary(contents),
+        "ranges": ranges(contents),
         "programs": programs(contents),
         "machines": listed(contents),
         "transports": transports(contents),
+        "comparison": comparison.table(comparison.load()),
     }
     different = []
-    for path in (README, PAGE, HELPS):
+    for path in (README, PAGE, HELPS, COMPARISON):
         text = new = path.read_text(encoding="utf-8")
         for place, content in texts.items():
             new = _with(new, place, content)

@@ -4,6 +4,7 @@
     python3 -m scripts.wheels --no-compiled  makes no compiled wheels, which takes a minute
     python3 -m scripts.wheels --arch arm64  adds the native wheel for an emulated processor
     python3 -m scripts.wheels --version   prints the version and makes nothing
+    python3 -m scripts.wheels --address   prints the repository's address; fails for a placeholder
     python3 -m scripts.wheels --test ...  runs the tests on a compiled build; ... goes to pytest
 
 Wheels are built from the sdist, so a file that it lacks is noticed. A native wheel, for every
@@ -26,9 +27,11 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from scripts.pythons import (
     DEBIAN_13,
@@ -72,12 +75,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="print it and make nothing")
     parser.add_argument(
+        "--address", action="store_true", help="print the repository's; fail for a placeholder"
+    )
+    parser.add_argument(
         "--test", nargs=argparse.REMAINDER, help="run the tests on a compiled build"
     )
     options = parser.parse_args(arguments)
     if options.version:
         print(version())
         return 0
+    if options.address:
+        print(repository())
+        return int(is_placeholder(repository()))
     try:
         if options.test is not None:
             return tested(options.test)
@@ -88,6 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(failed, file=sys.stderr)
         return 1
     print("\n=== made", *sorted(each.name for each in made), sep="\n")
+    if is_placeholder(address := repository()):
+        print(
+            f"\nnot to be published yet: {address} is a placeholder; set the address of the "
+            "repository in [tool.trio-smc.publishing] of pyproject.toml"
+        )
     return 0
 
 
@@ -95,6 +109,17 @@ def version() -> str:
     """The version in pyproject.toml."""
     [found] = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     return str(found)
+
+
+def repository() -> str:
+    """The address of the repository in pyproject.toml."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return str(settings["tool"]["trio-smc"]["publishing"]["repository"])
+
+
+def is_placeholder(address: str) -> bool:
+    """True if the address cannot exist: no host has a name below "invalid" (RFC 2606)."""
+    return str(urlsplit(address).hostname).endswith(".invalid")
 
 
 def wheels(*, with_compiled: bool = True) -> list[Path]:

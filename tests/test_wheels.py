@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import builtins
+import os
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from email import policy
+from email.message import Message
+from email.parser import BytesParser
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,8 @@ import trio_smc.datapath.sender
 from scripts import wheels
 from scripts.compiled_build import NATIVE, VARIABLE
 from scripts.pythons import ROOT
+
+BINARY = {".pcap", ".pcapng", ".xz"}
 
 
 @pytest.fixture
@@ -30,6 +37,76 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: str) -> dict[s
     build = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     return {each.suffix: wheels.contents(each) for each in tmp_path.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
+    """That of a wheel, as a package index reads it."""
+    directory = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory)]
+    environment = {**os.environ, NATIVE: "0", VARIABLE: "0"}
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, env=environment)
+    [made] = directory.iterdir()
+    with zipfile.ZipFile(made) as wheel:
+        [name] = [each for each in wheel.namelist() if each.endswith(".dist-info/METADATA")]
+        return BytesParser(policy=policy.compat32).parsebytes(wheel.read(name))
+
+
+def test_links_of_the_description_work_on_a_package_index(metadata: Message) -> None:
+    """Each link to a file is absolute, and leads to a file of the repository."""
+    text = str(metadata.get_payload())
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert [link for link in links if not link.startswith("https://")] == []
+    base = f"{wheels.repository()}/blob/v{wheels.version()}/"
+    ours = [link.removeprefix(base).partition("#")[0] for link in links if link.startswith(base)]
+    assert len(ours) > 20
+    assert [path for path in ours if not (ROOT / path).is_file()] == []
+    relative = re.findall(r"\]\((?!https:)([^)#\s]+)", (ROOT / "README.md").read_text())
+    assert sorted(ours) == sorted(relative)
+    assert metadata["Description-Content-Type"] == "text/markdown"
+
+
+def test_the_links_of_the_project_are_below_the_repository(metadata: Message) -> None:
+    addresses = [each.partition(", ")[2] for each in metadata.get_all("Project-URL", [])]
+    assert wheels.repository() in addresses
+    assert len(addresses) == 4
+    files = [address for address in addresses if address != wheels.repository()]
+    base = f"{wheels.repository()}/blob/v{wheels.version()}/"
+    assert all((ROOT / address.removeprefix(base)).is_file() for address in files)
+
+
+def test_a_release_needs_an_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for address, code in (
+        ("https://repository.invalid/trio_smc", 1),
+        ("https://git.example/invalid/trio_smc", 0),
+    ):
+        monkeypatch.setattr(wheels, "repository", lambda: address)  # noqa: B023 - called below
+        assert wheels.main(["--address"]) == code
+        assert capsys.readouterr().out == f"{address}\n"
+
+
+def test_only_one_place_has_the_address_of_the_repository() -> None:
+    """The publisher sets it there; no other file has it, or a placeholder for it."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    address = wheels.repository().removeprefix("https://")
+    # This expression is the second place.
+    placeholder = re.compile(
+        r"repository\.invalid|\b(?:github|gitlab)\.com/(?:OWNER|USER|ORG|example|trio-smc|trio_smc)\b"
+        r"|<(?:owner|organisation|organization|repository)>|\byour-(?:org|name|user)\b|/OWNER/"
+    )
+    paths = [ROOT / name for name in names.split("\n") if name]
+    texts = [path for path in paths if path.is_file() and path.suffix not in BINARY]
+    places = [
+        str(path.relative_to(ROOT))
+        for path in texts
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if address in line or placeholder.search(line)
+    ]
+    assert set(places) == {"pyproject.toml", "tests/test_wheels.py"}
+    assert places.count("pyproject.toml") == 1
 
 
 @pytest.mark.parametrize("native", ["0", "1"])

@@ -8,7 +8,7 @@ A comment that readers do not see says what the block below it is:
     <!-- step: stop 1 -->               no block: Ctrl-C for what was started first
     <!-- file: NAME -->                 a file of that name
     <!-- shows -->                      what the step before printed, numbers aside
-    <!-- shows start 1 -->              what the first that was started has printed by then
+    <!-- shows start 1 -->              what the first that was started has printed, or prints soon
 
 Every block is a shell of its own, as a terminal is, in one directory. One without an activation of
 its own is in the terminal of the installation.
@@ -92,6 +92,13 @@ class _Running:
             while text.encode() not in self.output:
                 assert not self.ended, self.output.decode()
                 await self.more.wait()
+
+    async def until_shown(self, text: str) -> None:
+        """Wait until it has printed the lines of a text, numbers aside."""
+        with trio.move_on_after(PATIENCE):
+            while not self.ended and not shape(text) <= shape(self.output.decode()):
+                await self.more.wait()
+        assert shape(text) <= shape(self.output.decode()), self.output.decode()
 
     async def interrupt(self) -> None:
         """Ctrl-C: every process of the terminal gets it, once.
@@ -180,8 +187,7 @@ class Walk:
             case ["shows"]:
                 assert shape(step.text) <= shape(self._said), self._said
             case ["shows", "start", number]:
-                output = self._started[int(number) - 1].output.decode()
-                assert shape(step.text) <= shape(output), output
+                await self._started[int(number) - 1].until_shown(step.text)
             case other:
                 raise AssertionError(f"what is {other}?")
 

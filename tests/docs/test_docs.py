@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import json
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 import trio_smc
-from benchmarks import machines, plot, unmodified
+from benchmarks import comparison, machines, plot, unmodified
 from scripts import check_docs, performance_page, reasons_page, rooms
 from trio_smc.tools.commands import load
 
@@ -80,6 +81,34 @@ def test_the_reference_names_everything_public() -> None:
     assert named >= set(trio_smc.__all__)
 
 
+def test_the_page_about_stability_names_everything_public() -> None:
+    """Each group of the reference has a row, and the row has each name of the group."""
+    reference, page = ((DOCS / f"{name}.md").read_text() for name in ("api", "stability"))
+    groups = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", reference, re.MULTILINE | re.DOTALL)
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|.*\|$", page, re.MULTILINE))
+    assert len(groups) > 10
+    public = set()
+    for group, text in groups:
+        names = re.findall(r"^\.\. auto\w+:: trio_smc\.(\S+)$", text, re.MULTILINE)
+        short = {re.sub(r"^adapters\.(\w+)\.\w+$", r"trio_smc.adapters.\1", name) for name in names}
+        short = {f"trio_smc.{name}" if name.startswith("tools.") else name for name in short}
+        assert set(re.findall(r"`([\w.]+)`", rows[group])) == short
+        public |= set(names)
+    assert public >= set(trio_smc.__all__)
+
+
+def test_the_page_about_stability_names_each_command_with_json() -> None:
+    page = (DOCS / "stability.md").read_text()
+    [row] = re.findall(r"^\| `--json` of ([^|]+)\|", page, re.MULTILINE)
+    with_json = set()
+    for command in load():
+        parser = argparse.ArgumentParser()
+        command.configure(parser)
+        if "--json" in parser.format_help():
+            with_json.add(command.NAME)
+    assert set(re.findall(r"`(\w+)`", row)) == with_json
+
+
 @pytest.mark.parametrize("source", sorted((DOCS / "figures").glob("*.dot")), ids=lambda p: p.stem)
 def test_drawn_figures_are_as_their_source_says(source: Path) -> None:
     """The texts of the drawing are those of dot; the places may differ."""
@@ -128,7 +157,8 @@ def test_the_pages_show_ranges_over_machines(
         path = machines.path_of(processor, measured)
         path.write_text(json.dumps(machine(processor, ratio)))
     monkeypatch.setattr(machines, "load", partial(machines.load, measured))
-    for name in ("README", "PAGE", "HELPS"):
+    monkeypatch.setattr(comparison, "load", partial(list[dict[str, Any]], [compared()]))
+    for name in ("README", "PAGE", "HELPS", "COMPARISON"):
         original = getattr(performance_page, name)
         copy = tmp_path / original.name
         copy.write_text(original.read_text())
@@ -144,10 +174,57 @@ def test_the_pages_show_ranges_over_machines(
         lines = (tmp_path / page).read_text().splitlines()
         for kind in performance_page.SUMMARY:
             assert f"| {kind} | 1.50 to 2.50 | 1.50 to 2.50 |" in lines
+    lines = (tmp_path / "when-it-helps.md").read_text().splitlines()
+    for workload in unmodified.WORKLOADS.values():
+        assert f"| {workload.metrics[0].name} | 1.50 to 2.50 | 1.50 to 2.50 |" in lines
     lines = (tmp_path / "performance.md").read_text().splitlines()
     for workload in unmodified.WORKLOADS.values():
         cells = ["**1.50** (1.40 to 1.60)"] * 2 + ["**2.50** (2.40 to 2.60)"] * 2
         assert f"| {' | '.join([workload.metrics[0].name, *cells])} |" in lines
+
+
+def compared() -> dict[str, Any]:
+    """The content of a file of the comparison: two transports, one metric."""
+    metric = "64 B round trip, p50"
+    return {
+        "machine": machine("Other CPU", 1)["machine"],
+        "about": {
+            "runs": 1, "rounds": 9, "seconds": 0.2, "pinned": False,
+            "load_before": 0.5, "load_after": 2.5,
+        },
+        "versions": {"trio": "0.35.0", "grpcio": "1.85.3"},
+        "medians": {f"{metric} | tcp": 41.26, f"{metric} | unix": 20.6},
+        "ratios": {f"{metric} | tcp": [1, 1, 1], f"{metric} | unix": [2.0, 1.9, 2.25]},
+    }  # fmt: skip
+
+
+def test_the_table_of_other_ways() -> None:
+    about, _, head, _, *rows = comparison.table([compared()]).splitlines()
+    assert about == (
+        "Other CPU, 2 processors, Linux 6.18, Python 3.11.7, trio 0.35.0, grpcio 1.85.3; "
+        "1 x 9 interleaved rounds of 0.2 s, not pinned to cores; load 0.5 before and 2.5 after."
+    )
+    assert head.startswith("| | round trip of 64 B | requests, 10 connections |")
+    assert rows == [
+        "| TCP, Trio | 41.3 µs |  |  |  |  |  |",
+        "| Unix socket, Trio | **2.00** (1.90–2.25) |  |  |  |  |  |",
+    ]
+
+
+def test_numbers_of_a_busy_machine_are_called_rough() -> None:
+    content = compared()
+    content["about"]["load_before"] = 3.2
+    about = comparison.table([content]).splitlines()[0]
+    assert about.endswith(" Other programs used the processors, too: these numbers are rough.")
+
+
+def test_the_files_of_the_comparison_have_every_way_but_those_that_need_a_package() -> None:
+    contents = comparison.load()
+    assert contents
+    for content in contents:
+        measured = {key.partition(" | ")[2] for key in content["ratios"]}
+        assert measured >= set(comparison.TRANSPORTS) - {"ucx"}
+        assert all(low <= middle <= high for middle, low, high in content["ratios"].values())
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])

@@ -17,9 +17,10 @@ import pytest
 import trio
 
 import trio_smc
-from benchmarks import cpu, limits, report, unmodified
+from benchmarks import comparison, cpu, limits, report, unmodified
 from benchmarks.__main__ import parse
-from benchmarks.transports import PROXIED, WAKES
+from benchmarks.compared import missing
+from benchmarks.transports import BASE, PROXIED, WAKES
 from benchmarks.workloads import WORKLOADS, Metric
 from tests.timing import PATIENCE
 
@@ -210,6 +211,22 @@ def test_the_benchmark_measures_unmodified_programs(tmp_path: Path) -> None:
     assert all(ratio > 0 for ratio in content["ratios"].values())
     assert not content["about"]["pinned"]
     assert all(f">{metric.name}<" in picture.read_text() for metric in metrics[::2])
+
+
+@pytest.mark.benchmark
+def test_the_benchmark_measures_other_ways_between_processes(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    options = ("--rounds=1", "--seconds=0.01", "--json", str(numbers))
+    output = run("-m", "benchmarks", "--comparison", *options)
+    content = json.loads(numbers.read_text())
+    metrics = [metric.name for name in comparison.USED for metric in WORKLOADS[name].metrics]
+    names = {name for name in comparison.TRANSPORTS if not missing(name)} - {BASE}
+    assert names >= {"smc-r", "unix", "pipes", "multiprocessing", "shared-memory", "grpc"}
+    assert set(content["ratios"]) == {f"{each} | {name}" for each in metrics for name in names}
+    assert all(ratio > 0 for ratio in content["ratios"].values())
+    left_out = set(comparison.TRANSPORTS) - names - {BASE}
+    assert all(f"{name} is left out" in output for name in left_out)
+    assert not content["about"]["pinned"]
 
 
 @pytest.mark.benchmark

@@ -1,4 +1,4 @@
-"""README and tutorial, walked through as a newcomer does: every command as it stands there."""
+"""README, tutorial and troubleshooting, followed by a newcomer: each command as it stands there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import trio
 
 from tests.docs.document_steps import ROOT, Walk, steps_of
+from tests.e2e.test_careless import clear_directory
 from tests.ports import reserved_port
 
-PAGES = [ROOT / "README.md", ROOT / "docs" / "tutorial.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "troubleshooting.md"]
 FIVE_MINUTES = 300.0
 
 
@@ -29,6 +30,7 @@ async def test_the_steps_of_a_page(page: Path, tmp_path: Path, ports: dict[str, 
     walk = Walk(tmp_path, fresh=False, ports=ports)
     await walk.go(steps_of(page))
     assert walk.count >= 4
+    await clear_directory()  # of what killed processes have left there
 
 
 @pytest.mark.full

@@ -188,6 +188,23 @@ def test_a_network_namespace_of_its_own(tmp_path: Path) -> None:
         assert found.remedy.startswith("mount one directory at both ends")
 
 
+@pytest.mark.usefixtures("runtime_directory")
+def test_a_mount_namespace_of_its_own() -> None:
+    """As in a container: the private directories have one path, and are two."""
+    mounting = 'mount -t tmpfs -o mode=700 x "$XDG_RUNTIME_DIR" && exec "$@"'
+    own = ("unshare", "-rm", "sh", "-c", mounting, "sh")
+    if subprocess.run([*own, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    program = WITH_STACK.format(module="trio_smc", kind="")
+    with server(program, sys.executable, *own) as (port, pid):
+        found = explain_listener("127.0.0.1", port, HERE())
+    assert found.text == (
+        f"process {pid} has a private directory of its own at the same path, {HERE()}: "
+        "it is in another mount namespace"
+    )
+    assert found.remedy == "mount one directory at both ends, and name it in TRIO_SMC_DIRECTORY"
+
+
 def test_nobody_listens() -> None:
     with reserved_port() as port:
         found = explain_listener("127.0.0.1", port, HERE())

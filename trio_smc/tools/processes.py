@@ -366,6 +366,13 @@ def _explain_stack(process: Process, stacks: set[str], directory: Path) -> Obsta
     pid, uid = process.pid, os.geteuid()
     if not _are_in(stacks, directory):
         theirs = plain(_private_directory(process))
+        if theirs == str(directory):
+            text = (
+                f"process {pid} has a private directory of its own at the same path, {theirs}: "
+                "it is in another mount namespace"
+            )
+            remedy = "mount one directory at both ends, and name it in TRIO_SMC_DIRECTORY"
+            return Obstacle(text, remedy, pid, uid)
         text = (
             f"the private directory of process {pid} is {theirs}, "
             f"that of this process is {directory}"
