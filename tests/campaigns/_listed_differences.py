@@ -136,7 +136,8 @@ def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observatio
             ours.end != end
             and (ours.at >= number or program.kind == "full")  # such a program has no times
             and _outcome(theirs) in _RESET
-            and _outcome(ours) in _ENDED
+            # A stream whose shutdown has succeeded refuses to send.
+            and (_outcome(ours) in _ENDED or _outcome(ours) == "ClosedResourceError")
             for theirs, ours in pairs
         )
     )
