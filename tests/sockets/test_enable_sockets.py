@@ -809,40 +809,45 @@ def test_a_connected_socket_of_the_standard_library(
     trio.run(main)
 
 
-@pytest.mark.parametrize("require_smc", [False, True])
-def test_a_socket_that_was_shut_down_first(require_smc: bool) -> None:
+@pytest.mark.parametrize("case", ["at once", "after a failed attempt", "required"])
+def test_a_socket_that_was_shut_down_first(case: str) -> None:
     """The connection is TCP for this reason, or refused; after a failed attempt it is SMC-R."""
     reason = trio_smc.FallbackReason.ALREADY_SHUT_DOWN
-
-    async def accept(listener: Any, accepted: list[Any]) -> None:
-        accepted.append((await listener.accept())[0])
 
     async def main() -> None:
         accepted: list[Any] = []
         with trio.socket.socket() as listener, trio.socket.socket() as client:
             await listener.bind(("127.0.0.1", 0))
             listener.listen()
+            address = listener.getsockname()
+
+            async def accept() -> None:
+                accepted.append((await listener.accept())[0])
+
             with refused(errno.ENOTCONN):
                 client.shutdown(stdlib_socket.SHUT_RD)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(accept, listener, accepted)
-                if require_smc:
+            if case == "required":
+                for _ in range(2):  # the refusal does not end the shutdown
                     with pytest.raises(trio_smc.SmcUnavailable) as caught:
-                        await client.connect(listener.getsockname())
+                        await client.connect(address)
                     assert caught.value.fallback.reason is reason
-                    for error in (errno.ECONNREFUSED, errno.ECONNABORTED):  # as over TCP
-                        with refused(error):
-                            await client.connect(("127.0.0.1", 1))
-                await client.connect(listener.getsockname())
+                return
+            if case == "after a failed attempt":
+                for error in (errno.ECONNREFUSED, errno.ECONNABORTED):  # as over TCP
+                    with refused(error):
+                        await client.connect(("127.0.0.1", 1))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(accept)
+                await client.connect(address)
             stream = client.stream  # type: ignore[attr-defined]
-            if require_smc:
+            if case == "after a failed attempt":
                 assert stream.mode is trio_smc.Mode.SMC_R
             else:
                 assert stream.fallback.reason is reason
             for each in accepted:
                 each.close()
 
-    trio_smc.enable(trio_smc.Config(require_smc=require_smc))
+    trio_smc.enable(trio_smc.Config(require_smc=case == "required"))
     try:
         trio.run(main)
     finally:

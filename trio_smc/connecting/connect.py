@@ -150,7 +150,14 @@ async def connect_without_smc(
         raise SmcUnavailable(fallback)
     with stack.call():
         await sock.connect(address)
-    stream = TcpStream(sock, fallback, stack.groups.tcp_ended)
+    return _tcp_stream(stack, sock, fallback)
+
+
+def _tcp_stream(
+    stack: ConnectHost, sock: trio.socket.SocketType, fallback: Fallback, *, clc_begun: bool = False
+) -> TcpStream:
+    """The stream of a connection that stays on TCP, which the stack counts."""
+    stream = TcpStream(sock, fallback, stack.groups.tcp_ended, clc_begun=clc_begun)
     stack.groups.count_tcp(stream, fallback)
     return stream
 
@@ -188,14 +195,7 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
         attempt.sock.close()
         stack.groups.count_tcp(None, outcome)
         raise SmcUnavailable(outcome)
-    stream = TcpStream(
-        attempt.sock,
-        outcome,
-        stack.groups.tcp_ended,
-        clc_begun=attempt.clc_begun,
-    )
-    stack.groups.count_tcp(stream, outcome)
-    return stream
+    return _tcp_stream(stack, attempt.sock, outcome, clc_begun=attempt.clc_begun)
 
 
 async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> RdmaStream | Fallback:

@@ -342,8 +342,8 @@ class DropInSocket(trio.socket.SocketType):
         side = self._side
         try:
             stream = await side.connect(address)
-        except OSError:
-            if isinstance(side, ShutDown):
+        except OSError as error:
+            if isinstance(side, ShutDown) and side.is_ended_by(error):
                 self._side = side.after_failure()
             raise
         if stream is not None:
@@ -739,6 +739,14 @@ class ShutDown(Side):
         super().__init__(unconnected.plain)
         self._unconnected = unconnected
         self._bound = unconnected.is_bound
+
+    @staticmethod
+    def is_ended_by(error: OSError) -> bool:
+        """True if this error of `connect` shows that Linux has tried to connect."""
+        return (
+            not isinstance(error, (SmcUnavailable, stdlib_socket.gaierror))
+            and error.errno != errno.EISCONN  # the socket listens
+        )
 
     def after_failure(self) -> Unconnected:
         """The side of the socket when Linux has ended the shutdown."""
