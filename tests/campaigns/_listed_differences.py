@@ -119,6 +119,18 @@ def _has_unread(program: Program, seen: Observation, end: int, before: int) -> b
     return arrived > sum(reads)
 
 
+def _is_refused_send(program: Program, line: Line, pairs: list[tuple[Line, Line]]) -> bool:
+    """True for a send of a stream after a shutdown that has succeeded over SMC-R only."""
+    return (
+        line.result == "ClosedResourceError"
+        and _operation(program, line) in _SENDS
+        and any(
+            ours.end == line.end and ours[:3] < line[:3] and ours.result == "shut"
+            for _, ours in pairs
+        )
+    )
+
+
 def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observation) -> bool:
     """An end is killed, and the other sees FIN over SMC-R and RST over TCP, and the same bytes."""
     killed: dict[int, int] = {}
@@ -136,8 +148,7 @@ def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observatio
             ours.end != end
             and (ours.at >= number or program.kind == "full")  # such a program has no times
             and _outcome(theirs) in _RESET
-            # A stream whose shutdown has succeeded refuses to send.
-            and (_outcome(ours) in _ENDED or _outcome(ours) == "ClosedResourceError")
+            and (_outcome(ours) in _ENDED or _is_refused_send(program, ours, pairs))
             for theirs, ours in pairs
         )
     )
