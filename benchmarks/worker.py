@@ -19,6 +19,7 @@ from benchmarks.answers import answer
 from benchmarks.compared import COMPARED
 from benchmarks.transports import PROXIED, TRANSPORTS, WAKES, Transport
 from benchmarks.workloads import WORKLOADS
+from trio_smc.host.heap import HEAP
 
 # Seconds beyond its timed part after which a workload counts as hung.
 PATIENCE = 30.0
@@ -91,7 +92,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.core is not None:
         os.sched_setaffinity(0, {arguments.core})
-    bytearray(FREED)
+    HEAP.raise_for(FREED)
     role = serve if arguments.role == "serve" else client
     transport = known[arguments.transport]
     transport.loop.run(role, transport)
