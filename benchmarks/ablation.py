@@ -85,7 +85,7 @@ VARIANTS: Final = {
         Edit("datapath/sender.py", "asleep = messenger.peer_asleep[0]", "asleep = 0"),
     ],
     "heap trimmed at once": [
-        Edit("host/heap.py", "bytearray(size)", "pass"),
+        Edit("host/heap.py", "bytes(size)", "pass"),
     ],
     **{
         f"announces {size} KiB": [

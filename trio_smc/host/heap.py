@@ -37,13 +37,13 @@ class HeapThresholds:
         """Let the heap keep freed blocks of up to this many bytes.
 
         Each size is allocated at most once: a block below the threshold would come from the heap,
-        which clears it first.
+        and be cleared.
         """
         size = min(size, self.MOST)
         if size > self._largest:
             self._largest = size
             with suppress(MemoryError):  # there is no memory to keep, either
-                bytearray(size)
+                bytes(size)  # from calloc(3); a bytearray would be filled
 
 
 HEAP: Final = HeapThresholds()
