@@ -12,6 +12,7 @@ the protocol.  So `SmcSocket` has no method that moves data.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import operator
 import os
@@ -68,12 +69,16 @@ class SmcSocket:
     stream (`keep_names`); everything else raises OSError (EBADF).
     """
 
-    __slots__ = ("_accepted", "_names", "_sock")
+    __slots__ = ("_names", "_peer", "_sock")
 
     def __init__(self, sock: trio.socket.SocketType, accepted: Any = None) -> None:
         """``accepted``: the peer's address from ``accept``."""
         self._sock = sock
-        self._accepted = accepted
+        if accepted is None:
+            # On a client. It is asked now, because the kernel forgets it when the peer resets TCP.
+            with contextlib.suppress(OSError):
+                accepted = sock.getpeername()
+        self._peer = accepted
         self._names: tuple[Any, Any] | None = None
 
     def keep_names(self) -> None:
@@ -115,11 +120,10 @@ class SmcSocket:
         try:
             return self._sock.getpeername()
         except OSError as error:
-            # The connection may have ended before `accept` returned: the peer has reset TCP, or the
-            # descriptor is closed already.
-            if error.errno not in (errno.ENOTCONN, errno.EBADF) or self._accepted is None:
+            # The peer has reset TCP, perhaps before `accept` returned.
+            if error.errno != errno.ENOTCONN or self._peer is None:
                 raise
-            return self._accepted
+            return self._peer
 
     @overload
     def getsockopt(self, level: int, optname: int, /) -> int: ...
