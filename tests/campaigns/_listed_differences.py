@@ -331,6 +331,46 @@ def _connected_after_the_end(program: Program, tcp: Observation, smc: Observatio
     )
 
 
+_SENT: Final = {"sent", "shut", "BusyResourceError"}
+
+
+def _sent_beside_another_task(program: Program, tcp: Observation, smc: Observation) -> bool:
+    """Two tasks of one end send on a stream at the same moment: one raises BusyResourceError over
+    one transport only, and the other end reads what was sent."""
+    busy = {
+        line.end
+        for seen in (tcp, smc)
+        for line in seen
+        if line.result == "BusyResourceError"
+        and program.styles[line.end] != "socket"
+        and any(
+            (each.end, each.result, each.at) == (line.end, "sent", line.at)
+            and each.step != line.step
+            for each in seen
+        )
+    }
+    pairs = _first_differing(tcp, smc)
+
+    def is_of_a_sender(theirs: Line, ours: Line) -> bool:
+        return (
+            ours.end in busy
+            and _operation(program, ours) in (*_SENDS, "shut_wr")
+            and {theirs.result, ours.result} <= _SENT
+        )
+
+    def is_of_the_reader(theirs: Line, ours: Line) -> bool:
+        if 1 - ours.end not in busy:
+            return False
+        if _operation(program, ours) not in _READS:
+            return ours.position in (TOTAL - 1, TOTAL)  # the bytes of both tasks are mixed
+        words = {_outcome(each).partition(" ")[0] for each in (theirs, ours)}
+        return words <= {"read", "peeked", "end", _NOTHING}
+
+    return any(is_of_a_sender(*pair) for pair in pairs) and all(
+        is_of_a_sender(*pair) or is_of_the_reader(*pair) for pair in pairs
+    )
+
+
 LISTED: Final[tuple[Listed, ...]] = (
     Listed(
         name="Data waits in a send buffer because the peer's buffer is full",
@@ -349,6 +389,18 @@ LISTED: Final[tuple[Listed, ...]] = (
             [[0, [["send", 1], ["send", LARGE]]], [1, [["shut_wr", 0]]], [0, [["send", 1]]]],
         ],
         explains=_sent_after_one_that_waits,
+    ),
+    Listed(
+        name="Two tasks call `send_all` of one stream at the same moment",
+        example=[
+            ["stream", "stream"],
+            "usual",
+            [
+                [1, [["recv", 1], ["shut_rd", 0], ["send", 1]]],
+                [1, [["shut_rd", 0], ["send", 1], ["send", 1]]],
+            ],
+        ],
+        explains=_sent_beside_another_task,
     ),
     Listed(
         name="A process shuts down both directions of a socket with unread data",
