@@ -55,6 +55,8 @@ _OFTEN_TESTED: Final = {
     "shutdown_timeout": 1.0,
 }
 _PR_SET_PDEATHSIG: Final = 1
+_DYING: Final = 1.0
+"""Seconds from the end of a process's connection until it has ended."""
 _LAST_WORDS: Final = 3000
 
 
@@ -135,7 +137,9 @@ class Runner:
             self.hung.append(f"{transport}, {line}\n{program}")
             run = self._run(program)
         if run.gone:
-            self.gone.append(f"{run.observation[-1]}\n{program}\n" + "\n".join(run.last_words))
+            transport = "SMC-R" if self.smc else "TCP"
+            words = "\n".join(run.last_words)
+            self.gone.append(f"{transport}, {run.observation[-1]}\n{program}\n{words}")
         self.over_smc += run.over_smc
         return run.observation
 
@@ -181,6 +185,9 @@ def _child(settings: EndSettings, sock: socket.socket, errors: IO[bytes]) -> Non
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # If the shell of the campaign exits, the kernel sends SIGHUP to each process of its group,
+        # provided that one of them is stopped.
+        os.setsid()
         os.dup2(errors.fileno(), 2)
         keep = os.dup2(sock.fileno(), 3)
         os.closerange(4, 1024)
@@ -213,8 +220,20 @@ def _end(processes: list[_Process]) -> None:
 
 
 def _last_words(process: _Process) -> str:
+    """How a process has ended, and the end of its standard error."""
+    ending = "has ended before"
+    if process.alive:
+        deadline = time.monotonic() + _DYING
+        while not (found := os.waitpid(process.pid, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.001)
+        process.alive = not found[0]
+        code = os.waitstatus_to_exitcode(found[1])
+        ending = "lives" if process.alive else f"has ended with {code}"
     process.errors.seek(0)
-    return process.errors.read()[-_LAST_WORDS:].decode(errors="replace")
+    text = process.errors.read()[-_LAST_WORDS:].decode(errors="replace")
+    return f"process {process.pid} {ending}; standard error: {text!r}"
 
 
 class _Run:
@@ -222,7 +241,7 @@ class _Run:
 
     Attributes:
       hung: an end did not answer; its process is not usable.
-      gone: its process has ended; ``last_words`` are from the standard error of both.
+      gone: its process has ended; ``last_words`` tell how both ended, with their standard error.
       over_smc: connections over SMC-R that the server has accepted in the program.
       observation: what both ends observed.
     """
