@@ -26,6 +26,7 @@ from tests import leaks
 from tests.e2e.processes import Peer, open_peer
 from tests.e2e.victim import HOST, config, text_seeds, transfer_until_broken
 from trio_smc import Config, SmcStream, Stack
+from trio_smc.rendezvous.discovery.lookup import Lookups
 
 __all__ = ["LANES", "SETTINGS", "Outcome", "stop_and_kill"]
 
@@ -260,6 +261,8 @@ def _traced() -> int:
     for each in gc.get_objects():
         if isinstance(each, functools._lru_cache_wrapper):
             each.cache_clear()
+        elif isinstance(each, Lookups):
+            each.known.clear()
     each = None  # the last one may be of a cycle that is to be collected: a whole RMB
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
