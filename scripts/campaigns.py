@@ -70,7 +70,10 @@ def main() -> int:
     print(f"{len(chosen)} campaigns, {arguments.cases} cases each, seed {seed}", flush=True)
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         passed = list(pool.map(lambda name: run_one(name, arguments.cases, seed), chosen))
-    return 0 if all(passed) else 1
+    failed = [name for name, good in zip(chosen, passed, strict=True) if not good]
+    if failed:
+        print(f"FAILED: {', '.join(failed)}, seed {seed}", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
