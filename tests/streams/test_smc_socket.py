@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import struct
 
@@ -27,9 +28,8 @@ async def test_the_peers_name_outlives_a_reset(kept: bool) -> None:
     accepted.close()
     with trio.fail_after(5), pytest.raises(ConnectionResetError):
         await client.recv(1)
-    with pytest.raises(OSError) as forgotten:
+    with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
         client.getpeername()
-    assert forgotten.value.errno == errno.ENOTCONN
     assert (ours.getsockname(), ours.getpeername()) == (own, peer)
     if kept:
         ours.keep_names()
@@ -37,5 +37,5 @@ async def test_the_peers_name_outlives_a_reset(kept: bool) -> None:
     if kept:
         assert (ours.getsockname(), ours.getpeername()) == (own, peer)
     else:
-        with pytest.raises(OSError, match="Bad file descriptor"):
+        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
             ours.getpeername()
