@@ -179,9 +179,8 @@ def _sharing_problem(path: Path, found: os.stat_result) -> str | None:
     group, mode = _group_name(found.st_gid), stat.S_IMODE(found.st_mode)
     if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_nobody(found.st_gid, "gid"):
         return (
-            f"{path} is for the group {group}, and this process is not in that group, for which "
-            f"only mode 700 is private: add its user {os.geteuid()} to the group "
-            f"(usermod -aG {group} USER), and start it again"
+            f"{path} is for the group {group}, and this process is not in that group: add its user "
+            f"{os.geteuid()} to the group (usermod -aG {group} USER), and start it again"
         )
     return (
         f"{path} has mode {mode:04o} where only 700 is private, and only {_SHARED_MODE:o} is "
@@ -246,6 +245,10 @@ class PrivateDirectory:
                 raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text) from None
             raise
         except OSError as error:
+            with contextlib.suppress(OSError):
+                shared = _sharing_problem(path, os.lstat(path))
+                if shared is not None:
+                    raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, shared) from error
             raise unusable(error, path) from error
         found = os.fstat(descriptor)
         group = shared_group(path, found)
@@ -253,7 +256,10 @@ class PrivateDirectory:
             return cls(descriptor, group)
         if found.st_uid != os.geteuid():
             os.close(descriptor)
-            text = _sharing_problem(path, found) or f"{path} belongs to user {found.st_uid}"
+            shared = _sharing_problem(path, found)
+            if shared is not None:
+                raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, shared)
+            text = f"{path} belongs to user {found.st_uid}"
             raise DirectoryUnusable(FallbackReason.OTHER_USER, text)
         if found.st_mode & 0o077:
             os.close(descriptor)

@@ -346,8 +346,9 @@ def _take_places(
             round_.found += [Snapshot(**each) for each in answer["found"]]
             round_.problems |= dict(answer["problems"])
             round_.timed_out = round_.timed_out or answer["timed_out"]
-            for text in answer["errors"]:
-                print_error(f"trio-smc: user {user_name(uid)}: {text}")
+            for index, text in enumerate(answer["errors"], 1):
+                number = -1 - uid - (index << 33)  # no process, and no other user, has it
+                round_.problems[number] = f"user {user_name(uid)}: {text}"
     # One process may have been found by two paths to its directory.
     once = {(each.pid, each.stack): each for each in round_.found}
     round_.found = sorted(once.values(), key=lambda each: each.pid)
