@@ -2,7 +2,7 @@
 
 ``python3 -m tests.lab.guest_ways pair ROLE PEER CONTROL``, in each of two guests with rxe0 on
 eth0: TCP, the kernel's AF_SMC and rsocket by a program in C, TCP and `trio-smc run` by a Trio
-program.
+program.  The client also prints what librdmacm's preloaded library does for Python (`preloaded`).
 
 ``python3 -m tests.lab.guest_ways loopback``, in one guest whose kernel has the loopback device of
 SMC-D: TCP and AF_SMC by either program, and `trio-smc run` with the software RNIC.
@@ -15,10 +15,14 @@ counts the packets of rsocket, which has no fallback, and trio_smc runs with ``-
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import json
 import os
 import platform
 import re
+import select
+import socket
 import subprocess
 import sys
 from collections import defaultdict
@@ -75,9 +79,9 @@ def ways(place: str) -> list[Way]:
     compiled = f"{os.environ['KERNEL']}/socket_speed"
     preload = f"{os.environ['KERNEL']}/smc_sockets"
     in_c, in_trio = "TCP, C program", "TCP, Trio program"
-    run = (PYTHON, "-m", "trio_smc.tools", "run", "--require-smc")
+    run = [PYTHON, "-m", "trio_smc.tools", "run", "--require-smc"]
     if place == "loopback":
-        ours = (*run, "--", *STREAM_SPEED)
+        ours = [*run, "--", *STREAM_SPEED]
         return [
             Way(in_c, in_c, (compiled, "tcp")),
             Way("SMC-D, C program", in_c, (compiled, "smc"), mode="SMCD"),
@@ -87,7 +91,7 @@ def ways(place: str) -> list[Way]:
         ]
     settings = Path("/tmp/ways.toml")
     settings.write_text(_SETTINGS, encoding="utf-8")
-    ours = (*run, "--config", str(settings), "--", *STREAM_SPEED)
+    ours = [*run, "--config", str(settings), "--", *STREAM_SPEED]
     return [
         Way(in_c, in_c, (compiled, "tcp")),
         Way("AF_SMC, C program", in_c, (compiled, "smc"), mode="SMCR", uses_roce=True),
@@ -120,7 +124,7 @@ async def ask(way: Way, address: str, port: int, place: str) -> dict[str, float]
 
     async def watch() -> None:
         while True:
-            modes.update(each["mode"] for each in _established())
+            modes.update(_modes())
             await trio.sleep(0.05)
 
     packets, fallbacks = _packets(), smc_netlink.fallback_counts()
@@ -143,8 +147,9 @@ def _environment(way: Way) -> dict[str, str]:
     return {**os.environ, **({"LD_PRELOAD": way.preload} if way.preload else {})}
 
 
-def _established() -> list[dict[str, object]]:
-    return [each for each in smc_netlink.sockets().values() if each["state"] == 1]
+def _modes() -> set[str]:
+    """Of the open connections of the kernel's SMC sockets."""
+    return {each["mode"] for each in smc_netlink.sockets().values() if each["state"] == 1}
 
 
 def _packets() -> int:
@@ -189,6 +194,44 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+# --- the preloaded library of rsocket -----------------------------------------------------------
+
+_PRELOADED: Final = "rsocket/librspreload.so"
+"""Part of librdmacm1, below the directory of libraries."""
+
+
+def preloaded() -> None:
+    """With the library preloaded: print what sockets of Python are, and if epoll takes one."""
+    with socket.socket() as plain:
+        log(f"preloaded: a socket of Python is {os.readlink(f'/proc/self/fd/{plain.fileno()}')}")
+    library = ctypes.CDLL("librdmacm.so.1", use_errno=True)
+    kinds = {
+        "SOCK_STREAM": socket.SOCK_STREAM,
+        "SOCK_STREAM | SOCK_CLOEXEC": socket.SOCK_STREAM | socket.SOCK_CLOEXEC,
+    }
+    for name, kind in kinds.items():
+        number = library.rsocket(socket.AF_INET, kind, 0)
+        result = "works" if number >= 0 else errno.errorcode[ctypes.get_errno()]
+        log(f"preloaded: rsocket(AF_INET, {name}, 0): {result}")
+    # The C library's function, as a program in C calls it.
+    number = ctypes.CDLL(None).socket(socket.AF_INET, socket.SOCK_STREAM, 0)
+    log(f"preloaded: a socket of a program in C is {os.readlink(f'/proc/self/fd/{number}')}")
+    with select.epoll() as epoll:
+        try:
+            epoll.register(number)
+        except OSError as error:
+            log(f"preloaded: epoll refuses it: {errno.errorcode[error.errno or 0]}")
+        else:
+            log("preloaded: epoll takes it")
+
+
+def run_preloaded() -> None:
+    """Run `preloaded` in a process with the library."""
+    [library] = Path("/usr/lib").glob(f"*/{_PRELOADED}")
+    words = [PYTHON, "-m", "tests.lab.guest_ways", "preloaded"]
+    subprocess.run(words, env={**os.environ, "LD_PRELOAD": str(library)}, check=True)
+
+
 def about(place: str) -> str:
     """What was measured on, as far as a guest can see."""
     librdmacm = subprocess.run(
@@ -201,9 +244,10 @@ def about(place: str) -> str:
         *([f"librdmacm {librdmacm}"] if place == "pair" else []),
     ]  # fmt: skip
     found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    guests = "two guests" if place == "pair" else "one guest"
+    guests = "two guests, each" if place == "pair" else "one guest"
+    processors = "a processor" if os.cpu_count() == 1 else f"{os.cpu_count()} processors"
     return (
-        f"{guests} with {os.cpu_count()} processors each ({found[1] if found else 'unknown'}), "
+        f"{guests} with {processors} ({found[1] if found else 'unknown'}), "
         f"{', '.join(versions)}; {ROUNDS[place]} interleaved rounds"
     )
 
@@ -264,7 +308,11 @@ def _report(measured: Sequence[Way], rounds: Rounds, place: str) -> None:
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["pair", role, peer, control_peer]:
+            if role == "client":
+                run_preloaded()
             trio.run(measure_pair, role, peer, control_peer)
+        case ["preloaded"]:
+            preloaded()
         case ["loopback"]:
             trio.run(measure_loopback)
         case _:

@@ -3,7 +3,7 @@
     python -m tests.lab.setup [KERNEL]
 
 KERNEL is a name in `KERNELS`, or the path of a kernel of your own: a directory with
-boot/vmlinuz-RELEASE and lib/modules/RELEASE, as in a package of a kernel (`own_kernel`).
+boot/vmlinuz-RELEASE and lib/modules/RELEASE, as in a package of a kernel (`make_own`).
 
 Everything lies in ``$XDG_CACHE_HOME/trio-smc-lab`` (else ``~/.cache/trio-smc-lab``); nothing is
 installed but the packages that `PACKAGES` names.  A second run does nothing.

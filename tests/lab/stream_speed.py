@@ -116,8 +116,8 @@ def main() -> None:
     match sys.argv[1:]:
         case ["serve", port]:
             trio.run(_serve, int(port))
-        case ["ask", address, *numbers]:
-            trio.run(_ask, address, *map(int, numbers))
+        case ["ask", address, port, trips, mebibytes, count]:
+            trio.run(_ask, address, int(port), int(trips), int(mebibytes), int(count))
         case _:
             sys.exit(__doc__)
 
