@@ -42,9 +42,9 @@ from tests.timing import PATIENCE
 PORT: Final = 7900
 PYTHON: Final = "/usr/bin/python3"
 STREAM_SPEED: Final = (PYTHON, "-m", "tests.lab.stream_speed")
-LOAD: Final = {"pair": ("300", "8", "20"), "loopback": ("1000", "128", "50")}
+LOAD: Final = {"pair": ("300", "16", "20"), "loopback": ("1000", "128", "50")}
 """Round trips, MiB of each stream, and connections of a run."""
-ROUNDS: Final = {"pair": 3, "loopback": 5}
+ROUNDS: Final = {"pair": 5, "loopback": 5}
 UEID: Final = "TRIO-SMC-LAB"
 _SETTINGS: Final = (
     'discovery = "tcp-option"\nhandshake_timeout = 30\nfirst_contact_timeout = 30\n'
@@ -117,7 +117,7 @@ async def serving(way: Way, port: int) -> AsyncIterator[None]:
         yield
 
 
-async def ask(way: Way, address: str, port: int, place: str) -> dict[str, float]:
+async def run_client(way: Way, address: str, port: int, place: str) -> dict[str, float]:
     """Run the client's program; return its figures.  Raises AssertionError for another mode."""
     words = [*way.command, "ask", address, str(port), *LOAD[place]]
     modes: set[str] = set()
@@ -233,7 +233,7 @@ def run_preloaded() -> None:
 
 
 def about(place: str) -> str:
-    """What was measured on, as far as a guest can see."""
+    """Guests, kernel and versions of the measurement."""
     librdmacm = subprocess.run(
         ["dpkg-query", "-W", "-f", "${Version}", "librdmacm1"],
         capture_output=True, text=True, check=False,
@@ -271,7 +271,7 @@ async def measure_pair(role: str, peer: str, control_peer: str) -> None:
                         await control.swap()
                     continue
                 await control.swap()
-                _record(rounds, way, await ask(way, peer, port, "pair"))
+                _record(rounds, way, await run_client(way, peer, port, "pair"))
     if role == "client":
         _report(measured, rounds, "pair")
     log(f"{role}: ok ways")
@@ -288,7 +288,7 @@ async def measure_loopback() -> None:
             port += 1
             with trio.fail_after(PATIENCE):
                 async with serving(way, port):
-                    _record(rounds, way, await ask(way, "127.0.0.1", port, "loopback"))
+                    _record(rounds, way, await run_client(way, "127.0.0.1", port, "loopback"))
     _report(measured, rounds, "loopback")
     log("ok ways")
 

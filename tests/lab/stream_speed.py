@@ -101,7 +101,7 @@ async def _connections(address: str, port: int, count: int) -> float:
     return count / (time.perf_counter() - began)
 
 
-async def _ask(address: str, port: int, trips: int, mebibytes: int, count: int) -> None:
+async def _run_client(address: str, port: int, trips: int, mebibytes: int, count: int) -> None:
     figures = {
         "round trip": await _round_trip(address, port, trips) * 1e6,
         "64 KiB writes": await _stream(address, port, bytes(64 << 10), mebibytes),
@@ -117,7 +117,7 @@ def main() -> None:
         case ["serve", port]:
             trio.run(_serve, int(port))
         case ["ask", address, port, trips, mebibytes, count]:
-            trio.run(_ask, address, int(port), int(trips), int(mebibytes), int(count))
+            trio.run(_run_client, address, int(port), int(trips), int(mebibytes), int(count))
         case _:
             sys.exit(__doc__)
 
