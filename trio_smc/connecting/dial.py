@@ -70,6 +70,8 @@ _LOST_PATIENCE = 1.0  # seconds for which lost connections are made again, befor
 _FASTOPEN_CONNECT = getattr(stdlib_socket, "TCP_FASTOPEN_CONNECT", 30)
 _IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
 _USUAL_PORTS = 32768, 60999
+_TRIOS_PREFIX = "Error connecting to "
+_CANNOT_CONNECT = "cannot connect to "
 _RANGE = struct.Struct("=I")  # the last port in the upper half, the first in the lower one
 _DIRECTORY = (
     FallbackReason.OTHER_USER,
@@ -253,11 +255,20 @@ async def _first_of(
 
 def _nothing_connected(named: tuple[str, int], errors: list[OSError]) -> OSError:
     """One error for the failure of all attempts, with the number of the last one."""
-    # The new error has the number already.
-    texts = "; ".join(dict.fromkeys(error.strerror or str(error) for error in errors))
-    failure = OSError(errors[-1].errno, f"no connection to {named[0]} port {named[1]}: {texts}")
+    host = f"[{named[0]}]" if ":" in named[0] else named[0]
+    texts = "; ".join(dict.fromkeys(_cause_text(error) for error in errors))
+    failure = OSError(errors[-1].errno, f"cannot connect to {host}:{named[1]}: {texts}")
     failure.__cause__ = errors[0] if len(errors) == 1 else ExceptionGroup(str(failure), errors)
     return failure
+
+
+def _cause_text(error: OSError) -> str:
+    """The text of an error without the error's number and without the address."""
+    text = error.strerror or str(error)
+    if error.errno and text.startswith((_TRIOS_PREFIX, _CANNOT_CONNECT)):
+        text = os.strerror(error.errno)
+        text = text[:1].lower() + text[1:]
+    return text
 
 
 def _alternate_families(found: Iterable[tuple[int, int, int, str, Any]]) -> list[Target]:
@@ -309,7 +320,7 @@ async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
         error = bare.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
     if error:
         # The text is Trio's, because programs may look for it.
-        raise OSError(error, f"Error connecting to {address!r}: {os.strerror(error)}")
+        raise OSError(error, f"{_TRIOS_PREFIX}{address!r}: {os.strerror(error)}")
 
 
 async def connect_attempt(
@@ -351,7 +362,7 @@ async def connect_attempt(
             or not await _connect_shared(stack, attempt, address, source)
         ):
             number = errno.EADDRNOTAVAIL
-            raise OSError(number, f"cannot connect to {address!r}: {os.strerror(number)}")
+            raise OSError(number, f"{_CANNOT_CONNECT}{address!r}: {os.strerror(number)}")
     except BaseException as error:
         if attempt.plain is None and isinstance(error, Exception):
             attempt.withdraw()  # as over TCP, the caller may use its socket for another attempt
