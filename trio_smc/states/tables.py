@@ -582,11 +582,11 @@ PUMP = Table(
         ("SLEEPY", "stop"): (Edge((), "STOPPED", ("remove_before_hook", "remove_after_hook"), False, "the pump was cancelled"),),
         ("SLEEPY", "needed"): (Edge((), "SLEEPY", (), True, "the hooks are there"),),
         ("SLEEPY", "about_to_sleep"): (Edge((), "SLEEPY", (), True, "the second hook is there"),),
-        ("SOLO", "needed"): (Edge((), "BUSY", ("end_solo", "restart_counts", "disarm_rnics", "add_before_hook"), False, "another task uses the pump, also while solo mode begins"),),
+        ("SOLO", "needed"): (Edge((), "BUSY", ("solo.end", "restart_counts", "disarm_rnics", "add_before_hook"), False, "another task uses the pump, also while solo mode begins"),),
         ("SOLO", "sole_reader"): (Edge((), "SOLO", (), True, "one reader at a time"),),
         ("SOLO", "about_to_sleep"): (Edge((), "SOLO", (), True, "sent by a hook that still ran when a completion made a reader solo"),),
         ("SOLO", "awake_for_long"): (Edge((), "SOLO", (), True, "sent by a hook that still ran when a completion made a reader solo"),),
         ("SOLO", "unused"): (Edge((), "SOLO", (), True, "sent by a hook that still ran when a completion made a reader solo"),),
-        ("SOLO", "stop"): (Edge((), "STOPPED", ("end_solo",), False, "the pump was cancelled"),),
+        ("SOLO", "stop"): (Edge((), "STOPPED", ("solo.end",), False, "the pump was cancelled"),),
     },
 )
