@@ -15,7 +15,7 @@ Over TCP a connection goes to the process that calls accept(2), and waits in the
 none does.  So a listener accepts at once only while a task waits for a connection.  If no task
 waits, a connection has `_LEAVE_TO_OTHERS` seconds to be accepted by another process; then the
 listener accepts it, so that a program that works on one connection does not delay the handshake of
-the next.  A listener that shall not accept uninvited (``invited_only``) does so only after the
+the next.  A listener that shall not accept uninvited (``accept_on_demand``) does so only after the
 first call of `accept` or `hand_out`, or if a client of the same stack waits for it.
 
 TCP_DEFER_ACCEPT is no option of the TCP socket of a listener: the client waits for the server's
@@ -183,7 +183,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     Args:
       stack, config: of the listener.
       sock: the listening TCP socket.
-      invited_only: accept nothing before the program does so for the first time.
+      accept_on_demand: accept nothing before the program does so for the first time.
 
     Attributes:
       socket: the listening TCP socket, for names and options.
@@ -197,7 +197,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         sock: trio.socket.SocketType,
         config: Config,
         *,
-        invited_only: bool = False,
+        accept_on_demand: bool = False,
     ) -> None:
         self.socket = sock
         self._stack = stack
@@ -217,7 +217,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._accepted_count = 0  # all connections so far
         self._accept_spin = AcceptSpin(_ACCEPT_SPINS * config.spin)
         self._room_changed = trio.Event()
-        is_shared = invited_only and config.discovery == "auto"
+        is_shared = accept_on_demand and config.discovery == "auto"
         self._policy = AcceptPolicy.NEVER if is_shared else AcceptPolicy.LATER
         self._policy_changes = trio.lowlevel.ParkingLot()  # the accepting task waits there
         self.deferral = 0
@@ -558,7 +558,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             return
         try:
             if self._policy is AcceptPolicy.NEVER:
-                await self._wait_for_invitation()
+                await self._wait_for_demand()
                 if self._closed:
                     return  # the next listener of this socket may wait for it already
             await _wait_readable(self.socket)
@@ -618,7 +618,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             with move_on_at(timers, self._pending.give_way(timers.now())):
                 await self._room_changed.wait()
 
-    async def _wait_for_invitation(self) -> None:
+    async def _wait_for_demand(self) -> None:
         """Wait until this process may accept connections."""
         while self._policy is AcceptPolicy.NEVER:
             await self._policy_changes.park()
