@@ -40,6 +40,7 @@ __all__ = [
     "DELETE_LINK",
     "DELETE_RKEY",
     "EYE_CATCHER",
+    "FLAG_LETTERS",
     "LLC_KINDS",
     "PROPOSAL",
     "REQUEST_ADD_LINK",
@@ -502,6 +503,7 @@ FLAG_LETTERS: Final = {
     "writer_blocked": "B", "urgent_pending": "P", "urgent_present": "U", "update_requested": "R",
     "failover_validation": "F", "done": "D", "closed": "C", "aborted": "A",
 }  # fmt: skip
+"""The flags of a CDC message, by the names of its fields (RFC 7609, A.4)."""
 
 
 def describe(message: Message) -> str:

@@ -189,7 +189,7 @@ class Machine:
 
     ``model`` carries the guards (attributes or properties, read for their truth), the actions
     (methods without arguments, its own or those of its parts) and ``state_changed``. ``state``
-    replaces the table's initial state; ``ValueError`` if the table has no such state.
+    replaces the table's initial state. Raises ``ValueError`` if the table has no such state.
     """
 
     __slots__ = ("_model", "_queue", "_table", "state")
