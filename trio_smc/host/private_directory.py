@@ -87,12 +87,12 @@ _SO_PEERGROUPS = 59  # linux/include/uapi/asm-generic/socket.h; 4 bytes for each
 _MOST_GROUPS = 256  # of a peer, as many as Python has room for
 _SHARED_MODE = 0o3770
 _MEMBER_MODE = 0o2750  # of a member's directory in it, and of all below that
-_DEEPEST = 3  # levels of directories below: tcp/NAMESPACE/ADDRESS
+_MAX_DEPTH = 3  # levels of directories below: tcp/NAMESPACE/ADDRESS
 _ANNOUNCED = "announced"  # its sockets have names before anything reads them (discovery.names)
 _MOST_NAMES = 4096  # that are looked at in one directory
 _MOST_SOCKETS = 1024  # of them
 _MOST_MEMBERS = 64  # users whose directories are looked at
-_MOST_EACH = 4  # directories of one user that are looked at
+_MOST_OF_ONE_USER = 4  # directories of one user that are looked at
 
 
 class DirectoryUnusable(Exception):
@@ -161,12 +161,12 @@ def shared_group(path: Path, found: os.stat_result) -> int | None:
     """
     if not is_named(path) or stat.S_IMODE(found.st_mode) != _SHARED_MODE:
         return None
-    if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_nobody(found.st_gid, "gid"):
+    if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_overflow_id(found.st_gid, "gid"):
         return None
     return found.st_gid
 
 
-def _sharing_problem(path: Path, found: os.stat_result) -> str | None:
+def _why_not_shared(path: Path, found: os.stat_result) -> str | None:
     """The reason why a group's directory is not shared, with a remedy that keeps it the group's.
 
     None if the directory is not meant for a group: its group cannot write there, or it is a default
@@ -177,7 +177,7 @@ def _sharing_problem(path: Path, found: os.stat_result) -> str | None:
     if not is_named(path) or not found.st_mode & stat.S_IWGRP or found.st_mode & stat.S_IWOTH:
         return None
     group, mode = _group_name(found.st_gid), stat.S_IMODE(found.st_mode)
-    if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_nobody(found.st_gid, "gid"):
+    if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_overflow_id(found.st_gid, "gid"):
         return (
             f"{path} is for the group {group}, and this process is not in that group, for which "
             f"only mode 700 is private: add its user {os.geteuid()} to the group "
@@ -253,12 +253,12 @@ class PrivateDirectory:
             return cls(descriptor, group)
         if found.st_uid != os.geteuid():
             os.close(descriptor)
-            text = _sharing_problem(path, found) or f"{path} belongs to user {found.st_uid}"
+            text = _why_not_shared(path, found) or f"{path} belongs to user {found.st_uid}"
             raise DirectoryUnusable(FallbackReason.OTHER_USER, text)
         if found.st_mode & 0o077:
             os.close(descriptor)
             mode = f"{path} has mode {stat.S_IMODE(found.st_mode):o}"
-            text = _sharing_problem(path, found) or f"{mode} where only 700 is private"
+            text = _why_not_shared(path, found) or f"{mode} where only 700 is private"
             raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text)
         return cls(descriptor, owner=found.st_uid)
 
@@ -356,7 +356,7 @@ class PrivateDirectory:
                     self._make(kind)
             return kind
         user = os.geteuid()
-        if not _is_nobody(user, "uid"):
+        if not _is_overflow_id(user, "uid"):
             for name in self._members(kind).get(user, ()):
                 with contextlib.suppress(OSError):
                     found = self._inner(name)
@@ -387,7 +387,7 @@ class PrivateDirectory:
                     owner = entry.stat(follow_symlinks=False).st_uid
                     if owner in found or len(found) < _MOST_MEMBERS:
                         theirs = found.setdefault(owner, [])
-                        if len(theirs) < _MOST_EACH:
+                        if len(theirs) < _MOST_OF_ONE_USER:
                             theirs.append(entry.name)
         return found
 
@@ -447,7 +447,7 @@ class PrivateDirectory:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             listener.setblocking(False)
             os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the name
-            listener.bind(self._reach(hidden))
+            listener.bind(self._bind_path(hidden))
             try:
                 if self.group is not None:
                     self._share(hidden)
@@ -489,7 +489,7 @@ class PrivateDirectory:
 
         Raises OSError: EADDRINUSE, if there is such a name.
         """
-        sock.bind(self._reach(name))
+        sock.bind(self._bind_path(name))
         if self.group is not None:
             self._share(name)
 
@@ -569,7 +569,7 @@ class PrivateDirectory:
                 if name.removeprefix(_HIDDEN).startswith(prefix):
                     self.remove_dead(name, young=listening and not name.startswith(_HIDDEN))
 
-    def remove_leftovers(self, depth: int = _DEEPEST) -> None:
+    def remove_leftovers(self, depth: int = _MAX_DEPTH) -> None:
         """Remove the sockets of dead processes here and in this user's directories below.
 
         Sockets that cannot be examined stay.
@@ -602,7 +602,7 @@ class PrivateDirectory:
                     found.append(entry.name)
         return found
 
-    def _reach(self, name: str) -> str:
+    def _bind_path(self, name: str) -> str:
         return f"/proc/self/fd/{self.descriptor}/{name}"
 
 
@@ -627,7 +627,7 @@ def admits_user(user: int, group: int | None) -> bool:
     user: the owner of the name, or the sender.
     group: `PrivateDirectory.group`.
     """
-    if user == os.geteuid() and not _is_nobody(user, "uid"):
+    if user == os.geteuid() and not _is_overflow_id(user, "uid"):
         return True
     return group is not None and not commit_is_limited()
 
@@ -642,7 +642,7 @@ def peer_user(connection: socket.socket) -> int:
 def is_same_user(connection: socket.socket) -> bool:
     """True if the process at the other end has the effective user of this process."""
     user = peer_user(connection)
-    return user == os.geteuid() and not _is_nobody(user, "uid")
+    return user == os.geteuid() and not _is_overflow_id(user, "uid")
 
 
 def is_admitted(connection: socket.socket, group: int | None) -> bool:
@@ -670,10 +670,10 @@ def _peer_groups(connection: socket.socket) -> tuple[int, ...]:
     return (primary, *struct.unpack(f"{len(more) // 4}I", more))
 
 
-def _is_nobody(number: int, kind: str) -> bool:
+def _is_overflow_id(number: int, kind: str) -> bool:
     """True if this number stands for all users or groups that are unknown in this namespace."""
     try:
-        if number != _number_of_nobody(kind):
+        if number != _overflow_id(kind):
             return False
         known = Path(f"/proc/self/{kind}_map").read_bytes().split()
     except OSError as error:
@@ -682,6 +682,6 @@ def _is_nobody(number: int, kind: str) -> bool:
 
 
 @functools.cache  # each accepted connection asks; a failure is not kept
-def _number_of_nobody(kind: str) -> int:
+def _overflow_id(kind: str) -> int:
     """The number of all users or groups that are unknown in a user namespace; raises OSError."""
     return int(Path(f"/proc/sys/kernel/overflow{kind}").read_bytes())

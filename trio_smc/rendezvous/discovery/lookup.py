@@ -52,7 +52,7 @@ __all__ = ["AnySocket", "Found", "Lookups"]
 _SO_NETNS_COOKIE: Final = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
 _MOST_LISTENERS: Final = 64  # that are looked at for one address
 _MOST_LOOKUPS: Final = 1024  # TCP addresses that are remembered
-_LOOK_INTERVAL: Final = 1.0
+_SEARCH_INTERVAL: Final = 1.0
 """Seconds between two looks for listeners that may have been killed, which changes no directory."""
 _COMPARE_INTERVAL: Final = 0.01
 """Seconds between two comparisons of directories with their former times, if the listener that is
@@ -77,25 +77,25 @@ class Found:
       names: of their sockets.
       stamps: of the directories that were looked at.
       is_general: False if this holds for one source address only.
-      looked: when that was, by the clock of the stack's timers.
+      searched: when that was, by the clock of the stack's timers.
       compared: when the directories were found to be unchanged, by the same clock.
       until: when this ends to count at the latest, by the same clock.
       reason: why there are none.
     """
 
     __slots__ = (
-        "compared", "is_general", "looked", "names", "namespace", "reason", "stamps", "until",
+        "compared", "is_general", "searched", "names", "namespace", "reason", "stamps", "until",
         "users",
     )  # fmt: skip
 
-    def __init__(self, namespace: str, stamps: directory.Stamps, looked: float) -> None:
+    def __init__(self, namespace: str, stamps: directory.Stamps, searched: float) -> None:
         self.namespace: str = namespace
         self.stamps: directory.Stamps = stamps
         self.users: set[int] = set()
         self.names: set[str] = set()
         self.is_general: bool = True
-        self.looked: float = looked
-        self.compared: float = looked
+        self.searched: float = searched
+        self.compared: float = searched
         self.until: float = math.inf
         self.reason: FallbackReason = FallbackReason.PEER_NOT_CAPABLE
 
@@ -197,12 +197,13 @@ class Lookups:
         """
         known = self.known.get((namespace, *destination))
         if known is not None and (
-            known or (now(self._timers) < known.looked + _EMPTY_HOLDS and known.stamps.unchanged())
+            known
+            or (now(self._timers) < known.searched + _EMPTY_HOLDS and known.stamps.unchanged())
         ):
             return known
-        return self.look(namespace, source, destination)
+        return self.search(namespace, source, destination)
 
-    def look(self, namespace: str, source: str, destination: tuple[str, int]) -> Found:
+    def search(self, namespace: str, source: str, destination: tuple[str, int]) -> Found:
         """As `find`, but look into the directories.  Raises DirectoryUnusable, OSError."""
         key = (namespace, *destination)
         before = self.known.pop(key, None)
@@ -213,7 +214,7 @@ class Lookups:
         else:
             with contextlib.closing(root):
                 found = Found(namespace, directory.Stamps(self._private, root), now(self._timers))
-                self._look(root, found, source, destination)
+                self._search(root, found, source, destination)
         if found.is_general and (found or found.stamps.settled()):
             if len(self.known) >= _MOST_LOOKUPS:
                 self.known.clear()
@@ -223,7 +224,7 @@ class Lookups:
             self._ended()
         return found
 
-    def _look(
+    def _search(
         self, root: PrivateDirectory, found: Found, source: str, destination: tuple[str, int]
     ) -> None:
         if self._names.are_open:
@@ -295,7 +296,7 @@ class Lookups:
         if now(self._timers) < noted.until:
             if noted.stamps.unchanged():
                 return noted.reason
-            found = self.look(found.namespace, source, destination)
+            found = self.search(found.namespace, source, destination)
             if found.names <= noted.names:
                 noted.stamps = found.stamps
                 return noted.reason
@@ -308,7 +309,7 @@ class Lookups:
         Raises DirectoryUnusable, OSError.
         """
         if not found.is_elsewhere:
-            return self.look(found.namespace, source, destination)
+            return self.search(found.namespace, source, destination)
         alive = Found(found.namespace, found.stamps, now(self._timers))
         with contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root:
             paths = directory.namespace_paths(root, found.namespace)
@@ -335,13 +336,13 @@ class Lookups:
         if known is None or not known.users:
             return False
         moment = now(self._timers)
-        if moment < known.looked + _LOOK_INTERVAL:
+        if moment < known.searched + _SEARCH_INTERVAL:
             if moment < known.compared + _COMPARE_INTERVAL and self._has_name(known):
                 return False
             if known.stamps.unchanged():
                 known.compared = moment
                 return False
-        return not known.names & self.look(namespace, source, destination).names
+        return not known.names & self.search(namespace, source, destination).names
 
     def _has_name(self, known: Found) -> bool:
         """True if a listener has its name, which it removes when it ends."""

@@ -165,7 +165,7 @@ class TcpOption:
         self._loaded: Loaded | None = None
         self._trouble: FallbackReason | None = None
         self._may_load = True
-        self._told = ""
+        self._last_trouble = ""
 
     def offer(self, sock: _Socket) -> FallbackReason | None:
         """Let ``sock`` offer SMC-R; before it connects or listens.
@@ -178,7 +178,7 @@ class TcpOption:
                 self._mark(sock, self._words)
             except OSError as error:
                 # A member of the group froze the map, or memory ran out.
-                self._trouble = self._failed("offering", error)
+                self._trouble = self._failed("marking a socket", error)
         return self._trouble
 
     def _mark(self, sock: _Socket, words: int) -> None:
@@ -228,7 +228,7 @@ class TcpOption:
             return _bpf.lookup(self._words, sock.fileno())
         except OSError as error:
             if error.errno != errno.ENOENT:
-                self._failed("asking", error)
+                self._failed("reading a socket's word", error)
             return 0
 
     def _open(self) -> FallbackReason | None:
@@ -279,7 +279,7 @@ class TcpOption:
     def _failed(self, what: str, error: OSError) -> FallbackReason:
         trouble = f"{what} failed: {error}"
         # Each connection meets it again, and that is no news.
-        level = logging.DEBUG if trouble == self._told else logging.INFO
+        level = logging.DEBUG if trouble == self._last_trouble else logging.INFO
         _log.log(level, "no TCP option, %s", trouble)
-        self._told = trouble
+        self._last_trouble = trouble
         return _reason(error)
