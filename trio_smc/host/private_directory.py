@@ -82,7 +82,9 @@ else:
     _FLAGS = PATH_FLAGS = 0
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMLINK})  # of inodes or room
 _HIDDEN = "."  # prefix of the name of a socket that does not listen yet
-_STALE_AFTER = 60.0  # seconds after which such a name belongs to a process that has crashed
+_STALE_AFTER = 60.0
+"""Seconds after which such a name belongs to a process that has crashed.  Chosen; no measurement
+is recorded."""
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _SO_PEERGROUPS = 59  # linux/include/uapi/asm-generic/socket.h; 4 bytes for each
 _MOST_GROUPS = 256  # groups of a peer: getsockopt of Python returns at most 1,024 bytes
@@ -90,10 +92,14 @@ _SHARED_MODE = 0o3770
 _MEMBER_MODE = 0o2750  # of a member's directory, and of all directories below it
 _MAX_DEPTH = 3  # levels of directories below: tcp/NAMESPACE/ADDRESS
 _ANNOUNCED = "announced"  # its sockets have names before they are in use (discovery.names)
-_MOST_NAMES = 4096  # names read from one directory
-_MOST_SOCKETS = 1024  # sockets read from one directory
-_MOST_MEMBERS = 64  # users whose directories are read
-_MOST_OF_ONE_USER = 4  # directories read for one user
+_MOST_NAMES = 4096
+"""Names read from one directory.  Chosen, as are the next three limits."""
+_MOST_SOCKETS = 1024
+"""Sockets read from one directory."""
+_MOST_MEMBERS = 64
+"""Users whose directories are read."""
+_MOST_OF_ONE_USER = 4
+"""Directories read for one user."""
 
 
 class DirectoryUnusable(Exception):

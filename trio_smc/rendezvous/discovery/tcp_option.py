@@ -59,7 +59,8 @@ MAP_NAME: Final = "sockets_1"
 LINK_NAME: Final = "link_1"
 
 _GUARDED_LISTENERS: Final = 16384
-_TCP_INFO_SIZE: Final = 8
+"""Entries of the guard map.  Chosen."""
+_TCP_INFO_SIZE: Final = 8  # bytes that are read of struct tcp_info; their content is not used
 _TRIES: Final = 4
 """Attempts to mark a socket while the kernel lacks memory.  Chosen."""
 _ESCAPE: Final = re.compile(rb"\\([0-3][0-7]{2})")
