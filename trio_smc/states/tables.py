@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from trio_smc.states.engine import Edge, Guard, Table
 
-__all__ = ["CLC_CLIENT", "CLC_SERVER", "CONNECTION", "LINK", "LINK_GROUP", "LLC_EXCHANGE", "PUMP"]
+__all__ = ["ACCEPTANCE", "CLC_CLIENT", "CLC_SERVER", "CONNECTION", "LINK", "LINK_GROUP", "LLC_EXCHANGE", "PUMP"]
 
 
 CONNECTION = Table(
@@ -588,5 +588,22 @@ PUMP = Table(
         ("SOLO", "awake_for_long"): (Edge((), "SOLO", (), True, "sent by a hook that still ran when a completion made a reader solo"),),
         ("SOLO", "unused"): (Edge((), "SOLO", (), True, "sent by a hook that still ran when a completion made a reader solo"),),
         ("SOLO", "stop"): (Edge((), "STOPPED", ("solo.end",), False, "the pump was cancelled"),),
+    },
+)
+
+ACCEPTANCE = Table(
+    name="Acceptance",
+    initial="ON_DEMAND",
+    states=("ON_DEMAND", "LATER", "AT_ONCE"),
+    stopped=(),
+    events=("call_begins", "client_waits", "call_ends"),
+    values={},
+    edges={
+        ("ON_DEMAND", "call_begins"): (Edge((), "AT_ONCE", (), False, "the program accepts"),),
+        ("ON_DEMAND", "client_waits"): (Edge((), "LATER", (), False, "the program may have only one task, which waits as a client"),),
+        ("LATER", "call_begins"): (Edge((), "AT_ONCE", (), False, "a task waits for a connection"),),
+        ("LATER", "client_waits"): (Edge((), "LATER", (), True, "the listener will accept the connection"),),
+        ("AT_ONCE", "call_ends"): (Edge((), "LATER", (), False, "no task waits any more"),),
+        ("AT_ONCE", "client_waits"): (Edge((), "AT_ONCE", (), True, "the listener accepts the connection"),),
     },
 )
