@@ -127,7 +127,7 @@ def unusable(error: OSError, path: Path) -> DirectoryUnusable:
         with contextlib.suppress(OSError):
             if os.lstat(path).st_uid != os.geteuid():
                 reason = FallbackReason.OTHER_USER
-    return DirectoryUnusable(reason, f"{path}: {error}", error.errno or errno.EIO)
+    return DirectoryUnusable(reason, f"{path}: {error.strerror or error}", error.errno or errno.EIO)
 
 
 def default_directories() -> tuple[Path, ...]:
