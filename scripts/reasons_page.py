@@ -42,7 +42,7 @@ _WORDS = """
 The meaning of a word that the peer has sent. Any other word is shown as a number, and its reason is
 [`declined`](#declined).
 
-| word | name | reason when the peer sends it | trio_smc sends it for |
+| word | name | reason when the peer sends it | reasons of trio_smc with this word |
 |---|---|---|---|
 """
 
@@ -83,10 +83,14 @@ def page() -> str:
     parts.append(_WORDS)
     parts += [
         f"| `0x{word.value:08x}` | {_name(word)} | {_links([Fallback.from_peer(word).reason])} "
-        f"| {_links([each for each in FallbackReason if Fallback.local(each).code == word]) or '-'} |\n"
+        f"| {_links(_own(word)) or '-'} |\n"
         for word in Diagnosis
     ]
     return "".join(parts)
+
+
+def _own(word: Diagnosis) -> list[FallbackReason]:
+    return [each for each in FallbackReason if Fallback.local(each).code == word]
 
 
 def _links(reasons: list[FallbackReason]) -> str:

@@ -83,11 +83,11 @@ def _explain_word(text: str) -> dict[str, Any]:
             f"unknown diagnosis word: 0x{word:08x}; see the documentation of the peer"
         ) from None
     fallback = Fallback.from_peer(word)
-    sent_for = [each.value for each in FallbackReason if Fallback.local(each).code == word]
+    own = [each.value for each in FallbackReason if Fallback.local(each).code == word]
     return {
         "word": f"0x{word:08x}",
         "name": name,
-        "sent_for": sent_for,
+        "reasons_with_it": own,
         "reason": fallback.reason.value,
         "message": fallback.message,
         "remedy": fallback.remedy,
