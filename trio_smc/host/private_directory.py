@@ -261,19 +261,17 @@ class PrivateDirectory:
             shared = None
             with contextlib.suppress(OSError):
                 shared = _why_not_shared(path, os.lstat(path))
+            problem = unusable(error, path)
             if shared is not None:
-                raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, shared) from error
-            raise unusable(error, path) from error
+                raise DirectoryUnusable(problem.reason, shared) from error
+            raise problem from error
         found = os.fstat(descriptor)
         group = shared_group(path, found)
         if group is not None:
             return cls(descriptor, group)
         if found.st_uid != os.geteuid():
             os.close(descriptor)
-            shared = _why_not_shared(path, found)
-            if shared is not None:
-                raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, shared)
-            text = f"{path} belongs to user {found.st_uid}"
+            text = _why_not_shared(path, found) or f"{path} belongs to user {found.st_uid}"
             raise DirectoryUnusable(FallbackReason.OTHER_USER, text)
         if found.st_mode & 0o077:
             os.close(descriptor)
