@@ -88,7 +88,7 @@ def test_a_message_counts_as_arrived_and_did_not(world: World, place: int) -> No
 
 @BOTH_ENDS
 @pytest.mark.rfc("2.3/5", "4.6.1/6")
-def test_what_did_not_arrive_is_missed_after_two_failovers(world: World, place: int) -> None:
+def test_lost_data_is_missed_after_two_failovers(world: World, place: int) -> None:
     """Two validation messages wait on two links: what is behind the one must not be taken while
     the other is judged."""
     stage = Stage(world, (3, 3))
@@ -286,7 +286,7 @@ def test_a_link_is_left_when_its_last_connection_has_gone(world: World, place: i
 
 @BOTH_ENDS
 @pytest.mark.rfc("4.8.3/2")
-def test_nobody_is_told_that_a_link_is_left_which_stays(world: World, place: int) -> None:
+def test_no_callback_if_an_abandoned_link_stays(world: World, place: int) -> None:
     stage, link, both, told = leaving(world, place)
     link.machine.send("stay")
     stage.end(place).group.mover.link_stays(link)
@@ -359,7 +359,7 @@ def test_a_link_fails_while_one_of_its_connections_ends(world: World, place: int
 
 
 @BOTH_ENDS
-def test_a_link_that_comes_when_there_is_nobody_to_relieve(world: World, place: int) -> None:
+def test_a_new_link_without_a_link_to_relieve(world: World, place: int) -> None:
     """The others went meanwhile, or it did itself."""
     stage = Stage(world, (2, 2))
     group = stage.end(place).group

@@ -85,7 +85,7 @@ def test_nothing_lost_nothing_repeated(pair: Pair) -> None:
     assert pair.b.receiver.receive(10) == b"ab"
 
 
-def test_what_arrived_without_its_completion_is_taken_once(pair: Pair) -> None:
+def test_data_that_arrived_without_completion_is_read_once(pair: Pair) -> None:
     send(pair, b"abc")
     pair.ab.deliver()  # but not completed
     assert pair.b.receiver.receive(2) == b"ab"
@@ -96,7 +96,7 @@ def test_what_arrived_without_its_completion_is_taken_once(pair: Pair) -> None:
 
 
 @pytest.mark.rfc("4.6.2/1")
-def test_what_the_peer_has_taken_is_not_written_over_newer_bytes(pair: Pair) -> None:
+def test_a_replay_does_not_overwrite_newer_bytes(pair: Pair) -> None:
     """The beginning of a write that the peer has taken in part shares its place with newer data."""
     pair.close()
     whole = Pair((100, 100), chunks=False)
@@ -253,7 +253,7 @@ def test_no_link_left_during_a_replay(pair: Pair) -> None:
 # --- completions -----------------------------------------------------------------------------
 
 
-def test_late_completions_of_the_old_link_say_nothing() -> None:
+def test_late_completions_of_the_old_link_are_ignored() -> None:
     """Memory that the new link has yet to read must not be given back for them."""
     pair = Pair(copy_limit=0)
     buffer = bytearray(b"x" * 1000)
@@ -273,7 +273,7 @@ def test_late_completions_of_the_old_link_say_nothing() -> None:
     pair.close()
 
 
-def test_copies_made_during_a_replay_are_what_is_replayed() -> None:
+def test_copies_made_during_a_replay_are_replayed() -> None:
     pair = Pair(copy_limit=0)
     buffer = bytearray(b"x" * 1000)
     assert pair.a.send(memoryview(buffer)) == 1000
@@ -305,7 +305,7 @@ def test_a_blocked_writer_stays_blocked(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("arrived", [False, True])
-def test_urgent_data_is_told_again_once(pair: Pair, arrived: bool) -> None:
+def test_urgent_data_is_announced_again_once(pair: Pair, arrived: bool) -> None:
     assert pair.a.send_urgent(view(b"ab!")) == 3
     if arrived:
         pair.ab.deliver()
@@ -322,7 +322,7 @@ def test_urgent_data_is_told_again_once(pair: Pair, arrived: bool) -> None:
     assert pair.b.receiver.receive(10) == b"after"
 
 
-def test_urgent_data_that_was_taken_during_a_replay_holds_nobody(pair: Pair) -> None:
+def test_urgent_data_read_during_a_replay_blocks_no_sender(pair: Pair) -> None:
     assert pair.a.send_urgent(view(b"ab!")) == 3
     pair.ab.deliver()
     narrow(pair)
@@ -363,7 +363,7 @@ def test_a_request_for_updates_is_answered_on_the_new_link(pair: Pair) -> None:
     assert pair.ba.log[-1] == Cdc(2, producer=(0, 0), consumer=(2, 0))
 
 
-def test_the_end_of_the_data_is_told_again(pair: Pair) -> None:
+def test_the_end_of_the_data_is_announced_again(pair: Pair) -> None:
     pair.a.shutdown_write()
     pair.fail_link(0)
     assert pair.ab.log == [validation(0), Cdc(2, (0, 0), (0, 0), endings=D)]
@@ -386,7 +386,7 @@ def test_a_close_that_waits_for_its_data_survives(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("arrived", [False, True])
-def test_a_last_word_lost_with_its_link_is_said_again(pair: Pair, arrived: bool) -> None:
+def test_a_last_message_lost_with_its_link_is_sent_again(pair: Pair, arrived: bool) -> None:
     pair.a.close()
     pair.settle()
     pair.b.close()
@@ -408,7 +408,7 @@ def test_nothing_follows_a_last_word_that_has_arrived(pair: Pair) -> None:
     assert pair.a.channel is pair.ab
 
 
-def test_an_abort_lost_with_its_link_is_said_again(pair: Pair) -> None:
+def test_an_abort_lost_with_its_link_is_sent_again(pair: Pair) -> None:
     send(pair, b"of no interest")
     pair.a.abort()
     pair.fail_link(0)
@@ -474,7 +474,7 @@ def test_no_hole_changes_nothing(pair: Pair, received: int, sent: int) -> None:
 
 
 @pytest.mark.rfc("4.6.1/5")
-def test_a_validation_message_overtakes_what_it_vouches_for(pair: Pair) -> None:
+def test_a_validation_message_may_overtake_validated_messages(pair: Pair) -> None:
     """The old link delivered everything; the receiver has just not looked at it yet."""
     send(pair, b"abc")
     old = pair.ab
@@ -514,7 +514,7 @@ def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> No
 
 @pytest.mark.parametrize("buffer", [bytes, bytearray])
 @pytest.mark.parametrize("arrives", [False, True])
-def test_what_nobody_can_tell_of_counts_as_posted(arrives: bool, buffer: type) -> None:
+def test_a_message_of_unknown_fate_counts_as_posted(arrives: bool, buffer: type) -> None:
     """The link ended with a message that was done at once; the peer may have taken it, and say so
     before this side has noticed anything."""
     pair = Pair(merge=True)
@@ -538,7 +538,7 @@ def test_what_nobody_can_tell_of_counts_as_posted(arrives: bool, buffer: type) -
 
 
 @pytest.mark.parametrize("arrives", [False, True])
-def test_a_cursor_of_which_nobody_can_tell_is_told_again(arrives: bool) -> None:
+def test_a_cursor_of_unknown_fate_is_announced_again(arrives: bool) -> None:
     pair = Pair((SIZE, SIZE))
     send(pair, bytes(SIZE))
     pair.settle()
@@ -602,7 +602,7 @@ def test_a_connection_may_stay_where_it_is(pair: Pair) -> None:
     assert pair.a.failovers == 0
 
 
-def test_a_hold_tells_of_writes_that_were_put_off() -> None:
+def test_a_hold_ends_after_deferred_writes() -> None:
     pair = Pair(merge=True)
     send(pair, b"abc")
     ready: list[bool] = []
@@ -628,7 +628,7 @@ def test_a_link_that_fails_while_it_is_left(pair: Pair) -> None:
     assert pair.b.receiver.receive(10) == b"abc"
 
 
-def test_a_connection_that_ends_while_it_is_held_holds_nobody(pair: Pair) -> None:
+def test_a_held_connection_that_ends_releases_its_holder(pair: Pair) -> None:
     send(pair, b"abc")
     ready: list[bool] = []
     hold(pair.a, lambda: ready.append(True))
@@ -664,7 +664,7 @@ def test_random_moves(seed: int) -> None:
 
 
 @pytest.mark.pure  # a method of a compiled class is not replaced
-def test_the_campaign_notices_a_replay_of_what_the_peer_has_taken(
+def test_the_campaign_notices_a_replay_of_consumed_data(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def replay(self: Sender, start: int = 0) -> Iterator[tuple[int, memoryview]]:

@@ -102,7 +102,7 @@ class Rings:
         assert not any(self.rings.values())
 
 
-def test_what_another_link_brought_is_found() -> None:
+def test_a_message_on_another_link_is_found() -> None:
     one = Reader()
     Rings({1: one}, [validation(1, 5), message(1, 6)], [message(1, 5)]).take(1)
     assert (one.given, one.lost) == ([5, 6], [])
@@ -137,7 +137,7 @@ def test_a_chain_over_three_links() -> None:
 @pytest.mark.parametrize("flags", [0, cdc.WRITER_BLOCKED])
 @pytest.mark.parametrize("seven", [7, 0x1007])
 @pytest.mark.parametrize("first", [1, 2])
-def test_what_is_lost_costs_one_connection(first: int, seven: int, flags: int) -> None:
+def test_a_lost_message_costs_one_connection(first: int, seven: int, flags: int) -> None:
     one, two = Reader(), Reader()
     Rings(
         {1: one, 2: two},
@@ -206,7 +206,7 @@ def test_the_rest_of_a_link_that_ends_is_found() -> None:
 # --- what waits, and what only seems to -------------------------------------------------------
 
 
-def test_a_loss_told_on_two_links_is_no_reason_to_wait() -> None:
+def test_a_loss_reported_on_two_links_blocks_no_reader() -> None:
     """One connection lost a message and its validation message failed with the next link, too.
 
     Both links of this connection wait for messages that no longer exist.  The first messages of a
@@ -224,7 +224,7 @@ def test_a_loss_told_on_two_links_is_no_reason_to_wait() -> None:
     assert two.lost
 
 
-def test_what_comes_after_the_loss_is_not_waited_for() -> None:
+def test_messages_behind_the_loss_are_not_awaited() -> None:
     """It was sent later, so it says nothing about the message that is missing."""
     one, new = Reader(2), Reader()
     Rings(

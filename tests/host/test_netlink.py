@@ -75,7 +75,7 @@ def request_of(key: str) -> Request:
     return Request(1, key.encode(), 1)
 
 
-def test_without_anybody_who_remembers(kernel: Kernel) -> None:
+def test_without_an_open_cache(kernel: Kernel) -> None:
     assert double() == double() == [2, 4]
     assert kernel.asked == 2
     assert kernel.subscribers == 0
@@ -122,7 +122,7 @@ def test_no_answer_is_not_kept(kernel: Kernel) -> None:
         assert double() == [2]
 
 
-def test_a_change_while_it_is_asked(kernel: Kernel) -> None:
+def test_a_change_during_a_query(kernel: Kernel) -> None:
     """Be it read by this thread afterwards, or by another one in between."""
     with closing(AnswerCache()) as memory:
         memory.open()

@@ -235,7 +235,7 @@ async def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
         ("eth0", "eth1", ("192.0.2.0/24", "192.0.2.0/24"), (("lo", "one"),), False),
     ],
 )
-def test_who_may_share_a_link_group(
+def test_ports_that_may_share_a_link_group(
     one: str,
     other: str,
     networks: tuple[str | None, str | None],

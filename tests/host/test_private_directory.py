@@ -39,7 +39,7 @@ def dead_socket(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM])
-def test_who_is_alive_stays_and_is_not_woken(
+def test_a_live_socket_stays_and_is_not_woken(
     opened: PrivateDirectory, kind: socket.SocketKind
 ) -> None:
     with opened.listen("alive", 1, kind) as listener:
@@ -49,7 +49,7 @@ def test_who_is_alive_stays_and_is_not_woken(
             listener.accept()
 
 
-def test_who_is_gone_goes(opened: PrivateDirectory, tmp_path: Path) -> None:
+def test_a_dead_socket_is_removed(opened: PrivateDirectory, tmp_path: Path) -> None:
     for name in ("a-dead", "b-dead"):
         dead_socket(tmp_path / "private" / name)
     opened.remove_stale("a-")
@@ -59,7 +59,9 @@ def test_who_is_gone_goes(opened: PrivateDirectory, tmp_path: Path) -> None:
     assert opened.sockets() == []
 
 
-def test_who_is_just_coming_has_a_minute(opened: PrivateDirectory, tmp_path: Path) -> None:
+def test_a_socket_without_its_final_name_has_a_minute(
+    opened: PrivateDirectory, tmp_path: Path
+) -> None:
     old, new = tmp_path / "private" / ".x-old", tmp_path / "private" / ".x-new"
     for path in (old, new):
         dead_socket(path)
@@ -70,7 +72,7 @@ def test_who_is_just_coming_has_a_minute(opened: PrivateDirectory, tmp_path: Pat
     assert new.exists()
 
 
-def test_what_is_no_socket_is_left_alone(opened: PrivateDirectory, tmp_path: Path) -> None:
+def test_only_sockets_are_removed(opened: PrivateDirectory, tmp_path: Path) -> None:
     (tmp_path / "private" / "file").touch()
     dead_socket(tmp_path / "elsewhere")
     (tmp_path / "private" / "link").symlink_to(tmp_path / "elsewhere")
@@ -302,7 +304,7 @@ def test_a_group_of_others_does_not_share(tmp_path: Path, monkeypatch: pytest.Mo
         PrivateDirectory.open(path, create=False)
 
 
-def test_a_member_of_the_group_is_admitted_and_nobody_else(
+def test_only_members_of_the_group_are_admitted(
     opened: PrivateDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, groups = os.geteuid(), {os.getegid(), *os.getgroups()}

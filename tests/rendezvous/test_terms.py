@@ -151,7 +151,7 @@ def test_gids_must_be_mapped(gid: bytes) -> None:
     AGREED, replace(AGREED, direct=False), replace(AGREED, max_connections=16, max_links=1),
     replace(AGREED, release=0), VERSION_1,
 ])  # fmt: skip
-def test_a_client_accepts_what_it_proposed(terms: Terms) -> None:
+def test_a_client_accepts_proposed_terms(terms: Terms) -> None:
     assert check_accept(accept(terms), BOTH, terms.direct) == terms
 
 
@@ -181,7 +181,7 @@ def test_a_subsequent_contact_has_the_eid() -> None:
         (replace(AGREED, direct=False), BOTH, True, Reason.ROUTE_MISMATCH),
     ],
 )  # fmt: skip
-def test_a_client_declines_what_it_did_not_propose(
+def test_a_client_declines_terms_it_did_not_propose(
     said: Terms, proposal: clc.Proposal, direct: bool | None, reason: Reason
 ) -> None:
     assert check_accept(accept(said), proposal, direct) is reason

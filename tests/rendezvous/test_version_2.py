@@ -572,7 +572,7 @@ def test_an_add_link_with_wrong_rtokens_fails_the_new_link(
         assert exchange(world, call, HELLO) == HELLO[::-1]
 
 
-def test_rtokens_of_strangers_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_rtokens_of_unknown_rmbs_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     """However many there are, the log has one line."""
 
     def strange(message: llc.Message) -> llc.Message:

@@ -166,7 +166,7 @@ async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> N
         publication.close()
 
 
-async def test_what_is_remembered_of_listeners(
+async def test_a_cached_listener_that_has_ended_is_noticed(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that ends is noticed when its answer does not come; the next one is found."""
@@ -195,7 +195,7 @@ async def test_what_is_remembered_of_listeners(
         found.close()
 
 
-async def test_listeners_that_are_gone_are_known_before_they_are_asked(private: Path) -> None:
+async def test_an_ended_listener_is_known_without_a_request(private: Path) -> None:
     asking = Discovery(private)
     async with serving(private) as server:
         await agree(asking, server, server.address)

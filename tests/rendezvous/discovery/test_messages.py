@@ -69,7 +69,7 @@ def test_an_answer_arrives() -> None:
     assert denied == messages.Message(Kind.NOT_MINE, token=token)
 
 
-def test_an_answer_of_another_version_still_says_what_the_server_expects() -> None:
+def test_an_answer_of_another_version_still_has_its_kind() -> None:
     for said, kind in (
         (messages.accepted(bytes(8), 4), Kind.ACCEPTED),
         (messages.refused(FallbackReason.NO_RNIC), Kind.REFUSED),

@@ -53,7 +53,7 @@ def name_of(client: trio.socket.SocketType, address: tuple[str, int]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "file", "directory", "dead", "stream", "link"])
-async def test_what_is_no_socket_of_a_client_is_no_announcement(
+async def test_only_the_socket_of_a_client_is_an_announcement(
     kind: str, private: Path, tmp_path: Path
 ) -> None:
     """The server never waits, has plain TCP, and sends nothing to another service."""
@@ -277,7 +277,9 @@ def test_a_file_system_without_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o177])
-async def test_a_client_that_takes_smc_or_nothing_says_so(umask: int, private: Path) -> None:
+async def test_an_announcement_shows_if_the_client_requires_smc_r(
+    umask: int, private: Path
+) -> None:
     async with serving(private) as server, bound() as client:
         before = os.umask(umask)
         try:

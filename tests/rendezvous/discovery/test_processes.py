@@ -107,7 +107,7 @@ async def test_two_processes(private: Path) -> None:
             assert await call_worker(private, port) == (True, b"smc-r")
 
 
-async def test_with_several_processes_the_one_that_accepts_says_so(private: Path) -> None:
+async def test_of_several_processes_the_accepting_one_answers(private: Path) -> None:
     async with worker(private) as (first, port), worker(private, port=port) as (second, _):
         assert len(sockets_below(private)) == 2
         for _ in range(30):
@@ -157,7 +157,7 @@ async def test_the_socket_of_a_killed_process_is_removed(private: Path) -> None:
         assert sockets_below(private) == []
 
 
-async def test_who_publishes_removes_what_dead_processes_left(private: Path) -> None:
+async def test_publishing_removes_sockets_of_dead_processes(private: Path) -> None:
     async with worker(private) as (killed, port):
         killed.process.kill()
         await killed.process.wait()

@@ -116,7 +116,7 @@ async def test_a_proven_path_on_which_another_process_accepts(private: Path) -> 
         assert found.until > trio.current_time() + 30
 
 
-async def test_nobody_listens(private: Path) -> None:
+async def test_a_port_without_listener_has_no_proof(private: Path) -> None:
     async with serving(private) as server:
         assert await prove(private, server.address[1] ^ 1) is FallbackReason.PEER_NOT_CAPABLE
 
@@ -201,7 +201,7 @@ async def test_a_listener_of_another_address(private: Path) -> None:
         assert (await raw_proof(private, there="127.0.0.2")).kind is Kind.REFUSED
 
 
-async def test_no_descriptors_for_who_connects(private: Path, monkeypatch: Patch) -> None:
+async def test_no_proof_if_the_server_lacks_descriptors(private: Path, monkeypatch: Patch) -> None:
     def full(self: proofs.Probe) -> bool:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -212,7 +212,7 @@ async def test_no_descriptors_for_who_connects(private: Path, monkeypatch: Patch
         assert not server.publication.probes
 
 
-def test_who_has_gone_before_it_is_let_in_holds_nobody_up() -> None:
+def test_a_client_that_leaves_early_does_not_block_the_probe() -> None:
     probe = proofs.Probe(messages.four_tuple((HOST, 0), (HOST, 0)), 0)
     with probe.listener:
         assert not probe.answer()
@@ -243,7 +243,7 @@ async def test_a_socket_that_goes_another_way(private: Path) -> None:
         assert found is FallbackReason.PATH_NOT_PROVEN
 
 
-async def test_what_is_proven_is_not_asked_again(private: Path, monkeypatch: Patch) -> None:
+async def test_a_proven_path_is_not_probed_again(private: Path, monkeypatch: Patch) -> None:
     asked = 0
     real = proofs.Probe.answer
 

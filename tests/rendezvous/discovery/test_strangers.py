@@ -70,7 +70,7 @@ def passed(listening: socket.socket, output: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", [forked, passed])
-async def test_a_stranger_gets_the_bytes_of_the_program_only(
+async def test_another_acceptor_gets_only_the_bytes_of_the_program(
     way: Callable[[socket.socket, int], AbstractContextManager[None]],
 ) -> None:
     config = Config(handshake_timeout=HANDSHAKE_TIMEOUT)

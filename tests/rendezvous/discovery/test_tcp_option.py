@@ -174,7 +174,7 @@ def _disconnect(sock: socket.socket) -> None:
     assert ctypes.CDLL(None).connect(sock.fileno(), address, 16) == 0
 
 
-def test_what_is_no_socket(option: TcpOption) -> None:
+def test_a_closed_socket_has_no_option(option: TcpOption) -> None:
     with socket.socket() as sock:
         pass
     assert option.offer(sock) is Reason.TCP_OPTION_UNAVAILABLE
@@ -290,7 +290,7 @@ async def test_sockets_of_a_program_that_knows_nothing_of_it() -> None:
 
 
 @pytest.mark.rfc("3.1/3", "3.5.1.1/4")
-async def test_peers_that_have_never_heard_of_it() -> None:
+async def test_peers_without_smc_r_see_no_clc_message() -> None:
     """No byte of CLC is sent to a server, none expected of a client."""
     with Wire.open() as wire:
         async with listening() as (stack, listener), plain_server() as server:
@@ -473,7 +473,7 @@ def test_in_a_file_system_that_is_there(pins: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["link", "frozen"])
-def test_what_is_broken_is_set_up_anew(pins: Path, broken: str) -> None:
+def test_setup_replaces_broken_pins(pins: Path, broken: str) -> None:
     trio_smc.set_up_tcp_option(pins=pins)
     if broken == "link":
         (pins / tcp_option.LINK_NAME).unlink()

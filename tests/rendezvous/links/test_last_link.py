@@ -112,7 +112,7 @@ def test_a_link_that_both_sides_have_given_up_is_no_way_out(world: World) -> Non
 
 @pytest.mark.rfc("4.6.1/2")
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_link_deleted_in_order_delivers_what_it_received(world: World, place: int) -> None:
+def test_a_link_deleted_in_order_delivers_received_data(world: World, place: int) -> None:
     """The peer counts it as delivered and will not send it again (`Mover.link_ends`)."""
     stage = Stage(world, (2, 2))
     here, there = stage.call.connections[place], stage.call.connections[1 - place]
