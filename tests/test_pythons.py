@@ -44,7 +44,7 @@ def test_the_newest_of_each_supported_version_is_taken(tmp_path: Path, make: Mak
 
 
 @pytest.mark.parametrize("passes", [True, False])
-def test_one_that_fails_is_said_and_the_others_run(
+def test_a_failed_python_is_reported_and_the_others_run(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], passes: bool
 ) -> None:
     first = make("bin", "python3.11", "echo 3 11 2")

@@ -45,7 +45,7 @@ def test_tests_that_do_not_import_the_module(
     assert among in listed(capsys.readouterr().out)
 
 
-def test_a_long_list_is_cut_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_list_is_cut_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     assert where.main(["trio_smc/wire/cdc.py"]) == 0
     shown, said = capsys.readouterr()
     assert where.main(["trio_smc/wire/cdc.py", "--all"]) == 0

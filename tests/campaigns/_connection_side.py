@@ -172,7 +172,7 @@ class Side:
 
     def write(self) -> None:
         if self.got_closed:
-            self.raise_("abort")  # it cannot reach a reader: the send aborts
+            self.raise_("abort")  # no reader can get the data: the send aborts
             self.done = True
             return
         self.accepted += 1

@@ -60,7 +60,7 @@ class End:
     """One application: what it has to send, what it must receive."""
 
     patient = True
-    """Whether it sometimes waits until nothing is borrowed of its buffer."""
+    """True if the application sometimes waits until no part of its buffer is borrowed."""
 
     def __init__(self, connection: Connection, outgoing: bytes, incoming: bytes) -> None:
         self.connection = connection

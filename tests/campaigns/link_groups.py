@@ -197,7 +197,7 @@ class Case(Faults):
         world, heals = self.world, self.rng.random() < 0.7
         world.fate = Fate.DONE
         for qp in world.queue_pairs():
-            if not qp.places:  # its RNIC was about to fail
+            if not qp.places:  # the RNIC of the queue pair was about to fail
                 qp.fail(notices=False)
         self.healed = heals
         if heals:

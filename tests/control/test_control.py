@@ -79,7 +79,7 @@ async def answer(path: Path, *pieces: bytes, end: bool = False) -> list[dict[str
         ("9999999999-a1b2", None),
     ],
 )
-def test_the_name_of_a_control_socket_tells_its_process(name: str, pid: int | None) -> None:
+def test_the_name_of_a_control_socket_has_its_process(name: str, pid: int | None) -> None:
     """Whatever else lies in the directory is passed over."""
     assert control.pid_of_name(name) == pid
 
@@ -120,7 +120,7 @@ async def test_a_process_that_can_import_nothing_more_answers_and_reports(
     path.unlink()
 
 
-async def test_a_group_that_shares_the_directory_may_not_ask(tmp_path: Path) -> None:
+async def test_a_group_that_shares_the_directory_may_not_query(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o3770)
@@ -163,7 +163,7 @@ def framed(body: bytes) -> bytes:
         (framed(b'{"version": 1, "want": "rnics"}'), "no list of parts"),
     ],
 )
-async def test_bad_requests_are_told_so(request_bytes: bytes, said: str) -> None:
+async def test_bad_requests_are_refused_with_a_message(request_bytes: bytes, said: str) -> None:
     async with a_stack() as (_, path):
         [refusal] = await answer(path, request_bytes)
         assert refusal["part"] == "error"
@@ -199,7 +199,7 @@ async def test_captures_leave_room_for_others() -> None:
                         break
 
 
-async def test_a_capture_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_capture_that_no_client_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "_STALLED", 0.2)
     async with (
         a_stack() as (_, path),
@@ -229,7 +229,7 @@ async def test_random_requests(rng: random.Random) -> None:
         assert len(await answer(path, GOOD)) == 3
 
 
-async def test_silent_clients_hold_up_nobody_for_long(
+async def test_silent_clients_do_not_block_others_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trio_smc.control.server._CLIENT_TIMEOUT", 0.5)
@@ -271,7 +271,7 @@ class _Failing:
         return self._listener.accept()
 
 
-async def test_a_failed_accept_is_told_unless_the_client_has_left(
+async def test_a_failed_accept_is_logged_unless_the_client_has_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trio_smc.control.server._CAPACITY_PAUSE", 0.01)
@@ -440,7 +440,7 @@ def test_shapes(part: str, rng: random.Random) -> None:
             check_untrusted(spoil(good, rng), SHAPES[part], part)
 
 
-async def test_what_a_stack_says_has_the_shape_that_is_asked_for() -> None:
+async def test_each_part_of_a_snapshot_has_its_shape() -> None:
     """The two descriptions of an answer agree; `json` sees what the other process would."""
     async with a_stack() as (stack, path):
         [listener] = await stack.open_listeners(0, host="127.0.0.1")
@@ -456,7 +456,7 @@ async def test_what_a_stack_says_has_the_shape_that_is_asked_for() -> None:
         await other.aclose()
 
 
-async def test_what_a_stack_says_of_links_and_rnics() -> None:
+async def test_a_snapshot_has_links_and_rnics() -> None:
     """Groups have numbers that are not given twice; an RNIC's MTU is told in bytes."""
     wanted = control.encode({"want": ["connections", "link_groups", "rnics"]})
     table = (("eth0", "soft0"), ("eth1", "another"))
@@ -496,7 +496,7 @@ async def test_newer_parts_are_passed_over(runtime_directory: Path) -> None:
     assert (snapshot.pid, snapshot.stack) == (os.getpid(), "00")
 
 
-def test_a_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ToolError, match="belongs to user"):
@@ -504,7 +504,7 @@ def test_a_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("arguments", [["ss"], ["rnic"], ["capture", "-o", "x"]])
-def test_a_process_of_somebody_else(
+def test_a_process_of_another_user(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     owner = os.geteuid()
@@ -514,7 +514,7 @@ def test_a_process_of_somebody_else(
     assert f"process {os.getpid()} belongs to user {owner}, and only that user may query it" in said
 
 
-def test_an_answer_of_somebody_else(
+def test_an_answer_of_another_user(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = runtime_directory / "trio-smc"

@@ -110,10 +110,10 @@ class FakeChannel:
         self.number = number
         self.instant = False
         self.doubt = 0
-        """Which message that is done at once is the last: the link ends with it, and only the
-        peer knows whether it has arrived. 0: none."""
+        """Number of the immediate delivery that is the last: the link ends with it, and only the
+        peer knows if the message has arrived. 0: none."""
         self.arrives = True
-        """Whether it has."""
+        """True if the message of `doubt` arrives."""
         self.dead = False
         self.queue: deque[tuple[str, object, int]] = deque()
         self.uncompleted: deque[tuple[Any, int]] = deque()

@@ -528,7 +528,7 @@ def test_data_after_close_is_dropped_with_the_ring() -> None:
 
 @pytest.mark.rfc("4.8.2/9", "4.8.2/10", "A.4/19")
 @pytest.mark.parametrize("first", ["receive", "send", "SO_ERROR"])
-def test_what_arrived_before_an_abort_is_read_and_then_one_call_fails(first: str) -> None:
+def test_data_received_before_an_abort_is_read_and_then_one_call_fails(first: str) -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.peer(data=b"unread")
@@ -585,7 +585,7 @@ def test_data_that_only_the_abort_announces_may_be_missing(way: str) -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         if way == "a new link":
-            lone.sequence -= 1  # it has the number of the last message that arrived
+            lone.sequence -= 1  # the number of the last message that arrived
             lone.peer(flags=cdc.FAILOVER_VALIDATION)
         lone.peer(A, b"unread", cdc.URGENT_PRESENT if way == "urgent data" else 0)
         with pytest.raises(ConnectionResetError):

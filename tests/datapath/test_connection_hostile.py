@@ -218,7 +218,7 @@ def closed_at_once(pair: Pair) -> None:
 @pytest.mark.parametrize("endings", [0x20, 0x60, 0xA0, 0xFF])
 @pytest.mark.parametrize("flags", [0, cdc.URGENT_PRESENT, BOTH, 0xF7])
 @pytest.mark.parametrize("lie", [NOW, *LIES.values()], ids=["the truth", *LIES.keys()])
-def test_an_abort_counts_whatever_else_its_message_says(
+def test_an_abort_counts_with_any_other_field(
     pair: Pair, lie: tuple[tuple[int, int], tuple[int, int]], flags: int, endings: int
 ) -> None:
     """4.8.2 (2A, 2B), A.4: A says that the peer is completely done."""

@@ -406,7 +406,7 @@ def test_fig23_active_abort_1a_of_a_peer_that_is_done(pair: Pair, state: str) ->
 
 
 @pytest.mark.rfc("4.8.2/4")
-def test_fig23_active_abort_1a_ignores_what_else_comes(pair: Pair) -> None:
+def test_fig23_active_abort_1a_ignores_later_messages(pair: Pair) -> None:
     pair.a.abort()
     send(pair.b, b"new data")
     pair.b.shutdown_write()

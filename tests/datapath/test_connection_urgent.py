@@ -194,7 +194,7 @@ def test_waiting_urgent_data_can_be_withdrawn(pair: Pair) -> None:
     assert flags(pair.ab)[-1] == 0
 
 
-def test_flags_are_cleared_in_the_next_message_whatever_it_is(pair: Pair) -> None:
+def test_flags_are_cleared_in_the_next_message_of_any_kind(pair: Pair) -> None:
     """Some peers take P and U without new data for the announcement of another byte."""
     pair.b.send(view(b"x" * 60))
     pair.settle()

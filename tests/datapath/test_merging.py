@@ -277,9 +277,7 @@ def test_nothing_is_deferred_while_the_peer_sleeps(instant: Pair) -> None:
 
 
 @pytest.mark.parametrize("merging", ["cork", "until delivered", "more"])
-def test_a_sleeping_peer_does_not_cancel_what_the_application_has_asked_for(
-    instant: Pair, merging: str
-) -> None:
+def test_a_sleeping_peer_does_not_cancel_requested_merging(instant: Pair, merging: str) -> None:
     instant.ab.asleep[0] = 1
     sender = instant.a.sender
     if merging != "more":

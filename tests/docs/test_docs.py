@@ -110,7 +110,7 @@ def test_the_page_about_stability_names_each_command_with_json() -> None:
 
 
 @pytest.mark.parametrize("source", sorted((DOCS / "figures").glob("*.dot")), ids=lambda p: p.stem)
-def test_drawn_figures_are_as_their_source_says(source: Path) -> None:
+def test_drawn_figures_match_their_source(source: Path) -> None:
     """The texts of the drawing are those of dot; the places may differ."""
     drawn = source.with_suffix(".svg").read_text()
     again = subprocess.run(["dot", "-Tsvg", source], capture_output=True, check=True, text=True)
@@ -122,7 +122,7 @@ def words_of(svg: str) -> list[str]:
     return re.findall(r"<(?:text|title)[^>]*>([^<]*)<", svg)
 
 
-def test_the_numbers_of_the_pages_are_those_measured() -> None:
+def test_the_numbers_of_the_pages_are_measured() -> None:
     assert performance_page.main(["--check"]) == 0, "make performance"
 
 
@@ -218,7 +218,7 @@ def test_numbers_of_a_busy_machine_are_called_rough() -> None:
     assert about.endswith(" Other programs used the processors, too: these numbers are rough.")
 
 
-def test_the_files_of_the_comparison_have_every_way_but_those_that_need_a_package() -> None:
+def test_the_files_of_the_comparison_have_every_transport() -> None:
     contents = comparison.load()
     assert contents
     for content in contents:

@@ -135,7 +135,7 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
     assert "mode        tcp: no RNIC" in capsys.readouterr().out
 
 
-def test_the_demo_says_at_once_that_it_is_tcp_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_prints_first_that_it_uses_tcp_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the file is moved, and no line claims that SMC-R moved it."""
     monkeypatch.setenv("TRIO_SMC_DIRECTORY", "/proc/nowhere")  # no software RNIC opens there
     done = subprocess.run(
@@ -230,7 +230,7 @@ def test_the_benchmark_measures_other_ways_between_processes(tmp_path: Path) -> 
 
 
 @pytest.mark.benchmark
-def test_the_benchmark_measures_what_a_proxy_costs(tmp_path: Path) -> None:
+def test_the_benchmark_measures_the_cost_of_a_proxy(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ("--rounds=1", "--seconds=0.01", "--workloads=rtt,stream-64k")
     run("-m", "benchmarks", "--proxy", *options, "--json", str(numbers))
@@ -292,7 +292,7 @@ def test_how_cost_grows(tmp_path: Path) -> None:
     assert "connections" in (tmp_path / "growth-connections.svg").read_text()
 
 
-def test_the_plots_of_growth_are_those_of_the_numbers(tmp_path: Path) -> None:
+def test_the_plots_of_growth_match_the_numbers(tmp_path: Path) -> None:
     """The page has the tables of the file of numbers, and the plots have their titles and axes."""
     docs = ROOT / "docs"
     numbers = docs / "performance" / "growth.json"
@@ -311,7 +311,7 @@ def test_the_plots_of_growth_are_those_of_the_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmark
-def test_what_link_groups_cost_a_server(tmp_path: Path) -> None:
+def test_cost_of_link_groups_for_a_server(tmp_path: Path) -> None:
     """Two descriptors each, one for the TCP connection, and a pipe for the first four peers."""
     numbers = tmp_path / "growth.json"
     options = ("--most=10", "--repetitions=1", "--parts=groups")

@@ -50,7 +50,7 @@ async def test_a_newcomer_with_nothing_but_the_readme(
     assert trio.current_time() - start < FIVE_MINUTES
 
 
-def test_the_walk_notices_what_is_not_shown(tmp_path: Path, ports: dict[str, str]) -> None:
+def test_the_walk_notices_output_that_is_not_shown(tmp_path: Path, ports: dict[str, str]) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "<!-- step: run -->\n```sh\necho 17 apples\n```\n\n<!-- shows -->\n```text\n4 pears\n```\n"

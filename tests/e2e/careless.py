@@ -23,7 +23,7 @@ import trio_smc
 SENT = b"x" * 100_000
 HOST = "127.0.0.1"
 HELLO = b"+"
-"""What a server of the case "unread" sends first."""
+"""The first bytes of a server in the case "unread"."""
 
 
 def waited() -> float:
@@ -52,7 +52,7 @@ async def main(how: str, smc: str, port: int, count: int) -> Any:
         case "forgets":
             streams.clear()
             gc.collect()
-            await trio.sleep(0.3)  # it goes on with something else
+            await trio.sleep(0.3)  # the task goes on with something else
         case "waits" | "closes":
             sys.stdout.write("\n")
             sys.stdout.flush()

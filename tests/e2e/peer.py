@@ -31,7 +31,7 @@ from trio_smc import Config, SmcStream, Stack
 
 HOST = "127.0.0.1"
 HEADER = struct.Struct("!QQQd")
-"""What a sender says first to `_collect`: case, bytes, seed, seconds to wait before reading."""
+"""The header of a sender for `_collect`: case, bytes, seed, seconds to wait before reading."""
 LIMIT = 600
 """Seconds after which anything counts as hung."""
 

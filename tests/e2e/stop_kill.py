@@ -103,7 +103,7 @@ class Survivor:
             with trio.fail_after(_LIFE):
                 code = (await zygote.call("wait"))["code"]
         except BaseException:
-            os.kill(pid, signal.SIGKILL)  # it may be stopped; its zygote has not reaped it
+            os.kill(pid, signal.SIGKILL)  # the process may be stopped; its zygote has not reaped it
             raise
         assert early or code == -signal.SIGKILL, f"the victim's exit code is {code}"
 

@@ -197,7 +197,7 @@ async def test_the_peer_closes_while_data_waits_to_be_written(slow: Ends) -> Non
             assert await b.send() == NO_READER
 
 
-async def test_a_blocked_writer_hears_of_the_reset(slow: Ends) -> None:
+async def test_a_blocked_writer_gets_the_reset(slow: Ends) -> None:
     for way in WAYS:
         async with slow.joined(way) as (a, b):
             await b.start(what="send", size=10 * SMALL_RING)

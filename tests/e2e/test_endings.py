@@ -120,7 +120,7 @@ async def test_close_at_once_on_both_sides(pairs: Pairs) -> None:
 
 
 @FIRST
-async def test_what_was_sent_before_the_close_arrives(pairs: Pairs, first: str) -> None:
+async def test_data_sent_before_the_close_arrives(pairs: Pairs, first: str) -> None:
     a, b = both_orders(await pairs.make(), first)
     await a.send_all(bytes(SMALL_RING))
     await a.aclose()
@@ -221,7 +221,7 @@ async def test_a_reset_of_tcp_after_the_close_loses_nothing(pairs: Pairs, first:
 # --- a stack is left ---------------------------------------------------------------------------
 
 
-async def test_a_reader_who_takes_its_time_loses_nothing() -> None:
+async def test_a_slow_reader_loses_nothing() -> None:
     """The client's stack gives up waiting for the answer to its close; its data stays."""
     config = smc_config(shutdown_timeout=0.05)
     async with trio_smc.open_stack(config):

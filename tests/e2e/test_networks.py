@@ -286,7 +286,7 @@ async def test_closed_ports_between_two(networks: Networks, containers: Containe
     assert told[1].seconds < 1.0
 
 
-async def test_check_says_what_to_do(
+async def test_check_prints_the_remedy(
     networks: Networks, containers: Containers, tmp_path: Path
 ) -> None:
     """It sees the server's process, where that is this user's."""

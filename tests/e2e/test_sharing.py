@@ -128,7 +128,7 @@ def shared(base: Path, mode: int = 0o3770) -> Path:
     ("mode", "user", "groups", "expected"),
     [
         (0o3770, CLIENT, [GROUP], "smc-r"),
-        (0o3770, GROUP, [], "smc-r"),  # its primary group is that one
+        (0o3770, GROUP, [], "smc-r"),  # GROUP is the primary group
         (0o3770, STRANGER, [], "tcp other-user"),
         (0o2770, CLIENT, [GROUP], "tcp other-user"),
     ],
@@ -209,7 +209,7 @@ def as_member(program: str, *arguments: Path) -> int:
 
 
 @pytest.mark.timeout(120)
-async def test_what_a_member_puts_into_the_directory_leads_nowhere(base: Path) -> None:
+async def test_names_made_by_a_member_lead_nowhere(base: Path) -> None:
     """Nothing outside is touched, and the others go on with SMC-R."""
     path, victim = shared(base), base / "victim"
     victim.mkdir()

@@ -106,7 +106,7 @@ def test_one_encapsulation() -> None:
         ("eth0", (("eth0", "rxe1"), ("eth0", "rxe0")), [("rxe1", 0), ("rxe0", 0)]),
         ("eth0", (("eth1", "rxe1"),), [("rxe0", 0)]),  # no word of eth0
         ("eth0", (("eth0", "rxe9"),), []),  # only what it says
-        ("eth0.7", (("eth0", "rxe1"),), [("rxe1", 2)]),  # its adapter's; the same tag
+        ("eth0.7", (("eth0", "rxe1"),), [("rxe1", 2)]),  # from the adapter's entry; the same tag
         ("eth0.7", (("eth0.7", "rxe2"),), []),  # which has no GID with that tag
         ("bond0.7", (("bond0", "rxe0"),), [("rxe0", 3)]),
     ],

@@ -109,7 +109,7 @@ def connect(end: End, address: str) -> None:
 
 
 @pytest.mark.parametrize("dead", ["10.8.0.99", "10.77.0.9"])
-def test_nobody_answers_for_the_address(end: End, dead: str) -> None:
+def test_no_host_answers_for_the_address(end: End, dead: str) -> None:
     """On the port's network, or said to be."""
 
     def attempt() -> float:
@@ -146,7 +146,7 @@ def become_known(rnic: Rnic, address: str) -> float:
 
 
 @pytest.mark.parametrize("address", ["10.8.0.50", "10.66.0.7"])
-def test_a_neighbour_and_who_is_behind_it(end: End, address: str) -> None:
+def test_a_neighbour_and_the_hosts_behind_it(end: End, address: str) -> None:
     at_once(lambda: become_known(end.rnic, address))
 
 
@@ -159,7 +159,7 @@ def test_an_ipv6_neighbour(runtime_directory: Path, far: None) -> None:
 
 
 @pytest.mark.parametrize("address", ["10.8.0.1", "fe80::1"])
-def test_nobody_need_be_asked(end: End, address: str) -> None:
+def test_addresses_known_without_a_query(end: End, address: str) -> None:
     """Ourselves, and what the kernel refuses at once: IPv6 from an IPv4 address."""
 
     def attempt() -> float:

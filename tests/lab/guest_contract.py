@@ -64,7 +64,7 @@ def rnic_of(end: End) -> VerbsRnic:
     return end.rnic
 
 
-def test_what_is_short_goes_inline(ends: tuple[End, End]) -> None:
+def test_short_data_is_sent_inline(ends: tuple[End, End]) -> None:
     """The adapter has it once the post has returned: what is in memory may then change."""
     a, b = ends
     connect(a, b, receives=0)

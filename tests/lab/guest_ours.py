@@ -30,8 +30,8 @@ STEPS = (
     "client_fails_idle", "client_fails", "server_fails", "client_loses_device",
     "server_fails_in_version_2", "client_fails_behind_routers_in_version_2",
 )  # fmt: skip
-"""What happens before or in the middle of the transfer: an interface of that side goes down, or its
-RDMA device is deleted, and comes back.  Behind routers both RNICs of the server are in other
+"""Events before or in the middle of the transfer: an interface of that side goes down, or its RDMA
+device is deleted, and comes back.  Behind routers both RNICs of the server are in other
 subnets than those of the client."""
 UEID = "TRIO-SMC.LAB"
 

@@ -319,8 +319,8 @@ async def ipv6(world: World) -> None:
 
 
 @contextlib.contextmanager
-def saying(first: dict[str, Any], **credentials: Any) -> Iterator[None]:
-    """Our Accepts and Confirms lie about this; ``first``: in what they say on first contact."""
+def changed_credentials(first: dict[str, Any], **credentials: Any) -> Iterator[None]:
+    """Change these fields of our Accepts and Confirms, and ``first`` of the first contact extension."""
     honest = Negotiation._credentials
 
     def lying(self: Negotiation, kind: Any) -> Any:
@@ -346,7 +346,7 @@ async def kernel_checks(world: World) -> None:
         (world.from_kernel, {"direct": False}, {"gid": nowhere}, Diagnosis.NO_ROUTE),
     ):
         async with world.stack() as (stack, _):
-            with saying(first, **more):
+            with changed_credentials(first, **more):
                 both = await connect(stack, mode=Mode.TCP)
             fallback, _ = await world.fell_back(both)
             assert (fallback.origin, fallback.peer_code) == (Origin.PEER, code), fallback

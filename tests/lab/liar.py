@@ -47,7 +47,7 @@ class Liar:
         self.prefix = prefix
         self.peer_id = os.urandom(2) + device.rnic.mac
         self.tamper = at(0, b"")
-        """What becomes of the reply to ADD LINK."""
+        """Changes the reply to ADD LINK."""
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[trio.SocketStream]:

@@ -73,7 +73,7 @@ class Finished:
     output: str
     """The consoles, each line behind "[a] " or "[b] "."""
     results: str = ""
-    """What the commands of a single guest wrote into /lab/results."""
+    """Output of the commands of a single guest in /lab/results."""
 
 
 def run_guest(name: str, commands: str, *, seconds: float, memory: int = 1024) -> Finished:

@@ -234,7 +234,7 @@ async def test_tls() -> None:
     await listener.aclose()
 
 
-async def test_nobody_listens() -> None:
+async def test_connection_refused() -> None:
     (listener,) = await trio_smc.open_listeners(0, host="127.0.0.1")
     host, port = listener.socket.getsockname()
     await listener.aclose()

@@ -24,7 +24,7 @@ def shared_directory() -> str:
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "networks.yaml"])
-def test_containers_share_what_smc_r_takes(name: str) -> None:
+def test_containers_share_the_resources_of_smc_r(name: str) -> None:
     told = yaml.safe_load((EXAMPLES / "containers" / name).read_text())
     server, client = told["services"]["server"], told["services"]["client"]
     if name == "compose.yaml":

@@ -240,7 +240,7 @@ async def test_a_response_that_is_not_read_to_its_end() -> None:
         assert answer.content == bytes(10)
 
 
-async def test_nobody_listens() -> None:
+async def test_connection_refused() -> None:
     (listener,) = await trio_smc.open_listeners(0, host="127.0.0.1")
     port = listener.socket.getsockname()[1]
     await listener.aclose()

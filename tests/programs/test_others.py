@@ -26,7 +26,7 @@ PACKAGES = {
         "dnspython", "fastapi", "httpx[http2]", "hypercorn", "mcp>=2", "pg8000",
         "python-multipart", "trio", "trio-websocket", "wsproto",
     ],
-    "purerpc": ["protobuf", "purerpc>=0.8", "trio"],  # it wants an older h2
+    "purerpc": ["protobuf", "purerpc>=0.8", "trio"],  # purerpc needs an older h2
 }  # fmt: skip
 
 FASTAPI_APP = """

@@ -163,7 +163,7 @@ OF_TRIOS_OWN_SOCKET = (
     "test_SocketType_resolve",
     "test_resolve_address_exception_in_connect_closes_socket",
     "test_SocketType_connect_paths",
-    "test_custom_socket_factory",  # it wants to be the first that sets one
+    "test_custom_socket_factory",  # this test must be the first to set a factory
 )
 SOCKET_SUITES = (
     "test_socket",

@@ -389,7 +389,7 @@ class End:
                 self.tcp.end("rst")
                 return
             endpoint = stack.groups.endpoint_of(outcome.connection)
-            if endpoint is None:  # it ended in the same moment
+            if endpoint is None:  # the endpoint ended at the same moment
                 self.tcp.end("rst")
                 return
             assert isinstance(endpoint, Endpoint)

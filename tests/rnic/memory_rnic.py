@@ -444,7 +444,7 @@ class MemoryRnic(Rnic):
         self.qps: dict[int, PlainQueuePair] = {}
         self.done: list[Completion] = []
         self.no_memory = False
-        """Whether `alloc_memory` fails."""
+        """True if `alloc_memory` fails."""
         self.access_errors = 0
         """Writes of peers to where nothing is registered."""
 

@@ -154,7 +154,7 @@ class TestRequests:
             lengths.add(length)
         assert len(lengths) > 10
 
-    def test_only_what_it_is_about(self, faulty: Faulty) -> None:
+    def test_only_messages_of_the_plan_are_faulty(self, faulty: Faulty) -> None:
         faulty.plan.concerns = lambda message: message[:1] == b"\xfe"
         a, b = faulty.pair()
         c, d = faulty.pair()
@@ -213,7 +213,7 @@ class TestAtOnce:
         nothing_comes(b)
         assert b.received == [b"before"]
 
-    def test_faults_that_come_by_themselves_meet_what_is_posted(
+    def test_periodic_faults_strike_posted_requests(
         self, runtime_directory: Path, seed: int
     ) -> None:
         plan = FaultPlan(seed, kinds=(Fault.MESSAGE_LOST,), every=20)
@@ -263,7 +263,7 @@ class TestLinks:
         assert b.sent == [(1, UNREACHABLE)]
         assert state_of(b.qp) is ERR
 
-    def test_sockets_of_those_who_noticed_are_not_kept(self, faulty: Faulty) -> None:
+    def test_sockets_of_queue_pairs_that_noticed_are_not_kept(self, faulty: Faulty) -> None:
         for _ in range(20):
             a, b = faulty.pair()
             faulty.plan.inject(Fault.LINK_DOWN_HERE)
@@ -469,7 +469,7 @@ class TestRace:
         assert b.sent[0][1] in ((UNREACHABLE,) if not arrived else (0, UNREACHABLE))
 
     @pytest.mark.parametrize("before", [False, True])
-    def test_what_is_delivered_at_once_may_have_been_taken(
+    def test_an_immediate_delivery_may_have_been_received(
         self, faulty: Faulty, monkeypatch: pytest.MonkeyPatch, before: bool
     ) -> None:
         """It is unknown if the message arrived, and neither result is reported.

@@ -80,7 +80,7 @@ def test_order_is_kept_within_a_queue_pair_only() -> None:
         (Fate.UNPLACED, False, WcStatus.SUCCESS),
     ],
 )
-def test_what_becomes_of_a_request(fate: Fate, arrives: bool, status: WcStatus) -> None:
+def test_each_fate_of_a_request(fate: Fate, arrives: bool, status: WcStatus) -> None:
     pair = Pair()
     sender = pair.qps[0][0]
     sender.post_send(1, b"one")

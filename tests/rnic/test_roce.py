@@ -283,7 +283,7 @@ def to_peer(rnic: VerbsRnic, peer: bytes, mtu: int) -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(0, [2, 0, 0]), (64, [6, 4, 0]), (256, [6, 4, 4])])
-def test_what_is_short_goes_inline(
+def test_short_data_is_sent_inline(
     device: Device, rnic: VerbsRnic, most: int, expected: list[int]
 ) -> None:
     """As far as the adapter grants it; messages are solicited in any case."""
@@ -311,7 +311,7 @@ def test_events_of_a_port(device: Device, rnic: VerbsRnic) -> None:
     assert told == [RnicEvent.PORT_DOWN, RnicEvent.PORT_UP]
 
 
-def test_completions_told_apart_from_events(device: Device, rnic: VerbsRnic) -> None:
+def test_completions_and_events_have_separate_descriptors(device: Device, rnic: VerbsRnic) -> None:
     """The descriptor of completions does not report a port, nor the other way round."""
     told: list[RnicEvent] = []
     rnic.on_event = told.append
@@ -564,9 +564,7 @@ def test_memory_that_is_closed_is_not_registered(rnic: VerbsRnic) -> None:
     assert refused.value.errno == errno.EFAULT
 
 
-def test_nobody_need_be_asked_for_an_address(
-    monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic
-) -> None:
+def test_addresses_known_without_a_query(monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic) -> None:
     monkeypatch.setattr(neighbours, "query_now", lambda question: pytest.fail("was asked"))
     assert rnic.address_known(OTHER), "with RoCE v1 the GID tells the MAC address"
     assert rnic.address_known(gid("2001:db8::9")), "refused at once from an IPv4 address"

@@ -312,7 +312,7 @@ async def waiting(it: Streamed, calls: Waits) -> AsyncIterator[Waiting]:
 @pytest.mark.rfc("4.8.1/7", "4.8.2/11")
 @pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
-async def test_no_event_leaves_a_task_waiting_for_what_cannot_happen(
+async def test_no_event_leaves_a_task_waiting_for_ever(
     calls: str, block: Callable[[Streamed], None]
 ) -> None:
     seen: set[tuple[str, str]] = set()

@@ -136,7 +136,7 @@ def test_a_stopped_process() -> None:
     assert found.remedy == f"let it continue: kill -CONT {pid}"
 
 
-def test_what_is_no_python(tmp_path: Path) -> None:
+def test_a_listener_that_is_no_python_process(tmp_path: Path) -> None:
     redis = shutil.which("redis-server")
     assert redis, "redis-server is missing"
     with reserved_port() as port:
@@ -205,7 +205,7 @@ def test_a_mount_namespace_of_its_own() -> None:
     assert found.remedy == "mount one directory at both ends, and name it in TRIO_SMC_DIRECTORY"
 
 
-def test_nobody_listens() -> None:
+def test_no_process_listens() -> None:
     with reserved_port() as port:
         found = explain_listener("127.0.0.1", port, HERE())
     assert found.pid is None

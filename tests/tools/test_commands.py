@@ -158,7 +158,7 @@ async def test_top_names_the_columns_that_it_hides(monkeypatch: pytest.MonkeyPat
     assert done.out.endswith("\x1b[?1049l")
 
 
-async def test_several_processes_are_told_apart() -> None:
+async def test_several_processes_are_distinguished() -> None:
     async with running("server") as one, running("server") as two:
         both = (await quick_command("ss", "--json")).json
         assert [each["pid"] for each in both] == sorted((one.pid, two.pid))
@@ -308,7 +308,7 @@ async def test_check_of_another_address_of_this_host() -> None:
     assert json.loads(done.out)["listener"]["pid"] == os.getpid(), done.out
 
 
-async def test_check_names_what_the_server_declined_for() -> None:
+async def test_check_prints_the_reason_of_a_decline() -> None:
     """A Decline over the TCP connection: the words of both sides, and the side that decided."""
     from tests.api.api_peers import decline, read_clc
 

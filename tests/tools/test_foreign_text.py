@@ -40,7 +40,7 @@ STEERING = (
 HOSTILE = f"[red]{STEERING}[/][link=file:///]:boom:" + "long " * 2000
 DANGEROUS = {each for each in STEERING if not " " <= each <= "~"} - {"\n"}
 ARGUMENT = HOSTILE[:100].replace("\0", "").replace("\ud800", "")
-"""What an argument or a name of a file can be."""
+"""Hostile text that can be an argument or the name of a file."""
 
 
 def assert_harmless(text: str, *, terminal: bool = False) -> None:

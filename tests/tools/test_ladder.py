@@ -122,7 +122,7 @@ def test_writes_between_two_kernels_of_version_2() -> None:
 
 @pytest.mark.v2("v2.13/3")
 @pytest.mark.parametrize("number", [2, 3, 4])
-def test_add_link_of_version_2_tells_the_rtokens(number: int) -> None:
+def test_add_link_of_version_2_has_the_rtokens(number: int) -> None:
     """A write by any RToken of ADD LINK or its reply is found on the new link."""
     seen = list(dissect(packets_of(GOLDEN_V2)))
     said = [
@@ -149,7 +149,7 @@ def test_add_link_of_version_2_tells_the_rtokens(number: int) -> None:
         assert connections == set(range(1, len(pairs) + 1))
 
 
-def test_kernels_that_do_not_name_themselves_are_told_apart() -> None:
+def test_kernels_without_peer_id_are_distinguished() -> None:
     """Declined Proposals of version 2 alone, without a peer ID, of two clients."""
     server = End(b"\x0a\0\0\1", 5000)
     proposal = clc.Proposal(
@@ -189,7 +189,7 @@ def test_one_connection() -> None:
     [whole], [second] = read_ladders(golden()), read_ladders(golden(), 2)
     assert {row.connection.number for row in second.rows if row.connection} == {2}
     count, of_whole = (Counter(kind(r.event) for r in each.rows) for each in (second, whole))
-    assert count["LLC"] == of_whole["LLC"]  # its group's
+    assert count["LLC"] == of_whole["LLC"]  # those of the group
     assert (count["CLC"], count["write"]) == (3, 4)
     assert read_ladders(golden(), 6) == []
 
@@ -284,7 +284,7 @@ async def test_a_failover_of_ours(tmp_path: Path) -> None:
     assert writes == {(way, "RDMA write, 2000 bytes at 1000") for way in (True, False)}
 
 
-def test_the_page_shows_what_is_there() -> None:
+def test_the_page_shows_the_ladders() -> None:
     page = (ladders.DOCS / ladders.PAGE).read_text(encoding="utf-8")
     for name in ("first-contact", "failover"):
         assert f"(ladders/{name}.svg)" in page
@@ -349,7 +349,7 @@ async def test_our_own_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_what_could_block_is_not_opened(
+def test_a_file_whose_open_could_block_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     path = tmp_path / "capture.pcapng"

@@ -283,7 +283,7 @@ async def test_requests_that_drain_nothing(request_: dict[str, Any]) -> None:
 # --- reports -------------------------------------------------------------------------------------
 
 
-async def test_a_report_has_what_explains_and_nothing_secret(
+async def test_a_report_explains_and_has_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATABASE_PASSWORD", "hunter2-environment")

@@ -264,7 +264,7 @@ def test_the_general_remedy_keeps_a_shared_directory() -> None:
     assert "or 3770 for a group" in why.remedy
 
 
-def test_the_child_prints_what_it_found(
+def test_the_child_prints_its_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For this user, in this process: no directory, and a file in its place."""

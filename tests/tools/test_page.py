@@ -7,12 +7,12 @@ import re
 from scripts import cli_page
 
 
-def test_the_examples_of_the_page_are_what_the_commands_print() -> None:
+def test_the_examples_of_the_page_match_the_commands() -> None:
     text = cli_page.PAGE.read_text(encoding="utf-8")
     assert cli_page.page(text) == text, "renew it: python -m scripts.cli_page"
 
 
-def test_every_command_that_asks_a_process_has_an_example() -> None:
+def test_every_command_that_queries_a_process_has_an_example() -> None:
     shown = set(re.findall(r"^\$ trio-smc (\w+)", cli_page.PAGE.read_text(), re.MULTILINE))
     assert shown == {
         "ss", "lg", "rnic", "stats", "check", "top", "drain", "undrain", "reasons",

@@ -164,7 +164,7 @@ trio.run(service)
 
 
 @pytest.mark.parametrize("name", ["trio", "trio_smc"])
-def test_a_program_that_only_asks_whether_trio_is_there(name: str, tmp_path: Path) -> None:
+def test_a_program_that_only_looks_for_trio(name: str, tmp_path: Path) -> None:
     """As frameworks do that can work with several libraries."""
     program = f"import importlib.util; assert importlib.util.find_spec({name!r})\n{TRIO}"
     code, said = run(tmp_path, f"{program}\ntrio.run(main)", "--report", "--require-smc")
@@ -172,7 +172,7 @@ def test_a_program_that_only_asks_whether_trio_is_there(name: str, tmp_path: Pat
     assert re.search(r" 10 SMC-R, ", said)
 
 
-def test_a_report_says_why_connections_are_tcp(tmp_path: Path) -> None:
+def test_a_report_has_the_reason_for_tcp(tmp_path: Path) -> None:
     (tmp_path / "smc.toml").write_text('deny = ["127.0.0.0/8"]')
     code, said = run(tmp_path, f"{TRIO}\ntrio.run(main)", "--report", "--config", "smc.toml")
     assert code == 0

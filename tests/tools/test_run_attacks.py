@@ -113,7 +113,7 @@ GOOD: list[dict[str, Any]] = [
         json.dumps({**GOOD[4], "statistics": {**COUNTS, "fallbacks": [1] * 200}}).encode(),
     ],
 )  # fmt: skip
-def test_what_is_no_message(data: bytes) -> None:
+def test_invalid_packets_are_ignored(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_untrusted(data)
     tree = Tree(require=True)
@@ -470,7 +470,7 @@ def test_senders_of_the_same_user_that_have_ended(tmp_path: Path) -> None:
     assert "these counts may be incomplete" in said, said
 
 
-def test_an_orphan_of_the_program_is_heard(tmp_path: Path) -> None:
+def test_packets_of_an_orphan_are_received(tmp_path: Path) -> None:
     """As a daemon: its parent has ended, and the command has adopted it."""
     program = """
 import json, os, socket, sys, time

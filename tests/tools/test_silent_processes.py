@@ -77,7 +77,7 @@ def assert_names_each(done: Done, numbers: list[int]) -> None:
         assert line == text
 
 
-def test_all_commands_that_ask_processes_are_tested_here() -> None:
+def test_all_commands_that_query_processes_are_tested_here() -> None:
     asking = {each.NAME for each in load() if hasattr(each, "take_snapshots")}
     assert asking == {*ASKING, "check", "exporter"}  # the latter in tests/tools/test_exporter.py
 
@@ -98,7 +98,7 @@ def test_each_silent_process_is_named(
 
 
 @pytest.mark.parametrize("name", ASKING)
-async def test_those_that_answer_are_shown_all_the_same(name: str, runtime_directory: Path) -> None:
+async def test_processes_that_answer_are_still_shown(name: str, runtime_directory: Path) -> None:
     async with running("server") as peer, running("server") as other:
         os.kill(other.pid, signal.SIGSTOP)
         try:
@@ -231,7 +231,7 @@ def test_check_is_delayed_once(
     assert seconds < 6 * TIMEOUT
 
 
-def test_a_name_that_leads_elsewhere_is_not_asked(
+def test_a_name_that_leads_elsewhere_is_not_queried(
     runtime_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a shared directory another member may place a link to any socket of this user's."""

@@ -160,7 +160,7 @@ async def checked(*ueids: str, server: tuple[str, ...] = (), as_json: bool = Fal
     return done
 
 
-async def test_check_shows_what_is_agreed(monkeypatch: Patch) -> None:
+async def test_check_shows_the_agreement(monkeypatch: Patch) -> None:
     checking(monkeypatch)
     done = await checked("PLANT-7", "OTHER", server=("OTHER",))
     assert (done.code, done.err) == (0, "")

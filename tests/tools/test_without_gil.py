@@ -76,7 +76,7 @@ def python(environment: dict[str, str]) -> Python:
     return run
 
 
-def test_the_software_rnic_refuses_and_says_why(python: Python) -> None:
+def test_the_software_rnic_refuses_with_a_reason(python: Python) -> None:
     """The import of everything leaves the GIL off: nothing compiled asks for it."""
     done = python("-c", BY_NAME)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{WHY}\n", "")
@@ -99,7 +99,7 @@ def test_programs_that_require_smc_end_with_the_reason(python: Python) -> None:
     assert f"SMC-R is required: {MESSAGE}\n" in done.stderr
 
 
-def test_the_commands_say_why(python: Python, environment: dict[str, str]) -> None:
+def test_the_commands_print_the_reason(python: Python, environment: dict[str, str]) -> None:
     command = ["-m", "trio_smc.tools", "rnic"]
     assert f"No software RNIC: {WHY}.\n" in python(*command).stdout
     assert json.loads(python(*command, "--json").stdout)["no_software_rnic"] == WHY

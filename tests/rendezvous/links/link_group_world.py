@@ -188,7 +188,7 @@ class GroupWorld(World):
         self.server = self.side(config, rnics=rnics[1])
         self.streams: list[Stream] = []
         self.fate = Fate.DONE
-        """What becomes of the next request that is done."""
+        """The fate of the next request that is executed."""
         self._trace: Trace | None = None
         if write is not None:
             self._trace = Trace("world", self, write)

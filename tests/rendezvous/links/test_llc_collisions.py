@@ -276,7 +276,7 @@ def test_the_servers_confirm_rkey_and_the_clients_add_link() -> None:
     with World() as world:
         done: list[object] = []
         client, server = changing_rkeys(world, 1, done)
-        server.add_rnic()  # it has to wait, too
+        server.add_rnic()  # this request has to wait, too
         client.add_rnic()
         world.settle()
         told = transcript(server)
