@@ -13,7 +13,7 @@ or a page. A place without an entry has the count 0. `make lint` runs the compar
 | openings | docstrings, also of constants, that begin with "Whether", "What" or "Who" |
 | pronouns | comments that begin with "It" or "Its", also behind code |
 | verbs | functions that are named by a verb of speech or of the body, such as "tell" or "rouse" |
-| variables | assignments of variables that are named so |
+| variables | assignments of variables, and parameters, that are named so |
 | titles | tests whose names contain "what" or "stranger" |
 | private | uses of a private name of another class or module, in a test file, or an import of it |
 
@@ -187,7 +187,9 @@ def _in_node(node: ast.AST) -> Iterator[tuple[str, int]]:
         if "test" in words and words & _TITLES:
             yield "titles", node.lineno
     match node:
-        case ast.Name(id=name, ctx=ast.Store()) if set(name.lower().split("_")) & _VERBS:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if (
+            set(name.lower().split("_")) & _VERBS
+        ):
             yield "variables", node.lineno
     for documented, text in _documentation(node):
         if _OPENINGS.match(text.strip()):

@@ -172,6 +172,6 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 def test_the_command_prints_which_build_it_is() -> None:
     command = [sys.executable, "-m", "trio_smc.tools", "--version"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     kind = "compiled" if Path(trio_smc.datapath.sender.__file__).suffix == ".so" else "pure"
-    assert said == f"trio-smc {trio_smc.__version__} ({kind}, {trio_smc.SoftRnic.variant})\n"
+    assert output == f"trio-smc {trio_smc.__version__} ({kind}, {trio_smc.SoftRnic.variant})\n"

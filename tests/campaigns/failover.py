@@ -68,14 +68,14 @@ def run_one(policy: Policy) -> Result:
     """All failures with one number of RNICs."""
     # Without a log only the end of it may be wanted.
     lines: deque[str] = deque(maxlen=LAST_LINES if policy.log is None else None)
-    told = 0
+    reported = 0
 
     def show(line: str) -> None:
-        nonlocal told
+        nonlocal reported
         lines.append(line)
-        if chaos.result.injected >= told + PROGRESS:
-            told += PROGRESS
-            print(f"with {policy.rnics} RNICs: {told} failures so far", flush=True)
+        if chaos.result.injected >= reported + PROGRESS:
+            reported += PROGRESS
+            print(f"with {policy.rnics} RNICs: {reported} failures so far", flush=True)
 
     chaos = Chaos(policy, show)
     if policy.log is not None:

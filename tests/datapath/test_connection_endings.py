@@ -306,14 +306,14 @@ def lone_connection() -> Iterator[Lone]:
 
 def flags_since(channel: FakeChannel, start: int) -> str:
     names = {D: "D", C: "C", A: "A"}
-    said = 0
+    announced = 0
     text = ""
     for entry in channel.log[:start]:
-        said |= entry.endings if isinstance(entry, Cdc) else 0
+        announced |= entry.endings if isinstance(entry, Cdc) else 0
     for entry in channel.log[start:]:
         assert isinstance(entry, Cdc), f"{entry}: endings write no data"
-        text += "".join(name for flag, name in names.items() if entry.endings & ~said & flag)
-        said |= entry.endings
+        text += "".join(name for flag, name in names.items() if entry.endings & ~announced & flag)
+        announced |= entry.endings
     return text
 
 

@@ -354,7 +354,7 @@ WAYS = {
     AW2: "b.shutdown_write a.shutdown_write",
     "APPCLOSEWAIT2 after C": "b.close a.shutdown_write",
 }
-TOLD = {AW1 + " after C", AW2 + " after C", APPFIN}
+ANNOUNCED = {AW1 + " after C", AW2 + " after C", APPFIN}
 
 
 def lead(pair: Pair, state: str) -> None:
@@ -366,7 +366,7 @@ def lead(pair: Pair, state: str) -> None:
 
 
 @pytest.mark.rfc("4.8.2/3", "4.8.2/5", "4.8.2/6")
-@pytest.mark.parametrize("state", [state for state in WAYS if state not in TOLD])
+@pytest.mark.parametrize("state", [state for state in WAYS if state not in ANNOUNCED])
 def test_fig23_active_abort_1a_and_1b(pair: Pair, state: str) -> None:
     lead(pair, state)
     pair.a.abort()
@@ -395,7 +395,7 @@ def test_a_peer_that_resets_tcp_before_any_cdc_message_does_not_answer(
     assert pair.hosts[0].calls == (["reset_tcp", "closed"] if no_more_writes else [])
 
 
-@pytest.mark.parametrize("state", sorted(TOLD))
+@pytest.mark.parametrize("state", sorted(ANNOUNCED))
 def test_fig23_active_abort_1a_of_a_peer_that_is_done(pair: Pair, state: str) -> None:
     """Its answer is not waited for: it has said C."""
     lead(pair, state)
@@ -427,7 +427,7 @@ def test_fig23_active_abort_timer(pair: Pair) -> None:
 
 
 @pytest.mark.rfc("4.8.2/9", "4.8.2/11")
-@pytest.mark.parametrize("state", [state for state in WAYS if state not in TOLD])
+@pytest.mark.parametrize("state", [state for state in WAYS if state not in ANNOUNCED])
 def test_fig23_passive_abort_2a_and_2b(pair: Pair, state: str) -> None:
     lead(pair, state)
     if state in ("ACTIVE", PW1):

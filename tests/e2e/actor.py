@@ -261,10 +261,10 @@ class End:
         self._peer.process.send_signal(signal.SIGCONT)
 
 
-def _outcome(said: dict[str, Any]) -> Any:
-    if "raised" in said:
-        return said["raised"], said["errno"]
-    return said["value"]
+def _outcome(answer: dict[str, Any]) -> Any:
+    if "raised" in answer:
+        return answer["raised"], answer["errno"]
+    return answer["value"]
 
 
 @contextlib.asynccontextmanager

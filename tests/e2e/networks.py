@@ -49,15 +49,15 @@ class Network:
 
     def run(self, *lines: str) -> str:
         """Run commands inside; what the last one prints."""
-        said = ""
+        output = ""
         for line in lines:
             done = subprocess.run(
                 [*self.enter(), *shlex.split(line)],
                 capture_output=True, text=True, check=False, timeout=2 * PATIENCE,
             )  # fmt: skip
             assert done.returncode == 0, f"{line}: {done.stderr}"
-            said = done.stdout
-        return said
+            output = done.stdout
+        return output
 
     def enter(self) -> list[str]:
         """The command that runs another one inside."""
@@ -253,10 +253,10 @@ class Containers:
         assert process.stdout is not None
         try:
             with trio.fail_after(2 * PATIENCE):
-                said = b""
-                while not said.endswith(b"\n"):
-                    said += await process.stdout.receive_some() or b"nothing\n"
-            port, pid = map(int, said.split())
+                output = b""
+                while not output.endswith(b"\n"):
+                    output += await process.stdout.receive_some() or b"nothing\n"
+            port, pid = map(int, output.split())
             assert pid == 1
             yield port
             with trio.fail_after(2 * PATIENCE):

@@ -230,10 +230,10 @@ async def time_to_end(how: str, port: int, count: int, *, interrupt: bool = Fals
         if interrupt:
             await trio.sleep(0.5)
             process.send_signal(signal.SIGINT)
-        said = b""
+        received = b""
         while piece := await process.stdout.receive_some():
-            said += piece
+            received += piece
         await process.stdout.aclose()
         await process.wait()
-    began, end, waited = map(float, said.split())
+    began, end, waited = map(float, received.split())
     return end - start - (waited - began) - (careless.waited() - before)

@@ -99,7 +99,7 @@ async def _outcome(
         try:
             assert process.stdout is not None
             port, number = (await process.stdout.receive_some()).split()
-            said = await trio.run_process(
+            done = await trio.run_process(
                 [*inside[1], *command, _settings(*client, int(port))],
                 env=environment,
                 capture_stdout=True,
@@ -111,7 +111,7 @@ async def _outcome(
                 await process.wait()
             if process.stdout is not None:
                 await process.stdout.aclose()
-    outcome, _, theirs = said.stdout.decode().strip().rpartition(" ")
+    outcome, _, theirs = done.stdout.decode().strip().rpartition(" ")
     return outcome.strip(), f"{int(number)} {theirs}"
 
 

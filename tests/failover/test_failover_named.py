@@ -24,7 +24,7 @@ DATA = b"a few bytes that matter"
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         yield world
 
 
@@ -256,21 +256,21 @@ def leaving(world: World, place: int) -> tuple[Stage, Link, list[Connection], li
     stage = Stage(world, (2, 2))
     calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(3))]
     connections = [call.connections[place] for call in calls]
-    link, told = connections[0].channel, list[Link]()
+    link, reports = connections[0].channel, list[Link]()
     assert isinstance(link, Link)
     both = [connection for connection in connections if connection.channel is link]
     assert len(both) == 2
     for connection in both:
         connection.send(memoryview(DATA))
     link.machine.send("leave")
-    stage.end(place).group.mover.link_leaving(link, lambda: told.append(link))
-    return stage, link, both, told
+    stage.end(place).group.mover.link_leaving(link, lambda: reports.append(link))
+    return stage, link, both, reports
 
 
 @BOTH_ENDS
 @pytest.mark.rfc("2.3/2")
 def test_a_link_is_left_when_its_last_connection_has_gone(world: World, place: int) -> None:
-    stage, link, (first, second), told = leaving(world, place)
+    stage, link, (first, second), reports = leaving(world, place)
     pump, qp = stage.end(place).stack.pump, link.qp
     assert isinstance(qp, PlainQueuePair)
     qp.execute()
@@ -278,22 +278,22 @@ def test_a_link_is_left_when_its_last_connection_has_gone(world: World, place: i
     pump.drain()
     assert first.channel is not link
     assert second.channel is link
-    assert not told
+    assert not reports
     world.settle()
     assert second.channel is not link
-    assert told == [link]
+    assert reports == [link]
 
 
 @BOTH_ENDS
 @pytest.mark.rfc("4.8.3/2")
 def test_no_callback_if_an_abandoned_link_stays(world: World, place: int) -> None:
-    stage, link, both, told = leaving(world, place)
+    stage, link, both, reports = leaving(world, place)
     link.machine.send("stay")
     stage.end(place).group.mover.link_stays(link)
     both[0].abort()
     world.settle()
     assert both[1].channel is link
-    assert not told
+    assert not reports
     peers = stage.end(1 - place).connections
     assert [each.receiver.receive(100) for each in peers if each.receiver.bytes_received] == [DATA]
 
@@ -347,10 +347,10 @@ def test_a_link_fails_while_one_of_its_connections_ends(world: World, place: int
         link.machine.send("failed")
 
     replay.hold(ending, fail)
-    told = stage.end(place).record()
+    record = stage.end(place).record()
     ending.links_lost()
     assert (ending.state, link.state) == ("CLOSED", "DOWN")
-    moves = [what for kind, _, what in told.events if kind == "state" and what[2] == "move"]
+    moves = [what for kind, _, what in record.events if kind == "state" and what[2] == "move"]
     assert len(moves) == len(others)
     world.settle()
     for call in others:

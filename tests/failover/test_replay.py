@@ -354,8 +354,8 @@ def test_a_request_for_updates_is_answered_on_the_new_link(pair: Pair) -> None:
     pair.ab.deliver()
     pair.ba.slots = 0
     pair.b.receiver.receive(1)
-    asked = cdc.pack(2, pair.b.alert_token, 0, 3, 0, 0, cdc.UPDATE_REQUESTED)
-    receive_cdc(pair.b, asked)
+    request = cdc.pack(2, pair.b.alert_token, 0, 3, 0, 0, cdc.UPDATE_REQUESTED)
+    receive_cdc(pair.b, request)
     assert pair.ba.log == []
     pair.fail_link(1)
     assert pair.ba.log == [validation(0), Cdc(1, producer=(0, 0), consumer=(1, 0))]

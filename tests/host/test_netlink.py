@@ -19,10 +19,10 @@ from trio_smc.host.netlink import AnswerCache, Message, Request, query
 
 
 class Kernel:
-    """A kernel that counts what it is asked, and reports changes when it is told to."""
+    """A kernel that counts the queries, and reports changes on demand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked = 0
+        self.queries = 0
         self.answer: bytes | None = b"\1\2"
         self.subscribers = 0
         self.ours: socket.socket | None = None
@@ -30,7 +30,7 @@ class Kernel:
         monkeypatch.setattr(netlink, "_subscribe", self._subscribe)
 
     def _query(self, request: Request) -> list[Message] | None:
-        self.asked += 1
+        self.queries += 1
         return None if self.answer is None else [Message(bytes((n,)), {}) for n in self.answer]
 
     def _subscribe(self) -> socket.socket:
@@ -77,7 +77,7 @@ def request_of(key: str) -> Request:
 
 def test_without_an_open_cache(kernel: Kernel) -> None:
     assert double() == double() == [2, 4]
-    assert kernel.asked == 2
+    assert kernel.queries == 2
     assert kernel.subscribers == 0
 
 
@@ -85,18 +85,18 @@ def test_kept_until_something_changes(kernel: Kernel) -> None:
     with closing(AnswerCache()) as memory:
         memory.open()
         assert double() == double() == [2, 4]
-        assert kernel.asked == 1
+        assert kernel.queries == 1
         double("others")
-        assert kernel.asked == 2, "another question"
+        assert kernel.queries == 2, "another question"
         kernel.answer = b"\7"
         assert double() == [2, 4]
         kernel.change()
         kernel.change()
         assert double() == double() == [14]
         assert double("others") == [14]
-        assert kernel.asked == 4
+        assert kernel.queries == 4
     assert double() == [14]
-    assert kernel.asked == 5, "no cache is open any more"
+    assert kernel.queries == 5, "no cache is open any more"
 
 
 def test_two_that_remember_share(kernel: Kernel) -> None:
@@ -107,10 +107,10 @@ def test_two_that_remember_share(kernel: Kernel) -> None:
     one.close()
     one.close()
     double()
-    assert (kernel.asked, kernel.subscribers) == (1, 1)
+    assert (kernel.queries, kernel.subscribers) == (1, 1)
     other.close()
     double()
-    assert kernel.asked == 2
+    assert kernel.queries == 2
 
 
 def test_no_answer_is_not_kept(kernel: Kernel) -> None:
@@ -157,7 +157,7 @@ def test_a_kernel_that_reports_nothing(kernel: Kernel, monkeypatch: pytest.Monke
         memory.open()
         double()
         double()
-        assert kernel.asked == 2
+        assert kernel.queries == 2
 
 
 def test_a_forked_child_leaves_the_reports_to_its_parent(kernel: Kernel) -> None:
@@ -168,10 +168,10 @@ def test_a_forked_child_leaves_the_reports_to_its_parent(kernel: Kernel) -> None
         if child == 0:
             double()
             double()
-            os._exit(0 if kernel.asked == 3 else 1)  # neither answer was kept
+            os._exit(0 if kernel.queries == 3 else 1)  # neither answer was kept
         assert os.waitpid(child, 0)[1] == 0
         assert double() == [2, 4]
-        assert kernel.asked == 1
+        assert kernel.queries == 1
 
 
 def test_the_real_kernel() -> None:

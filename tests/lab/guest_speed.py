@@ -89,10 +89,10 @@ async def run_program(
         nursery.cancel_scope.cancel()
     if way == "AF_SMC":
         assert modes == {"SMCR"}, modes
-    *profile, told = done.stdout.decode().splitlines()
+    *profile, result = done.stdout.decode().splitlines()
     for line in profile:
         log(line)
-    figures: dict[str, float] = json.loads(told)
+    figures: dict[str, float] = json.loads(result)
     return figures
 
 

@@ -229,10 +229,12 @@ async def request_add_link(world: World) -> None:
             await _two_links(both, LinkGroupKind.ASYMMETRIC)
             await world.kernel.call("shell", command="ip link set mac0 up")
             await _symmetric_then(world, both)
-            [asked] = [m for _, out, m in seen.llc_messages if m[0] == REQUEST_ADD_LINK and not out]
+            [request] = [
+                m for _, out, m in seen.llc_messages if m[0] == REQUEST_ADD_LINK and not out
+            ]
             await talk(both)
             await both.end()
-            world.log(f"server: answered REQUEST ADD LINK with {asked[24]} GIDs")
+            world.log(f"server: answered REQUEST ADD LINK with {request[24]} GIDs")
     finally:
         await world.kernel.call("shell", command=UNDO)
         await here(UNDO)
@@ -320,7 +322,7 @@ async def ipv6(world: World) -> None:
 
 @contextlib.contextmanager
 def changed_credentials(first: dict[str, Any], **credentials: Any) -> Iterator[None]:
-    """Change these fields of our Accepts and Confirms, and ``first`` of the first contact extension."""
+    """Change fields of our Accepts and Confirms; ``first``: of the first contact extension."""
     honest = Negotiation._credentials
 
     def lying(self: Negotiation, kind: Any) -> Any:

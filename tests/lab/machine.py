@@ -177,9 +177,9 @@ class _Console:
     def follow(self, guest: _Guest, source: IO[str]) -> None:
         name = guest.name
         for line in source:
-            asked = _CABLE.search(line)
-            if asked:
-                guest.monitor(f"set_link n{asked[1]} {asked[2]}")
+            cable = _CABLE.search(line)
+            if cable:
+                guest.monitor(f"set_link n{cable[1]} {cable[2]}")
             if "lab: up" in line:
                 guest.up.set()
             self.add(name, line.rstrip())

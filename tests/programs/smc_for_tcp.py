@@ -37,7 +37,7 @@ QUIET = 0.25
 
 # trio_smc itself looks `trio.open_tcp_listeners` up, and then means Trio's.
 _real_open_tcp_listeners = trio.open_tcp_listeners
-_asked_by_us: ContextVar[bool] = ContextVar("asked_by_us", default=False)
+_requested_by_us: ContextVar[bool] = ContextVar("asked_by_us", default=False)
 
 
 async def open_tcp_stream(host: str | bytes, port: int, **options: Any) -> trio_smc.SmcStream:
@@ -59,13 +59,13 @@ async def open_tcp_stream(host: str | bytes, port: int, **options: Any) -> trio_
 
 async def open_tcp_listeners(port: int, **options: Any) -> Sequence[trio.abc.Listener[Any]]:
     """Stand in for `trio.open_tcp_listeners`."""
-    if _asked_by_us.get():
+    if _requested_by_us.get():
         return await _real_open_tcp_listeners(port, **options)
-    token = _asked_by_us.set(True)
+    token = _requested_by_us.set(True)
     try:
         return await trio_smc.open_listeners(port, config=CONFIG, **options)
     finally:
-        _asked_by_us.reset(token)
+        _requested_by_us.reset(token)
 
 
 async def serve_tcp(

@@ -25,20 +25,20 @@ def shared_directory() -> str:
 
 @pytest.mark.parametrize("name", ["compose.yaml", "networks.yaml"])
 def test_containers_share_the_resources_of_smc_r(name: str) -> None:
-    told = yaml.safe_load((EXAMPLES / "containers" / name).read_text())
-    server, client = told["services"]["server"], told["services"]["client"]
+    content = yaml.safe_load((EXAMPLES / "containers" / name).read_text())
+    server, client = content["services"]["server"], content["services"]["client"]
     if name == "compose.yaml":
-        assert (client["network_mode"], told.get("networks")) == ("service:server", None)
+        assert (client["network_mode"], content.get("networks")) == ("service:server", None)
     else:
         # The server's own address is what its name resolves to: nothing is published.
-        [network] = told["networks"]
+        [network] = content["networks"]
         assert server["networks"] == client["networks"] == [network]
-        assert told["networks"][network] == {"driver": "bridge"}
+        assert content["networks"][network] == {"driver": "bridge"}
         assert client["command"][-1] == "server"
         for each in (server, client):
             assert not {"network_mode", "ports"} & each.keys()
     assert client["user"] == server["user"] == "1000:1000"
-    assert told["volumes"]["smc"]["driver_opts"]["o"] == "uid=1000,gid=1000,mode=0700"
+    assert content["volumes"]["smc"]["driver_opts"]["o"] == "uid=1000,gid=1000,mode=0700"
     for each in (server, client):
         volume, settings = each["volumes"]
         assert volume == f"smc:{shared_directory()}"
@@ -70,8 +70,8 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
     command = ["systemd-analyze", "verify", "--man=no"]
     paths = [str(tmp_path / each.name) for each in UNITS]
     done = subprocess.run([*command, *paths], capture_output=True, text=True, check=False)
-    told = [line for line in done.stderr.splitlines() if "app-" in line]
-    assert (done.returncode, told) == (0, [])
+    logged = [line for line in done.stderr.splitlines() if "app-" in line]
+    assert (done.returncode, logged) == (0, [])
     broken = tmp_path / "broken.service"
     broken.write_text(UNITS[0].read_text().replace("ExecStart=/usr/bin/env", "ExecStart=env//"))
     again = subprocess.run([*command, str(broken)], capture_output=True, check=False)

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SAID = {
+EXPECTED = {
     "tls": ["HELLO OVER TLS - TLSv1.3", "client: smc-r", "server: smc-r"],
     "web": [
         "HTTP/1.1 hello this over HTTP/1.1 - client: smc-r",
@@ -31,7 +31,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_example(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", f"examples.{name}"],
@@ -43,7 +43,7 @@ def test_example(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr
     lines = done.stdout.splitlines()
-    assert set(SAID[name]) <= set(lines), done.stdout
+    assert set(EXPECTED[name]) <= set(lines), done.stdout
     assert lines[-1] == "server: stopped"
 
 

@@ -475,8 +475,8 @@ class World:
     """Stacks, the fabric and the calls between them; a context manager that frees everything and
     checks that nothing is left."""
 
-    def __init__(self, *, tells_death: bool = True) -> None:
-        self.fabric = Fabric(tells_death=tells_death)
+    def __init__(self, *, announces_end: bool = True) -> None:
+        self.fabric = Fabric(announces_end=announces_end)
         self.clock = Clock()
         self.work_clock: Callable[[], float] = _no_work
         self.sides: list[Side] = []

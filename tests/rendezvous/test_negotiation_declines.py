@@ -222,16 +222,16 @@ def test_the_client_may_decline_where_it_is_waited_for(state: str) -> None:
 
 
 @pytest.mark.rfc("3.5.1.6.4/1", "C.7/5", "C.2/1")
-@pytest.mark.parametrize("tells_death", [False, True])
+@pytest.mark.parametrize("announces_end", [False, True])
 @pytest.mark.parametrize(
     ("kind", "reply", "by_client"),
     [(CONFIRM_LINK, False, False), (CONFIRM_LINK, True, True), (ADD_LINK, False, False)],
 )
 def test_the_side_whose_send_failed_declines(
-    kind: llc.MessageType, reply: bool, by_client: bool, tells_death: bool
+    kind: llc.MessageType, reply: bool, by_client: bool, announces_end: bool
 ) -> None:
     """Figure 42 and C.7: the other side waits for the Decline, also when it sees the link go."""
-    with World(tells_death=tells_death) as world:
+    with World(announces_end=announces_end) as world:
         client, server = world.side(), world.side()
         world.fabric.tamper = on(kind, reply=reply, do=fail)
         call = world.call(client, server)
@@ -358,7 +358,7 @@ def test_optional_messages_may_come_even_then() -> None:
 
 @pytest.mark.rfc("A.2.5/2", "C.4/1")
 def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server = world.side(), world.side()
         first = world.connect(client, server)
         client.group.machine.send("links_lost")

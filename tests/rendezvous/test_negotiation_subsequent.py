@@ -605,7 +605,7 @@ def test_a_group_that_ends_while_the_client_prepares() -> None:
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_group_that_ends_after_accept(knows: bool) -> None:
     """The server cannot decline any more (C.1): it resets, unless the client declines."""
-    with World(tells_death=knows) as world:
+    with World(announces_end=knows) as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
         call = world.call(client, server)

@@ -37,7 +37,7 @@ BIG = 4 * SIZE
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         yield world
 
 
@@ -77,8 +77,8 @@ def test_a_new_rmb_is_announced_over_the_link_of_its_first_connection(world: Wor
     stage = Stage(world, (2, 2))
     records = [side.record() for side in (stage.client, stage.server)]
     world.connect(stage.client, stage.server, size=BIG)
-    told = [name for name in stage.log if name.endswith("CONFIRM_RKEY")]
-    assert told == ["S2 CONFIRM_RKEY", "C2 CONFIRM_RKEY"], "link 1 has a connection already"
+    requests = [name for name in stage.log if name.endswith("CONFIRM_RKEY")]
+    assert requests == ["S2 CONFIRM_RKEY", "C2 CONFIRM_RKEY"], "link 1 has a connection already"
     for record, side in zip(records, (stage.client, stage.server), strict=True):
         (sent,) = [
             clc.decode_untrusted(data)
@@ -195,8 +195,8 @@ def test_an_accept_of_no_known_link_without_the_flag_is_out_of_sync(place: int) 
         call.tcp[1].tamper = change
         record = client.record()
         world.settle()
-        said = [m for kind, way, m in record.messages() if (kind, way) == ("clc", "out")]
-        answer = clc.decode_untrusted(said[-1])
+        sent = [m for kind, way, m in record.messages() if (kind, way) == ("clc", "out")]
+        answer = clc.decode_untrusted(sent[-1])
         assert isinstance(answer, clc.Decline)
         assert answer.out_of_sync
         assert call.states == ("FALLEN_BACK", "FALLEN_BACK")

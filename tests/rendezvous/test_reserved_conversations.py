@@ -145,18 +145,18 @@ def sent(*sides: Side) -> set[str]:
 @pytest.mark.rfc("A.2/1", "A.3/1")
 @pytest.mark.parametrize("version", [1, 2])
 def test_no_reserved_bit_is_set_in_a_conversation(version: int) -> None:
-    with World(tells_death=False) as world:
-        told = sent(*converse(world, version, noisy=False))
+    with World(announces_end=False) as world:
+        plain = sent(*converse(world, version, noisy=False))
         wanted = {"PROPOSAL", "ACCEPT", "CONFIRM", "DECLINE", "CDC", *SEEN[version]}
         wanted |= {f"{name} reply" for name in SEEN[version] if name not in ONE_WAY}
-        assert told == wanted
+        assert plain == wanted
 
 
 @pytest.mark.rfc("A.2/1", "A.2/2")
 @pytest.mark.parametrize("version", [1, 2])
 def test_with_all_reserved_bits_set_a_conversation_goes_the_same_way(version: int) -> None:
     """And no reply repeats a reserved bit of its request."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         sides = converse(world, version, noisy=True)
         received = [(kind, data) for side in sides for kind, way, data in side.recorder.messages()
                     if way == "in"]  # fmt: skip

@@ -165,7 +165,7 @@ def test_a_subsequent_contact_has_the_eid() -> None:
 
 @pytest.mark.v2("v2.4/2", "v2.4/3", "v2.4/4", "v2.4/5", "v2.4/6")
 @pytest.mark.parametrize(
-    ("said", "proposal", "direct", "reason"),
+    ("answer", "proposal", "direct", "reason"),
     [
         (VERSION_1, ONLY_2, True, Reason.VERSION_MISMATCH),
         (AGREED, PLAIN, True, Reason.VERSION_MISMATCH),
@@ -182,9 +182,9 @@ def test_a_subsequent_contact_has_the_eid() -> None:
     ],
 )  # fmt: skip
 def test_a_client_declines_terms_it_did_not_propose(
-    said: Terms, proposal: clc.Proposal, direct: bool | None, reason: Reason
+    answer: Terms, proposal: clc.Proposal, direct: bool | None, reason: Reason
 ) -> None:
-    assert check_accept(accept(said), proposal, direct) is reason
+    assert check_accept(accept(answer), proposal, direct) is reason
 
 
 # --- the server, on Confirm -----------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_confirm_repeats_the_terms(terms: Terms, first: bool) -> None:
 
 @pytest.mark.v2("v2.5/2", "v2.5/3")
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("answer", "reason"),
     [
         (replace(AGREED, eid=ONE), Reason.NO_COMMON_UEID),
         (replace(AGREED, release=0), Reason.RELEASE_MISMATCH),
@@ -207,15 +207,15 @@ def test_confirm_repeats_the_terms(terms: Terms, first: bool) -> None:
         (replace(AGREED, max_links=1), Reason.LINK_LIMIT),
     ],
 )
-def test_a_confirm_that_differs_from_the_accept(said: Terms, reason: Reason) -> None:
-    assert check_confirm(confirm(said), AGREED) is reason
+def test_a_confirm_that_differs_from_the_accept(answer: Terms, reason: Reason) -> None:
+    assert check_confirm(confirm(answer), AGREED) is reason
 
 
 @pytest.mark.v2("v2.5/4")
-@pytest.mark.parametrize(("said", "terms"), [(VERSION_1, AGREED), (AGREED, VERSION_1)])
-def test_confirm_of_another_version(said: Terms, terms: Terms) -> None:
+@pytest.mark.parametrize(("answer", "terms"), [(VERSION_1, AGREED), (AGREED, VERSION_1)])
+def test_confirm_of_another_version(answer: Terms, terms: Terms) -> None:
     with pytest.raises(ProtocolError, match="another version"):
-        check_confirm(confirm(said), terms)
+        check_confirm(confirm(answer), terms)
 
 
 # --- what follows ---------------------------------------------------------------------------------

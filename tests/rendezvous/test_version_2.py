@@ -269,8 +269,10 @@ def test_many_rmbs_are_announced_at_once() -> None:
             side.add_rnic()
         world.settle()
         assert client.group.kind is LinkGroupKind.SYMMETRIC
-        told = [each.extension for each in messages(client, llc.AddLink, llc.V2) if each.extension]
-        assert max(len(each.pairs) for each in told) >= 3
+        extensions = [
+            each.extension for each in messages(client, llc.AddLink, llc.V2) if each.extension
+        ]
+        assert max(len(each.pairs) for each in extensions) >= 3
         client.rnics[0].port_down()
         world.settle()
         for call in calls:
@@ -589,9 +591,9 @@ def test_rtokens_of_unknown_rmbs_are_ignored(caplog: pytest.LogCaptureFixture) -
         lying_llc(world, strange)
         call = world.connect(client, server)
         assert client.group.kind is server.group.kind is LinkGroupKind.SYMMETRIC
-        told = [each for each in caplog.messages if "name no RMB" in each]
-        assert len(told) == 2, told  # one at each end
-        assert all(": 254 RKeys" in each for each in told)
+        logged = [each for each in caplog.messages if "name no RMB" in each]
+        assert len(logged) == 2, logged  # one at each end
+        assert all(": 254 RKeys" in each for each in logged)
         assert exchange(world, call, HELLO) == HELLO[::-1]
 
 
@@ -697,8 +699,8 @@ def test_add_link_repeats_the_route(direct: bool) -> None:
                 world.fabric.direct[rnic.gid] = direct
         client.record()
         world.connect(client, server)
-        told = [each.extension for each in messages(client, llc.AddLink, llc.V2)]
-        assert [each and (each.direct, len(each.pairs)) for each in told] == [(direct, 1)] * 2
+        extensions = [each.extension for each in messages(client, llc.AddLink, llc.V2)]
+        assert [each and (each.direct, len(each.pairs)) for each in extensions] == [(direct, 1)] * 2
         kinds = [line(each) for each in client.recorder.messages()]
         at = kinds.index("out ADD_LINK reply")
         assert kinds[at + 1 :] == ["in CONFIRM_LINK", "out CONFIRM_LINK reply"]
@@ -824,8 +826,8 @@ def test_both_forms_of_decline_are_taken(long: bool, end: int) -> None:
         call = world.call(client, server)
         tamper_with(call, end, decline)
         world.finish()
-        told = call.ends[1 - end].fallback
-        assert (told.reason, told.peer_code) == (FallbackReason.NO_COMMON_UEID, 0x03030008)
+        fallback = call.ends[1 - end].fallback
+        assert (fallback.reason, fallback.peer_code) == (FallbackReason.NO_COMMON_UEID, 0x03030008)
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
 
 

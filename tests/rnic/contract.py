@@ -567,8 +567,8 @@ class RnicContract:
         while b.rnic.poll() or not b.rnic.arm():
             pass
         a.qp.post_send(1, b"x")
-        told = [fd for fd, _ in sleep_on(b.rnic).poll(PATIENCE * 1000)]
-        assert _apart.get(b.rnic, b.rnic.wait_fd()) in told, "no wakeup, or the wrong one"
+        readable = [fd for fd, _ in sleep_on(b.rnic).poll(PATIENCE * 1000)]
+        assert _apart.get(b.rnic, b.rnic.wait_fd()) in readable, "no wakeup, or the wrong one"
         # `arm` without a poll before it finds the completion.
         serve(b.rnic)
         deadline = time.monotonic() + PATIENCE

@@ -173,21 +173,21 @@ class TestAtOnce:
 
     def test_where_no_fault_can_come(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
-        told: list[tuple[int, bytes, int]] = []
-        faulty.plan.on_message = lambda *each: told.append(each)
+        struck: list[tuple[int, bytes, int]] = []
+        faulty.plan.on_message = lambda *each: struck.append(each)
         address, rkey = b.region.address, b.region.rkey
         until(lambda: a.qp.deliver(b"message", memoryview(b"data"), address, rkey), a, b)
         a.qp.post_send(1, b"posted")
         until(lambda: len(b.received) == 2 and len(a.sent) == 1, a, b)
         assert b.received == [b"message", b"posted"]
         assert bytes(b.memory.view[:4]) == b"data"
-        assert told == [(a.qp.qp_num, b"message", 0), (a.qp.qp_num, b"posted", 0)]
+        assert struck == [(a.qp.qp_num, b"message", 0), (a.qp.qp_num, b"posted", 0)]
 
     @pytest.mark.parametrize("kind", [Fault.NOT_PLACED, Fault.MESSAGE_LOST, Fault.COMPLETION_LOST])
     def test_refused_where_one_waits_and_met_when_posted(self, faulty: Faulty, kind: Fault) -> None:
         a, b = faulty.pair()
-        told: list[tuple[int, bytes, int]] = []
-        faulty.plan.on_message = lambda *each: told.append(each)
+        struck: list[tuple[int, bytes, int]] = []
+        faulty.plan.on_message = lambda *each: struck.append(each)
         until(lambda: a.qp.deliver(b"before", None, 0, 0), a, b)
         faulty.plan.inject(kind)
         assert not a.qp.deliver(b"message", None, 0, 0)
@@ -198,7 +198,7 @@ class TestAtOnce:
         until(lambda: bool(a.sent) and bool(b.flushed), a, b)
         status = 0 if kind is Fault.NOT_PLACED else UNREACHABLE
         assert a.sent == [(1, status)]
-        assert told[1:] == [(a.qp.qp_num, b"message", status)]
+        assert struck[1:] == [(a.qp.qp_num, b"message", status)]
         arrived = [b"message"] if kind is Fault.COMPLETION_LOST else []
         assert b.received == [b"before", *arrived]
 

@@ -15,8 +15,8 @@ RECV = int(WcOpcode.RECV)
 class Pair:
     """Two RNICs and queue pairs between them; ``links`` of them, all over the same two."""
 
-    def __init__(self, *, links: int = 1, tells_death: bool = False) -> None:
-        self.fabric = Fabric(tells_death=tells_death)
+    def __init__(self, *, links: int = 1, announces_end: bool = False) -> None:
+        self.fabric = Fabric(announces_end=announces_end)
         self.rnics = [MemoryRnic(self.fabric), MemoryRnic(self.fabric)]
         for rnic in self.rnics:
             rnic.open(Path("/nonexistent"))

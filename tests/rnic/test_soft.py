@@ -447,12 +447,12 @@ class TestDevice:
         self, directory: Path, rnic: SoftRnic, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         there = _fabric.Directory(directory)
-        for same, heard in ((True, True), (False, False)):
+        for same, admitted in ((True, True), (False, False)):
             monkeypatch.setattr(device, "is_admitted", lambda *_, same=same: same)
             sock = there.dial(f"rnic-{rnic.gid.hex()}")
             rnic.service()
             sock.settimeout(0)
-            if heard:
+            if admitted:
                 with pytest.raises(BlockingIOError):
                     sock.recv(1)  # the RNIC waits for the first message
             else:

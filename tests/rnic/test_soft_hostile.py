@@ -485,12 +485,12 @@ class TestAnnouncements:
         sock = attacker.connect(victim)
         sleeper = select.epoll()
         sleeper.register(victim.rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
-        said = 0
+        announced = 0
         with contextlib.suppress(BlockingIOError):
             while True:
                 sock.send(Revoke(rkey=1).encode())
-                said += 1
-        assert said > 128
+                announced += 1
+        assert announced > 128
         victim.rnic.service()
         with contextlib.suppress(BlockingIOError):
             sock.send(Revoke(rkey=1).encode())
@@ -500,7 +500,7 @@ class TestAnnouncements:
             assert sleeper.poll(5), "the sockets would not be polled again"
             victim.rnic.service()
             looks += 1
-        assert looks >= said // 64 - 2
+        assert looks >= announced // 64 - 2
         sleeper.close()
         assert state(victim.qp) is QpState.RTS
 

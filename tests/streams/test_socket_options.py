@@ -196,8 +196,8 @@ async def test_so_rcvbuf_of_a_listener_sizes_later_connections() -> None:
         assert await sizes() == (default, default)
         # 65536 is half of the kernel's default; it has an effect because it is set.
         # Four bytes are reserved for an eye catcher, and are not part of the ring.
-        for asked, rmbe in ((65532, 65536), (65536, 131072), (20_000, 32768), (1, SMALL_RING)):
-            listener.socket.setsockopt(SOL, socket.SO_RCVBUF, asked)
+        for size, rmbe in ((65532, 65536), (65536, 131072), (20_000, 32768), (1, SMALL_RING)):
+            listener.socket.setsockopt(SOL, socket.SO_RCVBUF, size)
             assert await sizes() == (default, rmbe)
 
 
@@ -207,15 +207,15 @@ async def test_the_usable_ring_is_at_least_so_rcvbuf(eye_catcher: bool) -> None:
     """All bytes are sent before the server reads, with and without an eye catcher."""
     async with trio_smc.open_stack(smc_config(rmbe_eye_catcher=eye_catcher)) as stack:
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
-        for asked in (32768 - 4, 32768 - 3, 32768, 65536):
-            listener.socket.setsockopt(SOL, socket.SO_RCVBUF, asked)
+        for size in (32768 - 4, 32768 - 3, 32768, 65536):
+            listener.socket.setsockopt(SOL, socket.SO_RCVBUF, size)
             client = await trio_smc.open_stream(*listener.socket.getsockname())
             server = await listener.accept()
             assert isinstance(client, RdmaStream)
             assert isinstance(server, RdmaStream)
             assert endpoint_of(stack, server).rmbe.first == (4 if eye_catcher else 0)
             with trio.fail_after(5):
-                await client.send_all(bytes(asked))
+                await client.send_all(bytes(size))
             for stream in (client, server):
                 stream.abort()
         await listener.aclose()

@@ -47,9 +47,9 @@ async def test_modes_and_link_groups_are_reported() -> None:
             assert mode.local_address == listener.socket.getsockname()
             assert mode.peer_address == stream.socket.getsockname()
             async with await plain_client(listener) as plain, await listener.accept() as tcp:
-                told = await until(events, subject="mode")
-                assert (told.new, told.fallback) == ("tcp", tcp.fallback)
-                assert told.peer_address == plain.socket.getsockname()
+                last = await until(events, subject="mode")
+                assert (last.new, last.fallback) == ("tcp", tcp.fallback)
+                assert last.peer_address == plain.socket.getsockname()
             for each in (stream, accepted):
                 each.abort()
     assert events.dropped == 0

@@ -110,11 +110,11 @@ def test_writes_between_two_kernels_of_version_2() -> None:
     """The second connection is on link 2, which is lost, and goes on over link 1."""
     [ladder] = read_ladders(dissect(packets_of(GOLDEN_V2)))
     writes = [row for row in ladder.rows if isinstance(row.event, Write)]
-    said = [
+    offers = [
         (row.connection and row.connection.number, row.link_number, row.offset) for row in writes
     ]
     before = [(1, 1), (2, 2), (3, 1)]
-    assert said == [
+    assert offers == [
         *((*each, place) for place in (0, 200) for each in before for _ in range(2)),
         *((2, 1, place) for place in (3800, 3800, 4000, 4000)),
     ]
@@ -125,13 +125,13 @@ def test_writes_between_two_kernels_of_version_2() -> None:
 def test_add_link_of_version_2_has_the_rtokens(number: int) -> None:
     """A write by any RToken of ADD LINK or its reply is found on the new link."""
     seen = list(dissect(packets_of(GOLDEN_V2)))
-    said = [
+    offers = [
         each.event for each in seen
         if isinstance(each.event, llc.AddLink) and each.event.link_number == number
     ]  # fmt: skip
-    assert [each.reply for each in said] == [False, True]
-    agreed = next(at for at, each in enumerate(seen) if each.event is said[1])
-    for message in said:
+    assert [each.reply for each in offers] == [False, True]
+    agreed = next(at for at, each in enumerate(seen) if each.event is offers[1])
+    for message in offers:
         assert message.extension is not None
         pairs = message.extension.pairs
         assert len(pairs) == (1 if number == 2 else 3)
@@ -226,10 +226,10 @@ def test_svg_shows_every_message() -> None:
 def test_svg_breaks_long_details() -> None:
     """The address of each of eight RNICs is shown, and none beyond the lines of the peers."""
     [ladder] = read_ladders(golden())
-    asked = next(row for row in ladder.rows if isinstance(row.event, llc.ConfirmLink))
+    request = next(row for row in ladder.rows if isinstance(row.event, llc.ConfirmLink))
     gids = [bytes((0xFD, *range(101, 115), number)) for number in range(1, 9)]
     event = llc.RequestAddLink(gids=tuple(gids))
-    row = dataclasses.replace(asked, event=event)
+    row = dataclasses.replace(request, event=event)
     assert len(details(row)[0]) > 300
     svg = ladder_svg.picture([Ladder(ladder.client, ladder.server, [row])], start=0, limit=1)
     lines = [each.text or "" for each in ET.fromstring(svg).iter(f"{SVG}text")]
@@ -275,10 +275,10 @@ async def test_a_failover_of_ours(tmp_path: Path) -> None:
     first_contact, failover = await ladders.record(tmp_path / "private")
     assert titles(first_contact.rows)[:3] == titles(read_ladders(golden())[0].rows)[:3]
     assert {row.link_number for row in first_contact.rows} == {None, 1, 2}
-    said = titles(failover.rows)
+    labels = titles(failover.rows)
     validated = ("->", "CDC 1, failover validation [F]")
-    assert validated in said
-    replayed = failover.rows[said.index(validated) :]
+    assert validated in labels
+    replayed = failover.rows[labels.index(validated) :]
     assert {row.link_number for row in replayed} == {2, 3}
     writes = {(row.to_server, title(row)) for row in replayed if kind(row.event) == "write"}
     assert writes == {(way, "RDMA write, 2000 bytes at 1000") for way in (True, False)}
@@ -391,8 +391,8 @@ def test_a_ladder_for_scripts_from_a_pipe(
     [whole] = read_ladders(golden())
     assert drawn["client"]["peer_id"] == (whole.client.peer_id or b"").hex()
     assert drawn["server"]["addresses"]
-    said = [(each["from"], each["title"], each["connection"]) for each in drawn["messages"]]
-    assert said == [
+    arrows = [(each["from"], each["title"], each["connection"]) for each in drawn["messages"]]
+    assert arrows == [
         ("client", "Proposal", 1), ("server", "Accept, first contact", 1), ("client", "Confirm", 1),
     ]  # fmt: skip
     assert drawn["messages"][0]["seconds"] == 0
@@ -403,7 +403,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut.write_bytes(GOLDEN.read_bytes()[:-3])
     empty.write_bytes(pcapng.header("a", "b"))
     other.write_bytes(b"no capture at all")
-    for path, code, said in (
+    for path, code, message in (
         (cut, 2, "cut off at byte"),
         (other, 2, "neither pcapng nor pcap"),
         (tmp_path / "missing", 2, "No such file"),
@@ -411,7 +411,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main(["ladder", str(path)]) == code
         out, err = capsys.readouterr()
-        assert said in err
+        assert message in err
         assert err.count("\n") == 1
         assert ("Proposal" in out) is (path is cut)  # what could be read is drawn
     assert main(["ladder", str(GOLDEN), "--connection", "9"]) == 1

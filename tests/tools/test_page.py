@@ -22,12 +22,12 @@ def test_every_command_that_queries_a_process_has_an_example() -> None:
 def test_a_process_may_have_any_number() -> None:
     """It is no part of a port, and no count of bytes."""
     numbers = cli_page.Numbers(200, {20012: 7000, 20034: 40001})
-    told = {
+    expected = {
         "pid": 200,
         "listeners": [["127.0.0.1", 20012]],
         "connections": [{"local": ["127.0.0.1", 20012], "peer": ["127.0.0.1", 20034], "sent": 200}],
     }
-    assert cli_page.with_fixed(told, numbers) == {
+    assert cli_page.with_fixed(expected, numbers) == {
         "pid": 4242,
         "listeners": [["127.0.0.1", 7000]],
         "connections": [{"local": ["127.0.0.1", 7000], "peer": ["127.0.0.1", 40001], "sent": 200}],

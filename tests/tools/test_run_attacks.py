@@ -428,13 +428,13 @@ def test_a_flood_from_another_user(
         assert (sent > 100) == knows_the_name
         used = _processor_time(process.pid) - processor
         grown = memory_of(process.pid) - before
-        out, said = process.communicate("\n", timeout=2 * PATIENCE)
-    assert process.returncode == 7, said
+        out, errors = process.communicate("\n", timeout=2 * PATIENCE)
+    assert process.returncode == 7, errors
     assert float(out) < 0.3
-    assert "\x1b" not in said
-    assert "asyncio" not in said
-    assert "\n" not in said.split("connections of", maxsplit=1)[0]
-    assert said.startswith("trio-smc run: 0 connections of 1 processes\n")
+    assert "\x1b" not in errors
+    assert "asyncio" not in errors
+    assert "\n" not in errors.split("connections of", maxsplit=1)[0]
+    assert errors.startswith("trio-smc run: 0 connections of 1 processes\n")
     assert used < 1.2
     assert grown < 20_000
 
@@ -447,12 +447,12 @@ def test_a_flood_from_the_same_user(tmp_path: Path) -> None:
         assert stranger(2, "", path, user=None) > 100
         grown = memory_of(process.pid) - before
         begun = time.monotonic()
-        out, said = process.communicate("\n", timeout=2 * PATIENCE)
-    assert process.returncode == 7, said
+        out, errors = process.communicate("\n", timeout=2 * PATIENCE)
+    assert process.returncode == 7, errors
     assert time.monotonic() - begun < 15
     assert float(out) < 0.3
-    assert said.startswith("trio-smc run: 0 connections of 1 processes\n"), said
-    assert "asyncio" not in said, said
+    assert errors.startswith("trio-smc run: 0 connections of 1 processes\n"), errors
+    assert "asyncio" not in errors, errors
     assert grown < 60_000
 
 
@@ -463,11 +463,11 @@ def test_senders_of_the_same_user_that_have_ended(tmp_path: Path) -> None:
         process.send_signal(signal.SIGSTOP)
         assert stranger(0, "", path, user=None) == 4
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate("\n", timeout=PATIENCE)
-    assert process.returncode == 7, said
-    assert said.startswith("trio-smc run: 0 connections of 1 processes\n"), said
-    assert "asyncio" not in said, said
-    assert "these counts may be incomplete" in said, said
+        _, errors = process.communicate("\n", timeout=PATIENCE)
+    assert process.returncode == 7, errors
+    assert errors.startswith("trio-smc run: 0 connections of 1 processes\n"), errors
+    assert "asyncio" not in errors, errors
+    assert "these counts may be incomplete" in errors, errors
 
 
 def test_packets_of_an_orphan_are_received(tmp_path: Path) -> None:
@@ -492,9 +492,9 @@ sys.stdin.readline()
 """.replace("COUNTS", repr(COUNTS))
     with command(tmp_path, "--report", program=program) as process:
         assert process.stdout.readline() == "True\n"
-        _, said = process.communicate("\n\n", timeout=PATIENCE)
-    assert process.returncode == 0, said
-    assert said.startswith("trio-smc run: 1 connections of 1 processes\n"), said
+        _, errors = process.communicate("\n\n", timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    assert errors.startswith("trio-smc run: 1 connections of 1 processes\n"), errors
 
 
 def test_orphans_that_have_ended_are_waited_for(tmp_path: Path) -> None:
@@ -590,9 +590,9 @@ sys.stdin.readline()
         assert process.stdout.readline() == "sent\n"
         assert send(inbox.socket.path, b"own")
         inbox.wait(lambda: (b"own", os.getpid()) in inbox.messages)
-        heard = [pid for data, pid in inbox.messages if data == b"hello"]
+        received = [pid for data, pid in inbox.messages if data == b"hello"]
         process.communicate("\n", timeout=2 * PATIENCE)
-    assert heard == ([process.pid] if related else [])
+    assert received == ([process.pid] if related else [])
     assert inbox.socket.refused == (not related)
 
 
@@ -615,8 +615,8 @@ sys.exit(9)
     with command(tmp_path, "--report", program=program) as process:
         pid = int(process.stdout.readline())
         assert process.wait(2 * PATIENCE) == 9
-        said = process.stderr.readline() + process.stderr.readline() + process.stderr.readline()
-        said += process.stderr.readline()
+        errors = process.stderr.readline() + process.stderr.readline() + process.stderr.readline()
+        errors += process.stderr.readline()
         watch = os.pidfd_open(pid)
         try:
             process.stdin.close()
@@ -624,7 +624,7 @@ sys.exit(9)
         finally:
             os.close(watch)
             process.stdin = None
-    assert "1 of 1 stacks are still open" in said, said
+    assert "1 of 1 stacks are still open" in errors, errors
 
 
 def test_a_stopped_worker_is_not_accused(tmp_path: Path) -> None:
@@ -643,8 +643,8 @@ child.wait()
     with command(tmp_path, program=program) as process:
         assert process.stdout.readline() == "ready\n"
         time.sleep(2.5)  # the tree is searched after 0.5 s and after 1.5 s
-        _, said = process.communicate("\n", timeout=2 * PATIENCE)
-    assert "without the hook" not in said, said
+        _, errors = process.communicate("\n", timeout=2 * PATIENCE)
+    assert "without the hook" not in errors, errors
 
 
 def test_a_hundred_children_while_the_command_is_stopped(tmp_path: Path) -> None:
@@ -667,10 +667,10 @@ sys.exit(3)
         process.stdin.flush()
         assert process.stdout.readline() == "0\n"
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate("\n", timeout=2 * PATIENCE)
+        _, errors = process.communicate("\n", timeout=2 * PATIENCE)
     assert process.returncode == 3
-    assert "without" not in said, said
-    assert "incomplete" not in said, said
+    assert "without" not in errors, errors
+    assert "incomplete" not in errors, errors
 
 
 def test_a_full_pipe_on_stderr_does_not_stop_the_reader(tmp_path: Path) -> None:
@@ -753,6 +753,6 @@ def test_a_stop_and_a_continue(tmp_path: Path) -> None:
             time.sleep(0.7)  # longer than until the tree is searched again
             process.send_signal(signal.SIGCONT)
         time.sleep(0.2)
-        _, said = process.communicate("\n", timeout=2 * PATIENCE)
-    assert process.returncode == 6, said
-    assert "Invalid" not in said
+        _, errors = process.communicate("\n", timeout=2 * PATIENCE)
+    assert process.returncode == 6, errors
+    assert "Invalid" not in errors

@@ -86,10 +86,10 @@ def test_programs_run_over_tcp(python: Python) -> None:
     command = ["-m", "trio_smc.tools", "run", "--report", "--", sys.executable, "-c"]
     done = python(*command, f"{TRIO}\ntrio.run(main)")
     assert done.returncode == 0, done.stderr
-    said = [line.removeprefix("trio-smc run:").strip() for line in done.stderr.splitlines()]
-    assert said[:2] == ["10 connections of 1 processes", "0 SMC-R, sent 0 B, received 0 B"]
-    assert said[2].startswith("10 TCP, sent ")
-    assert "5 local: unsupported-platform" in said
+    lines = [line.removeprefix("trio-smc run:").strip() for line in done.stderr.splitlines()]
+    assert lines[:2] == ["10 connections of 1 processes", "0 SMC-R, sent 0 B, received 0 B"]
+    assert lines[2].startswith("10 TCP, sent ")
+    assert "5 local: unsupported-platform" in lines
 
 
 def test_programs_that_require_smc_end_with_the_reason(python: Python) -> None:

@@ -125,12 +125,12 @@ def attempts_of_nobody(name: Path, libc: ctypes.CDLL | None) -> list[int]:
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    said = os.read(read, 4)
+    output = os.read(read, 4)
     for each in (read, write):
         os.close(each)
-    if said == b"none":
+    if output == b"none":
         pytest.skip("no user namespaces here")
-    return list(said)
+    return list(output)
 
 
 def failure(call: Callable[..., object], *arguments: object) -> int:

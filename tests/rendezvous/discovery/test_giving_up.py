@@ -155,7 +155,7 @@ async def test_two_announcements_of_one_connection(stacks: int, private: Path) -
 async def test_of_three_that_wait_one_gives_up(impatient: int, private: Path) -> None:
     """With the timers of a stack."""
     timers = Timers(trio.current_time, lambda: None)
-    asking = Discovery(private, timers)
+    discovery = Discovery(private, timers)
     answers: dict[int, FallbackReason | None] = {}
 
     async def wait(number: int, both: Both, deadline: float) -> None:
@@ -163,9 +163,9 @@ async def test_of_three_that_wait_one_gives_up(impatient: int, private: Path) ->
             answers[number] = await both.announcement.accepted(deadline)
 
     async with (
-        claimed(private, asking=asking) as first,
-        claimed(private, asking=asking) as second,
-        claimed(private, asking=asking) as third,
+        claimed(private, discovery=discovery) as first,
+        claimed(private, discovery=discovery) as second,
+        claimed(private, discovery=discovery) as third,
         trio.open_nursery() as nursery,
     ):
         for number, both in enumerate((first, second, third)):

@@ -194,12 +194,12 @@ async def test_a_cleaner_removes_it(
 ) -> None:
     """Old names go, and the next connections are SMC-R."""
     monkeypatch.setattr(publication, "_NAME_INTERVAL", 0.01)
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server:
-        await agree(asking, server, server.address)
+        await agree(discovery, server, server.address)
         if removed == "names":
             async with bound() as client:
-                announcement = await announce(asking, client, server.address)
+                announcement = await announce(discovery, client, server.address)
                 await client.connect(server.address)
                 names_below(private)[0].unlink()
                 connection, claim = await server.accept()
@@ -216,7 +216,7 @@ async def test_a_cleaner_removes_it(
                     await trio.sleep(0.01)
             os.close(kept)
         for _ in range(3):
-            await agree(asking, server, server.address)
+            await agree(discovery, server, server.address)
 
 
 async def test_a_full_directory(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,13 +253,13 @@ def test_a_file_system_without_room(tmp_path: Path) -> None:
         "    private, where = Path(place) / 'private', ('127.0.0.1', 9)\n"
         "    async with trio.open_nursery() as nursery:\n"
         "        publication = Discovery(private).publish(where, nursery)\n"
-        "        client, said = Discovery(private), []\n"
+        "        client, results = Discovery(private), []\n"
         "        for port in range(1, 60):\n"
-        "            said.append(client.announce(('127.0.0.1', port), where))\n"
-        "            if not isinstance(said[-1], Announcement):\n"
+        "            results.append(client.announce(('127.0.0.1', port), where))\n"
+        "            if not isinstance(results[-1], Announcement):\n"
         "                break\n"
-        "        print(said[-1], len(said) > 5)\n"
-        "        said[0].close()\n"
+        "        print(results[-1], len(results) > 5)\n"
+        "        results[0].close()\n"
         "        again = client.announce(('127.0.0.1', 99), where)\n"
         "        print(isinstance(again, Announcement))\n"
         "        publication.close()\n"
@@ -333,8 +333,8 @@ async def test_a_server_that_has_become_another_user(private: Path) -> None:
 
 async def test_a_flood_of_empty_datagrams_does_not_keep_a_client_waiting(private: Path) -> None:
     """Also if the timers of the stack are late."""
-    asking = Discovery(private, Timers(trio.current_time, lambda: None))
-    async with claimed(private, asking=asking) as both, trio.open_nursery() as nursery:
+    discovery = Discovery(private, Timers(trio.current_time, lambda: None))
+    async with claimed(private, discovery=discovery) as both, trio.open_nursery() as nursery:
         [name] = names_below(private)
 
         async def flood() -> None:
@@ -404,10 +404,10 @@ async def test_members_that_cannot_be_listed_now_are_listed_later(shared: Path) 
 
 @pytest.mark.usefixtures("shared")
 async def test_in_a_directory_of_a_group(private: Path) -> None:
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server:
         for _ in range(3):
-            await agree(asking, server, server.address)
+            await agree(discovery, server, server.address)
 
 
 async def test_a_name_of_another_member_for_the_same_connection(shared: Path) -> None:
@@ -426,8 +426,8 @@ async def test_a_name_of_another_member_for_the_same_connection(shared: Path) ->
             with connection:
                 assert claim is not None
                 assert claim.accept()
-                said = messages.decode_untrusted(theirs.recv(100))
-                claim.deny(said.token)
+                reply = messages.decode_untrusted(theirs.recv(100))
+                claim.deny(reply.token)
                 await both_go(Both(client, announcement, connection, claim))
         name.unlink()
     place.rmdir()

@@ -102,12 +102,12 @@ async def test_an_older_listener_comes_and_goes(
     """It need not change a directory whose time a client looks at."""
     moment = 0.0
     monkeypatch.setattr(lookup, "now", lambda timers: moment)
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private), older(release, private, "serve", 0) as first:
         port = int(await first.line())
 
         def found() -> object:
-            return asking.announce(("127.0.0.1", 1), ("127.0.0.1", port))
+            return discovery.announce(("127.0.0.1", 1), ("127.0.0.1", port))
 
         assert found() is MISMATCH
         first.process.kill()
@@ -133,11 +133,11 @@ async def test_releases_that_share_a_port(release: Path, private: Path) -> None:
 
 async def test_a_silent_older_process_on_a_shared_port(private: Path) -> None:
     """A listener of this release shares the port with an older process, which has accepted."""
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
         place = sockets_below(private)[0].parent
         with forged_listener(place / "1-0"), trio.fail_after(PATIENCE):
-            announced = asking.announce(client.getsockname(), server.address, client)
+            announced = discovery.announce(client.getsockname(), server.address, client)
             assert isinstance(announced, Announcement)
             await client.connect(server.address)
             with server.plain.accept()[0]:
@@ -158,14 +158,14 @@ def remove_place(place: Path) -> None:
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.touch, Path.mkdir, lambda p: p.symlink_to("/")])
 async def test_entries_that_are_no_sockets(private: Path, make: Callable[[Path], object]) -> None:
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server:
         [entry] = sockets_below(private)
         place = entry.parent
         server.publication.close()
         make_place(place, 0o700)
         make(place / "1-0")
-        found = asking.announce(("127.0.0.1", 1), server.address)
+        found = discovery.announce(("127.0.0.1", 1), server.address)
         assert found is FallbackReason.PEER_NOT_CAPABLE
         remove_place(place)
 
@@ -276,7 +276,7 @@ async def test_a_directory_that_a_group_shares(
     os.mkdir(private)
     os.chown(private, -1, os.getegid())
     os.chmod(private, 0o3770)
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server:
         [entry] = sockets_below(private)
         assert signposts_below(private) == []
@@ -285,7 +285,7 @@ async def test_a_directory_that_a_group_shares(
         assert sockets_below(private) == []
         make_place(place, 0o2750)
         with forged_listener(place / "1-0"):
-            found = asking.announce(("127.0.0.1", 1), server.address)
+            found = discovery.announce(("127.0.0.1", 1), server.address)
             assert found is FallbackReason.PEER_NOT_CAPABLE
             (place / "1-0").unlink()
 

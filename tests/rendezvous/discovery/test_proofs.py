@@ -66,11 +66,11 @@ async def raw_proof(private: Path, there: str = HOST) -> messages.Message:
         key = messages.four_tuple((HOST, 0), (there, 0))
         waiting.sendto(messages.prove(key, token), path)
         await trio.lowlevel.wait_readable(waiting)
-        said, _ = messages.receive(waiting, closer)
+        answer, _ = messages.receive(waiting, closer)
         names.remove(reply_name(token))
     names.close()
-    assert said is not None
-    return said
+    assert answer is not None
+    return answer
 
 
 async def read_all(port: int, source: str = HOST) -> bytes:
@@ -85,33 +85,33 @@ async def read_all(port: int, source: str = HOST) -> bytes:
 
 
 async def test_a_proven_path_is_announced_to(private: Path) -> None:
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
-        found = await asking.prove(HOST, server.address, client)
+        found = await discovery.prove(HOST, server.address, client)
         assert isinstance(found, Found)
         source: tuple[str, int] = client.getsockname()[:2]
-        said = asking.announce(source, server.address, client, elsewhere=found)
-        assert isinstance(said, Announcement)
+        announcement = discovery.announce(source, server.address, client, elsewhere=found)
+        assert isinstance(announcement, Announcement)
         await client.connect(server.address)
         connection, claim = await server.accept()
         with connection:
             assert claim is not None
-            await both_go(Both(client, said, connection, claim))
+            await both_go(Both(client, announcement, connection, claim))
 
 
 async def test_a_proven_path_on_which_another_process_accepts(private: Path) -> None:
-    """The listener does not answer, and for a minute no connection is announced to it."""
-    asking = Discovery(private)
+    """The listener does not announcement, and for a minute no connection is announced to it."""
+    discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
-        found = await asking.prove(HOST, server.address, client)
+        found = await discovery.prove(HOST, server.address, client)
         assert isinstance(found, Found)
         source: tuple[str, int] = client.getsockname()[:2]
-        said = asking.announce(source, server.address, client, elsewhere=found)
-        assert isinstance(said, Announcement)
+        announcement = discovery.announce(source, server.address, client, elsewhere=found)
+        assert isinstance(announcement, Announcement)
         await client.connect(server.address)
-        reason = await said.accepted(trio.current_time() + SHORT)
+        reason = await announcement.accepted(trio.current_time() + SHORT)
         assert reason is FallbackReason.PATH_NOT_PROVEN
-        again = asking.announce(source, server.address, client, elsewhere=found)
+        again = discovery.announce(source, server.address, client, elsewhere=found)
         assert again is FallbackReason.PATH_NOT_PROVEN
         assert found.until > trio.current_time() + 30
 
@@ -171,11 +171,11 @@ async def test_a_listener_that_answers_nothing_costs_no_more_than_the_time(
 async def test_another_client_is_sent_nothing(private: Path) -> None:
     """It connects from another address than the one that is to be proven."""
     async with serving(private):
-        said = await raw_proof(private)
-        assert said.kind is Kind.LISTENING
-        assert await read_all(said.port, "127.0.0.2") == b""
-        got = await read_all(said.port)
-        assert got.startswith(said.nonce)
+        answer = await raw_proof(private)
+        assert answer.kind is Kind.LISTENING
+        assert await read_all(answer.port, "127.0.0.2") == b""
+        got = await read_all(answer.port)
+        assert got.startswith(answer.nonce)
         assert len(got) == messages.PROOF_SIZE
 
 
@@ -185,14 +185,14 @@ async def test_it_listens_until_the_client_has_come(
 ) -> None:
     monkeypatch.setattr(proofs, "_PROBE_TIMEOUT", 2.0 if comes else SHORT)
     async with serving(private) as server:
-        said = await raw_proof(private)
+        answer = await raw_proof(private)
         if comes:
-            await read_all(said.port)
+            await read_all(answer.port)
         with trio.fail_after(10):
             while server.publication.probes:  # noqa: ASYNC110 - nothing notifies of that
                 await trio.sleep(0.01)
         with pytest.raises(ConnectionRefusedError):
-            await read_all(said.port)
+            await read_all(answer.port)
 
 
 async def test_a_listener_of_another_address(private: Path) -> None:
@@ -221,9 +221,9 @@ def test_a_client_that_leaves_early_does_not_block_the_probe() -> None:
 async def test_only_some_at_a_time(private: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(publication, "_MAX_PROBES", 1)
     async with serving(private):
-        said = await raw_proof(private)
+        answer = await raw_proof(private)
         refused = await raw_proof(private)
-        assert (said.kind, refused.kind) == (Kind.LISTENING, Kind.REFUSED)
+        assert (answer.kind, refused.kind) == (Kind.LISTENING, Kind.REFUSED)
 
 
 async def test_a_directory_at_a_default_place_proves_nothing(
@@ -244,37 +244,37 @@ async def test_a_socket_that_goes_another_way(private: Path) -> None:
 
 
 async def test_a_proven_path_is_not_probed_again(private: Path, monkeypatch: Patch) -> None:
-    asked = 0
+    probes = 0
     real = proofs.Probe.answer
 
     def count(self: proofs.Probe) -> bool:
-        nonlocal asked
-        asked += 1
+        nonlocal probes
+        probes += 1
         return real(self)
 
     monkeypatch.setattr(proofs.Probe, "answer", count)
     monkeypatch.setattr(directory.Stamps, "settled", lambda self: True)
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
-        first = await asking.prove(HOST, server.address, client)
-        assert await asking.prove(HOST, server.address, client) is first
-        assert asked == 1
+        first = await discovery.prove(HOST, server.address, client)
+        assert await discovery.prove(HOST, server.address, client) is first
+        assert probes == 1
         assert isinstance(first, Found)
         first.disprove(trio.current_time())
-        assert await asking.prove(HOST, server.address, client) is FallbackReason.PATH_NOT_PROVEN
-    assert asked == 1
+        assert await discovery.prove(HOST, server.address, client) is FallbackReason.PATH_NOT_PROVEN
+    assert probes == 1
 
 
 def test_the_layout() -> None:
     key = messages.four_tuple(("192.0.2.1", 0), ("2001:db8::1", 0))
     assert messages.parties(key) == ("192.0.2.1", "2001:db8::1")
     name = bytes(range(16))
-    asked = messages.decode_untrusted(messages.prove(key, name))
-    assert (asked.kind, asked.connection, asked.name) == (Kind.PROVE, key, name)
-    told = messages.listening(key, 0x1234, bytes(range(16)))
+    request = messages.decode_untrusted(messages.prove(key, name))
+    assert (request.kind, request.connection, request.name) == (Kind.PROVE, key, name)
+    packed = messages.listening(key, 0x1234, bytes(range(16)))
     head = struct.pack(">4sBBBB", b"TSMC", 5, 5, 7, 0)
-    assert told == head + key + b"\x12\x34" + bytes(range(16))
-    said = messages.decode_untrusted(told)
-    assert (said.port, said.nonce) == (0x1234, bytes(range(16)))
+    assert packed == head + key + b"\x12\x34" + bytes(range(16))
+    answer = messages.decode_untrusted(packed)
+    assert (answer.port, answer.nonce) == (0x1234, bytes(range(16)))
     with pytest.raises(ProtocolError):
-        messages.decode_untrusted(told[:-1])
+        messages.decode_untrusted(packed[:-1])

@@ -144,8 +144,8 @@ def test_as_tshark_reads_it(option: TcpOption, tmp_path: Path) -> None:
     ).stdout  # fmt: skip
     rows = [line.split("\t") for line in read.splitlines()]
     # tshark 4.2 and newer print False for 0.
-    told = [(tshark_reader.value(ack), exid) for to, ack, exid in rows if to == str(port)]
-    assert told == [(0, "0xe2d4")]
+    acknowledged = [(tshark_reader.value(ack), exid) for to, ack, exid in rows if to == str(port)]
+    assert acknowledged == [(0, "0xe2d4")]
     assert [row[2] for row in rows] == ["0xe2d4", "0xe2d4", "", ""]
     assert [row[0] for row in rows].count(str(plain)) == 1
 

@@ -181,7 +181,7 @@ class GroupWorld(World):
         config: Config | None = None,
         write: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(tells_death=False)
+        super().__init__(announces_end=False)
         self.work_clock = UnevenWork(rng.getstate()[1][0])
         self.rng = rng
         self.client = self.side(config, rnics=rnics[0])

@@ -39,7 +39,7 @@ def deletions(side: Side) -> list[llc.DeleteRkey]:
     """The DELETE RKEYs that this side sent."""
     kinds = messages(side, llc.DeleteRkey)
     lines = [line for line in transcript(side) if "DELETE_RKEY" in line]
-    return [each for each, said in zip(kinds, lines, strict=True) if said == "out DELETE_RKEY"]
+    return [each for each, entry in zip(kinds, lines, strict=True) if entry == "out DELETE_RKEY"]
 
 
 class Keeper:

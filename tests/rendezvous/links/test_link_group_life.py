@@ -222,8 +222,8 @@ def test_the_server_gives_the_clients_reason_for_the_end_of_a_group(reason: int)
         link = client.group.links[1]
         link.send_llc(llc.DeleteLink(all_links=True, reason=reason))
         world.settle()
-        asked, answer = (data for kind, _, data in client.recorder.messages() if kind == "llc")
-        assert asked[5:9] == answer[5:9] == reason.to_bytes(4, "big")
+        request, answer = (data for kind, _, data in client.recorder.messages() if kind == "llc")
+        assert request[5:9] == answer[5:9] == reason.to_bytes(4, "big")
         assert not client.groups
         assert not server.groups
 
@@ -261,7 +261,7 @@ def test_both_sides_end_a_group_at_once() -> None:
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_peer_that_is_gone_does_not_keep_a_group_from_ending(end: int) -> None:
     """C.7.1: tear it down."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
         world.fabric.tamper = lambda *_: []
@@ -306,11 +306,11 @@ def test_a_connection_in_time_keeps_an_idle_group() -> None:
 
 
 @pytest.mark.rfc("4.8.3/2")
-@pytest.mark.parametrize("tells_death", [False, True])
+@pytest.mark.parametrize("announces_end", [False, True])
 @pytest.mark.parametrize("end", [0, 1])
-def test_the_last_links_loss_frees_everything(end: int, tells_death: bool) -> None:
+def test_the_last_links_loss_frees_everything(end: int, announces_end: bool) -> None:
     """4.8.3: error and TCP reset for its connections, data received whole stays readable."""
-    with World(tells_death=tells_death) as world:
+    with World(announces_end=announces_end) as world:
         client, server = world.side(), world.side()
         calls = [world.connect(client, server) for _ in range(6)]
         next(iter((client, server)[end].rnic.qps.values())).to_err()
@@ -427,7 +427,7 @@ def test_the_client_requests_it() -> None:
 def test_delete_link_without_an_answer(end: int, seconds: float) -> None:
     """C.7.1: the link over which it was sent is no longer usable either.  A client gives its server
     time to end an exchange, and to move connections."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
         world.fabric.tamper = lambda *_: []

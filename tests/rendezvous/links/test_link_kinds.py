@@ -177,7 +177,7 @@ def test_an_operator_deletes_a_link(end: int, orderly: bool) -> None:
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_lost_link_is_deleted_at_both_ends_and_replaced(end: int) -> None:
     """Figures 10 and 11; 3.5.5.1.3: the server takes a new number (2.2.4)."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
         side = (client, server)[end]
@@ -324,7 +324,7 @@ def test_terminate_ends_all_links(end: int) -> None:
 @pytest.mark.parametrize("end", [0, 1])
 def test_delete_link_for_all_is_sent_again_over_another_link(end: int) -> None:
     """C.7.1, DELETE LINK (entire link group)."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
         side, peer = (client, server) if end == 0 else (server, client)

@@ -22,7 +22,7 @@ WAYS = pytest.mark.parametrize("way", ["lose", "fail"])
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         yield world
 
 

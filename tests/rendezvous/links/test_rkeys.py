@@ -298,7 +298,7 @@ def test_a_link_added_while_the_reply_was_in_flight_is_announced() -> None:
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_confirm_rkey_without_reply_fails_its_link_and_begins_again(end: int) -> None:
     """C.7.1, 2.3: the link it was sent over has failed; the connection that waits does not."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
         side, peer = (client, server) if end == 0 else (server, client)
@@ -322,7 +322,7 @@ def test_a_confirm_rkey_without_reply_fails_its_link_and_begins_again(end: int) 
 @pytest.mark.rfc("C.7.1/messages/8")
 def test_a_link_without_an_rkey_has_failed() -> None:
     """C.7.1: treat as if detected failure of the links for which no RKey was provided."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server, _ = with_links(world, 2)
         link = client.group.links[1]
         link.send_llc(llc.ConfirmRkey(other_tokens=0, rkey=0x77, address=0x88))
@@ -558,8 +558,10 @@ def test_links_added_and_deleted_keep_both_sides_equal(
             assert len(client.group.links) <= 9
             if len(before) == 1 and which == 2:
                 assert added
-            told = [each for each in transcript(server) if each == "out ADD_LINK_CONTINUATION"]
-            assert len(told) >= len(added)
+            continuations = [
+                each for each in transcript(server) if each == "out ADD_LINK_CONTINUATION"
+            ]
+            assert len(continuations) >= len(added)
             if len(client.group.links) > 1 and data.draw(st.booleans()):
                 server.group.delete_link(data.draw(st.sampled_from(sorted(server.group.links))))
                 world.settle()
@@ -585,10 +587,10 @@ def test_the_longer_list_decides_the_number_of_continuations(here: int, there: i
         for side in (client, server):
             side.add_rnic()
         world.settle()
-        told = messages(server, llc.AddLinkContinuation)
+        continuations = messages(server, llc.AddLinkContinuation)
         rounds = -(-(1 + max(here, there)) // 2)
-        assert [each.reply for each in told] == [False, True] * rounds
-        for count, mine in ((1 + there, told[::2]), (1 + here, told[1::2])):
+        assert [each.reply for each in continuations] == [False, True] * rounds
+        for count, mine in ((1 + there, continuations[::2]), (1 + here, continuations[1::2])):
             counts = [max(0, count - 2 * each) for each in range(rounds)]
             assert [each.tokens_left for each in mine] == counts
             assert [len(each.pairs) for each in mine] == [min(2, each) for each in counts]
