@@ -1,7 +1,7 @@
 """Proofs that an address leads to a listener of another network namespace, message by message.
 
-The namespaces are made up here: a listener's is renamed, so that this process takes it for another
-one.  Real ones, with bridges and NAT between them: `tests/e2e/test_networks.py`.
+These tests imitate the namespaces: they rename the namespace of a listener, so that this process
+takes it for another one.  `tests/e2e/test_networks.py` has real ones, with bridges and NAT.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def two_namespaces(monkeypatch: Patch) -> None:
 
 
 async def prove(private: Path, port: int) -> Found | FallbackReason:
-    """The result for a client that asks for a proof."""
+    """The result for a client that requests a proof."""
     with trio.socket.socket() as client:
         return await Discovery(private).prove(HOST, (HOST, port), client)
 
@@ -100,7 +100,7 @@ async def test_a_proven_path_is_announced_to(private: Path) -> None:
 
 
 async def test_a_proven_path_on_which_another_process_accepts(private: Path) -> None:
-    """The listener does not announcement, and for a minute no connection is announced to it."""
+    """The listener does not answer, and for a minute no connection is announced to it."""
     discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
         found = await discovery.prove(HOST, server.address, client)
@@ -158,9 +158,7 @@ async def test_a_proof_that_is_not_valid(change: str, private: Path, monkeypatch
     assert len(sent) == 1
 
 
-async def test_a_listener_that_answers_nothing_costs_no_more_than_the_time(
-    private: Path, monkeypatch: Patch
-) -> None:
+async def test_a_silent_listener_costs_only_the_timeout(private: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(proofs, "_PROOF_PATIENCE", SHORT)
     monkeypatch.setattr(proofs.Probe, "answer", lambda self: False)
     async with serving(private) as server:
@@ -169,7 +167,7 @@ async def test_a_listener_that_answers_nothing_costs_no_more_than_the_time(
 
 
 async def test_another_client_is_sent_nothing(private: Path) -> None:
-    """It connects from another address than the one that is to be proven."""
+    """The client connects from another address than the one that is to be proven."""
     async with serving(private):
         answer = await raw_proof(private)
         assert answer.kind is Kind.LISTENING
@@ -180,7 +178,7 @@ async def test_another_client_is_sent_nothing(private: Path) -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-async def test_it_listens_until_the_client_has_come(
+async def test_a_probe_listens_until_the_client_has_connected(
     comes: bool, private: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(proofs, "_PROBE_TIMEOUT", 2.0 if comes else SHORT)
@@ -189,14 +187,14 @@ async def test_it_listens_until_the_client_has_come(
         if comes:
             await read_all(answer.port)
         with trio.fail_after(10):
-            while server.publication.probes:  # noqa: ASYNC110 - nothing notifies of that
+            while server.publication.probes:  # noqa: ASYNC110 - no event to wait for
                 await trio.sleep(0.01)
         with pytest.raises(ConnectionRefusedError):
             await read_all(answer.port)
 
 
 async def test_a_listener_of_another_address(private: Path) -> None:
-    """Asked for one that is this host's, too."""
+    """A client requests a proof of an address of this host that has no listener."""
     async with serving(private):
         assert (await raw_proof(private, there="127.0.0.2")).kind is Kind.REFUSED
 
@@ -218,7 +216,7 @@ def test_a_client_that_leaves_early_does_not_block_the_probe() -> None:
         assert not probe.answer()
 
 
-async def test_only_some_at_a_time(private: Path, monkeypatch: Patch) -> None:
+async def test_the_number_of_probes_is_limited(private: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(publication, "_MAX_PROBES", 1)
     async with serving(private):
         answer = await raw_proof(private)
@@ -234,8 +232,8 @@ async def test_a_directory_at_a_default_place_proves_nothing(
         assert (await raw_proof(private)).kind is Kind.REFUSED
 
 
-async def test_a_socket_that_goes_another_way(private: Path) -> None:
-    """Its packets may be routed otherwise than those of a proof."""
+async def test_a_socket_with_another_route_is_not_proven(private: Path) -> None:
+    """The packets of the socket may take another route than those of a proof."""
     async with serving(private) as server:
         with trio.socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
@@ -265,7 +263,7 @@ async def test_a_proven_path_is_not_probed_again(private: Path, monkeypatch: Pat
     assert probes == 1
 
 
-def test_the_layout() -> None:
+def test_the_layout_of_messages() -> None:
     key = messages.four_tuple(("192.0.2.1", 0), ("2001:db8::1", 0))
     assert messages.parties(key) == ("192.0.2.1", "2001:db8::1")
     name = bytes(range(16))
