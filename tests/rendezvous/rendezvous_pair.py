@@ -218,8 +218,8 @@ class Side:
     """One stack.
 
     Attributes:
-      directory: its private directory.
-      rnics: its RNICs, memory0 first; `rnic` is that one, which first contacts use.
+      directory: the private directory.
+      rnics: the RNICs; `rnic` is the first one, memory0, which first contacts use.
     """
 
     def __init__(self, world: World, config: Config, *, rnics: int = 1, **rnic: Any) -> None:

@@ -244,7 +244,7 @@ def test_the_side_whose_send_failed_declines(
 
 @pytest.mark.rfc("C.3/1", "C.3/2")
 def test_the_point_of_no_return() -> None:
-    """C.3: the last message is ADD LINK for the server, and its rejection for the client."""
+    """C.3: for the server the completion of ADD LINK, for the client the rejection."""
     with World() as world:
         client, server = world.side(), world.side()
         seen: list[tuple[bool, bool]] = []
@@ -437,7 +437,7 @@ def test_a_peer_id_that_two_clients_have_is_not_enough() -> None:
 
 
 def test_a_client_whose_link_has_just_failed_is_recognised() -> None:
-    """The client still proposes with the RNIC that lost the address."""
+    """The client still proposes with the RNIC that lost the link."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)

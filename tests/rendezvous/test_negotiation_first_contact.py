@@ -316,7 +316,7 @@ def test_add_link_with_a_reserved_mtu_gets_reason_2() -> None:
 @pytest.mark.rfc("2.2.2/7")
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 255])
 def test_the_link_limit_is_at_least_2(limit: int) -> None:
-    """3.5.1.5; the server announced the limit 0."""
+    """3.5.1.5; 0 stands for the limit that the server has sent."""
     with World() as world:
         client, server = world.side(), world.side()
         world.fabric.tamper = answer(

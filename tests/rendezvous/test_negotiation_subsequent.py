@@ -209,7 +209,7 @@ def test_an_ending_that_outruns_confirm(how: str) -> None:
             connection.close()
         else:
             assert call.server.error.errno
-            world.pass_time(60)  # the server cannot answer: its queue pair has no peer
+            world.pass_time(60)  # the server cannot answer: it knows no element
         world.settle()
         assert len(server.connections) == len(client.connections) == 1
 
