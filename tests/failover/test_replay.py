@@ -97,7 +97,7 @@ def test_data_that_arrived_without_completion_is_read_once(pair: Pair) -> None:
 
 @pytest.mark.rfc("4.6.2/1")
 def test_a_replay_does_not_overwrite_newer_bytes(pair: Pair) -> None:
-    """The beginning of a write that the peer has taken in part shares its place with newer data."""
+    """The peer has read a part of a write, and newer data is in the place of that part."""
     pair.close()
     whole = Pair((100, 100), chunks=False)
     data = bytes(range(150))
@@ -149,7 +149,7 @@ def test_the_sequence_number_wraps_during_a_move(pair: Pair) -> None:
 
 @pytest.mark.parametrize("lost", [0x7FFE, 0x7FFF])
 def test_more_losses_than_sequence_numbers_end_the_connection(lost: int) -> None:
-    """Of a message so much newer the peer would say that it is older."""
+    """The peer would take such a number for an older one."""
     pair = Pair((1 << 16, 1 << 16))
     for count in (SEND_QUEUE, lost - SEND_QUEUE - 1):  # the replay takes a number, too
         for _ in range(count):
@@ -170,7 +170,7 @@ def test_more_losses_than_sequence_numbers_end_the_connection(lost: int) -> None
 
 
 def narrow(pair: Pair, side: int = 0) -> FakeChannel:
-    """The next link: full at first, then with room for one round at a time."""
+    """The next link: full, until `make_room` gives it room for one round at a time."""
     old = pair.next_channel(side)
     old.queue.clear()
     pair.channels[side].slots = 0
@@ -179,7 +179,7 @@ def narrow(pair: Pair, side: int = 0) -> FakeChannel:
 
 
 def make_room(pair: Pair) -> None:
-    """The next link takes a round at a time from now on."""
+    """Give the next link room for one round at a time."""
     pair.ab.slots = SEND_QUEUE
     pair.ab.complete()
 
@@ -254,7 +254,7 @@ def test_no_link_left_during_a_replay(pair: Pair) -> None:
 
 
 def test_late_completions_of_the_old_link_are_ignored() -> None:
-    """Memory that the new link has yet to read must not be given back for them."""
+    """They do not release memory that the new link still has to read."""
     pair = Pair(copy_limit=0)
     buffer = bytearray(b"x" * 1000)
     assert pair.a.send(memoryview(buffer)) == 1000
@@ -393,7 +393,9 @@ def test_a_last_message_lost_with_its_link_is_sent_again(pair: Pair, arrived: bo
     if arrived:
         pair.ba.deliver()
     assert pair.b.state == "CLOSED"
-    assert pair.hosts[1].calls == ["close_tcp"], "the RMBE is not free before it has arrived"
+    assert pair.hosts[1].calls == ["close_tcp"], (
+        "the RMBE is not free before it arrives"
+    )
     pair.fail_link(1)
     pair.settle()
     assert pair.states() == ("CLOSED", "CLOSED")
@@ -435,7 +437,7 @@ def test_nothing_moves_before_the_peer_is_known_and_after_the_end() -> None:
 
 
 def receive_messages(pair: Pair, count: int) -> None:
-    """B receives so many CDC messages without news: their sequence numbers are 1 to ``count``."""
+    """B receives ``count`` CDC messages without changes, with sequence numbers from 1."""
     for number in range(1, count + 1):
         receive_cdc(pair.b, cdc.pack(number, 0xA1, 0, 0, 0, 0))
 
@@ -475,7 +477,7 @@ def test_no_hole_changes_nothing(pair: Pair, received: int, sent: int) -> None:
 
 @pytest.mark.rfc("4.6.1/5")
 def test_a_validation_message_may_overtake_validated_messages(pair: Pair) -> None:
-    """The old link delivered everything; the receiver has just not looked at it yet."""
+    """The old link delivered everything, but the receiver has not polled it yet."""
     send(pair, b"abc")
     old = pair.ab
     kept = list(old.queue)
@@ -487,7 +489,7 @@ def test_a_validation_message_may_overtake_validated_messages(pair: Pair) -> Non
     assert isinstance(message, bytes)
     with pytest.raises(cdc.MessageMissing):
         receive_cdc(pair.b, message)
-    assert pair.b.state == "ACTIVE", "not before all links were looked at"
+    assert pair.b.state == "ACTIVE", "not before all links were polled"
     old.queue.extend(kept)
     old.deliver()
     receive_cdc(pair.b, message)
@@ -507,7 +509,7 @@ def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> No
         pair.ab.deliver()
     assert message
     assert pair.b.state == "PEERABORTWAIT"
-    # Over one more link: that is known.
+    # Over one more link, the number is known.
     token = pair.b.alert_token
     receive_cdc(pair.b, cdc.pack(1, token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION))
 
@@ -515,15 +517,15 @@ def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> No
 @pytest.mark.parametrize("buffer", [bytes, bytearray])
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_message_of_unknown_fate_counts_as_posted(arrives: bool, buffer: type) -> None:
-    """The link ended with a message that was done at once; the peer may have taken it, and say so
-    before this side has noticed anything."""
+    """The link ended with an immediate delivery. The peer may have received it, and may announce it
+    before this side polls."""
     pair = Pair(merge=True)
     pair.ab.instant, pair.ab.doubt, pair.ab.arrives = True, 1, arrives
     pair.ba.instant = True
     data = buffer(b"abc")
     assert pair.a.send(memoryview(data)) == 3
     if buffer is bytearray:
-        data[:] = b"xyz"  # the sender's own again
+        data[:] = b"xyz"  # the memory belongs to the sender again
     assert (pair.a.sequence_sent, pair.a.sender.unacknowledged) == (0, 3)
     pair.ab.deliver()
     assert pair.b.receiver.receive(10) == (b"abc" if arrives else b"")
@@ -673,7 +675,7 @@ def test_the_campaign_notices_a_replay_of_consumed_data(
                 first = end - len(data)
                 yield max(first, start), data[max(0, start - first) :]
 
-    # One schedule in a thousand shows it, too few for a search that always ends well.
+    # One schedule in a thousand shows the fault: too few for a search within a test.
     seed, case = 11, 588
     campaign.run(1, seed, only=case)
     monkeypatch.setattr(Sender, "replay", replay)
