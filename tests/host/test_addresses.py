@@ -1,4 +1,4 @@
-"""This host's networks, as the kernel tells them."""
+"""The networks of this host, as reported by the kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def owned(interface: int, address: str, network: str) -> prefixes._OwnAddress:
 
 @pytest.fixture
 def example_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host with two interfaces in place of this one."""
+    """Replace this host by one with two interfaces."""
     addresses = [
         owned(1, "127.0.0.1", "127.0.0.0/8"),
         owned(1, "::1", "::1/128"),
@@ -46,7 +46,7 @@ def example_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def own_ipv6() -> list[tuple[str, int]]:
-    """Addresses and prefix lengths by another way: /proc."""
+    """Addresses and prefix lengths from another source: /proc."""
     found = []
     for line in Path("/proc/net/if_inet6").read_text().splitlines():
         digits, _, length, *_ = line.split()
@@ -184,7 +184,7 @@ def test_source_address_is_the_one_the_kernel_uses() -> None:
 
 
 def test_no_route_is_no_source() -> None:
-    # The kernel lets no socket without SO_BROADCAST connect there.
+    # The kernel refuses a connect to a broadcast address without SO_BROADCAST.
     assert prefixes.source_address("255.255.255.255", 9) is None
 
 

@@ -1,4 +1,4 @@
-"""Answers of the kernel are kept until it reports a change, and never longer."""
+"""Answers of the kernel are cached until the kernel reports a change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
 
 
 def is_kept(answer: int) -> bool:
-    """True if the answer is remembered; a change of the machine's network may prevent it."""
+    """True if the answer is cached; a change of the machine's network may prevent that."""
     _, generation = AnswerCache.get("is_kept")
     AnswerCache.put("is_kept", [answer], generation)
     return AnswerCache.get("is_kept")[0] == [answer]
@@ -123,7 +123,7 @@ def test_no_answer_is_not_kept(kernel: Kernel) -> None:
 
 
 def test_a_change_during_a_query(kernel: Kernel) -> None:
-    """Be it read by this thread afterwards, or by another one in between."""
+    """This thread reads the change afterwards, or another thread has read it in between."""
     with closing(AnswerCache()) as memory:
         memory.open()
         _, generation = AnswerCache.get("numbers")
@@ -168,14 +168,14 @@ def test_a_forked_child_leaves_the_reports_to_its_parent(kernel: Kernel) -> None
         if child == 0:
             double()
             double()
-            os._exit(0 if kernel.queries == 3 else 1)  # neither answer was kept
+            os._exit(0 if kernel.queries == 3 else 1)  # neither answer is cached
         assert os.waitpid(child, 0)[1] == 0
         assert double() == [2, 4]
         assert kernel.queries == 1
 
 
 def test_the_real_kernel() -> None:
-    """It takes the subscription, and reports nothing while nothing changes."""
+    """The kernel accepts the subscription, and reports nothing while nothing changes."""
     before = pnet.interfaces()
     with closing(AnswerCache()) as memory:
         memory.open()
@@ -188,7 +188,7 @@ def test_the_real_kernel() -> None:
 
 
 class FakeSocket:
-    """A netlink socket whose answers the test gives; each is a datagram and its sender."""
+    """A netlink socket with answers of the test; each answer is a datagram and its sender."""
 
     def __init__(self, *answers: tuple[bytes, int]) -> None:
         self._answers = list(answers)
@@ -277,7 +277,7 @@ def test_a_kernel_without_an_answer_is_not_waited_for(monkeypatch: pytest.Monkey
 
 
 def test_a_query_imports_nothing_and_is_short() -> None:
-    """The first connection of a program makes it on the Trio thread."""
+    """The first connection of a program makes the query on the Trio thread."""
     code = (
         "import sys, time, trio_smc\n"
         "from trio_smc.host import addresses, netlink, pnet\n"
