@@ -1,4 +1,4 @@
-"""One end of a connection that does what it is told: here, or in a process of its own.
+"""One end of a connection that runs the commands of the test: here, or in a process of its own.
 
 `Actor` has the operations; `open_ends` gives one in this process and one in another
 (`python -m tests.e2e.actor CONFIG`), connected, and both are used the same way.

@@ -41,7 +41,7 @@ async def pairs(request: pytest.FixtureRequest, stacks: int) -> AsyncIterator[Pa
 
 
 async def all_closed(stack: Stack) -> None:
-    while stack.statistics().open_connections:  # noqa: ASYNC110  # nothing tells
+    while stack.statistics().open_connections:  # noqa: ASYNC110  # no event to wait for
         await trio.sleep(0.01)
 
 
@@ -265,7 +265,7 @@ async def surviving() -> AsyncIterator[Stack]:
         yield stack
         with trio.fail_after(PROMPT):
             await all_closed(stack)
-            while stack.link_groups:  # noqa: ASYNC110  # nothing tells
+            while stack.link_groups:  # noqa: ASYNC110  # no event to wait for
                 await trio.sleep(0.01)
         await wait_all_tasks_blocked()
         gc.collect()

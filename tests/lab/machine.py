@@ -1,9 +1,9 @@
 """Boots QEMU guests that run the project's programs on the host's own files.
 
 A guest sees the whole host, read-only, with a layer of memory over it: the checkout, the venv and
-Debian's pyverbs are all there, and nothing it writes stays but what it writes into /lab.  Two
-guests share three wires: eth0 and eth1 carry what is tested, eth2 is for the tests' own talk, so
-that the others can be cut.
+Debian's pyverbs are all there, and only files in /lab are kept.  Two guests share three wires: eth0
+and eth1 carry the tested traffic, and eth2 carries the tests' own messages, so that the others can
+be cut.
 
 ==========  ==================  ==================
             guest a             guest b
