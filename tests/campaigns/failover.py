@@ -12,8 +12,8 @@ Half of the failures meet groups of two links, the others groups of three and of
 `--rnics` is given; some of the last come in rows, and half of those are messages acknowledged and
 not placed (`--rows`).  A seed replays the faults and the data of every connection; the scheduler
 decides when a fault meets a connection.  So both processes keep the latest messages and log
-records, and report them if a connection ends in a wrong way.  50,000 cases are 2,000 failures, the long version
-50,000 (`--long`).
+records, and report them if a connection ends in a wrong way.  50,000 cases are 2,000 failures, the
+long version 50,000 (`--long`).
 """
 
 from __future__ import annotations
