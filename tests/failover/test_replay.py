@@ -393,9 +393,7 @@ def test_a_last_message_lost_with_its_link_is_sent_again(pair: Pair, arrived: bo
     if arrived:
         pair.ba.deliver()
     assert pair.b.state == "CLOSED"
-    assert pair.hosts[1].calls == ["close_tcp"], (
-        "the RMBE is not free before it arrives"
-    )
+    assert pair.hosts[1].calls == ["close_tcp"], "the RMBE is not free before it arrives"
     pair.fail_link(1)
     pair.settle()
     assert pair.states() == ("CLOSED", "CLOSED")
