@@ -1,4 +1,4 @@
-"""AnyIO programs over SMC-R by `trio_smc.adapters.anyio`: what AnyIO says of its streams holds."""
+"""AnyIO programs over SMC-R by `trio_smc.adapters.anyio`: its streams keep AnyIO's contract."""
 
 from __future__ import annotations
 

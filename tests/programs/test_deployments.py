@@ -1,4 +1,4 @@
-"""The compose file and the systemd units of examples/: what they say fits together."""
+"""The compose file and the systemd units of examples/ are consistent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_containers_share_the_resources_of_smc_r(name: str) -> None:
     if name == "compose.yaml":
         assert (client["network_mode"], content.get("networks")) == ("service:server", None)
     else:
-        # The server's own address is what its name resolves to: nothing is published.
+        # The name of the server resolves to its own address: no port is published.
         [network] = content["networks"]
         assert server["networks"] == client["networks"] == [network]
         assert content["networks"][network] == {"driver": "bridge"}
@@ -64,7 +64,7 @@ def test_the_directory_of_the_units_is_one_that_a_group_may_share() -> None:
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
     if not shutil.which("systemd-analyze"):
         pytest.skip("there is no systemd-analyze")
-    # Without other units: what it says is about these.
+    # Without other units, so that all messages are about these.
     for each in UNITS:
         shutil.copy(each, tmp_path)
     command = ["systemd-analyze", "verify", "--man=no"]
@@ -75,4 +75,4 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
     broken = tmp_path / "broken.service"
     broken.write_text(UNITS[0].read_text().replace("ExecStart=/usr/bin/env", "ExecStart=env//"))
     again = subprocess.run([*command, str(broken)], capture_output=True, check=False)
-    assert again.returncode, "it looks at them"
+    assert again.returncode, "systemd-analyze reads the units"

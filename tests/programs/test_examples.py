@@ -1,4 +1,4 @@
-"""Each example with other people's programs runs, in two processes, and says that it was SMC-R."""
+"""Each example with programs of other projects runs in two processes, and reports SMC-R."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPECTED = {
         "HTTP/2 hello this over HTTP/2 - client: smc-r",
         "HTTP/2 hello that over HTTP/2 - client: smc-r",
         "{'length': 1000000}",
-        # HTTP/1.1 needs one for each request under way, HTTP/2 one for all.
+        # HTTP/1.1 needs one connection for each concurrent request, HTTP/2 one for all.
         "server: connections over smc-r: 4",
     ],
     "websocket": [
@@ -48,7 +48,7 @@ def test_example(name: str) -> None:
 
 
 def test_server_and_client_by_themselves() -> None:
-    """As from two terminals; the server's first line tells what the client has to be told."""
+    """As from two terminals; the first line of the server has the arguments of the client."""
     command = [sys.executable, "-W", "error", "-u", "-m", "examples.tls"]
     with subprocess.Popen([*command, "serve"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as end:
         assert end.stdout is not None

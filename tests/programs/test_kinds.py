@@ -1,4 +1,4 @@
-"""The checks that other projects make of a stream before they use it."""
+"""The checks of other projects before they use a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.peers import open_pair
 
 
 def passes_for(thing: object, kind: type) -> bool:
-    """isinstance, for a kind that type checkers know nothing else can be."""
+    """isinstance, for a class that type checkers know to be final."""
     return isinstance(thing, kind)
 
 

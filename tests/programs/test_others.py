@@ -252,7 +252,7 @@ def output_of(theirs: Path, cwd: Path, program: str, *arguments: str, plain: boo
 
 @contextmanager
 def hypercorn(theirs: Path, cwd: Path, app: str, *options: str) -> Iterator[str]:
-    """Its address, while it serves ``app``."""
+    """The address of a server of ``app``."""
     (cwd / "theirs.py").write_text(app)
     command = running(theirs, str(theirs / "hypercorn"), "-k", "trio", "-b", "127.0.0.1:0")
     with started([*command, *options, "theirs:app"], cwd) as server:

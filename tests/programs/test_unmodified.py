@@ -1,4 +1,4 @@
-"""Unmodified programs under `trio-smc run`: command lines of others, in processes of their own."""
+"""Unmodified programs of other projects under `trio-smc run`, in processes of their own."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_trio_websocket(tmp_path: Path) -> None:
 
 
 def test_a_database_client_and_the_stock_server(tmp_path: Path) -> None:
-    """Client - SMC-R - `trio-smc proxy` - TCP - a server that knows nothing of it."""
+    """Client - SMC-R - `trio-smc proxy` - TCP - an unmodified server."""
     redis = shutil.which("redis-server")
     assert redis, "redis-server is missing"
     proxy = [sys.executable, "-u", "-m", "trio_smc.tools", "proxy", "--require-smc"]
@@ -230,7 +230,7 @@ def test_a_database_client_and_the_stock_server(tmp_path: Path) -> None:
         front.send_signal(signal.SIGTERM)
         passed = wait_for(front, "connections: ")
     assert output == "100000\n"
-    # What it passed on, and what that cost.
+    # The bytes that the proxy passed on, and their cost.
     costs = r"connections: (\d+); bytes: (\d.*B); processor time of the proxy: (\d+\.\d\d) s"
     found = re.search(costs, passed)
     assert found
