@@ -1,4 +1,4 @@
-"""The pages: generated ones are as they would be generated, and the checker of links notices."""
+"""The pages: generated ones are up to date, and the checker of links notices broken ones."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_the_pages_show_ranges_over_machines(
         copy = tmp_path / original.name
         copy.write_text(original.read_text())
         monkeypatch.setattr(performance_page, name, copy)
-    # What they draw is looked at in test_documents.py; matplotlib keeps fonts open.
+    # test_documents.py checks the drawings; matplotlib keeps fonts open.
     drawn = []
     monkeypatch.setattr(plot, "ranges", lambda path, *_: drawn.append(path.name))
     assert performance_page.main(["--check"]) == 1
@@ -229,7 +229,7 @@ def test_the_files_of_the_comparison_have_every_transport() -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_to_files_lead_somewhere(name: str) -> None:
-    """Those of the pages are followed by scripts/check_docs.py."""
+    """scripts/check_docs.py follows the links of the pages."""
     links = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text())
     lost = [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert lost == []
@@ -317,7 +317,7 @@ def test_every_page_is_in_the_contents() -> None:
 
 
 def all_pages() -> str:
-    """Everything that a reader reads."""
+    """All text that a reader reads."""
     pages = [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
         *DOCS.glob("*.md"),

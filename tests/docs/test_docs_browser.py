@@ -114,7 +114,7 @@ FAULTS = {
         f'the window cuts "{LINE}" {NARROW}',
     ),
 }  # fmt: skip
-"""For each page: its content, and the only problem that the check must find there."""
+"""For each page: its content, and the only problem that the check must report."""
 FINE = {
     "linked-picture": '<a href="wide.svg"><img src="wide.svg"></a>',
     "words": '<img src="words.svg">',

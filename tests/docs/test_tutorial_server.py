@@ -1,4 +1,4 @@
-"""The tutorial's server with clients that are rude, and its end by Ctrl-C."""
+"""The tutorial's server with clients that reset or are killed, and its end by Ctrl-C."""
 
 from __future__ import annotations
 
