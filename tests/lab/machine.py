@@ -51,7 +51,7 @@ WIRES = 3
 CAPTURED = 2
 NO_STATUS = 125
 BOOT_TIME = 90.0
-"""Seconds; without KVM it is some fifteen."""
+"""Seconds; without KVM a boot takes about fifteen."""
 GRACE = 20.0
 """Seconds for a guest after the other one's end."""
 RDMA_WRITE_MIDDLE = 7
@@ -128,7 +128,7 @@ def run_pair(
 
 @contextlib.contextmanager
 def _gone_at_the_end(guests: Sequence[_Guest]) -> Iterator[None]:
-    """No guest outlives a test whose time ran out."""
+    """No guest survives a test that has timed out."""
     try:
         yield
     finally:
@@ -202,7 +202,7 @@ class _Guest:
         self.place = place
         self.memory = memory
         self.up = threading.Event()
-        """Its commands have begun."""
+        """Set when its commands have begun."""
         self.started = False
         self.share = place / name
         self.share.mkdir()
@@ -274,7 +274,7 @@ class _Guest:
         return words
 
     def monitor(self, command: str) -> None:
-        """Have QEMU do something."""
+        """Run a command of QEMU's monitor."""
         got = b""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as monitor:
             monitor.settimeout(60)
@@ -292,7 +292,7 @@ class _Guest:
         self.process.stdout.close()
 
     def finish(self, seconds: float, console: _Console) -> int:
-        """Wait for the guest's end; its status."""
+        """Wait for the guest's end; returns its status."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
