@@ -250,15 +250,15 @@ def main() -> int:
                 for transport in sorted(NAMES, reverse=bool(number % 2)):
                     events += one_round(transport, path, show)
     right = report(events, sha256, arguments.mib)
-    if all(event["mode"] == "smc-r" for event in events if event["event"] == "mode"):
-        print(f"\n{conclusion(events)}")
-    else:
+    if not all(event["mode"] == "smc-r" for event in events if event["event"] == "mode"):
         print("\nOn this machine SMC-R was not used, so the comparison is TCP with TCP.")
-    if (share := others.share()) > BUSY:
+    elif (share := others.share()) > BUSY:
         print(
             f"\nThis machine was too busy to tell: other programs took {share:.0%} of its "
             "processors meanwhile.\nTry again when it has nothing else to do."
         )
+    else:
+        print(f"\n{conclusion(events)}")
     return 0 if right else 1
 
 

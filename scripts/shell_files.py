@@ -45,6 +45,8 @@ def files() -> dict[Path, str]:
 
 def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
     text = str(shtab.complete(parser, shell))
+    # Where an argument is a file, bash completes its name.
+    text = text.replace("complete -o bashdefault ", "complete -o bashdefault -o default ")
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 

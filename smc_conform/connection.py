@@ -10,7 +10,7 @@ import secrets
 from typing import Any
 
 from smc_conform.link import ELEMENT_SIZE, Group, Link, LinkUser
-from smc_conform.messages import CDC, Message, pack
+from smc_conform.messages import CDC, FLAG_LETTERS, Message, pack
 from smc_conform.tcp import Tcp
 from smc_conform.verdicts import Failed
 from trio_smc.rnic.memory import Memory
@@ -224,5 +224,6 @@ class Connection(LinkUser):
 
     async def expect_flag(self, flag: str) -> Message:
         """Wait for a CDC message with this flag: "done", "closed", "aborted", ..."""
-        await self.group.waits.until(lambda: self.has(flag), f"a CDC message with {flag}", self)
+        awaited = f"a CDC message with the flag {FLAG_LETTERS[flag]}"
+        await self.group.waits.until(lambda: self.has(flag), awaited, self)
         return next(message for message in self.messages if getattr(message, flag))

@@ -40,6 +40,7 @@ __all__ = [
     "DELETE_LINK",
     "DELETE_RKEY",
     "EYE_CATCHER",
+    "FLAG_LETTERS",
     "LLC_KINDS",
     "PROPOSAL",
     "REQUEST_ADD_LINK",
@@ -498,10 +499,11 @@ def with_bytes(message: bytes, at: int, value: bytes) -> bytes:
     return message[:at] + value + message[at + len(value) :]
 
 
-_FLAGS: Final = {
+FLAG_LETTERS: Final = {
     "writer_blocked": "B", "urgent_pending": "P", "urgent_present": "U", "update_requested": "R",
     "failover_validation": "F", "done": "D", "closed": "C", "aborted": "A",
 }  # fmt: skip
+"""The flags of a CDC message, by the names of its fields (RFC 7609, A.4)."""
 
 
 def describe(message: Message) -> str:
@@ -510,7 +512,7 @@ def describe(message: Message) -> str:
     if layout is None or message.variant is None:
         return message.name
     if layout is CDC:
-        flags = "".join(letter for name, letter in _FLAGS.items() if getattr(message, name))
+        flags = "".join(letter for name, letter in FLAG_LETTERS.items() if getattr(message, name))
         return (
             f"CDC {message.sequence} producer {message.producer_wrap}:{message.producer} "
             f"consumer {message.consumer_wrap}:{message.consumer}{' ' + flags if flags else ''}"

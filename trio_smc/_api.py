@@ -1,6 +1,7 @@
 """`open_stack`, `open_stream`, `open_listeners`, `serve`: the functions that users call.
 
-They use the stack of the innermost `open_stack`, or else the default stack of the Trio run.
+These functions use the stack of the innermost `open_stack`, or else the default stack of the Trio
+run.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ async def _capture_and_shut_down(stack: Stack) -> AsyncIterator[None]:
             if capture is not None:
                 capture.end()
                 with trio.CancelScope(shield=True):
-                    # A disk may be slow. Trio does not wait for it, and this wait has a limit.
+                    # The disk may be slow, so a thread waits, for at most `shutdown_timeout`.
                     await trio.to_thread.run_sync(capture.join, config.shutdown_timeout)
 
 

@@ -40,8 +40,9 @@ __all__ = ["Stack", "stacks"]
 
 LOGGER = logging.getLogger("trio_smc.failover")
 
-_LOOK_AGAIN: Final = 0.5
-"""Seconds after which a drain checks again which link groups are unused."""
+_UNUSED_CHECK_INTERVAL: Final = 0.5
+"""Seconds between two checks of a drain for unused link groups.  Chosen; no measurement is
+recorded."""
 
 
 class Stack:
@@ -246,7 +247,7 @@ class Stack:
             while rnics.is_drained(rnic) and (groups := table.on_rnics(rnics.on_port(rnic))):
                 table.end_unused(groups)
                 # A group without connections may have a handshake under way.
-                with move_on_after(self.runtime.timers, _LOOK_AGAIN):
+                with move_on_after(self.runtime.timers, _UNUSED_CHECK_INTERVAL):
                     await table.link_gone.park()
             if rnics.is_drained(rnic):
                 LOGGER.info("%s is drained: no link uses it", name)
@@ -294,7 +295,7 @@ class Stack:
             while core.drained and core in table.groups:
                 table.end_if_unused(core)
                 # A group without connections may have a handshake under way.
-                with move_on_after(self.runtime.timers, _LOOK_AGAIN):
+                with move_on_after(self.runtime.timers, _UNUSED_CHECK_INTERVAL):
                     await table.link_gone.park()
             await trio.lowlevel.checkpoint()
 

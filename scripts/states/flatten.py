@@ -75,7 +75,7 @@ def _check_chart(chart: type[StateChart[Any]]) -> None:
 
 def _flatten_transition(chart: type[StateChart[Any]], transition: Transition) -> Edge:
     where = f"{chart.__name__}: {transition}"
-    if not isinstance(transition, CitedTransition) or not transition.rfc.strip():
+    if not isinstance(transition, CitedTransition) or not transition.citation.strip():
         raise ValueError(f"{where}: declare it with edge() and its RFC paragraph")
     target = transition.target
     if target is None or len(transition.targets) != 1 or transition.is_eventless:
@@ -94,7 +94,7 @@ def _flatten_transition(chart: type[StateChart[Any]], transition: Transition) ->
         # The library looks names up in the chart as well as in the model and calls both.
         if not all(map(str.isidentifier, parts)) or hasattr(chart, name):
             raise ValueError(f"{where}: {name!r} is not a name that only the model can have")
-    return Edge(guards, target.id, actions, transition.internal, transition.rfc)
+    return Edge(guards, target.id, actions, transition.internal, transition.citation)
 
 
 def _check_table(table: Table, chart: type[StateChart[Any]]) -> None:

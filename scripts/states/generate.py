@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from scripts.states.flatten import flatten
+from trio_smc.states.acceptance import AcceptanceChart
 from trio_smc.states.clc import ClcClientChart, ClcServerChart
 from trio_smc.states.connection import ConnectionChart
 from trio_smc.states.link import LinkChart
@@ -34,6 +35,7 @@ MACHINES: Final[dict[str, type[StateChart[Any]]]] = {
     "link": LinkChart,
     "link_group": LinkGroupChart,
     "pump": PumpChart,
+    "acceptance": AcceptanceChart,
 }
 """The chart of each machine, by the stem of its files ("connection", "link_group")."""
 

@@ -155,10 +155,10 @@ def test_the_sequence_number_wraps_to_zero(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("ending", [cdc.SENDING_DONE, cdc.CONNECTION_CLOSED])
-def test_data_after_the_end_of_the_data_is_an_error(pair: Pair, ending: int) -> None:
+def test_data_after_the_end_of_the_stream_is_an_error(pair: Pair, ending: int) -> None:
     receive_cdc(pair.b, message(pair, producer=(0, 1011), endings=ending))
     assert pair.b.receiver.readable == 10
-    with pytest.raises(ProtocolError, match="end of the data"):
+    with pytest.raises(ProtocolError, match="after the end of its stream"):
         receive_cdc(pair.b, message(pair, sequence=4, producer=(0, 1012), endings=ending))
     assert pair.b.state in ABORTED
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -251,6 +253,19 @@ def test_the_map_notices_another_house(tmp_path: Path, monkeypatch: pytest.Monke
     stale.write_text(rooms.PAGE.read_text().replace("`trio_smc/rnic/`", "`trio_smc/cards/`"))
     monkeypatch.setattr(rooms, "PAGE", stale)
     assert rooms.main(["--check"]) == 1
+
+
+def test_the_rule_on_imports_of_the_package_itself_names_each_other_room() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
+    [named] = [each["source_modules"] for each in contracts if each["id"] == "root"]
+    expected = set()
+    for room in itertools.chain.from_iterable(rooms.read(text).floors):
+        if room not in ("tools", "adapters"):
+            expected.add(f"trio_smc.{room}")
+            if (ROOT / "trio_smc" / room).is_dir():
+                expected.add(f"trio_smc.{room}.**")
+    assert set(named) == expected
 
 
 def test_files_that_pages_name_are_there() -> None:

@@ -89,8 +89,10 @@ def test_the_demo_moves_a_file_over_smc_r() -> None:
     assert output.startswith(
         "README      times as fast as TCP for Trio programs on one host: round"
     )
-    last = next(line for line in output.splitlines() if line.startswith("On this machine"))
-    assert re.fullmatch(r"On this machine SMC-R is .* for (round trips|files).*\.", last)
+    [*_, last] = output.split("\n\n")
+    busy = r"This machine was too busy to tell: .*"
+    verdict = r"On this machine SMC-R is .* for (round trips|files).*\."
+    assert re.fullmatch(f"{busy}|{verdict}", last.strip(), re.DOTALL)
     assert "NOT SMC-R" not in output
     ratios = [float(ratio) for ratio in re.findall(r"(\d+\.\d+) times", output)]
     assert len(ratios) == 6

@@ -300,7 +300,7 @@ def test_a_group_of_others_does_not_share(tmp_path: Path, monkeypatch: pytest.Mo
     real = os.getegid()
     monkeypatch.setattr(os, "getegid", lambda: real + 1)
     monkeypatch.setattr(os, "getgroups", lambda: [real + 2])
-    with pytest.raises(DirectoryUnusable, match="700 is private"):
+    with pytest.raises(DirectoryUnusable, match="this process is not in that group"):
         PrivateDirectory.open(path, create=False)
 
 

@@ -76,10 +76,16 @@ class Finished:
     """Output of the commands of a single guest in /lab/results."""
 
 
-def run_guest(name: str, commands: str, *, seconds: float, memory: int = 1024) -> Finished:
-    """Run shell commands in one guest without wires, for at most ``seconds``."""
-    with _lab(name) as (kernel, place, console):
-        guest = _Guest("a", kernel, place, memory)
+def run_guest(
+    name: str, commands: str, *, seconds: float, memory: int = 1024, processors: int = 1,
+    kernel: str = setup.DEFAULT,
+) -> Finished:  # fmt: skip
+    """Run shell commands in one guest without wires, for at most ``seconds``.
+
+    ``kernel``: as `setup.make` takes it.
+    """
+    with _lab(name, kernel) as (directory, place, console):
+        guest = _Guest("a", directory, place, memory, processors)
         guest.prepare(commands, role="server", mtu=0)
         with _gone_at_the_end([guest]):
             _boot([guest], console, wired=False)
@@ -97,8 +103,8 @@ def run_pair(
     Keeps ``build/interop/NAME.pcapng``, and in ``build/interop/NAME`` what the commands wrote into
     /lab/keep.
     A frame there that tshark cannot read makes the status 1; what it reads is in the output.
-    Not if ``hostile``: then a guest sends malformed messages on purpose.  ``kernel`` is a name in
-    `setup.KERNELS`.
+    Not if ``hostile``: then a guest sends malformed messages on purpose.  ``kernel``: as
+    `setup.make` takes it.
     """
     with _lab(name, kernel) as (directory, place, console):
         guests = [_Guest(each, directory, place, memory) for each in "ab"]
@@ -196,11 +202,14 @@ class _Console:
 
 
 class _Guest:
-    def __init__(self, name: str, kernel: Path, place: Path, memory: int) -> None:
+    def __init__(
+        self, name: str, kernel: Path, place: Path, memory: int, processors: int = 1
+    ) -> None:
         self.name = name
         self.kernel = kernel
         self.place = place
         self.memory = memory
+        self.processors = processors
         self.up = threading.Event()
         """Set when its commands have begun."""
         self.started = False
@@ -235,8 +244,8 @@ class _Guest:
         command = [
             "qemu-system-x86_64", "-M", "q35", "-accel",
             os.environ.get("TRIO_SMC_LAB_ACCEL", "tcg,thread=multi"), "-cpu", CPU,
-            "-m", str(self.memory), "-nodefaults", "-no-reboot", "-display", "none",
-            "-serial", "stdio", "-device", "virtio-rng-pci",
+            "-m", str(self.memory), "-smp", str(self.processors), "-nodefaults",
+            "-no-reboot", "-display", "none", "-serial", "stdio", "-device", "virtio-rng-pci",
             "-monitor", f"unix:{self.place}/{self.name}.monitor,server=on,wait=off",
             "-kernel", str(self.kernel / "vmlinuz"), "-initrd", str(self.kernel / "initrd.gz"),
             "-append", BOOT,

@@ -1,26 +1,31 @@
 """The programs of the lab's guests: one function for each pair of programs.
 
 By hand: ``python -m tests.lab.runner verbs [SEED]``, ``contract [SEED [ROOT]]`` (its first part),
-``streams``, ``ours``, ``hostile``, ``overcommit [STEP]``, ``speed [profile]``,
-``conform ours|kernel server|client 1|2 PART [OPTION...]`` or ``kernel SUITE [STEP...]``; these two
-also with another kernel of `tests.lab.setup`: ``--kernel 6.17 kernel v2``.
+``streams``, ``ours``, ``hostile``, ``overcommit [STEP]``, ``speed [profile]``, ``ways``,
+``loopback``, ``conform ours|kernel server|client 1|2 PART [OPTION...]`` or
+``kernel SUITE [STEP...]``; the last three also with another kernel of `tests.lab.setup`:
+``--kernel 6.17 kernel v2``, ``--kernel DIRECTORY loopback``.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.machines import this_machine
 from examples import demo
 from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
 from tests.lab.setup import DEFAULT, STOCK
 
 __all__ = [
-    "PARTS", "SHARE", "conform", "contract", "hostile", "ours", "overcommit", "reports_of", "speed",
-    "streams", "verbs", "with_kernel",
+    "PARTS", "SHARE", "conform", "contract", "hostile", "loopback", "ours", "overcommit",
+    "reports_of", "speed", "streams", "verbs", "ways", "with_kernel",
 ]  # fmt: skip
 
 PYTHON = "/usr/bin/python3"
@@ -119,6 +124,47 @@ def speed(*words: str) -> Finished:
     return run_pair("speed", commands, seconds=900)
 
 
+def ways() -> Finished:
+    """`tests.lab.guest_ways` between two guests: rsocket, AF_SMC and trio_smc over soft-RoCE."""
+    commands = (
+        "modules rdma_ucm; rxe 0 eth0; echo 1 > /sys/module/smc/parameters/lab_gids\n"
+        "[ $ROLE = server ] && control=10.9.2.2 || control=10.9.2.1\n"
+        f"exec {PYTHON} -m tests.lab.guest_ways pair $ROLE $PEER4 $control\n"
+    )
+    return _with_table(run_pair("ways", commands, seconds=900))
+
+
+def loopback(kernel: str = DEFAULT) -> Finished:
+    """`tests.lab.guest_ways` in one guest: SMC-D and trio_smc between its processes.
+
+    ``kernel``: of the guest; `setup.DEFAULT`'s module has SMC-D's device if it is asked for, and
+    the kernel of a path must have it.
+    """
+    load = ""
+    if os.sep not in kernel:
+        load = (
+            "rmmod smc_diag smc && modprobe -d $KERNEL smc lab_loopback=1"
+            " && modprobe -d $KERNEL smc_diag || exit 1\n"
+        )
+    commands = f"{load}exec {PYTHON} -m tests.lab.guest_ways loopback\n"
+    done = run_guest(
+        "loopback", commands, seconds=900, memory=1536, processors=2, kernel=kernel
+    )  # fmt: skip
+    return _with_table(done)
+
+
+def _with_table(done: Finished) -> Finished:
+    """The run of `tests.lab.guest_ways`, with its table and this machine's name at the end."""
+    machine = this_machine()
+    version = subprocess.run(["qemu-system-x86_64", "--version"], capture_output=True, check=True)
+    [qemu] = re.findall(r"version ([\d.]+)", version.stdout.decode().splitlines()[0])
+    rows = re.findall(r"^\[\w\] table: (.*)$", done.output, re.MULTILINE)
+    about = f"{machine['processor']}, {machine['processors']} processors, QEMU {qemu}"
+    if not rows:
+        return done
+    return Finished(done.returncode, done.output + "\n".join([about, *rows, ""]))
+
+
 def with_kernel(suite: str, *steps: str, kernel: str = DEFAULT) -> Finished:
     """A suite of `tests.lab.guest_interop` between two guests, or in one ("quick").
 
@@ -144,7 +190,7 @@ def with_kernel(suite: str, *steps: str, kernel: str = DEFAULT) -> Finished:
         f"if [ $ROLE = client ]; then grep -q ^ended$ < <(exec {agent}); exit; fi\n"
         f"exec {ours} 10.9.0.1 10.9.0.2 10.9.2.2 {rest}\n"
     )
-    name = f"kernel-{suite}" if kernel == DEFAULT else f"kernel-{kernel}-{suite}"
+    name = f"kernel-{suite}" if kernel == DEFAULT else f"kernel-{Path(kernel).name}-{suite}"
     return run_pair(name, commands, seconds=800, kernel=kernel)
 
 
@@ -204,7 +250,7 @@ IDLE_LINKS = "sysctl -q -w net.smc.smcr_testlink_time=4\n"
 
 def reports_of(target: str, role: str, version: int, part: str, kernel: str = DEFAULT) -> str:
     """The name of the directory with the reports of `conform`."""
-    return f"conform-{kernel if target == 'kernel' else target}-v{version}-{role}-{part}"
+    return f"conform-{Path(kernel).name if target == 'kernel' else target}-v{version}-{role}-{part}"
 
 
 def _kernel_of_version(version: int) -> str:
@@ -246,6 +292,8 @@ def _main() -> int:
     elif what == "conform":
         target, role, version, part, *options = rest
         done = conform(target, role, int(version), part, *options, kernel=kernel)
+    elif what in ("ways", "loopback"):
+        done = ways() if what == "ways" else loopback(kernel)
     elif what in ("ours", "hostile"):
         done = ours() if what == "ours" else hostile()
     elif what in ("speed", "overcommit"):

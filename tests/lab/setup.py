@@ -2,13 +2,18 @@
 
     python -m tests.lab.setup [KERNEL]
 
+KERNEL is a name in `KERNELS`, or the path of a kernel of your own: a directory with
+boot/vmlinuz-RELEASE and lib/modules/RELEASE, as in a package of a kernel (`make_own`).
+
 Everything lies in ``$XDG_CACHE_HOME/trio-smc-lab`` (else ``~/.cache/trio-smc-lab``); nothing is
 installed but the packages that `PACKAGES` names.  A second run does nothing.
 
 The kernel is Debian's own binary.  One module is built again: `net/smc`, for soft-RoCE's sake.
 `relax` gives it two parameters: ``lab_gids`` makes SMC-R version 1, which takes RoCE v1 GIDs alone,
 take soft-RoCE's too, and ``lab_retries`` is how often its queue pairs send again before they fail,
-where it asks for 7, which soft-RoCE reads as "for ever".  docs/interop.md says it in words.
+where it asks for 7, which soft-RoCE reads as "for ever".  `switch_loopback` gives it a third one:
+``lab_loopback`` creates the loopback device of SMC-D when the module is loaded.  docs/interop.md
+says it in words.
 SMC-R version 2 is tried with Debian's own module, which is kept beside it (`STOCK`).
 
 `KERNELS` has the kernels by name.  A kernel that this host's Debian does not offer comes from
@@ -27,7 +32,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -78,13 +83,19 @@ PACKAGES: Final = {
 FOR_BOOT: Final = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_net", "virtio_rng")
 MODULES: Final = (
     *FOR_BOOT, "crc32_generic", "crc32_pclmul", "crc32c_generic", "rdma_rxe", "ib_uverbs", "smc",
-    "smc_diag", "dummy", "macvlan", "8021q", "garp", "mrp", "sch_netem", "bonding",
+    "smc_diag", "dummy", "macvlan", "8021q", "garp", "mrp", "sch_netem", "bonding", "rdma_ucm",
 )  # fmt: skip
 BUILT_IN: Final = ("crc32_generic", "crc32_pclmul", "crc32c_generic")
 """Modules that newer kernels do not have as such."""
+OWN_MODULES: Final = (*FOR_BOOT, "smc", "smc_diag")
+"""Modules that the lab needs of a user's own kernel."""
 STOCK: Final = "stock"
 """A directory there: Debian's own modules of SMC, as they are."""
-PROGRAMS: Final = {"plain_echo.c": (), "smc_sockets.c": ("-shared", "-fPIC", "-ldl")}
+PROGRAMS: Final = {
+    "plain_echo.c": (),
+    "smc_sockets.c": ("-shared", "-fPIC", "-ldl"),
+    "socket_speed.c": ("-ldl",),
+}
 """C programs for the guests' side of the kernel, with the compiler's options."""
 _HERE = Path(__file__).resolve().parent
 
@@ -106,9 +117,13 @@ def make(name: str = DEFAULT) -> Path:
 
     Raises LabError.
     """
+    if os.sep in name:
+        return make_own(Path(name).resolve())
     source = KERNELS.get(name)
     if source is None:
-        raise LabError(f"the lab has no kernel {name}, only {', '.join(KERNELS)}")
+        raise LabError(
+            f"the lab has no kernel {name}, only {', '.join(KERNELS)}, or the path of a directory"
+        )
     cache = cache_directory()
     place = cache / ("kernel" if name == DEFAULT else f"kernel-{name}")
     stamp = place / "made-by"
@@ -129,6 +144,42 @@ def make(name: str = DEFAULT) -> Path:
         make_initrd(work, made)
         build_programs(made)
         (made / "made-by").write_text(mark)
+        shutil.rmtree(place, ignore_errors=True)
+        made.rename(place)
+    return place
+
+
+def make_own(root: Path) -> Path:
+    """Return the directory of a kernel that the user has built; it is made in each run.
+
+    Args:
+      root: has boot/vmlinuz-RELEASE and lib/modules/RELEASE.
+
+    Raises LabError.
+    """
+    install_packages()
+    images = sorted(root.glob("boot/vmlinuz-*"))
+    if len(images) != 1:
+        raise LabError(f"{root} has {len(images)} files boot/vmlinuz-RELEASE, not one")
+    release = images[0].name.removeprefix("vmlinuz-")
+    if not (root / "lib" / "modules" / release).exists():
+        raise LabError(f"{root} has no lib/modules/{release}")
+    cache = cache_directory()
+    cache.mkdir(parents=True, exist_ok=True)
+    place = cache / f"kernel-own-{hashlib.sha256(os.fsencode(root)).hexdigest()[:12]}"
+    with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as directory:
+        work = Path(directory)
+        # depmod writes into the directory, and the user's is not changed.
+        image = work / "image"
+        modules = Path("lib", "modules", release)
+        links = shutil.ignore_patterns("build", "source")
+        shutil.copytree(root / modules, image / modules, symlinks=True, ignore=links)
+        (image / "boot").mkdir()
+        shutil.copy(images[0], image / "boot")
+        made = lay_out(image, release, work, required=OWN_MODULES)
+        keep_stock(made)
+        make_initrd(work, made)
+        build_programs(made)
         shutil.rmtree(place, ignore_errors=True)
         made.rename(place)
     return place
@@ -175,6 +226,14 @@ def lay_out_kernel(apt: Apt, cache: Path, work: Path, kernel: KernelSource) -> P
     unpack(fetch(apt, cache, f"linux-image-{release}"), image)
     if not (image / "lib" / "modules").exists():  # newer packages have them in /usr/lib alone
         (image / "lib").symlink_to("usr/lib")
+    return lay_out(image, release, work, required=set(MODULES) - set(BUILT_IN))
+
+
+def lay_out(image: Path, release: str, work: Path, required: Collection[str]) -> Path:
+    """The kernel in ``image`` and the modules of `MODULES` that it has.
+
+    Raises LabError if it has not all that are ``required``.
+    """
     made = work / "made"
     modules = made / "lib" / "modules" / release
     modules.mkdir(parents=True)
@@ -182,7 +241,7 @@ def lay_out_kernel(apt: Apt, cache: Path, work: Path, kernel: KernelSource) -> P
     (made / "version").write_text(release)
     run("depmod", "-b", image, release)
     source = image / "lib" / "modules" / release
-    for path in closure(image, release, MODULES):
+    for path in closure(image, release, MODULES, required):
         target = modules / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".xz":
@@ -237,13 +296,18 @@ def keep_stock(made: Path) -> None:
         shutil.copy(made / "lib/modules" / release / "kernel/net/smc" / name, stock)
 
 
-def closure(root: Path, release: str, names: Sequence[str]) -> list[Path]:
-    """The files of modules and all they need, in the order of loading."""
+def closure(
+    root: Path, release: str, names: Sequence[str], required: Collection[str]
+) -> list[Path]:
+    """The files of modules and all they need, in the order of loading.
+
+    Raises LabError if one that is ``required`` is neither a file nor a part of the kernel.
+    """
     found: dict[Path, None] = {}
     for name in names:
         shown = run(
             "modprobe", "-d", root, "-S", release, "--show-depends", name,
-            check=name not in BUILT_IN,
+            check=name in required,
         )  # fmt: skip
         for line in shown.splitlines():
             if line.startswith("insmod "):
@@ -259,7 +323,7 @@ def make_initrd(work: Path, made: Path) -> None:
         (root / name).mkdir(parents=True)
     shutil.copy("/bin/busybox", root / "bin" / "busybox")
     order = []
-    for path in closure(made, release, FOR_BOOT):
+    for path in closure(made, release, FOR_BOOT, FOR_BOOT):
         shutil.copy(path, root / "modules")
         order.append(path.name)
     (root / "modules" / "order").write_text("\n".join(order) + "\n")
@@ -306,6 +370,28 @@ def relax(source: str) -> str:
     return function.sub(lambda place: _SWITCH.lstrip() + place[0], source)
 
 
+_LOOPBACK: Final = """
+static bool lab_loopback;
+module_param(lab_loopback, bool, 0444);
+MODULE_PARM_DESC(lab_loopback, "create the loopback device of SMC-D");
+
+"""
+
+
+def switch_loopback(source: str) -> str:
+    """Make `smc_loopback.c` create its device only if ``lab_loopback`` is set.
+
+    Debian's kernel has no such device, and its Proposals are those of a kernel without it.
+
+    Raises LabError when the source is not as expected.
+    """
+    start = re.compile(r"^int smc_loopback_init\(void\)\n\{\n", re.MULTILINE)
+    if len(start.findall(source)) != 1:
+        raise LabError("this kernel's smc_loopback.c works in another way: see tests.lab.setup")
+    test = "\tif (!lab_loopback)\n\t\treturn 0;\n"
+    return start.sub(lambda place: _LOOPBACK.lstrip() + place[0] + test, source)
+
+
 def build_smc(apt: Apt, cache: Path, work: Path, made: Path, kernel: KernelSource) -> None:
     """Build net/smc out of tree against Debian's headers, and put it in place of Debian's."""
     release = (made / "version").read_text()
@@ -321,12 +407,14 @@ def build_smc(apt: Apt, cache: Path, work: Path, made: Path, kernel: KernelSourc
     archive = source / "usr" / "src" / f"{name}.tar.xz"
     run("tar", "xf", archive, "-C", source, "--strip-components=1", f"{name}/net/smc")
     smc = source / "net" / "smc"
-    edited = smc / "smc_ib.c"
-    edited.write_text(relax(edited.read_text()))
+    for name, edit in (("smc_ib.c", relax), ("smc_loopback.c", switch_loopback)):
+        edited = smc / name
+        edited.write_text(edit(edited.read_text()))
     log("building net/smc")
     run(
         "make", "-s", "-j2", "-C", headers / "usr" / "src" / f"linux-headers-{release}", f"M={smc}",
-        "CONFIG_SMC=m", "CONFIG_SMC_DIAG=m", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules",
+        "CONFIG_SMC=m", "CONFIG_SMC_DIAG=m", "CONFIG_SMC_LO=y", "KCFLAGS=-DCONFIG_SMC_LO=1",
+        "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules",
     )  # fmt: skip
     place = made / "lib" / "modules" / release / "kernel" / "net" / "smc"
     stock = made / STOCK

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.setup import Apt, LabError, kernel_release, relax
+from tests.lab import setup
+from tests.lab.setup import Apt, LabError, kernel_release, make_own, relax, switch_loopback
 
 # The least that has those places.
 SOURCE = """
@@ -38,6 +39,44 @@ def test_both_parameters_are_put_in() -> None:
 def test_a_kernel_that_works_in_another_way_is_left_alone(place: str) -> None:
     with pytest.raises(LabError, match="another way"):
         relax(SOURCE.replace(place, "other", 1))
+
+
+LOOPBACK = """
+int smc_loopback_init(void)
+{
+\treturn smc_lo_dev_probe();
+}
+"""
+
+
+def test_the_loopback_device_is_created_only_with_its_parameter() -> None:
+    changed = switch_loopback(LOOPBACK)
+    assert "module_param(lab_loopback, bool" in changed
+    assert changed.endswith(
+        "int smc_loopback_init(void)\n{\n\tif (!lab_loopback)\n\t\treturn 0;\n"
+        "\treturn smc_lo_dev_probe();\n}\n"
+    )
+    with pytest.raises(LabError, match="another way"):
+        switch_loopback(LOOPBACK.replace("smc_loopback_init", "other"))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "has 0 files boot/vmlinuz-RELEASE"),
+        (["boot/vmlinuz-7.3", "boot/vmlinuz-7.4"], "has 2 files boot/vmlinuz-RELEASE"),
+        (["boot/vmlinuz-7.3", "lib/modules/7.4/x"], r"has no lib/modules/7\.3$"),
+    ],
+)
+def test_a_directory_that_is_no_kernel_is_an_error(
+    files: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "install_packages", lambda: None)
+    for each in files:
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / each).touch()
+    with pytest.raises(LabError, match=message):
+        make_own(tmp_path)
 
 
 class ListsOfApt(Apt):

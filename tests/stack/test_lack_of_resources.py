@@ -119,7 +119,7 @@ def test_a_thread_that_cannot_be_started(
 
 def test_a_full_table_admits_no_other_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """The overflow uid stands for all unknown users, and is not accepted as this user."""
-    monkeypatch.setattr(private_directory, "_number_of_nobody", lambda kind: os.geteuid())
+    monkeypatch.setattr(private_directory, "_overflow_id", lambda kind: os.geteuid())
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs, full_table():
         assert not private_directory.is_same_user(ours)

@@ -19,11 +19,11 @@ class DoorChart(Chart):
     SHUT = State(value=5)
     GONE = State(final=True)
 
-    edge(OPEN, "push", SHUT, when="oiled !blocked", do="swing latch", rfc="1")
-    ignore(OPEN, "push", when="blocked", rfc="2")
-    edge(SHUT, "push", GONE, do="swing", rfc="3")
-    edge(SHUT, "pull", OPEN, do="swing", rfc="4")
-    edge(SHUT, "knock", do="bell.ring answer", rfc="5")
+    edge(OPEN, "push", SHUT, when="oiled !blocked", do="swing latch", source="1")
+    ignore(OPEN, "push", when="blocked", source="2")
+    edge(SHUT, "push", GONE, do="swing", source="3")
+    edge(SHUT, "pull", OPEN, do="swing", source="4")
+    edge(SHUT, "knock", do="bell.ring answer", source="5")
 
 
 DOOR = flatten(DoorChart)
@@ -197,10 +197,10 @@ def with_nesting() -> type[StateChart[Any]]:
         class A(State.Compound):
             inner = State(initial=True)
             other = State(final=True)
-            edge(inner, "go", other, rfc="1")
+            edge(inner, "go", other, source="1")
 
         B = State(final=True)
-        edge(A, "leave", B, rfc="1")  # type: ignore[arg-type]  # the library makes A a State
+        edge(A, "leave", B, source="1")  # type: ignore[arg-type]  # the library makes A a State
 
     return Nested
 
@@ -208,7 +208,7 @@ def with_nesting() -> type[StateChart[Any]]:
 def with_entry_action() -> type[StateChart[Any]]:
     class Entry(Chart):
         A, B = State(initial=True), State(final=True, enter="hello")
-        edge(A, "go", B, rfc="1")
+        edge(A, "go", B, source="1")
 
     return Entry
 
@@ -224,7 +224,7 @@ def with_library_edge() -> type[StateChart[Any]]:
 def with_empty_paragraph() -> type[StateChart[Any]]:
     class Empty(Chart):
         A, B = two_states()
-        edge(A, "go", B, rfc=" ")
+        edge(A, "go", B, source=" ")
 
     return Empty
 
@@ -232,7 +232,7 @@ def with_empty_paragraph() -> type[StateChart[Any]]:
 def with_own_method() -> type[StateChart[Any]]:
     class Code(Chart):
         A, B = two_states()
-        edge(A, "go", B, rfc="1")
+        edge(A, "go", B, source="1")
 
         def on_go(self) -> None:
             """The library would run this method, but the engine would not."""
@@ -243,7 +243,7 @@ def with_own_method() -> type[StateChart[Any]]:
 def with_action_named_like_an_event() -> type[StateChart[Any]]:
     class Clash(Chart):
         A, B = two_states()
-        edge(A, "go", B, do="go", rfc="1")
+        edge(A, "go", B, do="go", source="1")
 
     return Clash
 
@@ -251,7 +251,7 @@ def with_action_named_like_an_event() -> type[StateChart[Any]]:
 def with_guard_that_is_an_action() -> type[StateChart[Any]]:
     class Both(Chart):
         A, B = two_states()
-        edge(A, "go", B, when="ring", do="ring", rfc="1")
+        edge(A, "go", B, when="ring", do="ring", source="1")
 
     return Both
 
@@ -259,7 +259,7 @@ def with_guard_that_is_an_action() -> type[StateChart[Any]]:
 def with_expression() -> type[StateChart[Any]]:
     class Expression(Chart):
         A, B = two_states()
-        edge(A, "go", B, when="a|b", rfc="1")
+        edge(A, "go", B, when="a|b", source="1")
 
     return Expression
 
@@ -267,7 +267,7 @@ def with_expression() -> type[StateChart[Any]]:
 def with_empty_part() -> type[StateChart[Any]]:
     class Part(Chart):
         A, B = two_states()
-        edge(A, "go", B, do="bell..ring", rfc="1")
+        edge(A, "go", B, do="bell..ring", source="1")
 
     return Part
 
@@ -275,7 +275,7 @@ def with_empty_part() -> type[StateChart[Any]]:
 def with_guard_of_a_part() -> type[StateChart[Any]]:
     class Part(Chart):
         A, B = two_states()
-        edge(A, "go", B, when="bell.muffled", rfc="1")
+        edge(A, "go", B, when="bell.muffled", source="1")
 
     return Part
 
@@ -283,8 +283,8 @@ def with_guard_of_a_part() -> type[StateChart[Any]]:
 def with_unreachable_edge() -> type[StateChart[Any]]:
     class Behind(Chart):
         A, B = two_states()
-        edge(A, "go", B, rfc="1")
-        edge(A, "go", when="late", rfc="1")
+        edge(A, "go", B, source="1")
+        edge(A, "go", when="late", source="1")
 
     return Behind
 
@@ -293,7 +293,7 @@ def with_other_flags() -> type[StateChart[Any]]:
     class Flags(Chart):
         catch_errors_as_events = True
         A, B = two_states()
-        edge(A, "go", B, rfc="1")
+        edge(A, "go", B, source="1")
 
     return Flags
 
@@ -301,10 +301,10 @@ def with_other_flags() -> type[StateChart[Any]]:
 def with_trap() -> type[StateChart[Any]]:
     class Trap(Chart):
         A, B, C = State(initial=True), State(), State()
-        edge(A, "go", B, rfc="1")
-        edge(A, "end", C, rfc="1")
-        edge(B, "spin", do="turn", rfc="1")
-        ignore(C, "go", rfc="1")
+        edge(A, "go", B, source="1")
+        edge(A, "end", C, source="1")
+        edge(B, "spin", do="turn", source="1")
+        ignore(C, "go", source="1")
 
     return Trap
 

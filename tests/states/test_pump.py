@@ -16,13 +16,24 @@ HOOKS: dict[str, set[str]] = {
 }
 
 
+class Solo:
+    """Records if a solo reader waits on the doorbell."""
+
+    def __init__(self, *, active: bool) -> None:
+        self.active = active
+
+    def end(self) -> None:
+        assert self.active
+        self.active = False
+
+
 class Model:
     """Records the effects of the actions on a pump in ``state``."""
 
     def __init__(self, state: str, *, has_one_doorbell: bool) -> None:
         self.has_one_doorbell = has_one_doorbell
         self.hooks = set(HOOKS[state])
-        self.solo = state == "SOLO"
+        self.solo = Solo(active=state == "SOLO")
         self.disarmed = state in ("BUSY", "SLEEPY")
 
     def add_before_hook(self) -> None:
@@ -40,12 +51,8 @@ class Model:
         self.hooks.remove("after")
 
     def release_doorbell(self) -> None:
-        assert not self.solo
-        self.solo = True
-
-    def end_solo(self) -> None:
-        assert self.solo
-        self.solo = False
+        assert not self.solo.active
+        self.solo.active = True
 
     def disarm_rnics(self) -> None:
         self.disarmed = True
@@ -68,7 +75,7 @@ def test_an_edge_leaves_the_hooks_of_its_target(state: str, event: str, edge: Ed
     machine.send(event)
     assert machine.state == edge.target
     assert model.hooks == HOOKS[edge.target]
-    assert model.solo == (edge.target == "SOLO")
+    assert model.solo.active == (edge.target == "SOLO")
     if edge.target == "BUSY":
         assert model.disarmed, "a peer would ring the doorbell of a loop that is awake"
 

@@ -134,6 +134,7 @@ async def test_the_environment_reaches_every_command(settings: Path, tmp_path: P
         (("check", "::1", "1"), "(TRIO_SMC_DIRECTORY)"),
         (("lg", "--directory", "~/smc"), "~/smc: no such directory; the shell expands ~ only at"),
         (("ss", "--directory", "/dev/null"), "/dev/null: not a directory"),
+        (("ss", "--directory", "/proc/self/root/" + "d" * 300), "File name too long"),
         (("check", "::1"), "the following arguments are required: PORT"),
         (("check", "::1", "7", "--listen", "7"), "--listen has a port of its own"),
         (("check", "::1", "7", "--count", "7"), "--count needs --listen"),

@@ -99,12 +99,14 @@ def test_missing_fields_are_dashes(tmp_path: Path, capsys: pytest.CaptureFixture
     def rows(*words: str) -> list[list[str]]:
         return run(OLDER, words, tmp_path / words[0], capsys).rows()
 
-    for name in ("ss", "lg", "stats"):
+    for name in ("ss", "lg", "stats", "sum"):
         (tmp_path / name).mkdir()
     assert ["version", "-"] in rows("ss", "-v")
     heads, group, *_ = rows("lg")
     assert group[heads.index("VERSION") - 1] == "-", "PEER ID is two words"
     assert ["tcp", "bytes", "sent", "-"] in rows("stats")
+    done = run(OLDER, ("stats", "--sum"), tmp_path / "sum", capsys)
+    assert ["tcp", "bytes", "sent", "-"] in done.rows()
 
 
 @pytest.mark.parametrize("words", [("ss",), ("lg",), ("stats",)], ids=" ".join)

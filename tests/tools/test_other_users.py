@@ -230,7 +230,7 @@ def test_users_that_may_not(
     [
         (0, 0o2770, "shared; it is for the group root: chmod 3770 "),
         (0, 0o770, "has mode 0770 where only 700 is private, and only 3770 is shared; it is"),
-        (USER, 0o3770, f"is for the group {USER}, and this process is not in that group, for"),
+        (USER, 0o3770, f"is for the group {USER}, and this process is not in that group: add"),
     ],
 )
 async def test_directories_that_a_group_cannot_share_yet(

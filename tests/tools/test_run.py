@@ -124,7 +124,7 @@ def test_a_trio_program_is_silent_and_reported(tmp_path: Path) -> None:
     assert code == 0
     # Both ends are in the program.
     assert [line.removeprefix("trio-smc run: ") for line in report.splitlines()] == [
-        "10 connections of 1 processes",
+        "10 connections of 1 process",
         "       10 SMC-R, sent 9.8 KiB, received 9.8 KiB",
         "        0 TCP, sent 0 B, received 0 B",
     ]

@@ -434,7 +434,7 @@ def test_a_flood_from_another_user(
     assert "\x1b" not in errors
     assert "asyncio" not in errors
     assert "\n" not in errors.split("connections of", maxsplit=1)[0]
-    assert errors.startswith("trio-smc run: 0 connections of 1 processes\n")
+    assert errors.startswith("trio-smc run: 0 connections of 1 process\n")
     assert used < 1.2
     assert grown < 20_000
 
@@ -451,7 +451,7 @@ def test_a_flood_from_the_same_user(tmp_path: Path) -> None:
     assert process.returncode == 7, errors
     assert time.monotonic() - begun < 15
     assert float(out) < 0.3
-    assert errors.startswith("trio-smc run: 0 connections of 1 processes\n"), errors
+    assert errors.startswith("trio-smc run: 0 connections of 1 process\n"), errors
     assert "asyncio" not in errors, errors
     assert grown < 60_000
 
@@ -465,7 +465,7 @@ def test_senders_of_the_same_user_that_have_ended(tmp_path: Path) -> None:
         process.send_signal(signal.SIGCONT)
         _, errors = process.communicate("\n", timeout=PATIENCE)
     assert process.returncode == 7, errors
-    assert errors.startswith("trio-smc run: 0 connections of 1 processes\n"), errors
+    assert errors.startswith("trio-smc run: 0 connections of 1 process\n"), errors
     assert "asyncio" not in errors, errors
     assert "these counts may be incomplete" in errors, errors
 
@@ -494,7 +494,7 @@ sys.stdin.readline()
         assert process.stdout.readline() == "True\n"
         _, errors = process.communicate("\n\n", timeout=PATIENCE)
     assert process.returncode == 0, errors
-    assert errors.startswith("trio-smc run: 1 connections of 1 processes\n"), errors
+    assert errors.startswith("trio-smc run: 1 connection of 1 process\n"), errors
 
 
 def test_orphans_that_have_ended_are_waited_for(tmp_path: Path) -> None:
@@ -556,7 +556,7 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
         shutil.rmtree(private)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{OTHER}\n"
-    assert done.stderr.startswith("trio-smc run: 0 connections of 1 processes\n"), done.stderr
+    assert done.stderr.startswith("trio-smc run: 0 connections of 1 process\n"), done.stderr
     assert "incomplete" not in done.stderr
 
 

@@ -73,8 +73,8 @@ def assert_names_each(done: Done, numbers: list[int]) -> None:
     lines = done.err.splitlines()
     assert len(lines) == len(numbers), done.err
     for number, line in zip(numbers, sorted(lines), strict=True):
-        text = f"trio-smc: process {number} does not answer; its event loop may be blocked"
-        assert line == text
+        why = "does not answer; it may be stopped, or its event loop blocked"
+        assert line == f"trio-smc: process {number} {why}"
 
 
 def test_all_commands_that_query_processes_are_tested_here() -> None:
@@ -162,7 +162,9 @@ def test_a_capture_names_a_silent_process(
     with mute(runtime_directory, 1, backlog=0) as [number]:
         for _ in range(2):
             done, seconds = timed(capsys, "capture", str(number), "-o", "-", "--seconds", "1")
-            assert one_line(done).endswith("does not answer; its event loop may be blocked")
+            assert one_line(done).endswith(
+                "does not answer; it may be stopped, or its event loop blocked"
+            )
             assert TIMEOUT <= seconds < 2 * TIMEOUT
 
 

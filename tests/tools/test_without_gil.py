@@ -87,7 +87,7 @@ def test_programs_run_over_tcp(python: Python) -> None:
     done = python(*command, f"{TRIO}\ntrio.run(main)")
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("trio-smc run:").strip() for line in done.stderr.splitlines()]
-    assert lines[:2] == ["10 connections of 1 processes", "0 SMC-R, sent 0 B, received 0 B"]
+    assert lines[:2] == ["10 connections of 1 process", "0 SMC-R, sent 0 B, received 0 B"]
     assert lines[2].startswith("10 TCP, sent ")
     assert "5 local: unsupported-platform" in lines
 

@@ -13,14 +13,15 @@ each connection. `SmcListener.serve` is `hand_out` with a handler in a task.
 The listening socket may be shared: a copy of its descriptor in this process, or in another one.
 Over TCP a connection goes to the process that calls accept(2), and waits in the backlog as long as
 none does.  So a listener accepts at once only while a task waits for a connection.  If no task
-waits, a connection has `_LEAVE_TO_OTHERS` seconds to be accepted by another process; then the
-listener accepts it, so that a program that works on one connection does not delay the handshake of
-the next.  A listener that shall not accept uninvited (``invited_only``) does so only after the
-first call of `accept` or `hand_out`, or if a client of the same stack waits for it.
+waits, other processes have ten milliseconds to accept the connection; then the listener accepts it,
+so that a program that works on one connection does not delay the handshake of the next.  With
+``accept_on_demand`` a listener accepts only after the first call of `accept` or `hand_out`, or
+after a client of the same stack has waited for it.  `connecting.acceptance` has these states.
 
-TCP_DEFER_ACCEPT is no option of the TCP socket of a listener: the client waits for the server's
-answer before it sends a byte.  Like Linux' AF_SMC, a listener takes the option over, and passes on
-a connection when data or the end of the stream has arrived, or the seconds are over.
+A listener clears TCP_DEFER_ACCEPT on its TCP socket and implements it itself, like Linux' AF_SMC.
+With the option the kernel would wait for data of the client, and the client waits for the server's
+answer before it sends a byte.  The listener passes on a connection when data or the end of the
+stream has arrived, or when the seconds are over.
 
 This module opens the listening sockets itself, because a socket has to offer the TCP option before
 it listens (`rendezvous.discovery.tcp_option`). The sockets of `trio.open_tcp_listeners` listen
@@ -38,8 +39,6 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextvars import copy_context
-from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import trio
@@ -48,6 +47,7 @@ from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.connecting.accept import Arrival
+from trio_smc.connecting.acceptance import Acceptance
 from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
 from trio_smc.host.real_time import move_on_after, move_on_at
@@ -83,10 +83,6 @@ _ACCEPT_BATCH: Final = 16
 MOST_WAITING: Final = 128
 """Streams of one listener that wait for `accept`, if `Config.handshake_limit` is not larger.
 Chosen; no measurement is recorded."""
-_LEAVE_TO_OTHERS: Final = 0.01
-"""Seconds that a connection waits for another process to accept it, if no task of this program
-waits for a connection.  Chosen: less than the time of a client's first check for a listener, whose
-name a cleaner may have removed (`rendezvous.discovery.announcing`)."""
 _LEAST_BACKLOG: Final = 4096
 """Connections that may wait in the kernel at least; net.core.somaxconn, whose default is the same,
 may limit it further.  Chosen."""
@@ -103,35 +99,11 @@ has a measurement with this value only (short connections 0.57 and 0.63 times TC
 _MAX_BACKLOG: Final = 0xFFFF
 
 
-class AcceptPolicy(Enum):
-    """When a listener accepts a connection that another process could accept, too."""
-
-    NEVER = "never"
-    """The program has not accepted yet: it may share the socket with a process that does."""
-    LATER = "later"
-    """No task waits for a connection: other processes have `_LEAVE_TO_OTHERS` seconds."""
-    AT_ONCE = "at once"
-    """A task waits for a connection."""
-
-
-_POLICIES: Final = {
-    (AcceptPolicy.NEVER, "call begins"): AcceptPolicy.AT_ONCE,
-    (AcceptPolicy.NEVER, "client waits"): AcceptPolicy.LATER,
-    (AcceptPolicy.LATER, "call begins"): AcceptPolicy.AT_ONCE,
-    (AcceptPolicy.LATER, "client waits"): AcceptPolicy.LATER,
-    (AcceptPolicy.AT_ONCE, "call ends"): AcceptPolicy.LATER,
-    (AcceptPolicy.AT_ONCE, "client waits"): AcceptPolicy.AT_ONCE,
-}
-"""The policy after an event.  A call is one of `SmcListener.accept` or `SmcListener.hand_out`.  If
-several are under way, the first one begins and the last one ends.  A client of the same stack waits
-if its connection is in the backlog, because the program may have only one task."""
-
-
 _wait_readable: Final = trio.lowlevel.wait_readable  # looked up before `enable` replaces it
 
 
 class _PlainSocket(stdlib_socket.socket):
-    """A listening socket whose `accept` converts no numbers to enumerations, which takes 4 µs."""
+    """A socket whose `accept` is 4 µs faster, because it makes no enumerations."""
 
     family = stdlib_socket.SocketType.family  # type: ignore[assignment]
     type = stdlib_socket.SocketType.type  # type: ignore[assignment]
@@ -183,7 +155,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     Args:
       stack, config: of the listener.
       sock: the listening TCP socket.
-      invited_only: accept nothing before the program does so for the first time.
+      accept_on_demand: accept only after the first call of `accept` or `hand_out`.
 
     Attributes:
       socket: the listening TCP socket, for names and options.
@@ -197,14 +169,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         sock: trio.socket.SocketType,
         config: Config,
         *,
-        invited_only: bool = False,
+        accept_on_demand: bool = False,
     ) -> None:
         self.socket = sock
         self._stack = stack
         self._config = config
         self._ready: deque[SmcStream] = deque()
         self._error: BaseException | None = None
-        self._calls = 0  # of `accept` and `hand_out` that are under way
         self._waiting_calls = trio.lowlevel.ParkingLot()
         self._start_task: Callable[[Incoming], None] | None = None  # of `hand_out`
         self._closed = False
@@ -217,14 +188,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._accepted_count = 0  # all connections so far
         self._accept_spin = AcceptSpin(_ACCEPT_SPINS * config.spin)
         self._room_changed = trio.Event()
-        is_shared = invited_only and config.discovery == "auto"
-        self._policy = AcceptPolicy.NEVER if is_shared else AcceptPolicy.LATER
-        self._policy_changes = trio.lowlevel.ParkingLot()  # the accepting task waits there
+        is_shared = accept_on_demand and config.discovery == "auto"
+        self._acceptance = Acceptance(on_demand=is_shared)
         self.deferral = 0
         self.take_deferral()
         self._raise_backlog()
         self.publication: Publication = self._publish()
-        self.publication.on_waiting = partial(self._change_policy, "client waits")
+        self.publication.on_waiting = self._acceptance.client_waits
         stack.add_listener(self)
         stack.nursery.start_soon(self._run)
 
@@ -267,7 +237,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 await self._wait_for_change()
             self._raise_end()
         finally:
-            self._end_to_accept()
+            self._acceptance.end_call()
 
     async def hand_out(self, start_task: Callable[[Incoming], None]) -> NoReturn:
         """Accept in a loop; call ``start_task`` for each connection as soon as TCP has accepted it.
@@ -280,7 +250,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
           trio.ClosedResourceError, OSError, RuntimeError: as `accept`.
         """
         self._stack.check_not_forked()
-        if self._calls and not self._closed:
+        if self._acceptance.calls and not self._closed:
             raise _busy()
         self._begin_to_accept()
         self._start_task = start_task
@@ -293,20 +263,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self._raise_end()
         finally:
             self._start_task = None
-            self._end_to_accept()
+            self._acceptance.end_call()
 
     def _begin_to_accept(self) -> None:
         self._stack.check_not_forked()
-        self._calls += 1
-        if self._calls == 1:
-            self._change_policy("call begins")
+        self._acceptance.begin_call()
         if not self._closed:
             self.take_deferral()
-
-    def _end_to_accept(self) -> None:
-        self._calls -= 1
-        if not self._calls:
-            self._change_policy("call ends")
 
     def _check_may_wait(self) -> None:
         """Raise BusyResourceError if over TCP another task would be waiting already.
@@ -332,10 +295,6 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if self.has_stopped:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         raise trio.ClosedResourceError("the listener was closed")
-
-    def _change_policy(self, event: str) -> None:
-        self._policy = _POLICIES[self._policy, event]
-        self._policy_changes.unpark_all()
 
     def take_deferral(self) -> None:
         """Take TCP_DEFER_ACCEPT over from the TCP socket, if the program has set it there."""
@@ -454,7 +413,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 else:
                     await trio.lowlevel.wait_readable(stream.socket)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the program finds it
+            pass  # the stream reports the error
         except BaseException:
             stream.abort()
             raise
@@ -557,13 +516,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             await self._wait_for_room()
             return
         try:
-            if self._policy is AcceptPolicy.NEVER:
-                await self._wait_for_invitation()
+            if self._acceptance.is_on_demand:
+                await self._acceptance.wait_for_demand()
                 if self._closed:
-                    return  # the next listener of this socket may wait for it already
+                    return  # the next listener may be waiting on this socket
             await _wait_readable(self.socket)
-            if self._policy is AcceptPolicy.LATER:
-                await self._leave_to_others()
+            if self._acceptance.is_later:
+                await self._acceptance.leave_to_others(self._stack.timers)
             if self._closed:
                 return
             self._stack.check_not_forked()  # the connections are the parent's
@@ -617,17 +576,6 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             timers = self._stack.timers
             with move_on_at(timers, self._pending.give_way(timers.now())):
                 await self._room_changed.wait()
-
-    async def _wait_for_invitation(self) -> None:
-        """Wait until this process may accept connections."""
-        while self._policy is AcceptPolicy.NEVER:
-            await self._policy_changes.park()
-
-    async def _leave_to_others(self) -> None:
-        """Wait while another process is expected to accept the connection that is there."""
-        with move_on_after(self._stack.timers, _LEAVE_TO_OTHERS):
-            while self._policy is AcceptPolicy.LATER:
-                await self._policy_changes.park()
 
     def _has_room(self) -> bool:
         waiting = self._in_listener - len(self._pending)

@@ -191,7 +191,9 @@ class ControlSocket:
                 if uid != os.geteuid():
                     raise ProtocolError(f"user {uid} may not query this process")
                 await self._answer(stream, scope)
-        except (OSError, ProtocolError, trio.BrokenResourceError) as error:
+        except (BrokenPipeError, ConnectionResetError, trio.BrokenResourceError):
+            LOGGER.info("a client of the control socket was gone before the answer")
+        except (OSError, ProtocolError) as error:
             LOGGER.info("a client of the control socket was rejected: %s", error)
         except Exception:
             LOGGER.exception("a client of the control socket received no answer")

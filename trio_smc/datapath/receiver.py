@@ -388,7 +388,7 @@ class Receiver:
     def _available(self, max_bytes: int) -> int:
         """Return the number of bytes that a read may take now, at most ``max_bytes``."""
         if max_bytes <= 0:
-            raise ValueError("a positive number of bytes is wanted")
+            raise ValueError("max_bytes must be positive")
         if self._eye_catcher and not self._rmbe.check_eye_catcher():
             self.on_overwritten(ProtocolError(_OVERWRITTEN))
         length = self.received - self.consumed - self._hidden
@@ -481,7 +481,7 @@ class Receiver:
                 self._cursor_replayed = self.flags_pending = True
                 return False
         if self.peer_done and count != self.received:
-            raise ProtocolError("data after the end of the data")
+            raise ProtocolError("the peer sent data after the end of its stream")
         if self.urgent_mark > self.announced:
             raise ProtocolError("data behind urgent data that was not acknowledged")
         if self._eye_catcher and not self._rmbe.check_eye_catcher():
@@ -493,7 +493,7 @@ class Receiver:
         return True
 
     def last_producer_untrusted(self, wrap: int, offset: int, flags: int) -> bool:
-        """Follow the producer cursor beside A, if it can be believed.
+        """Follow the producer cursor beside A, if it is plausible.
 
         The RDMA writes before A have arrived, except those on links that the peer has left. With
         urgent flags it is ignored, because the last byte may not be part of the stream.
@@ -524,7 +524,9 @@ class Receiver:
         if count > self.announced + self.usable:
             raise ProtocolError("the peer claims to have written beyond the window")
         if self.peer_done or self.urgent_mark > self.announced:
-            raise ProtocolError("the peer has written what it must not write")
+            raise ProtocolError(
+                "the peer wrote after its end, or behind unacknowledged urgent data"
+            )
         if self._eye_catcher and not self._rmbe.check_eye_catcher():
             raise ProtocolError(_OVERWRITTEN)
         self.received = count
@@ -577,7 +579,7 @@ class Receiver:
         mark = self.received
         if flags & URGENT_PRESENT and (mark != self.urgent_mark or not mark):
             if not arrived and mark <= self.consumed:
-                raise ProtocolError("urgent data where no data is")
+                raise ProtocolError("the peer marked an urgent byte, but no byte arrived")
             self.urgent_mark = mark
             # After the application has closed, it is data without a reader, like the rest.
             inline = self.urgent_inline or self.application_closed

@@ -61,13 +61,16 @@ _PEEK: Final = socket.MSG_PEEK | getattr(socket, "MSG_DONTWAIT", 0)
 _TRUNCATED: Final = getattr(socket, "MSG_CTRUNC", 0)
 _NO_LINGER: Final = struct.pack("ii", 0, 0)
 _MAX_RESETS: Final = 4
+"""Attempts to empty a socket whose peer resets it.  Chosen: the kernel reports each reset once."""
 _MAX_ATTACHED: Final = 253  # descriptors with one message (SCM_MAX_FD, linux/net/scm.h)
 _MAX_DATAGRAMS: Final = 1024  # in a socket's queue: net.unix.max_dgram_qlen is 10 by default
 _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _SENDER_SPACE: Final = socket.CMSG_SPACE(_CREDENTIALS.size) if sys.platform == "linux" else 0
 _MAX_PENDING: Final = 64
+"""Closes that wait for the thread before `Closer.is_full`.  Chosen."""
 _JOIN_TIMEOUT: Final = 0.05
-"""Seconds for which the end of a stack waits for a close that hangs."""
+"""Seconds that the end of a stack waits for a close that hangs.  Chosen; no measurement is
+recorded."""
 
 
 def refuse_descriptors(sock: socket.socket) -> bool:

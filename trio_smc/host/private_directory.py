@@ -1,35 +1,36 @@
-"""The user's private directory, or one that a group shares, and Unix sockets in it and below.
+"""The user's private directory, or one that a group shares, and the Unix sockets below it.
 
 Theory of operation
 -------------------
-The private directory is opened once, without following a symbolic link, and the open descriptor is
-checked (ours, mode 0700).  A directory that was named outright, and is none of the default places,
-where others could put one, may be a group's instead: mode 3770, the group one of ours.  By the
-sticky bit only the owner of a name removes or replaces it there.
+This process opens the private directory once, without following a symbolic link, and checks the
+open descriptor.  The directory must belong to this user and have mode 0700.  A directory that the
+user has configured may belong to a group: it must have mode 3770, and this process must be in that
+group.  A default directory cannot be a group's, because other users could create it first.  The
+sticky bit lets only the owner of a name remove or replace the name.
 
-The sticky bit protects nothing in the directories below: each belongs to the member that made it,
-and its owner may replace every name inside.  So in a group's directory no two users share a
-directory.  Each has one of its own for each kind of socket, ``tcp-<random>`` and
-``control-<random>``; only its owner may write there (mode 2750 or 0700), and what one member does
-to names concerns the sockets of that member alone.  Random names cannot be taken in advance, and
-need no user numbers, which differ between user namespaces.
+The sticky bit of a group's directory does not protect the directories below.  Each of them belongs
+to the member that made it, and that member may replace every name inside.  So no two members share
+a directory.  Each member has one directory for each kind of socket, ``tcp-<random>`` and
+``control-<random>``, and only its owner may write there (mode 2750 or 0700).  So a member can
+change only the names of its own sockets.  Another user cannot take a random name in advance, and
+random names need no user numbers, which differ between user namespaces.
 
-Each directory on the way is opened by itself, relative to the one above, without following a
-symbolic link, and checked like the outer one: its owner (that of the directory above), its mode and
-its group.  Everything that is listed is bounded.
+This process opens each directory of a path relative to the one above, without following a symbolic
+link, and checks its owner (the owner of the directory above), its mode and its group.  Each listing
+has a limit.
 
-Sockets are bound as /proc/self/fd/N/name, since a Unix address ends at 107 bytes and directories
-may be deeper.  To connect, the name is opened first (O_PATH, O_NOFOLLOW) and found to be a socket,
-and the address is that of the open descriptor: a symbolic link that takes the place of the name
-leads nowhere.
+A Unix address has at most 107 bytes, and a directory may have a longer path.  So sockets are bound
+as /proc/self/fd/N/name.  Before this process connects, it opens the name (O_PATH, O_NOFOLLOW) and
+checks that it is a socket.  It connects to the open descriptor, so a symbolic link that replaces
+the name has no effect.
 
-Connecting to the socket of a dead process is refused, and so is connecting to one that is bound
-and does not listen yet.  So a socket gets its name only when it listens, and a process that meets a
-refused name may remove it.  To find out whether a process is behind a name, connect with a socket
-of another type: that too is refused if there is none, and fails otherwise without waking it.
+If the process of a socket has ended, or the socket is bound and does not listen yet, connect(2)
+fails with ECONNREFUSED.  So a socket gets its name only when it listens, and a process that gets
+ECONNREFUSED may remove the name.  To find out if a process owns a name, connect a socket of another
+type.  ECONNREFUSED: no process owns it.  Any other error: a process owns it, and was not woken.
 
-The kernel identifies the other end of a Unix socket (SO_PEERCRED and SO_PEERGROUPS, unix(7)).
-Users and groups that a user namespace does not know all have one number there, which is no user's.
+The kernel identifies the other end of a Unix socket (SO_PEERCRED and SO_PEERGROUPS, unix(7)).  In a
+user namespace all unknown users, and all unknown groups, have the same number, the overflow id.
 """
 
 from __future__ import annotations
@@ -71,36 +72,42 @@ __all__ = [
 ]
 
 
-if sys.platform == "linux":  # other systems have no caller, and perhaps no groups
-    # Not in the function: a process that has given up its rights may not read modules any more.
+if sys.platform == "linux":  # only Linux uses this module; other systems may have no groups
+    # Imported here, because a process that has given up its rights may not read modules any more.
     import grp
 
     _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 else:
-    _FLAGS = PATH_FLAGS = 0  # this module is used on Linux only
+    _FLAGS = PATH_FLAGS = 0
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMLINK})  # of inodes or room
-_HIDDEN = "."  # names of sockets that do not listen yet start so
-_STALE_AFTER = 60.0  # seconds after which such a name is left over from a crash
+_HIDDEN = "."  # prefix of the name of a socket that does not listen yet
+_STALE_AFTER = 60.0
+"""Seconds after which such a name belongs to a process that has crashed.  Chosen; no measurement
+is recorded."""
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _SO_PEERGROUPS = 59  # linux/include/uapi/asm-generic/socket.h; 4 bytes for each
-_MOST_GROUPS = 256  # of a peer, as many as Python has room for
+_MOST_GROUPS = 256  # groups of a peer: getsockopt of Python returns at most 1,024 bytes
 _SHARED_MODE = 0o3770
-_MEMBER_MODE = 0o2750  # of a member's directory in it, and of all below that
-_DEEPEST = 3  # levels of directories below: tcp/NAMESPACE/ADDRESS
-_ANNOUNCED = "announced"  # its sockets have names before anything reads them (discovery.names)
-_MOST_NAMES = 4096  # that are looked at in one directory
-_MOST_SOCKETS = 1024  # of them
-_MOST_MEMBERS = 64  # users whose directories are looked at
-_MOST_EACH = 4  # directories of one user that are looked at
+_MEMBER_MODE = 0o2750  # of a member's directory, and of all directories below it
+_MAX_DEPTH = 3  # levels of directories below: tcp/NAMESPACE/ADDRESS
+_ANNOUNCED = "announced"  # its sockets have names before they are in use (discovery.names)
+_MOST_NAMES = 4096
+"""Names read from one directory.  Chosen, as are the next three limits."""
+_MOST_SOCKETS = 1024
+"""Sockets read from one directory."""
+_MOST_MEMBERS = 64
+"""Users whose directories are read."""
+_MOST_OF_ONE_USER = 4
+"""Directories read for one user."""
 
 
 class DirectoryUnusable(Exception):
-    """The private directory cannot be used; connections stay on TCP.
+    """The private directory cannot be used, so connections stay on TCP.
 
     Attributes:
-      reason: what to tell the user.
-      number: the error number that fits best.
+      reason: the fallback reason.
+      number: the most similar error number.
     """
 
     def __init__(self, reason: FallbackReason, text: str, number: int = errno.EPERM) -> None:
@@ -110,7 +117,7 @@ class DirectoryUnusable(Exception):
 
 
 def unusable(error: OSError, path: Path) -> DirectoryUnusable:
-    """The `DirectoryUnusable` for an error met in the directory `path`."""
+    """The `DirectoryUnusable` for an error in the directory ``path``."""
     reason = FallbackReason.DIRECTORY_UNUSABLE
     if error.errno in _FULL_ERRORS:
         reason = FallbackReason.DIRECTORY_FULL
@@ -120,16 +127,17 @@ def unusable(error: OSError, path: Path) -> DirectoryUnusable:
         with contextlib.suppress(OSError):
             if os.lstat(path).st_uid != os.geteuid():
                 reason = FallbackReason.OTHER_USER
-    return DirectoryUnusable(reason, f"{path}: {error}", error.errno or errno.EIO)
+    return DirectoryUnusable(reason, f"{path}: {error.strerror or error}", error.errno or errno.EIO)
 
 
 def default_directories() -> tuple[Path, ...]:
-    """Where the private directory is if no other is named; the first is the one to use.
+    """The private directory if none is configured (the first), and the other default places.
 
-    Without XDG_RUNTIME_DIR it is on a tmpfs, if there is one for all users: discovery makes a name
-    there for each connection, which on a disk may wait for a journal (docs/decisions.md).
+    Without XDG_RUNTIME_DIR the directory is on a tmpfs, if the system has one for all users.
+    Discovery makes a name there for each connection, and on a disk that may wait for a journal
+    (docs/decisions.md).
     """
-    # Not every system has user numbers; those that have none have no use for the directory.
+    # A system without user numbers does not use the directory.
     name = f"trio-smc-{os.getuid() if hasattr(os, 'getuid') else 0}"
     places = [Path("/dev/shm", name), Path("/tmp", name)]
     if not is_for_all_users("/dev/shm"):
@@ -139,8 +147,8 @@ def default_directories() -> tuple[Path, ...]:
 
 
 def is_for_all_users(path: str) -> bool:
-    """True for a directory like /tmp: every user may write there, and only the owner of a name
-    removes or replaces it."""
+    """True for a directory like /tmp: every user may write there, and only the owner of a name may
+    remove or replace the name."""
     try:
         found = os.stat(path)
     except OSError:
@@ -149,39 +157,38 @@ def is_for_all_users(path: str) -> bool:
 
 
 def is_named(path: Path) -> bool:
-    """True if a directory was named outright: it is none of the default places."""
+    """True if the user has configured the directory: it is none of the default places."""
     return path not in default_directories()
 
 
 def shared_group(path: Path, found: os.stat_result) -> int | None:
-    """The group that shares a directory, if it is one that may be shared, and with this process.
+    """The group that shares a directory with this process; None: it is not shared.
 
-    path: as it was named.
-    found: what is there.
+    path: the path of the directory, as configured.
+    found: the status of the directory.
     """
     if not is_named(path) or stat.S_IMODE(found.st_mode) != _SHARED_MODE:
         return None
-    if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_nobody(found.st_gid, "gid"):
+    if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_overflow_id(found.st_gid, "gid"):
         return None
     return found.st_gid
 
 
-def _sharing_problem(path: Path, found: os.stat_result) -> str | None:
-    """The reason why a group's directory is not shared, with a remedy that keeps it the group's.
+def _why_not_shared(path: Path, found: os.stat_result) -> str | None:
+    """The reason why a group's directory is not shared, with a remedy that lets the group share it.
 
-    None if the directory is not meant for a group: its group cannot write there, or it is a default
-    place.
+    None if the directory is not for a group: the group cannot write there, or it is a default
+    directory.
 
     path, found: as in `shared_group`.
     """
     if not is_named(path) or not found.st_mode & stat.S_IWGRP or found.st_mode & stat.S_IWOTH:
         return None
     group, mode = _group_name(found.st_gid), stat.S_IMODE(found.st_mode)
-    if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_nobody(found.st_gid, "gid"):
+    if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_overflow_id(found.st_gid, "gid"):
         return (
-            f"{path} is for the group {group}, and this process is not in that group, for which "
-            f"only mode 700 is private: add its user {os.geteuid()} to the group "
-            f"(usermod -aG {group} USER), and start it again"
+            f"{path} is for the group {group}, and this process is not in that group: add its user "
+            f"{os.geteuid()} to the group (usermod -aG {group} USER), and start it again"
         )
     return (
         f"{path} has mode {mode:04o} where only 700 is private, and only {_SHARED_MODE:o} is "
@@ -198,43 +205,48 @@ def _group_name(group: int) -> str:
 
 
 class PrivateDirectory:
-    """The user's private directory, or a group's, or one below it, held open until `close`.
+    """The user's private directory, or a group's, or one below it, open until `close`.
+
+    Made by `open` and `below`.
+
+    Args:
+      descriptor: of the open directory; `close` closes it.
 
     Attributes:
-      group: members of this group may be connected to besides processes of this user; None: only
-        those of this user.
-      owner: the user to whom it belongs, and all below it; None: each name in it to its own.
+      group: this process may connect to members of this group besides processes of its own user;
+        None: only to processes of its own user.
+      owner: the user that owns the directory and all names below it; None: each name in it may have
+        another owner.
     """
 
     def __init__(self, descriptor: int, group: int | None = None, owner: int | None = None) -> None:
-        """See `open` and `below`.  ``descriptor``: the open directory, from now on this one's."""
         self.descriptor: int = descriptor
         self.group = group
         self.owner: int | None = owner
 
     def is_admitted(self) -> bool:
-        """True if this process talks to processes of the user to whom it belongs (`admits_user`).
+        """True if the owner may exchange messages with this process (`admits_user`).
 
-        A private directory that could be opened is this user's, and so is all below it."""
+        The owner of an open private directory, and of all below it, is this user."""
         return self.group is None or (
             self.owner is not None and admits_user(self.owner, self.group)
         )
 
     @property
     def _is_shared(self) -> bool:
-        """True if several users have names in it: the directory of a group itself."""
+        """True if several users have names in it: it is the directory of a group itself."""
         return self.owner is None
 
     @classmethod
     def open(cls, path: Path, *, create: bool) -> Self:
         """Open the private directory itself, or one that a group shares.
 
-        create: make it when it is missing.
+        create: make it if it is missing.
 
         Raises:
-          FileNotFoundError: it is missing, without `create`.
-          DirectoryUnusable: it is a symbolic link, not a directory, or owned by another user; it
-            is accessible to others without being a group's; or it cannot be made.
+          FileNotFoundError: it is missing, and ``create`` is False.
+          DirectoryUnusable: it is a symbolic link or not a directory, it belongs to another user,
+            others may access it and it is not a group's, or it cannot be made.
         """
         try:
             if create:
@@ -246,6 +258,11 @@ class PrivateDirectory:
                 raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text) from None
             raise
         except OSError as error:
+            shared = None
+            with contextlib.suppress(OSError):
+                shared = _why_not_shared(path, os.lstat(path))
+            if shared is not None:
+                raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, shared) from error
             raise unusable(error, path) from error
         found = os.fstat(descriptor)
         group = shared_group(path, found)
@@ -253,24 +270,28 @@ class PrivateDirectory:
             return cls(descriptor, group)
         if found.st_uid != os.geteuid():
             os.close(descriptor)
-            text = _sharing_problem(path, found) or f"{path} belongs to user {found.st_uid}"
+            shared = _why_not_shared(path, found)
+            if shared is not None:
+                raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, shared)
+            text = f"{path} belongs to user {found.st_uid}"
             raise DirectoryUnusable(FallbackReason.OTHER_USER, text)
         if found.st_mode & 0o077:
             os.close(descriptor)
             mode = f"{path} has mode {stat.S_IMODE(found.st_mode):o}"
-            text = _sharing_problem(path, found) or f"{mode} where only 700 is private"
+            text = _why_not_shared(path, found) or f"{mode} where only 700 is private"
             raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text)
         return cls(descriptor, owner=found.st_uid)
 
     def below(self, path: str, *, create: bool = False) -> PrivateDirectory:
-        """Open a directory below this one; ``create`` what is missing of its path.
+        """Open a directory below this one.
 
-        In a group's directory the first part of ``path`` comes from `member_directory` or
-        `member_directories`, and is never created here.
+        path: relative to this directory.  In a group's directory its first part comes from
+          `member_directory` or `member_directories`, and is never created here.
+        create: make the missing directories of the path.
 
         Raises:
           FileNotFoundError: it is missing, or was removed meanwhile.
-          PermissionError: a directory on the way is not as `_check` wants it.
+          PermissionError: `_check` rejects a directory of the path.
           OSError: it cannot be opened or made.
         """
         opened = self
@@ -315,7 +336,7 @@ class PrivateDirectory:
             raise PermissionError(errno.EPERM, f"it has mode {mode:o} instead of {wanted}", name)
 
     def _make(self, name: str, *, private: bool = False) -> None:
-        """Make a directory in this one; it appears with all its bits.  Raises FileExistsError."""
+        """Make a directory in this one, with its final mode.  Raises FileExistsError."""
         if self.group is None:
             os.mkdir(name, mode=0o700, dir_fd=self.descriptor)
             return
@@ -327,15 +348,16 @@ class PrivateDirectory:
             descriptor = os.open(hidden, _FLAGS, dir_fd=self.descriptor)
             try:
                 if os.fstat(descriptor).st_uid != os.geteuid():
-                    raise FileNotFoundError(errno.ENOENT, "another took its place", name)
-                os.fchmod(descriptor, 0o700 if private else _MEMBER_MODE)  # whatever the umask
+                    raise FileNotFoundError(errno.ENOENT, "another user has replaced it", name)
+                # chmod(2) ignores the umask.
+                os.fchmod(descriptor, 0o700 if private else _MEMBER_MODE)
             finally:
                 os.close(descriptor)
             os.rename(hidden, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         except OSError:
             os.rmdir(hidden, dir_fd=self.descriptor)
             if not os.access(name, os.F_OK, dir_fd=self.descriptor, follow_symlinks=False):
-                raise  # no other process made it meanwhile
+                raise  # otherwise another process has made it meanwhile
 
     # --- the directories of each user --------------------------------------------------------
 
@@ -347,8 +369,8 @@ class PrivateDirectory:
         private: other members of the group may not enter it.
 
         Raises:
-          FileNotFoundError: it is missing, without `create`.
-          OSError: it cannot be made, or there are more names than are looked at (E2BIG).
+          FileNotFoundError: it is missing, and ``create`` is False.
+          OSError: it cannot be made, or the directory has too many names (E2BIG).
         """
         if not self._is_shared:
             if create:
@@ -356,7 +378,7 @@ class PrivateDirectory:
                     self._make(kind)
             return kind
         user = os.geteuid()
-        if not _is_nobody(user, "uid"):
+        if not _is_overflow_id(user, "uid"):
             for name in self._members(kind).get(user, ()):
                 with contextlib.suppress(OSError):
                     found = self._inner(name)
@@ -373,13 +395,17 @@ class PrivateDirectory:
         return made
 
     def member_directories(self, kind: str) -> list[str]:
-        """The names of all users' directories for a kind of sockets, which may not pass `below`."""
+        """The names of all users' directories for a kind of sockets; `below` may reject some."""
         if not self._is_shared:
             return [kind]
         return sorted(itertools.chain.from_iterable(self._members(kind).values()))
 
     def _members(self, kind: str) -> dict[int, list[str]]:
-        """By owner; a member that makes thousands keeps some of the others from being found."""
+        """The directories of a kind, by owner.
+
+        Only the first `_MOST_NAMES` names are read, so a member that makes thousands of names hides
+        some of the other members.
+        """
         found: dict[int, list[str]] = {}
         for entry in self.entries():
             with contextlib.suppress(OSError):
@@ -387,12 +413,12 @@ class PrivateDirectory:
                     owner = entry.stat(follow_symlinks=False).st_uid
                     if owner in found or len(found) < _MOST_MEMBERS:
                         theirs = found.setdefault(owner, [])
-                        if len(theirs) < _MOST_EACH:
+                        if len(theirs) < _MOST_OF_ONE_USER:
                             theirs.append(entry.name)
         return found
 
     def entries(self) -> list[os.DirEntry[str]]:
-        """At most `_MOST_NAMES` entries of it."""
+        """The entries of this directory, at most `_MOST_NAMES`."""
         with os.scandir(self.descriptor) as found:
             return list(itertools.islice(found, _MOST_NAMES))
 
@@ -403,8 +429,10 @@ class PrivateDirectory:
         os.rmdir(name, dir_fd=self.descriptor)
 
     def remove_empty(self, path: str) -> None:
-        """Remove a directory below this one, and those on the way there as far as they are empty;
-        a directory named by a kind alone stays."""
+        """Remove a directory below this one, and then each directory of its path that is empty.
+
+        In a directory that is not shared, the first directory of the path stays.
+        """
         while path and (self._is_shared or "/" in path):
             parent, _, name = path.rpartition("/")
             try:
@@ -419,7 +447,7 @@ class PrivateDirectory:
             path = parent
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptor.  Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -434,10 +462,11 @@ class PrivateDirectory:
         *,
         descriptors: bool = False,
     ) -> socket.socket:
-        """A listening socket, which does not block; it gets its name only when it listens.
+        """A nonblocking listening socket, which gets its name only when it listens.
 
-        ``kind``: a datagram socket is bound and receives the credentials of its senders.
-        ``descriptors``: its clients may send some; else the kernel refuses them, where it can.
+        kind: a datagram socket is bound and receives the credentials of its senders.
+        descriptors: True: clients may send descriptors; False: the kernel rejects them, if it
+          supports that.
         """
         listener, hidden = socket.socket(socket.AF_UNIX, kind), _HIDDEN + name
         try:
@@ -447,7 +476,7 @@ class PrivateDirectory:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             listener.setblocking(False)
             os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the name
-            listener.bind(self._reach(hidden))
+            listener.bind(self._bind_path(hidden))
             try:
                 if self.group is not None:
                     self._share(hidden)
@@ -463,18 +492,18 @@ class PrivateDirectory:
         return listener
 
     def _share(self, name: str) -> None:
-        """Let the group connect to a socket of ours, whatever the umask left."""
+        """Let the group connect to a socket of this user.  The umask has no effect."""
         with self.socket_at(name) as path:
             found = os.stat(path)
             if found.st_uid != os.geteuid():
-                raise FileNotFoundError(errno.ENOENT, "another took its place", name)
+                raise FileNotFoundError(errno.ENOENT, "another user has replaced it", name)
             os.chmod(path, found.st_mode & stat.S_ISVTX | 0o660)
 
     @contextlib.contextmanager
     def socket_at(self, name: str) -> Iterator[str]:
-        """A path to the very socket that had this name when it was found to be one.
+        """A path to the socket with this name, even if the name is replaced meanwhile.
 
-        Raises OSError: it is missing, or no socket.
+        Raises OSError: the name is missing, or is not a socket.
         """
         descriptor = os.open(name, PATH_FLAGS, dir_fd=self.descriptor)
         try:
@@ -485,18 +514,20 @@ class PrivateDirectory:
             os.close(descriptor)
 
     def bind(self, sock: socket.socket, name: str) -> None:
-        """Give a Unix socket a name, at once; every user that may enter the directory may send.
+        """Give a Unix socket a name, before it listens.
 
-        Raises OSError: EADDRINUSE, if there is such a name.
+        Every user that may enter the directory may send to it.
+
+        Raises OSError: EADDRINUSE if the name exists.
         """
-        sock.bind(self._reach(name))
+        sock.bind(self._bind_path(name))
         if self.group is not None:
             self._share(name)
 
     def remove_dead(self, name: str, *, young: bool = False) -> bool:
-        """Remove the socket ``name`` if its process is gone; True if it was removed.
+        """Remove the socket ``name`` if its process has ended; True if it was removed.
 
-        young: even if it is so new that a process may be just making it.
+        young: remove also a new socket, which another process may not have finished yet.
         """
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             try:
@@ -524,13 +555,14 @@ class PrivateDirectory:
         *,
         descriptors: bool = False,
     ) -> socket.socket:
-        """A connection, which does not block, to the socket `name`.
+        """A nonblocking connection to the socket ``name``.
 
-        ``descriptors``: the other end may send some; else the kernel refuses them, where it can.
+        descriptors: True: the other end may send descriptors; False: the kernel rejects them, if
+          it supports that.
 
         Raises:
           BlockingIOError: its backlog is full.
-          ConnectionRefusedError: its process is gone; so is the name now.
+          ConnectionRefusedError: its process has ended.  The name is removed.
           OSError: there is no such socket.
         """
         connection = socket.socket(socket.AF_UNIX, kind)
@@ -549,7 +581,7 @@ class PrivateDirectory:
         return connection
 
     def remove(self, name: str) -> None:
-        """Remove a name; one that is gone already is fine."""
+        """Remove a name.  No-op if it is missing."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
@@ -558,23 +590,24 @@ class PrivateDirectory:
         return [name for name in self._sockets() if not name.startswith(_HIDDEN)]
 
     def remove_stale(self, prefix: str = "", *, listening: bool = True) -> None:
-        """Remove the sockets that dead processes left behind, of names that begin so.
+        """Remove the sockets of dead processes whose names begin with ``prefix``.
 
-        Those that cannot be examined, for lack of descriptors for example, stay.
+        A socket that cannot be examined, for example for lack of descriptors, stays.
 
-        listening: sockets got their names when they listened (`listen`), not before (`bind`).
+        listening: True: sockets got their names when they listened (`listen`); False: before
+          (`bind`).
         """
         with contextlib.suppress(OSError):
             for name in self._sockets():
                 if name.removeprefix(_HIDDEN).startswith(prefix):
                     self.remove_dead(name, young=listening and not name.startswith(_HIDDEN))
 
-    def remove_leftovers(self, depth: int = _DEEPEST) -> None:
+    def remove_leftovers(self, depth: int = _MAX_DEPTH) -> None:
         """Remove the sockets of dead processes here and in this user's directories below.
 
-        Sockets that cannot be examined stay.
+        A socket that cannot be examined stays.
 
-        depth: levels of directories below that are looked at.
+        depth: levels of directories below that are searched.
         """
         if not self._is_shared:
             self.remove_stale()
@@ -602,14 +635,15 @@ class PrivateDirectory:
                     found.append(entry.name)
         return found
 
-    def _reach(self, name: str) -> str:
+    def _bind_path(self, name: str) -> str:
         return f"/proc/self/fd/{self.descriptor}/{name}"
 
 
 def own_credentials() -> list[tuple[int, int, bytes]]:
     """Ancillary data for a datagram that names the effective user, as Unix connections do.
 
-    Without it the kernel names the real user, which nearly always is the same.
+    Without it the kernel names the real user.  Empty if both are the same, as they nearly always
+    are.
     """
     user = os.geteuid()
     if user == os.getuid():
@@ -619,21 +653,21 @@ def own_credentials() -> list[tuple[int, int, bytes]]:
 
 
 def admits_user(user: int, group: int | None) -> bool:
-    """True if this process talks to processes of a user whose names or datagrams it has met.
+    """True if this user may exchange messages with this process.
 
-    The kernel lets only members of ``group`` into a directory of that group, so the user of a name
-    or datagram there is one.  `is_admitted` tells where members are not admitted.
+    The kernel lets only members of ``group`` enter a directory of that group, so the user of a name
+    or datagram there is a member.  `is_admitted` says where members are not admitted.
 
     user: the owner of the name, or the sender.
     group: `PrivateDirectory.group`.
     """
-    if user == os.geteuid() and not _is_nobody(user, "uid"):
+    if user == os.geteuid() and not _is_overflow_id(user, "uid"):
         return True
     return group is not None and not commit_is_limited()
 
 
 def peer_user(connection: socket.socket) -> int:
-    """The effective user at the other end of a Unix socket, when it connected or listened."""
+    """The effective user of the other end of a Unix socket when that end connected or listened."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(found)[1]
     return user
@@ -642,15 +676,16 @@ def peer_user(connection: socket.socket) -> int:
 def is_same_user(connection: socket.socket) -> bool:
     """True if the process at the other end has the effective user of this process."""
     user = peer_user(connection)
-    return user == os.geteuid() and not _is_nobody(user, "uid")
+    return user == os.geteuid() and not _is_overflow_id(user, "uid")
 
 
 def is_admitted(connection: socket.socket, group: int | None) -> bool:
-    """True if the process at the other end may talk to this one: same user, or member of the group.
+    """True if the other end of a Unix connection may exchange messages with this process.
 
-    Members of the group are not admitted where the system may refuse a page of shared memory: a
-    peer can give back pages of any memory that it maps, and at the commit limit this process would
-    be killed by SIGBUS when it touches one of them again (`host.overcommit`).
+    It has the same user, or is a member of the group.  If the system limits the commitment of
+    memory, members of the group are not admitted: a peer can free pages of any memory that it maps,
+    and at the limit SIGBUS would kill this process at its next access to such a page
+    (`host.overcommit`).
 
     group: `PrivateDirectory.group`.
     """
@@ -660,20 +695,23 @@ def is_admitted(connection: socket.socket, group: int | None) -> bool:
 
 
 def _peer_groups(connection: socket.socket) -> tuple[int, ...]:
-    """All groups at the other end, the primary one first."""
+    """All groups of the other end, the primary one first."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     primary: int = _CREDENTIALS.unpack(found)[2]
     try:
         more = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
-    except OSError:  # more than there is room for: only the primary one is known
+    except OSError:  # it has more than `_MOST_GROUPS`: only the primary one is known
         more = b""
     return (primary, *struct.unpack(f"{len(more) // 4}I", more))
 
 
-def _is_nobody(number: int, kind: str) -> bool:
-    """True if this number stands for all users or groups that are unknown in this namespace."""
+def _is_overflow_id(number: int, kind: str) -> bool:
+    """True if this number stands for all unknown users, or groups, of this user namespace.
+
+    kind: "uid" or "gid".
+    """
     try:
-        if number != _number_of_nobody(kind):
+        if number != _overflow_id(kind):
             return False
         known = Path(f"/proc/self/{kind}_map").read_bytes().split()
     except OSError as error:
@@ -681,7 +719,7 @@ def _is_nobody(number: int, kind: str) -> bool:
     return known != [b"0", b"0", b"4294967295"]
 
 
-@functools.cache  # each accepted connection asks; a failure is not kept
-def _number_of_nobody(kind: str) -> int:
-    """The number of all users or groups that are unknown in a user namespace; raises OSError."""
+@functools.cache  # each accepted connection needs it; an error is not cached
+def _overflow_id(kind: str) -> int:
+    """The number of all unknown users, or groups, of a user namespace.  Raises OSError."""
     return int(Path(f"/proc/sys/kernel/overflow{kind}").read_bytes())

@@ -168,7 +168,7 @@ class Pump:
         if lane is not None:
             if lane.poller is not None:
                 lane.poller.stop()
-            elif self._wake_fd >= 0:
+            elif self.machine.state != "STOPPED":  # the RNIC has no thread
                 trio.lowlevel.notify_closing(rnic.wait_fd())
             if lane.watched and lane.fd is not None:
                 trio.lowlevel.notify_closing(lane.fd)
@@ -356,10 +356,6 @@ class Pump:
         fd = self.dispatcher.lanes[0].fd
         assert fd is not None
         trio.lowlevel.notify_closing(fd)
-
-    def end_solo(self) -> None:
-        """Action."""
-        self.solo.end()
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """No-op: the pump keeps no other record of its mode than the state."""

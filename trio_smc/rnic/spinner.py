@@ -296,6 +296,13 @@ NEVER: Final = Spinner(0.0, lambda: False)
 """For peers of other hosts, and for connections without a stack."""
 
 
+_ACCEPT_MAX_FAILURES: Final = 4
+"""Failures after which a server is discouraged to spin for its next connection.  Chosen:
+docs/decisions.md has a measurement with this value only."""
+_ACCEPT_RETRY_EVERY: Final = 64
+"""Connections for each try while discouraged.  Chosen; no measurement is recorded."""
+
+
 class AcceptSpin:
     """Keeps Trio's loop awake for a moment, for an event that only the loop can report.
 
@@ -306,7 +313,9 @@ class AcceptSpin:
     __slots__ = ("_busy", "_spin")
 
     def __init__(self, seconds: float) -> None:
-        self._spin = AdaptiveSpin(seconds, max_failures=4, retry_every=64)
+        self._spin = AdaptiveSpin(
+            seconds, max_failures=_ACCEPT_MAX_FAILURES, retry_every=_ACCEPT_RETRY_EVERY
+        )
         self._busy = False
 
     async def spin(self, ready: Probe) -> None:

@@ -97,7 +97,7 @@ class QueueFull(RnicError):
 
 
 class DeliveryUnknown(Exception):
-    """It is unknown if the data and the message of `QueuePair.deliver` have arrived."""
+    """The data and the message of `QueuePair.deliver` may or may not have arrived."""
 
 
 class QpState(StrEnum):

@@ -1136,7 +1136,7 @@ def _listener(stack: Stack, plain: trio.socket.SocketType) -> SmcListener:
     """
     runtime = stack.runtime
     remote = any(rnic.kind == "roce" for rnic in runtime.rnic_set.opened)
-    return SmcListener(runtime, plain, stack.config, invited_only=not remote)
+    return SmcListener(runtime, plain, stack.config, accept_on_demand=not remote)
 
 
 def _is_listening(plain: trio.socket.SocketType) -> bool:

@@ -190,7 +190,7 @@ def _with_drop_ins(name: str, wait: Callable[[Any], Awaitable[None]]) -> Any:
 
     @wraps(wait)
     def wait_for_socket(fd: Any) -> Awaitable[None]:
-        # Not a coroutine of its own, which each wait would pass when it begins and when it ends.
+        # A plain function: a coroutine would add a frame to every wait.
         sock = find_drop_in(fd)
         if sock is None:
             return wait(fd)

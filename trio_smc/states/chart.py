@@ -25,29 +25,29 @@ class Chart(StateChart[Any]):
 class CitedTransition(Transition):
     """A transition of the library with the paragraph of the RFC, or the reason, for it."""
 
-    rfc: str
+    citation: str
 
 
 def edge(
-    source: State | tuple[State, ...],
+    states: State | tuple[State, ...],
     events: str,
     target: State | None = None,
     *,
     when: str = "",
     do: str = "",
-    rfc: str,
+    source: str,
 ) -> None:
-    """Declare one edge (one per source and event) inside a chart's class body.
+    """Declare one edge (one per state and event) inside a chart's class body.
 
     ``events``, ``when`` and ``do`` are names separated by blanks: the events, the guards
     (all must hold; ``!name`` holds if the attribute is false) and the actions in their order
     (``part.name`` is a method of an attribute of the model).
-    Without ``target``, or if it is ``source``, the edge is internal: actions run, the state stays
-    and ``state_changed`` is not called. ``rfc`` is the paragraph that requires the edge, or the
-    reason for the edge if the RFC has none.
+    Without ``target``, or if it is the same state, the edge is internal: actions run, the state
+    stays and ``state_changed`` is not called. ``source`` is the paragraph of the RFC that requires
+    the edge, or the reason for the edge if the RFC has none.
     """
     guards = when.split()
-    for state in source if isinstance(source, tuple) else (source,):
+    for state in states if isinstance(states, tuple) else (states,):
         for event in events.split():
             transition = CitedTransition(
                 state,
@@ -58,10 +58,10 @@ def edge(
                 unless=[name[1:] for name in guards if name.startswith("!")] or None,
                 on=do.split() or None,
             )
-            transition.rfc = rfc
+            transition.citation = source
             state.transitions.add_transitions(transition)
 
 
-def ignore(source: State | tuple[State, ...], events: str, *, when: str = "", rfc: str) -> None:
-    """Declare that ``events`` (names separated by blanks) change nothing in ``source``."""
-    edge(source, events, when=when, rfc=rfc)
+def ignore(states: State | tuple[State, ...], events: str, *, when: str = "", source: str) -> None:
+    """Declare that ``events`` (names separated by blanks) change nothing in ``states``."""
+    edge(states, events, when=when, source=source)

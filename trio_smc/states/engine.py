@@ -17,8 +17,8 @@ methods without arguments, of the model or, with a path, of one of its parts::
     class DoorChart(Chart):
         OPEN = State(initial=True)
         SHUT = State(final=True)
-        edge(OPEN, "push", SHUT, when="!blocked", do="bell.ring latch", rfc="4.8.1 (2)")
-        ignore(OPEN, "push", rfc="4.8.1 (2)")
+        edge(OPEN, "push", SHUT, when="!blocked", do="bell.ring latch", source="4.8.1 (2)")
+        ignore(OPEN, "push", source="4.8.1 (2)")
 
 A ``Machine`` behaves like the library with the flags of ``Chart``:
 
@@ -189,7 +189,7 @@ class Machine:
 
     ``model`` carries the guards (attributes or properties, read for their truth), the actions
     (methods without arguments, its own or those of its parts) and ``state_changed``. ``state``
-    replaces the table's initial state; ``ValueError`` if the table has no such state.
+    replaces the table's initial state. Raises ``ValueError`` if the table has no such state.
     """
 
     __slots__ = ("_model", "_queue", "_table", "state")

@@ -25,30 +25,31 @@ class LinkChart(Chart):
     DOWN = State("DOWN")
 
     # fmt: off
-    edge(INIT, "connect", CONFIRMING, do="connect_queue_pair", rfc="3.5.1.3, 3.5.1.4")
-    edge(CONFIRMING, "confirmed", ACTIVE, do="start_idle_timer", rfc="3.5.1.5")
-    edge(ACTIVE, "idle_timer", when="!idle", do="check_again", rfc="4.5.3")
-    edge(ACTIVE, "idle_timer", TESTING, when="idle", do="send_test_link", rfc="4.5.3")
-    edge(TESTING, "test_reply", ACTIVE, do="start_idle_timer", rfc="4.5.3, A.3.8")
+    edge(INIT, "connect", CONFIRMING, do="connect_queue_pair", source="3.5.1.3, 3.5.1.4")
+    edge(CONFIRMING, "confirmed", ACTIVE, do="start_idle_timer", source="3.5.1.5")
+    edge(ACTIVE, "idle_timer", when="!idle", do="check_again", source="4.5.3")
+    edge(ACTIVE, "idle_timer", TESTING, when="idle", do="send_test_link", source="4.5.3")
+    edge(TESTING, "test_reply", ACTIVE, do="start_idle_timer", source="4.5.3, A.3.8")
     edge((ACTIVE, TESTING, LEAVING), "test_request", do="answer_test",
-         rfc="3.5.5.3.1, 3.5.5.3.2, 3.5.5.3.3 (TEST LINK is answered at once)")
-    edge((ACTIVE, TESTING), "leave", LEAVING, do="stop_timer", rfc="3.5.5.1.3, 3.5.5.1.4")
+         source="3.5.5.3.1, 3.5.5.3.2, 3.5.5.3.3 (TEST LINK is answered at once)")
+    edge((ACTIVE, TESTING), "leave", LEAVING, do="stop_timer", source="3.5.5.1.3, 3.5.5.1.4")
     edge(LEAVING, "stay", ACTIVE, do="start_idle_timer",
-         rfc="4.8.3 (the last link on which the peers reach each other)")
+         source="4.8.3 (the last link on which the peers reach each other)")
     edge(TESTING, "test_timeout", when="peer_lives", do="stop_timer",
-         rfc="4.5.3; choice: on one host a process that stands still keeps its connections, as "
-             "over TCP, and the kernel reports its end")
+         source="4.5.3; choice: on one host a process that stands still keeps its connections, as "
+                "over TCP, and the kernel reports its end")
     edge(TESTING, "test_timeout", DOWN, do="move_connections close_queue_pair report_failure",
-         rfc="4.5.3, C.7.1 (TEST LINK)")
+         source="4.5.3, C.7.1 (TEST LINK)")
     edge((INIT, CONFIRMING), "failed", DOWN, do="close_queue_pair report_failure",
-         rfc="C.7.1 (CONFIRM LINK)")
+         source="C.7.1 (CONFIRM LINK)")
     edge((ACTIVE, TESTING, LEAVING), "failed", DOWN,
          do="move_connections close_queue_pair report_failure",
-         rfc="4.6, 4.8.3, C.7.1 (an incorrect or out-of-sync LLC message: as if it had gone down)")
+         source="4.6, 4.8.3, C.7.1 (an incorrect or out-of-sync LLC message: as if it had gone "
+                "down)")
     edge((INIT, CONFIRMING, ACTIVE, TESTING, LEAVING), "delete", DOWN, do="close_queue_pair",
-         rfc="3.5.4, 3.5.5.1.3")
+         source="3.5.4, 3.5.5.1.3")
     ignore((ACTIVE, LEAVING), "test_reply",
-           rfc="A.3.8, C.7.1; choice: a reply without a waiting request does no harm")
-    ignore(LEAVING, "leave", rfc="3.5.5.1.3 (connections are already moving)")
-    ignore(DOWN, "failed delete leave test_reply test_request", rfc="4.8.3 (already down)")
+           source="A.3.8, C.7.1; choice: a reply without a waiting request does no harm")
+    ignore(LEAVING, "leave", source="3.5.5.1.3 (connections are already moving)")
+    ignore(DOWN, "failed delete leave test_reply test_request", source="4.8.3 (already down)")
     # fmt: on

@@ -27,41 +27,41 @@ class PumpChart(Chart):
 
     # fmt: off
     edge(STOPPED, "start", BUSY, do="restart_counts disarm_rnics add_before_hook",
-         rfc="the pump runs")
-    ignore(STOPPED, "needed sole_reader stop", rfc="no Trio run, so no hooks")
+         source="the pump runs")
+    ignore(STOPPED, "needed sole_reader stop", source="no Trio run, so no hooks")
 
     edge(IDLE, "needed", BUSY, do="restart_counts disarm_rnics add_before_hook",
-         rfc="a connection, a doorbell or a timer needs the pump")
-    ignore(IDLE, "sole_reader", rfc="a reader that parks resumes the hooks first")
-    edge(IDLE, "stop", STOPPED, rfc="no hook to remove")
+         source="a connection, a doorbell or a timer needs the pump")
+    ignore(IDLE, "sole_reader", source="a reader that parks resumes the hooks first")
+    edge(IDLE, "stop", STOPPED, source="no hook to remove")
 
     edge(BUSY, "about_to_sleep", SLEEPY, do="add_after_hook",
-         rfc="completions that end a sleep are drained before any task runs")
+         source="completions that end a sleep are drained before any task runs")
     edge(BUSY, "sole_reader", SOLO, when="has_one_doorbell",
-         do="remove_before_hook release_doorbell", rfc="one task alone polls")
-    edge(BUSY, "unused", IDLE, do="remove_before_hook", rfc="a hook takes time in each pass")
-    edge(BUSY, "stop", STOPPED, do="remove_before_hook", rfc="the pump was cancelled")
+         do="remove_before_hook release_doorbell", source="one task alone polls")
+    edge(BUSY, "unused", IDLE, do="remove_before_hook", source="a hook takes time in each pass")
+    edge(BUSY, "stop", STOPPED, do="remove_before_hook", source="the pump was cancelled")
 
     edge(SLEEPY, "awake_for_long", BUSY, do="remove_after_hook",
-         rfc="a hook takes time in each pass")
+         source="a hook takes time in each pass")
     edge(SLEEPY, "sole_reader", SOLO, when="has_one_doorbell",
          do="remove_before_hook remove_after_hook release_doorbell",
-         rfc="one task alone polls")
+         source="one task alone polls")
     edge(SLEEPY, "unused", IDLE, do="remove_before_hook remove_after_hook",
-         rfc="a hook takes time in each pass")
+         source="a hook takes time in each pass")
     edge(SLEEPY, "stop", STOPPED, do="remove_before_hook remove_after_hook",
-         rfc="the pump was cancelled")
+         source="the pump was cancelled")
 
-    ignore((BUSY, SLEEPY), "needed", rfc="the hooks are there")
+    ignore((BUSY, SLEEPY), "needed", source="the hooks are there")
     ignore((BUSY, SLEEPY), "sole_reader",
-           rfc="several doorbells, or one for which a thread waits")
-    ignore(SLEEPY, "about_to_sleep", rfc="the second hook is there")
-    ignore(BUSY, "awake_for_long", rfc="the second hook is gone")
+           source="several doorbells, or one for which a thread waits")
+    ignore(SLEEPY, "about_to_sleep", source="the second hook is there")
+    ignore(BUSY, "awake_for_long", source="the second hook is gone")
 
-    edge(SOLO, "needed", BUSY, do="end_solo restart_counts disarm_rnics add_before_hook",
-         rfc="another task uses the pump, also while solo mode begins")
-    ignore(SOLO, "sole_reader", rfc="one reader at a time")
+    edge(SOLO, "needed", BUSY, do="solo.end restart_counts disarm_rnics add_before_hook",
+         source="another task uses the pump, also while solo mode begins")
+    ignore(SOLO, "sole_reader", source="one reader at a time")
     ignore(SOLO, "about_to_sleep awake_for_long unused",
-           rfc="sent by a hook that still ran when a completion made a reader solo")
-    edge(SOLO, "stop", STOPPED, do="end_solo", rfc="the pump was cancelled")
+           source="sent by a hook that still ran when a completion made a reader solo")
+    edge(SOLO, "stop", STOPPED, do="solo.end", source="the pump was cancelled")
     # fmt: on

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from trio_smc.states.engine import Edge, Guard, Table
 
-__all__ = ["CLC_CLIENT", "CLC_SERVER", "CONNECTION", "LINK", "LINK_GROUP", "LLC_EXCHANGE", "PUMP"]
+__all__ = ["ACCEPTANCE", "CLC_CLIENT", "CLC_SERVER", "CONNECTION", "LINK", "LINK_GROUP", "LLC_EXCHANGE", "PUMP"]
 
 
 CONNECTION = Table(
@@ -582,11 +582,28 @@ PUMP = Table(
         ("SLEEPY", "stop"): (Edge((), "STOPPED", ("remove_before_hook", "remove_after_hook"), False, "the pump was cancelled"),),
         ("SLEEPY", "needed"): (Edge((), "SLEEPY", (), True, "the hooks are there"),),
         ("SLEEPY", "about_to_sleep"): (Edge((), "SLEEPY", (), True, "the second hook is there"),),
-        ("SOLO", "needed"): (Edge((), "BUSY", ("end_solo", "restart_counts", "disarm_rnics", "add_before_hook"), False, "another task uses the pump, also while solo mode begins"),),
+        ("SOLO", "needed"): (Edge((), "BUSY", ("solo.end", "restart_counts", "disarm_rnics", "add_before_hook"), False, "another task uses the pump, also while solo mode begins"),),
         ("SOLO", "sole_reader"): (Edge((), "SOLO", (), True, "one reader at a time"),),
         ("SOLO", "about_to_sleep"): (Edge((), "SOLO", (), True, "sent by a hook that still ran when a completion made a reader solo"),),
         ("SOLO", "awake_for_long"): (Edge((), "SOLO", (), True, "sent by a hook that still ran when a completion made a reader solo"),),
         ("SOLO", "unused"): (Edge((), "SOLO", (), True, "sent by a hook that still ran when a completion made a reader solo"),),
-        ("SOLO", "stop"): (Edge((), "STOPPED", ("end_solo",), False, "the pump was cancelled"),),
+        ("SOLO", "stop"): (Edge((), "STOPPED", ("solo.end",), False, "the pump was cancelled"),),
+    },
+)
+
+ACCEPTANCE = Table(
+    name="Acceptance",
+    initial="ON_DEMAND",
+    states=("ON_DEMAND", "LATER", "AT_ONCE"),
+    stopped=(),
+    events=("call_begins", "client_waits", "call_ends"),
+    values={},
+    edges={
+        ("ON_DEMAND", "call_begins"): (Edge((), "AT_ONCE", (), False, "the program accepts"),),
+        ("ON_DEMAND", "client_waits"): (Edge((), "LATER", (), False, "the program may have only one task, which waits as a client"),),
+        ("LATER", "call_begins"): (Edge((), "AT_ONCE", (), False, "a task waits for a connection"),),
+        ("LATER", "client_waits"): (Edge((), "LATER", (), True, "the listener will accept the connection"),),
+        ("AT_ONCE", "call_ends"): (Edge((), "LATER", (), False, "no task waits any more"),),
+        ("AT_ONCE", "client_waits"): (Edge((), "AT_ONCE", (), True, "the listener accepts the connection"),),
     },
 )

@@ -86,7 +86,7 @@ def _mark() -> None:
 
 
 class _Woken(Outcome[None]):
-    """As ``outcome.Value(None)``, but it can be unwrapped again and again."""
+    """A reusable ``outcome.Value(None)``."""
 
     __slots__ = ()
 

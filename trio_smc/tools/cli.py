@@ -11,7 +11,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import trio_smc
 from trio_smc.tools.commands import Command, load
@@ -84,16 +84,35 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _written(code: int) -> int:
-    """The exit code, after the buffered output was written; `BAD_INPUT` if that is impossible."""
+    """The exit code, after the buffered output was written; `BAD_INPUT` if that is impossible.
+
+    Lines on stderr that cannot be written are lost, and do not change the exit code.
+    """
+    code = _with_output(code)
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except ValueError:
+        pass  # it is closed
+    except OSError:
+        _discard(sys.stderr)
+    return code
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop what is buffered: at its exit the interpreter flushes again, and would fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _with_output(code: int) -> int:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except ValueError:
         pass  # it is closed
     except OSError as error:
-        # At its exit the interpreter flushes stdout again, which would fail again.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)
         if isinstance(error, BrokenPipeError):
             return code
         if code != BAD_INPUT:  # otherwise another line has described an error

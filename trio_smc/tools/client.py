@@ -346,8 +346,9 @@ def _take_places(
             round_.found += [Snapshot(**each) for each in answer["found"]]
             round_.problems |= dict(answer["problems"])
             round_.timed_out = round_.timed_out or answer["timed_out"]
-            for text in answer["errors"]:
-                print_error(f"trio-smc: user {user_name(uid)}: {text}")
+            for index, text in enumerate(answer["errors"], 1):
+                number = -1 - uid - (index << 33)  # no process, and no other user, has it
+                round_.problems[number] = f"user {user_name(uid)}: {text}"
     # One process may have been found by two paths to its directory.
     once = {(each.pid, each.stack): each for each in round_.found}
     round_.found = sorted(once.values(), key=lambda each: each.pid)
@@ -412,7 +413,7 @@ def _problem(error: Exception) -> str:
     if isinstance(error, ProtocolError):
         return f"sent a damaged answer: {error}"
     if isinstance(error, TimeoutError):
-        return "does not answer; its event loop may be blocked"
+        return "does not answer; it may be stopped, or its event loop blocked"
     return f"cannot be queried: {error.strerror if isinstance(error, OSError) else error}"
 
 
@@ -432,10 +433,23 @@ def _opened(directory: Path) -> Iterator[PrivateDirectory | None]:
         except FileNotFoundError:
             pass
         except DirectoryUnusable as error:
-            raise ToolError(str(error)) from None
+            raise ToolError(_of_another_user(directory) or str(error)) from None
         except OSError as error:
             raise ToolError(f"{directory}: {error.strerror}") from None
         yield below
+
+
+def _of_another_user(directory: Path) -> str | None:
+    """The remedy if root names the directory of another user."""
+    with contextlib.suppress(OSError):
+        owner = os.lstat(directory).st_uid
+        if os.geteuid() == 0 and owner != 0:
+            name = user_name(owner) or str(owner)
+            return (
+                f"{directory} belongs to user {name}, and root does not use it: `--user {name} "
+                f"--directory {directory}` inspects the processes of that user"
+            )
+    return None
 
 
 def _named_sockets(root: PrivateDirectory | None) -> list[tuple[int, str]]:
@@ -592,6 +606,8 @@ def _snapshot_untrusted(query: _Query, want: Sequence[str]) -> Snapshot | None:
         return None
     if query.error is not None:
         raise query.error
+    if query.done and not query.data and not os.path.exists(f"/proc/{query.pid}"):
+        return None  # it has ended after it accepted the connection
     snapshot = Snapshot(query.pid)
     answer = _Answer(query.data, complete=query.done)
     while True:

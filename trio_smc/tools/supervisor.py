@@ -235,7 +235,11 @@ class Tree:
         self._open.clear()
         smc, tcp = self._totals["connections"], self._fallbacks.total()
         refused = self._totals["refused"]
-        yield f"{smc + tcp} connections of {len(self._processes)} processes"
+        total, processes = smc + tcp, len(self._processes)
+        yield (
+            f"{total} connection{'' if total == 1 else 's'} of "
+            f"{processes} process{'' if processes == 1 else 'es'}"
+        )
         for count, mode, prefix in ((smc, "SMC-R", ""), (tcp, "TCP", "tcp_")):
             sent, received = (self._totals[f"{prefix}bytes_{way}"] for way in ("sent", "received"))
             yield f"  {count:>7} {mode}, sent {size(sent)}, received {size(received)}"

@@ -181,8 +181,12 @@ class TrustedFiles:
         try:
             mount = _mount_of(descriptor)
             # Check the mount before `fstat`, which may wait for a file system server.
-            if (parent is None or mount != parent.mount) and not _is_local(mount):
-                raise UntrustedPathError(f"{path} is not on a local file system")
+            if parent is None or mount != parent.mount:
+                kind = _file_system(mount)
+                if kind is None:
+                    raise UntrustedPathError(f"it is unknown which file system {path} is on")
+                if kind not in _LOCAL_FILE_SYSTEMS:
+                    raise UntrustedPathError(f"{path} is not on a local file system")
             found = os.fstat(descriptor)
             if found.st_uid not in self._users:
                 raise UntrustedPathError(f"part of {path} belongs to user {found.st_uid}")
@@ -237,8 +241,8 @@ def _mount_of(descriptor: int) -> str:
     raise UntrustedPathError("the kernel does not name the mount of a file")
 
 
-def _is_local(mount: str) -> bool:
-    """True if the file system of a mount is in `_LOCAL_FILE_SYSTEMS`."""
+def _file_system(mount: str) -> str | None:
+    """The type of the file system of a mount; None if it is unknown, as in a chroot."""
     info = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
     try:
         text = _read_up_to(info, _MAX_MOUNTINFO, "/proc/self/mountinfo").decode("utf-8", "replace")
@@ -247,6 +251,5 @@ def _is_local(mount: str) -> bool:
     for line in text.split("\n"):
         number, _, rest = line.partition(" ")
         if number == mount:
-            kind = rest.partition(" - ")[2].split(" ", 1)[0]
-            return kind in _LOCAL_FILE_SYSTEMS
-    return False
+            return rest.partition(" - ")[2].split(" ", 1)[0]
+    return None

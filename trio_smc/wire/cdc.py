@@ -1,9 +1,9 @@
 """Connection Data Control messages, by which a connection announces its cursors and its state.
 
-Every RDMA write is followed by one of these 44-byte messages (RFC 7609, A.4), so this codec is on
-the hot path: the data path uses :func:`pack` and :func:`unpack_untrusted`, each of which is one
-``struct`` call on plain integers.  Captures and tests use the same message as a value,
-:class:`CdcMessage`, which :func:`decode_untrusted` makes.
+A CDC message has 44 bytes and follows every RDMA write (RFC 7609, A.4), so this codec is on the hot
+path.  The data path uses :func:`pack` and :func:`unpack_untrusted`, each of which is one ``struct``
+call on plain integers.  Captures and tests use :class:`CdcMessage`, a message as a value, which
+:func:`decode_untrusted` returns.
 
 ========  ==========================================================================
 offset    field (big-endian)
@@ -20,9 +20,8 @@ offset    field (big-endian)
 25        connection flags: SENDING_DONE, CONNECTION_CLOSED, ABNORMAL_CLOSE
 ========  ==========================================================================
 
-Bytes 8-9, 16-17 and 26-43 are reserved, and so are the flag bits without a name.  The codec does
-not check that cursors lie in the ring, or that a connection has the token.  ``trio_smc.datapath``
-checks both.
+Bytes 8-9, 16-17 and 26-43 and the flag bits without a name are reserved.  ``trio_smc.datapath``,
+and not the codec, checks that the cursors are in the ring and that a connection has the token.
 """
 
 from __future__ import annotations
@@ -57,13 +56,13 @@ __all__ = [
 CDC_TYPE = 0xFE
 """First byte of every CDC message; no LLC message starts with it (RFC 7609, A.3)."""
 CDC_SIZE = 44
-"""Bytes in a CDC message, always."""
+"""Bytes of every CDC message."""
 HEADER = CDC_TYPE << 8 | CDC_SIZE
 """Type and length as the first item of :data:`LAYOUT`."""
 
 LAYOUT = struct.Struct(">HHI2xHI2xHIBB18x")
 """Header, sequence, alert token, producer wrap, producer cursor, consumer wrap, consumer cursor,
-producer flags, connection flags.  Reserved bytes are written as zero and skipped."""
+producer flags, connection flags.  Reserved bytes are sent as zero and ignored on receipt."""
 
 # Producer flags, byte 24.
 WRITER_BLOCKED = 0x80  # B
@@ -87,8 +86,8 @@ _unpack = LAYOUT.unpack
 class MessageMissing(ProtocolError):
     """A failover validation message names a message that has not been received yet (4.6.1).
 
-    The missing message may have arrived over another link, and wait there to be polled: messages
-    of different links have no order.
+    Messages of different links have no order.  So the missing message may be on another link that
+    has not been polled yet.
     """
 
 

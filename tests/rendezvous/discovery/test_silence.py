@@ -125,7 +125,7 @@ async def test_the_memory_is_short_and_bounded(
         for port in ports:
             lookups.note_silence(found, ("127.0.0.1", port), FallbackReason.NOT_ACCEPTED)
         assert [*filter(remembered, ports)] == [*ports[-lookup._MOST_SILENCES :]], "the newest"
-        hour = found.looked + 3600
+        hour = found.searched + 3600
         monkeypatch.setattr(trio, "current_time", lambda: hour)
         assert not any(map(remembered, ports))
 

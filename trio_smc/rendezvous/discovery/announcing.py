@@ -80,16 +80,22 @@ __all__ = ["Announcement", "Announcer"]
 _log = logging.getLogger(__name__)
 
 _FIRST_CHECK: Final = 0.02
-"""Seconds until the first check that the answer may still come; each next one is twice as late."""
+"""Seconds until the first check that the answer may still come; each interval is twice as long as
+the previous one.  Chosen: the first connection to a plain server takes that much longer
+(docs/decisions.md)."""
 _LONGEST_CHECK: Final = 1.0
+"""Seconds between two such checks at most.  Chosen; no measurement is recorded."""
 _HELD_UP: Final = 0.005
-"""Seconds by which the first check may come late before it is put off.  Chosen."""
+"""Seconds by which the first check may be late before it is put off once.  Chosen: without that,
+11 of 100 connections made the check at load 10 on two processors, because this process itself had
+not run."""
 _LEAST_PATIENCE: Final = 0.2
 """Seconds that a connection may wait in a backlog at least before it is TCP.  Chosen."""
 _MOST_PATIENCE: Final = 1.0
-"""Seconds that it may wait there at most, and while no answer of that address is known.  Chosen."""
+"""Seconds that a connection may wait in a backlog at most, and the limit for an address whose
+listeners have not answered yet.  Chosen."""
 _USUAL_ANSWERS: Final = 8
-"""In between: so many times the usual time until an answer.  Chosen."""
+"""Between these two limits: multiple of the usual time until an answer.  Chosen."""
 _USUAL_DECAY: Final = 0.875
 """How much of the usual time remains after a faster answer, as in RFC 6298, 2."""
 _ACCEPTED_PATIENCE: Final = 0.1
@@ -101,13 +107,23 @@ have been acknowledged."""
 _CONNECT_TIME: Final = 127.0
 """Seconds that TCP tries to connect: 2**7 - 1 for the 6 repetitions of net.ipv4.tcp_syn_retries."""
 _LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-_MOST_IGNORED: Final = 64  # datagrams other than ACCEPTED
-_REMEMBERED: Final = 256  # addresses that were connected to last
-_MOST_HISTORIES: Final = 1024  # addresses of which something was learned
-_MARK_INTERVAL: Final = 20.0  # seconds after which a mark is set again, as long as there is need
-_TRANSLATION_HOLDS: Final = 60.0  # seconds
-_MOST_OPEN: Final = 4096  # announcements, each of them a descriptor
-_DESCRIPTOR_SHARE: Final = 4  # and at most the process's limit of descriptors divided by this
+_MOST_IGNORED: Final = 64
+"""Datagrams other than ACCEPTED after which an announcement receives no more.  Chosen."""
+_REMEMBERED: Final = 256
+"""Addresses whose loopback address is cached.  Chosen."""
+_MOST_HISTORIES: Final = 1024
+"""Addresses whose usual time until an answer is remembered.  Chosen."""
+_MARK_INTERVAL: Final = 20.0
+"""Seconds after which a mark is set again.  Chosen: a third of the time for which servers accept it
+(`names`)."""
+_TRANSLATION_HOLDS: Final = 60.0
+"""Seconds for which `Announcer.leads_to_listener` remembers its result.  Chosen: a new result takes
+about a millisecond."""
+_MOST_OPEN: Final = 4096
+"""Announcements that are open at a time, each with a descriptor.  Chosen."""
+_DESCRIPTOR_SHARE: Final = 4
+"""Announcements use at most one fourth of the process's limit of descriptors.  Chosen, so that the
+program keeps most of them."""
 
 
 _SILENT: Final = {

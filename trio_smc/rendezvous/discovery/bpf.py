@@ -1,8 +1,8 @@
 """bpf(2) through ctypes: maps, programs, links and pins, as descriptors.
 
-No library wraps the few commands that are needed without bringing a compiler or a shared library
-along; the kernel's interface is stable.  Every function raises OSError with the kernel's number;
-descriptors are close-on-exec.
+Libraries for bpf(2) need a compiler or a shared library.  This project needs few commands, and the
+kernel keeps their interface stable.  Every function raises OSError with the kernel's number.
+Descriptors are close-on-exec.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NO_PREALLOC, _CLONE = 1, 1 << 9
 _PROG_SOCK_OPS, _ATTACH_SOCK_OPS = 13, 3
 _LINK_CGROUP: Final = 3  # enum bpf_link_type
 _NAME: Final = b"smc_option"
-_LICENCE: Final = b"Apache-2.0"  # no helper of ours asks for more
+_LICENCE: Final = b"Apache-2.0"  # the helpers of this program do not require the GPL
 _LOG_SIZE: Final = 1 << 16
 
 
@@ -65,7 +65,7 @@ def _checked(result: int) -> int:
 
 
 def _bpf(command: int, attributes: bytes, size: int = 0) -> int:
-    """bpf(2); what lies behind ``attributes`` up to ``size`` bytes is zero."""
+    """Call bpf(2) with ``attributes``, which zeros extend to ``size`` bytes."""
     number = _SYSTEM_CALL.get(platform.machine())
     if number is None:
         raise OSError(errno.ENOSYS, f"the number of bpf(2) on {platform.machine()} is not known")
@@ -94,7 +94,7 @@ def create_socket_storage() -> int:
     """A map from sockets to 4-byte words; an accepted socket inherits its listener's."""
     types = _integer_type()
     block = ctypes.create_string_buffer(types, len(types))
-    # A map of this kind without type information is refused.
+    # The kernel refuses a map of this kind without type information.
     btf = _bpf(_BTF_LOAD, struct.pack("=QQIII", _address(block), 0, len(types), 0, 0), 32)
     try:
         return _bpf(
@@ -109,14 +109,14 @@ def create_socket_storage() -> int:
 
 
 def create_hash(key_size: int, entries: int) -> int:
-    """A map from keys to 4-byte words that forgets the least recently used."""
+    """A map from keys to 4-byte words; a full map drops the least recently used entry."""
     return _bpf(
         _MAP_CREATE, struct.pack("=IIIIIII16s", _LRU_HASH, key_size, 4, entries, 0, 0, 0, _NAME)
     )
 
 
 def load_sock_ops(code: bytes) -> int:
-    """Load a sock_ops program; the verifier's words are a note of the error, if it has any."""
+    """Load a sock_ops program.  If the verifier writes a log, the error has it as a note."""
     try:
         return _load(code, None)
     except OSError as first:
@@ -160,7 +160,7 @@ def update(table: int, key: int, value: int) -> None:
 
 
 def lookup(table: int, key: int) -> int:
-    """table[key].  ENOENT: there is none."""
+    """table[key].  Raises OSError: ENOENT if there is no such key."""
     return _element(_MAP_LOOKUP, table, key, 0)
 
 
@@ -171,19 +171,19 @@ def _element(command: int, table: int, key: int, value: int) -> int:
 
 
 def pin(fd: int, path: Path) -> None:
-    """Give the object a name in a bpffs, which keeps it alive."""
+    """Pin the object: its name in a BPF file system keeps it alive."""
     name = ctypes.create_string_buffer(os.fsencode(path))
     _bpf(_OBJ_PIN, struct.pack("=QII", _address(name), fd, 0))
 
 
 def open_pinned(path: Path) -> int:
-    """A descriptor of the object that ``path`` names."""
+    """A descriptor of the object that is pinned at ``path``."""
     name = ctypes.create_string_buffer(os.fsencode(path))
     return _bpf(_OBJ_GET, struct.pack("=QII", _address(name), 0, 0))
 
 
 def map_kind(fd: int) -> tuple[bool, bool]:
-    """Two booleans: ``fd`` is a map of sockets' words; it was frozen against updates."""
+    """Two booleans: ``fd`` is a map of sockets' words; the map is frozen."""
     lines = Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines()
     fields = {line.partition(b":")[0]: line.partition(b":")[2].strip() for line in lines}
     storage = fields.get(b"map_type") == b"%d" % _SK_STORAGE and fields.get(b"value_size") == b"4"
@@ -191,7 +191,7 @@ def map_kind(fd: int) -> tuple[bool, bool]:
 
 
 def link_cgroup(fd: int) -> int:
-    """The id of the cgroup that a link runs its program for; 0: it is no such link, or dead."""
+    """The id of the cgroup for which a link runs its program; 0: no such link, or a dead one."""
     info = ctypes.create_string_buffer(64)
     _bpf(_GET_INFO, struct.pack("=IIQ", fd, len(info), _address(info)))
     kind, _, _, _, cgroup, attach_type = struct.unpack_from("=IIIIQI", info)
@@ -201,11 +201,11 @@ def link_cgroup(fd: int) -> int:
 def mount_bpffs(directory: Path) -> None:
     """Mount a BPF file system, where objects can be pinned, on a directory.
 
-    Everybody may enter it; what a pinned object's own mode allows is another matter.
+    All users may enter it.  Each pinned object has a mode of its own.
     """
     _checked(_libc().mount(b"bpf", os.fsencode(directory), b"bpf", ctypes.c_ulong(0), b"mode=0755"))
 
 
 def unmount(directory: Path) -> None:
-    """Take the file system that is mounted there away."""
+    """Unmount the file system on ``directory``."""
     _checked(_libc().umount2(os.fsencode(directory), ctypes.c_int(0)))

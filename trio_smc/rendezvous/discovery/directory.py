@@ -206,9 +206,9 @@ class Stamps:
     def __init__(self, private: Path, root: PrivateDirectory | None) -> None:
         tops = root.member_directories(TOP) if root is not None else []
         self._paths = [f"{private}/{each}" for each in ("", *tops)]
-        self._known = self._look()
+        self._known = self._change_times()
 
-    def _look(self) -> list[tuple[int, int, int]]:
+    def _change_times(self) -> list[tuple[int, int, int]]:
         """Device, inode and change time in ns of each directory; zeros: it is missing."""
         found = []
         for path in self._paths:
@@ -227,7 +227,7 @@ class Stamps:
     def unchanged(self) -> bool:
         """True if the directories have the names that they had."""
         try:
-            return self._look() == self._known
+            return self._change_times() == self._known
         except OSError:
             return False
 

@@ -2,20 +2,20 @@
 
 Theory of operation
 -------------------
-A `Found` is the result of one look into the directories of `discovery.directory`.  If there are
-no listeners, it counts until the directories change.  If there are some, it counts until a client
-looks again, because an answer does not come, or because it relies on what was learned of them.
-Other listeners that have come since make no difference, as each of them answers the announcement if
-it accepts the connection.
+A `Found` is the result of one search in the directories of `discovery.directory`.  If there are no
+listeners, the result is valid until the directories change.  If there are listeners, the result is
+valid until a client searches again: after a missing answer, or before it uses the cached listeners.
+New listeners do not make the result wrong, because the listener that accepts a connection answers
+its announcement.
 
-A listener is alive if a datagram socket connects to its name: that fails if no process has the
-socket.  It fails in another way if a process of an older release has it
-(`discovery.older_releases`); then connections to the address are TCP, and the reason is known.  A
-process of an older release that comes or goes may not show in the times of directories, so a result
-without listeners counts for `_EMPTY_HOLDS` at most.
+A listener is alive if a datagram socket can connect to its name.  ECONNREFUSED: no process has the
+socket.  Another error: a process of an older release has it (`discovery.older_releases`), so
+connections to the address are TCP, and the client knows the reason.  If a process of an older
+release starts or ends, the times of the directories may stay the same.  So a result without
+listeners is valid for at most `_EMPTY_HOLDS`.
 
-Listeners of another network namespace are kept apart, since they must prove first that the address
-leads to them (`discovery.proofs`).  What came of that counts for ten seconds at most.
+Listeners of other network namespaces are kept apart, because they must first prove that the address
+leads to them (`discovery.proofs`).  The result is valid for ten seconds.
 """
 
 from __future__ import annotations
@@ -50,20 +50,28 @@ from trio_smc.rendezvous.discovery.proofs import Listener, Proofs
 __all__ = ["AnySocket", "Found", "Lookups"]
 
 _SO_NETNS_COOKIE: Final = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
-_MOST_LISTENERS: Final = 64  # that are looked at for one address
-_MOST_LOOKUPS: Final = 1024  # TCP addresses that are remembered
-_LOOK_INTERVAL: Final = 1.0
-"""Seconds between two looks for listeners that may have been killed, which changes no directory."""
+_MOST_LISTENERS: Final = 64
+"""Listeners of one address that a search reads.  Chosen."""
+_MOST_LOOKUPS: Final = 1024
+"""TCP addresses whose listeners are cached.  Chosen."""
+_SEARCH_INTERVAL: Final = 1.0
+"""Seconds between two searches for killed listeners, whose end changes no directory.  Chosen."""
 _COMPARE_INTERVAL: Final = 0.01
-"""Seconds between two comparisons of directories with their former times, if the listener that is
-known has its name.  Chosen: the comparison takes 10 µs, and the check of the name takes 2."""
+"""Seconds between two comparisons of the directories with their former times, if a known listener
+still has its name.  Chosen: the comparison takes 10 µs, and the check of the name takes 2."""
 _EMPTY_HOLDS: Final = 10.0
-"""Seconds for which it counts that there is no listener, if the directories look the same.  Chosen:
-to look again takes some tens of microseconds."""
-_PROOF_HOLDS: Final = 10.0  # how long a proof counts, seconds
-_DISPROOF_HOLDS: Final = 60.0  # how long it counts that no process accepted a connection, seconds
-_SILENCE_HOLDS: Final = 60.0  # how long it counts that no listener has answered, seconds
-_MOST_SILENCES: Final = 256  # addresses where that is so
+"""Seconds for which a result without listeners is valid, if the directories have not changed.
+Chosen: a search takes some tens of microseconds."""
+_PROOF_HOLDS: Final = 10.0
+"""Seconds for which a proof is valid.  Chosen; no measurement is recorded."""
+_DISPROOF_HOLDS: Final = 60.0
+"""Seconds for which an address counts as not proven after no process accepted a connection.
+Chosen; no measurement is recorded."""
+_SILENCE_HOLDS: Final = 60.0
+"""Seconds for which connections are TCP after no listener of their address answered.  Chosen; no
+measurement is recorded."""
+_MOST_SILENCES: Final = 256
+"""Addresses without an answer that are remembered.  Chosen."""
 
 AnySocket = trio.socket.SocketType | socket.socket
 
@@ -72,30 +80,30 @@ class Found:
     """The listeners that may accept connections to a TCP address; false if there are none.
 
     Attributes:
-      namespace: the network namespace where they are.
-      users: their owners.
-      names: of their sockets.
-      stamps: of the directories that were looked at.
-      is_general: False if this holds for one source address only.
-      looked: when that was, by the clock of the stack's timers.
-      compared: when the directories were found to be unchanged, by the same clock.
-      until: when this ends to count at the latest, by the same clock.
-      reason: why there are none.
+      namespace: the network namespace of the listeners.
+      users: the owners of their sockets.
+      names: the names of their sockets.
+      stamps: of the directories that were searched.
+      is_general: False if the result is valid for one source address only.
+      searched: time of the search, by the clock of the stack's timers.
+      compared: time of the last check that the directories are unchanged, by the same clock.
+      until: expiry time, by the same clock.
+      reason: why there are no listeners.
     """
 
     __slots__ = (
-        "compared", "is_general", "looked", "names", "namespace", "reason", "stamps", "until",
+        "compared", "is_general", "searched", "names", "namespace", "reason", "stamps", "until",
         "users",
     )  # fmt: skip
 
-    def __init__(self, namespace: str, stamps: directory.Stamps, looked: float) -> None:
+    def __init__(self, namespace: str, stamps: directory.Stamps, searched: float) -> None:
         self.namespace: str = namespace
         self.stamps: directory.Stamps = stamps
         self.users: set[int] = set()
         self.names: set[str] = set()
         self.is_general: bool = True
-        self.looked: float = looked
-        self.compared: float = looked
+        self.searched: float = searched
+        self.compared: float = searched
         self.until: float = math.inf
         self.reason: FallbackReason = FallbackReason.PEER_NOT_CAPABLE
 
@@ -108,12 +116,12 @@ class Found:
         self.names.add(listener.name)
 
     def disprove(self, moment: float) -> FallbackReason:
-        """Note that no listener accepted a connection; returns why it is plain TCP.
+        """No listener has accepted a connection; returns the reason why it is TCP.
 
         moment: the current time, by the clock of the stack's timers.
         """
         if self.is_elsewhere:
-            # The connection reached another process than the proof did.
+            # Another process than the one that sent the proof has accepted the connection.
             self.users.clear()
             self.until = moment + _DISPROOF_HOLDS
             self.reason = FallbackReason.PATH_NOT_PROVEN
@@ -121,7 +129,7 @@ class Found:
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the listeners are in another network namespace, and had to prove the path."""
+        """True if the listeners are in another network namespace, and have proven the path."""
         return not math.isinf(self.until)
 
 
@@ -129,10 +137,10 @@ class _Silence:
     """No listener has answered for a connection to an address.
 
     Attributes:
-      reason: why.
+      reason: why connections to the address are TCP.
       names: of the listeners that did not answer.
-      stamps: of the directories where they were found.
-      until: when this ends to count, by the clock of the stack's timers.
+      stamps: of the directories of these listeners.
+      until: expiry time, by the clock of the stack's timers.
     """
 
     __slots__ = ("names", "reason", "stamps", "until")
@@ -148,8 +156,8 @@ class Lookups:
     """The listeners of the TCP addresses that one stack has connected to.
 
     Attributes:
-      known: by namespace, address and port.
-      elsewhere: the same for other namespaces, by our own, source, address and port.
+      known: listeners by namespace, address and port.
+      elsewhere: listeners of other namespaces, by own namespace, source, address and port.
     """
 
     def __init__(
@@ -158,9 +166,9 @@ class Lookups:
         """
         Args:
           private: the user's private directory (`Config.private_directory`).
-          names: where the announcements are made.
-          ended: called when listeners that were known are gone.
-          timers: of the stack; None: there are none.
+          names: of the stack's announcements.
+          ended: called when known listeners have ended.
+          timers: of the stack; None: it has none.
         """
         self._private = private
         self._prefix = f"{private}/"
@@ -170,7 +178,7 @@ class Lookups:
         self._namespaces: dict[bytes, str] = {}
         self.known: dict[tuple[str, str, int], Found] = {}
         self.elsewhere: dict[tuple[str, str, str, int], Found] = {}
-        # By namespace, address and port; the oldest first.
+        # By namespace, address and port, the oldest first.
         self._silences: dict[tuple[str, str, int], _Silence] = {}
 
     def namespace(self, sock: AnySocket | None) -> str:
@@ -184,7 +192,7 @@ class Lookups:
         known = self._namespaces.get(cookie)
         if known is None:
             known = directory.namespace_name()
-            # The thread may have changed its namespace since the socket was made.
+            # The thread may have changed its namespace after it made the socket.
             with socket.socket(sock.family, socket.SOCK_DGRAM) as ours:
                 if ours.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8) == cookie:
                     self._namespaces[cookie] = known
@@ -197,13 +205,14 @@ class Lookups:
         """
         known = self.known.get((namespace, *destination))
         if known is not None and (
-            known or (now(self._timers) < known.looked + _EMPTY_HOLDS and known.stamps.unchanged())
+            known
+            or (now(self._timers) < known.searched + _EMPTY_HOLDS and known.stamps.unchanged())
         ):
             return known
-        return self.look(namespace, source, destination)
+        return self.search(namespace, source, destination)
 
-    def look(self, namespace: str, source: str, destination: tuple[str, int]) -> Found:
-        """As `find`, but look into the directories.  Raises DirectoryUnusable, OSError."""
+    def search(self, namespace: str, source: str, destination: tuple[str, int]) -> Found:
+        """As `find`, but always search.  Raises DirectoryUnusable, OSError."""
         key = (namespace, *destination)
         before = self.known.pop(key, None)
         try:
@@ -213,7 +222,7 @@ class Lookups:
         else:
             with contextlib.closing(root):
                 found = Found(namespace, directory.Stamps(self._private, root), now(self._timers))
-                self._look(root, found, source, destination)
+                self._search(root, found, source, destination)
         if found.is_general and (found or found.stamps.settled()):
             if len(self.known) >= _MOST_LOOKUPS:
                 self.known.clear()
@@ -223,7 +232,7 @@ class Lookups:
             self._ended()
         return found
 
-    def _look(
+    def _search(
         self, root: PrivateDirectory, found: Found, source: str, destination: tuple[str, int]
     ) -> None:
         if self._names.are_open:
@@ -283,9 +292,9 @@ class Lookups:
     def silence(
         self, found: Found, source: str, destination: tuple[str, int]
     ) -> FallbackReason | None:
-        """Why no listener has answered for a connection to this address within the last minute.
+        """Why connections to an address are TCP whose listeners did not answer recently.
 
-        None: that is unknown, or another listener has come since.
+        None: a listener has answered, a new listener has started, or `_SILENCE_HOLDS` is over.
 
         Raises DirectoryUnusable, OSError.
         """
@@ -295,7 +304,7 @@ class Lookups:
         if now(self._timers) < noted.until:
             if noted.stamps.unchanged():
                 return noted.reason
-            found = self.look(found.namespace, source, destination)
+            found = self.search(found.namespace, source, destination)
             if found.names <= noted.names:
                 noted.stamps = found.stamps
                 return noted.reason
@@ -303,12 +312,12 @@ class Lookups:
         return None
 
     def may_answer(self, found: Found, source: str, destination: tuple[str, int]) -> Found:
-        """Those of the listeners of ``found`` that are alive, and others that have come since.
+        """The listeners of ``found`` that are alive; in this network namespace also new ones.
 
         Raises DirectoryUnusable, OSError.
         """
         if not found.is_elsewhere:
-            return self.look(found.namespace, source, destination)
+            return self.search(found.namespace, source, destination)
         alive = Found(found.namespace, found.stamps, now(self._timers))
         with contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root:
             paths = directory.namespace_paths(root, found.namespace)
@@ -318,33 +327,35 @@ class Lookups:
         return alive
 
     def send_to_all(self, found: Found, destination: tuple[str, int], message: bytes) -> None:
-        """Send a datagram to all listeners of the namespace of ``found`` that may have accepted a
-        connection.  Raises DirectoryUnusable, OSError."""
+        """Send a datagram to each listener that may have accepted a connection.
+
+        Only the listeners in the namespace of ``found``.  Raises DirectoryUnusable, OSError.
+        """
         with contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root:
             paths = directory.namespace_paths(root, found.namespace)
             for _, connected in _listeners(root, paths, destination):
                 send_to(connected, message)
 
     def has_ended(self, namespace: str, source: str, destination: tuple[str, int]) -> bool:
-        """True if all listeners of an address that were known are found to be gone.
+        """True if all known listeners of an address have ended.
 
-        Looks at once if their names are gone, soon if a directory has changed, and once a second
-        otherwise.
+        If their names are gone, the search is made at once; if a directory has changed, within
+        `_COMPARE_INTERVAL`; otherwise once in `_SEARCH_INTERVAL`.
         """
         known = self.known.get((namespace, *destination))
         if known is None or not known.users:
             return False
         moment = now(self._timers)
-        if moment < known.looked + _LOOK_INTERVAL:
+        if moment < known.searched + _SEARCH_INTERVAL:
             if moment < known.compared + _COMPARE_INTERVAL and self._has_name(known):
                 return False
             if known.stamps.unchanged():
                 known.compared = moment
                 return False
-        return not known.names & self.look(namespace, source, destination).names
+        return not known.names & self.search(namespace, source, destination).names
 
     def _has_name(self, known: Found) -> bool:
-        """True if a listener has its name, which it removes when it ends."""
+        """True if a listener still has its name.  A listener removes the name when it ends."""
         for name in known.names:
             if os.access(self._prefix + name, os.F_OK, follow_symlinks=False):
                 return True
@@ -353,9 +364,9 @@ class Lookups:
     async def find_elsewhere(
         self, source: str, destination: tuple[str, int], sock: AnySocket, closer: Closer
     ) -> Found:
-        """The listeners of another network namespace that prove that the address leads there.
+        """The listeners of another network namespace that prove that the address leads to them.
 
-        They are not announced to before that.
+        A client announces connections to them only after the proof.
 
         Raises DirectoryUnusable, OSError.
         """
@@ -379,7 +390,7 @@ class Lookups:
                 proofs.request(each, connected)
             for each in await proofs.collect():
                 there = each.name.split("/")[1]
-                # One announcement has one name, in one namespace.
+                # An announcement has one name, which contains one namespace.
                 if not found or there == found.namespace:
                     found.namespace = there
                     found.add(each)
@@ -398,12 +409,12 @@ def _listeners(
     destination: tuple[str, int],
     older: list[Listener] | None = None,
 ) -> Iterator[tuple[Listener, socket.socket]]:
-    """The listeners that are alive in the directories of network namespaces, for one address; with
-    a datagram socket that is connected to each in its turn.
+    """Search network namespaces for living listeners of one address.
 
-    The names of dead sockets are removed.
+    Yields each listener with a datagram socket that is connected to it until the next step.
+    Removes the names of dead sockets.
 
-    older: those of older releases are added here.
+    older: gets the listeners of older releases.
 
     Raises OSError: this process lacks descriptors, or cannot use its own directory.
     """
@@ -417,7 +428,7 @@ def _listeners(
             except FileNotFoundError:
                 continue
             except OSError as error:
-                # Of another member: its listeners are not reached, and those of others are.
+                # The directory of another member: only the listeners of that member are skipped.
                 if root.group is None or is_lack(error):
                     raise
                 continue
@@ -436,9 +447,10 @@ def _listeners(
 
 
 def _connect(probe: socket.socket, below: PrivateDirectory, name: str) -> tuple[int | None, bool]:
-    """Connect to a listener; returns its user, None if it is dead, and removes its name then.
+    """Connect to a listener; returns its user, and True if it is one of an older release.
 
-    The second value is True if it is one of an older release, and there is no connection.
+    The user is None if the listener is dead; then its name is removed.  A listener of an older
+    release is not connected.
 
     Raises OSError: this process lacks descriptors.
     """

@@ -2,37 +2,37 @@
 
 Theory of operation
 -------------------
-A client binds a datagram socket whose name is the network namespace and the four-tuple of its TCP
-connection.  It does so in a directory of its own, so in a directory that a group shares no member
-can remove, replace or occupy the names of another one.  A server looks a name up in the directories
-of all members: one system call for each, at most `_MOST_DIRECTORIES`.
+A client binds a datagram socket whose name contains the network namespace and the four-tuple of its
+TCP connection.  The name is in the client's own directory.  So in a group's directory no member can
+remove, replace or occupy the names of another member.  A server searches the directories of all
+members: one system call for each, at most `_MOST_DIRECTORIES`.
 
-The name may be a symbolic link, a FIFO or the socket of another service, and may become one at any
-moment.  In a group's directory each member can do that.  In a private directory that containers
-share, a process of the same user in another container can, which has no other way to send to the
-services of this container.  So the server opens the name without following a link and without
-opening what is behind it (O_PATH, O_NOFOLLOW), and sends to what is open.  The kernel refuses to
-send to anything but a socket.  In a group's directory the socket must also belong to the owner of
-the member's directory.  The server never waits.
+The name may be a symbolic link, a FIFO or the socket of another service, and another process may
+replace it at any moment.  In a group's directory each member can replace its own names.  If
+containers share a private directory, a process of the same user in another container can, and such
+a process could not send to the services of this container otherwise.  So the server opens the name
+with O_PATH and O_NOFOLLOW, which neither follows a link nor opens a device, and sends to the open
+descriptor.  The kernel sends only to a socket.  In a group's directory the socket must also belong
+to the owner of the member's directory.  The server never waits.
 
-The directory is named by its descriptor, because another user may make a directory with its path
-when a cleaner of /tmp has removed it.
+The server uses the descriptor of the directory and not its path: if a cleaner of /tmp removes the
+directory, another user may make one with the same path.
 
-If two members have a name for the same connection, both get the answer.  So a member gains nothing
-by occupying the names of others.
+If two members have a name for the same connection, both get the answer.  So a member cannot take
+the answer from another member.
 
-The mode of the name has the sticky bit, which means nothing for a socket, if the client takes SMC-R
-or nothing.
+If the client requires SMC-R, the mode of the name has the sticky bit, which has no meaning for a
+socket.
 
-A client that keeps its connections to an address on TCP, because they are too short, does not
-announce them.  It sets a *mark* once in a while instead, so that servers know the reason, too: an
-empty file in the same directory, whose name has the port 0.
+If connections to an address are too short for SMC-R, the client keeps them on TCP and does not
+announce them.  Instead it sets a *mark* now and then, so that servers know the reason, too.  The
+mark is an empty file in the same directory, whose name has the port 0.
 
-A cleaner of /tmp may remove the directories.  A client makes its directory again as soon as it
-cannot bind a name there, and a server checks its directories every few seconds.
+A cleaner of /tmp may remove the directories.  A client makes its directory again if it cannot bind
+a name there, and a server checks its directories every ten seconds (`publication`).
 
-A process that was killed leaves its names behind.  Each stack removes the old ones when it opens
-its directory, and a client that meets one under the name that it wants removes that.
+A killed process does not remove its names.  Each stack removes old names when it opens its
+directory, and a client removes a dead name that it needs itself.
 """
 
 from __future__ import annotations
@@ -54,22 +54,25 @@ __all__ = ["DATAGRAM", "KIND", "Names", "announced_name", "send_to"]
 
 _MARK: Final = "short-"
 _MARK_HOLDS: Final = 60.0
-"""Seconds for which a mark holds after it was set.  Chosen."""
+"""Seconds for which a mark is valid.  Chosen."""
 DATAGRAM: Final = int(socket.SOCK_DGRAM) | int(getattr(socket, "SOCK_NONBLOCK", 0))
 """The type of all sockets of discovery."""
 KIND: Final = "announced"
 """The kind of directories (`PrivateDirectory.member_directory`) that contain the names."""
 _MOST_DIRECTORIES: Final = 64
-_TICKS_NS: Final = 100_000_000  # the clock of a directory's change time ticks at least so often
+"""Members of a group whose directories a server searches.  Chosen."""
+_TICKS_NS: Final = 100_000_000
+"""Nanoseconds: an upper limit of the step of a directory's change time.  Chosen: the kernel's clock
+for it steps at each timer interrupt, at most 10 ms apart."""
 _LISTING_SHARE: Final = 10
-"""Listing the directories of a group takes at most one part in so many of the time, so that a
-member that changes the group's directory all the time does not keep servers busy."""
+"""A server spends at most one tenth of its time on listing the directories of a group, even if a
+member changes the group's directory all the time.  Chosen."""
 
 
 def announced_name(namespace: str, key: bytes) -> str:
     """The name of an announcement: at most 83 bytes, so that it fits into a Unix address.
 
-    namespace: where the server is (`directory.namespace_name`).
+    namespace: the network namespace of the server (`directory.namespace_name`).
     key: `messages.four_tuple`.
     """
     return f"{namespace}-{key.hex()}"
@@ -78,10 +81,10 @@ def announced_name(namespace: str, key: bytes) -> str:
 def send_to(sender: socket.socket, message: bytes) -> bool:
     """Send a datagram without waiting.
 
-    sender: a datagram socket that does not block, and is connected to the receiver.
+    sender: a nonblocking datagram socket that is connected to the receiver.
 
-    False: it was not sent, as the socket is closed or shut down, its queue is full, or this process
-    lacks memory.  The receiver has nothing of it then.
+    False: the socket is closed or shut down, its queue is full, or this process lacks memory.  Then
+    the receiver gets no part of it.
     """
     try:
         sender.sendmsg([message], own_credentials())
@@ -95,7 +98,7 @@ def _is_fresh(mark: os.stat_result) -> bool:
 
 
 def _remove_marks(directory: PrivateDirectory) -> None:
-    """Remove the marks that do not hold any more."""
+    """Remove the marks that are no longer valid."""
     for entry in directory.entries():
         if entry.name.startswith(_MARK):
             with contextlib.suppress(OSError):
@@ -114,15 +117,15 @@ class Names:
         self._private = private
         self._marks: set[str] = set()
         self._own: PrivateDirectory | None = None  # this user's directory of names
-        self._path = ""  # where it is
+        self._path = ""  # of that directory
         self._root: PrivateDirectory | None = None  # the private directory, if a group shares it
         self._members: list[PrivateDirectory] = []  # the directories of names of all users
-        self._stamp = 0  # change time of `_root` when `_members` was made; 0: look again
-        self._not_before = 0  # no listing before that, by `time.monotonic_ns`
+        self._stamp = 0  # change time of `_root` when `_members` was made; 0: unknown
+        self._not_before = 0  # earliest time of the next listing, by `time.monotonic_ns`
         self._sender: socket.socket | None = None
 
     def open(self) -> PrivateDirectory:
-        """Open this user's directory, again if it was replaced; it is made if it is missing.
+        """Open this user's directory, and make it if it is missing.  Closes it first if it is open.
 
         Raises DirectoryUnusable, OSError.
         """
@@ -147,8 +150,7 @@ class Names:
 
     @property
     def are_shared(self) -> bool:
-        """True if users of a group can have names; otherwise only this user can, and send to
-        them."""
+        """True if all users of a group can have names; otherwise only this user can."""
         return self._root is not None
 
     @property
@@ -157,7 +159,7 @@ class Names:
         return self._own is not None
 
     def renew(self) -> None:
-        """Open the directories unless the right ones are open: a cleaner may have removed them.
+        """Open the directories again if a cleaner has removed them, or if they are not open.
 
         Raises DirectoryUnusable, OSError.
         """
@@ -169,7 +171,7 @@ class Names:
         self.open()
 
     def close(self) -> None:
-        """Close all descriptors, in a forked child, too.  Idempotent."""
+        """Close all descriptors; also for a forked child.  Idempotent."""
         self._close_members()
         for each in (self._own, self._root, self._sender):
             if each is not None:
@@ -185,13 +187,14 @@ class Names:
     # --- for a client ------------------------------------------------------------------------
 
     def listen(self, name: str, *, required: bool = False) -> socket.socket:
-        """A datagram socket with this name, for `messages.receive`; the name of a process that is
-        gone is taken over.
+        """A datagram socket with this name, for `messages.receive`.
 
-        required: the client takes SMC-R or nothing.
+        Replaces the name of a process that has ended.
+
+        required: the client requires SMC-R.
 
         Raises:
-          DirectoryUnusable, OSError: it cannot be done; EADDRINUSE: the name is another socket's.
+          DirectoryUnusable, OSError: the name cannot be made; EADDRINUSE: another socket has it.
         """
         sock = socket.socket(socket.AF_UNIX, DATAGRAM)
         try:
@@ -215,7 +218,7 @@ class Names:
         return sock
 
     def mark(self, name: str) -> None:
-        """Set a mark: an empty file, whose time counts.  Raises DirectoryUnusable, OSError."""
+        """Set a mark: an empty file, valid from its time on.  Raises DirectoryUnusable, OSError."""
         directory = self._own or self.open()
         flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(_MARK + name, flags, 0o600, dir_fd=directory.descriptor), "wb") as file:
@@ -223,17 +226,17 @@ class Names:
         self._marks.add(name)
 
     def remove_marks(self) -> None:
-        """Remove the marks that were set.  Other clients set theirs again when they need them."""
+        """Remove the marks of this stack.  Other clients that need them set them again."""
         for name in self._marks:
             self.remove(_MARK + name)
         self._marks.clear()
 
     def has(self, name: str) -> bool:
-        """True if a name of this user is still there."""
+        """True if this user still has the name."""
         return self._own is not None and self._own.has(name)
 
     def remove(self, name: str) -> None:
-        """Remove a name of this user; one that is gone already is fine."""
+        """Remove a name of this user.  No-op if it is missing."""
         if self._own is not None:
             try:  # noqa: SIM105 - each connection comes here, and this takes half the time
                 os.unlink(name, dir_fd=self._own.descriptor)
@@ -245,8 +248,8 @@ class Names:
     def find(self, name: str) -> list[PrivateDirectory]:
         """The directories with this name, nearly always none or one.
 
-        Never waits.  Nothing is found if this process lacks descriptors: the client gives up after
-        a time, as if the server did not speak SMC-R.
+        Never waits.  If this process lacks descriptors, returns none.  Then the client gives up
+        after a while, as with a server that does not speak SMC-R.
         """
         if self._root is not None:
             self._list_members(self._root)
@@ -257,7 +260,7 @@ class Names:
         ]
 
     def is_marked(self, name: str) -> bool:
-        """True if a client has set a mark (`mark`) a short time ago."""
+        """True if a client has set a mark that is still valid (`mark`)."""
         if self._root is not None:
             self._list_members(self._root)
         for each in self._members:
@@ -268,17 +271,18 @@ class Names:
         return False
 
     def is_required(self, directory: PrivateDirectory, name: str) -> bool:
-        """True if the client with a name that was found takes SMC-R or nothing."""
+        """True if the client of this name requires SMC-R.  ``directory``: from `find`."""
         with contextlib.suppress(OSError):
             found = os.stat(name, dir_fd=directory.descriptor, follow_symlinks=False)
             return bool(found.st_mode & stat.S_ISVTX)
         return False
 
     def send(self, directory: PrivateDirectory, name: str, message: bytes) -> bool:
-        """Send a datagram to a name that was found, without waiting.
+        """Send a datagram to a name, without waiting.
 
-        False: it was not sent, for a reason of `send_to`, because the name is no socket, or because
-        this process lacks descriptors.
+        directory: from `find`.
+
+        False: a reason of `send_to`, the name is not a socket, or this process lacks descriptors.
         """
         try:
             descriptor = os.open(name, PATH_FLAGS, dir_fd=directory.descriptor)
@@ -302,8 +306,8 @@ class Names:
         try:
             self._sender.sendmsg([message], credentials, 0, path)
         except BlockingIOError:
-            # Or the buffer of the sending socket is full: it is charged for all datagrams that
-            # their receivers have not read (278 with the buffer of 208 KiB that is usual).
+            # The buffer of the sending socket may be full instead: the kernel charges it for each
+            # datagram that a receiver has not read (278 datagrams with the usual buffer, 208 KiB).
             fresh = socket.socket(socket.AF_UNIX, DATAGRAM)
             self._sender.close()
             self._sender = fresh
@@ -320,7 +324,7 @@ class Names:
         if changed == self._stamp or began < self._not_before:
             return
         self._close_members()
-        # A change within the same tick of the clock does not show.
+        # A second change within the same step of the clock does not change the time.
         settled = time.time_ns() - changed > _TICKS_NS
         with contextlib.suppress(OSError):
             for name in root.member_directories(KIND)[:_MOST_DIRECTORIES]:

@@ -2,26 +2,29 @@
 
 Theory of operation
 -------------------
-The kernel runs a sock_ops program for every TCP socket of a cgroup at certain moments; only
-sockets whose word in the map (a socket's local storage) has OFFER set take part.
+The kernel runs a sock_ops program for every TCP socket of a cgroup at certain events.  Each socket
+has a word in a map (socket local storage).  The program handles only sockets whose word has the bit
+OFFER.
 
-* connect() and listen() of such a socket: ask for the header callbacks, and for keeping the SYN
-  where the socket listens, so that a SYN-ACK that is sent again finds it.
-* Header callbacks: six bytes on the SYN; on the SYN-ACK only if the SYN had them, and never on a
-  SYN cookie, whose connection would remember nothing.  No other segment.
-* Established: what the peer's SYN or SYN-ACK carried goes into the word (DECIDED, PEER), and the
-  header callbacks are switched off again, so that data costs nothing.
+* connect() and listen(): the program enables the header callbacks.  For a listening socket it also
+  has the kernel save the SYN, so that a repeated SYN-ACK can be compared with it.
+* Header callbacks: the program adds six bytes to the SYN.  It adds them to the SYN-ACK only if the
+  SYN had them, and never to a SYN cookie, because the kernel keeps no state of that connection.  It
+  changes no other segment.
+* Established: the program records the peer's option in the word (DECIDED, PEER), and disables the
+  header callbacks, so that segments with data do not run the program.
 
-A SYN-ACK belongs to no socket yet, so the callback cannot tell whose listener it is; where some
-other program has switched callbacks on for a plain listener, ours would answer for it.  The guard
-map, which network namespace and port have a listener that offers, closes that hole.  It errs only
-towards plain TCP, unless offering and plain listeners share a port.
+A SYN-ACK belongs to no socket yet, so the callback does not know the listener.  If another program
+has enabled the callbacks for a plain listener, this program would add the option for that listener.
+So the guard map lists the listeners that offer SMC-R, by network namespace and port.  If the map is
+wrong, the connection is TCP, unless offering and plain listeners share a port.
 
-With TCP Fast Open the connection is established before its SYN-ACK, which then has no option: no
-SMC-R.  The program always returns 1 and never touches the reply, so other programs' work stands.
+With TCP Fast Open the connection is established before its SYN-ACK.  Then the SYN-ACK has no
+option, and the connection is TCP.  The program always returns 1 and never writes the reply field,
+so it does not change the results of other programs.
 
-`Assembler` is just what this program needs: instructions in, bytes out.  Registers are numbers;
-r10 is the frame pointer.  Encodings are those of RFC 9669 (BPF instruction set architecture).
+`Assembler` supports only the instructions of this program.  Registers are numbers; r10 is the frame
+pointer.  Encodings are those of RFC 9669 (BPF instruction set architecture).
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ class _Instruction:
 
 
 class Assembler:
-    """Collects instructions; `assemble` gives the program."""
+    """Collects instructions; `assemble` returns the program."""
 
     def __init__(self) -> None:
         self._code: list[_Instruction] = []
@@ -78,7 +81,7 @@ class Assembler:
         self._jumps: list[tuple[int, str]] = []
 
     def label(self, name: str) -> None:
-        """Jumps to ``name`` come here.  ValueError: it is somewhere else already."""
+        """Set the target of jumps to ``name``.  Raises ValueError: ``name`` has a target."""
         if name in self._labels:
             raise ValueError(f"label {name!r} twice")
         self._labels[name] = len(self._code)
@@ -119,23 +122,23 @@ class Assembler:
         )
 
     def load_map(self, dst: int, fd: int) -> None:
-        """dst = the map that descriptor ``fd`` names in the process that loads the program."""
+        """dst = the map of the descriptor ``fd`` in the process that loads the program."""
         self._code.append(_Instruction(_LOAD_IMMEDIATE_64, dst, _PSEUDO_MAP_FD, immediate=fd))
         self._code.append(_Instruction(0))
 
     def call(self, helper: int) -> None:
-        """r0 = helper(r1, ..., r5); r1 to r5 are lost."""
+        """r0 = helper(r1, ..., r5); the call overwrites r1 to r5."""
         self._code.append(_Instruction(_CALL, immediate=helper))
 
     def jump(self, label: str) -> None:
-        """Go on at ``label``."""
+        """Continue at ``label``."""
         self._jumps.append((len(self._code), label))
         self._code.append(_Instruction(_JUMP))
 
     def jump_if(
         self, register: int, relation: Literal["==", "!="], immediate: int, label: str
     ) -> None:
-        """Go on at ``label`` when the relation holds, on 64 bits."""
+        """Continue at ``label`` if the relation holds, on 64 bits."""
         self._jumps.append((len(self._code), label))
         self._code.append(_Instruction(_JUMP_IF[relation], register, immediate=immediate))
 
@@ -150,7 +153,7 @@ class Assembler:
           byteorder: "little" or "big": of the machine that runs it.
 
         Raises:
-          ValueError: a jump to a label that is nowhere.
+          ValueError: a jump to a label without a target.
         """
         for at, label in self._jumps:
             if label not in self._labels:
@@ -161,7 +164,7 @@ class Assembler:
         return b"".join(
             form.pack(
                 each.opcode,
-                # The two register fields change places with the byte order (RFC 9669, 3.2).
+                # The order of the two register fields depends on the byte order (RFC 9669, 3.2).
                 each.dst << 4 | each.src if big else each.src << 4 | each.dst,
                 each.offset,
                 each.immediate,
@@ -174,12 +177,12 @@ OPTION: Final = bytes.fromhex("fe06e2d4c3d9")
 """Kind 254 (RFC 4727), length 6, and "SMCR" in EBCDIC as experiment identifier (RFC 6994)."""
 
 OFFER: Final = 1
-"""Bit of a socket's word, set by the process: this socket shall offer SMC-R."""
+"""Bit of a socket's word, set by the process: this socket offers SMC-R."""
 PEER: Final = 2
-"""Set by the program: the peer has offered it too."""
+"""Set by the program: the peer offers SMC-R."""
 DECIDED: Final = 4
-"""Set by the program: the handshake is over, PEER says how it came out."""
-_ARMED: Final = 8  # the header callbacks were switched on by us
+"""Set by the program: the TCP handshake is over, and PEER has the result."""
+_ARMED: Final = 8  # this program has enabled the header callbacks
 
 GUARD_KEY_SIZE: Final = 16
 """Bytes of a key of the guard map: network namespace's cookie (8), port (4), zeros."""
@@ -201,7 +204,7 @@ _LOAD_TCP_SYN: Final = 1  # BPF_LOAD_HDR_OPT_TCP_SYN
 _IPPROTO_TCP, _TCP_SAVE_SYN = 6, 27
 _SYN, _ACK = 0x02, 0x10
 
-# Registers that survive calls, and what lies on the stack.
+# Registers that calls preserve, and offsets of values on the stack.
 _CTX, _WORD, _CALLBACK = 6, 7, 8
 _SCRATCH: Final = -8  # the option, an option value, or the guard's value
 _KEY: Final = _SCRATCH - GUARD_KEY_SIZE
@@ -260,14 +263,14 @@ class _Program(Assembler):
         self.call(_SETSOCKOPT)
         self.jump_if(0, "!=", 0, "leave")
         self.label("switch on")
-        # A socket may connect again: what came of an earlier connection is forgotten.
+        # A socket may connect again, so the result of an earlier connection is cleared.
         self.load(1, _WORD, 0)
         self.calculate("and", 1, OFFER | _ARMED)
         self.store(_WORD, 0, 1)
         self.load(2, _CTX, _CB_FLAGS)
         self.move(3, 2)
         self.calculate("and", 3, _CB_WRITE_HDR_OPT)
-        self.jump_if(3, "!=", 0, "leave")  # on already: by us (ARMED) or by another program
+        self.jump_if(3, "!=", 0, "leave")  # enabled, by this program (ARMED) or another one
         self.calculate("or", 1, _ARMED)
         self.store(_WORD, 0, 1)
         self.calculate("or", 2, _CB_WRITE_HDR_OPT)
@@ -276,7 +279,7 @@ class _Program(Assembler):
         self.jump("leave")
 
     def header(self) -> None:
-        """An outgoing header: first room is reserved, then the option written."""
+        """An outgoing header: one callback reserves room, the next one writes the option."""
         self.label("header")
         self.load(1, _CTX, _TCP_FLAGS)
         self.move(2, 1)
@@ -310,26 +313,26 @@ class _Program(Assembler):
         self.jump("leave")
 
     def established(self) -> None:
-        """Note the options of the peer's SYN-ACK, or of its SYN."""
+        """Record if the peer's SYN-ACK, or its SYN, had the option."""
         self.label("established")
         self._find_word("leave")
         self._option_to_stack()
         self.set(4, 0)
-        self.jump_if(_CALLBACK, "==", _ACTIVE_ESTABLISHED, "look")
+        self.jump_if(_CALLBACK, "==", _ACTIVE_ESTABLISHED, "search")
         self.load(1, _CTX, _TCP_FLAGS)
         self.calculate("and", 1, _SYN)
         self.set(0, 0)
-        self.jump_if(1, "!=", 0, "looked")  # TCP Fast Open
+        self.jump_if(1, "!=", 0, "searched")  # TCP Fast Open
         self.set(4, _LOAD_TCP_SYN)
-        self.label("look")
+        self.label("search")
         self._search(None)
-        self.label("looked")
+        self.label("searched")
         self.load(1, _WORD, 0)
         self.move(2, 1)
         self.calculate("or", 1, DECIDED)
-        self.jump_if(0, "!=", len(OPTION), "note")
+        self.jump_if(0, "!=", len(OPTION), "store")
         self.calculate("or", 1, PEER)
-        self.label("note")
+        self.label("store")
         self.store(_WORD, 0, 1)
         self.calculate("and", 2, _ARMED)
         self.jump_if(2, "==", 0, "leave")
@@ -340,7 +343,7 @@ class _Program(Assembler):
         self.jump("leave")
 
     def plain_listener(self) -> None:
-        """It takes the port from an earlier listener that offered."""
+        """Remove the guard of an earlier listener of the same port."""
         self.label("plain")
         self.jump_if(_CALLBACK, "!=", _TCP_LISTEN, "leave")
         self._guard(_MAP_DELETE)
@@ -353,7 +356,7 @@ class _Program(Assembler):
     # --- pieces ------------------------------------------------------------------------------
 
     def _find_word(self, otherwise: str) -> None:
-        """r7 = address of the socket's word; a socket without OFFER goes ``otherwise``."""
+        """r7 = address of the socket's word; without OFFER jump to ``otherwise``."""
         self.load(2, _CTX, _SK, size=8)
         self.jump_if(2, "==", 0, otherwise)
         self.load_map(1, self._words)
@@ -371,7 +374,10 @@ class _Program(Assembler):
             self.store_immediate(FRAME, _SCRATCH + place, value, size=1)
 
     def _search(self, flags: int | None) -> None:
-        """r0 = length of the option that equals the one on the stack; None: r4 has the flags."""
+        """r0 = length of the option that equals the one on the stack.
+
+        flags: of bpf_load_hdr_opt; None: r4 has them already.
+        """
         self.move(1, _CTX)
         self.frame_address(2, _SCRATCH)
         self.set(3, len(OPTION))

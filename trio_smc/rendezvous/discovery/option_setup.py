@@ -1,9 +1,10 @@
-"""Setting the TCP option up once for a group of users, and taking it away again.
+"""Setting the TCP option up for a group of users, and removing it.
 
-What is left behind are two names in a BPF file system of our own: the link, for root alone, which
-keeps the program running for a cgroup; and the map of sockets' words, for the group.  The map may
-be shared: a process can only touch the words of sockets that it has open itself.  Only freezing
-it is possible, which stops the option until it is set up again; hence a group, and not everybody.
+Setup leaves two names in a BPF file system.  The first is the link, which only root may open; while
+it exists, the program runs for a cgroup.  The second is the map of sockets' words, which a group
+may open.  The map may be shared, because a process can change only the words of its own open
+sockets.  A user with the map can freeze it, which stops the option until the next setup.  So only a
+group may open the map.
 """
 
 from __future__ import annotations
@@ -45,23 +46,24 @@ def set_up_tcp_option(
 ) -> bool:
     """Let the users of a group announce SMC-R by the TCP option (RFC 7609, 3.1).
 
-    It lasts until `tear_down_tcp_option` or the next start of the system.  What is set up already
-    and works is kept; only the users that may use it change.
+    The setup lasts until `tear_down_tcp_option` or the next start of the system.  If a working
+    program is set up already, only the group changes.
 
     Args:
-      group: whose members may use it; None: root only.
+      group: the members of this group may use the option; None: root only.
       cgroup: a directory of the version-2 cgroup hierarchy: only processes in it and below it
         can use the option.  None: the root of the hierarchy, so all processes.
-      pins: directory for the pinned objects; made, with a BPF file system on it, unless it lies
-        in one already.  Other users must not be able to replace a directory on its path.  Processes
-        find it by `Config.tcp_option`.
+      pins: directory for the pinned objects.  It is created, with a BPF file system on it, unless
+        it is in one already.  Other users must not be able to replace a directory on its path.
+        Processes find it by `Config.tcp_option`.
 
     Returns:
-      whether a program was loaded; False: it was there already.
+      True if a program was loaded.
 
     Raises:
       ValueError: there is no such group, or no such cgroup.
-      OSError: not permitted, or the system cannot do it; the text says what failed.
+      OSError: this process may not set it up, or the system cannot; the text names the step that
+        failed.
     """
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, "the TCP option needs Linux")
@@ -80,7 +82,7 @@ def set_up_tcp_option(
             with _explained(f"pinning in {pins}"):
                 _bpf.pin(loaded.link, pins / LINK_NAME)
                 os.chmod(pins / LINK_NAME, 0o600)
-                # Last: a process that finds the map finds the program running.
+                # The map is last: if a process finds the map, the program runs.
                 _bpf.pin(loaded.words, pins / MAP_NAME)
         except OSError:
             _remove(pins)
@@ -94,13 +96,13 @@ def set_up_tcp_option(
 
 
 def tear_down_tcp_option(*, pins: Path | str = DEFAULT_PINS) -> bool:
-    """Undo `set_up_tcp_option`; connections that are open go on.
+    """Undo `set_up_tcp_option`.  Open connections continue.
 
     Returns:
-      whether there was anything to undo.
+      True if something was removed.
 
     Raises:
-      OSError: not permitted; the text says what failed.
+      OSError: this process may not remove it; the text names the step that failed.
     """
     if sys.platform != "linux":
         return False
@@ -109,7 +111,7 @@ def tear_down_tcp_option(*, pins: Path | str = DEFAULT_PINS) -> bool:
     removed = _remove(pins)
     if _mounted_type(pins, exactly=True) == "bpf":
         with _explained(f"listing {pins}"):
-            # Names with dots are the kernel's own.
+            # Names with dots belong to the kernel.
             empty = all("." in name for name in os.listdir(pins))
         if empty:
             with _explained(f"unmounting {pins}"):
@@ -137,7 +139,7 @@ def make_directory(pins: Path) -> None:
     with _explained(f"making {pins}"):
         mounted = _mounted_type(pins) == "bpf"
         pins.mkdir(mode=0o755, parents=not mounted, exist_ok=True)
-    # Again: in a sticky directory, another user may have made it first.
+    # Checked again, because in a sticky directory another user may have made it first.
     check_path(pins)
     if mounted:
         return
@@ -157,13 +159,13 @@ def check_path(pins: Path) -> None:
         trust_directory(known)
     except PermissionError as error:
         if error.errno != errno.EPERM:
-            return  # not even root's directories are open to this process, which cannot go on
+            return  # this process cannot open root's directories; the next step raises the error
         text = f"{pins} is not safe: {error.strerror}"
         raise PermissionError(errno.EPERM, text) from error
 
 
 def _is_set_up(pins: Path, cgroup: Path) -> bool:
-    """True if map and link are there, usable, and for this cgroup."""
+    """True if the map and the link exist, are usable, and are for this cgroup."""
     try:
         link = _bpf.open_pinned(pins / LINK_NAME)
         try:
@@ -184,7 +186,7 @@ def _is_set_up(pins: Path, cgroup: Path) -> bool:
 
 
 def _remove(pins: Path) -> bool:
-    """Remove both names; whether there were any."""
+    """Remove both names; returns True if at least one existed."""
     removed = False
     for name in (MAP_NAME, LINK_NAME):
         with _explained(f"removing {pins / name}"), contextlib.suppress(FileNotFoundError):
@@ -194,7 +196,10 @@ def _remove(pins: Path) -> bool:
 
 
 def _mounted_type(path: Path, *, exactly: bool = False) -> str | None:
-    """Type of the file system that ``path`` is on; ``exactly``: that is mounted right there."""
+    """Type of the file system that contains ``path``.
+
+    exactly: of the file system that is mounted on ``path`` itself; None: there is none.
+    """
     best, kind = -1, None
     for each in mounts():
         here = path == each.point or (not exactly and path.is_relative_to(each.point))
@@ -206,7 +211,7 @@ def _mounted_type(path: Path, *, exactly: bool = False) -> str | None:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Say of an OSError what it was that failed, and what it takes."""
+    """Add the step ``what`` to an OSError, and the rights that the step needs."""
     try:
         yield
     except OSError as error:

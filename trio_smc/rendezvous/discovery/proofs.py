@@ -40,8 +40,11 @@ from trio_smc.rendezvous.discovery.names import Names, send_to
 
 __all__ = ["Listener", "Probe", "Proofs", "reply_name"]
 
-_PROOF_PATIENCE: Final = 1.0  # for all listeners together, seconds
-_PROBE_TIMEOUT: Final = 2.0  # seconds
+_PROOF_PATIENCE: Final = 1.0
+"""Seconds that a client waits for the proofs of all listeners together.  Chosen; no measurement is
+recorded."""
+_PROBE_TIMEOUT: Final = 2.0
+"""Seconds that a server listens for a proof.  Chosen: longer than the client waits."""
 _IFNAMSIZ: Final = 16
 _SO_NETNS_COOKIE: Final = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
 _log = logging.getLogger(__name__)

@@ -1,23 +1,23 @@
-"""Answering the clients that announced a TCP connection: the server's half of discovery.
+"""Answering clients that have announced a TCP connection: the server's half of discovery.
 
 `trio_smc.rendezvous.discovery.same_host` describes the protocol, and why both sides always agree.
 
 Theory of operation
 -------------------
-The listener has a datagram socket with a name in the directory of its address, so that clients find
-out that it speaks SMC-R and is alive.  When a TCP connection is accepted, the server looks for the
-name of its announcement and sends one datagram to it.  If that fails, the connection is plain TCP,
-which is known at once.  The server keeps nothing about clients but the claims whose handshakes are
-under way.
+The listener has a datagram socket with a name in the directory of its address.  So clients know
+that the listener speaks SMC-R, and can check that its process is alive.  When the server accepts a
+TCP connection, it searches the name of the announcement and sends one datagram to that name.  If
+that fails, the server knows at once that the connection is plain TCP.  The only state of a client
+at the server is its claim, which lasts as long as the handshake.
 
-Ports are shared (`trio_smc.connecting.dial`), so the accepted connection may be another one than
-the announced one, which had the port before.  Then the client sends NOT_MINE, or the first bytes
-are not CLC, or the connection has ended; in each case it is plain TCP.  A connection that has ended
-before it was accepted is not answered for.
+Connections share ports (`trio_smc.connecting.dial`), so the accepted connection may be an earlier
+one with the same port as the announced one.  Then the client sends NOT_MINE, or the first bytes are
+not CLC, or the connection has ended.  In each case the connection is plain TCP.  If a connection
+has ended before the server accepts it, the server does not answer.
 
 A client of another network namespace requests a proof first (`discovery.proofs`).  Proofs are
-counted by user (`discovery.shares`): if no place is left, the user that has most of them loses the
-oldest one to a user that has fewer.
+counted by user (`discovery.shares`).  If no place is left, the oldest proof of the user with the
+most proofs is cancelled, unless the requesting user has as many.
 """
 
 from __future__ import annotations
@@ -56,11 +56,16 @@ __all__ = ["Answerer", "Claim", "Publication"]
 
 _log = logging.getLogger(__name__)
 
-_MESSAGES_AT_ONCE: Final = 64  # before other tasks have their turn
+_MESSAGES_AT_ONCE: Final = 64
+"""Messages that are handled before other tasks run.  Chosen; no measurement is recorded."""
 _NAME_INTERVAL: Final = 10.0
-"""Seconds between checks that the socket still has its name."""
+"""Seconds between checks that the socket still has its name.  Chosen."""
 _ANY: Final = ("0.0.0.0", "::")
-_MAX_PROBES: Final = 16  # at a time, each of them a descriptor
+_MAX_PROBES: Final = 16
+"""Proofs of one listener that are under way at a time, each with a descriptor.  Chosen."""
+
+
+_CLOSED: Final = "the connection was closed during the handshake"
 
 
 def _no_op() -> None:
@@ -73,7 +78,7 @@ class Answerer(NamedTuple):
     Fields:
       names: of announcements.
       timers, spinner: of the stack.
-      is_named: True if the private directory was named outright, so clients of other network
+      is_named: True if the user has configured the private directory, so clients of other network
         namespaces may share it.
     """
 
@@ -89,10 +94,10 @@ class Claim:
     Args:
       name: of the announcement.
       found: the directories with that name, nearly always one.
-      accepted: the connection, which was not read from; None: only its addresses are known.
+      accepted: the connection, from which nothing was read; None: only its addresses are known.
 
     Attributes:
-      tokens: of the clients that were sent ACCEPTED and have not denied.
+      tokens: of the clients to which ACCEPTED was sent, and which have not sent NOT_MINE.
     """
 
     __slots__ = (
@@ -114,14 +119,14 @@ class Claim:
         self.tokens: set[bytes] = set()
 
     def is_required(self) -> bool:
-        """True if the client takes SMC-R or nothing; to be called before it is answered."""
+        """True if the client requires SMC-R; to be called before the answer."""
         names = self._publication.answerer.names
         return any(names.is_required(directory, self._name) for directory in self._found)
 
     def accept(self, *, required: bool = False) -> bool:
         """Send ACCEPTED at once; `confirm` is to follow.  False: the client has given up.
 
-        required: this side takes SMC-R or nothing.
+        required: this side requires SMC-R.
         """
         publication, name = self._publication, self._name
         send = publication.answerer.names.send
@@ -137,24 +142,25 @@ class Claim:
         return bool(self.tokens)
 
     def refuse(self, reason: FallbackReason) -> None:
-        """Tell the client at once that its connection is plain TCP, and why."""
+        """Refuse: notify the client at once that its connection is plain TCP, and why."""
         for directory in self._found:
             names = self._publication.answerer.names
             names.send(directory, self._name, messages.refused(reason))
         self.forget()
 
     async def confirm(self, connection: AnySocket, deadline: float) -> bool:
-        """Wait until the client has sent something; True if it goes on with SMC-R.
+        """Wait until the client has sent something; True if the client continues with SMC-R.
 
-        connection: the accepted TCP connection, which was not read from.
-        deadline: when to stop waiting for the client, by the clock of the stack's timers.
+        connection: the accepted TCP connection, from which nothing was read.
+        deadline: end of the wait, by the clock of the stack's timers.
 
-        True: the client's first bytes on the TCP connection are there, and are CLC unless the
-        connection is another one's (`first_bytes`).  False: the connection is plain TCP, and the
-        client knows.
+        True: the client's first bytes have arrived on the TCP connection.  They are CLC unless it
+        is another connection than the announced one (`first_bytes`).  False: the connection is
+        plain TCP, and the client knows it.
 
-        Raises OSError (ETIMEDOUT) if the client sends nothing in time.  Then, and if this is
-        cancelled, it is not known what the client is going to send: close the TCP connection.
+        Raises OSError (ETIMEDOUT) if the client sends nothing in time.  Then, and after a
+        cancellation, the caller must close the TCP connection, because the client may still send
+        CLC.
         """
         try:
             if self._found:
@@ -174,12 +180,11 @@ class Claim:
             self.forget()
 
     def first_bytes(self) -> bytes:
-        """The bytes that are there, and stay unread, if they may be CLC.
+        """The first bytes of the connection, which stay unread; empty if they are not CLC.
 
-        Empty if they are not: then it is another connection than the announced one, whose client
-        had the port before.
+        If they are not CLC, this is another connection than the announced one, with the same port.
 
-        Raises OSError: there are none, or the connection was reset.
+        Raises OSError: no byte has arrived, or the connection was reset.
         """
         if self._accepted is None:
             raise OSError(errno.ENOTCONN, "only the addresses of the connection are known")
@@ -188,7 +193,7 @@ class Claim:
         return first if EYE_CATCHER.startswith(first[: len(EYE_CATCHER)]) else b""
 
     def forget(self) -> None:
-        """Send nothing, and ignore denials.  Idempotent."""
+        """Drop the claim: send nothing more, and ignore NOT_MINE.  Idempotent."""
         self._connection = None
         self._found = []
         for token in self.tokens:
@@ -196,7 +201,7 @@ class Claim:
         self.tokens = set()
 
     def deny(self, token: bytes) -> None:
-        """Note a NOT_MINE of one client."""
+        """A client has sent NOT_MINE."""
         self.tokens.discard(token)
         if not self.tokens and self._connection is not None:
             end_waits(self._connection)
@@ -204,13 +209,13 @@ class Claim:
 
 @ki_protected
 class Publication:
-    """One listening TCP socket that clients on this host can announce connections to.
+    """One listening TCP socket to which clients on this host can announce connections.
 
     Attributes:
-      address: the address and port listened on.
+      address: the address and port of the socket.
       unavailable: why nothing is published, or None.
       answerer: of the stack.
-      claims: those whose clients were sent ACCEPTED, by token.
+      claims: by token, of the clients to which ACCEPTED was sent.
       probes: the proofs that are under way.
       on_waiting: called when a client of the same stack finds that its connection waits in the
         backlog of a listener with this address.
@@ -249,13 +254,13 @@ class Publication:
         remote: tuple[str, int],
         accepted: socket.socket | None = None,
     ) -> Claim | None:
-        """Look an accepted TCP connection up; None if its client did not announce it.
+        """Find the announcement of an accepted TCP connection; None if there is none.
 
         local, remote: its two addresses, text and port.
-        accepted: the connection, which was not read from.
+        accepted: the connection, from which nothing was read.
 
-        Never waits: a client announces a connection before it connects.  Every claim is to be
-        accepted or refused, or its client waits in vain.
+        Never waits, because a client announces a connection before it connects.  The caller must
+        accept or refuse the claim; otherwise the client waits until its deadline.
         """
         if self._made is None:
             return None
@@ -266,24 +271,25 @@ class Publication:
             return None
         name = announced_name(self._namespace, messages.four_tuple(remote, local))
         found = self.answerer.names.find(name)
-        # One that has ended is of an earlier client with this port, or its client has given up.
+        # A connection that has ended is an earlier one with this port, or its client has given up.
         if not found or (accepted is not None and not is_established(accepted)):
             return None
         return Claim(self, name, found, accepted)
 
     def _on_other_user(self) -> None:
-        """Publish nothing more: this process has become another user, as daemons do.
+        """Publish nothing more: the process has changed its user, as daemons do.
 
-        It cannot reach the names of clients in a private directory, and in a group's directory no
-        client believes this user.  Without a listener they need not wait for an answer.
+        In a private directory the process can no longer open the names of clients.  In a group's
+        directory clients ignore answers of the new user.  Without the listener's name clients do
+        not wait for an answer.
         """
         _log.info("same-host discovery ends for one listener: this process changed its user")
         self.unavailable = FallbackReason.OTHER_USER
         self.close()
 
     def is_short(self, local: tuple[str, int], remote: tuple[str, int]) -> bool:
-        """True if a client has marked the connections from its address to this one as too short for
-        SMC-R (`Announcer.mark_short`)."""
+        """True if a client has marked connections between these addresses as too short for SMC-R
+        (`Announcer.mark_short`)."""
         if self._made is None:
             return False
         key = messages.four_tuple((remote[0], 0), local)
@@ -294,11 +300,11 @@ class Publication:
 
         False: the deadline has passed, or `end_waits` was called.
 
-        Raises trio.ClosedResourceError: another task has closed it.
+        Raises trio.ClosedResourceError: another task has closed the connection.
         """
         number = connection.fileno()
         if number < 0:
-            raise trio.ClosedResourceError("given up while this task was to go on")
+            raise trio.ClosedResourceError(_CLOSED)
         spinner = self.answerer.spinner
         if unread_bytes(number) or spinner.until(lambda: unread_bytes(number) > 0, soon=True):
             return True
@@ -308,11 +314,11 @@ class Publication:
         finally:
             spinner.sleeping -= 1
         if connection.fileno() < 0:
-            raise trio.ClosedResourceError("given up while this task waited")
+            raise trio.ClosedResourceError(_CLOSED)
         return readable
 
     def close(self) -> None:
-        """Take the listener's name away; idempotent."""
+        """Remove the listener's name.  Idempotent."""
         made, self._made = self._made, None
         if made is not None and not self._abandoned:
             made.remove()
@@ -345,7 +351,7 @@ class Publication:
                         if timeout.cancelled_caught:
                             self._keep_name()
         except Exception:
-            # A defect; the connections of this listener are TCP from now on.
+            # A defect.  From now on the connections of this listener are TCP.
             _log.exception("same-host discovery ends for one listener")
         finally:
             self._nursery = None
@@ -368,8 +374,10 @@ class Publication:
             await trio.lowlevel.checkpoint()
 
     def _keep_name(self) -> None:
-        """Make another name if this one was removed, as cleaners of /tmp do, and look into the
-        directory of announcements that clients use by now."""
+        """Make the names again that a cleaner of /tmp has removed.
+
+        The socket gets another name, and the directory of announcements is opened again.
+        """
         made, names = self._made, self.answerer.names
         if made is None or self._abandoned:
             return
@@ -388,12 +396,12 @@ class Publication:
             self._start_signpost(self._nursery)
 
     def receive_now(self) -> None:
-        """`receive`, for a caller that does not know if there are any."""
+        """Call `receive` if messages have arrived."""
         if self._made is not None and not self._abandoned and self._made.has_datagram():
             self.receive()
 
     def receive(self) -> None:
-        """Handle the messages that have come; some of them, if there are many."""
+        """Handle the messages that have arrived, at most `_MESSAGES_AT_ONCE`."""
         for _ in range(_MESSAGES_AT_ONCE):
             if self._made is None or self._abandoned:
                 return
@@ -411,7 +419,7 @@ class Publication:
                 self._prove(message, sender)
 
     def _prove(self, message: Message, user: int) -> None:
-        """Listen where a client of another network namespace is going to connect to."""
+        """Listen on the address to which a client of another network namespace will connect."""
         try:
             answer = self._probe(message.connection, user).message
         except OSError as error:
@@ -423,7 +431,7 @@ class Publication:
                 self.answerer.names.send(directory, name, answer)
 
     def _probe(self, connection: bytes, user: int) -> Probe:
-        """Raises OSError: this listener cannot prove anything about the address."""
+        """Start a proof.  Raises OSError: this listener cannot prove the address."""
         if self._made is None or self._nursery is None or not self._made.may_prove():
             raise OSError(errno.EPERM, "a default directory, or not the listener's network")
         if self.address[0] not in (*_ANY, messages.parties(connection)[1]):

@@ -1,16 +1,17 @@
 """The TCP option that announces SMC-R (RFC 7609, 3.1), for single sockets of a process.
 
-A socket that shall offer SMC-R is marked before it connects or listens; a BPF program
-(`_option_program`) adds the option to its SYN or SYN-ACK and notes what the peer's had.  All other
-sockets of the process stay as they are.
+The process marks a socket before it connects or listens.  The BPF program (`option_program`) adds
+the option to the SYN or SYN-ACK of that socket, and records whether the peer sent it.  The program
+does not change any other socket.
 
-Loading the program takes CAP_BPF and CAP_NET_ADMIN.  So an administrator does it once for a group
-of users and pins program and map (`_option_setup`); a user that may open the pinned map may mark
-its own sockets.  A process that finds no pinned map it may use loads a program for itself, which
-lasts as long as it does; where it may not do that either there is no option, and a reason.
+Loading the program takes CAP_BPF and CAP_NET_ADMIN.  So an administrator loads it once for a group
+of users, and pins its link and its map (`option_setup`).  A user that may open the pinned map may
+mark its own sockets.  If no pinned map is usable, the process loads a program for itself, which
+ends with the process.  If the process may not load one, its connections have no option, and
+`SmcStream.fallback` has the reason.
 
-A program runs for the sockets of one cgroup and those below it.  A process elsewhere can mark its
-sockets without any effect; `TcpOption.answer` notices that.
+A program runs for the sockets of one cgroup and of the cgroups below it.  A process of another
+cgroup can mark its sockets, but the mark has no effect; `TcpOption.answer` detects that.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ __all__ = [
 
 _log = logging.getLogger("trio_smc.tcp_option")
 
-# A bpffs takes no dots in names.  The number is that of the meaning of the words in the map.
+# A BPF file system allows no dots in names.  The number is the version of the words in the map.
 MAP_NAME: Final = "sockets_1"
 LINK_NAME: Final = "link_1"
 
 _GUARDED_LISTENERS: Final = 16384
-_TCP_INFO_SIZE: Final = 8
+"""Entries of the guard map.  Chosen."""
+_TCP_INFO_SIZE: Final = 8  # bytes that are read of struct tcp_info; their content is not used
 _TRIES: Final = 4
 """Attempts to mark a socket while the kernel lacks memory.  Chosen."""
 _ESCAPE: Final = re.compile(rb"\\([0-3][0-7]{2})")
@@ -73,14 +75,17 @@ class Loaded:
 
     Attributes:
       words: the map of sockets' words.
-      link: keeps the program running for the cgroup.
+      link: while it is open, the program runs for the cgroup.
     """
 
     words: int
     link: int
 
     def close(self) -> None:
-        """The option goes on as long as another process holds both, or they are pinned."""
+        """Close both descriptors.
+
+        The option keeps working while they are pinned or another process holds them.
+        """
         os.close(self.link)
         os.close(self.words)
 
@@ -91,9 +96,9 @@ def load_option(cgroup: Path) -> Loaded:
         words = _bpf.create_socket_storage()
         undo.callback(os.close, words)
         guard = _bpf.create_hash(GUARD_KEY_SIZE, _GUARDED_LISTENERS)
-        temporary.callback(os.close, guard)  # the program keeps it
+        temporary.callback(os.close, guard)  # the program holds the map
         program = _bpf.load_sock_ops(option_program(words, guard))
-        # No other process may get it: attaching a program takes no privilege.
+        # Closed, so that no other process gets the program: attaching it takes no privilege.
         temporary.callback(os.close, program)
         link = _bpf.attach_to_cgroup(program, cgroup)
         undo.pop_all()
@@ -105,7 +110,7 @@ class Mount(NamedTuple):
 
     Attributes:
       root: the directory of the file system that is mounted.
-      point: where it is mounted.
+      point: the path on which it is mounted.
       kind: the type of the file system.
     """
 
@@ -117,9 +122,10 @@ class Mount(NamedTuple):
 def mounts() -> Iterator[Mount]:
     """The mounts that this process sees, in the kernel's order.  Raises OSError.
 
-    Users choose some of the paths (fusermount).  The kernel escapes a space, a tab, a line feed and
-    a backslash in them, and nothing else, so only a line feed ends a line and only a space a field:
-    text mode would end a line at a carriage return, and `str.split` a field at many characters.
+    Users choose some of the paths (fusermount).  In a path the kernel escapes only the space, the
+    tab, the line feed and the backslash.  So only a line feed ends a line, and only a space ends a
+    field.  Text mode would end a line at a carriage return too, and `str.split` would end a field
+    at many other characters.
     """
     for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n"):
         left, _, right = line.partition(b" - ")
@@ -134,10 +140,10 @@ def _unescaped(escape: re.Match[bytes]) -> bytes:
 
 
 def own_cgroup(*, root: bool = False) -> Path:
-    """This process's directory in the version-2 cgroup hierarchy, or the hierarchy's root.
+    """The directory of this process in the version-2 cgroup hierarchy, or the hierarchy's root.
 
     Raises:
-      OSError: none is mounted (ENOENT).
+      OSError: the hierarchy is not mounted (ENOENT).
     """
     lines = Path("/proc/self/cgroup").read_bytes().split(b"\n")
     own = next((os.fsdecode(line[3:]) for line in lines if line.startswith(b"0::")), "/")
@@ -155,22 +161,25 @@ def _reason(error: OSError) -> FallbackReason:
 
 
 class TcpOption:
-    """The TCP option as one stack uses it.  Nothing is opened before the first `offer`."""
+    """The TCP option of one stack.  The first `offer` opens the map.
+
+    Args:
+      pins: the directory where an administrator pins the map.
+    """
 
     def __init__(self, pins: Path) -> None:
-        """``pins``: where an administrator pins the map."""
         self._pinned_map = pins / MAP_NAME
         self._words: int | None = None
-        self._identity: tuple[int, int] | None = None  # of the pin that `_words` came from
+        self._identity: tuple[int, int] | None = None  # of the pin from which `_words` was opened
         self._loaded: Loaded | None = None
         self._trouble: FallbackReason | None = None
         self._may_load = True
-        self._told = ""
+        self._last_trouble = ""  # the last message of the log
 
     def offer(self, sock: _Socket) -> FallbackReason | None:
-        """Let ``sock`` offer SMC-R; before it connects or listens.
+        """Let ``sock`` offer SMC-R; to be called before it connects or listens.
 
-        Returns None, or why the option cannot be used; the socket is a plain one then.
+        Returns None, or the reason why the option cannot be used and the socket offers nothing.
         """
         self._trouble = self._open()
         if self._words is not None:
@@ -178,14 +187,14 @@ class TcpOption:
                 self._mark(sock, self._words)
             except OSError as error:
                 # A member of the group froze the map, or memory ran out.
-                self._trouble = self._failed("offering", error)
+                self._trouble = self._failed("marking a socket", error)
         return self._trouble
 
     def _mark(self, sock: _Socket, words: int) -> None:
-        """Note in the map that the socket offers SMC-R.
+        """Record in the map that the socket offers SMC-R.
 
-        From Linux 7.0 on, the kernel takes the memory of a socket's word without waiting, so it may
-        lack memory now and have it at the next attempt.
+        Since Linux 7.0 the kernel allocates the memory of a socket's word without waiting.  So one
+        attempt may fail with ENOMEM, and the next one may succeed.
         """
         for _ in range(_TRIES - 1):
             try:
@@ -198,11 +207,12 @@ class TcpOption:
     def answer(self, sock: _Socket) -> FallbackReason | None:
         """The result for a connected or an accepted socket.
 
-        Returns None when both ends offered SMC-R, or why the connection is plain TCP.
+        Returns None if both ends offered SMC-R; otherwise the reason why the connection is TCP.
         """
         word = self._word(sock)
         if word & OFFER and not word & DECIDED:
-            # Established before the program was through: this takes the socket's lock.
+            # The connection is established, and the program has not ended yet.  This call waits
+            # for it, because it takes the socket's lock.
             with contextlib.suppress(OSError):
                 sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
             word = self._word(sock)
@@ -214,7 +224,7 @@ class TcpOption:
         return self._trouble or FallbackReason.PEER_NOT_CAPABLE
 
     def close(self) -> None:
-        """Give everything back; idempotent."""
+        """Close all descriptors.  Idempotent."""
         if self._loaded is not None:
             self._loaded.close()
         elif self._words is not None:
@@ -228,11 +238,14 @@ class TcpOption:
             return _bpf.lookup(self._words, sock.fileno())
         except OSError as error:
             if error.errno != errno.ENOENT:
-                self._failed("asking", error)
+                self._failed("reading a socket's word", error)
             return 0
 
     def _open(self) -> FallbackReason | None:
-        """Have a map; the pinned one where there is one, which may come, change and go."""
+        """Open the pinned map, or load a program.
+
+        An administrator may pin, replace and remove the map at any moment, so each call checks.
+        """
         if sys.platform != "linux":
             return FallbackReason.UNSUPPORTED_PLATFORM
         try:
@@ -249,17 +262,20 @@ class TcpOption:
         storage, frozen = _bpf.map_kind(words)
         if not storage or frozen:
             os.close(words)
-            text = "it is frozen: set it up again" if frozen else "it is no map of ours"
+            text = "it is frozen: set it up again" if frozen else "it is another kind of map"
             return self._load(OSError(errno.EINVAL, text))
         self.close()
         self._words, self._identity = words, identity
         return None
 
     def _load(self, refused: OSError | None) -> FallbackReason | None:
-        """Without a pinned map: one of our own.  ``refused``: why the pinned one is not used."""
+        """Load a program for this process, because no pinned map can be used.
+
+        refused: the error of the pinned map; None: there is none.
+        """
         if self._loaded is not None:
             return None
-        if self._words is not None:  # the pin it came from is gone, and with it the program
+        if self._words is not None:  # its pin was removed, and so the program has ended
             self.close()
         if self._may_load:
             try:
@@ -278,8 +294,8 @@ class TcpOption:
 
     def _failed(self, what: str, error: OSError) -> FallbackReason:
         trouble = f"{what} failed: {error}"
-        # Each connection meets it again, and that is no news.
-        level = logging.DEBUG if trouble == self._told else logging.INFO
+        # Each connection has the same problem.  Only the first one is logged as information.
+        level = logging.DEBUG if trouble == self._last_trouble else logging.INFO
         _log.log(level, "no TCP option, %s", trouble)
-        self._told = trouble
+        self._last_trouble = trouble
         return _reason(error)

@@ -82,9 +82,10 @@ PATIENCE: Final = 1.0
 """Seconds to wait for an address: the kernel sends its next query to the network after one second
 (retrans_time_ms in arp(7))."""
 _FIRST_PAUSE: Final = 0.002
-_LAST_PAUSE: Final = 0.064
-"""Seconds between two checks: from the first value, doubled each time, to the last. Chosen; no
+"""Seconds until the second check; each pause is twice as long as the previous one. Chosen; no
 measurement is recorded."""
+_LAST_PAUSE: Final = 0.064
+"""Seconds between two checks at most. Chosen; no measurement is recorded."""
 
 
 _TCP_END_PATIENCE: Final = 1.0

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Final, Protocol, cast
 
 from trio_smc import Config
-from trio_smc.tools.output import ToolError
+from trio_smc.tools.output import ToolError, error_text
 from trio_smc.tools.places import Places
 from trio_smc.tools.settings import settings_of
 from trio_smc.tools.users import add_users, places_of
@@ -145,11 +146,18 @@ def private_directory(options: argparse.Namespace) -> Path:
     settings = settings_of(options)
     directory = settings.config.private_directory()
     origin = settings.origins["directory"]
-    if origin in _DEFAULT_ORIGINS or directory.is_dir():
+    if origin in _DEFAULT_ORIGINS:
         return directory
+    named = "" if origin == "--directory" else f" ({origin})"
+    try:
+        if stat.S_ISDIR(os.stat(directory).st_mode):
+            return directory
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise ToolError(f"{directory}: {error_text(error)}{named}") from None
     hint = "; the shell expands ~ only at the start of a word" if "~" in directory.parts else ""
     kind = "not a directory" if os.path.lexists(directory) else "no such directory"
-    named = "" if origin == "--directory" else f" ({origin})"
     raise ToolError(f"{directory}: {kind}{named}{hint}")
 
 

@@ -113,6 +113,8 @@ def _nothing(options: argparse.Namespace, answers: list[Snapshot], change: str) 
     text = f"no process has {'an ' if kind else ''}{name}"
     if options.pid is not None:
         text = f"process {options.pid} has no {name}"
+        if [each.pid for each in answers if each.release != RELEASE]:
+            return f"{text}, or is of another release that does not know {change}"
     others = [str(each.pid) for each in answers if each.release != RELEASE]
     if others:
         text += f"; another release, which may not know {change}, runs in {', '.join(others)}"

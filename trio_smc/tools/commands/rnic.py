@@ -33,6 +33,9 @@ from trio_smc.tools.settings import settings_of
 
 _NONE_SERVES: Final = 1
 """The exit code if no RNIC serves the interface."""
+_LOCAL: Final = "it serves connections between processes of this host, through any interface"
+_IFF_LOOPBACK: Final = 8
+"""linux/if.h."""
 
 NAME = "rnic"
 SUMMARY = "list the RNICs of running processes and of a new one, and all RDMA devices"
@@ -61,8 +64,8 @@ Examples:
   trio-smc rnic --json
   trio-smc rnic --interface eth0    which RNICs serve it, and why
 
-Exit codes: 0; 1 if a process did not answer, or no RNIC serves --interface; 2 if the process of
---pid did not answer or has no stack, or for bad input.
+Exit codes: 0; 1 if a process did not answer, or if other hosts are reached through --interface and
+no RNIC serves it; 2 if the process of --pid did not answer or has no stack, or for bad input.
 """
 
 
@@ -107,23 +110,38 @@ def run(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace, directory: Path) -> int:
     config = dataclasses.replace(settings_of(options).config, directory=directory)
     found = trio.run(_serving, config, options.interface)
+    ports, local = found
+    answers = [*ports, *((name, True, _LOCAL) for name in local)]
     if options.json:
-        print_json([{"rnic": name, "serves": serves, "why": why} for name, serves, why in found])
-    elif not found:
-        show(
-            f"No RNIC serves {options.interface}: no line of the PNET table, and no GID of a port."
-        )
+        print_json([{"rnic": name, "serves": serves, "why": why} for name, serves, why in answers])
     else:
-        rows = [[name, "yes" if serves else "no", why] for name, serves, why in found]
-        show(table(("RNIC", "SERVES", "~WHY"), rows))
-    return 0 if any(serves for _, serves, _ in found) else _NONE_SERVES
+        if answers:
+            rows = [[name, "yes" if serves else "no", why] for name, serves, why in answers]
+            show(table(("RNIC", "SERVES", "~WHY"), rows))
+        if not ports:
+            show(
+                f"No RNIC serves connections to other hosts through {options.interface}: "
+                "no line of the PNET table, and no GID of a port."
+            )
+    is_served = any(serves for _, serves, _ in ports) or (local and _is_loopback(options.interface))
+    return 0 if is_served else _NONE_SERVES
 
 
-async def _serving(config: trio_smc.Config, interface: str) -> list[tuple[str, bool, str]]:
+def _is_loopback(interface: str) -> bool:
+    """True if no other host is reached through the interface."""
+    flags = _read(_SYS / "class/net" / interface / "flags")
+    return bool(int(flags or "0", 16) & _IFF_LOOPBACK)
+
+
+async def _serving(
+    config: trio_smc.Config, interface: str
+) -> tuple[list[tuple[str, bool, str]], list[str]]:
+    """The RoCE ports with the reasons, and the names of the software RNICs."""
     config = dataclasses.replace(config, control=False, capture=None, log_events=False)
     try:
         async with trio_smc.open_stack(config) as stack:
-            return stack.explain_interface(interface)
+            local = [rnic.name for rnic in stack.rnics if rnic.kind == "software"]
+            return stack.explain_interface(interface), local
     except ValueError as error:
         raise ToolError(str(error)) from None
     except OSError as error:

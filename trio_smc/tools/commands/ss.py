@@ -20,6 +20,7 @@ from trio_smc.tools.output import (
     mode_cell,
     network,
     plain,
+    print_error,
     print_json,
     show,
     size,
@@ -94,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
     silent = SilentProcesses()
     wanted = ("connections", "listeners", *(_MORE_PARTS if options.verbose else ()))
     snapshots = take_snapshots(directories(options), wanted, options.pid, silent=silent)
+    states = _states(snapshots)
     for snapshot in snapshots:
         _filter(snapshot, options)
     if options.json:
@@ -101,6 +103,12 @@ def run(options: argparse.Namespace) -> int:
         print_json([{**_only(each, names), "user": user_name(each.uid)} for each in snapshots])
     else:
         show(_table(snapshots))
+        unused = sorted(set(options.state or ()) - states)
+        if unused:
+            print_error(
+                f"trio-smc: state {', '.join(map(plain, unused))}: no connection; the states are: "
+                f"{', '.join(sorted(states)) or 'none'}"
+            )
         if options.verbose:
             for snapshot in snapshots:
                 for connection in snapshot.connections:
@@ -111,6 +119,12 @@ def run(options: argparse.Namespace) -> int:
 def _only(snapshot: Snapshot, names: tuple[str, ...]) -> dict[str, Any]:
     everything = dataclasses.asdict(snapshot)
     return {name: everything[name] for name in names}
+
+
+def _states(snapshots: list[Snapshot]) -> set[str]:
+    """The states of all connections and listeners."""
+    found = {plain(each["state"]) for snapshot in snapshots for each in snapshot.connections}
+    return found | ({"LISTEN"} if any(each.listeners for each in snapshots) else set())
 
 
 def _filter(snapshot: Snapshot, options: argparse.Namespace) -> None:
@@ -158,7 +172,7 @@ def _rows(snapshots: list[Snapshot]) -> Iterator[list[object]]:
                 address(each["peer"]),
                 _group_and_link(each),
                 *owner,
-                Marked(_fallback_text(each["fallback"]), "warning"),
+                _fallback_cell(each["fallback"]),
             ]
 
 
@@ -188,10 +202,10 @@ def _group_and_link(connection: dict[str, Any]) -> str | None:
     return f"{group}, link {plain(link)}"
 
 
-def _fallback_text(fallback: dict[str, Any] | None) -> str | None:
+def _fallback_cell(fallback: dict[str, Any] | None) -> Marked | None:
     if fallback is None:
         return None
-    return f"{plain(fallback['origin'])}: {plain(fallback['reason'])}"
+    return Marked(f"{plain(fallback['origin'])}: {plain(fallback['reason'])}", "warning")
 
 
 def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:

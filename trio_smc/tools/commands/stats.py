@@ -264,12 +264,14 @@ def _as_rows(counted: _CountersByStack, title: str) -> Table:
 
 
 def _summed(counted: _CountersByStack) -> _CountersByStack:
-    """The sum over all stacks, as one stack without a number.  Unknown counters count as 0."""
+    """The sum over all stacks, as one stack without a number.  A sum is unknown if a stack of an
+    older release does not have the counter."""
     total: _Counters = {}
     statistics: dict[str, Any] = {part: [] for part in _PARTS}
     for _, counters in counted.values():
         for key, value in counters.items():
-            total[key] = (total.get(key) or 0) + (value or 0)
+            before = total.get(key, 0)
+            total[key] = None if value is None or before is None else before + value
     uptimes = [each.uptime for each, _ in counted.values() if each.uptime is not None]
     whole = Snapshot(0, uptime=max(uptimes, default=None), statistics=statistics)
     return {(0, ""): (whole, total)}

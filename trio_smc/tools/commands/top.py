@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,7 +135,12 @@ def _fitting_table(rows: list[list[object]]) -> list[Table | str]:
     if not hidden:
         return [made]
     needed = table(_HEADS, rows).least_width
-    return [made, f"hidden ({needed} columns needed): {', '.join(hidden)}"]
+    return [made, *_wrapped(f"hidden ({needed} columns needed): {', '.join(hidden)}")]
+
+
+def _wrapped(text: str) -> list[str]:
+    """The lines of a sentence that is wider than the terminal."""
+    return textwrap.wrap(text, terminal_size().columns) if is_terminal() else [text]
 
 
 def _identity(connection: dict[str, Any]) -> tuple[object, ...]:
@@ -213,7 +219,7 @@ class _Sample:
             f"{totals['smc-r']} over SMC-R, {totals['tcp']} over TCP; since the start: "
             f"fallbacks: {totals['fallbacks']}, failovers: {totals['failovers']}"
         )
-        return [line, "", *_fitting_table(rows), *more]
+        return [*_wrapped(line), "", *_fitting_table(rows), *more]
 
     def report(self, before: _Sample, lines: int) -> dict[str, Any]:
         """The frame for scripts.  Rates are per second, and sizes are in bytes."""
