@@ -10,6 +10,8 @@ possible: data can be sent, the peer may send more, or an answer to the end may 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -36,6 +38,9 @@ class Socket:
 
     def fileno(self) -> int:
         return -1
+
+    def getpeername(self) -> object:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
 
 class Endpoint:
