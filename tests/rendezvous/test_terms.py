@@ -1,4 +1,4 @@
-"""The rules by which two sides agree: pure functions, and nothing else."""
+"""The rules by which two sides agree, as pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SMC-R version 2 between two whole stacks: contacts, second links, RKeys, and a peer that lies."""
+"""SMC-R version 2 between two whole stacks: contacts, second links, RKeys, and a dishonest peer."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_first_contact() -> None:
 
 @pytest.mark.v2("v2.4/1", "v2.12/5")
 def test_subsequent_contact_and_rkeys() -> None:
-    """Further connections use the group; new RMBs are told and taken back."""
+    """Further connections use the group; new RMBs are announced and deleted."""
     with World() as world:
         client, server = pair(world, replace(V2, link_group_idle=1000))
         first = world.connect(client, server)
@@ -253,7 +253,7 @@ def test_a_symmetric_group() -> None:
         assert not messages(client, llc.AddLinkContinuation, llc.V2)
         [confirm] = sent_messages(client, clc.Confirm)
         assert confirm.v2.gids == (client.rnics[0].gid, client.rnics[1].gid)
-        # The second link carries data when the first has gone.
+        # The second link carries data after the end of the first.
         client.rnics[0].port_down()
         world.settle()
         assert exchange(world, call, HELLO) == HELLO[::-1]
@@ -281,7 +281,7 @@ def test_many_rmbs_are_announced_at_once() -> None:
 
 @pytest.mark.v2("v2.11/1", "v2.11/2")
 def test_a_client_requests_a_link() -> None:
-    """Its second RNIC comes: REQUEST ADD LINK, which the server answers by ADD LINK."""
+    """The client's second RNIC appears: REQUEST ADD LINK, which the server answers by ADD LINK."""
     with World() as world:
         client, server = world.side(V2, routable=True), world.side(V2, routable=True, rnics=2)
         world.connect(client, server)
@@ -325,7 +325,7 @@ def test_only_rnics_of_version_2_take_part() -> None:
 
 
 def refused(world: World, call: Call) -> FallbackReason:
-    """Both sides stay on TCP; why, by the side that decided."""
+    """Both sides stay on TCP, and both have the reason of the side that decided."""
     world.settle()
     ends = call.ends
     assert {end.state for end in ends} == {"FALLEN_BACK"}, call.states
@@ -389,7 +389,7 @@ def test_both_reach_each_other_through_a_gateway() -> None:
 
 
 def first_accept(**changes: Any) -> Callable[[clc.Message], clc.Message]:
-    """A lie in what version 2 adds to Accept."""
+    """A wrong value in a field that version 2 adds to Accept."""
 
     def lie(message: clc.Message) -> clc.Message:
         if not isinstance(message, clc.Accept) or message.v2 is None or message.v2.first is None:
@@ -486,7 +486,7 @@ def confirm(**changes: Any) -> Callable[[clc.Message], clc.Message]:
 def test_a_confirm_with_wrong_terms(
     lie: Callable[[clc.Message], clc.Message], reason: FallbackReason
 ) -> None:
-    """The server declines; what the client makes of it is its affair."""
+    """The server declines; the test does not check the client."""
     with World() as world:
         client, server = pair(world)
         healthy = world.connect(server, client)
@@ -528,7 +528,7 @@ def test_a_confirm_of_another_kind(lie: Callable[[clc.Message], clc.Message]) ->
 
 
 def lying_llc(world: World, change: Callable[[llc.Message], llc.Message | bytes]) -> None:
-    """Change ADD LINK and what follows it on its way."""
+    """Change ADD LINK and the later messages on their way."""
 
     def tamper(_: object, message: bytes) -> list[bytes]:
         if message[0] != 0x22:
@@ -575,7 +575,7 @@ def test_an_add_link_with_wrong_rtokens_fails_the_new_link(
 
 
 def test_rtokens_of_unknown_rmbs_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """However many there are, the log has one line."""
+    """With any number of them, the log has one line."""
 
     def strange(message: llc.Message) -> llc.Message:
         assert isinstance(message, llc.AddLink)

@@ -67,7 +67,7 @@ async def test_cancellation_at_each_wait(side: str, passes: int, private: Path) 
                         async with trio.open_nursery() as servers:
                             servers.start_soon(serve)
                             caller.start_soon(finish, call, serving_scope, side)
-        # Whatever was cancelled, the next connection is served.
+        # After any cancellation the next connection is served.
         await agree_ignoring_older(private, server)
 
 
@@ -94,7 +94,7 @@ async def agree_ignoring_older(private: Path, server: Server) -> None:
 async def test_ends_in_parallel_always_agree(private: Path, rng: random.Random, full: bool) -> None:
     """Deadlines that race on two threads, each with its own Trio: never two different answers.
 
-    A server that gave up resets the connection, whatever the client thinks.
+    A server that has given up resets the connection, with any result of the client.
     """
     rounds = 5000 if full else 400
     outcomes: dict[str, dict[tuple[str, int], object]] = {"server": {}, "client": {}}

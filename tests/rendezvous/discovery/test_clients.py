@@ -66,7 +66,7 @@ async def test_garbage_is_ignored(packet: bytes, private: Path) -> None:
 
 
 async def test_a_sender_that_never_stops(private: Path) -> None:
-    """A listener receives so many datagrams at a time, and other tasks have their turn."""
+    """A listener receives a limited number of datagrams at a time, and then other tasks run."""
     async with serving(private) as server, trio.open_nursery() as nursery:
 
         async def flood() -> None:

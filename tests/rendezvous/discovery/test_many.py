@@ -108,7 +108,7 @@ async def test_races_of_giving_up(private: Path, seed: int, full: bool) -> None:
         for _ in range(int(pause * rng.random())):
             pass
         ours = announcement.withdraw()
-        # As close to the answer as the machine makes it.
+        # As close to the answer as this machine allows.
         pause = max(10.0, pause * (0.95 if ours else 1.05))
         while step.unpack_from(shared, 8)[0] <= number:
             os.sched_yield()
@@ -116,14 +116,14 @@ async def test_races_of_giving_up(private: Path, seed: int, full: bool) -> None:
         smc += ours
     assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222 - it has ended
     assert agreed == rounds, f"seed {seed}: {agreed} of {rounds} agreed"
-    assert rounds // 20 < smc < rounds - rounds // 20, "the races were none"
+    assert rounds // 20 < smc < rounds - rounds // 20, "one side always won"
     names.close()
     made.remove()
     made.socket.close()
 
 
 def left_in_a_child(made: list[Discovery], descriptors: list[int]) -> int:
-    """How many of these descriptors are open in a forked child that has abandoned them."""
+    """The number of these descriptors that are open in a forked child that has abandoned them."""
     child = os.fork()
     if child == 0:
         left = 99

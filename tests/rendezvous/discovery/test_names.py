@@ -1,4 +1,4 @@
-"""Same-host discovery: the names of announcements, and what may lie in their place."""
+"""Same-host discovery: the names of announcements, and other files in their place."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ async def test_names_of_a_killed_process_are_removed(
 
 
 async def test_a_server_that_was_killed_while_a_client_waits(private: Path) -> None:
-    """Its connection ends, so no answer can come."""
+    """The announced connection ends, so no answer can come."""
     async with claimed(private) as both:
         both.claim.forget()
         both.connection.close()
@@ -192,7 +192,7 @@ async def test_a_server_that_was_killed_while_a_client_waits(private: Path) -> N
 async def test_a_cleaner_removes_it(
     removed: str, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old names go, and the next connections are SMC-R."""
+    """Old names are removed, and the next connections are SMC-R."""
     monkeypatch.setattr(publication, "_NAME_INTERVAL", 0.01)
     discovery = Discovery(private)
     async with serving(private) as server:
@@ -220,7 +220,7 @@ async def test_a_cleaner_removes_it(
 
 
 async def test_a_full_directory(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full or read-only: the connection is TCP, and the next one SMC-R."""
+    """A file system is full or read-only: the connection is TCP, and the next one SMC-R."""
 
     def full(number: int, *_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -315,7 +315,7 @@ def test_answers_that_are_not_read_keep_no_other_client_from_its_answer(private:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_a_server_that_has_become_another_user(private: Path) -> None:
-    """It cannot answer, so the client does not wait until its deadline."""
+    """The process cannot answer, so the client does not wait until its deadline."""
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)
@@ -435,8 +435,8 @@ async def test_a_name_of_another_member_for_the_same_connection(shared: Path) ->
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "dead", "inner link", "open", "stolen"])
 async def test_a_hostile_member(kind: str, shared: Path, tmp_path: Path) -> None:
-    """Whatever it puts in its directory, or in place of it, others are SMC-R, and nothing is sent
-    to another service."""
+    """With any file in its directory, or in place of it, connections of others are SMC-R, and no
+    other service gets a message."""
     place = member(shared, 64201)
     with socket.socket(socket.AF_UNIX, DATAGRAM) as other:
         other.bind(str(tmp_path / "other"))
@@ -504,7 +504,7 @@ async def test_a_member_without_a_listener_cannot_answer(shared: Path) -> None:
 
 
 async def test_a_member_that_comes_later_is_found(shared: Path) -> None:
-    """As soon as it has its directory."""
+    """The other members can use the directory as soon as it exists."""
     with open_names(shared) as found:
         assert found.find("x") == []
         place = member(shared, 64201)
@@ -521,7 +521,7 @@ async def test_a_member_that_comes_later_is_found(shared: Path) -> None:
 async def test_a_member_that_changes_the_directory_all_the_time(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server lists the directory for a tenth of the time at most."""
+    """A server spends at most a tenth of the time on listing the directory."""
     clock = [1]
     listed = 0
     real = private_directory.PrivateDirectory.member_directories

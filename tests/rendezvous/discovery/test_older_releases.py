@@ -83,7 +83,7 @@ async def reason_of(stack: trio_smc.Stack, port: int) -> FallbackReason | None:
 
 
 async def test_a_client_recognises_an_older_listener(release: Path, private: Path) -> None:
-    """It announces nothing, and the older process notices nothing but a TCP connection."""
+    """The client announces nothing, and the older process has a plain TCP connection."""
     async with older(release, private, "serve", 0) as server, trio_smc.open_stack() as stack:
         port = int(await server.line())
         [entry] = sockets_below(private)
@@ -99,7 +99,7 @@ async def test_a_client_recognises_an_older_listener(release: Path, private: Pat
 async def test_an_older_listener_comes_and_goes(
     release: Path, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It need not change a directory whose time a client looks at."""
+    """An older process can start without a change of the directory that a client checks."""
     moment = 0.0
     monkeypatch.setattr(lookup, "now", lambda timers: moment)
     discovery = Discovery(private)
@@ -184,7 +184,7 @@ async def test_an_older_client_is_refused(release: Path, private: Path) -> None:
 
 
 async def test_an_older_client_of_a_stack(release: Path, private: Path) -> None:
-    """The listener serves clients of this release as ever."""
+    """The listener serves clients of this release as usual."""
     async with trio_smc.open_stack() as stack:
         [listener] = await stack.open_listeners(0, host="127.0.0.1")
         async with listener, trio.open_nursery() as nursery:
@@ -200,7 +200,7 @@ async def test_an_older_client_of_a_stack(release: Path, private: Path) -> None:
 async def test_an_older_client_reaches_a_listener_of_its_release(
     release: Path, private: Path
 ) -> None:
-    """The signpost of another process on the port does not keep them from agreeing."""
+    """The signpost of another process on the port does not prevent the agreement."""
     async with worker(private) as (_, port), older(release, private, "serve", port) as server:
         await server.line()
         async with older(release, private, "connect-briefly", *[port] * 4) as client:
@@ -237,7 +237,7 @@ async def received(sock: socket.socket) -> bytes:
 async def test_hostile_clients_of_a_signpost(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent ones lose their place in the end, and keep none from being answered."""
+    """Silent clients lose their place in the end, and delay no answer."""
     monkeypatch.setattr(older_releases, "_CLIENT_TIMEOUT", 0.2)
     answer = messages.refused(MISMATCH)
     async with serving(private):
@@ -292,7 +292,7 @@ async def test_a_directory_that_a_group_shares(
 
 @contextlib.contextmanager
 def forged_listener(name: Path) -> Iterator[None]:
-    """A listening socket as older releases have it."""
+    """A listening socket like that of older releases."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         with reached(name) as path:
             sock.bind(path)

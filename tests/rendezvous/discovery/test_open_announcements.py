@@ -26,7 +26,7 @@ NO_ANSWERS = {
 async def test_datagrams_that_never_end(
     private: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client does not receive them for ever, whatever they are."""
+    """The client stops receiving them after some time."""
     received = 0
 
     def receive(*_: object) -> tuple[messages.Message | None, int | None]:
@@ -46,7 +46,7 @@ async def test_datagrams_that_never_end(
 
 
 async def test_an_announcement_that_outlives_its_client(private: Path) -> None:
-    """Nothing is kept for a client that was closed."""
+    """A closed client keeps no announcement."""
     async with serving(private) as server, bound() as client:
         before = len(os.listdir("/proc/self/fd"))
         discovery = Discovery(private)
@@ -59,7 +59,7 @@ async def test_an_announcement_that_outlives_its_client(private: Path) -> None:
 
 
 async def test_a_forked_child_leaves_the_block_of_an_announcement(private: Path) -> None:
-    """It neither fails nor denies what its parent has announced."""
+    """The child neither fails nor denies the announcement of its parent."""
     with contextlib.closing(Discovery(private)) as discovery:
         async with claimed(private, discovery=discovery) as both:
             assert both.claim.accept()

@@ -1,4 +1,4 @@
-"""A client whose announcement no process answers: how long it waits, and what it remembers."""
+"""A client whose announcement no process answers: its waiting time, and its memory of that."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plain() -> Iterator[socket.socket]:
 
 
 async def unanswered(discovery: Discovery, server: Server) -> FallbackReason | None:
-    """Connect; the reason for TCP, which must come soon."""
+    """Connect; returns the reason for TCP, which must be known soon."""
     async with bound() as client:
         announcement = await announce(discovery, client, server.address)
         await client.connect(server.address)
@@ -39,7 +39,7 @@ async def unanswered(discovery: Discovery, server: Server) -> FallbackReason | N
 
 
 def next_one(discovery: Discovery, server: Server) -> FallbackReason | None:
-    """Why the next connection is not announced; None: it is."""
+    """The reason why the next connection is not announced; None: it is announced."""
     found = discovery.announce(SOURCE, server.address)
     if isinstance(found, Announcement):
         found.close()
@@ -78,7 +78,7 @@ async def test_a_process_that_accepts_and_does_not_answer(private: Path) -> None
 
 
 async def test_an_answer_is_remembered_instead(private: Path) -> None:
-    """A connection that takes SMC-R or nothing is announced all the same."""
+    """A connection that requires SMC-R is still announced."""
     discovery = Discovery(private)
     async with serving(private) as server:
         assert await unanswered(discovery, server) is FallbackReason.NOT_ACCEPTED
@@ -131,7 +131,7 @@ async def test_the_memory_is_short_and_bounded(
 
 
 async def test_a_client_that_takes_smc_or_nothing_waits_longer(private: Path) -> None:
-    """As TCP waits for a connection: here for a process that is busy for more than a second."""
+    """Like a TCP connect, the client waits for a process that is busy for more than a second."""
     discovery = Discovery(private)
     async with serving(private) as server, bound() as client, trio.open_nursery() as nursery:
         announcement = await announce(discovery, client, server.address, required=True)
@@ -177,7 +177,7 @@ async def test_a_client_that_takes_smc_or_nothing_waits_for_a_listener(
             server.publication.close()
 
         nursery.start_soon(come)
-        # After the first listener this client waits as TCP does.
+        # After the first listener this client waits like TCP.
         patience = LONG if before == "no listener" else 0.1
         with trio.fail_after(LONG):
             assert await announcement.accepted(soon(patience)) is None
@@ -205,7 +205,7 @@ async def test_a_client_that_takes_smc_or_nothing_at_a_plain_server(
 
 
 async def test_the_wait_for_a_first_listener_ends(plain: socket.socket, private: Path) -> None:
-    """At a server that does not speak SMC-R, and does not accept either."""
+    """At a server without SMC-R that does not accept."""
     async with bound() as client:
         address = plain.getsockname()[:2]
         announcement = await announce(private, client, address, required=True)
