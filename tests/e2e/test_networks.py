@@ -107,17 +107,17 @@ async def test_a_service_and_users_in_containers(
     with (
         UserNamespace(SERVICE, {2000: GROUP}) as service,
         UserNamespace(CLIENT, {3000: GROUP}) as member,
-        UserNamespace(CLIENT, {2000: GROUP + 1}) as stranger,
+        UserNamespace(CLIENT, {2000: GROUP + 1}) as outsider,
         UserNamespace(CLIENT, {}, unknown=[GROUP]) as unknown,
     ):
         async with of_a_group.server(there, "server", users=service) as port:
-            for name, users in (("member", member), ("stranger", stranger), ("unknown", unknown)):
+            for name, users in (("member", member), ("outsider", outsider), ("unknown", unknown)):
                 results = await of_a_group.connect(here, *[("10.77.0.1", port)] * 2, users=users)
                 assert {(each.pid, each.user) for each in results} == {(1, UserNamespace.USER)}
                 outcomes[name] = [each.what for each in results]
     assert outcomes == {
         "member": [(*SMC_R, "server")] * 2,
-        "stranger": [(*OTHER_USER, "server")] * 2,
+        "outsider": [(*OTHER_USER, "server")] * 2,
         "unknown": [(*OTHER_USER, "server")] * 2,
     }
     left = [each for each in of_a_group.directory.rglob("*") if not each.is_dir()]
@@ -167,18 +167,18 @@ async def test_a_published_port(networks: Networks, containers: Containers, alia
 
 
 async def test_a_port_that_leads_elsewhere(networks: Networks, containers: Containers) -> None:
-    """The address is the server's, but this port leads to a stranger. It gets no CLC message: it
-    echoes what it got."""
-    here, there, stranger = networks.new(), networks.new(), networks.new()
-    networks.bridge((here, "10.77.0.2/24"), (there, "10.77.0.1/24"), (stranger, "10.77.0.3/24"))
+    """The address is the server's, but this port leads to an unrelated server, which echoes the
+    received bytes: no CLC message."""
+    here, there, unrelated = networks.new(), networks.new(), networks.new()
+    networks.bridge((here, "10.77.0.2/24"), (there, "10.77.0.1/24"), (unrelated, "10.77.0.3/24"))
     async with (
         containers.server(there, "server") as port,
-        containers.server(stranger, "stranger", plain=True) as other,
+        containers.server(unrelated, "unrelated", plain=True) as other,
     ):
         rule = f"ip daddr 10.77.0.1 tcp dport {port} dnat to 10.77.0.3:{other}"
         nft(here, "type nat hook output priority -100 ;", rule)
         results = await containers.connect(here, *[("10.77.0.1", port)] * 2, handshake_timeout=2.0)
-    assert [each.what for each in results] == [(*UNPROVEN, "stranger")] * 2
+    assert [each.what for each in results] == [(*UNPROVEN, "unrelated")] * 2
     assert results[1].seconds < 1.0, "it is not tried again at once"
 
 
@@ -186,12 +186,13 @@ async def test_a_port_that_leads_elsewhere(networks: Networks, containers: Conta
 async def test_a_port_that_is_redirected_within_one_network(
     networks: Networks, containers: Containers, rule: str
 ) -> None:
-    """The announced connection gets to a stranger, which echoes what it got: no CLC message."""
+    """The announced connection reaches an unrelated server, which echoes the received bytes: no
+    CLC message."""
     pod = networks.new()
     networks.bridge((pod, "10.77.0.1/24"))
     async with (
         containers.server(pod, "server") as port,
-        containers.server(pod, "stranger", plain=True) as other,
+        containers.server(pod, "unrelated", plain=True) as other,
     ):
         nft(
             pod,
@@ -200,7 +201,7 @@ async def test_a_port_that_is_redirected_within_one_network(
         )
         places = [("127.0.0.1", port), ("10.77.0.1", port)]
         results = await containers.connect(pod, *places, handshake_timeout=1.0)
-    assert [each.what for each in results] == [(*UNPROVEN, "stranger")] * 2
+    assert [each.what for each in results] == [(*UNPROVEN, "unrelated")] * 2
     assert max(each.seconds for each in results) < AT_ONCE
 
 

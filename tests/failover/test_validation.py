@@ -149,7 +149,7 @@ def test_a_lost_message_costs_one_connection(first: int, seven: int, flags: int)
     assert (two.given, two.lost) == ([seven, seven + 1], [])
 
 
-def test_a_connection_that_ended_meanwhile_is_nobodys_loss() -> None:
+def test_a_connection_that_ended_meanwhile_is_no_loss() -> None:
     one, two = Reader(), Reader()
     connections = {1: one, 2: two}
     rings = Rings(connections, [validation(1, 9), message(2, 1)], [message(2, 2)])

@@ -168,7 +168,7 @@ class Liar:
         async with self.connected() as stream:
             await self.accepted(stream)
 
-    async def names_nobodys_queue_pair(self) -> None:
+    async def names_an_unknown_queue_pair(self) -> None:
         async with self.first_contact(at(38, b"\xab\xcd\xef")) as (stream, _, _):
             await self.cut_off(stream)
 
@@ -451,7 +451,7 @@ def _with_llc_length(message: bytes) -> bytes:
 
 LIES = (
     "truncates_proposal", "lies_about_length", "confirms_first", "vanishes_after_accept",
-    "names_nobodys_queue_pair", "names_a_dead_gid", "names_a_dead_gid_for_a_link",
+    "names_an_unknown_queue_pair", "names_a_dead_gid", "names_a_dead_gid_for_a_link",
     "names_element_zero", "vanishes_before_confirm_link",
     "sends_llc_out_of_order", "sends_short_messages", "lies_about_its_rkey",
     "lies_about_its_size", "lies_about_cursors", "lies_about_cursors_at_once",

@@ -380,10 +380,10 @@ def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
 def test_a_decline_under_another_peers_id_and_gid_resets_no_connection() -> None:
     """Processes of two kernels or containers on one port may have the same peer ID and GID."""
     with World() as world:
-        client, stranger, server = world.side(), world.side(), world.side()
+        client, impostor, server = world.side(), world.side(), world.side()
         first = world.connect(client, server)
-        stranger.stack.groups.peer_id = client.stack.groups.peer_id
-        call = world.call(stranger, server, proposal=proposal_of(client))
+        impostor.stack.groups.peer_id = client.stack.groups.peer_id
+        call = world.call(impostor, server, proposal=proposal_of(client))
         world.settle()
         check_both_fell_back(
             world, call, by_client=True, reason=FallbackReason.OUT_OF_SYNC, code=0x04000000
@@ -413,11 +413,11 @@ def test_a_client_that_has_the_group_under_another_peer_id_forms_a_new_one() -> 
 
 def test_declines_count_only_in_a_row() -> None:
     with World() as world:
-        client, stranger, server = world.side(), world.side(), world.side()
+        client, impostor, server = world.side(), world.side(), world.side()
         world.connect(client, server)
-        stranger.stack.groups.peer_id = client.stack.groups.peer_id
+        impostor.stack.groups.peer_id = client.stack.groups.peer_id
         for _ in range(4):
-            world.call(stranger, server, proposal=proposal_of(client))
+            world.call(impostor, server, proposal=proposal_of(client))
             world.settle()
             assert world.connect(client, server).states == ("ESTABLISHED", "ESTABLISHED")
         assert len(server.groups) == 1

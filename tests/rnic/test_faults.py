@@ -74,7 +74,7 @@ class TestWithoutPlan:
 
 
 class TestRequests:
-    def test_nothing_happens_unasked(self, faulty: Faulty, rng: random.Random) -> None:
+    def test_nothing_happens_without_a_fault(self, faulty: Faulty, rng: random.Random) -> None:
         a, b = faulty.pair()
         texts = [rng.randbytes(44) for _ in range(40)]
         for number, text in enumerate(texts, 1):

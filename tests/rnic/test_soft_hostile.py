@@ -320,12 +320,12 @@ class TestHello:
     def test_an_early_connection_of_another_queue_pair_is_not_the_peer(
         self, attacker: Attacker, victim: End
     ) -> None:
-        stranger = attacker.dial_and_send(victim, attacker.hello(victim, qp_num=1), attacker.fds())
+        early = attacker.dial_and_send(victim, attacker.hello(victim, qp_num=1), attacker.fds())
         victim.rnic.service()
         attacker.connect(victim)
         victim.qp.post_send(1, b"x")
         until(lambda: victim.sent == [(1, 0)], victim)
-        assert ended(stranger)
+        assert ended(early)
 
     def test_a_peer_that_was_early_is_not_dialled(self, attacker: Attacker, victim: End) -> None:
         sock = attacker.dial_and_send(victim, attacker.hello(victim), attacker.fds())

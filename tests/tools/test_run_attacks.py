@@ -330,7 +330,7 @@ try:
 except* SystemExit as group:
     sys.exit(7)
 """
-STRANGER = """
+SENDER = """
 import glob, itertools, json, re, socket, sys, time
 seconds, place, *paths = sys.argv[1:]
 seconds = float(seconds)
@@ -367,12 +367,12 @@ print(sent)
 """
 
 
-def stranger(*arguments: object, user: int | None = OTHER) -> int:
-    """Run STRANGER; how many messages it could send."""
+def run_sender(*arguments: object, user: int | None = OTHER) -> int:
+    """Run SENDER; returns the number of messages that it could send."""
     python = sys.executable if user is None else PUBLIC_PYTHON
     assert python is not None
     done = subprocess.run(
-        [python, "-I", "-c", STRANGER, *map(str, arguments)],
+        [python, "-I", "-c", SENDER, *map(str, arguments)],
         capture_output=True, text=True, timeout=2 * PATIENCE, check=True,
         user=user, group=user, extra_groups=None if user is None else [], cwd="/",
     )  # fmt: skip
@@ -424,7 +424,7 @@ def test_a_flood_from_another_user(
         path = process.stdout.readline().strip()
         before, processor = memory_of(process.pid), _processor_time(process.pid)
         assert path.startswith(public_directory)
-        sent = stranger(2, public_directory, *([path] if knows_the_name else []))
+        sent = run_sender(2, public_directory, *([path] if knows_the_name else []))
         assert (sent > 100) == knows_the_name
         used = _processor_time(process.pid) - processor
         grown = memory_of(process.pid) - before
@@ -444,7 +444,7 @@ def test_a_flood_from_the_same_user(tmp_path: Path) -> None:
     with command(tmp_path, "--require-smc", "--report") as process:
         path = process.stdout.readline().strip()
         before = memory_of(process.pid)
-        assert stranger(2, "", path, user=None) > 100
+        assert run_sender(2, "", path, user=None) > 100
         grown = memory_of(process.pid) - before
         begun = time.monotonic()
         out, errors = process.communicate("\n", timeout=2 * PATIENCE)
@@ -461,7 +461,7 @@ def test_senders_of_the_same_user_that_have_ended(tmp_path: Path) -> None:
     with command(tmp_path, "--require-smc", "--report") as process:
         path = process.stdout.readline().strip()
         process.send_signal(signal.SIGSTOP)
-        assert stranger(0, "", path, user=None) == 4
+        assert run_sender(0, "", path, user=None) == 4
         process.send_signal(signal.SIGCONT)
         _, errors = process.communicate("\n", timeout=PATIENCE)
     assert process.returncode == 7, errors
