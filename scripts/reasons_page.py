@@ -42,8 +42,8 @@ _WORDS = """
 The meaning of a word that the peer has sent. Any other word is shown as a number, and its reason is
 [`declined`](#declined).
 
-| word | name | reason when the peer sends it |
-|---|---|---|
+| word | name | reason when the peer sends it | reasons of trio_smc with this word |
+|---|---|---|---|
 """
 
 
@@ -82,11 +82,19 @@ def page() -> str:
         )
     parts.append(_WORDS)
     parts += [
-        f"| `0x{word.value:08x}` | {_name(word)} | [`{meaning}`](#{meaning}) |\n"
+        f"| `0x{word.value:08x}` | {_name(word)} | {_links([Fallback.from_peer(word).reason])} "
+        f"| {_links(_own(word)) or '-'} |\n"
         for word in Diagnosis
-        for meaning in (Fallback.from_peer(word).reason.value,)
     ]
     return "".join(parts)
+
+
+def _own(word: Diagnosis) -> list[FallbackReason]:
+    return [each for each in FallbackReason if Fallback.local(each).code == word]
+
+
+def _links(reasons: list[FallbackReason]) -> str:
+    return ", ".join(f"[`{each.value}`](#{each.value})" for each in reasons)
 
 
 def _name(word: Diagnosis) -> str:

@@ -83,9 +83,11 @@ def _explain_word(text: str) -> dict[str, Any]:
             f"unknown diagnosis word: 0x{word:08x}; see the documentation of the peer"
         ) from None
     fallback = Fallback.from_peer(word)
+    own = [each.value for each in FallbackReason if Fallback.local(each).code == word]
     return {
         "word": f"0x{word:08x}",
         "name": name,
+        "reasons_with_it": own,
         "reason": fallback.reason.value,
         "message": fallback.message,
         "remedy": fallback.remedy,
@@ -96,7 +98,11 @@ def _print_one(explanation: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(explanation)
     else:
-        show(fields(explanation.items()))
+        lines = {
+            name.replace("_", " "): ", ".join(value) if isinstance(value, list) else value
+            for name, value in explanation.items()
+        }
+        show(fields(lines.items()))
 
 
 def _print_all(as_json: bool) -> None:
