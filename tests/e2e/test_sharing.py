@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import trio
 
-SERVICE, CLIENT, OTHER_GROUP, GROUP = 64201, 64202, 64203, 64210
+SERVICE, CLIENT, OTHER_USER, GROUP = 64201, 64202, 64203, 64210
 
 BOTH = """
     import encodings.idna, json, os, sys
@@ -129,7 +129,7 @@ def shared(base: Path, mode: int = 0o3770) -> Path:
     [
         (0o3770, CLIENT, [GROUP], "smc-r"),
         (0o3770, GROUP, [], "smc-r"),  # GROUP is the primary group
-        (0o3770, OTHER_GROUP, [], "tcp other-user"),
+        (0o3770, OTHER_USER, [], "tcp other-user"),
         (0o2770, CLIENT, [GROUP], "tcp other-user"),
     ],
 )
