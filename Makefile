@@ -24,7 +24,7 @@ help:
 	@echo 'make where      names the tests of a module: make where trio_smc/rnic/pump.py'
 	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too; --debian SUITE'
 	@echo 'make prometheus a real Prometheus scrapes the exporter, and promtool checks the examples'
-	@echo 'make programs   programs nobody here wrote, unmodified: FastAPI, MCP, purerpc, Postgres, Chromium'
+	@echo 'make programs   programs of other projects, unmodified: FastAPI, MCP, purerpc, Postgres, Chromium'
 	@echo 'make test-compiled the tests on a build whose hot modules are compiled'
 	@echo 'make wheels     what is published, in dist: sdist, pure wheel, compiled wheels, all tried'
 	@echo 'make interop    the Linux kernel as peer, in QEMU guests: about twenty minutes, Debian only'

@@ -261,7 +261,7 @@ class _SharedStream(_Messages):
 
 
 def _buffer(memory: SharedMemory) -> memoryview:
-    assert memory.buf is not None  # it is open
+    assert memory.buf is not None  # the memory is open
     return memory.buf
 
 

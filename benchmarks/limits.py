@@ -225,15 +225,15 @@ def main() -> None:
     if arguments.core is not None:
         os.sched_setaffinity(0, {arguments.core})
     for line in sys.stdin:
-        asked = json.loads(line)
-        name, seconds = asked["workload"], asked.get("seconds", 0.0)
+        request = json.loads(line)
+        name, seconds = request["workload"], request.get("seconds", 0.0)
         values = None
         if name in _SIZES and arguments.ring:
-            values = across(_SIZES[name], seconds, asked["other_core"])
+            values = across(_SIZES[name], seconds, request["other_core"])
         elif name in _SIZES:
             values = (steps if arguments.steps else copies)(_SIZES[name], seconds)
         elif name == "rtt" and not (arguments.steps or arguments.ring):
-            values = round_trips(seconds, asked["other_core"])
+            values = round_trips(seconds, request["other_core"])
         print(json.dumps({"values": values}), flush=True)
 
 

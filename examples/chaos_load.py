@@ -125,15 +125,15 @@ class Conversation:
 
     async def _at_once(self) -> None:
         totals = [self._amount("a"), self._amount("b")]
-        to_say, to_hear = totals if self.client else totals[::-1]
+        to_send, to_receive = totals if self.client else totals[::-1]
         aborts = self.kind == "abort"
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._send_everything, to_say)
+            nursery.start_soon(self._send_everything, to_send)
             if aborts and self.client:
-                await self._receive_piece(to_hear // 2)
+                await self._receive_piece(to_receive // 2)
                 self.aborted = True
                 nursery.cancel_scope.cancel()
-            await self._receive_everything(to_hear)
+            await self._receive_everything(to_receive)
         if self.aborted:
             self.stream.abort()
 

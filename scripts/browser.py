@@ -159,7 +159,7 @@ async def open_page() -> AsyncIterator[Page]:
         raise FileNotFoundError(f"{COMMAND} is not installed")
     options = list(_OPTIONS)
     if os.geteuid() == 0:
-        options.append("--no-sandbox")  # its sandbox refuses to start as root
+        options.append("--no-sandbox")  # the browser's sandbox refuses to start as root
     with tempfile.TemporaryDirectory(prefix="smc-browser-", ignore_cleanup_errors=True) as profile:
         process = await trio.lowlevel.open_process(
             [program, *options, f"--user-data-dir={profile}", "about:blank"],

@@ -37,7 +37,7 @@ from trio_smc.tools.settings import described as real_settings
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cli.md"
 _EXAMPLE = re.compile(r"(<!-- (trio-smc [^\n]*) -->\n).*?(<!-- end -->)", re.DOTALL)
-_ASKING = ("ss", "lg", "rnic", "stats", "top", "check", "drain")
+_QUERIES = ("ss", "lg", "rnic", "stats", "top", "check", "drain")
 _PID = 4242
 _FIXED: dict[str, Any] = {
     "peer_gid": "fd534d43520000005deb0dcec98f3f61", "uptime": 83.0,
@@ -124,7 +124,7 @@ def _run(command: str, numbers: Numbers) -> str:
         stack.enter_context(mock.patch.object(SoftRnic, "variant", "native"))
         stack.enter_context(mock.patch.object(check, "described", described))
         stack.enter_context(mock.patch.object(ss, "user_name", return_value="app"))
-        for name in _ASKING:
+        for name in _QUERIES:
             module = import_module(f"trio_smc.tools.commands.{name}")
             if name != "check":  # the process of `check` must find its own connection
                 stack.enter_context(mock.patch.object(module, "take_snapshots", take_snapshots))

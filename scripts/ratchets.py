@@ -9,21 +9,28 @@ or a page. A place without an entry has the count 0. `make lint` runs the compar
 
 | kind | what is counted |
 |---|---|
-| words | lines that name no actor: "who", "whoever", "nobody", "somebody", "anybody" |
-| openings | docstrings that begin with "Whether", "What" or "Who" |
-| pronouns | comments that begin with "It" or "Its" |
+| words | lines with "who", "whoever", "nobody", "somebody" or "anybody", also inside a name |
+| openings | docstrings, also of constants, that begin with "Whether", "What" or "Who" |
+| pronouns | comments that begin with "It" or "Its", also behind code |
 | verbs | functions that are named by a verb of speech or of the body, such as "tell" or "rouse" |
-| private | uses of a private name of another class or module, in a test file |
+| variables | assignments of variables, and parameters, that are named so |
+| titles | tests whose names contain "what" or "stranger" |
+| private | uses of a private name of another class or module, in a test file, or an import of it |
+
+All text files count except pictures, measurements and licences. "nobody" as the name of a user
+does not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import json
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,19 +38,28 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".json")
-KINDS = ("words", "openings", "pronouns", "verbs", "private")
+KINDS = ("words", "openings", "pronouns", "verbs", "variables", "titles", "private")
 # Rooms of trio_smc that contain rooms.
 _DEEP = frozenset({"rendezvous", "rnic", "tools"})
-# These pages and files have the words because they are about them, or are made from other files.
-_EXEMPT = frozenset({"scripts/ratchets.py", "tests/test_ratchets.py"})
-_WORDS = re.compile(r"\b[Ww]ho(ever)?\b|\b(nobody|somebody|anybody)\b", re.IGNORECASE)
+# These files have the words because they are about them, or are no text of this project.
+_EXEMPT = frozenset(
+    {"scripts/ratchets.py", "tests/test_ratchets.py", "LICENSE-APACHE", "LICENSE-MIT"}
+)
+_NO_TEXT = frozenset({".bin", ".json", ".pcap", ".pcapng", ".png", ".svg", ".xz"})
+# Unlike ``\b``, this also finds the words of a name such as ``test_who_waits``.
+_WORDS = re.compile(r"(?<![A-Za-z])(who(ever)?|nobody|somebody|anybody)(?![A-Za-z])", re.IGNORECASE)
+# The user of this name: quoted, as a constant, or in names such as `is_nobody`.
+_USER = re.compile(r"\bNOBODY\b|([\"'`])nobody\1|\w*(is|of|as)_nobody\b")
 _OPENINGS = re.compile(r"(Whether|What|Who)\b")
-_PRONOUNS = re.compile(r"^\s*#\s*[Ii]ts?\b")
-# Public names that begin with an underscore: of named tuples, and of `os`.
+_PRONOUNS = re.compile(r"#\s*its?\b", re.IGNORECASE)
+_PRIVATE = re.compile(r"_[A-Za-z]")
+_SETTERS = {"getattr", "setattr", "delattr", "hasattr"}
+# Public names that begin with an underscore: of named tuples, `ctypes`, `os` and `sys`.
 _PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 _SPEECH = {"tell", "tells", "told", "say", "says", "said", "hear", "hears", "heard", "ask", "asks"}
 _BODY = {"stir", "stirs", "rouse", "rouses", "quieten", "doze", "dozes", "hang"}
-_VERBS = _SPEECH | _BODY | {"asked"}
+_VERBS = _SPEECH | _BODY | {"asked", "asking", "saying", "telling", "hearing"}
+_TITLES = {"what", "whatever", "stranger", "strangers"}
 
 
 class Place(NamedTuple):
@@ -57,11 +73,13 @@ class Place(NamedTuple):
 
 
 def tracked_files() -> list[str]:
-    """The Python files and pages of the repository, new ones included."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md"]
+    """The text files of the repository, new ones included."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    names = done.stdout.decode().splitlines()
-    return sorted(name for name in names if name not in _EXEMPT and (ROOT / name).exists())
+    names = set(done.stdout.decode().split("\0")) - _EXEMPT - {""}
+    return sorted(
+        name for name in names if Path(name).suffix not in _NO_TEXT and (ROOT / name).is_file()
+    )
 
 
 def place_of(path: str) -> str:
@@ -79,29 +97,72 @@ def count(path: str, text: str) -> Iterator[Place]:
     """Everything in one file that is counted."""
     where, lines = place_of(path), text.splitlines()
     for number, line in enumerate(lines, 1):
-        if _WORDS.search(line):
+        if _WORDS.search(_USER.sub("", line)):
             yield Place("words", where, path, number, line)
-        if path.endswith(".py") and _PRONOUNS.search(line):
-            yield Place("pronouns", where, path, number, line)
+    for number in _pronouns(path, text):
+        yield Place("pronouns", where, path, number, lines[number - 1])
     if path.endswith(".py"):
-        for node in ast.walk(ast.parse(text)):
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
             for kind, number in _in_node(node):
                 yield Place(kind, where, path, number, lines[number - 1])
         if path.startswith("tests/"):
-            for number in _private(ast.parse(text), frozenset()):
+            for number in _private(tree, frozenset()):
                 yield Place("private", path, path, number, lines[number - 1])
+
+
+def _pronouns(path: str, text: str) -> Iterator[int]:
+    """The lines with a comment that begins with a pronoun."""
+    if path.endswith(".py"):
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT and _PRONOUNS.match(token.string):
+                yield token.start[0]
+    elif not path.endswith(".md"):
+        for number, line in enumerate(text.splitlines(), 1):
+            if re.search(r"(^|\s)" + _PRONOUNS.pattern, line, re.IGNORECASE):
+                yield number
 
 
 def _private(node: ast.AST, own: frozenset[str]) -> Iterator[int]:
     """The lines that use a private name, but for ``own``, those of the classes around them."""
     if isinstance(node, ast.ClassDef):
         own |= set(_defined_in(node))
-    elif isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
+    elif isinstance(node, ast.Attribute):
         is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        if not is_own and node.attr not in own | _PUBLIC:
+        if not is_own and _is_private(node.attr, own):
             yield node.lineno
+    elif isinstance(node, ast.Call):
+        name = _attribute_named_by(node)
+        if name is not None and _is_private(name, own):
+            yield node.lineno
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            if _is_private(alias.name, own) and not _is_module(node.module, alias.name):
+                yield node.lineno
     for child in ast.iter_child_nodes(node):
         yield from _private(child, own)
+
+
+def _is_private(name: str, own: frozenset[str]) -> bool:
+    return bool(_PRIVATE.match(name)) and name not in own | _PUBLIC
+
+
+def _attribute_named_by(call: ast.Call) -> str | None:
+    """The attribute named by ``setattr(x, "_y", z)`` or ``monkeypatch.setattr("x._y", z)``."""
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name not in _SETTERS or not call.args:
+        return None
+    for argument in call.args[:2]:
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            return argument.value.rpartition(".")[2]
+    return None
+
+
+def _is_module(package: str | None, name: str) -> bool:
+    """True if ``name``, imported from ``package``, is a module of this repository."""
+    path = ROOT.joinpath(*(package or "").split("."), name)
+    return path.is_dir() or path.with_suffix(".py").exists()
 
 
 def _defined_in(node: ast.ClassDef) -> Iterator[str]:
@@ -121,12 +182,31 @@ def _defined_in(node: ast.ClassDef) -> Iterator[str]:
 def _in_node(node: ast.AST) -> Iterator[tuple[str, int]]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         words = set(node.name.split("_"))
-        if words & _VERBS and "test" not in words:
+        if words & _VERBS:
             yield "verbs", node.lineno
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        docstring = ast.get_docstring(node)
-        if docstring and _OPENINGS.match(docstring):
-            yield "openings", node.body[0].lineno
+        if "test" in words and words & _TITLES:
+            yield "titles", node.lineno
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if (
+            set(name.lower().split("_")) & _VERBS
+        ):
+            yield "variables", node.lineno
+    for documented, text in _documentation(node):
+        if _OPENINGS.match(text.strip()):
+            yield "openings", documented.lineno
+
+
+def _documentation(node: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """The docstring of a module, class or function, and the strings below its constants."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    before: ast.stmt | None = None
+    for each in node.body:
+        if isinstance(before, ast.Assign | ast.AnnAssign | None):
+            match each:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield each, text
+        before = each
 
 
 def counts() -> dict[str, dict[str, int]]:

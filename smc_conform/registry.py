@@ -33,7 +33,7 @@ NEEDS: Final = {
     "version-1": "version 1",
     "version-2": "version 2",
 }
-"""What a check may need beside the implementation, in words."""
+"""Descriptions of the resources that a check may need beside the implementation."""
 
 Steps: TypeAlias = "Callable[[Peer], Awaitable[None]]"
 

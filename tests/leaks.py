@@ -2,7 +2,7 @@
 
 A test takes a `Snapshot` before and after and asks `leaked(before, after)` for one line of text
 per thing that is there afterwards and was not before. Everything is read from /proc and from
-`threading`, so what a library opened behind our back counts too.
+`threading`, so descriptors that a library opened count as well.
 """
 
 from __future__ import annotations

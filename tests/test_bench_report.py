@@ -17,6 +17,6 @@ def test_a_ratio_above_1_is_better(smaller_is_better: bool) -> None:
     assert ratios(metric, [bad, good], [good, bad]) == [4.0, 0.25]
 
 
-def test_what_was_too_little_to_be_measured() -> None:
+def test_ratios_of_values_too_small_to_measure() -> None:
     metric = Metric(name="x", unit="s", smaller_is_better=True)
     assert ratios(metric, [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]) == [math.inf, 1.0, 0.0]

@@ -47,7 +47,7 @@ def _check(comparison: Comparison) -> None:
 
 
 @pytest.mark.parametrize("batch", [0, 4, 9], ids=["connected", "connecting", "processes"])
-def test_programs_observe_over_smc_what_they_observe_over_tcp(
+def test_programs_observe_the_same_over_smc_as_over_tcp(
     batch: int, compare: Compare, seed: int, full: bool
 ) -> None:
     comparison = compare()

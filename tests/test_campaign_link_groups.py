@@ -18,7 +18,7 @@ from trio_smc.stack.groups import GroupTable
 pytestmark = pytest.mark.calculates
 
 
-def test_two_link_groups_agree_whatever_happens(seed: int, full: bool) -> None:
+def test_two_link_groups_agree_after_any_schedule(seed: int, full: bool) -> None:
     # In 12.5 of 300 schedules an operator terminates a group, on average: with so many, all faults
     # come in all but one of ten million runs.
     cases = 20_000 if full else 400

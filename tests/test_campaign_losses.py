@@ -16,7 +16,7 @@ from trio_smc.wire.cdc import CDC_TYPE
 pytestmark = pytest.mark.calculates
 
 
-def test_who_lost_a_message_is_reset_and_nobody_else(seed: int, full: bool) -> None:
+def test_only_connections_that_lost_a_message_are_reset(seed: int, full: bool) -> None:
     # Of ten cases two have streams that end in order, so that fewer may have none.
     cases = 3_000 if full else 90
     result = losses.run(cases, seed)

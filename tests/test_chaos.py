@@ -227,7 +227,7 @@ class TestWhole:
         self.report_links(sides, 3, 4)
         assert sides.whole()
 
-    async def test_what_is_harmless_takes_no_link(self) -> None:
+    async def test_a_harmless_fault_costs_no_link(self) -> None:
         sides = self.sides()
         server, _ = sides.both
         sides.on_struck(server, "delay", "server-0", self.links(1, 2), hit=[1])
@@ -235,7 +235,7 @@ class TestWhole:
 
 
 class TestRecollection:
-    def test_a_connection_and_what_happened_around_it(self) -> None:
+    def test_the_history_of_a_connection(self) -> None:
         recollection = Recollection()
         for name, text in (
             ("trio_smc.failover", "<Connection 0x00000007 ACTIVE> continues on link 2"),
@@ -266,7 +266,7 @@ class TestRecollection:
         assert len(recollection.of([7])) == MESSAGES
 
 
-async def test_what_both_sides_remember_is_told_with_the_problem(
+async def test_a_problem_is_reported_with_the_history_of_both_sides(
     runtime_directory: object, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault is kept from the judge, so the reset that it causes seems to have no reason."""

@@ -56,7 +56,7 @@ def test_no_id_is_on_two_pages() -> None:
     ],
     ids=["no title", "level", "number", "shape", "source"],
 )
-def test_what_is_no_requirement(text: str) -> None:
+def test_invalid_requirements_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"1\.2"):
         read(text)
 

@@ -19,7 +19,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 
-def test_a_hung_async_test_says_where_and_the_rest_goes_on(pytester: pytest.Pytester) -> None:
+def test_a_hung_async_test_is_located_and_the_rest_goes_on(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import trio

@@ -18,10 +18,10 @@ Make = Callable[[str, str, str], Path]
 def make(tmp_path: Path) -> Make:
     """Make a program that says of itself what an interpreter of that version would."""
 
-    def made(place: str, name: str, says: str) -> Path:
+    def made(place: str, name: str, script: str) -> Path:
         path = tmp_path / place / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{says}\n")
+        path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
         return path
 
@@ -44,7 +44,7 @@ def test_the_newest_of_each_supported_version_is_taken(tmp_path: Path, make: Mak
 
 
 @pytest.mark.parametrize("passes", [True, False])
-def test_one_that_fails_is_said_and_the_others_run(
+def test_a_failed_python_is_reported_and_the_others_run(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], passes: bool
 ) -> None:
     first = make("bin", "python3.11", "echo 3 11 2")
@@ -112,8 +112,8 @@ def test_another_processor_is_emulated_and_nothing_else_runs(
 def test_an_emulated_processor_runs_demo_and_tests_with_each_variant(
     make: Make, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    says = f'said="$TRIO_SMC_WORDS $1"; shift; echo "$said $*"; test "$said" != "{fails}"'
-    monkeypatch.setenv("PATH", str(make("bin", "make", says).parent), prepend=os.pathsep)
+    script = f'said="$TRIO_SMC_WORDS $1"; shift; echo "$said $*"; test "$said" != "{fails}"'
+    monkeypatch.setenv("PATH", str(make("bin", "make", script).parent), prepend=os.pathsep)
     monkeypatch.setattr(pythons, "EMULATED_PYTEST", ["make", "test"])
     commands = pythons.emulated_commands(["tests/wire", "-k", "a b"])
     done = subprocess.run(
@@ -161,8 +161,8 @@ def test_a_root_directory_is_one_in_which_user_namespaces_can_be_made(
     shared = [each for each in programs if each.exists()]
     commands = ["make demo", "make test ARGS=\"tests/wire -k 'this or that'\""]
     made = pythons.made_in(tmp_path, shared, commands)
-    said = capfd.readouterr().out.splitlines()
-    assert [line for line in said if not line.startswith("make[")] == [
+    output = capfd.readouterr().out.splitlines()
+    assert [line for line in output if not line.startswith("make[")] == [
         *("demo", "of its own", "Makefile", "tests/wire", "-k", "this or that")
     ]
     assert made == (code == 0)

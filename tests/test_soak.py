@@ -32,7 +32,7 @@ async def test_a_short_one(runtime_directory: object, seed: int) -> None:
         assert seen.samples[name]
 
 
-async def test_whoever_waits_is_woken_beside_another_one() -> None:
+async def test_two_waiters_are_both_woken() -> None:
     """The second waiter took the first one's wakeup away, for a minute."""
     one = Soak(15.0, 1, lambda _: None)
     ready: set[str] = set()
@@ -73,7 +73,7 @@ def test_a_line() -> None:
 
 
 @pytest.mark.parametrize("what", LIMITS)
-def test_what_grows_is_a_problem(what: str) -> None:
+def test_growth_is_a_problem(what: str) -> None:
     """By a tenth more than is allowed, after the warm-up."""
     rise = LIMITS[what] * 1.1 / 0.75
     growing = [LEVEL[what] + round(rise * index / 99) for index in range(100)]
@@ -82,7 +82,7 @@ def test_what_grows_is_a_problem(what: str) -> None:
     assert problems_of(**{what: growing[::-1]}) == []
 
 
-def test_what_goes_up_and_down_is_none() -> None:
+def test_fluctuation_is_no_problem() -> None:
     assert problems_of(memory=[50 << 20, 90 << 20], descriptors=[100, 190]) == []
 
 
@@ -154,7 +154,7 @@ async def test_tls_that_ends_in_order_in_the_middle_is_wrong() -> None:
         await TlsFrames(stream).receive_some(10)
 
 
-def test_it_sees_what_a_process_holds() -> None:
+def test_resources_of_a_process_are_counted() -> None:
     descriptors = [os.memfd_create("soak") for _ in range(5)]
     try:
         before = soak.held_by(os.getpid())

@@ -110,7 +110,7 @@ def test_only_one_place_has_the_address_of_the_repository() -> None:
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
-def test_sdist_and_wheel_hold_what_belongs_there(made: dict[str, list[str]], native: str) -> None:
+def test_sdist_and_wheel_hold_the_right_files(made: dict[str, list[str]], native: str) -> None:
     assert wheels.strays(made[".gz"] + made[".whl"]) == []
     assert ("trio_smc/rnic/_words.abi3.so" in made[".whl"]) == (native == "1")
     assert "trio_smc/rnic/_words.c" in made[".gz"]
@@ -139,7 +139,7 @@ def test_mypyc_finds_the_types_of_named_tuples() -> None:
     assert unknown == []
 
 
-def test_what_does_not_belong_there_is_noticed() -> None:
+def test_a_stray_file_is_noticed() -> None:
     names = [
         "trio_smc/rnic/_words.abi3.so",
         "trio_smc/wire/cdc.py",
@@ -170,8 +170,8 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert f"\n## {wheels.version()} (20" in changes  # and has a date
 
 
-def test_the_command_says_which_build_it_is() -> None:
+def test_the_command_prints_which_build_it_is() -> None:
     command = [sys.executable, "-m", "trio_smc.tools", "--version"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     kind = "compiled" if Path(trio_smc.datapath.sender.__file__).suffix == ".so" else "pure"
-    assert said == f"trio-smc {trio_smc.__version__} ({kind}, {trio_smc.SoftRnic.variant})\n"
+    assert output == f"trio-smc {trio_smc.__version__} ({kind}, {trio_smc.SoftRnic.variant})\n"

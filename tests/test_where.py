@@ -45,15 +45,15 @@ def test_tests_that_do_not_import_the_module(
     assert among in listed(capsys.readouterr().out)
 
 
-def test_a_long_list_is_cut_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_list_is_cut_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     assert where.main(["trio_smc/wire/cdc.py"]) == 0
-    shown, said = capsys.readouterr()
+    shown, note = capsys.readouterr()
     assert where.main(["trio_smc/wire/cdc.py", "--all"]) == 0
     everything = capsys.readouterr().out
     assert listed(everything)[: len(listed(shown))] == listed(shown)
     left = len(listed(everything)) - len(listed(shown))
     assert left > 0
-    assert said == f"trio_smc/wire/cdc.py: {left} more with --all\n"
+    assert note == f"trio_smc/wire/cdc.py: {left} more with --all\n"
 
 
 def test_each_module_has_tests() -> None:

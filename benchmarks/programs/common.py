@@ -211,7 +211,7 @@ async def start_helper(
         await trio.sleep_forever()
     finally:
         with trio.CancelScope(shield=True):
-            await process.stdin.aclose()  # its standard input ends, and so does the helper
+            await process.stdin.aclose()  # the helper ends with its standard input
             await process.wait()
             await process.stdout.aclose()
 

@@ -96,8 +96,8 @@ async def test_a_link_that_returns_gets_its_share_and_no_more(
         assert max(moved) <= count
         for each in (*client.link_groups, *server.link_groups):
             assert sum(link.connections for link in each.links) == count
-        said = [record.getMessage() for record in caplog.records]
-        assert sum("continues on link" in line for line in said) == sum(moved)
+        messages = [record.getMessage() for record in caplog.records]
+        assert sum("continues on link" in line for line in messages) == sum(moved)
         for pair in pairs:
             await check_talk(*pair)
             await pair[0].aclose()

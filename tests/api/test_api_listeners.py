@@ -153,8 +153,8 @@ async def test_a_handler_that_fails_ends_the_server(stack: Stack) -> None:
     assert caught.group_contains(LookupError)
 
 
-@pytest.mark.parametrize("says", ["nothing", "proposal"])
-async def test_closed_while_serving_a_handshake(stack: Stack, says: str) -> None:
+@pytest.mark.parametrize("sent", ["nothing", "proposal"])
+async def test_closed_while_serving_a_handshake(stack: Stack, sent: str) -> None:
     """Clients in a handshake are reset at once, and no handler runs."""
 
     async def handler(stream: SmcStream) -> None:
@@ -166,7 +166,7 @@ async def test_closed_while_serving_a_handshake(stack: Stack, says: str) -> None
             async with trio.open_nursery() as serving:
                 [listener] = await serving.start(serve)
                 client = await plain_client(listener)
-                if says == "proposal":
+                if sent == "proposal":
                     await client.send_all(proposal().encode())
                     assert isinstance(await read_clc(client), clc.Accept)
                 await trio.testing.wait_all_tasks_blocked()

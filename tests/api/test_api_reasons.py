@@ -72,7 +72,7 @@ def test_messages_of_a_peers_decline() -> None:
 
 # --- Declines of a peer --------------------------------------------------------------------------
 
-SAID = {
+TEXTS = {
     Diagnosis.OUT_OF_MEMORY: Reason.OUT_OF_RESOURCES,
     Diagnosis.CONFIRM_LINK_TIMEOUT: Reason.LINK_FAILED,
     Diagnosis.ADD_LINK_TIMEOUT: Reason.LINK_FAILED,
@@ -100,7 +100,7 @@ SAID = {
 
 @pytest.mark.v2("v2.6/4")
 @pytest.mark.rfc("C.1/1")
-@pytest.mark.parametrize("word", SAID)
+@pytest.mark.parametrize("word", TEXTS)
 async def test_a_server_declines(word: int) -> None:
     async def peer(stream: trio.SocketStream) -> None:
         assert isinstance(await read_clc(stream), clc.Proposal)
@@ -110,7 +110,7 @@ async def test_a_server_declines(word: int) -> None:
     outcome = await open_to(peer)
     assert outcome.stream is not None
     assert outcome.stream.fallback == Fallback(
-        reason=SAID[Diagnosis(word) if word in [*Diagnosis] else word],
+        reason=TEXTS[Diagnosis(word) if word in [*Diagnosis] else word],
         origin=PEER,
         code=0x05000000,
         peer_code=word,
@@ -141,17 +141,17 @@ async def test_a_client_declines() -> None:
 
 async def answer_of_our_client(answer: clc.Message) -> tuple[Fallback | None, clc.Message]:
     """The fallback of the client after an answer to its Proposal, and the client's message."""
-    said: list[clc.Message] = []
+    sent: list[clc.Message] = []
 
     async def peer(stream: trio.SocketStream) -> None:
         await read_clc(stream)
         await stream.send_all(answer.encode())
-        said.append(await read_clc(stream))
+        sent.append(await read_clc(stream))
         assert await read_exactly(stream, 11) == b"application"
 
     outcome = await open_to(peer)
     assert outcome.stream is not None
-    return outcome.stream.fallback, said[0]
+    return outcome.stream.fallback, sent[0]
 
 
 @pytest.mark.rfc("C.4/1", "C.6/4")
@@ -164,11 +164,11 @@ async def answer_of_our_client(answer: clc.Message) -> tuple[Fallback | None, cl
     ],
 )
 async def test_our_client_declines(answer: clc.Message, reason: Reason, word: int) -> None:
-    fallback, said = await answer_of_our_client(answer)
+    fallback, sent = await answer_of_our_client(answer)
     assert fallback == Fallback(reason=reason, origin=LOCAL, code=word)
-    assert isinstance(said, clc.Decline)
-    assert said.diagnosis == word
-    assert said.out_of_sync is (reason is Reason.OUT_OF_SYNC)
+    assert isinstance(sent, clc.Decline)
+    assert sent.diagnosis == word
+    assert sent.out_of_sync is (reason is Reason.OUT_OF_SYNC)
 
 
 # --- reasons found by the server -----------------------------------------------------------------

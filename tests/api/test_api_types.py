@@ -61,11 +61,11 @@ def test_a_misspelled_mode_is_an_error(tmp_path: Path) -> None:
 
 def test_every_public_name_has_a_type(tmp_path: Path) -> None:
     """Checks the whole package, of which users see the exports of `trio_smc`."""
-    said = pyright(tmp_path, "--verifytypes", "trio_smc", "--ignoreexternal")["typeCompleteness"]
+    report = pyright(tmp_path, "--verifytypes", "trio_smc", "--ignoreexternal")["typeCompleteness"]
     unclear = [
         each["name"]
-        for each in said["symbols"]
+        for each in report["symbols"]
         if not each["isTypeKnown"] or each["isTypeAmbiguous"]
     ]
-    assert said["exportedSymbolCounts"]["withKnownType"] > 1000
-    assert said["completenessScore"] >= COMPLETE, unclear
+    assert report["exportedSymbolCounts"]["withKnownType"] > 1000
+    assert report["completenessScore"] >= COMPLETE, unclear

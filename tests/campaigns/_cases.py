@@ -1,4 +1,4 @@
-"""Cases that are run one after the other, whatever breaks, and what is said of them at the end."""
+"""Runs cases one after the other, also after a failure, and prints their summary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outcome:
 
     Fields:
       faults: how often each kind of fault happened.
-      failures: one line for each case that broke a rule, with what replays it.
+      failures: one line for each case that broke a rule, with the command that replays it.
     """
 
     cases: int
@@ -44,9 +44,9 @@ class Outcome:
 def run_cases(
     campaign: str, make: Callable[[int, int], _AnyCase], numbers: Iterable[int], outcome: Outcome
 ) -> Iterator[_AnyCase]:
-    """Run the cases with these numbers, and yield each when it is over, however it ended.
+    """Run the cases with these numbers, and yield each one at its end, also if it failed.
 
-    Anything a case raises is a failure.
+    Any exception of a case is a failure.
 
     Args:
       campaign: its module, for the command that replays a failure.
@@ -70,7 +70,7 @@ def run_cases(
 
 
 def print_outcome(campaign: str, outcome: Outcome, counted: str, **counters: Counter[str]) -> int:
-    """Print what was seen, and return the exit code.
+    """Print the summary, and return the exit code.
 
     Args:
       counted: what was counted besides schedules, with its unit.

@@ -1,7 +1,7 @@
-"""One side of the connection model: a machine with a small world around it.
+"""One side of the connection model: a machine with a small environment.
 
-The world is as simple as the rules of 4.8 allow: bytes are counted, not stored; the peer sees
-posted CDCs in order, and their completions come in order here, independently of that.
+The environment is as simple as the rules of 4.8 allow: bytes are counted, not stored; the peer
+receives posted CDCs in order, and their completions arrive here in order, independently of that.
 
 Two rules beside the table matter (``connection_model`` shows what happens without them):
 
@@ -23,7 +23,7 @@ from trio_smc.states.engine import Machine, Table
 RING = 3  # bytes of an RMBE: small, so that windows close
 # States in which arriving data is ignored (4.8.2, 1A and 2A).
 DEAF = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
-# Events that end a connection without the peer: its RMBE is then protected by 4.4.2 alone.
+# Events that end a connection without the peer: then only 4.4.2 protects its RMBE.
 _ALONE = frozenset({"close_timeout", "abort_timeout", "links_lost", "rmbe_conflict"})
 
 Step = Callable[[], None]
@@ -53,7 +53,7 @@ class Side:
         # Facts that guards read.
         self.unread = 0
         self.sent_closed = self.got_closed = False
-        self.closed_arrived = False  # the campaign does not look at the end of TCP
+        self.closed_arrived = False  # the campaign has no end of TCP
         self.eof_pending = self.close_pending = False
         self.peer_rmbe_known = True
         # The application.
@@ -62,7 +62,7 @@ class Side:
         # Sending half.
         self.accepted = 0  # bytes not yet posted
         self.window = RING
-        self.arriving: deque[Cdc] = deque()  # posted, the peer has not seen them
+        self.arriving: deque[Cdc] = deque()  # posted, not received by the peer
         self.completing: deque[Cdc] = deque()  # posted, not completed here
         self.aborts = 0
         # Receiving half and the rest.
@@ -71,7 +71,7 @@ class Side:
         self.links_up = True
         self.close_timer = self.abort_timer = False
         self.fired = 0
-        self.gave_up = False  # closed without a word from the peer
+        self.gave_up = False  # closed without a message of the peer
 
     @property
     def state(self) -> str:
@@ -172,7 +172,7 @@ class Side:
 
     def write(self) -> None:
         if self.got_closed:
-            self.raise_("abort")  # it cannot reach a reader: the send aborts
+            self.raise_("abort")  # no reader can get the data: the send aborts
             self.done = True
             return
         self.accepted += 1
@@ -216,7 +216,7 @@ class Side:
             self.raise_("all_sent")
 
     def arrive(self) -> None:
-        """See the next CDC of the peer: data first, then A, C, D, each only once."""
+        """Receive the next CDC of the peer: data first, then A, C, D, each only once."""
         cdc = self.peer.arriving.popleft()
         if self.state == "CLOSED":
             if cdc.data and not self.gave_up:

@@ -1,4 +1,4 @@
-"""Defects of the kinds that the differential campaign has to notice.
+"""Defects that the differential campaign has to notice.
 
 Each one replaces functions of the package in this process.  The ends of a program are forked from
 this process afterwards, so the ends over SMC-R have the defect.

@@ -1,9 +1,9 @@
 """The world of the endings campaign: two connection cores, two links, a TCP connection, no I/O.
 
-Real RMBEs lie in real memory, each with a neighbour that must not change. An element is cleared
-when its connection gives it back, and from then on a write into it is a violation, unless its
-owner gave up on the peer (a timer, lost links, an RMBE conflict, an end before the peer's Confirm):
-then only 4.4.2 protects it.
+RMBEs are in real memory, each with a neighbour that must not change. An element is cleared when its
+connection gives it back. A later write into it is a violation, unless its owner gave up waiting for
+the peer (a timer, lost links, an RMBE conflict, an end before the peer's Confirm): then only 4.4.2
+protects it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trio_smc.datapath.rmb import Rmb, Rmbe
 from trio_smc.rnic.memory import Memory
 
 CLOSE_TIMEOUT = 60.0
-# Events that end a connection without a word from the peer.
+# Events that end a connection without a message of the peer.
 ALONE = frozenset({"close_timeout", "abort_timeout", "links_lost", "rmbe_conflict"})
 
 
@@ -57,7 +57,7 @@ class Host(FakeHost):
         super().connection_closed(connection)
         self.released = True
         rmbe = connection.rmbe
-        # What another connection would be given must be all zero (4.4.1).
+        # The element that another connection gets must be all zero (4.4.1).
         rmbe.clear(rmbe.usable if connection.used is None else connection.used)
         if not self.gave_up and rmbe.data.tobytes().strip(b"\0"):
             raise Broken(f"{self.name}: bytes are left in the element, used was {connection.used}")
@@ -65,7 +65,7 @@ class Host(FakeHost):
 
 
 class Link(FakeChannel):
-    """A link that can fail, and that knows what may not be written any more."""
+    """A link that can fail, and that knows the elements that must not be written any more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Link(FakeChannel):
 
 
 class World:
-    """Two connections ``a`` (client) and ``b`` in `connections`, and what is between them.
+    """Two connections ``a`` (client) and ``b`` in `connections`, with links and a TCP connection.
 
     ``usable``: bytes of their rings. ``eye_catcher``: the layouts. ``early``: b does not know a's
     element yet, the Confirm is under way (3.5.2.4).
@@ -157,14 +157,14 @@ class World:
         own.established()
 
     def flush(self) -> None:
-        """Do what the scheduler does before it sleeps."""
+        """Flush, like the scheduler before it sleeps."""
         flushes, self.flushes[:] = list(self.flushes), []
         for flush in flushes:
             assert callable(flush)
             flush()
 
     def fire(self, side: int) -> bool:
-        """The time of this side's timer is over; whether it had one."""
+        """Fire this side's timer; True if it had one."""
         host = self.hosts[side]
         if host.timer is None:
             return False
@@ -174,7 +174,7 @@ class World:
         return True
 
     def deliver_reset(self, side: int) -> bool:
-        """TCP's RST arrives; whether there was one for a connection that is still there."""
+        """Deliver TCP's RST; True if there was one, and the connection still exists."""
         host = self.hosts[side]
         if not host.reset_coming:
             return False
@@ -186,12 +186,12 @@ class World:
         return True
 
     def lose_link(self) -> None:
-        """Nothing moves any more; each side is told when it notices."""
+        """Lose all links; each side notices it later."""
         for link in self.links:
             link.failed = True
 
     def notice_loss(self, side: int) -> bool:
-        """This side learns that the links are gone; whether that was news."""
+        """Let this side notice the lost links; True if it had not noticed them before."""
         if not self.links[0].failed or "links lost" in self.hosts[side].calls:
             return False
         self.hosts[side].calls.append("links lost")
@@ -199,7 +199,7 @@ class World:
         return True
 
     def settle(self) -> None:
-        """Whatever is under way arrives, but no timer fires."""
+        """Deliver all messages in flight, but fire no timer."""
         while True:
             self.flush()
             moved = sum(link.deliver() + link.complete() for link in self.links)

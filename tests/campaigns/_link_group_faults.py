@@ -26,12 +26,12 @@ GENTLE = (
 
 
 class Faults:
-    """Does them, one by one.
+    """Injects faults, one by one.
 
     Attributes:
       rng: chooses to whom.
       world: the two stacks.
-      gentle: only when another link, known to both sides, shares no RNIC with what is hit.
+      gentle: inject a fault only if another link, known to both sides, shares no RNIC with it.
       faults: how often each kind happened.
     """
 
@@ -46,7 +46,7 @@ class Faults:
         return self.rng.choice(streams) if streams else None
 
     def fault(self, kind: str) -> None:
-        """Do what ``kind`` names, if it can be done now."""
+        """Inject a fault of this kind, if it is possible now."""
         if self.gentle and not is_sound(self.world):
             return
         if getattr(self, f"_fault_{kind}")():

@@ -57,7 +57,7 @@ def _outcome(line: Line) -> str:
 
 _Lines = dict[tuple[int, int, int, bool], Line]
 _NOTHING: Final = ""
-"""In place of a result that only the other transport has."""
+"""Stands for a result that only the other transport has."""
 
 
 def _by_operation(tcp: Observation, smc: Observation) -> tuple[_Lines, _Lines]:

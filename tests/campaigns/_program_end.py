@@ -28,13 +28,13 @@ import trio.testing
 
 import trio_smc
 from tests.campaigns._programs import Kind, text
+from tests.timing import PATIENCE
 from trio_smc import Config
 from trio_smc.datapath.connection import Connection as SmcConnection
 
 __all__ = ["Channel", "EndSettings", "live"]
 
 HOST: Final = "127.0.0.1"
-_PATIENCE: Final = 10.0
 _TURNS: Final = 3
 _LENGTH: Final = struct.Struct("<I")
 _PIECE: Final = 1 << 15
@@ -496,7 +496,7 @@ class End:
         return mode
 
     async def _settle(self, collect: bool) -> tuple[int, list[tuple[int, int, str]]]:
-        with trio.fail_after(_PATIENCE):
+        with trio.fail_after(PATIENCE):
             while any(task.connects for task in self.tasks):  # noqa: ASYNC110
                 await trio.sleep(0.002)
         await trio.testing.wait_all_tasks_blocked()

@@ -35,11 +35,10 @@ from tests.campaigns._programs import (
     sends,
     text,
 )
+from tests.timing import PATIENCE
 
 __all__ = ["EPILOGUE", "MISSING", "TOTAL", "Line", "Observation", "Runner"]
 
-_PATIENCE: Final = 10.0
-"""Seconds after which an end that does not answer hangs."""
 _QUIET_ROUNDS: Final = 3
 _MOST_ROUNDS: Final = 20_000
 _STOPPED: Final = 0.25
@@ -96,7 +95,7 @@ class _Process:
     pid: int
     channel: Channel
     errors: IO[bytes]
-    """What it has written to its standard error."""
+    """Its standard error."""
     stopped: bool = False
     alive: bool = True
     activity: int = -1
@@ -176,7 +175,7 @@ class Runner:
             if pid == 0:
                 _child(settings, theirs, errors)
             theirs.close()
-            ours.settimeout(_PATIENCE)
+            ours.settimeout(PATIENCE)
             made.append(_Process(pid, Channel(ours), errors))
         return made
 
@@ -334,7 +333,7 @@ class _Run:
             end.stopped = False
 
     def _reap(self, end: _Process) -> None:
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while not os.waitpid(end.pid, os.WNOHANG)[0]:
             if time.monotonic() > deadline:
                 raise Hung("the process does not end")

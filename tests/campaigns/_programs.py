@@ -32,7 +32,7 @@ _TEXT_SIZE: Final = 1 << 22
 Operation = tuple[str, int]
 """Name and argument; the names are the methods of `_program_end.Connection`."""
 Kind = Literal["usual", "full", "connecting"]
-"""What a program begins with: a connection, one with small buffers (so that a send of `LARGE` bytes
+"""The beginning of a program: a connection, one with small buffers (so that a send of `LARGE` bytes
 waits), or a listener and a new socket, so that the program itself connects and accepts."""
 _KINDS: Final[tuple[Kind, ...]] = ("usual", "usual", "usual", "full")
 STYLES: Final = (

@@ -3,22 +3,26 @@
     python -m tests.campaigns.datapath --cases N --seed S [--case K]
 
 A case draws two rings (a few bytes to 64 KiB, with or without eye catcher), settings (chunks,
-copies, merged messages, links with little room) and a weight for each thing that can happen:
-a piece is sent, received or peeked at on either side, posted work is delivered, completed, put-off
-messages are flushed. Both sides send all the time; each ends its own direction when it has sent
-its share, by half close, and closes when it has read the other's to the end.
+copies, merged messages, links with little room) and a weight for each kind of step: a side sends,
+receives or peeks at a piece, posted work is delivered or completed, deferred messages are flushed.
+Both sides send all the time. Each side half-closes when it has sent all its data, and closes when
+it has read the peer's data to the end.
 
-Every third case is a wild one instead: the applications also close and abort at any time, TCP
-resets cross the messages, and now and then the links are lost.
+Every third case is a wild one: the applications also close and abort at any time, TCP resets cross
+the messages, and sometimes all links are lost.
 
-In half of all cases links fail or are left, on both sides and several times in a row, and others
-carry on (RFC 7609, 4.6; `tests.campaigns._moves`). Then every unread byte is looked at after each
-step: a replay that changes one that the peer was told of is found out.
+In half of all cases connections move to other links, because their link fails or is left, on both
+sides and several times in a row (RFC 7609, 4.6; `tests.campaigns._moves`). In these cases the
+campaign checks every unread byte after each step: a replay must not change an announced byte.
 
-Checked: the bytes; that nothing is written outside of the window granted (the receiver would
-reset); that no side is stuck while the other end reads and the links move; that both are CLOSED
-in the end, by FIN (a wild case: by FIN or RST, no timer needed); that nothing follows the flags
-C and A; that everything was given back.
+The campaign checks these rules:
+
+- Every byte is right.
+- No side writes outside of the granted window (the receiver would reset).
+- No side is stuck while the other end reads and the links move.
+- Both connections are CLOSED in the end, by FIN (a wild case: by FIN or RST, without a timer).
+- No message follows the flags C and A.
+- All borrowed memory is given back.
 """
 
 from __future__ import annotations
@@ -57,10 +61,10 @@ class Result:
 
 
 class End:
-    """One application: what it has to send, what it must receive."""
+    """One application: the data that it sends, and the data that it must receive."""
 
     patient = True
-    """Whether it sometimes waits until nothing is borrowed of its buffer."""
+    """True if the application sometimes waits until no part of its buffer is borrowed."""
 
     def __init__(self, connection: Connection, outgoing: bytes, incoming: bytes) -> None:
         self.connection = connection
@@ -78,7 +82,7 @@ class End:
         if self.lent is not None:
             if connection.sender.borrowed:
                 return
-            self.lent[:] = bytes(len(self.lent))  # the application's own again
+            self.lent[:] = bytes(len(self.lent))  # the memory belongs to the application again
             self.lent = None
         if self.sent == len(self.outgoing):
             connection.shutdown_write()
@@ -123,7 +127,7 @@ class End:
 
 
 class WildEnd(End):
-    """An application that ends when it likes, and lives with errors."""
+    """An application that ends at any time, and tolerates errors."""
 
     patient = False
 
@@ -180,7 +184,7 @@ def run_case(rng: random.Random) -> Counts:
 
 
 def _moves(pair: Pair, rng: random.Random) -> Moves | None:
-    """Narrow links, now and then; None: these are used to the end."""
+    """Moves to links with little room in some cases; None: the first links are used to the end."""
     for channel in pair.channels:
         crowd(channel, rng)
     return Moves(pair, rng, rng.choice([5, 20, 100])) if rng.random() < 0.5 else None
@@ -208,7 +212,7 @@ def run_transfers(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> Cou
     while pair.states() != ("CLOSED", "CLOSED"):
         steps += 1
         if steps % 100 == 0:
-            # Whatever the weights: everyone gets a turn, so that a stand-still is a real one.
+            # With any weights each kind of step gets a turn, so that a stand-still is a real one.
             before = _progress(pair, ends)
             pair.settle()
             for side in (0, 1):
@@ -245,7 +249,7 @@ def _run_wild(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> Counts:
     largest = [max(4, len(t) // 10) for t in texts]
     kinds = _kinds(rng)
     patience = rng.choice([3, 30, 300])
-    resets = [False, False]  # told to the peer's TCP
+    resets = [False, False]  # the peer's TCP has got the reset
     while not (ends[0].closed and ends[1].closed):
         _step(pair, ends, rng, next(kinds), largest)
         if moves is not None:
@@ -271,7 +275,7 @@ def _run_wild(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> Counts:
     for channel in (*pair.channels, *(moves.old if moves is not None else ())):
         messages = [entry for entry in channel.log if isinstance(entry, Cdc)]
         last = [i for i, entry in enumerate(messages) if entry.endings & LAST_WORD]
-        assert last in ([], [len(messages) - 1]), "something follows C or A"
+        assert last in ([], [len(messages) - 1]), "a message follows C or A"
         assert not last or channel.log[-1] is messages[-1]
     return (
         ends[0].received + ends[1].received,
@@ -283,7 +287,7 @@ def _run_wild(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> Counts:
 
 
 def _kinds(rng: random.Random) -> Iterator[int]:
-    """Kinds of steps without end, some of them rarer than others."""
+    """An endless sequence of kinds of steps, some of them rarer than others."""
     weights = [rng.choice([1, 1, 3, 10]) for _ in range(9)]
     while True:
         yield from rng.choices(range(9), weights, k=50)

@@ -85,7 +85,7 @@ class App:
         self.ended = False  # closed or aborted
         self.parks = rng.random() < 0.8
         self.parked: set[str] = set()  # kinds of tasks that wait
-        self.half_closed = False  # it has waited to send while the peer had ended its side
+        self.half_closed = False  # True after a wait to send while the peer's side had ended
 
     def text(self, start: int, end: int) -> bytes:
         return _TEXT[self.start + start : self.start + end]

@@ -2,18 +2,18 @@
 
     python -m tests.campaigns.failover --cases N --seed S [--rnics 2]
 
-Two processes keep 50 connections busy (`examples.chaos_load`: streams both ways, requests and
-answers, urgent data, half closes, aborts, and always new connections).  Whenever their link group
-is whole, a fault comes; one failure in five comes in the middle of a failover.  Every byte is
-checked for its position and every direction by its SHA-256.  The connections that met a message
-acknowledged but not placed, and only those, are reset.
+Two processes keep 50 connections busy (`examples.chaos_load`: streams in both directions, requests
+and answers, urgent data, half closes, aborts, and new connections all the time).  Whenever their
+link group is complete, a fault is injected; one failure in five happens during a failover.  The
+position of every byte and the SHA-256 of every direction are checked.  The connections that lost a
+message acknowledged but not placed, and only those, are reset.
 
-Half of the failures meet groups of two links, the others some of three and of four, unless
-`--rnics` says otherwise; some of the last come in rows, and half of those are messages acknowledged
-and not placed (`--rows`).  A seed replays the faults and what every connection says; when each
-meets which is up to the scheduler.  So both processes remember what was sent and logged lately, and
-tell it when a connection ends as it should not.  50,000 cases are 2,000 failures, the long version
-50,000 (`--long`).
+Half of the failures meet groups of two links, the others groups of three and of four, unless
+`--rnics` is given; some of the last come in rows, and half of those are messages acknowledged and
+not placed (`--rows`).  A seed replays the faults and the data of every connection; the scheduler
+decides when a fault meets a connection.  So both processes keep the latest messages and log
+records, and report them if a connection ends in a wrong way.  50,000 cases are 2,000 failures, the
+long version 50,000 (`--long`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ LONG = 50_000
 PROGRESS, LAST_LINES = 1000, 60
 # RNICs of each process, their share of the failures, and whether those come in rows.
 MIXTURE = ((2, 0.5, False), (3, 0.2, False), (4, 0.15, False), (4, 0.15, True))
-# Every other failure is a message acknowledged and not placed: what waits for what is lost then.
+# Every other failure is a message acknowledged and not placed, so connections wait for lost data.
 ROWS = {**KINDS, "not-placed": 120, "process-stop": 0, "link-silent": 0}
-# Less is said by each, so that connections come and go all the time.
+# Each connection has less data, so that connections begin and end all the time.
 SCALE = 30
 
 
@@ -45,12 +45,12 @@ def run(
     cases: int, seed: int, *, rnics: int | None = None, rows: bool = False, long: bool = False,
     log: str | None = None,
 ) -> list[Result]:  # fmt: skip
-    """Let things go wrong; `Result.problems` says what must not happen and did.
+    """Inject the faults; `Result.problems` lists the violations of the rules.
 
     Args:
       rnics: of each process; None: the mixture.
       rows: with ``rnics``: failures come in rows.
-      log: a directory for what happened, one of its own for each number of RNICs.
+      log: a directory for the logs, with a subdirectory for each number of RNICs.
     """
     failures = LONG if long else max(20, cases // CASES_PER_FAILURE)
     mixture = MIXTURE if rnics is None else ((rnics, 1.0, rows),)
@@ -66,16 +66,16 @@ def run(
 
 def run_one(policy: Policy) -> Result:
     """All failures with one number of RNICs."""
-    # Without a log only the end of it may be wanted.
+    # Without a log file only its end is kept.
     lines: deque[str] = deque(maxlen=LAST_LINES if policy.log is None else None)
-    told = 0
+    reported = 0
 
     def show(line: str) -> None:
-        nonlocal told
+        nonlocal reported
         lines.append(line)
-        if chaos.result.injected >= told + PROGRESS:
-            told += PROGRESS
-            print(f"with {policy.rnics} RNICs: {told} failures so far", flush=True)
+        if chaos.result.injected >= reported + PROGRESS:
+            reported += PROGRESS
+            print(f"with {policy.rnics} RNICs: {reported} failures so far", flush=True)
 
     chaos = Chaos(policy, show)
     if policy.log is not None:
@@ -87,7 +87,7 @@ def run_one(policy: Policy) -> Result:
         with open(f"{policy.log}/chaos.log", "w") as file:
             file.write("\n".join(lines))
     if result.problems:
-        # What led there; the rest is of no interest.
+        # The last events before the problem.
         print("\n".join([*list(lines)[-LAST_LINES:], *result.recollections()]))
     return result
 

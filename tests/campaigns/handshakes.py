@@ -255,7 +255,7 @@ class Case:
     def run(self) -> tuple[str, str]:
         """Run it; AssertionError says which rule was broken."""
         rng = self.rng
-        with World(tells_death=rng.random() < 0.5) as world:
+        with World(announces_end=rng.random() < 0.5) as world:
             self.world = world
             client = world.side()
             server = client if rng.random() < 0.1 else world.side()
@@ -519,8 +519,8 @@ class Case:
                 text = texts[1 - place]
                 tcp = call.tcp[place]
                 assert bytes(tcp.taken[: consumed[place]]) + data == bytes(tcp.taken), "2"
-                told = call.ends[place].fallback.origin is Origin.PEER
-                if self._whole(1 - place) and (told or self._whole(place)):
+                peer_declined = call.ends[place].fallback.origin is Origin.PEER
+                if self._whole(1 - place) and (peer_declined or self._whole(place)):
                     broken = tcp.ended or tcp.cut or tcp.peer.silent
                     assert data == text or (broken and text.startswith(data)), f"2: {data!r}"
         else:

@@ -4,31 +4,32 @@
 
 50,000 cases are the whole, 20,000 schedules in two processes; fewer run proportionately fewer.
 
-A schedule is two stacks with 1-8 RNICs each and 50-400 steps.  A step moves one small thing: a few
-requests of one queue pair are done, one side looks at its completions, a handshake goes on, an
-application sends, receives, opens or closes.  Between them come, as far as the schedule has drawn
-them: requests that are lost, or whose acknowledgement is, or that are acknowledged and not placed;
+A schedule is two stacks with 1-8 RNICs each and 50-400 steps.  A step is small: a few requests of
+one queue pair are executed, one side polls its completions, a handshake proceeds, an application
+sends, receives, opens or closes.  Each schedule draws some of these faults: requests that are lost,
+or whose acknowledgement is lost, or that are acknowledged and not placed;
 queue pairs that fail with or without the other side noticing; paths that are cut; addresses that
 get no answer; ports that go down and return; RNICs that appear, fail, run out of queue pairs
 or memory, are drained and put back; operators that delete links and terminate groups; time that
-passes.  Then all is left to settle.
+passes.  Then the schedule runs until nothing changes any more.
 
-What holds in every schedule:
+These rules hold in every schedule:
 
-1. Nothing raises, nothing is logged with a traceback, and things settle.
-2. No application gets a byte that was not sent, or in another order, at any time; no write goes
-   to where nothing is registered.
-3. Both sides agree on groups, links (numbers, queue pairs, kind), RTokens (what one registered is
-   what the other knows, on every link) and connections (on a usable link, into the right
-   element), or have nothing of it.
-4. Connections that are open then carry bytes in both directions, or both ends get an error.
-5. What is open then is what groups and connections have; after both stacks are closed nothing is.
-6. Nothing happened to links and RNICs: no connection breaks.
-7. Links and RNICs only ever failed or went while another link, known to both sides, shared no RNIC
-   with them: no connection breaks.
-8. RNICs and paths are in order again, and time has passed: the groups are as good as the RNICs
-   allow; asymmetric is enough where an operator has deleted a link.
-9. No side finds a violation of the protocol: both are of this project.
+1. No call raises, no traceback is logged, and the schedule comes to rest.
+2. No application gets a byte that was not sent, or in another order, at any time; no write to an
+   unregistered address.
+3. Both sides agree on groups, links (numbers, queue pairs, kind), RTokens (each side knows the
+   registered ones of the other side, on every link) and connections (on a usable link, into the
+   right element), or neither side has them.
+4. At the end open connections carry bytes in both directions, or both ends get an error.
+5. At the end only resources of groups and connections are open; after both stacks have closed,
+   nothing is open.
+6. If no link or RNIC had a fault, no connection breaks.
+7. If each failed or deleted link left another one, known to both sides, that shared no RNIC with
+   it, no connection breaks.
+8. If RNICs and paths work again, and time has passed, the groups are as good as the RNICs allow;
+   asymmetric is enough where an operator has deleted a link.
+9. No side finds a violation of the protocol.
 
 A schedule depends on the seed and its number only: ``--seed N --case K`` replays number K alone,
 and prints every LLC message and every change of state.
@@ -75,7 +76,7 @@ class Result(Outcome):
     """The result of a campaign.
 
     Fields:
-      endings: what became of cases: kinds of groups at the end, and "gone".
+      endings: results of cases: kinds of groups at the end, and "gone".
       streams: connections that worked at the end, and those that had broken.
     """
 
@@ -113,7 +114,7 @@ class Case(Faults):
         self.faults: Counter[str] = Counter()
         self.endings: list[str] = []
         self.streams: Counter[str] = Counter()
-        # One case in eight sees nothing go wrong, the others a few kinds of things.
+        # One case in eight has no fault, the others have a few kinds of faults.
         count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
         self.gentle = rng.random() < 0.3
         self.kinds = rng.sample(GENTLE if self.gentle else FAULTS, count)
@@ -130,7 +131,7 @@ class Case(Faults):
         self._write = write
 
     def run(self) -> None:
-        """Run it; AssertionError says which rule was broken."""
+        """Run the schedule; the AssertionError names the broken rule."""
         with _Violations() as violations:
             self._run()
         assert not violations.seen, violations.seen[0]
@@ -174,7 +175,7 @@ class Case(Faults):
             stream.receive(self.rng.randrange(2))
 
     def _do_pass_time(self) -> None:
-        """A little, or until something happens, with everything on its way arriving."""
+        """Let a little time pass, or time until the next event; all messages in flight arrive."""
         if self.rng.random() < 0.8:
             self.world.pass_time(self.rng.choice((0.01, 0.1, 1.0)))
         else:
@@ -193,11 +194,11 @@ class Case(Faults):
     # --- the end ---------------------------------------------------------------------------------
 
     def _repair(self) -> None:
-        """Most cases end with everything in working order again."""
+        """Repair all RNICs and paths, in most cases."""
         world, heals = self.world, self.rng.random() < 0.7
         world.fate = Fate.DONE
         for qp in world.queue_pairs():
-            if not qp.places:  # its RNIC was about to fail
+            if not qp.places:  # the RNIC of the queue pair was about to fail
                 qp.fail(notices=False)
         self.healed = heals
         if heals:
@@ -260,7 +261,7 @@ class Case(Faults):
             best = ("single", "asymmetric", "symmetric")[sum(count > 1 for count in rnics)]
             fine = {best, "gone"}
             if self.faults["delete_link"] and best == "symmetric":
-                # What an operator deleted last is not added again before something changes, as
+                # The link that an operator deleted last is not added again before a change, as
                 # long as another link is left to fail over to.
                 fine.add("asymmetric")
             assert set(self.endings) <= fine, f"{self.endings} with {rnics} RNICs"

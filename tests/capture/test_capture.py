@@ -208,7 +208,7 @@ def test_an_add_link_of_several_packets(mtu: int, last: int) -> None:
     assert [seen.event for seen in dissect(packets)] == [other, ADD_LINK]
 
 
-def test_what_is_no_message_of_several_packets() -> None:
+def test_incomplete_messages_of_several_packets_are_ignored() -> None:
     pieces = _pieces(llc.V2.encode(ADD_LINK), 1024)
     whole = [(FIRST, pieces[0]), *((MIDDLE, piece) for piece in pieces[1:-1]), (LAST, pieces[-1])]
     for missing in range(len(whole)):
@@ -220,7 +220,7 @@ def test_what_is_no_message_of_several_packets() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 43, 45, 60, 100])
-def test_what_others_send_is_passed_over(size: int) -> None:
+def test_packets_of_other_protocols_are_ignored(size: int) -> None:
     for start in (b"", b"\x21", b"\x22\x2c\0", b"\x01\x2c", b"\xfe\x2c"):
         assert list(dissect([_sent(ONLY, start[:size].ljust(size, b"\0"))])) == []
 
@@ -343,7 +343,7 @@ async def test_a_stack_connected_to_itself_is_captured_once(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("payload", [0, 4, 4096])
-async def test_data_is_kept_only_as_asked(tmp_path: Path, payload: int) -> None:
+async def test_data_is_kept_only_up_to_the_configured_length(tmp_path: Path, payload: int) -> None:
     path = tmp_path / "capture.pcapng"
     await captured(path, payload=payload, times=1)
     begin = SECRET[:4]
@@ -486,7 +486,7 @@ async def test_a_disk_that_hangs_delays_no_program(
                 await trio.to_thread.run_sync(thread.join, 20)
 
 
-def test_what_was_captured_survives_a_kill(tmp_path: Path) -> None:
+def test_captured_packets_survive_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "capture.pcapng"
     program = f"""
         import trio, trio_smc

@@ -35,7 +35,7 @@ def number_of_refusal(path: Path | str) -> int | None:
     return caught.value.errno
 
 
-def test_a_file_is_private_whatever_the_umask(tmp_path: Path) -> None:
+def test_a_file_is_private_with_any_umask(tmp_path: Path) -> None:
     for mask in (0, 0o777):
         path, old = tmp_path / f"{mask:o}", os.umask(mask)
         try:
@@ -144,7 +144,7 @@ def _far_below_one_of_another(path: Path) -> Path:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("writer", ["create", "Config", "capture", "ladder"])
-def test_what_another_user_could_replace(
+def test_output_is_refused_where_another_user_could_replace_it(
     writer: str, prepare: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     """Each option that names an output file: no file is written, and the message has the path."""

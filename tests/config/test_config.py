@@ -346,14 +346,14 @@ def test_no_field_accepts_values_outside_its_range(field: str) -> None:
         if kind in FINE.get(field, ()):
             continue
         for make in (Config, partial(dataclasses.replace, Config())):
-            said = f"{field} takes {kind}"
+            message = f"{field} takes {kind}"
             try:
                 make(**{field: value})
             except ValueError as error:
-                said = str(error)
-            assert said.startswith(f"{field}: "), said
-            assert len(said) < 300
-            assert said.isprintable()
+                message = str(error)
+            assert message.startswith(f"{field}: "), message
+            assert len(message) < 300
+            assert message.isprintable()
 
 
 @pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Config)])
@@ -412,7 +412,7 @@ async def test_each_call_refuses_other_objects_than_configs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("spin = " + "9" * 400, "spin: an integer of 1329 bits is not a number of seconds"),
         ("spin = " + "9" * 5000, "integer"),
@@ -441,12 +441,12 @@ async def test_each_call_refuses_other_objects_than_configs() -> None:
         ("urgent_inline = true", "'urgent_inline': set the socket option SO_OOBINLINE"),
     ],
 )
-def test_hostile_files(tmp_path: Path, text: str, said: str) -> None:
+def test_hostile_files(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "x.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match="^" + re.escape(str(path))) as caught:
         trio_smc.load_config(path)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value)) < 400
 
 

@@ -49,7 +49,7 @@ def test_origins(named: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "expected"),
     [
         ("TRIO_SMC_DIRECTORY", "smc", "'smc' is not an absolute path"),
         ("TRIO_SMC_DIRECTORY", "~/smc", "'~/smc' is not an absolute path"),
@@ -62,7 +62,7 @@ def test_origins(named: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ids=lambda value: value[:24],
 )
 def test_wrong_values(
-    name: str, value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One line names the variable, wherever the value is met first."""
     (tmp_path / "FILE").write_text("colour = 1")
@@ -83,7 +83,7 @@ def test_wrong_values(
     ):
         with pytest.raises(ValueError, match=name) as caught:
             call()
-        assert said in str(caught.value)
+        assert expected in str(caught.value)
         assert len(str(caught.value)) < 300
         disable()
 

@@ -20,7 +20,7 @@ V2 = (*CLC_V2, *(messages.V2[each] for each in LLC))
 
 
 @pytest.mark.parametrize("kind", [clc.Accept, clc.Confirm])
-def test_credentials_are_those_of_the_codec(kind: type[clc.Accept | clc.Confirm]) -> None:
+def test_credentials_match_the_codec(kind: type[clc.Accept | clc.Confirm]) -> None:
     fields: dict[str, Any] = {
         "peer_id": b"12345678", "gid": bytes(range(16)), "mac": b"abcdef", "qp_number": 0x123456,
         "rkey": 0x89ABCDEF, "rmbe_index": 7, "alert_token": 0x13572468, "qp_mtu": 3,
@@ -33,7 +33,7 @@ def test_credentials_are_those_of_the_codec(kind: type[clc.Accept | clc.Confirm]
     assert (found.size_code, found.psn, found.gid) == (2, 0xFEDCBA, bytes(range(16)))
 
 
-def test_cdc_messages_are_those_of_the_codec() -> None:
+def test_cdc_messages_match_the_codec() -> None:
     theirs = cdc.pack(1, 2, 3, 4, 5, 6, cdc.WRITER_BLOCKED, cdc.CONNECTION_CLOSED)
     ours = pack(
         messages.CDC, sequence=1, alert_token=2, producer_wrap=3, producer=4, consumer_wrap=5,
@@ -42,7 +42,7 @@ def test_cdc_messages_are_those_of_the_codec() -> None:
     assert ours == theirs
 
 
-def test_llc_messages_are_those_of_the_codec() -> None:
+def test_llc_messages_match_the_codec() -> None:
     other = llc.LinkRToken(link_number=9, rkey=5, address=6)
     theirs = llc.ConfirmRkey(rkey=1, address=2, other_tokens=1, others=(other,), reply=True)
     ours = pack(
@@ -72,7 +72,7 @@ def codec(message: Any) -> bytes:
     return llc.V2.encode(message)
 
 
-def test_llc_messages_of_version_2_are_those_of_the_codec() -> None:
+def test_llc_messages_of_version_2_match_the_codec() -> None:
     v2 = messages.V2
     pair = llc.RTokenPair(reference_rkey=1, new_rkey=2, new_address=3)
     extension = llc.AddLinkExtension(direct=True, target_gid=b"g" * 16, pairs=(pair,))
@@ -121,7 +121,7 @@ def test_a_proposal_of_version_2_is_that_of_the_codec(v1: bool) -> None:
     assert not any(found.reserved_bits())
 
 
-def test_credentials_of_version_2_are_those_of_the_codec() -> None:
+def test_credentials_of_version_2_match_the_codec() -> None:
     first = clc.FirstContact(
         direct=True, release=1, max_connections=255, max_links=2, host=b"h" * 32
     )

@@ -125,7 +125,7 @@ async def test_a_robust_check_fails_if_nothing_is_served_afterwards(
     assert "a new connection afterwards: wrong" in result.detail
 
 
-async def test_what_a_run_does_not_have(tmp_path: Path) -> None:
+async def test_checks_that_need_more_than_the_run_has(tmp_path: Path) -> None:
     needy = Check("a/1-1", "It works.", frozenset({Role.SERVER}), frozenset({"roce"}), fails)
     other = Check("a/1-2", "It works.", frozenset({Role.CLIENT}), frozenset(), fails)
     async with open_session(replace(OPTIONS, directory=tmp_path)) as session:

@@ -30,10 +30,10 @@ def main(host: str, port: int, count: int, addresses: int, kind: str) -> None:
         sock.bind((next(sources), 0))
         sock.connect((host, port))
         sock.setblocking(False)
-        said = proposal(peer_id=secrets.token_bytes(8), gid=secrets.token_bytes(16)).encode()
+        message = proposal(peer_id=secrets.token_bytes(8), gid=secrets.token_bytes(16)).encode()
         if kind == "proposal":
-            sock.send(said)
-        clients[sock.fileno()] = sock, said
+            sock.send(message)
+        clients[sock.fileno()] = sock, message
         poll.register(sock, select.EPOLLIN)
 
     for _ in range(count):
@@ -52,10 +52,10 @@ def main(host: str, port: int, count: int, addresses: int, kind: str) -> None:
             connect()
         if kind == "drip" and time.monotonic() >= next_byte:
             next_byte += 1
-            for number, (sock, said) in clients.items():
+            for number, (sock, message) in clients.items():
                 with contextlib.suppress(OSError):
-                    sock.send(said[:1])
-                clients[number] = sock, said[1:]
+                    sock.send(message[:1])
+                clients[number] = sock, message[1:]
 
 
 if __name__ == "__main__":

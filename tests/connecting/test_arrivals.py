@@ -100,16 +100,16 @@ async def test_a_client_is_refused_before_the_listener_is_full(
 ) -> None:
     """So its connection is TCP, and is not reset to make room. One that requires SMC-R waits."""
     monkeypatch.setattr(listener, "MOST_WAITING", 1)  # so 4 handshakes
-    asking = Discovery(runtime_directory / "trio-smc")
+    discovery = Discovery(runtime_directory / "trio-smc")
     with trio.fail_after(10):
         async with trio_smc.open_stack() as stack, contextlib.AsyncExitStack() as silent:
-            silent.callback(asking.close)
+            silent.callback(discovery.close)
             [served] = await stack.open_listeners(0, host=HOST)
             address = served.socket.getsockname()
             await silent.enter_async_context(served)
             for _ in range(2):
                 client = await silent.enter_async_context(bound())
-                announcement = silent.enter_context(await announce(asking, client, address))
+                announcement = silent.enter_context(await announce(discovery, client, address))
                 await client.connect(address)
                 assert await announcement.accepted(soon()) is None
             config = trio_smc.Config(require_smc=required)

@@ -79,7 +79,7 @@ async def answer(path: Path, *pieces: bytes, end: bool = False) -> list[dict[str
         ("9999999999-a1b2", None),
     ],
 )
-def test_the_name_of_a_control_socket_tells_its_process(name: str, pid: int | None) -> None:
+def test_the_name_of_a_control_socket_has_its_process(name: str, pid: int | None) -> None:
     """Whatever else lies in the directory is passed over."""
     assert control.pid_of_name(name) == pid
 
@@ -120,7 +120,7 @@ async def test_a_process_that_can_import_nothing_more_answers_and_reports(
     path.unlink()
 
 
-async def test_a_group_that_shares_the_directory_may_not_ask(tmp_path: Path) -> None:
+async def test_a_group_that_shares_the_directory_may_not_query(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o3770)
@@ -145,7 +145,7 @@ def framed(body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("request_bytes", "said"),
+    ("request_bytes", "error"),
     [
         (struct.pack("!I", 0), "has 0 bytes"),
         (struct.pack("!I", control.REQUEST_LIMIT + 1), "has 4097 bytes"),
@@ -163,11 +163,11 @@ def framed(body: bytes) -> bytes:
         (framed(b'{"version": 1, "want": "rnics"}'), "no list of parts"),
     ],
 )
-async def test_bad_requests_are_told_so(request_bytes: bytes, said: str) -> None:
+async def test_bad_requests_are_refused_with_a_message(request_bytes: bytes, error: str) -> None:
     async with a_stack() as (_, path):
         [refusal] = await answer(path, request_bytes)
         assert refusal["part"] == "error"
-        assert said in refusal["data"]
+        assert error in refusal["data"]
         assert len(await answer(path, GOOD)) == 3, "the next client is answered"
 
 
@@ -199,7 +199,7 @@ async def test_captures_leave_room_for_others() -> None:
                         break
 
 
-async def test_a_capture_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_capture_that_no_client_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "_STALLED", 0.2)
     async with (
         a_stack() as (_, path),
@@ -224,12 +224,12 @@ async def test_random_requests(rng: random.Random) -> None:
             data = bytearray(GOOD)
             for _ in range(rng.randrange(1, 4)):
                 data[rng.randrange(len(data))] = rng.randrange(256)
-            said = await answer(path, bytes(data[: rng.randrange(len(data) + 1)]), end=True)
-            assert not said or said[-1]["part"] in ("end", "error")
+            reply = await answer(path, bytes(data[: rng.randrange(len(data) + 1)]), end=True)
+            assert not reply or reply[-1]["part"] in ("end", "error")
         assert len(await answer(path, GOOD)) == 3
 
 
-async def test_silent_clients_hold_up_nobody_for_long(
+async def test_silent_clients_do_not_block_others_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trio_smc.control.server._CLIENT_TIMEOUT", 0.5)
@@ -248,8 +248,8 @@ async def test_a_defect_costs_one_answer(
     async with a_stack() as (stack, path):
         with monkeypatch.context() as patch:
             patch.setattr(Stack, "statistics", broken)
-            said = await answer(path, GOOD)
-        assert (said[-1]["part"], "see the log" in said[-1]["data"]) == ("error", True)
+            reply = await answer(path, GOOD)
+        assert (reply[-1]["part"], "see the log" in reply[-1]["data"]) == ("error", True)
         assert "a defect" in caplog.text
         assert len(await answer(path, GOOD)) == 3
         assert stack.runtime.failure is None
@@ -271,7 +271,7 @@ class _Failing:
         return self._listener.accept()
 
 
-async def test_a_failed_accept_is_told_unless_the_client_has_left(
+async def test_a_failed_accept_is_logged_unless_the_client_has_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trio_smc.control.server._CAPACITY_PAUSE", 0.01)
@@ -283,9 +283,9 @@ async def test_a_failed_accept_is_told_unless_the_client_has_left(
         for _ in range(2):
             assert len(await answer(path, GOOD)) == 3
         assert errors == []
-        told = [each.getMessage() for each in caplog.records if "accept" in each.getMessage()]
-        assert len(told) == 1
-        assert f"[Errno {errno.EMFILE}]" in told[0]
+        logged = [each.getMessage() for each in caplog.records if "accept" in each.getMessage()]
+        assert len(logged) == 1
+        assert f"[Errno {errno.EMFILE}]" in logged[0]
 
 
 async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,8 +319,8 @@ async def test_a_long_list_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
             await stack.open_listeners(0, host="127.0.0.1")
         pieces = [m["data"] for m in await answer(path, request) if m["part"] == "listeners"]
         assert [len(piece) for piece in pieces] == [2, 2, 1]
-        told = [name for piece in pieces for name in piece]
-        assert told == [list(name) for name in stack.listening_addresses]
+        names = [name for piece in pieces for name in piece]
+        assert names == [list(name) for name in stack.listening_addresses]
 
 
 async def test_a_forked_child_leaves_the_socket_to_its_parent() -> None:
@@ -373,7 +373,7 @@ END = control.encode({"part": "end", "data": None})
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "error"),
     [
         (b"", "the answer ends after 0 of 4 bytes"),
         (b"\0\0\0\x09{", "the answer ends after 1 of 9 bytes"),
@@ -388,12 +388,12 @@ END = control.encode({"part": "end", "data": None})
     ],
 )
 def test_damaged_answers_are_one_line_and_code_2(
-    runtime_directory: Path, capsys: pytest.CaptureFixture[str], reply: bytes, said: str
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str], reply: bytes, error: str
 ) -> None:
     with liar(runtime_directory / "trio-smc", lambda client: client.sendall(reply)):
         line = one_line(command_here(capsys, "ss"))
     assert line.startswith(f"trio-smc: process {os.getpid()} sent a damaged answer: ")
-    assert said in line
+    assert error in line
 
 
 def test_an_error_in_an_answer_is_one_line_and_code_2(
@@ -440,23 +440,23 @@ def test_shapes(part: str, rng: random.Random) -> None:
             check_untrusted(spoil(good, rng), SHAPES[part], part)
 
 
-async def test_what_a_stack_says_has_the_shape_that_is_asked_for() -> None:
+async def test_each_part_of_a_snapshot_has_its_shape() -> None:
     """The two descriptions of an answer agree; `json` sees what the other process would."""
     async with a_stack() as (stack, path):
         [listener] = await stack.open_listeners(0, host="127.0.0.1")
         stream = await stack.open_stream(*listener.socket.getsockname())
         other = await listener.accept()
         everything = control.encode({"want": list(control.PARTS)})
-        told = {m["part"]: m["data"] for m in await answer(path, everything)}
-        assert told.keys() == {"process", *control.PARTS, "end"}
+        parts = {m["part"]: m["data"] for m in await answer(path, everything)}
+        assert parts.keys() == {"process", *control.PARTS, "end"}
         for part, shape in SHAPES.items():
-            assert told[part], part
-            check_untrusted(json.loads(json.dumps(told[part])), shape, part)
+            assert parts[part], part
+            check_untrusted(json.loads(json.dumps(parts[part])), shape, part)
         await stream.aclose()
         await other.aclose()
 
 
-async def test_what_a_stack_says_of_links_and_rnics() -> None:
+async def test_a_snapshot_has_links_and_rnics() -> None:
     """Groups have numbers that are not given twice; an RNIC's MTU is told in bytes."""
     wanted = control.encode({"want": ["connections", "link_groups", "rnics"]})
     table = (("eth0", "soft0"), ("eth1", "another"))
@@ -465,18 +465,18 @@ async def test_what_a_stack_says_of_links_and_rnics() -> None:
             [listener] = await stack.open_listeners(0, host="127.0.0.1")
             stream = await stack.open_stream(*listener.socket.getsockname())
             other = await listener.accept()
-            told = {m["part"]: m["data"] for m in await answer(path, wanted)}
-            groups = {group["role"]: group["number"] for group in told["link_groups"]}
+            parts = {m["part"]: m["data"] for m in await answer(path, wanted)}
+            groups = {group["role"]: group["number"] for group in parts["link_groups"]}
             assert sorted(groups.values()) == [2 * number - 1, 2 * number]
-            for each in told["connections"]:
+            for each in parts["connections"]:
                 assert each["link_group"] in groups.values()
                 assert each["link"] == 1
             links = [link for group in stack.link_groups for link in group.links]
-            for rnic, said in zip(stack.rnics, told["rnics"], strict=True):
-                assert (said["name"], said["mtu"]) == (rnic.name, 4096)
-                assert said["pnet"] == [net for net, name in table if name == rnic.name]
-                assert said["links"] == sum(link.rnic is rnic for link in links)
-            assert sum(said["links"] for said in told["rnics"]) == len(links) > 0
+            for rnic, described in zip(stack.rnics, parts["rnics"], strict=True):
+                assert (described["name"], described["mtu"]) == (rnic.name, 4096)
+                assert described["pnet"] == [net for net, name in table if name == rnic.name]
+                assert described["links"] == sum(link.rnic is rnic for link in links)
+            assert sum(described["links"] for described in parts["rnics"]) == len(links) > 0
             for group in stack.runtime.groups.groups.copy():
                 group.terminate()
             for end in (stream, other):
@@ -496,7 +496,7 @@ async def test_newer_parts_are_passed_over(runtime_directory: Path) -> None:
     assert (snapshot.pid, snapshot.stack) == (os.getpid(), "00")
 
 
-def test_a_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ToolError, match="belongs to user"):
@@ -504,17 +504,19 @@ def test_a_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("arguments", [["ss"], ["rnic"], ["capture", "-o", "x"]])
-def test_a_process_of_somebody_else(
+def test_a_process_of_another_user(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     pid = [str(os.getpid())] if arguments[0] == "capture" else ["--pid", str(os.getpid())]
-    said = one_line(command_here(capsys, *arguments, *pid))
-    assert f"process {os.getpid()} belongs to user {owner}, and only that user may query it" in said
+    error = one_line(command_here(capsys, *arguments, *pid))
+    assert (
+        f"process {os.getpid()} belongs to user {owner}, and only that user may query it" in error
+    )
 
 
-def test_an_answer_of_somebody_else(
+def test_an_answer_of_another_user(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = runtime_directory / "trio-smc"

@@ -1,4 +1,4 @@
-"""Two connection cores back to back: channels that are queues, a host that writes things down."""
+"""Two connection cores back to back: channels that are queues, and hosts that record calls."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def arrive(connection: Connection, message: bytes) -> None:
 
 
 class FakeHost:
-    """Records what a connection asks for; time passes when the test says so."""
+    """Records the calls of a connection; the test fires its timers."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -99,21 +99,21 @@ class FakeHost:
 class FakeChannel:
     """A link to one peer: posted work waits until the test delivers it.
 
-    Writes are done at delivery, out of the memory that was posted: a buffer changed too early
-    shows as wrong bytes.
+    Writes are done at delivery, from the posted memory: a buffer that was changed too early shows
+    as wrong bytes.
 
-    An ``instant`` one reaches the peer's memory by itself: what it can do at once is done, and
-    only the peer has yet to look at the message ("told" in the queue).
+    An ``instant`` link delivers at once if it can: then only the peer has to poll the message
+    ("told" in the queue).
     """
 
     def __init__(self, number: int = 1) -> None:
         self.number = number
         self.instant = False
         self.doubt = 0
-        """Which message that is done at once is the last: the link ends with it, and only the
-        peer knows whether it has arrived. 0: none."""
+        """Number of the immediate delivery that is the last: the link ends with it, and only the
+        peer knows if the message has arrived. 0: none."""
         self.arrives = True
-        """Whether it has."""
+        """True if the message of `doubt` arrives."""
         self.dead = False
         self.queue: deque[tuple[str, object, int]] = deque()
         self.uncompleted: deque[tuple[Any, int]] = deque()
@@ -122,7 +122,7 @@ class FakeChannel:
         self.slots: int = SEND_QUEUE
         """CDC messages that may be uncompleted at a time."""
         self.work: int | None = None
-        """Work requests, writes and messages, the link holds; None: any number."""
+        """Number of work requests, writes and messages, that the link holds; None: any number."""
         self.posted = 0
         self.unsignaled = 0
         self.weights: deque[int] = deque()  # work requests a completion gives back
@@ -132,7 +132,7 @@ class FakeChannel:
         self.words: memoryview[int] = memoryview(bytearray(8)).cast("Q")
         """The progress words of the peer's memory."""
         self.asleep: memoryview[int] = memoryview(bytearray(8)).cast("Q")
-        """Not 0 if the peer is to be taken for asleep."""
+        """Not 0 if the peer counts as asleep."""
         self.peer: Connection | None = None
         self.peer_base = 0
         self.rkey = 0
@@ -213,7 +213,7 @@ class FakeChannel:
         memory[rmbe.offset + start : rmbe.offset + start + len(data)] = data
 
     def deliver_announced(self) -> None:
-        """The link fails: what was done at once is with the peer."""
+        """Fail the link: immediate deliveries have reached the peer."""
         self.deliver(sum(kind == "announced" for kind, _, _ in self.queue))
 
     def progress_word(
@@ -232,7 +232,7 @@ class FakeChannel:
             self.waiting.remove(connection)
 
     def deliver(self, count: int | None = None) -> int:
-        """Do up to ``count`` posted things (all by default) at the peer; how many were done."""
+        """Deliver up to ``count`` posted requests (all by default); returns their number."""
         done = 0
         peer = self.peer
         assert peer is not None
@@ -343,7 +343,7 @@ class Pair:
         return channel
 
     def next_channel(self, side: int) -> FakeChannel:
-        """Another link for what one side sends, in the place of its old one, which is returned.
+        """Replace the link on which one side sends; returns the old link.
 
         The side does not use it before `move`.
         """
@@ -356,13 +356,13 @@ class Pair:
         return old
 
     def move(self, side: int) -> None:
-        """One side goes on with `next_channel`."""
+        """Move one side to `next_channel`."""
         channel = self.channels[side]
         replay.move(self.connections[side], channel, channel.peer_base, channel.rkey)
 
     def fail_link(self, side: int) -> FakeChannel:
-        """The link that one side sends on fails, and what is in flight with it; another carries
-        on. Returns the old one."""
+        """Fail the link on which one side sends, with all messages in flight; another link
+        replaces it. Returns the old link."""
         self.channels[side].deliver_announced()
         old = self.next_channel(side)
         old.queue.clear()
@@ -389,7 +389,7 @@ class Pair:
                 return
 
     def mend(self, side: int) -> None:
-        """The link that one side sends on is dead; another carries on."""
+        """Move one side to another link after its link has died."""
         self.fail_link(side)
 
     def states(self) -> tuple[str, str]:

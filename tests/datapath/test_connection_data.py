@@ -226,7 +226,7 @@ def test_a_blocked_writer_with_little_left_continues_earlier(
 
 
 def test_delivery_alone_does_not_wake_a_blocked_writer(pairs: list[Pair]) -> None:
-    """The writer would find the window still closed."""
+    """A writer that wakes too early would find the window still closed."""
     pair = make(pairs)
     data = memoryview(bytes(2 * RING))
     sent = pair.a.send(data)
@@ -529,7 +529,7 @@ def test_a_small_consumption_is_announced_to_a_blocked_writer_later(
 def test_bytes_consumed_before_the_writer_was_blocked_are_announced(
     pairs: list[Pair], consumed: int
 ) -> None:
-    """The reader may be busy with its data, and not call again before the writer is done."""
+    """The reader may process its data for a long time before it calls again."""
     pair = make(pairs, merge=True)
     forge(pair, 0, RING // 2)
     pair.b.receiver.receive(consumed)
@@ -575,7 +575,7 @@ def test_a_requested_update_that_is_due_is_sent_at_once(pairs: list[Pair]) -> No
 
 @pytest.mark.rfc("4.5.1/5")
 def test_updates_are_not_requested(pairs: list[Pair]) -> None:
-    """R is for diagnosis: not even a writer that is stuck, or has urgent data, sets it."""
+    """R is for diagnosis: no writer sets it, not even one that is stuck or has urgent data."""
     pair = make(pairs)
     data = memoryview(bytes(3 * RING))
     sent = 0
@@ -600,8 +600,8 @@ def test_updates_are_not_requested(pairs: list[Pair]) -> None:
 @pytest.mark.rfc("4.4.1/3")
 @pytest.mark.parametrize("eye_catcher", [False, True])
 def test_the_owner_of_an_element_only_reads_it(pairs: list[Pair], eye_catcher: bool) -> None:
-    """4.4.1: until the connection is closed, the element holds its first bytes and the bytes that
-    the peer wrote, whatever the owner does."""
+    """4.4.1: until the connection is closed, no call of the owner changes the element's first bytes
+    and the bytes that the peer wrote."""
     pair = make(pairs, (64, 64), (eye_catcher, eye_catcher), chunks=False)
     memory = pair.memories[1].view
     expected = bytearray(memory)

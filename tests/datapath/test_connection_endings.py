@@ -1,8 +1,8 @@
-"""Every edge of the connection's table, taken by a real core with a peer written by hand.
+"""Every edge of the connection's table, taken by a real core with a simulated peer.
 
-Each row brings a connection into a state, raises one event, and says what must be seen outside:
-the state, the flags of CDC messages, what happened to TCP, the application's error. A last check
-compares the edges taken with the table: none that does anything is left out.
+Each row brings a connection into a state, raises one event, and lists the effects: the state, the
+flags of CDC messages, the end of TCP, the application's error. A last check compares the edges
+taken with the table: no edge with an effect is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZE = 16384
 
 
 class Lone:
-    """A connection under test and the hand that plays its peer."""
+    """A connection under test, and the messages of its peer."""
 
     def __init__(self) -> None:
         self.memory = Memory(SIZE)
@@ -96,7 +96,7 @@ class Lone:
         self.it.on_timer()
 
     def raise_(self, event: str) -> None:
-        """Do what raises ``event``, and write down which edge it takes."""
+        """Raise ``event``, and record the edge that it takes."""
         state = self.it.state
         for edge in CONNECTION.edges[state, event]:
             if all(bool(getattr(self.it, g.name)) is not g.negated for g in edge.guards):
@@ -149,7 +149,7 @@ STEPS: dict[str, Callable[[Lone], None]] = {
 
 
 class Row(NamedTuple):
-    """``before`` are STEPS; the rest is what must be seen after ``event``."""
+    """``before`` are STEPS; the other fields are the effects of ``event``."""
 
     before: str
     event: str
@@ -157,7 +157,7 @@ class Row(NamedTuple):
     sent: str = ""  # flags of the CDC messages that the event sent: "D", "C", "A"
     tcp: str = ""  # "RST", "FIN"
     error: int = 0
-    timer: bool | None = None  # whether one runs then; None: as before, none in CLOSED
+    timer: bool | None = None  # True if a timer runs then; None: as before, none in CLOSED
 
 
 ABORTED, RESET, PIPE = errno.ECONNABORTED, errno.ECONNRESET, errno.EPIPE
@@ -306,14 +306,14 @@ def lone_connection() -> Iterator[Lone]:
 
 def flags_since(channel: FakeChannel, start: int) -> str:
     names = {D: "D", C: "C", A: "A"}
-    said = 0
+    announced = 0
     text = ""
     for entry in channel.log[:start]:
-        said |= entry.endings if isinstance(entry, Cdc) else 0
+        announced |= entry.endings if isinstance(entry, Cdc) else 0
     for entry in channel.log[start:]:
         assert isinstance(entry, Cdc), f"{entry}: endings write no data"
-        text += "".join(name for flag, name in names.items() if entry.endings & ~said & flag)
-        said |= entry.endings
+        text += "".join(name for flag, name in names.items() if entry.endings & ~announced & flag)
+        announced |= entry.endings
     return text
 
 
@@ -344,7 +344,7 @@ def take(row: Row, lone: Lone) -> None:
     names = {"RST": "reset_tcp", "FIN": "close_tcp"}
     assert [call for call in new if call != "closed"] == ([names[row.tcp]] if row.tcp else [])
     if row.state == "CLOSED":
-        lone.complete()  # the RMBE is free once the last word has arrived
+        lone.complete()  # the RMBE is free when the last message has arrived
     assert ("closed" in lone.host.calls) is (row.state == "CLOSED")
     assert (lone.it.error.errno if lone.it.error else 0) == row.error
     if error is not None:
@@ -356,7 +356,7 @@ def take(row: Row, lone: Lone) -> None:
     else:
         assert (lone.host.timer is not None) is row.timer
     if row.state != before:
-        assert sorted(woken) == ["reader", "writer"], "every waiter looks again"
+        assert sorted(woken) == ["reader", "writer"], "every waiter wakes"
         assert (before, row.event) in {(old, event) for old, _, event in lone.host.states}
     if row.state == "CLOSED":
         assert lone.it.used is None or lone.it.used >= lone.it.receiver.bytes_received
@@ -385,7 +385,7 @@ EVENTS = {
 
 
 def test_repeats_change_nothing() -> None:
-    """Wherever the table ignores an event, the core sends, tells and fails nothing."""
+    """If the table ignores an event, the core sends, reports and fails nothing."""
     tried = 0
     for before in sorted({row.before for row in ROWS}):
         for event in EVENTS.values():
@@ -454,7 +454,7 @@ def test_nothing_follows_a() -> None:
 @pytest.mark.rfc("4.8.1/11")
 @pytest.mark.parametrize("urgent", [False, True])
 def test_sending_to_a_peer_that_has_closed_is_an_abort(urgent: bool) -> None:
-    """TCP takes the data, too, and learns only from the answer that there is no reader."""
+    """TCP accepts the data as well, and learns only from the answer that there is no reader."""
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.peer(C, b"unread")
@@ -528,7 +528,7 @@ def test_data_after_close_is_dropped_with_the_ring() -> None:
 
 @pytest.mark.rfc("4.8.2/9", "4.8.2/10", "A.4/19")
 @pytest.mark.parametrize("first", ["receive", "send", "SO_ERROR"])
-def test_what_arrived_before_an_abort_is_read_and_then_one_call_fails(first: str) -> None:
+def test_data_received_before_an_abort_is_read_and_then_one_call_fails(first: str) -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.peer(data=b"unread")
@@ -585,7 +585,7 @@ def test_data_that_only_the_abort_announces_may_be_missing(way: str) -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         if way == "a new link":
-            lone.sequence -= 1  # it has the number of the last message that arrived
+            lone.sequence -= 1  # the number of the last message that arrived
             lone.peer(flags=cdc.FAILOVER_VALIDATION)
         lone.peer(A, b"unread", cdc.URGENT_PRESENT if way == "urgent data" else 0)
         with pytest.raises(ConnectionResetError):
@@ -640,7 +640,7 @@ def test_the_final_message_is_given_up_with_the_peer(way: str) -> None:
 @pytest.mark.parametrize(
     ("before", "used"),
     [
-        ("open data+C read close", 6),  # C promises that every write was told
+        ("open data+C read close", 6),  # C promises that every write was announced
         ("open data close", None),
         ("open data+D A complete", None),
         ("open close data C", 6),
@@ -668,7 +668,7 @@ def test_a_window_update_in_flight_does_not_turn_the_peers_close_into_a_loss() -
 
 
 def test_data_the_peer_has_taken_is_not_unsent_when_it_closes() -> None:
-    """The peer's C may be seen before the completion of our last message."""
+    """The peer's C may arrive before the completion of this side's last message."""
     with lone_connection() as lone:
         STEPS["open"](lone)
         send(lone)
@@ -694,7 +694,7 @@ def test_a_tcp_reset_is_an_abort_by_the_peer() -> None:
 
 @pytest.mark.parametrize("before", ["open data+C", "open data+C shut", "open shut data+C"])
 def test_a_tcp_reset_after_the_peers_close_drops_nothing(before: str) -> None:
-    """It has given up waiting, or gone: it is answered, and what it sent can be read."""
+    """The peer has given up waiting, or has ended: this side answers, and its data can be read."""
     with lone_connection() as lone:
         for step in before.split():
             STEPS[step](lone)

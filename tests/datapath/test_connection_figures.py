@@ -25,7 +25,7 @@ def pair() -> Iterator[Pair]:
 
 
 def text(length: int) -> memoryview:
-    """Bytes whose order shows: a lost or moved piece is noticed."""
+    """Bytes in which a lost or moved piece is noticed."""
     return memoryview(bytes(i * 7 % 251 for i in range(length)))
 
 
@@ -111,7 +111,7 @@ def test_figure_19_full_windows_that_wrap(pair: Pair) -> None:
         Write(4, 1003),
         Cdc(3, producer=(1004, 2), consumer=(4, 0), flags=WRITER_BLOCKED),
     ]
-    assert pair.a.send(data[sent:]) == 0, "the window is closed, and B was told"
+    assert pair.a.send(data[sent:]) == 0, "the window is closed, and B knows it"
     assert len(pair.ab.log) == 3
     pair.ab.deliver()
     assert pair.b.receiver.readable == 9996, "the same cursor, but one more wrap: a full ring"
@@ -145,7 +145,7 @@ def at_1000(pair: Pair) -> None:
         pair.settle()
         assert pair.b.receiver.receive(RECEIVE) == text(length)
         pair.settle()
-    # The second was too little to be told by the rules of 4.5.1.
+    # The second read was too small for an update by the rules of 4.5.1.
     pair.b.send(text(1))
     pair.settle()
     pair.a.receiver.receive(1)
@@ -201,7 +201,7 @@ def test_figure_21_urgent_data_with_a_closed_window(pair: Pair) -> None:
     both = WRITER_BLOCKED | URGENT_PENDING
     assert pair.ab.log == [Cdc(4, producer=(1000, 2), consumer=(5, 0), flags=both)]  # row 1
     assert pair.a.send_urgent(urgent) == 0
-    assert len(pair.ab.log) == 1, "told once is enough"
+    assert len(pair.ab.log) == 1, "one announcement is enough"
     pair.ab.deliver()
     assert pair.b.receiver.urgent == "pending"
     assert pair.b.receiver.receive_urgent() is None
@@ -218,7 +218,7 @@ def test_figure_21_urgent_data_with_a_closed_window(pair: Pair) -> None:
     pair.ab.deliver()
     assert pair.b.receiver.urgent == "present"
     assert pair.b.receiver.receive_urgent() == urgent[499]
-    assert len(pair.ba.log) == 1, "what comes before the urgent byte is still to be read"
+    assert len(pair.ba.log) == 1, "the data before the urgent byte is still unread"
     assert pair.b.receiver.receive(RECEIVE) == urgent[:499]
     assert pair.ba.log[1:] == [Cdc(5, producer=(5, 0), consumer=(1500, 2))]  # row 5
 

@@ -1,4 +1,4 @@
-"""CDC messages that cannot be true: a typed error, this connection aborted, nothing else."""
+"""Impossible CDC messages: they raise a typed error and abort only their own connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ABORTED = ("PEERABORTWAIT", "PROCESSABORT")
 
 @pytest.fixture(params=[False, True], ids=["linux", "rfc"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two open connections; A has sent 1000 bytes and B 500, all taken and told."""
+    """Two open connections; A has sent 1000 bytes and B 500, all read and announced."""
     with open_pair("core", (RING, RING), (request.param, request.param)) as pair:
         pair.a.send(memoryview(bytes(1000)))
         pair.settle()
@@ -47,7 +47,7 @@ def message(
     flags: int = 0,
     endings: int = 0,
 ) -> bytes:
-    """A message to B; (wrap, bytes in the ring) as they stand unless given otherwise."""
+    """A message to B; by default (wrap, bytes in the ring) have their present values."""
     first = pair.b.rmbe.first
     return cdc.pack(
         sequence,
@@ -105,7 +105,7 @@ def test_an_impossible_message_aborts_the_connection(
     assert isinstance(caught.value.__cause__, ProtocolError)
     with pytest.raises(BrokenPipeError):
         pair.b.send(memoryview(b"x"))
-    # And the peer, if it is one after all, is told and ends too.
+    # The peer is notified, and ends as well if it is honest.
     pair.settle()
     assert pair.states() == ("CLOSED", "CLOSED")
     assert pair.a.error
@@ -115,7 +115,7 @@ def test_an_impossible_message_aborts_the_connection(
 @pytest.mark.rfc("A.4/8")
 def test_the_whole_window_may_be_used_and_no_byte_more(pair: Pair) -> None:
     usable = pair.b.rmbe.usable
-    # B has told 1000 of the 1001 bytes it took.
+    # B has announced 1000 of the 1001 bytes that it has read.
     wrap, offset = divmod(1000 + usable, usable)
     receive_cdc(pair.b, message(pair, producer=(wrap, offset)))
     assert pair.b.receiver.readable == usable - 1
@@ -174,7 +174,7 @@ def test_repeated_and_late_endings_change_nothing(pair: Pair) -> None:
 
 def test_nothing_reaches_an_aborted_connection(pair: Pair) -> None:
     pair.b.abort()
-    # Data and cursors, even impossible ones, are of no interest now (4.8.2, 1A).
+    # Data and cursors, even impossible ones, are ignored now (4.8.2, 1A).
     receive_cdc(pair.b, message(pair, producer=(7, 7), endings=cdc.SENDING_DONE))
     assert pair.b.state == "PEERABORTWAIT"
     receive_cdc(pair.b, message(pair, sequence=4, endings=cdc.ABNORMAL_CLOSE))
@@ -211,17 +211,19 @@ def closed_at_once(pair: Pair) -> None:
     assert pair.b.state == "CLOSED"
     assert pair.hosts[1].calls.count("closed") == 1
     assert pair.hosts[1].timer is None
-    assert pair.b.used is None, "how much was written is unknown, so all is zeroed"
+    assert pair.b.used is None, (
+        "the number of written bytes is unknown, so the whole element is zeroed"
+    )
 
 
 @pytest.mark.rfc("4.8.2/9", "4.8.2/10", "4.8.2/11", "A.4/18", "A.4/19", "A.4/20")
 @pytest.mark.parametrize("endings", [0x20, 0x60, 0xA0, 0xFF])
 @pytest.mark.parametrize("flags", [0, cdc.URGENT_PRESENT, BOTH, 0xF7])
 @pytest.mark.parametrize("lie", [NOW, *LIES.values()], ids=["the truth", *LIES.keys()])
-def test_an_abort_counts_whatever_else_its_message_says(
+def test_an_abort_counts_with_any_other_field(
     pair: Pair, lie: tuple[tuple[int, int], tuple[int, int]], flags: int, endings: int
 ) -> None:
-    """4.8.2 (2A, 2B), A.4: A says that the peer is completely done."""
+    """4.8.2 (2A, 2B), A.4: A announces that the peer is completely done."""
     woken: list[str] = []
     pair.b.on_readable = lambda: woken.append("reader")
     pair.b.on_writable = lambda: woken.append("writer")
@@ -315,7 +317,7 @@ def test_an_abort_counts_in_each_state(
 def test_an_abort_counts_after_our_own_end(
     pair: Pair, lie: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
-    """Figure 23: after C nothing is answered, and the element is free."""
+    """Figure 23: after C this side sends no answer, and the element is free."""
     pair.b.close()
     pair.ba.deliver()
     pair.ba.complete()
@@ -355,7 +357,7 @@ def test_an_abort_counts_before_the_rendezvous_is_over(
 def test_an_abort_counts_although_its_turn_comes_later(
     pair: Pair, lie: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
-    """If many connections end together, an ending is put off: nothing behind A undoes it."""
+    """If many connections end together, an ending is deferred: no message behind A undoes it."""
     put_off: list[Callable[[], None]] = []
     pair.b.in_turn = lambda callback, _: put_off.append(callback)
     receive_cdc(pair.b, message(pair, endings=cdc.ABNORMAL_CLOSE))

@@ -1,7 +1,7 @@
-"""Figures 22 and 23 of RFC 7609 edge by edge: two cores back to back, both ends looked at.
+"""Figures 22 and 23 of RFC 7609 edge by edge: two cores back to back, with checks of both ends.
 
-Each test bears the number of its arrow, or of the paragraph of 4.8.1 and 4.8.2 that tells it. What
-one core does on every edge of the whole table is in test_connection_endings; here the two agree.
+Each test has the number of its arrow, or of its paragraph of 4.8.1 and 4.8.2. The effects of every
+edge on one core are in test_connection_endings; here the two cores must agree.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def flags(channel: FakeChannel) -> list[int]:
 
 
 def ended(pair: Pair, a: list[str] = FIN, b: list[str] = FIN) -> None:
-    """Both are CLOSED, by these calls to their hosts, without a timer."""
+    """Check that both are CLOSED, after these calls to their hosts, without a timer."""
     assert pair.states() == ("CLOSED", "CLOSED")
     assert [host.calls for host in pair.hosts] == [a, b]
     assert [host.timer for host in pair.hosts] == [None, None]
@@ -81,7 +81,7 @@ def test_fig22_active_close_3a_by_shutdown(pair: Pair) -> None:
     pair.a.shutdown_write()
     assert pair.a.state == PW1
     assert flags(pair.ab) == [D]
-    assert pair.hosts[0].timer is None, "a half closer may wait as long as it likes"
+    assert pair.hosts[0].timer is None, "a half-closed side may wait without limit"
     send(pair.b, b"still")
     pair.settle()
     assert pair.a.receiver.receive(9) == b"still"
@@ -221,7 +221,7 @@ def test_fig22_passive_close_4b(pair: Pair) -> None:
 @pytest.mark.rfc("4.8.1/13")
 @pytest.mark.parametrize("state", [AW1, AW2])
 def test_fig22_passive_close_4c_to_closed(pair: Pair, state: str) -> None:
-    """The peer has said C already."""
+    """The peer has sent C already."""
     pair.a.close()
     pair.settle()
     if state == AW2:
@@ -285,7 +285,7 @@ def test_fig22_both_shut_down_at_once(pair: Pair, first: str) -> None:
 @pytest.mark.rfc("4.8.1/15", "4.8.1/16", "4.8.1/17")
 @pytest.mark.parametrize("state", [PW1, PW2, PEERFIN])
 def test_fig22_the_timer_of_a_side_that_waits_for_ever(pair: Pair, state: str) -> None:
-    """4.8.1, note on stranded states: TCP is reset, nothing is written, the peer is told by TCP."""
+    """4.8.1, note on stranded states: no CDC message; a TCP reset notifies the peer."""
     if state == PW2:
         pair.a.shutdown_write()
         pair.settle()
@@ -354,7 +354,7 @@ WAYS = {
     AW2: "b.shutdown_write a.shutdown_write",
     "APPCLOSEWAIT2 after C": "b.close a.shutdown_write",
 }
-TOLD = {AW1 + " after C", AW2 + " after C", APPFIN}
+ANNOUNCED = {AW1 + " after C", AW2 + " after C", APPFIN}
 
 
 def lead(pair: Pair, state: str) -> None:
@@ -366,7 +366,7 @@ def lead(pair: Pair, state: str) -> None:
 
 
 @pytest.mark.rfc("4.8.2/3", "4.8.2/5", "4.8.2/6")
-@pytest.mark.parametrize("state", [state for state in WAYS if state not in TOLD])
+@pytest.mark.parametrize("state", [state for state in WAYS if state not in ANNOUNCED])
 def test_fig23_active_abort_1a_and_1b(pair: Pair, state: str) -> None:
     lead(pair, state)
     pair.a.abort()
@@ -395,9 +395,9 @@ def test_a_peer_that_resets_tcp_before_any_cdc_message_does_not_answer(
     assert pair.hosts[0].calls == (["reset_tcp", "closed"] if no_more_writes else [])
 
 
-@pytest.mark.parametrize("state", sorted(TOLD))
+@pytest.mark.parametrize("state", sorted(ANNOUNCED))
 def test_fig23_active_abort_1a_of_a_peer_that_is_done(pair: Pair, state: str) -> None:
-    """Its answer is not waited for: it has said C."""
+    """This side does not wait for an answer, because the peer has sent C."""
     lead(pair, state)
     pair.a.abort()
     assert pair.a.state == PROCESS
@@ -406,7 +406,7 @@ def test_fig23_active_abort_1a_of_a_peer_that_is_done(pair: Pair, state: str) ->
 
 
 @pytest.mark.rfc("4.8.2/4")
-def test_fig23_active_abort_1a_ignores_what_else_comes(pair: Pair) -> None:
+def test_fig23_active_abort_1a_ignores_later_messages(pair: Pair) -> None:
     pair.a.abort()
     send(pair.b, b"new data")
     pair.b.shutdown_write()
@@ -419,7 +419,7 @@ def test_fig23_active_abort_1a_ignores_what_else_comes(pair: Pair) -> None:
 
 @pytest.mark.rfc("4.8.2/7")
 def test_fig23_active_abort_timer(pair: Pair) -> None:
-    """4.8.2 (1): the element is free after a time, whatever becomes of the peer."""
+    """4.8.2 (1): after a time the element is free, even without an answer of the peer."""
     pair.a.abort()
     fire(pair, 0)
     assert pair.a.state == "CLOSED"
@@ -427,7 +427,7 @@ def test_fig23_active_abort_timer(pair: Pair) -> None:
 
 
 @pytest.mark.rfc("4.8.2/9", "4.8.2/11")
-@pytest.mark.parametrize("state", [state for state in WAYS if state not in TOLD])
+@pytest.mark.parametrize("state", [state for state in WAYS if state not in ANNOUNCED])
 def test_fig23_passive_abort_2a_and_2b(pair: Pair, state: str) -> None:
     lead(pair, state)
     if state in ("ACTIVE", PW1):
@@ -478,7 +478,7 @@ def test_fig23_passive_abort_2b_waits_for_no_application(pair: Pair) -> None:
     pair.a.abort()
     pair.settle()
     ended(pair, RST, FIN)
-    assert pair.b.error, "its application has not looked yet"
+    assert pair.b.error, "its application has not called yet"
 
 
 def test_fig23_passive_abort_timer(pair: Pair) -> None:
@@ -525,7 +525,7 @@ def test_fig23_tcp_reset_on_both_sides(pair: Pair) -> None:
 
 @pytest.mark.rfc("4.8.2/13")
 def test_fig23_both_abort_at_once(pair: Pair) -> None:
-    """The end of 4.8.2: each takes the other's A as the answer, and answers none."""
+    """The end of 4.8.2: each side takes the other's A for the answer, and sends no other one."""
     pair.a.abort()
     pair.b.abort()
     assert pair.states() == (PEERABORT, PEERABORT)
@@ -573,7 +573,7 @@ def test_fig23_close_against_abort(pair: Pair, first: str) -> None:
 
 @pytest.mark.rfc("4.8.2/2")
 def test_fig23_abort_with_a_full_link(pair: Pair) -> None:
-    """A is owed, and the element kept, until there is room for it."""
+    """This side sends A later, and keeps the element, if the link has no room."""
     pair.ab.room = 0
     pair.a.abort()
     pair.settle()
@@ -586,7 +586,7 @@ def test_fig23_abort_with_a_full_link(pair: Pair) -> None:
 
 @pytest.mark.rfc("4.8.2/2")
 def test_fig23_abort_with_writes_under_way(pair: Pair) -> None:
-    """They arrive before A, so none meets an element that was given back."""
+    """The writes arrive before A, so none reaches an element that was given back."""
     send(pair.a, b"x" * 1000)
     pair.a.abort()
     while pair.ab.queue:
@@ -603,7 +603,7 @@ def test_fig23_abort_with_writes_under_way(pair: Pair) -> None:
 
 @pytest.mark.parametrize("state", WAYS)
 def test_no_link_is_left(pair: Pair, state: str) -> None:
-    """4.8.3: TCP is reset, nothing can be sent; what came whole can still be read."""
+    """4.8.3: TCP is reset and no send is possible; completely received data can still be read."""
     lead(pair, state)
     for connection in (pair.a, pair.b):
         connection.links_lost()
@@ -622,7 +622,7 @@ def test_no_link_is_left(pair: Pair, state: str) -> None:
 @pytest.mark.rfc("4.4.2/3")
 @pytest.mark.parametrize("state", WAYS)
 def test_the_peer_gave_the_element_to_another(pair: Pair, state: str) -> None:
-    """4.4.2: no write and no message goes to it any more."""
+    """4.4.2: the peer gets no write and no message any more."""
     lead(pair, state)
     posted = len(pair.ab.log)
     pair.a.rmbe_conflict()
@@ -633,7 +633,7 @@ def test_the_peer_gave_the_element_to_another(pair: Pair, state: str) -> None:
 
 @pytest.mark.rfc("4.4.2/4")
 def test_the_peer_gave_the_element_to_another_and_data_is_unread(pair: Pair) -> None:
-    """4.4.2: its element is free, so the data is copied."""
+    """4.4.2: the element is free, so the data is copied."""
     send(pair.b, b"not read")
     pair.settle()
     assert pair.a.receiver.readable == 8

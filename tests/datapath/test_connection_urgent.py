@@ -1,6 +1,6 @@
 """Urgent data in the connection core (RFC 7609, 4.7.5, 4.7.6): two cores back to back.
 
-Figures 20 and 21 are in test_connection_figures, peers that lie in test_connection_hostile.
+Figures 20 and 21 are in test_connection_figures, dishonest peers in test_connection_hostile.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_a_second_urgent_byte_waits_and_takes_the_place_of_the_first(pair: Pair)
     assert woken == [1]
     assert pair.a.send_urgent(view(b"2")) == 1
     pair.settle()
-    assert urgent(pair.b) == b"2", "as TCP's urgent pointer, it tells the last one only"
+    assert urgent(pair.b) == b"2", "like TCP's urgent pointer, it has only the last one"
     assert urgent(pair.b) is None
     assert flags(pair.ab) == [P | U, P | U]
 
@@ -194,7 +194,7 @@ def test_waiting_urgent_data_can_be_withdrawn(pair: Pair) -> None:
     assert flags(pair.ab)[-1] == 0
 
 
-def test_flags_are_cleared_in_the_next_message_whatever_it_is(pair: Pair) -> None:
+def test_flags_are_cleared_in_the_next_message_of_any_kind(pair: Pair) -> None:
     """Some peers take P and U without new data for the announcement of another byte."""
     pair.b.send(view(b"x" * 60))
     pair.settle()
@@ -205,7 +205,7 @@ def test_flags_are_cleared_in_the_next_message_whatever_it_is(pair: Pair) -> Non
     assert pair.b.receiver.urgent == "present"
     assert pair.b.receiver.receive(9) == b"a"
     pair.settle()
-    assert pair.a.sender.can_send, "the mark is told although the flags have gone"
+    assert pair.a.sender.can_send, "the mark is announced although the flags are cleared"
 
 
 def test_urgent_data_is_not_deferred_with_other_messages() -> None:
@@ -353,7 +353,7 @@ def test_the_byte_survives_an_abort(pair: Pair) -> None:
 
 
 def test_the_byte_survives_the_element(pair: Pair) -> None:
-    """The peer closes and goes at once."""
+    """The peer closes and ends at once."""
     assert pair.a.send_urgent(view(b"abc!")) == 4
     pair.a.close()
     pair.settle()
@@ -373,7 +373,7 @@ def test_an_unread_byte_of_the_stream_resets_on_close(pair: Pair) -> None:
 
 
 def test_an_urgent_byte_that_was_not_read_does_not_reset_on_close(pair: Pair) -> None:
-    """It left the stream, and the peer was told: as TCP does it."""
+    """The byte has left the stream, and the peer knows that: the same as over TCP."""
     pair.a.send_urgent(view(b"!"))
     pair.settle()
     pair.b.close()

@@ -1,4 +1,4 @@
-"""Cursors: counts inside, (wrap, offset) pairs on the wire, lies found by range."""
+"""Cursors: counts inside, (wrap, offset) pairs on the wire, and range checks of hostile values."""
 
 from __future__ import annotations
 

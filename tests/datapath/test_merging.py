@@ -79,7 +79,7 @@ def test_a_cork_does_not_hold_a_chunk(pair: Pair) -> None:
     assert send(pair, 5) == 5
     assert announced_counts(pair) == [CHUNK + 4]
     assert send(pair, RING) == RING - CHUNK - 4
-    assert announced_counts(pair)[-1] == RING, "the window is full and more waits"
+    assert announced_counts(pair)[-1] == RING, "the window is full and more data waits"
 
 
 def test_a_cork_does_not_make_a_buffer_borrowed() -> None:
@@ -124,7 +124,7 @@ def test_without_nodelay_a_small_write_waits_for_the_delivery_of_the_one_before(
 
     pair.a.sender.merge_messages(nagle, when_delivered=True)
     send(pair, 10)
-    assert announced_counts(pair) == [10], "nothing is under way: at once"
+    assert announced_counts(pair) == [10], "no data is in flight, so at once"
     send(pair, 10)
     send(pair, 10)
     assert announced_counts(pair) == [10]
@@ -153,7 +153,7 @@ def test_unacknowledged_bytes_are_bounded(pair: Pair) -> None:
     assert send(pair, RING) == MIN_SEND_BUFFER
     pair.a.on_writable = lambda: woken.append(2)
     pair.a.limit_unacknowledged(None)
-    assert woken == [1, 2], "a waiting writer looks again"
+    assert woken == [1, 2], "a waiting writer wakes"
     assert send(pair, RING) == RING - 2 * MIN_SEND_BUFFER
 
 
@@ -170,7 +170,7 @@ def test_a_user_timeout_is_an_abort_of_its_own_kind(pair: Pair) -> None:
 
 
 def _without_timer(end: Connection) -> Callable[[Callable[[], None]], None]:
-    """Nothing may need the timer: what is under way arrives, and that is enough."""
+    """No timer is needed: data in flight arrives, and its completion starts the next message."""
 
     def later(flush: Callable[[], None]) -> None:
         if end.sender.announced_is_delivered:
@@ -227,7 +227,7 @@ def test_only_the_first_two_sends_since_a_wait_are_announced_at_once(instant: Pa
 
 
 def test_after_a_message_deferred_nearly_alone_the_next_is_immediate(instant: Pair) -> None:
-    """A writer that lets others run after each send puts it off for nothing."""
+    """A writer that yields after each send gains nothing from deferred messages."""
     messenger = instant.a.messenger
     for _ in range(2):
         send(instant, 10)
@@ -243,7 +243,7 @@ def test_after_a_message_deferred_nearly_alone_the_next_is_immediate(instant: Pa
     assert messenger.cdc_requested
     messenger.flush()
     send(instant, 10)
-    assert messenger.cdc_requested, "what was put off was worth it"
+    assert messenger.cdc_requested, "the deferral has merged messages"
     messenger.flush()
 
 
@@ -264,7 +264,7 @@ def test_the_announcement_of_few_bytes_only_is_deferred(size: int) -> None:
 
 
 def test_nothing_is_deferred_while_the_peer_sleeps(instant: Pair) -> None:
-    """Its reader waits, and this side may take long to prepare the next write."""
+    """The peer's reader waits, and this side may need long to prepare the next write."""
     for _ in range(4):
         send(instant, 10)
     assert announced_counts(instant)[-1] == 20
@@ -277,9 +277,7 @@ def test_nothing_is_deferred_while_the_peer_sleeps(instant: Pair) -> None:
 
 
 @pytest.mark.parametrize("merging", ["cork", "until delivered", "more"])
-def test_a_sleeping_peer_does_not_cancel_what_the_application_has_asked_for(
-    instant: Pair, merging: str
-) -> None:
+def test_a_sleeping_peer_does_not_cancel_requested_merging(instant: Pair, merging: str) -> None:
     instant.ab.asleep[0] = 1
     sender = instant.a.sender
     if merging != "more":
@@ -304,7 +302,7 @@ def test_a_cork_holds_also_for_a_task_that_waits(instant: Pair) -> None:
 
 def test_a_limit_does_not_delay_data_that_arrives_at_once(instant: Pair) -> None:
     instant.a.limit_unacknowledged(10)
-    assert send(instant, 95) == 30, "the third piece is put off"
+    assert send(instant, 95) == 30, "the third piece is deferred"
     woken: list[bool] = []
     instant.a.on_writable = lambda: woken.append(True)
     instant.a.messenger.flush_before_wait()
@@ -315,8 +313,8 @@ def test_a_limit_does_not_delay_data_that_arrives_at_once(instant: Pair) -> None
 
 
 def test_borrowed_memory_is_given_back_when_a_later_message_arrives_at_once() -> None:
-    """It was written, and its message put off, on a link that does all at once: what is behind it
-    fills a chunk, is told of, and tells of it, too."""
+    """A piece was written on a link with immediate delivery, and its message deferred. The next
+    data fills a chunk, so its message announces the piece as well."""
     pair = Pair((65536, 65536), copy_limit=100, merge=True)
     pair.ab.instant = True
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""RMBs: where elements lie, what a pool hands out, and that nothing old is ever in it."""
+"""RMBs: places of elements, the elements that a pool hands out, and that all of them are zeroed."""
 
 from __future__ import annotations
 
@@ -135,12 +135,12 @@ def test_sizes_are_rounded_up_to_their_class_and_not_mixed(memories: list[Memory
 
 
 def wipe_some(pool: RmbPool) -> list[Rmb]:
-    """All that there is to tidy: no time passes."""
+    """Zero all freed elements, without a limit of time."""
     return pool.wipe_some(lambda: 0.0)
 
 
 def pages(memory: Memory) -> int:
-    """How many pages the memory has."""
+    """The number of pages that the memory has."""
     return os.fstat(memory.fd).st_blocks * 512 // mmap.PAGESIZE
 
 
@@ -252,7 +252,7 @@ BIG = 4096 * KIB
 
 
 def test_no_page_is_allocated_for_unwritten_memory(memories: list[Memory]) -> None:
-    """Also where the peer may have written anywhere."""
+    """Also if the peer may have written to any place."""
     pool = RmbPool()
     rmb = make(memories, BIG, 255)
     pool.add(rmb)
@@ -305,12 +305,12 @@ def test_a_step_takes_less_than_a_millisecond(memories: list[Memory]) -> None:
         pool.wipe_some(time.perf_counter)
         took.append(time.thread_time() - start)
     took.sort()
-    # Processor time, and the median: what else the machine does is not what is measured.
+    # Processor time, and the median, so that other processes do not count.
     assert took[len(took) // 2] < 0.001
 
 
 def test_pages_go_back_after_a_burst(memories: list[Memory]) -> None:
-    """However it ended; those of a few connections stay, for the next ones."""
+    """After any ending; the pages of a few connections stay, for the next ones."""
     pool = RmbPool()
     rmb = make(memories, BIG, 64)
     pool.add(rmb)
@@ -354,7 +354,7 @@ def test_memory_about_to_be_unmapped_is_not_zeroed(memories: list[Memory]) -> No
 
 
 def test_pinned_memory_keeps_its_pages(memories: list[Memory]) -> None:
-    """An adapter would go on writing to those that it knows."""
+    """An adapter would continue to write to the pages that it knows."""
     pool = RmbPool()
     rmb = make(memories, BIG, 8)
     rmb.memory.pinned = True
@@ -377,7 +377,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_element_has_its_pages_when_it_is_handed_out(
     memories: list[Memory], limited: None, eye_catcher: bool
 ) -> None:
-    """However it was used before, and never those of others."""
+    """After any earlier use, and without the pages of other elements."""
     pool = RmbPool()
     rmb = make(memories, BIG, 16, eye_catcher)
     pool.add(rmb)
@@ -390,7 +390,7 @@ def test_an_element_has_its_pages_when_it_is_handed_out(
         rmbe.data[:5] = b"bytes"
         pool.release(rmbe, None if number % 2 else 5)
     wipe_some(pool)
-    assert pages(rmb.memory) * mmap.PAGESIZE == WARM, "what is kept, and no page of the others"
+    assert pages(rmb.memory) * mmap.PAGESIZE == WARM, "only the kept pages"
     again = [take(pool, BIG) for _ in range(16)]
     assert pages(rmb.memory) * mmap.PAGESIZE == 16 * BIG
     assert not any(rmbe.data[0] for rmbe in again)

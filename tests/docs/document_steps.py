@@ -1,14 +1,14 @@
-"""The commands of a page, run as they stand there.
+"""Runs the commands of a page unchanged.
 
-A comment that readers do not see says what the block below it is:
+A comment that readers do not see describes the block below it:
 
     <!-- step: install -->              runs and ends well; only where everything is installed anew
     <!-- step: run -->                  runs and ends well; `run exit 1`: with that exit code
-    <!-- step: start until "TEXT" -->   runs on; the next step waits until it has said TEXT
-    <!-- step: stop 1 -->               no block: Ctrl-C for what was started first
+    <!-- step: start until "TEXT" -->   runs on; the next step waits until it has printed TEXT
+    <!-- step: stop 1 -->               no block: Ctrl-C for the first started command
     <!-- file: NAME -->                 a file of that name
-    <!-- shows -->                      what the step before printed, numbers aside
-    <!-- shows start 1 -->              what the first that was started has printed, or prints soon
+    <!-- shows -->                      the output of the step before, numbers aside
+    <!-- shows start 1 -->              the output of the first started command, now or soon
 
 Every block is a shell of its own, as a terminal is, in one directory. One without an activation of
 its own is in the terminal of the installation.
@@ -53,7 +53,7 @@ class Step:
 
 
 def steps_of(page: Path) -> list[Step]:
-    """All steps of a page, in order; every block of shell commands has to be one."""
+    """All steps of a page, in order; every block of shell commands must be a step."""
     text = page.read_text(encoding="utf-8")
     steps = [Step(*(part or "" for part in match.groups())) for match in _STEP.finditer(text)]
     shells = len(re.findall(r"^```sh\n", text, re.MULTILINE))
@@ -63,17 +63,17 @@ def steps_of(page: Path) -> list[Step]:
 
 @dataclass
 class _Running:
-    """A command that runs on, with what it has said."""
+    """A command that runs on, and its output."""
 
     process: trio.Process
     terminal: int
-    """Its terminal's other end: where a reader types."""
+    """The other end of its terminal, where a reader types."""
     output: bytearray = field(default_factory=bytearray)
     more: trio.Event = field(default_factory=trio.Event)
     ended: bool = False
 
     async def listen(self) -> None:
-        """Take what it says until it ends."""
+        """Read its output until it ends."""
         assert self.process.stdout is not None
         async with self.process.stdout:
             async for piece in self.process.stdout:
@@ -87,7 +87,7 @@ class _Running:
         self.more = trio.Event()
 
     async def until(self, text: str) -> None:
-        """Wait until it has said something."""
+        """Wait until it has printed a text."""
         with trio.fail_after(2 * PATIENCE):
             while text.encode() not in self.output:
                 assert not self.ended, self.output.decode()
@@ -103,8 +103,8 @@ class _Running:
     async def interrupt(self) -> None:
         """Ctrl-C: every process of the terminal gets it, once.
 
-        A signal to the process group would not do: `trio-smc run` passes on what does not come
-        from the terminal, and two at once are too many for some programs.
+        A signal to the process group is no substitute: `trio-smc run` passes on signals that do not
+        come from the terminal, and some programs fail if they get two at once.
         """
         if self.terminal >= 0:
             os.write(self.terminal, b"\x03")
@@ -120,10 +120,10 @@ class _Running:
 
 
 class Walk:
-    """A reader's way through a page: a directory, its terminals, and what they showed.
+    """A reader's way through a page: a directory, its terminals, and their output.
 
-    fresh: install everything as the page says, and use nothing else; otherwise what the page
-      installs is taken from the environment of the tests, and `install` steps are left out.
+    fresh: install everything as the page says, and use nothing else; otherwise the
+      programs come from the environment of the tests, and `install` steps are left out.
     ports: a free port for each that pages use.
     """
 

@@ -1,4 +1,4 @@
-"""The pages: generated ones are as they would be generated, and the checker of links notices."""
+"""The pages: generated ones are up to date, and the checker of links notices broken ones."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_page_about_stability_names_each_command_with_json() -> None:
 
 
 @pytest.mark.parametrize("source", sorted((DOCS / "figures").glob("*.dot")), ids=lambda p: p.stem)
-def test_drawn_figures_are_as_their_source_says(source: Path) -> None:
+def test_drawn_figures_match_their_source(source: Path) -> None:
     """The texts of the drawing are those of dot; the places may differ."""
     drawn = source.with_suffix(".svg").read_text()
     again = subprocess.run(["dot", "-Tsvg", source], capture_output=True, check=True, text=True)
@@ -124,7 +124,7 @@ def words_of(svg: str) -> list[str]:
     return re.findall(r"<(?:text|title)[^>]*>([^<]*)<", svg)
 
 
-def test_the_numbers_of_the_pages_are_those_measured() -> None:
+def test_the_numbers_of_the_pages_are_measured() -> None:
     assert performance_page.main(["--check"]) == 0, "make performance"
 
 
@@ -165,7 +165,7 @@ def test_the_pages_show_ranges_over_machines(
         copy = tmp_path / original.name
         copy.write_text(original.read_text())
         monkeypatch.setattr(performance_page, name, copy)
-    # What they draw is looked at in test_documents.py; matplotlib keeps fonts open.
+    # test_documents.py checks the drawings; matplotlib keeps fonts open.
     drawn = []
     monkeypatch.setattr(plot, "ranges", lambda path, *_: drawn.append(path.name))
     assert performance_page.main(["--check"]) == 1
@@ -220,7 +220,7 @@ def test_numbers_of_a_busy_machine_are_called_rough() -> None:
     assert about.endswith(" Other programs used the processors, too: these numbers are rough.")
 
 
-def test_the_files_of_the_comparison_have_every_way_but_those_that_need_a_package() -> None:
+def test_the_files_of_the_comparison_have_every_transport() -> None:
     contents = comparison.load()
     assert contents
     for content in contents:
@@ -231,7 +231,7 @@ def test_the_files_of_the_comparison_have_every_way_but_those_that_need_a_packag
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_to_files_lead_somewhere(name: str) -> None:
-    """Those of the pages are followed by scripts/check_docs.py."""
+    """scripts/check_docs.py follows the links of the pages."""
     links = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text())
     lost = [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert lost == []
@@ -332,7 +332,7 @@ def test_every_page_is_in_the_contents() -> None:
 
 
 def all_pages() -> str:
-    """Everything that a reader reads."""
+    """All text that a reader reads."""
     pages = [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
         *DOCS.glob("*.md"),

@@ -114,7 +114,7 @@ FAULTS = {
         f'the window cuts "{LINE}" {NARROW}',
     ),
 }  # fmt: skip
-"""For each page: its content, and the only problem that the check must find there."""
+"""For each page: its content, and the only problem that the check must report."""
 FINE = {
     "linked-picture": '<a href="wide.svg"><img src="wide.svg"></a>',
     "words": '<img src="words.svg">',
@@ -147,8 +147,8 @@ async def test_a_good_page_and_bad_ones(tmp_path: Path) -> None:
     assert not [line for line in wrong if line.startswith("good.html")]
     assert "empty.html: no heading" in wrong
     assert "plain.html: no style sheet" in wrong
-    for name, (_, said) in BAD.items():
-        assert any(line.startswith(name) and said in line for line in wrong), (name, wrong)
+    for name, (_, expected) in BAD.items():
+        assert any(line.startswith(name) and expected in line for line in wrong), (name, wrong)
     for view in ("1280-light", "1280-dark", "390-light", "390-dark"):
         assert (tmp_path / "shots" / f"good.{view}.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -26,8 +26,8 @@ from tests.timing import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 160
-"""Seconds after which a program hangs.  Two benchmarks at a time, each with up to nine processes,
-took 30 seconds on two cores that had other things to do."""
+"""Seconds after which a program counts as hung.  Two benchmarks at a time, each with up to nine
+processes, took 30 seconds on two busy cores."""
 
 pytestmark = pytest.mark.timeout(LIMIT + 20)
 
@@ -74,7 +74,7 @@ async def test_the_echo_examples_talk() -> None:
                 capture_stdout=True,
             )
     finally:
-        # As Ctrl-C does: a server ended by force could not remove its sockets' names.
+        # Like Ctrl-C: a killed server could not remove the names of its sockets.
         server.send_signal(signal.SIGINT)
         await server.wait()
         await server.stdout.aclose()
@@ -104,7 +104,7 @@ def test_the_demo_knows_when_others_take_the_processors() -> None:
 
     hog = [sys.executable, "-c", "while True: pass"]
     others = demo.Others()
-    # Not waited for meanwhile, so they count for others, as strangers' processes do.
+    # Not waited for meanwhile, so they count for others, like unrelated processes.
     with contextlib.ExitStack() as stack:
         for _ in range(1 + (os.cpu_count() or 1) // 4):
             process = stack.enter_context(subprocess.Popen(hog))
@@ -137,8 +137,8 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
     assert "mode        tcp: no RNIC" in capsys.readouterr().out
 
 
-def test_the_demo_says_at_once_that_it_is_tcp_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the file is moved, and no line claims that SMC-R moved it."""
+def test_the_demo_prints_first_that_it_uses_tcp_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line comes before the file is moved, and no line claims that SMC-R moved it."""
     monkeypatch.setenv("TRIO_SMC_DIRECTORY", "/proc/nowhere")  # no software RNIC opens there
     done = subprocess.run(
         [sys.executable, "examples/demo.py", "--mib", "9", "--rounds", "1"], cwd=ROOT,
@@ -232,7 +232,7 @@ def test_the_benchmark_measures_other_ways_between_processes(tmp_path: Path) -> 
 
 
 @pytest.mark.benchmark
-def test_the_benchmark_measures_what_a_proxy_costs(tmp_path: Path) -> None:
+def test_the_benchmark_measures_the_cost_of_a_proxy(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ("--rounds=1", "--seconds=0.01", "--workloads=rtt,stream-64k")
     run("-m", "benchmarks", "--proxy", *options, "--json", str(numbers))
@@ -261,7 +261,7 @@ def test_a_regression_beyond_spread_is_shown() -> None:
 def test_a_limit_is_measured_although_its_time_is_over(
     measure: Callable[[int, float], list[float]],
 ) -> None:
-    """A busy machine may let the process stand still right after its clock has started."""
+    """A busy machine may suspend the process right after its clock has started."""
     assert measure(4096, 0.0)[0] > 0
 
 
@@ -294,7 +294,7 @@ def test_how_cost_grows(tmp_path: Path) -> None:
     assert "connections" in (tmp_path / "growth-connections.svg").read_text()
 
 
-def test_the_plots_of_growth_are_those_of_the_numbers(tmp_path: Path) -> None:
+def test_the_plots_of_growth_match_the_numbers(tmp_path: Path) -> None:
     """The page has the tables of the file of numbers, and the plots have their titles and axes."""
     docs = ROOT / "docs"
     numbers = docs / "performance" / "growth.json"
@@ -313,7 +313,7 @@ def test_the_plots_of_growth_are_those_of_the_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmark
-def test_what_link_groups_cost_a_server(tmp_path: Path) -> None:
+def test_cost_of_link_groups_for_a_server(tmp_path: Path) -> None:
     """Two descriptors each, one for the TCP connection, and a pipe for the first four peers."""
     numbers = tmp_path / "growth.json"
     options = ("--most=10", "--repetitions=1", "--parts=groups")

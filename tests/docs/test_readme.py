@@ -1,4 +1,4 @@
-"""README, tutorial and troubleshooting, followed by a newcomer: each command as it stands there."""
+"""The commands of README, tutorial and troubleshooting, unchanged, as a newcomer runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIVE_MINUTES = 300.0
 
 @pytest.fixture
 def ports() -> Iterator[dict[str, str]]:
-    """Ports for those that the pages name."""
+    """Free ports in place of those of the pages."""
     with reserved_port() as one, reserved_port() as two:
         yield {"7000": str(one), "8000": str(two)}
 
@@ -30,7 +30,7 @@ async def test_the_steps_of_a_page(page: Path, tmp_path: Path, ports: dict[str, 
     walk = Walk(tmp_path, fresh=False, ports=ports)
     await walk.go(steps_of(page))
     assert walk.count >= 4
-    await clear_directory()  # of what killed processes have left there
+    await clear_directory()  # removes the files of killed processes
 
 
 @pytest.mark.full
@@ -50,7 +50,7 @@ async def test_a_newcomer_with_nothing_but_the_readme(
     assert trio.current_time() - start < FIVE_MINUTES
 
 
-def test_the_walk_notices_what_is_not_shown(tmp_path: Path, ports: dict[str, str]) -> None:
+def test_the_walk_notices_output_that_is_not_shown(tmp_path: Path, ports: dict[str, str]) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "<!-- step: run -->\n```sh\necho 17 apples\n```\n\n<!-- shows -->\n```text\n4 pears\n```\n"

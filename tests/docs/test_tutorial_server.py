@@ -1,4 +1,4 @@
-"""The tutorial's server with clients that are rude, and its end by Ctrl-C."""
+"""The tutorial's server with clients that reset or are killed, and its end by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ async def test_rude_clients_and_ctrl_c(tmp_path: Path) -> None:
                 await process.wait()
             await process.stdout.aclose()
     async with trio_smc.open_stack():
-        pass  # it removes the socket that the killed client has left
+        pass  # removes the socket that the killed client has left
     assert rest.endswith(b"stopped\n")
     assert b"Traceback" not in rest

@@ -1,4 +1,4 @@
-"""One end of a connection that does what it is told: here, or in a process of its own.
+"""One end of a connection that runs the commands of the test: here, or in a process of its own.
 
 `Actor` has the operations; `open_ends` gives one in this process and one in another
 (`python -m tests.e2e.actor CONFIG`), connected, and both are used the same way.
@@ -35,7 +35,7 @@ _ERRORS = (trio.BrokenResourceError, trio.ClosedResourceError)
 
 
 class Actor:
-    """An end, told by name what to do; every operation is a method."""
+    """One end; every operation is a method, which the test calls by name."""
 
     def __init__(self, stack: Stack, nursery: trio.Nursery) -> None:
         self._stack = stack
@@ -86,11 +86,11 @@ class Actor:
         self._endpoint = endpoint_of(self._stack, stream)
 
     async def keep_as(self, name: str) -> None:
-        """Give the connection in use a name."""
+        """Name the current connection."""
         self._kept[name] = self._stream, self._endpoint
 
     async def use(self, name: str) -> None:
-        """Go on with the connection of that name."""
+        """Make the connection of that name the current one."""
         self._stream, self._endpoint = self._kept.pop(name)
 
     # --- the stream --------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Actor:
         return self._endpoint.connection.state, await self.elements()
 
     async def start(self, what: str, **arguments: Any) -> None:
-        """Begin another operation; `finish` returns what came of it."""
+        """Begin another operation; `finish` returns its outcome."""
 
         async def run() -> None:
             self._under_way = await self.act(what, **arguments)
@@ -144,7 +144,7 @@ class Actor:
         await wait_all_tasks_blocked()
 
     async def finish(self) -> dict[str, Any] | None:
-        """The outcome of what `start` began."""
+        """The outcome of the operation that `start` began."""
         await self._finished.wait()
         return self._under_way
 
@@ -157,7 +157,7 @@ class Actor:
         socket_options.MAX_MERGE_DELAY = 1e6  # type: ignore[misc]
 
     async def clog(self) -> None:
-        """Send to a peer that is stopped until its RNIC takes no more."""
+        """Send to a stopped peer until its RNIC accepts no more."""
         core = self._endpoint.connection
         for _ in range(4000):
             with trio.move_on_after(0.2):
@@ -194,18 +194,18 @@ class Actor:
     # --- looking -----------------------------------------------------------------------------
 
     async def state(self) -> str:
-        """Of the connection (RFC 7609, 4.8)."""
+        """The state of the connection (RFC 7609, 4.8)."""
         return self._endpoint.connection.state
 
     async def reach(self, state: str) -> None:
         """Wait for a state."""
         while self._endpoint.connection.state != state:  # noqa: ASYNC110
-            await trio.sleep(0.001)  # nothing tells
+            await trio.sleep(0.001)  # no event to wait for
 
     async def arrived(self, size: int) -> None:
         """Wait until that many bytes are there to be read."""
         while self._endpoint.connection.receiver.readable < size:  # noqa: ASYNC110
-            await trio.sleep(0.001)  # nothing tells
+            await trio.sleep(0.001)  # no event to wait for
 
     async def elements(self) -> int:
         """How many RMB elements are in use."""
@@ -216,17 +216,17 @@ class Actor:
         return self._stream.socket.fileno() >= 0
 
     async def all_free(self) -> None:
-        """Wait until no connection is left, and nothing of one."""
+        """Wait until no connection and no resource of a connection is left."""
         while self._stack.statistics().open_connections or await self.elements():  # noqa: ASYNC110
-            await trio.sleep(0.001)  # nothing tells
+            await trio.sleep(0.001)  # no event to wait for
 
     async def unknown_tokens(self) -> int:
-        """CDC messages that came for a connection that was over."""
+        """Number of CDC messages for connections that had ended."""
         return self._stack.statistics().unknown_tokens
 
 
 class End:
-    """An actor and how to reach it: ``await end.send(size=3)`` and so on, by name.
+    """An actor, here or in another process: ``await end.send(size=3)`` calls an operation by name.
 
     An operation that raises returns (name of the exception, errno of its cause).
     """
@@ -261,10 +261,10 @@ class End:
         self._peer.process.send_signal(signal.SIGCONT)
 
 
-def _outcome(said: dict[str, Any]) -> Any:
-    if "raised" in said:
-        return said["raised"], said["errno"]
-    return said["value"]
+def _outcome(answer: dict[str, Any]) -> Any:
+    if "raised" in answer:
+        return answer["raised"], answer["errno"]
+    return answer["value"]
 
 
 @contextlib.asynccontextmanager
@@ -296,7 +296,7 @@ async def join(client: End, server: End, port: int) -> None:
 
 
 async def main(settings: dict[str, Any]) -> None:
-    """Do what is asked until the input ends."""
+    """Run commands until the input ends."""
     async with (
         trio_smc.open_stack(Config(**{"learn_short": False, **settings})) as stack,
         trio.open_nursery() as nursery,

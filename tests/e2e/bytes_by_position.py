@@ -1,4 +1,4 @@
-"""Bytes that tell where in a stream they belong, and plans of how much to write and read."""
+"""Bytes that show their position in a stream, and plans of sizes to write and read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Text:
         pieces = []
         while size:
             block, offset = divmod(position, BLOCK)
-            # Each block begins elsewhere in the noise.
+            # Each block begins at another place in the noise.
             start = block * 7919 % BLOCK + offset
             take = min(size, BLOCK - offset)
             pieces.append(self._noise[start : start + take])
@@ -57,6 +57,6 @@ def plan_writes(rng: random.Random, total: int, small: int) -> list[int]:
 
 
 def plan_reads(rng: random.Random) -> Iterator[int]:
-    """Sizes to read, without end."""
+    """An endless sequence of sizes to read."""
     while True:
         yield _log_uniform(rng, LARGEST)

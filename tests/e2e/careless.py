@@ -1,7 +1,7 @@
 """A program that never closes its streams, as `python -m tests.e2e.careless HOW SMC PORT COUNT`.
 
 It connects COUNT times, sends `SENT` on each connection and ends by HOW: it returns, raises, is
-interrupted, forgets its streams, waits to be told, or leaves at once; "closes" is not careless.
+interrupted, forgets its streams, waits for a command, or leaves at once; "closes" is not careless.
 SMC: "ours" for `trio_smc.open_stream`, or "enabled" for `trio.open_tcp_stream` under `enable()`.
 
 At the end it prints when its run was over, and `waited`.
@@ -23,11 +23,11 @@ import trio_smc
 SENT = b"x" * 100_000
 HOST = "127.0.0.1"
 HELLO = b"+"
-"""What a server of the case "unread" sends first."""
+"""The first bytes of a server in the case "unread"."""
 
 
 def waited() -> float:
-    """Seconds for which this thread was to run and others had the processor."""
+    """Seconds for which this thread was runnable while others had the processor."""
     with open("/proc/thread-self/schedstat") as file:
         return int(file.read().split()[1]) / 1e9
 
@@ -52,7 +52,7 @@ async def main(how: str, smc: str, port: int, count: int) -> Any:
         case "forgets":
             streams.clear()
             gc.collect()
-            await trio.sleep(0.3)  # it goes on with something else
+            await trio.sleep(0.3)  # the task goes on with something else
         case "waits" | "closes":
             sys.stdout.write("\n")
             sys.stdout.flush()

@@ -35,13 +35,13 @@ def write_line(line: str) -> None:
 
 async def serve_one(stream: trio.abc.HalfCloseableStream, greeting: str) -> None:
     """Send the greeting, and echo the received bytes."""
-    # A client that closes without reading resets the connection.
+    # If a client closes without reading, the connection is reset.
     with contextlib.suppress(trio.BrokenResourceError):
         await echo(stream, greeting)
 
 
 async def echo(stream: trio.abc.HalfCloseableStream, greeting: str) -> None:
-    """The same for a client that stays."""
+    """The same for a client that does not close."""
     async with stream:
         await stream.send_all(greeting.encode() + b"\n")
         got = b""
@@ -88,7 +88,7 @@ async def server(settings: dict[str, Any], config: trio_smc.Config) -> None:
 
 
 async def client(settings: dict[str, Any], config: trio_smc.Config) -> None:
-    """Connect to each, and tell."""
+    """Connect to each address, and report the results."""
     reported = []
     async with trio_smc.open_stack(config) as stack:
         for host, port in settings["to"]:
@@ -118,7 +118,7 @@ async def client(settings: dict[str, Any], config: trio_smc.Config) -> None:
 
 
 def become(settings: dict[str, Any]) -> None:
-    """Enter the user namespace, as its user, a member of these groups."""
+    """Enter the user namespace as its user, with these groups."""
     libc = ctypes.CDLL(None, use_errno=True)
     # Of groups without a number inside one is a member only from before.
     os.setgroups(settings["unknown"])

@@ -1,4 +1,4 @@
-"""One end of connections over TCP or over SMC-R, which does what it is told.
+"""One end of connections over TCP or over SMC-R, which runs commands.
 
     python -m tests.e2e.either_transport '{"smc": true}'
 
@@ -90,7 +90,7 @@ class Program:
             await self._end.do_handshake()
 
     async def act(self, op: str, argument: int = 0) -> dict[str, Any]:
-        """Do one operation, and wait until all that it has caused at this end has happened."""
+        """Run one operation, and wait until its effects at this end are complete."""
         with trio.fail_after(PATIENCE):
             await wait_all_tasks_blocked()
             outcome = await self._try(op, argument)
@@ -173,7 +173,7 @@ class Program:
             await trio.aclose_forcefully(self._end)
 
     async def _cancelled(self, size: int) -> bool:
-        """Send, and cancel that once it waits."""
+        """Send, and cancel the call when it waits."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._try, "send", size)
             await wait_all_tasks_blocked()
@@ -206,7 +206,7 @@ class Program:
         return {"outcome": self._outcome}
 
     async def over(self) -> dict[str, Any]:
-        """Close what is left."""
+        """Close all open resources."""
         with contextlib.suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError):
             await self._drop(0)
         return {}
@@ -214,7 +214,7 @@ class Program:
 
 @functools.cache
 def _contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Of the client, which trusts everybody, and of the server."""
+    """TLS contexts of the client, which checks no certificate, and of the server."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_mode = ssl.CERT_NONE
@@ -224,7 +224,7 @@ def _contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 async def main(smc: bool) -> None:
-    """Do what is asked until the input ends."""
+    """Run commands until the input ends."""
     async with trio.open_nursery() as nursery, trio.lowlevel.FdStream(os.dup(0)) as stdin:
         program = Program(smc, nursery)
         async for line in lines(stdin):

@@ -48,7 +48,7 @@ async def listen() -> None:
 
 
 async def request(host: str, port: int) -> None:
-    """Connect, and get an answer."""
+    """Connect, and receive an answer."""
     async with await trio.open_tcp_stream(host, port) as stream:
         await stream.send_all(b"x")
         assert await stream.receive_some(1) == b"x"
@@ -63,7 +63,7 @@ async def refused() -> None:
 
 
 async def client(port: int, plain: int, other: str) -> None:
-    """Connect to the server, and to one that speaks only TCP; ``other``: this host's address."""
+    """Connect to the server, and to a TCP server; ``other``: this host's address."""
     watch = Watch()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.tick)

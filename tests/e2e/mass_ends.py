@@ -1,4 +1,4 @@
-"""How long the loop of a process is held up when many things end together.
+"""The time for which the loop of a process is blocked when many resources end together.
 
 ``python -m tests.e2e.mass_ends CASE COUNT`` prints the cost as a line of JSON: that of
 `tests.e2e.sudden_end.Costs`, and how many bytes of memory the server had more than in the beginning
@@ -49,7 +49,7 @@ from trio_smc.wire import clc
 
 HOST: Final = "127.0.0.1"
 TIMEOUT: Final = 4.0
-"""Seconds of those time-outs that are to end many things together."""
+"""Seconds of the time-outs that end many resources together."""
 SILENT: Final = frozenset({"first-contacts", "handshakes"})
 STOPPED: Final = frozenset({"stopped", "silent"})
 GREETING: Final = b"hello"
@@ -76,7 +76,7 @@ def settings(case: str) -> Config:
 def rnics(case: str) -> tuple[SoftRnic, ...] | Literal["auto"]:
     if case in ("move", "port"):
         return SoftRnic("soft0"), SoftRnic("soft1")
-    # With a plan of faults an RNIC does not know whether a peer lives, like a RoCE adapter.
+    # With a plan of faults an RNIC does not know if a peer lives, like a RoCE adapter.
     return (SoftRnic("soft0", faults=FaultPlan()),) if case == "silent" else "auto"
 
 
@@ -93,7 +93,7 @@ def resident() -> int:
 
 
 class MassCosts(Costs):
-    """``before``: `resident` before there was any of what is going to end."""
+    """``before``: `resident` before the first of the ending resources exists."""
 
     def __init__(self, before: int) -> None:
         super().__init__()
@@ -111,14 +111,14 @@ def has_links(groups: GroupTable, number: int) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something of which nothing tells."""
+    """Wait for a condition that has no event."""
     with trio.fail_after(2 * PATIENCE):
         while not condition():  # noqa: ASYNC110
             await trio.sleep(0.01)
 
 
 async def serve(case: str, count: int) -> dict[str, float]:
-    """Be the server; returns what the end cost."""
+    """Run the server; returns the cost of the end."""
     config = settings(case)
     cost: dict[str, float] = {}
     async with trio.open_nursery() as nursery:
@@ -149,7 +149,7 @@ async def serve(case: str, count: int) -> dict[str, float]:
             await pipe.aclose()
         nursery.cancel_scope.cancel()
     async with trio_smc.open_stack(Config(tcp_option="off", learn_short=False)):
-        # What a killed process left in the directory goes when the next one comes.
+        # The next process removes the files that a killed process has left in the directory.
         [listener] = await trio_smc.open_listeners(0, host=HOST)
         await listener.aclose()
     return cost
@@ -163,11 +163,11 @@ async def end_all(
     peer: trio.Process,
     nursery: trio.Nursery,
 ) -> MassCosts:
-    """Let the peer come, and have everything end; the costs from just before that."""
+    """Let the peer connect, then end everything; returns the costs of the end."""
     groups = stack.runtime.groups
     before = resident()
     await come(case, count, groups, listener, peer, nursery)
-    await trio.sleep(0.3)  # the last work of the handshakes is not what is measured
+    await trio.sleep(0.3)  # the last work of the handshakes is not measured
     gc.collect()
     costs = MassCosts(before)
     if case in STOPPED:
@@ -199,7 +199,7 @@ async def come(
     peer: trio.Process,
     nursery: trio.Nursery,
 ) -> None:
-    """Wait until all that is to end is there."""
+    """Wait until all resources that will end exist."""
     assert peer.stdin is not None
     assert peer.stdout is not None
     streams: list[SmcStream] = []
@@ -225,7 +225,7 @@ async def come(
 
 
 def stand_still(case: str, stack: Stack, peer: trio.Process) -> None:
-    """Have all of it end, or come due.  The loop stands still meanwhile, and finds all at once."""
+    """End all of them, or make them due, while the loop stands still; it then finds all at once."""
     if case in SILENT | STOPPED or case == "idle":
         time.sleep(TIMEOUT)
     elif case == "killed":
@@ -259,7 +259,7 @@ async def read_to_end(stream: SmcStream) -> None:
 
 
 def stay_silent(case: str, count: int, port: int) -> None:
-    """Clients that keep the server waiting."""
+    """Run clients that do not answer the server."""
     rnic = SoftRnic("silent")
     rnic.open(Path(Config().private_directory()))
     pd = rnic.alloc_pd()
@@ -300,7 +300,7 @@ def signal_ready() -> None:
 
 @contextlib.asynccontextmanager
 async def stacks(case: str, count: int) -> AsyncIterator[list[Stack]]:
-    """As many stacks as there are to be link groups."""
+    """Run one stack for each link group."""
     config = Config(tcp_option="off", learn_short=False, control=False, shutdown_timeout=1.0)
     if case == "move":
         config = Config(
@@ -312,7 +312,7 @@ async def stacks(case: str, count: int) -> AsyncIterator[list[Stack]]:
 
 
 async def speak(case: str, count: int, port: int) -> None:
-    """Clients of ours."""
+    """Run clients of trio_smc."""
     async with stacks(case, count) as opened:
         streams: list[RdmaStream] = []
         for number in range(count):
@@ -329,7 +329,7 @@ async def speak(case: str, count: int, port: int) -> None:
             for group in stack.runtime.groups.groups:
                 if case == "left":
                     group.terminate()
-        await trio.sleep(0.1)  # what was put off is told in each pass
+        await trio.sleep(0.1)  # deferred messages are sent in each pass
         signal_ready()
         await trio.to_thread.run_sync(sys.stdin.buffer.read)
 

@@ -28,7 +28,7 @@ class Watch:
         self._changed = trio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Return when the condition holds; looked at after each state change."""
+        """Return when the condition holds; each state change checks it."""
         while not condition():
             await self._changed.wait()
 
@@ -46,7 +46,7 @@ class Watch:
 
 
 class Traffic:
-    """One stream, busy in both directions until it is told to end."""
+    """One stream, busy in both directions until the command to end."""
 
     def __init__(self, stream: SmcStream, outgoing: int, incoming: int, watch: Watch) -> None:
         self.stream = stream
@@ -62,7 +62,7 @@ class Traffic:
         return f"<{self.stream.mode}, {self.sent} sent, {self.received} received, {done}>"
 
     def end(self) -> None:
-        """Send what is begun, then the end of the data."""
+        """Send the rest of the current piece, then the end of the data."""
         self._ending = True
 
     async def run(self) -> None:
@@ -181,7 +181,7 @@ class Peer:
         return {"errors": [each.error for each in self._traffic if each.error]}
 
     async def finish(self, end: bool = True) -> dict[str, Any]:
-        """Let all streams end, or wait until they have; what they did."""
+        """End all streams, or wait for their end; returns their counters."""
         for each in self._traffic:
             if end:
                 each.end()
@@ -206,7 +206,7 @@ async def _lines() -> Any:
 
 
 async def main() -> None:
-    """Do what stdin says until it ends."""
+    """Run commands until stdin ends."""
     rnics = {name: SoftRnic(name) for name in json.loads(sys.argv[1])["rnics"]}
     config = Config(rnics=tuple(rnics.values()), learn_short=False)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:

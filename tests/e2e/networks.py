@@ -1,4 +1,4 @@
-"""Network namespaces joined by bridges and routers, as containers have them, for one test.
+"""Network namespaces joined by bridges and routers, like those of containers, for one test.
 
 A namespace lives as long as the process that holds it, so nothing is left of one when a test ends
 or is killed.  Programs run in namespaces of processes, mounts and users of their own as well: as
@@ -48,16 +48,16 @@ class Network:
         return self._holder.pid
 
     def run(self, *lines: str) -> str:
-        """Run commands inside; what the last one prints."""
-        said = ""
+        """Run commands inside; returns the output of the last one."""
+        output = ""
         for line in lines:
             done = subprocess.run(
                 [*self.enter(), *shlex.split(line)],
                 capture_output=True, text=True, check=False, timeout=2 * PATIENCE,
             )  # fmt: skip
             assert done.returncode == 0, f"{line}: {done.stderr}"
-            said = done.stdout
-        return said
+            output = done.stdout
+        return output
 
     def enter(self) -> list[str]:
         """The command that runs another one inside."""
@@ -106,14 +106,14 @@ class UserNamespace:
 
 
 class Networks:
-    """Those of one test."""
+    """The network namespaces of one test."""
 
     def __init__(self) -> None:
         self._made: list[Network] = []
         self._links = 0
 
     def new(self) -> Network:
-        """Another one, without any link."""
+        """A new namespace, without any link."""
         made = Network()
         self._made.append(made)
         return made
@@ -128,7 +128,7 @@ class Networks:
         return bridge
 
     def link(self, one: tuple[Network, str | None], other: tuple[Network, str | None]) -> str:
-        """Join two by a veth pair, with these addresses; the name of the other's interface."""
+        """Join two by a veth pair, with these addresses; returns the second interface."""
         self._links += 1
         names = f"a{self._links}", f"b{self._links}"
         one[0].run(f"ip link add {names[0]} type veth peer name {names[1]} netns {other[0].pid}")
@@ -146,7 +146,7 @@ class Networks:
 
 
 def unable() -> str:
-    """Why namespaces cannot be made here; "" if they can."""
+    """The reason why namespaces cannot be made here; "" if they can."""
     if os.geteuid():
         return "takes root: to join network namespaces"
     for command in (
@@ -195,7 +195,7 @@ class Outcome:
 
 
 class Containers:
-    """Programs in networks, that share a directory, each at a path of its own.
+    """Programs in networks that share a directory; each has it at another path.
 
     Args:
       base: a directory of the test's own.
@@ -253,10 +253,10 @@ class Containers:
         assert process.stdout is not None
         try:
             with trio.fail_after(2 * PATIENCE):
-                said = b""
-                while not said.endswith(b"\n"):
-                    said += await process.stdout.receive_some() or b"nothing\n"
-            port, pid = map(int, said.split())
+                output = b""
+                while not output.endswith(b"\n"):
+                    output += await process.stdout.receive_some() or b"nothing\n"
+            port, pid = map(int, output.split())
             assert pid == 1
             yield port
             with trio.fail_after(2 * PATIENCE):

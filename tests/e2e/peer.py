@@ -31,9 +31,9 @@ from trio_smc import Config, SmcStream, Stack
 
 HOST = "127.0.0.1"
 HEADER = struct.Struct("!QQQd")
-"""What a sender says first to `_collect`: case, bytes, seed, seconds to wait before reading."""
+"""The header of a sender for `_collect`: case, bytes, seed, seconds to wait before reading."""
 LIMIT = 600
-"""Seconds after which anything counts as hung."""
+"""Seconds after which any operation counts as hung."""
 
 
 class Program:
@@ -176,7 +176,7 @@ class Program:
     # --- endings -----------------------------------------------------------------------------
 
     async def _collect(self, stream: SmcStream) -> None:
-        """Take what a process of `zygote` sends, to the end, as slowly as it asks for."""
+        """Receive the data of a process of `zygote` to the end, as slowly as its header says."""
         header = b""
         while len(header) < HEADER.size and (piece := await stream.receive_some(HEADER.size)):
             header += piece
@@ -192,13 +192,13 @@ class Program:
         self._ended.set()
 
     async def collect_from(self, port: int) -> dict[str, Any]:
-        """Connect, and take what the other end sends."""
+        """Connect, and receive the data of the other end."""
         async with await trio_smc.open_stream(HOST, port) as stream:
             await self._collect(stream)
         return await self.collected(1)
 
     async def collected(self, count: int) -> dict[str, Any]:
-        """The cases that arrived whole, once there are that many or an error."""
+        """The cases that arrived completely; waits for that many, or for an error."""
         while len(self._collected) < count and not self._errors:
             self._ended = trio.Event()
             await self._ended.wait()
@@ -228,7 +228,7 @@ class Program:
     async def measure(self) -> dict[str, Any]:
         """Descriptors, threads, mappings, files, memory, and the stack's own counts."""
         if self._stack is not None:
-            # Closing goes on after the streams are gone, and nothing tells when it is done.
+            # Closing continues after the end of the streams, and has no event for its end.
             with trio.move_on_after(10):
                 while self._open == [] and self._stack.statistics().open_connections:  # noqa: ASYNC110
                     await trio.sleep(0.01)
@@ -288,7 +288,7 @@ async def lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[bytes]:
 
 
 async def answer(program: Program, command: dict[str, Any]) -> dict[str, Any]:
-    """Do one command."""
+    """Run one command."""
     method: Callable[..., Awaitable[dict[str, Any]]] = getattr(program, command.pop("do"))
     try:
         with trio.fail_after(LIMIT):
@@ -298,7 +298,7 @@ async def answer(program: Program, command: dict[str, Any]) -> dict[str, Any]:
 
 
 async def main(settings: dict[str, Any] | None) -> None:
-    """Do what is asked until the input ends."""
+    """Run commands until the input ends."""
     async with contextlib.AsyncExitStack() as exits:
         stack = None
         if settings is not None:

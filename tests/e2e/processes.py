@@ -1,7 +1,7 @@
-"""Processes that a test or campaign talks to: one JSON object per line, each way.
+"""Processes that run commands of a test or campaign: one JSON object per line in each direction.
 
-The program is `tests.e2e.peer`. It does what it is asked, one command after the other, and answers
-each; it ends when its input does.
+The program is `tests.e2e.peer`. It runs one command after the other, and answers each; it ends at
+the end of its input.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Peer:
         self._unread = b""
 
     async def call(self, command: str, **arguments: object) -> dict[str, Any]:
-        """Let it do something and return its answer.  Raises PeerError."""
+        """Send a command and return its answer.  Raises PeerError."""
         await self.send_command(command, **arguments)
         return await self.answer()
 
     async def send_command(self, command: str, **arguments: object) -> None:
-        """Let it do something; `answer` must follow."""
+        """Send a command; a call of `answer` must follow."""
         assert self.process.stdin is not None
         line = json.dumps({"do": command, **arguments}) + "\n"
         await self.process.stdin.send_all(line.encode())
@@ -62,7 +62,7 @@ async def open_peer(
     module: str = "tests.e2e.peer",
     patience: float = 30,
 ) -> AsyncIterator[Peer]:
-    """Start a process; at the end of the block let it finish, and look at its exit code.
+    """Start a process; at the end of the block let it finish, and check its exit code.
 
     Args:
       settings: of its `Config`; None: it uses the default stack.

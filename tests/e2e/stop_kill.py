@@ -1,8 +1,8 @@
 """Rounds of stopping or killing one of two processes at a random moment of a transfer.
 
-All rounds end with SIGKILL. In odd ones the victim stands still before that, by SIGSTOP, past the
-timers of the links, and goes on; its streams survive. Several victims live at a time, each with its
-own link group; the survivor is this process and the same stack for all rounds.
+All rounds end with SIGKILL. In odd rounds SIGSTOP stops the victim before that, for longer than the
+timers of the links, and SIGCONT resumes it; its streams survive. Several victims live at a time,
+each with its own link group; the survivor is this process and the same stack for all rounds.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CONFIGURED = 2 * SETTINGS["test_link_interval"] + SETTINGS["test_link_timeout"]
 """Seconds after which a link without an answer would be given up by its settings: an interval in
 which the last message came, one without any, and the time for the answer."""
 SLACK = 12.0
-"""Seconds more for a machine that has other things to do."""
+"""Additional seconds for a busy machine."""
 _STREAMS = 3
 _LIFE = 20.0
-"""Seconds that a victim lives on at most after the survivor has noticed."""
+"""Seconds for which a victim lives at most after the survivor has noticed its end."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Outcome:
 
 
 class Survivor:
-    """The process that goes on."""
+    """The process that survives."""
 
     def __init__(self, stack: Stack, seed: int, outcome: Outcome) -> None:
         self._stack = stack
@@ -75,7 +75,7 @@ class Survivor:
         self._outcome = outcome
 
     async def round(self, number: int, zygote: Peer) -> None:
-        """One victim from its birth to its end."""
+        """One victim from its start to its end."""
         rng = random.Random(f"{self._seed}/{number}")
         listens = rng.random() < 0.5
         count = rng.randint(1, _STREAMS)
@@ -103,7 +103,7 @@ class Survivor:
             with trio.fail_after(_LIFE):
                 code = (await zygote.call("wait"))["code"]
         except BaseException:
-            os.kill(pid, signal.SIGKILL)  # it may be stopped; its zygote has not reaped it
+            os.kill(pid, signal.SIGKILL)  # the process may be stopped; its zygote has not reaped it
             raise
         assert early or code == -signal.SIGKILL, f"the victim's exit code is {code}"
 
@@ -127,7 +127,7 @@ class Survivor:
     async def _transfer(
         self, streams: list[SmcStream], pid: int, seed: int, rng: random.Random, *, stop: bool
     ) -> bool:
-        """Until all streams have ended; returns whether one had before the signal."""
+        """Wait until all streams have ended; True if one had ended before the signal."""
         ends: list[float] = []
         begun = [trio.Event() for _ in streams]
 
@@ -168,14 +168,14 @@ class Survivor:
         return early
 
     async def at_rest(self) -> None:
-        """Wait until the survivor is done with all victims; nothing tells when."""
+        """Wait until the survivor has cleaned up after all victims; there is no event for that."""
         with trio.fail_after(60):
             while self._stack.statistics().open_connections or self._stack.link_groups:  # noqa: ASYNC110
                 await trio.sleep(0.005)
 
 
 async def stop_and_kill(rounds: int, seed: int, only: int | None = None) -> Outcome:
-    """Run ``rounds`` rounds (or round number ``only``); AssertionError says which round failed."""
+    """Run ``rounds`` rounds (or round number ``only``); AssertionError names the failed round."""
     outcome = Outcome()
     directory = Path(Config().private_directory())
     async with contextlib.AsyncExitStack() as exits:
@@ -224,7 +224,7 @@ async def _clean(directory: Path) -> None:
 
 
 class _Memory:
-    """Looks at the memory of this process at some moments of a campaign."""
+    """Measures the memory of this process at some moments of a campaign."""
 
     def __init__(self, batches: int, outcome: Outcome) -> None:
         self._batches = batches
@@ -233,7 +233,7 @@ class _Memory:
         self._least: dict[int, int] = {}
 
     def look(self, done: int) -> None:
-        """So many batches are done."""
+        """Note that this number of batches is done."""
         fifth = done * 5 // max(1, self._batches)
         if fifth in (1, 3):
             # The least of a fifth: how much the allocator keeps differs from moment to moment.

@@ -1,7 +1,7 @@
 """The cost for a process when many connections end at once without an orderly close.
 
-``python -m tests.e2e.sudden_end CASE CONNECTIONS`` says so in a line of JSON.  The server is this
-process, the clients are another, which says a few bytes on each connection and nothing more.  CASE:
+``python -m tests.e2e.sudden_end CASE CONNECTIONS`` prints it as a line of JSON.  The server is this
+process; the clients are another one, which sends only a few bytes on each connection.  CASE:
 
 killed: the clients' process is killed while the server has a reader on each connection.
 unread: the server closes all of them one after the other, with `UNREAD` bytes unread in each.
@@ -36,7 +36,7 @@ UNREAD = 10
 
 
 class Pauses(trio.abc.Instrument):
-    """How long the loop runs between two looks at I/O: so long everybody waits."""
+    """The time of the loop between two polls of I/O, for which all tasks wait."""
 
     def __init__(self) -> None:
         self.longest = self.work = 0.0
@@ -55,11 +55,11 @@ class Pauses(trio.abc.Instrument):
 
 
 class Costs:
-    """From when it is made until `end`."""
+    """The costs from its creation until `end`."""
 
     def __init__(self) -> None:
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak is looked for anew
+            file.write("5")  # resets the peak
         with open("/proc/self/statm") as file:
             self._resident = int(file.read().split()[1]) * mmap.PAGESIZE
         self._open = len(os.listdir("/proc/self/fd"))
@@ -82,10 +82,10 @@ class Costs:
 
 
 async def all_closed(stack: Stack) -> None:
-    """And what a link group that is gone had is free."""
+    """Wait until all connections are closed, and the resources of ended link groups are free."""
     table = stack.runtime.groups
     with trio.fail_after(2 * PATIENCE):
-        # Nothing tells; `Stack.statistics` would add up all of them each time.
+        # There is no event, and `Stack.statistics` would add up all of them each time.
         while table.endpoints or any(group.state == "GONE" for group in table.groups):  # noqa: ASYNC110
             await trio.sleep(0.001)
 
@@ -97,7 +97,7 @@ async def read(stream: SmcStream) -> None:
 
 
 async def serve(case: str, connections: int) -> dict[str, float]:
-    """Be the server; returns what the end cost."""
+    """Run the server; returns the cost of the end."""
     async with trio.open_nursery() as nursery:
         async with trio_smc.open_stack(Config(tcp_option="off", learn_short=False)) as stack:
             [listener] = await trio_smc.open_listeners(0, host=HOST)
@@ -117,7 +117,7 @@ async def serve(case: str, connections: int) -> dict[str, float]:
             if case == "killed":
                 for stream in streams:
                     nursery.start_soon(read, stream)
-            await trio.sleep(0.5)  # the handshakes' last work is not what is measured
+            await trio.sleep(0.5)  # the handshakes' last work is not measured
             costs = Costs()
             if case == "killed":
                 client.kill()
@@ -133,14 +133,14 @@ async def serve(case: str, connections: int) -> dict[str, float]:
         await client.wait()
         await client.stdout.aclose()
     async with trio_smc.open_stack(Config(tcp_option="off", learn_short=False)):
-        # What a killed process left in the directory goes when the next one comes.
+        # The next process removes the files that a killed process has left in the directory.
         [listener] = await trio_smc.open_listeners(0, host=HOST)
         await listener.aclose()
     return cost
 
 
 async def dial(connections: int, port: int) -> None:
-    """Be the clients."""
+    """Run the clients."""
     async with trio_smc.open_stack(Config(tcp_option="off", learn_short=False)):
         streams = []
         for _ in range(connections):

@@ -19,7 +19,7 @@ LOOPBACK_NAMES = ["127.0.0.1", "::1", "localhost", "127.1.2.3"]
 
 
 async def talk(host: str, port: int, text: bytes = b"hello") -> SmcStream:
-    """Say something to an echo server, hear it, close; returns the stream, closed."""
+    """Send bytes to an echo server, receive them, close; returns the closed stream."""
     async with await trio_smc.open_stream(host, port) as stream:
         assert stream.mode == "smc-r", stream.fallback
         await stream.send_all(text)

@@ -20,7 +20,7 @@ from trio_smc import Config, SmcStream
 from trio_smc.rendezvous.negotiation import Negotiation
 
 QUICK_EXIT = 0.2
-"""Seconds, without what others had the processor for; a wait for the peer would take
+"""Seconds, without the time for which others had the processor; a wait for the peer would take
 `shutdown_timeout`, 5 s."""
 
 
@@ -47,7 +47,7 @@ class Seen:
         self.ended = trio.Event()
 
     async def handler(self, stream: SmcStream) -> None:
-        """Count what comes, and how it ends."""
+        """Count the received bytes and the kinds of ends."""
         assert stream.mode == "smc-r"
         count, end = 0, "end"
         try:
@@ -82,7 +82,7 @@ async def serving(handler: object, **options: Any) -> AsyncIterator[int]:
 
 
 async def clear_directory() -> None:
-    """The next process removes what a killed process left there."""
+    """The next process removes the files that a killed process has left there."""
     async with trio_smc.open_stack(Config(tcp_option="off", learn_short=False)):
         [listener] = await trio_smc.open_listeners(0, host=careless.HOST)
         await listener.aclose()
@@ -111,7 +111,7 @@ async def test_all_arrives_and_then_the_end(how: str, smc: str) -> None:
 
 
 async def test_a_process_that_ends_behind_its_confirm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of its queue pair is noticed before SMC Confirm is read: nothing is lost."""
+    """The server notices the end of the queue pair before it reads SMC Confirm: nothing is lost."""
     seen = Seen()
     clients: list[trio.Process] = []
     held: list[Negotiation] = []
@@ -176,7 +176,7 @@ async def deaf(stream: SmcStream) -> None:
 
 
 async def test_a_killed_process_prints_nothing_here() -> None:
-    """In a program that did not ask for logs."""
+    """In a program that has not configured logging."""
     server = await trio.lowlevel.open_process(
         [sys.executable, "-c", QUIET], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -203,13 +203,13 @@ async def test_a_killed_process_prints_nothing_here() -> None:
 
 
 async def test_idle_streams_delay_no_exit() -> None:
-    """Although their peers never close."""
+    """Their peers never close."""
     async with serving(deaf) as port:
         assert await time_to_end("waits", port, 200) < QUICK_EXIT
 
 
 async def test_an_interrupt_ends_the_wait_for_peers() -> None:
-    """Of closed streams the peer's answer is waited for, for `shutdown_timeout`."""
+    """The end of a run waits for the peer's answer to a close, for at most `shutdown_timeout`."""
     async with serving(deaf) as port:
         assert await time_to_end("closes", port, 3, interrupt=True) < 0.5 + QUICK_EXIT
 
@@ -230,10 +230,10 @@ async def time_to_end(how: str, port: int, count: int, *, interrupt: bool = Fals
         if interrupt:
             await trio.sleep(0.5)
             process.send_signal(signal.SIGINT)
-        said = b""
+        received = b""
         while piece := await process.stdout.receive_some():
-            said += piece
+            received += piece
         await process.stdout.aclose()
         await process.wait()
-    began, end, waited = map(float, said.split())
+    began, end, waited = map(float, received.split())
     return end - start - (waited - began) - (careless.waited() - before)

@@ -1,7 +1,7 @@
 """The edges of figures 22 and 23 between two real processes, timers included.
 
-The close timer is a minute wherever it is not the subject: that both ends are CLOSED soon shows
-that no timer was needed.
+The close timer is a minute unless a test is about it: both ends are CLOSED long before that, so no
+timer was needed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def quick() -> AsyncIterator[Ends]:
 
 
 async def both(a: End, b: End, op: str) -> None:
-    """At the same time, as far as two processes can."""
+    """Run both at the same time, as far as two processes can."""
     async with trio.open_nursery() as nursery:
         for end in (a, b):
             nursery.start_soon(getattr(end, op))
@@ -186,7 +186,7 @@ async def test_data_that_comes_after_the_close_has_no_reader(slow: Ends) -> None
 
 @pytest.mark.rfc("4.8.1/11")
 async def test_the_peer_closes_while_data_waits_to_be_written(slow: Ends) -> None:
-    """4A: the data is in the peer's memory, and the message that tells of it is not."""
+    """4A: the data is in the peer's memory, but the message that announces it is not."""
     for way in WAYS:
         async with slow.joined(way) as (a, b):
             await b.hold_for_ever()
@@ -197,7 +197,7 @@ async def test_the_peer_closes_while_data_waits_to_be_written(slow: Ends) -> Non
             assert await b.send() == NO_READER
 
 
-async def test_a_blocked_writer_hears_of_the_reset(slow: Ends) -> None:
+async def test_a_blocked_writer_gets_the_reset(slow: Ends) -> None:
     for way in WAYS:
         async with slow.joined(way) as (a, b):
             await b.start(what="send", size=10 * SMALL_RING)
@@ -217,7 +217,7 @@ STATES = {
     "APPFINCLOSEWAIT/PEERFINCLOSEWAIT": ["a.send_eof", "b.aclose"],
     "APPFINCLOSEWAIT/PEERFINCLOSEWAIT after D": ["a.send_eof", "b.send_eof", "b.aclose"],
 }
-"""How to bring a and b into each pair of states that two living ends can rest in."""
+"""The steps that bring a and b into each stable pair of states of two live ends."""
 
 
 @pytest.mark.parametrize("aborting", [0, 1], ids=["a", "b"])
@@ -238,7 +238,7 @@ async def test_abort_in_every_state(slow: Ends, aborting: int) -> None:
                 if f"{aborted}.aclose" in steps:
                     assert await other.receive() == CLOSED, states
                 elif f"{aborter}.aclose" in steps or f"{aborter}.send_eof" in steps:
-                    # The end came before, and all that was sent before it can be read.
+                    # The end arrived before, and all data that was sent before the end can be read.
                     assert await other.receive() == 0, states
                     if f"{aborted}.send_eof" not in steps:
                         assert await other.send() == NO_READER, states
@@ -367,7 +367,7 @@ async def test_abort_timer(quick: Ends) -> None:
     await there.aclose()
     await there.all_free()
     while not await here.unknown_tokens():  # noqa: ASYNC110
-        await trio.sleep(0.001)  # nothing tells
+        await trio.sleep(0.001)  # no event to wait for
 
 
 async def test_close_timer_with_data_that_does_not_arrive(quick: Ends) -> None:
@@ -407,7 +407,7 @@ async def test_linger_bounds_the_wait_of_a_close(slow: Ends) -> None:
         assert await here.elements() == 1
     finally:
         there.go_on()
-    # What a ring or a Unix socket takes.
+    # The bytes that a ring or a Unix socket holds.
     assert await there.read_all() > (200 if SoftRnic.variant == "socket" else 1000)
     await there.aclose()
     for end in (here, there):

@@ -41,7 +41,7 @@ async def pairs(request: pytest.FixtureRequest, stacks: int) -> AsyncIterator[Pa
 
 
 async def all_closed(stack: Stack) -> None:
-    while stack.statistics().open_connections:  # noqa: ASYNC110  # nothing tells
+    while stack.statistics().open_connections:  # noqa: ASYNC110  # no event to wait for
         await trio.sleep(0.01)
 
 
@@ -120,7 +120,7 @@ async def test_close_at_once_on_both_sides(pairs: Pairs) -> None:
 
 
 @FIRST
-async def test_what_was_sent_before_the_close_arrives(pairs: Pairs, first: str) -> None:
+async def test_data_sent_before_the_close_arrives(pairs: Pairs, first: str) -> None:
     a, b = both_orders(await pairs.make(), first)
     await a.send_all(bytes(SMALL_RING))
     await a.aclose()
@@ -221,7 +221,7 @@ async def test_a_reset_of_tcp_after_the_close_loses_nothing(pairs: Pairs, first:
 # --- a stack is left ---------------------------------------------------------------------------
 
 
-async def test_a_reader_who_takes_its_time_loses_nothing() -> None:
+async def test_a_slow_reader_loses_nothing() -> None:
     """The client's stack gives up waiting for the answer to its close; its data stays."""
     config = smc_config(shutdown_timeout=0.05)
     async with trio_smc.open_stack(config):
@@ -256,16 +256,16 @@ async def _leave_with_an_open_stream() -> None:
 
 @contextlib.asynccontextmanager
 async def surviving() -> AsyncIterator[Stack]:
-    """A stack in this process that holds nothing more at the end than at the beginning.
+    """A stack in this process that holds no more resources at the end than at the beginning.
 
-    What processes that were killed left in the directory is removed by the next to look there.
+    The next process that reads the directory removes the files that killed processes have left.
     """
     async with trio_smc.open_stack(smc_config()) as stack:
         before = leaks.take()
         yield stack
         with trio.fail_after(PROMPT):
             await all_closed(stack)
-            while stack.link_groups:  # noqa: ASYNC110  # nothing tells
+            while stack.link_groups:  # noqa: ASYNC110  # no event to wait for
                 await trio.sleep(0.01)
         await wait_all_tasks_blocked()
         gc.collect()
@@ -282,8 +282,8 @@ async def send_until_broken(stream: SmcStream) -> None:
         await send_for_ever(stream)
 
 
-# What the victim does, and what this side does until it observes the end: the system closes the
-# socket of a killed process, so a reader sees all data and the end of the stream, as over TCP.
+# The calls of the victim, and of this side until it observes the end: the kernel closes the socket
+# of a killed process, so a reader gets all data and the end of the stream, as over TCP.
 WHILE: dict[str, tuple[str, Callable[[SmcStream], Awaitable[object]]]] = {
     "it sends": ("pour", read_all),
     "it receives": ("swallow", send_until_broken),
@@ -307,7 +307,7 @@ async def test_a_killed_server(while_: str, connections: int) -> None:
                 exits.enter_context(reserved_port(port))
             with pytest.raises(OSError, match="refused"):
                 await trio_smc.open_stream(HOST, port)
-            # A stack that has not looked for this listener yet meets its name, and removes it.
+            # A stack that has not searched for this listener yet finds its name, and removes it.
             async with trio_smc.open_stack(smc_config()) as fresh:
                 with pytest.raises(OSError, match="refused"):
                     await fresh.open_stream(HOST, port)
@@ -326,7 +326,7 @@ async def kill_while(
     async with trio.open_nursery() as nursery:
         for stream in streams:
             nursery.start_soon(user, stream)
-        await trio.sleep(0.05)  # so that much is under way
+        await trio.sleep(0.05)  # so that much data is in flight
         victim.process.kill()
         nursery.cancel_scope.deadline = trio.current_time() + PROMPT
     assert not nursery.cancel_scope.cancelled_caught, "a call waited too long"

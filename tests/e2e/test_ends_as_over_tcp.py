@@ -147,7 +147,7 @@ async def open_ends(smc: bool) -> AsyncIterator[Ends]:
 
 
 @pytest.mark.rfc("4.8.1/11", "4.8.2/9", "4.8.2/10", "A.4/19")
-async def test_each_end_observes_what_it_observes_over_tcp() -> None:
+async def test_each_end_observes_the_same_as_over_tcp() -> None:
     different = []
     async with open_ends(False) as tcp, open_ends(True) as smc:
         for number, (level, program) in enumerate(PROGRAMS):

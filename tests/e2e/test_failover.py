@@ -23,7 +23,7 @@ class Sides(NamedTuple):
     port: int
 
     async def both(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Ask both at once."""
+        """Run a command on both at once."""
         answers: dict[str, dict[str, Any]] = {}
 
         async def call(name: str, peer: Peer) -> None:
@@ -41,11 +41,11 @@ class Sides(NamedTuple):
         await self.busy()
 
     async def busy(self) -> None:
-        """Every stream goes on, both ways, without an error."""
+        """Check that every stream continues in both directions without an error."""
         assert await self.both("progress") == [{"errors": []}] * 2
 
     async def finish(self) -> int:
-        """All streams end; both sides must have seen the same. Returns the failovers."""
+        """End all streams; both sides must have the same counters. Returns the failovers."""
         there, here = await self.both("finish")
         assert there["errors"] == here["errors"] == [""] * len(here["sent"])
         assert sorted(there["received"]) == sorted(here["sent"])

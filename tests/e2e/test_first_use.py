@@ -24,7 +24,7 @@ PROGRAM: Final = [sys.executable, str(ROOT / "tests" / "e2e" / "first_use.py")]
 UNDER_SMC: Final = [sys.executable, "-m", "trio_smc.tools", "run", "--"]
 OTHER = "10.9.0.1"
 ATTEMPTS, MOST_ATTEMPTS = 3, 10
-"""Clients.  The best one counts, because processor time, too, varies on a busy machine: another
+"""Clients.  The best one counts, because processor time also varies on a busy machine: another
 process on the same core doubles it.  So there are more of them if the best one is above the limit.
 """
 Found = dict[str, list[tuple[dict[str, float], dict[str, list[str]]]]]

@@ -19,8 +19,8 @@ MOST_HELD = 96 << 10
 
 def cost_of(case: str, count: int) -> dict[str, float]:
     command = [sys.executable, "-m", "tests.e2e.mass_ends", case, str(count)]
-    said = subprocess.run(command, stdout=subprocess.PIPE, timeout=55, check=True).stdout
-    cost: dict[str, float] = json.loads(said)
+    output = subprocess.run(command, stdout=subprocess.PIPE, timeout=55, check=True).stdout
+    cost: dict[str, float] = json.loads(output)
     return cost
 
 

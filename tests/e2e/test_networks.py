@@ -71,9 +71,9 @@ async def test_a_bridge_between_two(networks: Networks, containers: Containers) 
     here, there = networks.new(), networks.new()
     networks.bridge((here, "10.77.0.2/24"), (there, "10.77.0.1/24"))
     async with containers.server(there, "server") as port:
-        told = await containers.connect(here, *[("10.77.0.1", port)] * 3)
-    assert [each.what for each in told] == [(*SMC_R, "server")] * 3
-    assert {each.pid for each in told} == {1}
+        results = await containers.connect(here, *[("10.77.0.1", port)] * 3)
+    assert [each.what for each in results] == [(*SMC_R, "server")] * 3
+    assert {each.pid for each in results} == {1}
     assert [each for each in containers.directory.rglob("*") if not each.is_dir()] == []
 
 
@@ -81,8 +81,8 @@ async def test_a_bridge_and_ipv6(networks: Networks, containers: Containers) -> 
     here, there = networks.new(), networks.new()
     networks.bridge((here, "fd77::2/64"), (there, "fd77::1/64"))
     async with containers.server(there, "server", "::") as port:
-        [told] = await containers.connect(here, ("fd77::1", port))
-    assert told.what == (*SMC_R, "server")
+        [result] = await containers.connect(here, ("fd77::1", port))
+    assert result.what == (*SMC_R, "server")
 
 
 @pytest.fixture
@@ -107,17 +107,17 @@ async def test_a_service_and_users_in_containers(
     with (
         UserNamespace(SERVICE, {2000: GROUP}) as service,
         UserNamespace(CLIENT, {3000: GROUP}) as member,
-        UserNamespace(CLIENT, {2000: GROUP + 1}) as stranger,
+        UserNamespace(CLIENT, {2000: GROUP + 1}) as outsider,
         UserNamespace(CLIENT, {}, unknown=[GROUP]) as unknown,
     ):
         async with of_a_group.server(there, "server", users=service) as port:
-            for name, users in (("member", member), ("stranger", stranger), ("unknown", unknown)):
-                told = await of_a_group.connect(here, *[("10.77.0.1", port)] * 2, users=users)
-                assert {(each.pid, each.user) for each in told} == {(1, UserNamespace.USER)}
-                outcomes[name] = [each.what for each in told]
+            for name, users in (("member", member), ("outsider", outsider), ("unknown", unknown)):
+                results = await of_a_group.connect(here, *[("10.77.0.1", port)] * 2, users=users)
+                assert {(each.pid, each.user) for each in results} == {(1, UserNamespace.USER)}
+                outcomes[name] = [each.what for each in results]
     assert outcomes == {
         "member": [(*SMC_R, "server")] * 2,
-        "stranger": [(*OTHER_USER, "server")] * 2,
+        "outsider": [(*OTHER_USER, "server")] * 2,
         "unknown": [(*OTHER_USER, "server")] * 2,
     }
     left = [each for each in of_a_group.directory.rglob("*") if not each.is_dir()]
@@ -131,25 +131,25 @@ async def test_a_shared_network_as_in_a_pod(
     pod = networks.new()
     networks.bridge((pod, "10.77.0.1/24"))
     async with containers.server(pod, "server") as port:
-        told = await containers.connect(pod, ("127.0.0.1", port), ("10.77.0.1", port))
-    assert [each.what for each in told] == [(*SMC_R, "server")] * 2
+        results = await containers.connect(pod, ("127.0.0.1", port), ("10.77.0.1", port))
+    assert [each.what for each in results] == [(*SMC_R, "server")] * 2
 
 
 async def test_a_router_between_two(networks: Networks, containers: Containers) -> None:
     """The path is proven, and version 1 is for one subnet (RFC 7609, 3.5.1.2)."""
     here, _, there = routed(networks)
     async with containers.server(there, "server") as port:
-        [told] = await containers.connect(here, ("10.78.0.1", port))
-    assert told.what == ("tcp", "prefix-mismatch", "server")
+        [result] = await containers.connect(here, ("10.78.0.1", port))
+    assert result.what == ("tcp", "prefix-mismatch", "server")
 
 
 async def test_masquerading_between_two(networks: Networks, containers: Containers) -> None:
     here, router, there = routed(networks)
     nft(router, "type nat hook postrouting priority 100 ;", "masquerade")
     async with containers.server(there, "server") as port:
-        told = await containers.connect(here, *[("10.78.0.1", port)] * 2)
-    assert [each.what for each in told] == [(*UNPROVEN, "server")] * 2
-    assert max(each.seconds for each in told) < AT_ONCE
+        results = await containers.connect(here, *[("10.78.0.1", port)] * 2)
+    assert [each.what for each in results] == [(*UNPROVEN, "server")] * 2
+    assert max(each.seconds for each in results) < AT_ONCE
 
 
 @pytest.mark.parametrize("alias", [False, True])
@@ -161,37 +161,38 @@ async def test_a_published_port(networks: Networks, containers: Containers, alia
     async with containers.server(there, "server") as port:
         rule = f"tcp dport {port} dnat to 10.78.0.1"
         nft(router, "type nat hook prerouting priority -100 ;", rule)
-        [told] = await containers.connect(here, ("10.77.0.1", port))
-    assert told.what == (*UNPROVEN, "server")
-    assert told.seconds < AT_ONCE
+        [result] = await containers.connect(here, ("10.77.0.1", port))
+    assert result.what == (*UNPROVEN, "server")
+    assert result.seconds < AT_ONCE
 
 
 async def test_a_port_that_leads_elsewhere(networks: Networks, containers: Containers) -> None:
-    """The address is the server's, but this port leads to a stranger. It gets no CLC message: it
-    echoes what it got."""
-    here, there, stranger = networks.new(), networks.new(), networks.new()
-    networks.bridge((here, "10.77.0.2/24"), (there, "10.77.0.1/24"), (stranger, "10.77.0.3/24"))
+    """The address is the server's, but this port leads to an unrelated server, which echoes the
+    received bytes: no CLC message."""
+    here, there, unrelated = networks.new(), networks.new(), networks.new()
+    networks.bridge((here, "10.77.0.2/24"), (there, "10.77.0.1/24"), (unrelated, "10.77.0.3/24"))
     async with (
         containers.server(there, "server") as port,
-        containers.server(stranger, "stranger", plain=True) as other,
+        containers.server(unrelated, "unrelated", plain=True) as other,
     ):
         rule = f"ip daddr 10.77.0.1 tcp dport {port} dnat to 10.77.0.3:{other}"
         nft(here, "type nat hook output priority -100 ;", rule)
-        told = await containers.connect(here, *[("10.77.0.1", port)] * 2, handshake_timeout=2.0)
-    assert [each.what for each in told] == [(*UNPROVEN, "stranger")] * 2
-    assert told[1].seconds < 1.0, "it is not tried again at once"
+        results = await containers.connect(here, *[("10.77.0.1", port)] * 2, handshake_timeout=2.0)
+    assert [each.what for each in results] == [(*UNPROVEN, "unrelated")] * 2
+    assert results[1].seconds < 1.0, "it is not tried again at once"
 
 
 @pytest.mark.parametrize("rule", ["redirect to :{other}", "dnat to 10.77.0.1:{other}"])
 async def test_a_port_that_is_redirected_within_one_network(
     networks: Networks, containers: Containers, rule: str
 ) -> None:
-    """The announced connection gets to a stranger, which echoes what it got: no CLC message."""
+    """The announced connection reaches an unrelated server, which echoes the received bytes: no
+    CLC message."""
     pod = networks.new()
     networks.bridge((pod, "10.77.0.1/24"))
     async with (
         containers.server(pod, "server") as port,
-        containers.server(pod, "stranger", plain=True) as other,
+        containers.server(pod, "unrelated", plain=True) as other,
     ):
         nft(
             pod,
@@ -199,9 +200,9 @@ async def test_a_port_that_is_redirected_within_one_network(
             f"tcp dport {port} {rule.format(other=other)}",
         )
         places = [("127.0.0.1", port), ("10.77.0.1", port)]
-        told = await containers.connect(pod, *places, handshake_timeout=1.0)
-    assert [each.what for each in told] == [(*UNPROVEN, "stranger")] * 2
-    assert max(each.seconds for each in told) < AT_ONCE
+        results = await containers.connect(pod, *places, handshake_timeout=1.0)
+    assert [each.what for each in results] == [(*UNPROVEN, "unrelated")] * 2
+    assert max(each.seconds for each in results) < AT_ONCE
 
 
 async def test_a_port_that_is_redirected_to_the_server(
@@ -213,8 +214,8 @@ async def test_a_port_that_is_redirected_to_the_server(
     async with containers.server(pod, "server") as port:
         rule = f"tcp dport {port ^ 1} redirect to :{port}"
         nft(pod, "type nat hook output priority -100 ;", rule)
-        [told] = await containers.connect(pod, ("10.77.0.1", port ^ 1), handshake_timeout=1.0)
-    assert told.what == (*UNPROVEN, "server")
+        [result] = await containers.connect(pod, ("10.77.0.1", port ^ 1), handshake_timeout=1.0)
+    assert result.what == (*UNPROVEN, "server")
 
 
 async def test_another_address_that_is_translated_to_the_server(
@@ -227,8 +228,8 @@ async def test_another_address_that_is_translated_to_the_server(
     async with containers.server(pod, "server") as port:
         rule = f"ip daddr 10.99.0.9 tcp dport {port} dnat to 10.77.0.1"
         nft(pod, "type nat hook output priority -100 ;", rule)
-        [told] = await containers.connect(pod, ("10.99.0.9", port), handshake_timeout=1.0)
-    assert told.what == (*UNPROVEN, "server")
+        [result] = await containers.connect(pod, ("10.99.0.9", port), handshake_timeout=1.0)
+    assert result.what == (*UNPROVEN, "server")
 
 
 async def test_two_networks_with_the_same_addresses(
@@ -236,7 +237,7 @@ async def test_two_networks_with_the_same_addresses(
     containers: Containers,
 ) -> None:
     """Each client speaks with the server of its own network, by SMC-R where that one can."""
-    told = []
+    results = []
     async with contextlib.AsyncExitStack() as servers:
         clients = []
         port = 7777
@@ -250,17 +251,17 @@ async def test_two_networks_with_the_same_addresses(
             clients.append(here)
 
         async def connect(client: Network) -> None:
-            told.extend(await containers.connect(client, *[("10.77.0.1", port)] * 5))
+            results.extend(await containers.connect(client, *[("10.77.0.1", port)] * 5))
 
         async with trio.open_nursery() as nursery:
             for each in clients:
                 nursery.start_soon(connect, each)
-    assert Counter(each.what for each in told) == {
+    assert Counter(each.what for each in results) == {
         (*SMC_R, "one"): 5,
         (*SMC_R, "two"): 5,
         (*UNPROVEN, "three"): 5,
     }
-    assert max(each.seconds for each in told) < AT_ONCE
+    assert max(each.seconds for each in results) < AT_ONCE
 
 
 async def test_a_proxy_between_two(networks: Networks, containers: Containers) -> None:
@@ -270,9 +271,9 @@ async def test_a_proxy_between_two(networks: Networks, containers: Containers) -
             router, "", "10.77.0.1", port, plain=True, onward=["10.78.0.1", port]
         )
         async with relay:
-            [told] = await containers.connect(here, ("10.77.0.1", port))
-    assert told.what == (*UNPROVEN, "server")
-    assert told.seconds < AT_ONCE
+            [result] = await containers.connect(here, ("10.77.0.1", port))
+    assert result.what == (*UNPROVEN, "server")
+    assert result.seconds < AT_ONCE
 
 
 async def test_closed_ports_between_two(networks: Networks, containers: Containers) -> None:
@@ -281,12 +282,12 @@ async def test_closed_ports_between_two(networks: Networks, containers: Containe
     networks.bridge((here, "10.77.0.2/24"), (there, "10.77.0.1/24"))
     async with containers.server(there, "server") as port:
         nft(there, "type filter hook input priority 0 ;", f"tcp dport != {port} drop")
-        told = await containers.connect(here, *[("10.77.0.1", port)] * 2)
-    assert [each.what for each in told] == [(*UNPROVEN, "server")] * 2
-    assert told[1].seconds < 1.0
+        results = await containers.connect(here, *[("10.77.0.1", port)] * 2)
+    assert [each.what for each in results] == [(*UNPROVEN, "server")] * 2
+    assert results[1].seconds < 1.0
 
 
-async def test_check_says_what_to_do(
+async def test_check_prints_the_remedy(
     networks: Networks, containers: Containers, tmp_path: Path
 ) -> None:
     """It sees the server's process, where that is this user's."""
@@ -294,7 +295,7 @@ async def test_check_says_what_to_do(
     networks.bridge((here, "10.77.0.2/24"), (there, "10.77.0.1/24"))
     other = tmp_path / "other"
     other.mkdir(0o700)
-    said = {}
+    outputs = {}
     async with containers.server(there, "server") as port:
         for directory in (containers.directory, other):
             command = [sys.executable, "-m", "trio_smc.tools", "check", "10.77.0.1", str(port)]
@@ -303,7 +304,9 @@ async def test_check_says_what_to_do(
                 capture_stdout=True,
                 check=False,
             )
-            said[directory] = done.stdout.decode()
-    assert "SMC-R is used." in said[containers.directory]
-    assert "in a network namespace of its own, with another private directory\n" in said[other]
-    assert "remedy     mount one directory at both ends, and name it in Config(dir" in said[other]
+            outputs[directory] = done.stdout.decode()
+    assert "SMC-R is used." in outputs[containers.directory]
+    assert "in a network namespace of its own, with another private directory\n" in outputs[other]
+    assert (
+        "remedy     mount one directory at both ends, and name it in Config(dir" in outputs[other]
+    )

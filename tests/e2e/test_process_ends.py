@@ -160,7 +160,7 @@ async def test_data_that_waits_in_a_send_queue_leaves_no_gap(transport: str) -> 
             port = int(await read_line(server.stdout))
             async with running(command(transport, "block", SENDS, 10, port)) as client:
                 assert client.stdout is not None
-                await read_line(server.stdout)  # it is connected and stands still
+                await read_line(server.stdout)  # the server is connected and idle
                 await client.stdout.receive_some()
             await server.stdin.send_all(b"\n")
             received, ending = (await read_line(server.stdout)).split()

@@ -142,7 +142,9 @@ async def test_waiting_in_a_backlog_when_the_stack_is_closed(
 
 
 @pytest.mark.parametrize("before", [b"", control.encode({"part": "process", "data": {}})[:7]])
-async def test_of_a_process_that_is_asked(runtime_directory: Path, way: str, before: bytes) -> None:
+async def test_descriptors_of_a_queried_process(
+    runtime_directory: Path, way: str, before: bytes
+) -> None:
     """The command `trio-smc` reports it, and does not wait for it."""
     directory = runtime_directory / "d"
     (directory / "control").mkdir(parents=True, mode=0o700)

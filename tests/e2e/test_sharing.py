@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import trio
 
-SERVICE, CLIENT, STRANGER, GROUP = 64201, 64202, 64203, 64210
+SERVICE, CLIENT, OTHER_USER, GROUP = 64201, 64202, 64203, 64210
 
 BOTH = """
     import encodings.idna, json, os, sys
@@ -99,7 +99,7 @@ async def _outcome(
         try:
             assert process.stdout is not None
             port, number = (await process.stdout.receive_some()).split()
-            said = await trio.run_process(
+            done = await trio.run_process(
                 [*inside[1], *command, _settings(*client, int(port))],
                 env=environment,
                 capture_stdout=True,
@@ -111,7 +111,7 @@ async def _outcome(
                 await process.wait()
             if process.stdout is not None:
                 await process.stdout.aclose()
-    outcome, _, theirs = said.stdout.decode().strip().rpartition(" ")
+    outcome, _, theirs = done.stdout.decode().strip().rpartition(" ")
     return outcome.strip(), f"{int(number)} {theirs}"
 
 
@@ -128,8 +128,8 @@ def shared(base: Path, mode: int = 0o3770) -> Path:
     ("mode", "user", "groups", "expected"),
     [
         (0o3770, CLIENT, [GROUP], "smc-r"),
-        (0o3770, GROUP, [], "smc-r"),  # its primary group is that one
-        (0o3770, STRANGER, [], "tcp other-user"),
+        (0o3770, GROUP, [], "smc-r"),  # GROUP is the primary group
+        (0o3770, OTHER_USER, [], "tcp other-user"),
         (0o2770, CLIENT, [GROUP], "tcp other-user"),
     ],
 )
@@ -209,7 +209,7 @@ def as_member(program: str, *arguments: Path) -> int:
 
 
 @pytest.mark.timeout(120)
-async def test_what_a_member_puts_into_the_directory_leads_nowhere(base: Path) -> None:
+async def test_names_made_by_a_member_lead_nowhere(base: Path) -> None:
     """Nothing outside is touched, and the others go on with SMC-R."""
     path, victim = shared(base), base / "victim"
     victim.mkdir()

@@ -18,10 +18,10 @@ LONGEST_PAUSE = 0.020
 @pytest.mark.parametrize(
     ("case", "connections"), [("killed", 1000), ("unread", 200), ("left", 200)]
 )
-def test_what_it_costs(case: str, connections: int) -> None:
+def test_cost_of_a_sudden_end(case: str, connections: int) -> None:
     command = [sys.executable, "-m", "tests.e2e.sudden_end", case, str(connections)]
-    said = subprocess.run(command, stdout=subprocess.PIPE, timeout=55, check=True).stdout
-    cost = json.loads(said)
+    output = subprocess.run(command, stdout=subprocess.PIPE, timeout=55, check=True).stdout
+    cost = json.loads(output)
     assert cost["memory"] < MOST_MEMORY, cost
     assert cost["processor"] < MOST_PROCESSOR, cost
     assert cost["work"] < LONGEST_PAUSE, cost

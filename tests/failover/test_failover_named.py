@@ -1,7 +1,7 @@
 """Failures that a failover must survive, by name (RFC 7609, 2.3, 4.6).
 
-Each test has two whole stacks, one connection and one failure.  `tests.campaigns.failover` mixes
-all of them, between two processes.
+Each test has two whole stacks, one connection and one failure.  `tests.campaigns.failover` combines
+these failures between two processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DATA = b"a few bytes that matter"
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         yield world
 
 
@@ -42,7 +42,7 @@ def queue_pair(connection: Connection) -> PlainQueuePair:
 
 
 def strike(connection: Connection, fate: Fate, *, write: bool = False) -> None:
-    """The connection's next write, or its next message, meets its fate."""
+    """Execute the connection's next write, or its next message, with this fate."""
     qp = queue_pair(connection)
     while (qp.work[0].message is None) is not write:
         qp.execute()
@@ -70,7 +70,7 @@ def test_a_message_a_write_or_its_completion_is_lost(
 @BOTH_ENDS
 @pytest.mark.rfc("2.3/5", "4.6.1/6")
 def test_a_message_counts_as_arrived_and_did_not(world: World, place: int) -> None:
-    """This cannot be repaired: the connection is reset, and the other one goes on."""
+    """Such a loss cannot be repaired: the connection is reset, and the other one continues."""
     stage = Stage(world, (2, 2))
     other = world.connect(stage.client, stage.server)
     here, there = ends(stage, place)
@@ -88,9 +88,9 @@ def test_a_message_counts_as_arrived_and_did_not(world: World, place: int) -> No
 
 @BOTH_ENDS
 @pytest.mark.rfc("2.3/5", "4.6.1/6")
-def test_what_did_not_arrive_is_missed_after_two_failovers(world: World, place: int) -> None:
-    """Two validation messages wait on two links: what is behind the one must not be taken while
-    the other is judged."""
+def test_lost_data_is_missed_after_two_failovers(world: World, place: int) -> None:
+    """Two validation messages wait on two links: messages behind one of them must not be processed
+    while the other one is checked."""
     stage = Stage(world, (3, 3))
     here, there = ends(stage, place)
     pump, peer = stage.end(place).stack.pump, stage.end(1 - place)
@@ -142,7 +142,7 @@ def test_all_rnics_fail_in_turn(world: World) -> None:
 @pytest.mark.parametrize("posted", [0, 1, 2], ids=["validation", "write", "message"])
 @pytest.mark.rfc("2.3/2", "4.6.2/1")
 def test_a_failure_during_the_failover(world: World, place: int, fate: Fate, posted: int) -> None:
-    """Each request of the replay in turn, on the link that took over."""
+    """Each request of the replay fails in turn, on the new link."""
     stage = Stage(world, (3, 3))
     here, there = ends(stage, place)
     here.send(memoryview(DATA))
@@ -200,7 +200,7 @@ def test_a_failure_while_urgent_data_is_pending(world: World, place: int, fate: 
     assert there.receiver.receive(100) == b"ab"
     assert there.receiver.receive_urgent() is None
     assert here.failovers == 1
-    world.settle()  # nothing is written behind urgent data before it was taken
+    world.settle()  # the sender writes nothing behind urgent data that was not read yet
     assert stage.works()
 
 
@@ -209,7 +209,7 @@ def test_a_failure_while_urgent_data_is_pending(world: World, place: int, fate: 
 @pytest.mark.parametrize("ending", [0, 1], ids=["data", "end"])
 @pytest.mark.rfc("2.3/2")
 def test_a_failure_while_closing(world: World, place: int, fate: Fate, ending: int) -> None:
-    """The message that tells of the last data, or the one that tells of the end."""
+    """The message that announces the last data, or the one that announces the end."""
     stage = Stage(world, (2, 2))
     here, there = ends(stage, place)
     here.send(memoryview(DATA))
@@ -232,7 +232,7 @@ def test_a_failure_while_closing(world: World, place: int, fate: Fate, ending: i
 
 @pytest.mark.rfc("2.2.2/10", "2.3/1")
 def test_a_restored_rnic_gets_its_link_and_its_share(world: World) -> None:
-    """The asymmetric stopgap goes, and the loads are even again."""
+    """The asymmetric link ends, and the load of the links is even again."""
     stage = Stage(world, (2, 2))
     calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(5))]
     sides = (stage.client, stage.server)
@@ -251,26 +251,26 @@ def test_a_restored_rnic_gets_its_link_and_its_share(world: World) -> None:
 
 
 def leaving(world: World, place: int) -> tuple[Stage, Link, list[Connection], list[Link]]:
-    """A link that two connections are to leave, both with data on its way; and a list of the links
-    that are reported."""
+    """A link that two connections leave, both with data in flight, and a list of the reported
+    links."""
     stage = Stage(world, (2, 2))
     calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(3))]
     connections = [call.connections[place] for call in calls]
-    link, told = connections[0].channel, list[Link]()
+    link, reports = connections[0].channel, list[Link]()
     assert isinstance(link, Link)
     both = [connection for connection in connections if connection.channel is link]
     assert len(both) == 2
     for connection in both:
         connection.send(memoryview(DATA))
     link.machine.send("leave")
-    stage.end(place).group.mover.link_leaving(link, lambda: told.append(link))
-    return stage, link, both, told
+    stage.end(place).group.mover.link_leaving(link, lambda: reports.append(link))
+    return stage, link, both, reports
 
 
 @BOTH_ENDS
 @pytest.mark.rfc("2.3/2")
 def test_a_link_is_left_when_its_last_connection_has_gone(world: World, place: int) -> None:
-    stage, link, (first, second), told = leaving(world, place)
+    stage, link, (first, second), reports = leaving(world, place)
     pump, qp = stage.end(place).stack.pump, link.qp
     assert isinstance(qp, PlainQueuePair)
     qp.execute()
@@ -278,22 +278,22 @@ def test_a_link_is_left_when_its_last_connection_has_gone(world: World, place: i
     pump.drain()
     assert first.channel is not link
     assert second.channel is link
-    assert not told
+    assert not reports
     world.settle()
     assert second.channel is not link
-    assert told == [link]
+    assert reports == [link]
 
 
 @BOTH_ENDS
 @pytest.mark.rfc("4.8.3/2")
-def test_nobody_is_told_that_a_link_is_left_which_stays(world: World, place: int) -> None:
-    stage, link, both, told = leaving(world, place)
+def test_no_callback_if_an_abandoned_link_stays(world: World, place: int) -> None:
+    stage, link, both, reports = leaving(world, place)
     link.machine.send("stay")
     stage.end(place).group.mover.link_stays(link)
     both[0].abort()
     world.settle()
     assert both[1].channel is link
-    assert not told
+    assert not reports
     peers = stage.end(1 - place).connections
     assert [each.receiver.receive(100) for each in peers if each.receiver.bytes_received] == [DATA]
 
@@ -303,7 +303,7 @@ def test_nobody_is_told_that_a_link_is_left_which_stays(world: World, place: int
 def test_a_move_for_even_loads_that_is_not_worth_it_any_more(
     world: World, place: int, ends_first: bool
 ) -> None:
-    """One link is to take a connection of the other, whose data is on its way; one ends."""
+    """A connection with data in flight is to move, and meanwhile a connection ends."""
     stage = Stage(world, (2, 2))
     calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(5))]
     connections = [call.connections[place] for call in calls]
@@ -334,7 +334,7 @@ def test_a_move_for_even_loads_that_is_not_worth_it_any_more(
 
 @BOTH_ENDS
 def test_a_link_fails_while_one_of_its_connections_ends(world: World, place: int) -> None:
-    """That one is not moved any more; the others go on."""
+    """That connection is not moved any more; the others continue."""
     stage = Stage(world, (2, 2))
     calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(3))]
     ending, link = stage.call.connections[place], stage.call.connections[place].channel
@@ -347,10 +347,10 @@ def test_a_link_fails_while_one_of_its_connections_ends(world: World, place: int
         link.machine.send("failed")
 
     replay.hold(ending, fail)
-    told = stage.end(place).record()
+    record = stage.end(place).record()
     ending.links_lost()
     assert (ending.state, link.state) == ("CLOSED", "DOWN")
-    moves = [what for kind, _, what in told.events if kind == "state" and what[2] == "move"]
+    moves = [what for kind, _, what in record.events if kind == "state" and what[2] == "move"]
     assert len(moves) == len(others)
     world.settle()
     for call in others:
@@ -359,8 +359,8 @@ def test_a_link_fails_while_one_of_its_connections_ends(world: World, place: int
 
 
 @BOTH_ENDS
-def test_a_link_that_comes_when_there_is_nobody_to_relieve(world: World, place: int) -> None:
-    """The others went meanwhile, or it did itself."""
+def test_a_new_link_without_a_link_to_relieve(world: World, place: int) -> None:
+    """The other connections have moved meanwhile, or the link itself has gone."""
     stage = Stage(world, (2, 2))
     group = stage.end(place).group
     connection = stage.call.connections[place]

@@ -85,7 +85,7 @@ def test_nothing_lost_nothing_repeated(pair: Pair) -> None:
     assert pair.b.receiver.receive(10) == b"ab"
 
 
-def test_what_arrived_without_its_completion_is_taken_once(pair: Pair) -> None:
+def test_data_that_arrived_without_completion_is_read_once(pair: Pair) -> None:
     send(pair, b"abc")
     pair.ab.deliver()  # but not completed
     assert pair.b.receiver.receive(2) == b"ab"
@@ -96,8 +96,8 @@ def test_what_arrived_without_its_completion_is_taken_once(pair: Pair) -> None:
 
 
 @pytest.mark.rfc("4.6.2/1")
-def test_what_the_peer_has_taken_is_not_written_over_newer_bytes(pair: Pair) -> None:
-    """The beginning of a write that the peer has taken in part shares its place with newer data."""
+def test_a_replay_does_not_overwrite_newer_bytes(pair: Pair) -> None:
+    """The peer has read a part of a write, and newer data is in the place of that part."""
     pair.close()
     whole = Pair((100, 100), chunks=False)
     data = bytes(range(150))
@@ -149,7 +149,7 @@ def test_the_sequence_number_wraps_during_a_move(pair: Pair) -> None:
 
 @pytest.mark.parametrize("lost", [0x7FFE, 0x7FFF])
 def test_more_losses_than_sequence_numbers_end_the_connection(lost: int) -> None:
-    """Of a message so much newer the peer would say that it is older."""
+    """The peer would take such a number for an older one."""
     pair = Pair((1 << 16, 1 << 16))
     for count in (SEND_QUEUE, lost - SEND_QUEUE - 1):  # the replay takes a number, too
         for _ in range(count):
@@ -170,7 +170,7 @@ def test_more_losses_than_sequence_numbers_end_the_connection(lost: int) -> None
 
 
 def narrow(pair: Pair, side: int = 0) -> FakeChannel:
-    """The next link: full at first, then with room for one round at a time."""
+    """The next link: full, until `make_room` gives it room for one round at a time."""
     old = pair.next_channel(side)
     old.queue.clear()
     pair.channels[side].slots = 0
@@ -179,7 +179,7 @@ def narrow(pair: Pair, side: int = 0) -> FakeChannel:
 
 
 def make_room(pair: Pair) -> None:
-    """The next link takes a round at a time from now on."""
+    """Give the next link room for one round at a time."""
     pair.ab.slots = SEND_QUEUE
     pair.ab.complete()
 
@@ -253,8 +253,8 @@ def test_no_link_left_during_a_replay(pair: Pair) -> None:
 # --- completions -----------------------------------------------------------------------------
 
 
-def test_late_completions_of_the_old_link_say_nothing() -> None:
-    """Memory that the new link has yet to read must not be given back for them."""
+def test_late_completions_of_the_old_link_are_ignored() -> None:
+    """They do not release memory that the new link still has to read."""
     pair = Pair(copy_limit=0)
     buffer = bytearray(b"x" * 1000)
     assert pair.a.send(memoryview(buffer)) == 1000
@@ -273,7 +273,7 @@ def test_late_completions_of_the_old_link_say_nothing() -> None:
     pair.close()
 
 
-def test_copies_made_during_a_replay_are_what_is_replayed() -> None:
+def test_copies_made_during_a_replay_are_replayed() -> None:
     pair = Pair(copy_limit=0)
     buffer = bytearray(b"x" * 1000)
     assert pair.a.send(memoryview(buffer)) == 1000
@@ -305,7 +305,7 @@ def test_a_blocked_writer_stays_blocked(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("arrived", [False, True])
-def test_urgent_data_is_told_again_once(pair: Pair, arrived: bool) -> None:
+def test_urgent_data_is_announced_again_once(pair: Pair, arrived: bool) -> None:
     assert pair.a.send_urgent(view(b"ab!")) == 3
     if arrived:
         pair.ab.deliver()
@@ -322,7 +322,7 @@ def test_urgent_data_is_told_again_once(pair: Pair, arrived: bool) -> None:
     assert pair.b.receiver.receive(10) == b"after"
 
 
-def test_urgent_data_that_was_taken_during_a_replay_holds_nobody(pair: Pair) -> None:
+def test_urgent_data_read_during_a_replay_blocks_no_sender(pair: Pair) -> None:
     assert pair.a.send_urgent(view(b"ab!")) == 3
     pair.ab.deliver()
     narrow(pair)
@@ -354,8 +354,8 @@ def test_a_request_for_updates_is_answered_on_the_new_link(pair: Pair) -> None:
     pair.ab.deliver()
     pair.ba.slots = 0
     pair.b.receiver.receive(1)
-    asked = cdc.pack(2, pair.b.alert_token, 0, 3, 0, 0, cdc.UPDATE_REQUESTED)
-    receive_cdc(pair.b, asked)
+    request = cdc.pack(2, pair.b.alert_token, 0, 3, 0, 0, cdc.UPDATE_REQUESTED)
+    receive_cdc(pair.b, request)
     assert pair.ba.log == []
     pair.fail_link(1)
     assert pair.ba.log == [validation(0), Cdc(1, producer=(0, 0), consumer=(1, 0))]
@@ -363,7 +363,7 @@ def test_a_request_for_updates_is_answered_on_the_new_link(pair: Pair) -> None:
     assert pair.ba.log[-1] == Cdc(2, producer=(0, 0), consumer=(2, 0))
 
 
-def test_the_end_of_the_data_is_told_again(pair: Pair) -> None:
+def test_the_end_of_the_data_is_announced_again(pair: Pair) -> None:
     pair.a.shutdown_write()
     pair.fail_link(0)
     assert pair.ab.log == [validation(0), Cdc(2, (0, 0), (0, 0), endings=D)]
@@ -386,14 +386,14 @@ def test_a_close_that_waits_for_its_data_survives(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("arrived", [False, True])
-def test_a_last_word_lost_with_its_link_is_said_again(pair: Pair, arrived: bool) -> None:
+def test_a_last_message_lost_with_its_link_is_sent_again(pair: Pair, arrived: bool) -> None:
     pair.a.close()
     pair.settle()
     pair.b.close()
     if arrived:
         pair.ba.deliver()
     assert pair.b.state == "CLOSED"
-    assert pair.hosts[1].calls == ["close_tcp"], "the RMBE is not free before it has arrived"
+    assert pair.hosts[1].calls == ["close_tcp"], "the RMBE is not free before it arrives"
     pair.fail_link(1)
     pair.settle()
     assert pair.states() == ("CLOSED", "CLOSED")
@@ -408,7 +408,7 @@ def test_nothing_follows_a_last_word_that_has_arrived(pair: Pair) -> None:
     assert pair.a.channel is pair.ab
 
 
-def test_an_abort_lost_with_its_link_is_said_again(pair: Pair) -> None:
+def test_an_abort_lost_with_its_link_is_sent_again(pair: Pair) -> None:
     send(pair, b"of no interest")
     pair.a.abort()
     pair.fail_link(0)
@@ -435,7 +435,7 @@ def test_nothing_moves_before_the_peer_is_known_and_after_the_end() -> None:
 
 
 def receive_messages(pair: Pair, count: int) -> None:
-    """B receives so many CDC messages without news: their sequence numbers are 1 to ``count``."""
+    """B receives ``count`` CDC messages without changes, with sequence numbers from 1."""
     for number in range(1, count + 1):
         receive_cdc(pair.b, cdc.pack(number, 0xA1, 0, 0, 0, 0))
 
@@ -474,8 +474,8 @@ def test_no_hole_changes_nothing(pair: Pair, received: int, sent: int) -> None:
 
 
 @pytest.mark.rfc("4.6.1/5")
-def test_a_validation_message_overtakes_what_it_vouches_for(pair: Pair) -> None:
-    """The old link delivered everything; the receiver has just not looked at it yet."""
+def test_a_validation_message_may_overtake_validated_messages(pair: Pair) -> None:
+    """The old link delivered everything, but the receiver has not polled it yet."""
     send(pair, b"abc")
     old = pair.ab
     kept = list(old.queue)
@@ -487,7 +487,7 @@ def test_a_validation_message_overtakes_what_it_vouches_for(pair: Pair) -> None:
     assert isinstance(message, bytes)
     with pytest.raises(cdc.MessageMissing):
         receive_cdc(pair.b, message)
-    assert pair.b.state == "ACTIVE", "not before all links were looked at"
+    assert pair.b.state == "ACTIVE", "not before all links were polled"
     old.queue.extend(kept)
     old.deliver()
     receive_cdc(pair.b, message)
@@ -507,23 +507,23 @@ def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> No
         pair.ab.deliver()
     assert message
     assert pair.b.state == "PEERABORTWAIT"
-    # Over one more link: that is known.
+    # Over one more link, the number is known.
     token = pair.b.alert_token
     receive_cdc(pair.b, cdc.pack(1, token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION))
 
 
 @pytest.mark.parametrize("buffer", [bytes, bytearray])
 @pytest.mark.parametrize("arrives", [False, True])
-def test_what_nobody_can_tell_of_counts_as_posted(arrives: bool, buffer: type) -> None:
-    """The link ended with a message that was done at once; the peer may have taken it, and say so
-    before this side has noticed anything."""
+def test_a_message_of_unknown_fate_counts_as_posted(arrives: bool, buffer: type) -> None:
+    """The link ended with an immediate delivery. The peer may have received it, and may announce it
+    before this side polls."""
     pair = Pair(merge=True)
     pair.ab.instant, pair.ab.doubt, pair.ab.arrives = True, 1, arrives
     pair.ba.instant = True
     data = buffer(b"abc")
     assert pair.a.send(memoryview(data)) == 3
     if buffer is bytearray:
-        data[:] = b"xyz"  # the sender's own again
+        data[:] = b"xyz"  # the memory belongs to the sender again
     assert (pair.a.sequence_sent, pair.a.sender.unacknowledged) == (0, 3)
     pair.ab.deliver()
     assert pair.b.receiver.receive(10) == (b"abc" if arrives else b"")
@@ -538,7 +538,7 @@ def test_what_nobody_can_tell_of_counts_as_posted(arrives: bool, buffer: type) -
 
 
 @pytest.mark.parametrize("arrives", [False, True])
-def test_a_cursor_of_which_nobody_can_tell_is_told_again(arrives: bool) -> None:
+def test_a_cursor_of_unknown_fate_is_announced_again(arrives: bool) -> None:
     pair = Pair((SIZE, SIZE))
     send(pair, bytes(SIZE))
     pair.settle()
@@ -602,7 +602,7 @@ def test_a_connection_may_stay_where_it_is(pair: Pair) -> None:
     assert pair.a.failovers == 0
 
 
-def test_a_hold_tells_of_writes_that_were_put_off() -> None:
+def test_a_hold_ends_after_deferred_writes() -> None:
     pair = Pair(merge=True)
     send(pair, b"abc")
     ready: list[bool] = []
@@ -628,7 +628,7 @@ def test_a_link_that_fails_while_it_is_left(pair: Pair) -> None:
     assert pair.b.receiver.receive(10) == b"abc"
 
 
-def test_a_connection_that_ends_while_it_is_held_holds_nobody(pair: Pair) -> None:
+def test_a_held_connection_that_ends_releases_its_holder(pair: Pair) -> None:
     send(pair, b"abc")
     ready: list[bool] = []
     hold(pair.a, lambda: ready.append(True))
@@ -664,7 +664,7 @@ def test_random_moves(seed: int) -> None:
 
 
 @pytest.mark.pure  # a method of a compiled class is not replaced
-def test_the_campaign_notices_a_replay_of_what_the_peer_has_taken(
+def test_the_campaign_notices_a_replay_of_consumed_data(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def replay(self: Sender, start: int = 0) -> Iterator[tuple[int, memoryview]]:
@@ -673,7 +673,7 @@ def test_the_campaign_notices_a_replay_of_what_the_peer_has_taken(
                 first = end - len(data)
                 yield max(first, start), data[max(0, start - first) :]
 
-    # One schedule in a thousand shows it, too few for a search that always ends well.
+    # One schedule in a thousand shows the fault: too few for a search within a test.
     seed, case = 11, 588
     campaign.run(1, seed, only=case)
     monkeypatch.setattr(Sender, "replay", replay)

@@ -1,4 +1,4 @@
-"""Failover validation messages that miss what another link brought (RFC 7609, 4.6.1)."""
+"""Failover validation messages that overtake messages on other links (RFC 7609, 4.6.1)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def validation(token: int, sequence: int) -> bytes:
 
 
 class Reader:
-    """A connection that notes what it is given.
+    """A connection that records the messages that it receives.
 
-    One that has lost something goes on to say so: what hinges on it must not cost others more.
+    A connection with a loss reports it again and again, which must not cost other connections more.
     """
 
     def __init__(self, last: int = 0) -> None:
@@ -51,7 +51,7 @@ class Reader:
 
 
 class Rings:
-    """Links with what lies in their receive rings, in the order in which it came."""
+    """Links with the messages in their receive rings, in the order of arrival."""
 
     def __init__(self, connections: dict[int, Reader], *contents: list[bytes]) -> None:
         self.connections = connections
@@ -84,7 +84,7 @@ class Rings:
         return number
 
     def ends(self, number: int) -> None:
-        """The link fails, or goes, here."""
+        """The link fails or is deleted at this side."""
         del self.group.links[number]
         self.mover.link_ends(self.links[number - 1])
 
@@ -95,14 +95,14 @@ class Rings:
             link.on_completion(Completion(qp.qp_num, int(WcOpcode.RECV), 0, 0, ring.popleft()))
 
     def take(self, number: int) -> None:
-        """A completion of this link is what wakes us."""
+        """Process a completion of this link."""
         link = self.links[number - 1]
         self.drain(link.rnic, link.qp)
         assert not any(each.backlog for each in self.links)
         assert not any(self.rings.values())
 
 
-def test_what_another_link_brought_is_found() -> None:
+def test_a_message_on_another_link_is_found() -> None:
     one = Reader()
     Rings({1: one}, [validation(1, 5), message(1, 6)], [message(1, 5)]).take(1)
     assert (one.given, one.lost) == ([5, 6], [])
@@ -110,7 +110,7 @@ def test_what_another_link_brought_is_found() -> None:
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_two_that_wait_for_each_others_links(first: int) -> None:
-    """One connection moved from the second link to the first, the other the other way."""
+    """One connection moved from the second link to the first, the other one to the second."""
     one, two = Reader(), Reader()
     Rings(
         {1: one, 2: two},
@@ -137,7 +137,7 @@ def test_a_chain_over_three_links() -> None:
 @pytest.mark.parametrize("flags", [0, cdc.WRITER_BLOCKED])
 @pytest.mark.parametrize("seven", [7, 0x1007])
 @pytest.mark.parametrize("first", [1, 2])
-def test_what_is_lost_costs_one_connection(first: int, seven: int, flags: int) -> None:
+def test_a_lost_message_costs_one_connection(first: int, seven: int, flags: int) -> None:
     one, two = Reader(), Reader()
     Rings(
         {1: one, 2: two},
@@ -149,7 +149,7 @@ def test_what_is_lost_costs_one_connection(first: int, seven: int, flags: int) -
     assert (two.given, two.lost) == ([seven, seven + 1], [])
 
 
-def test_a_connection_that_ended_meanwhile_is_nobodys_loss() -> None:
+def test_a_connection_that_ended_meanwhile_is_no_loss() -> None:
     one, two = Reader(), Reader()
     connections = {1: one, 2: two}
     rings = Rings(connections, [validation(1, 9), message(2, 1)], [message(2, 2)])
@@ -185,7 +185,7 @@ def test_a_connection_that_fails_when_it_is_judged_again_costs_no_other() -> Non
 
 
 def test_the_rest_of_a_link_that_ends_is_found() -> None:
-    """The group has forgotten the link; what one of its messages sets off looks at the others."""
+    """The group has removed the link; one of its messages starts a check of the other links."""
     one, two = Reader(), Reader()
     rings = Rings(
         {1: one, 2: two}, [validation(2, 3)], [message(1, 1), message(2, 3), message(1, 2)]
@@ -206,7 +206,7 @@ def test_the_rest_of_a_link_that_ends_is_found() -> None:
 # --- what waits, and what only seems to -------------------------------------------------------
 
 
-def test_a_loss_told_on_two_links_is_no_reason_to_wait() -> None:
+def test_a_loss_reported_on_two_links_blocks_no_reader() -> None:
     """One connection lost a message and its validation message failed with the next link, too.
 
     Both links of this connection wait for messages that no longer exist.  The first messages of a
@@ -224,8 +224,8 @@ def test_a_loss_told_on_two_links_is_no_reason_to_wait() -> None:
     assert two.lost
 
 
-def test_what_comes_after_the_loss_is_not_waited_for() -> None:
-    """It was sent later, so it says nothing about the message that is missing."""
+def test_messages_behind_the_loss_are_not_awaited() -> None:
+    """A later message has no information on the missing one."""
     one, new = Reader(2), Reader()
     Rings(
         {1: one, 2: new},
@@ -270,14 +270,14 @@ class Sent:
 
 
 class Schedule:
-    """A peer whose connections send, move and lose messages, and links that are looked at late."""
+    """A peer whose connections send, move and lose messages, and links that are polled late."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.readers: dict[int, Reader] = {}
         self.rings = Rings(self.readers)
         self.up = [self.rings.add([]) for _ in range(self.rng.randint(2, 4))]
-        self.failed: list[int] = []  # and not noticed here
+        self.failed: list[int] = []  # links whose failure this side has not noticed
         self.sent: list[Sent] = []
 
     def begin(self) -> None:
@@ -286,14 +286,14 @@ class Schedule:
         self.sent.append(one)
 
     def post(self, one: Sent, *, complete: bool) -> None:
-        """A message that is placed, and maybe known to be."""
+        """Post a message that arrives; ``complete``: the sender gets the completion."""
         one.sequence += 1
         self.rings.rings[one.link].append(message(one.token, one.sequence))
         if complete:
             one.completed = one.sequence
 
     def lose(self, one: Sent) -> None:
-        """A message that counts as arrived, and did not: the link fails with it."""
+        """Lose a message whose completion is good: the link fails with it."""
         one.sequence += 1
         one.completed = one.sequence
         one.lost = True
@@ -314,12 +314,12 @@ class Schedule:
             self.post(one, complete=self.rng.random() < 0.5)
 
     def leave(self, one: Sent) -> None:
-        """To another link, when nothing is under way."""
+        """Move to another link if no message is in flight."""
         one.completed = one.sequence
         self.move(one, self.rng.choice(self.up))
 
     def look(self) -> None:
-        """Take what a link brought, or notice that one has failed."""
+        """Process the messages of a link, or notice that a link has failed."""
         if self.failed and self.rng.random() < 0.4:
             link = self.failed.pop(self.rng.randrange(len(self.failed)))
             self.rings.ends(link)

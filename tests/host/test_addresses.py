@@ -1,4 +1,4 @@
-"""This host's networks, as the kernel tells them."""
+"""The networks of this host, as reported by the kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def owned(interface: int, address: str, network: str) -> prefixes._OwnAddress:
 
 @pytest.fixture
 def example_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host with two interfaces in place of this one."""
+    """Replace this host by one with two interfaces."""
     addresses = [
         owned(1, "127.0.0.1", "127.0.0.0/8"),
         owned(1, "::1", "::1/128"),
@@ -46,7 +46,7 @@ def example_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def own_ipv6() -> list[tuple[str, int]]:
-    """Addresses and prefix lengths by another way: /proc."""
+    """Addresses and prefix lengths from another source: /proc."""
     found = []
     for line in Path("/proc/net/if_inet6").read_text().splitlines():
         digits, _, length, *_ = line.split()
@@ -77,7 +77,7 @@ def test_all_prefixes_holds_the_loopback_network() -> None:
     assert LOOPBACK in prefixes.all_prefixes()
 
 
-def test_an_address_of_somebody_else_has_no_prefix() -> None:
+def test_an_address_of_another_host_has_no_prefix() -> None:
     assert prefixes.local_prefix("203.0.113.77") is None
     assert prefixes.interface_prefixes("2001:db8:ffff::1") == ()
 
@@ -159,7 +159,7 @@ def test_every_own_address_is_on_the_same_host() -> None:
         assert prefixes.is_same_host("127.0.0.1", address)
 
 
-def test_two_sockets_tell_whether_an_address_is_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_sockets_find_out_if_an_address_is_local(monkeypatch: pytest.MonkeyPatch) -> None:
     def dump() -> None:
         raise AssertionError("no dump is needed")
 
@@ -171,7 +171,7 @@ def test_two_sockets_tell_whether_an_address_is_our_own(monkeypatch: pytest.Monk
     assert not prefixes.is_same_host("::1", "2001:db8:ffff::1")
 
 
-def test_source_address_is_what_the_kernel_would_use() -> None:
+def test_source_address_is_the_one_the_kernel_uses() -> None:
     assert prefixes.source_address("127.0.0.1", 7000) == "127.0.0.1"
     assert prefixes.source_address("::1", 7000) == "::1"
     for address, _ in own_ipv6():
@@ -184,7 +184,7 @@ def test_source_address_is_what_the_kernel_would_use() -> None:
 
 
 def test_no_route_is_no_source() -> None:
-    # The kernel lets no socket without SO_BROADCAST connect there.
+    # The kernel refuses a connect to a broadcast address without SO_BROADCAST.
     assert prefixes.source_address("255.255.255.255", 9) is None
 
 

@@ -1,4 +1,4 @@
-"""The thread that closes what may wait."""
+"""The thread that closes descriptors whose close may block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trio_smc.host.descriptors import Closer
 
 
 def test_an_unexpected_error_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
-    """No other thread is started while it is there, so all later closes would be lost."""
+    """An error must not end the thread: no other one is started, and later closes would be lost."""
 
     def fail() -> None:
         raise BufferError("cannot close exported pointers exist")

@@ -1,4 +1,4 @@
-"""Answers of the kernel are kept until it reports a change, and never longer."""
+"""Answers of the kernel are cached until the kernel reports a change."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trio_smc.host.netlink import AnswerCache, Message, Request, query
 
 
 class Kernel:
-    """A kernel that counts what it is asked, and reports changes when it is told to."""
+    """A kernel that counts the queries, and reports changes on demand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked = 0
+        self.queries = 0
         self.answer: bytes | None = b"\1\2"
         self.subscribers = 0
         self.ours: socket.socket | None = None
@@ -30,7 +30,7 @@ class Kernel:
         monkeypatch.setattr(netlink, "_subscribe", self._subscribe)
 
     def _query(self, request: Request) -> list[Message] | None:
-        self.asked += 1
+        self.queries += 1
         return None if self.answer is None else [Message(bytes((n,)), {}) for n in self.answer]
 
     def _subscribe(self) -> socket.socket:
@@ -57,7 +57,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
 
 
 def is_kept(answer: int) -> bool:
-    """True if the answer is remembered; a change of the machine's network may prevent it."""
+    """True if the answer is cached; a change of the machine's network may prevent that."""
     _, generation = AnswerCache.get("is_kept")
     AnswerCache.put("is_kept", [answer], generation)
     return AnswerCache.get("is_kept")[0] == [answer]
@@ -75,9 +75,9 @@ def request_of(key: str) -> Request:
     return Request(1, key.encode(), 1)
 
 
-def test_without_anybody_who_remembers(kernel: Kernel) -> None:
+def test_without_an_open_cache(kernel: Kernel) -> None:
     assert double() == double() == [2, 4]
-    assert kernel.asked == 2
+    assert kernel.queries == 2
     assert kernel.subscribers == 0
 
 
@@ -85,18 +85,18 @@ def test_kept_until_something_changes(kernel: Kernel) -> None:
     with closing(AnswerCache()) as memory:
         memory.open()
         assert double() == double() == [2, 4]
-        assert kernel.asked == 1
+        assert kernel.queries == 1
         double("others")
-        assert kernel.asked == 2, "another question"
+        assert kernel.queries == 2, "another question"
         kernel.answer = b"\7"
         assert double() == [2, 4]
         kernel.change()
         kernel.change()
         assert double() == double() == [14]
         assert double("others") == [14]
-        assert kernel.asked == 4
+        assert kernel.queries == 4
     assert double() == [14]
-    assert kernel.asked == 5, "no cache is open any more"
+    assert kernel.queries == 5, "no cache is open any more"
 
 
 def test_two_that_remember_share(kernel: Kernel) -> None:
@@ -107,10 +107,10 @@ def test_two_that_remember_share(kernel: Kernel) -> None:
     one.close()
     one.close()
     double()
-    assert (kernel.asked, kernel.subscribers) == (1, 1)
+    assert (kernel.queries, kernel.subscribers) == (1, 1)
     other.close()
     double()
-    assert kernel.asked == 2
+    assert kernel.queries == 2
 
 
 def test_no_answer_is_not_kept(kernel: Kernel) -> None:
@@ -122,8 +122,8 @@ def test_no_answer_is_not_kept(kernel: Kernel) -> None:
         assert double() == [2]
 
 
-def test_a_change_while_it_is_asked(kernel: Kernel) -> None:
-    """Be it read by this thread afterwards, or by another one in between."""
+def test_a_change_during_a_query(kernel: Kernel) -> None:
+    """This thread reads the change afterwards, or another thread has read it in between."""
     with closing(AnswerCache()) as memory:
         memory.open()
         _, generation = AnswerCache.get("numbers")
@@ -157,7 +157,7 @@ def test_a_kernel_that_reports_nothing(kernel: Kernel, monkeypatch: pytest.Monke
         memory.open()
         double()
         double()
-        assert kernel.asked == 2
+        assert kernel.queries == 2
 
 
 def test_a_forked_child_leaves_the_reports_to_its_parent(kernel: Kernel) -> None:
@@ -168,14 +168,14 @@ def test_a_forked_child_leaves_the_reports_to_its_parent(kernel: Kernel) -> None
         if child == 0:
             double()
             double()
-            os._exit(0 if kernel.asked == 3 else 1)  # neither answer was kept
+            os._exit(0 if kernel.queries == 3 else 1)  # neither answer is cached
         assert os.waitpid(child, 0)[1] == 0
         assert double() == [2, 4]
-        assert kernel.asked == 1
+        assert kernel.queries == 1
 
 
 def test_the_real_kernel() -> None:
-    """It takes the subscription, and reports nothing while nothing changes."""
+    """The kernel accepts the subscription, and reports nothing while nothing changes."""
     before = pnet.interfaces()
     with closing(AnswerCache()) as memory:
         memory.open()
@@ -188,7 +188,7 @@ def test_the_real_kernel() -> None:
 
 
 class FakeSocket:
-    """A netlink socket whose answers the test gives; each is a datagram and its sender."""
+    """A netlink socket with answers of the test; each answer is a datagram and its sender."""
 
     def __init__(self, *answers: tuple[bytes, int]) -> None:
         self._answers = list(answers)
@@ -277,7 +277,7 @@ def test_a_kernel_without_an_answer_is_not_waited_for(monkeypatch: pytest.Monkey
 
 
 def test_a_query_imports_nothing_and_is_short() -> None:
-    """The first connection of a program makes it on the Trio thread."""
+    """The first connection of a program makes the query on the Trio thread."""
     code = (
         "import sys, time, trio_smc\n"
         "from trio_smc.host import addresses, netlink, pnet\n"

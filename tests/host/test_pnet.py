@@ -1,4 +1,4 @@
-"""Which RNIC port serves a connection: the rules, on hosts made up for it."""
+"""The rules that choose the RNIC port of a connection, on hosts made up for the tests."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_never_an_unrelated_port() -> None:
 
 def test_a_bond_is_served_by_its_members() -> None:
     assert chosen("bond0", "192.0.2.1") == [("rxe2", 0), ("rxe3", 0)]
-    assert chosen("bond0.7", "192.0.2.1") == [], "they send no tags"
+    assert chosen("bond0.7", "192.0.2.1") == [], "the ports send no tags"
     own = [*GIDS, entry("rxe3", 9, "bond0", "192.0.2.1")]
     assert chosen("bond0", "192.0.2.1", gids=own) == [("rxe3", 9)], (
         "what it owns itself comes first"
@@ -87,7 +87,7 @@ def test_a_bond_is_served_by_its_members() -> None:
 
 
 def test_one_encapsulation() -> None:
-    """RoCE v2 where there is a choice: both sides must use the same."""
+    """RoCE v2 is preferred, because both sides must use the same version."""
     both = [
         entry("rxe0", 0, "eth0", "192.0.2.1", V1),
         entry("rxe0", 1, "eth0", "fe80::1", V2),
@@ -104,10 +104,10 @@ def test_one_encapsulation() -> None:
     [
         ("lo", (("lo", "rxe1"),), [("rxe1", 0)]),
         ("eth0", (("eth0", "rxe1"), ("eth0", "rxe0")), [("rxe1", 0), ("rxe0", 0)]),
-        ("eth0", (("eth1", "rxe1"),), [("rxe0", 0)]),  # no word of eth0
-        ("eth0", (("eth0", "rxe9"),), []),  # only what it says
-        ("eth0.7", (("eth0", "rxe1"),), [("rxe1", 2)]),  # its adapter's; the same tag
-        ("eth0.7", (("eth0.7", "rxe2"),), []),  # which has no GID with that tag
+        ("eth0", (("eth1", "rxe1"),), [("rxe0", 0)]),  # no entry for eth0
+        ("eth0", (("eth0", "rxe9"),), []),  # the entry alone counts
+        ("eth0.7", (("eth0", "rxe1"),), [("rxe1", 2)]),  # from the adapter's entry; the same tag
+        ("eth0.7", (("eth0.7", "rxe2"),), []),  # rxe2 has no GID with that tag
         ("bond0.7", (("bond0", "rxe0"),), [("rxe0", 3)]),
     ],
 )
@@ -235,7 +235,7 @@ async def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
         ("eth0", "eth1", ("192.0.2.0/24", "192.0.2.0/24"), (("lo", "one"),), False),
     ],
 )
-def test_who_may_share_a_link_group(
+def test_ports_that_may_share_a_link_group(
     one: str,
     other: str,
     networks: tuple[str | None, str | None],
@@ -282,8 +282,8 @@ def served(rnics: StackRnics, local: str, remote: str) -> str:
 async def test_a_stack_chooses(world: World) -> None:
     rnics = await rnics_of(world.port("rxe0"), world.port("rxe1"))
     first = served(rnics, "192.0.2.1", "192.0.2.9")
-    assert first == "rxe0#1", "the GID of the connection's subnet, opened when it is needed"
-    assert served(rnics, "192.0.2.1", "192.0.2.8") == first, "and once"
+    assert first == "rxe0#1", "the GID of the connection's subnet is opened on demand"
+    assert served(rnics, "192.0.2.1", "192.0.2.8") == first, "and opened once"
     world.route = "eth0.7"
     assert served(rnics, "198.51.100.1", "198.51.100.9") == "rxe0#4"
     world.route = "eth1"
@@ -296,7 +296,7 @@ async def test_a_stack_chooses(world: World) -> None:
 
 @pytest.mark.rfc("2.2/5")
 async def test_a_link_group_keeps_to_its_vlan(world: World) -> None:
-    """Of the RNICs of one port, too, only one is on the VLAN of a connection."""
+    """Also among the RNICs of one port only one is on the VLAN of a connection."""
     rnics = await rnics_of(world.port("rxe0"), world.port("rxe1"))
     plain = rnics.serving("192.0.2.1", "192.0.2.9")
     world.route = "eth0.7"
@@ -328,7 +328,7 @@ async def test_a_port_that_is_down_or_drained(world: World) -> None:
     assert served(rnics, "192.0.2.1", "192.0.2.9") == "rxe0#1"
     rnics.drain(port)
     assert served(rnics, "192.0.2.1", "192.0.2.9") == "rnic-down"
-    assert rnics.is_drained(rnics.named("rxe0#1")), "all that is on the port"
+    assert rnics.is_drained(rnics.named("rxe0#1")), "all RNICs of the port"
     rnics.undrain(port)
     assert served(rnics, "192.0.2.1", "192.0.2.9") == "rxe0#1"
     rnics.close()
@@ -408,7 +408,7 @@ def test_no_netlink(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_active_roce_ports(tmp_path: Path) -> None:
-    """As sysfs lists them: Ethernet, and up; what is going away is left out."""
+    """Ports as sysfs lists them: Ethernet, and up; a device that is being removed is left out."""
     for name, layer, state in (
         ("rxe0/ports/1", "Ethernet", "4: ACTIVE"),
         ("rxe1/ports/1", "Ethernet", "1: DOWN"),
@@ -433,7 +433,7 @@ def test_active_roce_ports(tmp_path: Path) -> None:
 def test_a_device_that_goes_meanwhile_costs_no_other_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between its name and its ports; the stack failed then."""
+    """A device disappears between the query for its name and the one for its ports."""
     for number, name in enumerate(("rxe0", "rxe5", "rxe9")):
         port = tmp_path / "infiniband" / name / "ports" / "1"
         port.mkdir(parents=True)
@@ -459,7 +459,7 @@ def test_a_device_that_goes_meanwhile_costs_no_other_one(
 
 
 async def test_auto_opens_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the software RNIC; one that cannot be opened is logged and left out."""
+    """RoCE ports are opened beside the software RNIC; a port that fails is logged and left out."""
 
     class Broken(FakePort):
         def open(self, directory: Path) -> None:

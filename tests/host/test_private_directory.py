@@ -39,7 +39,7 @@ def dead_socket(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM])
-def test_who_is_alive_stays_and_is_not_woken(
+def test_a_live_socket_stays_and_is_not_woken(
     opened: PrivateDirectory, kind: socket.SocketKind
 ) -> None:
     with opened.listen("alive", 1, kind) as listener:
@@ -49,7 +49,7 @@ def test_who_is_alive_stays_and_is_not_woken(
             listener.accept()
 
 
-def test_who_is_gone_goes(opened: PrivateDirectory, tmp_path: Path) -> None:
+def test_a_dead_socket_is_removed(opened: PrivateDirectory, tmp_path: Path) -> None:
     for name in ("a-dead", "b-dead"):
         dead_socket(tmp_path / "private" / name)
     opened.remove_stale("a-")
@@ -59,7 +59,9 @@ def test_who_is_gone_goes(opened: PrivateDirectory, tmp_path: Path) -> None:
     assert opened.sockets() == []
 
 
-def test_who_is_just_coming_has_a_minute(opened: PrivateDirectory, tmp_path: Path) -> None:
+def test_a_socket_without_its_final_name_has_a_minute(
+    opened: PrivateDirectory, tmp_path: Path
+) -> None:
     old, new = tmp_path / "private" / ".x-old", tmp_path / "private" / ".x-new"
     for path in (old, new):
         dead_socket(path)
@@ -70,7 +72,7 @@ def test_who_is_just_coming_has_a_minute(opened: PrivateDirectory, tmp_path: Pat
     assert new.exists()
 
 
-def test_what_is_no_socket_is_left_alone(opened: PrivateDirectory, tmp_path: Path) -> None:
+def test_only_sockets_are_removed(opened: PrivateDirectory, tmp_path: Path) -> None:
     (tmp_path / "private" / "file").touch()
     dead_socket(tmp_path / "elsewhere")
     (tmp_path / "private" / "link").symlink_to(tmp_path / "elsewhere")
@@ -80,7 +82,7 @@ def test_what_is_no_socket_is_left_alone(opened: PrivateDirectory, tmp_path: Pat
 
 
 def test_a_name_comes_with_its_listener(opened: PrivateDirectory, tmp_path: Path) -> None:
-    """A name of a living listener never refuses a connection."""
+    """The name of a live listener never refuses a connection."""
     path = tmp_path / "private" / "name"
     with opened.listen("name", 1):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -147,7 +149,7 @@ HOSTILE = ["link", "file", "fifo", "3770", "2770", "0777", "0755", "owner", "gro
 
 
 def hostile(path: Path, kind: str, target: Path) -> None:
-    """Put something in the place of a directory of ours."""
+    """Put a file, a link or a directory in the place of a private directory."""
     match kind:
         case "link":
             path.symlink_to(target)
@@ -178,7 +180,7 @@ def needs_root(kind: str) -> None:
 def test_no_directory_that_another_user_could_change_is_entered(
     tmp_path: Path, kind: str, depth: int
 ) -> None:
-    """In a group's directory, at each depth, to make sockets and to look for them."""
+    """In a group's directory, at each depth, for makers and for readers of sockets."""
     needs_root(kind)
     if kind == "owner" and depth == 0:
         return  # another member's own
@@ -251,7 +253,7 @@ def test_members_that_make_thousands_of_directories_are_bounded(tmp_path: Path) 
 
 
 def test_a_directory_that_cannot_be_found_among_too_many_names(tmp_path: Path) -> None:
-    """It is not called missing: a command would say that nothing runs."""
+    """The error is not "missing": then a command would report that no process runs."""
     with opened_shared(tmp_path) as (opened, path):
         with pytest.raises(FileNotFoundError):
             opened.member_directory("control", private=True)
@@ -286,7 +288,7 @@ def test_no_other_mode_shares_a_directory(tmp_path: Path, mode: int) -> None:
 
 
 def test_a_default_place_is_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may have put it there."""
+    """Another user may have made it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     path = shared_with(tmp_path / "trio-smc", os.getegid())
     with pytest.raises(DirectoryUnusable, match="700 is private"):
@@ -302,7 +304,7 @@ def test_a_group_of_others_does_not_share(tmp_path: Path, monkeypatch: pytest.Mo
         PrivateDirectory.open(path, create=False)
 
 
-def test_a_member_of_the_group_is_admitted_and_nobody_else(
+def test_only_members_of_the_group_are_admitted(
     opened: PrivateDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, groups = os.geteuid(), {os.getegid(), *os.getgroups()}

@@ -1,4 +1,4 @@
-"""Where the server's end of a TCP connection is, as the kernel shows it to the client."""
+"""The place of the server's end of a TCP connection, as the kernel shows it to the client."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ PIECE = 64 * 1024
 
 
 def echo(sock: socket.socket) -> None:
-    """Send back what comes, until the end."""
+    """Send all received bytes back, until the end."""
     while data := sock.recv(PIECE):
         sock.sendall(data)
 

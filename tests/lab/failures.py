@@ -30,7 +30,7 @@ _CRASH: Final = re.compile(r"kernel BUG at|Kernel panic|Oops:|general protection
 
 
 def kernel_crash(done: Finished) -> str | None:
-    """The line in which a guest's kernel says that it has crashed; None: it has not."""
+    """The line in which a guest's kernel reports a crash; None: no crash."""
     return next((line for line in done.output.splitlines() if _CRASH.search(line)), None)
 
 
@@ -41,7 +41,7 @@ def describe_failure(done: Finished) -> str:
 
 
 def brief(done: Finished) -> str:
-    """The status, the lines that tell what failed, and the last ones."""
+    """The status, the lines with failures, and the last ones."""
     lines = [line[:_WIDTH] for line in done.output.splitlines() if _EXPECTED not in line]
     failures = [line for line in lines if _CAUSES.search(line)]
     status = "no status: a guest died, or its time ran out" if done.returncode == NO_STATUS else ""

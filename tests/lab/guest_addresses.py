@@ -1,9 +1,8 @@
 """Runs in one guest, by pytest: a queue pair is connected without a wait for the peer's address.
 
-To connect a queue pair the kernel asks the network for the peer's MAC address and waits up to a
-second for it, and blocks the calling process for that time.  So
-`Rnic.address_known` comes first.  Devices as for `tests.lab.guest_contract`; neighbours live in a
-network namespace of their own.
+To connect a queue pair the kernel resolves the peer's MAC address.  It waits up to a second for the
+answer, and blocks the calling process for that time.  So `Rnic.address_known` comes first.  Devices
+as for `tests.lab.guest_contract`; neighbours live in a network namespace of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from trio_smc.rnic.verbs import QpState, Rnic, RnicError
 AT_ONCE: Final = 0.4
 """Seconds.  Two queries by netlink take far less; the kernel would wait for a second, each time."""
 TRIES: Final = 5
-"""A host that is busy with others stops a guest now and then, but not each time."""
+"""A busy host stops a guest sometimes, but not each time."""
 
 
 def sh(command: str) -> None:
@@ -42,7 +41,7 @@ def gid_of(address: str) -> bytes:
 
 
 class Ticker:
-    """A thread that ticks every millisecond: for how long did it stand still at most?"""
+    """A thread that ticks every millisecond, and measures its longest pause."""
 
     def __enter__(self) -> Self:
         self.longest = 0.0
@@ -64,7 +63,7 @@ class Ticker:
 
 
 def at_once(attempt: Callable[[], float]) -> None:
-    """Try until it took no time; ``attempt`` returns how long something stood still."""
+    """Repeat until there was no pause; ``attempt`` returns the length of a pause."""
     took: list[float] = []
     while not took or took[-1] >= AT_ONCE:
         assert len(took) < TRIES, took
@@ -109,8 +108,8 @@ def connect(end: End, address: str) -> None:
 
 
 @pytest.mark.parametrize("dead", ["10.8.0.99", "10.77.0.9"])
-def test_nobody_answers_for_the_address(end: End, dead: str) -> None:
-    """On the port's network, or said to be."""
+def test_no_host_answers_for_the_address(end: End, dead: str) -> None:
+    """The address is on the port's network, or routed as if it were."""
 
     def attempt() -> float:
         with Ticker() as ticker:
@@ -130,7 +129,7 @@ def test_nobody_answers_for_the_address(end: End, dead: str) -> None:
 
 
 def become_known(rnic: Rnic, address: str) -> float:
-    """Connect as soon as the address is known; for how long this process stood still."""
+    """Connect as soon as the address is known; returns the longest pause of this process."""
     with closing(make_end(rnic)) as end:
         with Ticker() as ticker:
             start = time.monotonic()
@@ -146,7 +145,7 @@ def become_known(rnic: Rnic, address: str) -> float:
 
 
 @pytest.mark.parametrize("address", ["10.8.0.50", "10.66.0.7"])
-def test_a_neighbour_and_who_is_behind_it(end: End, address: str) -> None:
+def test_a_neighbour_and_the_hosts_behind_it(end: End, address: str) -> None:
     at_once(lambda: become_known(end.rnic, address))
 
 
@@ -159,8 +158,8 @@ def test_an_ipv6_neighbour(runtime_directory: Path, far: None) -> None:
 
 
 @pytest.mark.parametrize("address", ["10.8.0.1", "fe80::1"])
-def test_nobody_need_be_asked(end: End, address: str) -> None:
-    """Ourselves, and what the kernel refuses at once: IPv6 from an IPv4 address."""
+def test_addresses_known_without_a_query(end: End, address: str) -> None:
+    """This host, and addresses that the kernel refuses at once: IPv6 from an IPv4 address."""
 
     def attempt() -> float:
         assert end.rnic.address_known(gid_of(address))

@@ -25,10 +25,10 @@ __all__ = ["PORT", "UEID"]
 SUITE, TARGET = "10.9.0.1", "10.9.0.2"
 CONTROL = ("10.9.2.1", 7656)
 PORT = 7008
-"""On which the suite listens."""
+"""Port on which the suite listens."""
 UEID = "TRIO-SMC.LAB"
 LANES = 16
-"""Connections of a client under test, at a time."""
+"""Concurrent connections of a client under test."""
 PLACE = Path("/lab/keep")
 PACE = ("--patience", "6", "--timers", "20")
 """For guests without KVM, which answer in a tenth of a second; Linux ends a handshake after six."""
@@ -37,7 +37,7 @@ JOBS = {("kernel", "server"): "2", ("kernel", "client"): "1"}
 
 
 def suite(kind: str, role: str, version: str, options: Sequence[str]) -> int:
-    """Judge the other guest; returns the exit code of the suite."""
+    """Run the suite against the other guest; returns its exit code."""
     PLACE.mkdir(exist_ok=True)
     words = [sys.executable, "-m", "smc_conform"]
     if role == "server":

@@ -1,8 +1,8 @@
 """Runs in one guest, by pytest: a RoCE RNIC fulfils the contract of `tests.rnic.contract`.
 
 The devices rxe0 on mac0 and rxe1 on mac1 must reach each other; `tests.lab.runner.contract` makes
-them.  Every test of the contract runs here as it is; what soft-RoCE could not do would have to be
-in `IMPOSSIBLE`, with its reason.
+them.  Every test of the contract runs here unchanged; a test that soft-RoCE cannot pass would have
+to be in `IMPOSSIBLE`, with its reason.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def rnic_of(end: End) -> VerbsRnic:
     return end.rnic
 
 
-def test_what_is_short_goes_inline(ends: tuple[End, End]) -> None:
-    """The adapter has it once the post has returned: what is in memory may then change."""
+def test_short_data_is_sent_inline(ends: tuple[End, End]) -> None:
+    """The adapter has the data when the post has returned: then the memory may change."""
     a, b = ends
     connect(a, b, receives=0)
     pair = pair_of(a)
     assert pair._inline_limit >= 64
     short, long = b"w" * pair._inline_limit, b"l" * (pair._inline_limit + 1)
-    a.qp.post_send(1, b"m" * 44)  # waits for a receive, and with it all that follows
+    a.qp.post_send(1, b"m" * 44)  # waits for a receive, and all later requests wait with it
     a.write(2, b, 0, short[:20], short[20:])
     a.write(3, b, 1000, long)
     ring = pair._ring_start

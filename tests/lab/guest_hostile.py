@@ -1,8 +1,8 @@
-"""Runs in each of two guests: a server of trio_smc, an honest client, and a liar beside it.
+"""Runs in each of two guests: a server of trio_smc, an honest client, and a dishonest one.
 
 ``python3 -m tests.lab.guest_hostile ROLE PEER``.  The client prints "client: ok LIE (version N)"
-when the honest connection of that version has outlived it without a long pause, the server
-"server: ok" when nothing of the liars is left.
+when the honest connection of that version has survived the lie without a long pause.  The server
+prints "server: ok" when no resource of the dishonest clients is left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PORT = 7900
 STANDSTILL = 0.8
 """Seconds: less than the kernel waits for an address without an answer."""
 TRIES = 4
-"""A busy host stops a guest for as long now and then, but not each time that a lie is told."""
+"""A busy host sometimes stops a guest for as long, but not for each lie."""
 CONFIG = Config(
     rnics=(VerbsRnic("rxe0"),), discovery="assume", handshake_timeout=5, first_contact_timeout=5,
     llc_timeout=3, test_link_interval=2, test_link_timeout=8, shutdown_timeout=5, close_timeout=5,
@@ -52,7 +52,7 @@ async def serve(control: Control) -> None:
         listeners = await stack.open_listeners(PORT)
         nursery.start_soon(trio.serve_listeners, echo, listeners)
         await control.swap(patience=PATIENCE)
-        await control.swap(patience=PATIENCE)  # the client is through
+        await control.swap(patience=PATIENCE)  # the client has finished
         await until(
             lambda: not stack.connections and not stack.link_groups,
             f"nothing of theirs: {stack.connections} {stack.link_groups}", PATIENCE,
@@ -66,7 +66,7 @@ class Chatter:
     """An honest stream beside the attack.
 
     Attributes:
-      longest: seconds until an answer came, at most.
+      longest: the longest time in seconds until an answer.
     """
 
     def __init__(self, stream: SmcStream) -> None:
@@ -84,7 +84,7 @@ class Chatter:
 
 
 async def detection_time(honest: SmcStream, liar: Liar, lie: str) -> float:
-    """Tell the lie; how long an answer to the honest stream took meanwhile, at most."""
+    """Send the lie; returns the longest time of an answer to the honest stream meanwhile."""
     chatter = Chatter(honest)
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
@@ -95,7 +95,7 @@ async def detection_time(honest: SmcStream, liar: Liar, lie: str) -> float:
 
 
 async def attack(peer: str, device: Device, kind: type[Liar], lies: tuple[str, ...]) -> None:
-    """Tell them all beside an honest stream of the same version; it ends when they are told."""
+    """Send all lies beside an honest stream of the same version, and end it afterwards."""
     version = kind.framing.version
     async with (
         trio_smc.open_stack(V2_CONFIG if version == 2 else CONFIG) as stack,

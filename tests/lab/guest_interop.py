@@ -72,7 +72,7 @@ SUITES: dict[str, tuple[Step, ...]] = {
         interop_v2.link_down,
     ),
     "links": (
-        # First: it makes and removes a second device of its own.
+        # This step is the first one, because it makes and removes a second device.
         interop_links.asymmetric,
         interop_links.symmetric,
         interop_links.test_link,
@@ -89,7 +89,7 @@ async def main() -> int:
     only = sys.argv[6:]
     config = replace(CONFIG, rnics=(VerbsRnic("rxe0"),))
     if here.startswith("127."):
-        # No RoCE port has a GID of 127.0.0.1: the one that the kernel takes is named.
+        # No RoCE port has a GID of 127.0.0.1, so the test names the port that the kernel uses.
         config = replace(config, rnics=(VerbsRnic("rxe0", gid_index=1),), pnet=(("lo", "rxe0"),))
     async with Kernel.at(control, 60) as kernel:
         world = World(kernel, here, there, config, Path(file))

@@ -30,8 +30,8 @@ STEPS = (
     "client_fails_idle", "client_fails", "server_fails", "client_loses_device",
     "server_fails_in_version_2", "client_fails_behind_routers_in_version_2",
 )  # fmt: skip
-"""What happens before or in the middle of the transfer: an interface of that side goes down, or its
-RDMA device is deleted, and comes back.  Behind routers both RNICs of the server are in other
+"""Events before or in the middle of the transfer: an interface of that side goes down, or its RDMA
+device is deleted, and comes back.  Behind routers both RNICs of the server are in other
 subnets than those of the client."""
 UEID = "TRIO-SMC.LAB"
 
@@ -70,7 +70,7 @@ async def echo(stream: SmcStream) -> int:
 
 
 async def there_and_back(stream: SmcStream, file: Path) -> None:
-    """Send the file's beginning and receive its echo: the SHA-256 of both."""
+    """Send the beginning of the file and receive its echo; returns the SHA-256 of both."""
     sent, got = hashlib.sha256(), hashlib.sha256()
 
     async def send() -> None:
@@ -89,7 +89,7 @@ async def there_and_back(stream: SmcStream, file: Path) -> None:
 
 
 async def fail(stream: SmcStream, diary: Diary, step: str) -> str:
-    """Lose what this side sends on; unless "idle", once half of the bytes have come."""
+    """Fail the link on which this side sends; unless "idle", after half of the data."""
     idle = "idle" in step
     if not idle:
         await until(lambda: stream.statistics().bytes_received > SIZE // 2, "half", PATIENCE)
@@ -113,8 +113,8 @@ async def fail(stream: SmcStream, diary: Diary, step: str) -> str:
         assert before[0] == event, diary.lines
         assert not any("failed" in line for line in before), diary.lines
     else:
-        # What is posted while the interface is down is flushed at once: that may be seen first, and
-        # so may a port of a device that goes.
+        # Requests posted while the interface is down are flushed at once.  The flush may be
+        # noticed first, and so may the port of a deleted device.
         signs = (event, f"{name} has failed: ")
         assert before[0].startswith(signs) or "WR_FLUSH_ERR" in before[0], diary.lines
         await until(lambda: event in diary.lines, f"the event was told: {diary.lines}", PATIENCE)

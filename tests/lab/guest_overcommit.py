@@ -1,7 +1,7 @@
 """Runs in one guest as root: programs at the commit limit, where vm.overcommit_memory is 2.
 
 ``python3 -m tests.lab.guest_overcommit`` prints "ok STEP" for every step.  Each step starts a
-server and a client (``server``, ``client``), which get their orders as lines on standard input and
+server and a client (``server``, ``client``), which read commands as lines on standard input and
 answer with lines of JSON.  A process that SIGBUS kills fails its step.
 """
 
@@ -29,7 +29,7 @@ READ: Final = 32 * 1024
 """Bytes of a read.  A program gets such a small buffer from its heap; for 128 KiB, the default, it
 has to ask the system, which refuses it at the limit, over TCP as well."""
 ALMOST_NOTHING: Final = 6 * MIB
-"""Enough for a stack and some connections, and less than the stack of a thread."""
+"""Bytes: enough for a stack and some connections, and less than the stack of a thread."""
 
 
 # --- the system ---------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def memory(name: str) -> int:
 
 
 def leave(room: int) -> None:
-    """Have the commit limit so many bytes above what is committed now."""
+    """Set the commit limit to this number of bytes above the memory committed now."""
     tune(overcommit_kbytes=max(1, memory("Committed_AS") + room >> 10))
 
 
@@ -64,7 +64,7 @@ def lift() -> None:
 
 
 class Program:
-    """One of the two processes; a context manager that expects it to end well."""
+    """One of the two processes; a context manager that checks its exit code."""
 
     def __init__(self, role: str, buffer: int | None) -> None:
         self.role = role
@@ -149,7 +149,7 @@ async def serve(config: Config) -> None:
 
 
 async def dial(config: Config) -> None:
-    """Connect and have bytes echoed, as told."""
+    """Connect, send bytes and receive their echo, as commanded."""
     answer_with("ready")
     [port] = [(await orders())["port"]]
     streams: list[SmcStream] = []
@@ -213,7 +213,7 @@ def defaults() -> None:
 
 
 def rings_are_full_at_the_limit() -> None:
-    """Elements that were handed out can be written, both and whole, when the limit comes."""
+    """Elements that were handed out can be written completely when the limit is reached."""
     lift()
     with Program("server", 32 * MIB) as server, Program("client", 32 * MIB) as client:
         begin(server, client)
@@ -257,7 +257,7 @@ def no_room_for_a_thread() -> None:
 
 
 def ratio_of_nothing() -> None:
-    """The limit is below what is committed: what works goes on."""
+    """The limit is below the committed memory: existing connections continue."""
     lift()
     with Program("server", MIB) as server, Program("client", MIB) as client:
         begin(server, client)
@@ -301,7 +301,7 @@ def main() -> None:
             continue
         try:
             step()
-        except Exception as problem:  # the others tell more
+        except Exception as problem:  # the errors of the other steps help as well
             lift()
             failed += 1
             sys.stdout.write(f"FAILED {step.__name__}: {type(problem).__name__}: {problem}\n")

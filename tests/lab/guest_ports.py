@@ -1,4 +1,4 @@
-"""Runs in one guest, by pytest: ports that come and go, VLANs and bonds, as the kernel has them."""
+"""Runs in one guest, by pytest: ports that appear and disappear, VLANs and bonds of the kernel."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_bond(host: Callable[[str, str], None]) -> None:
 
 
 def serving(stack: Stack, local: str) -> tuple[str, str, int | None] | FallbackReason:
-    """Device, GID's address and VLAN of what serves a connection to a neighbour of ``local``."""
+    """Device, GID's address and VLAN of the port for a connection to a neighbour of ``local``."""
     remote = str(ipaddress.ip_address(local) + 8)
     rnic = stack.runtime.rnic_for(local, remote)
     if isinstance(rnic, FallbackReason):
@@ -65,7 +65,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def served(stack: Stack, local: str, *expected: object) -> None:
-    """Wait for what serves a neighbour of ``local``: the kernel makes GIDs after addresses."""
+    """Wait for the port for a neighbour of ``local``: the kernel makes GIDs after addresses."""
     found: object = None
     with trio.move_on_after(PATIENCE):
         while (found := serving(stack, local)) != expected:  # noqa: ASYNC110 - as above
@@ -95,7 +95,7 @@ async def test_a_bond_that_has_an_rnic_itself(host: Callable[[str, str], None]) 
 
 
 async def test_a_bond_without_an_rnic(host: Callable[[str, str], None]) -> None:
-    """There are others, which are not on this network."""
+    """There are other ports, but not on this network."""
     make_bond(host)
     async with trio_smc.open_stack(Config()) as stack:
         assert names(stack) >= {"rxe0", "rxe1"}
@@ -104,7 +104,7 @@ async def test_a_bond_without_an_rnic(host: Callable[[str, str], None]) -> None:
 
 
 async def test_devices_come_and_go(host: Callable[[str, str], None]) -> None:
-    """`rdma link delete` waits until everybody has closed the device: here at once."""
+    """`rdma link delete` waits until all processes have closed the device: here at once."""
     host("ip link add low0 type dummy", "ip link delete low0")
     sh("ip link set low0 up; ip addr add 10.20.0.1/24 dev low0")
     async with trio_smc.open_stack(Config()) as stack:
@@ -139,7 +139,7 @@ async def test_a_port_that_is_down_at_first(host: Callable[[str, str], None]) ->
 
 
 async def test_an_interface_that_is_deleted(host: Callable[[str, str], None]) -> None:
-    """It takes its RDMA device with it; the kernel waits for us, and so would the command."""
+    """The RDMA device goes with the interface; kernel and command wait for this process."""
     sh("ip link add low0 type dummy; ip link set low0 up; rxe 5 low0")
     rnic = VerbsRnic("rxe5")
     async with trio_smc.open_stack(Config(rnics=(rnic,))) as stack:
@@ -154,7 +154,7 @@ async def test_an_interface_that_is_deleted(host: Callable[[str, str], None]) ->
 
 
 def test_kept_answers_of_the_kernel_are_never_old(host: Callable[[str, str], None]) -> None:
-    """After each change the next question is answered as the kernel would answer it."""
+    """After each change the next query has the same answer as the kernel's."""
 
     def named() -> set[str]:
         return {each.name for each in pnet.interfaces().values()}

@@ -39,7 +39,7 @@ WAYS = ("TCP", "AF_SMC", OURS, f"{OURS} woken without its thread")
 
 
 def command(way: str) -> tuple[list[str], dict[str, str]]:
-    """How the program runs so: words before its arguments, and environment."""
+    """The way to run the program: words before its arguments, and environment."""
     environment = dict(os.environ)
     if way == "AF_SMC":
         environment["LD_PRELOAD"] = os.path.join(os.environ["KERNEL"], "smc_sockets")
@@ -53,7 +53,7 @@ def command(way: str) -> tuple[list[str], dict[str, str]]:
 
 
 def kernel_modes() -> set[str]:
-    """Of the open connections of the kernel's SMC sockets."""
+    """The modes of the open connections of the kernel's SMC sockets."""
     return {info["mode"] for info in smc_netlink.sockets().values() if info["state"] == 1}
 
 
@@ -89,10 +89,10 @@ async def run_program(
         nursery.cancel_scope.cancel()
     if way == "AF_SMC":
         assert modes == {"SMCR"}, modes
-    *profile, told = done.stdout.decode().splitlines()
+    *profile, result = done.stdout.decode().splitlines()
     for line in profile:
         log(line)
-    figures: dict[str, float] = json.loads(told)
+    figures: dict[str, float] = json.loads(result)
     return figures
 
 
@@ -102,7 +102,7 @@ def log(text: str) -> None:
 
 
 def compare(figures: Mapping[str, Mapping[str, list[float]]]) -> None:
-    """Say the medians of each figure, and ours beside the others; nothing at the server."""
+    """Print the medians of each figure, and their ratios; the server prints nothing."""
     for name, by_way in figures.items():
         medians = {way: statistics.median(values) for way, values in by_way.items()}
         spread = ", ".join(

@@ -77,7 +77,7 @@ class Side:
                 await self.control.swap(patience=PATIENCE)
 
     async def talk(self, stream: SmcStream) -> None:
-        """The same bytes there and back."""
+        """Send bytes and check their echo."""
         with trio.fail_after(PATIENCE):
             if not self.server:
                 await stream.send_all(TEXT)
@@ -91,7 +91,7 @@ class Side:
                 await stream.send_all(got)
 
     async def over(self, network: str, config: Config) -> str:
-        """Talk over SMC-R; which RNIC it was."""
+        """Exchange bytes over SMC-R; returns the RNIC."""
         async with self.stream(network, config) as stream:
             assert stream.mode is Mode.SMC_R, stream.fallback
             await self.talk(stream)
@@ -100,7 +100,7 @@ class Side:
             return gid_of(rnic)
 
     async def refused(self, network: str, config: Config, reason: FallbackReason) -> None:
-        """Talk over TCP, for a reason that the client knows."""
+        """Exchange bytes over TCP, for a reason that the client knows."""
         async with self.stream(network, config) as stream:
             assert stream.mode is Mode.TCP
             assert stream.fallback is not None

@@ -2,8 +2,8 @@
 
 usage: python3 -m tests.lab.guest_verbs server|client PEER DEVICE SEED [die]
 
-Each step prints one line; the exit status is 0 when all of them held.  With "die" the server
-kills itself in the middle (its status is then that of SIGKILL) and the client watches.
+Each step prints one line; the exit status is 0 if all steps pass.  With "die" the server kills
+itself in the middle (its status is then that of SIGKILL), and the client must notice it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Transfer:
         self.counts: Counter[str] = Counter()
 
     def handle(self) -> None:
-        """Everything that has completed."""
+        """All completions."""
         got, self.pair.got = self.pair.got, []
         for completion in got:
             assert completion.status == WcStatus.SUCCESS, completion
@@ -91,7 +91,7 @@ class Transfer:
             self.consumed += length
 
     def send_cursor(self) -> bool:
-        """Send where both cursors stand; False when the queue is full."""
+        """Send both cursors; False if the queue is full."""
         try:
             self.pair.qp.post_send(self.produced, MESSAGE.pack(0xFE, self.produced, self.consumed))
         except QueueFull:
@@ -166,7 +166,7 @@ async def bytes_both_ways(device: Device, control: Control, role: str, seed: int
 
 
 async def round_trips(device: Device, control: Control, role: str, seed: int) -> str:
-    """Every message waits for its predecessor: a lost wakeup would hang."""
+    """Every message waits for the one before: a lost wakeup would hang."""
     count, times = 500, []
     async with connected(device, control) as pair:
         for number in range(count):
@@ -222,7 +222,7 @@ async def wrong_state(device: Device, control: Control, role: str, seed: int) ->
 
 
 def of_sends(pair: Pair) -> list[tuple[int, int]]:
-    """(status, wr_id) of what completed in the send queue."""
+    """(status, wr_id) of the completions of the send queue."""
     return [(c.status, c.wr_id) for c in pair.got if c.opcode != WcOpcode.RECV]
 
 
@@ -377,7 +377,7 @@ async def zeroed_in_place(device: Device, control: Control, role: str, seed: int
 
 
 async def port_flap(device: Device, control: Control, role: str, seed: int) -> str:
-    """The client's port goes down and up; queue pairs go on."""
+    """The client's port goes down and up; queue pairs continue."""
     events: list[RnicEvent] = []
     send_cursor, news = trio.open_memory_channel[RnicEvent](9)
 

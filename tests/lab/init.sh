@@ -12,7 +12,7 @@ if [ -n "$NUMBER" ]; then
     done
 fi
 modules() { for module in "$@"; do modprobe -d "$KERNEL" "$module" || echo "lab: no $module"; done; }
-# rxe NUMBER INTERFACE: make the device rxeNUMBER, and its node, which nobody else makes here.
+# rxe NUMBER INTERFACE: make the device rxeNUMBER and its node; this system has no udev.
 rxe() {
     rdma link add "rxe$1" type rxe netdev "$2"
     mkdir -p /dev/infiniband

@@ -56,13 +56,13 @@ async def close_with_data(world: World) -> None:
 
 
 async def abort(world: World) -> None:
-    """A reset of either side reaches the other as one."""
+    """A reset of either side is a reset at the other one."""
     for role, connect in world.both_ways():
         async with world.stack() as (stack, _):
             both = await connect(stack)
             both.stream.abort()
             try:
-                # Linux's recv() says "end" first; the error is what tells an abort from a close.
+                # Linux's recv() returns the end first; only the error shows that it was an abort.
                 error = await both.there("error")
             except KernelError as raised:
                 error = raised.name
@@ -72,7 +72,7 @@ async def abort(world: World) -> None:
 
             both = await connect(stack)
             # Data that the kernel's program has not read makes its close an abort (CDC 0x20).  The
-            # kernel has to know of the data first: the command to close takes another way.
+            # kernel must have received the data first: the command to close takes another way.
             await both.stream.send_all(b"unread")
             await both.there("arrived", count=len(b"unread"))
             await both.there("close")
@@ -88,7 +88,7 @@ async def abort(world: World) -> None:
 
 
 async def urgent(world: World) -> None:
-    """The urgent byte, both ways."""
+    """The urgent byte in both directions."""
     for _, connect in world.both_ways():
         async with world.stack() as (stack, _):
             both = await connect(stack)

@@ -1,4 +1,4 @@
-"""Steps with the kernel as peer: connections that stay on TCP, and why, at both ends."""
+"""Steps with the kernel as peer: connections that stay on TCP, with the reasons at both ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def no_device(world: World) -> AsyncIterator[None]:
 
 
 async def kernel_declines(world: World) -> None:
-    """Its Decline has the form of the Proposal's version; as client it declines at once."""
+    """The kernel's Decline has the Proposal's version; as client the kernel declines at once."""
     async with no_device(world):
         for role, connect in world.both_ways():
             fallback = await _declined(world, connect, 28)
@@ -68,7 +68,7 @@ async def _declined(world: World, connect: Any, size: int) -> Fallback:
 
 
 async def we_decline(world: World) -> None:
-    """Our reasons arrive at the kernel as codes that its tools explain."""
+    """The reasons of trio_smc arrive at the kernel as codes that its tools explain."""
     async with world.stack(pnet=(("eth0", "rxe9"),)) as (stack, seen):
         both = await world.from_kernel(stack, mode=Mode.TCP)
         fallback, info = await world.fell_back(both)
@@ -81,7 +81,7 @@ async def we_decline(world: World) -> None:
 
 
 async def plain_peer(world: World) -> None:
-    """Programs that speak TCP alone are never sent a CLC message."""
+    """Programs with TCP alone never receive a CLC message."""
     async with world.stack() as (stack, seen):
         for connect in (world.to_kernel, world.from_kernel):
             both = await connect(stack, "tcp", mode=Mode.TCP)

@@ -1,4 +1,4 @@
-"""Steps with the kernel as peer: link groups over two RoCE devices, and losing one of them."""
+"""Steps with the kernel as peer: link groups over two RoCE devices, and the loss of a device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THIRD = "rxe 1 eth1"
 
 
 def two() -> dict[str, Any]:
-    """Settings for both RNICs of ours, as one network."""
+    """Settings with both RNICs of trio_smc in one network."""
     return {
         "rnics": (VerbsRnic("rxe0"), VerbsRnic("rxe1")),
         "pnet": (("eth0", "rxe0"), ("eth0", "rxe1")),
@@ -42,7 +42,7 @@ async def here(command: str) -> None:
 
 
 async def asymmetric(world: World) -> None:
-    """One side has two RNICs, the other one: first the kernel, then we."""
+    """One side has two RNICs, the other one has one: first the kernel has two, then trio_smc."""
     await world.kernel.call("shell", command=SECOND.format(12))
     try:
         for role, connect in world.both_ways():
@@ -96,7 +96,7 @@ async def symmetric(world: World) -> None:
         async with world.stack(**two()) as (stack, seen):
             both = await connect(stack)
             await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
-            # The server offers, the client answers, with the flag of a reply and no rejection.
+            # The server offers a link, and the client accepts it in a reply.
             offers = [m for _, _, m in seen.llc_messages if m[0] == ADD_LINK and not m[3] & 0x80]
             answers = [m for _, _, m in seen.llc_messages if m[0] == ADD_LINK and m[3] & 0x80]
             assert offers, seen.llc_messages
@@ -141,7 +141,7 @@ def _tested(seen: Seen, outgoing: bool, replies: bool) -> bool:
 
 @contextlib.asynccontextmanager
 async def interface_down(world: World, both: Both, *, ours: bool) -> AsyncIterator[str]:
-    """Take down what carries the connection, on one side; up again at the end."""
+    """Take down the interface that carries the connection, on one side; up again at the end."""
     if ours:
         assert both.stream.link_group is not None
         [link] = [each for each in both.stream.link_group.links if each.connections]
@@ -179,8 +179,8 @@ async def link_down(world: World, size: int = FEW) -> None:
 async def impatient_kernel(world: World) -> AsyncIterator[None]:
     """New links of the kernel fail without an answer for a second, as those of adapters do.
 
-    Else soft-RoCE sends again for ever, and the kernel's server, which waits for the end of its
-    sends on a link that the client has lost, changes nothing in the group any more.
+    Else soft-RoCE repeats its sends for ever, and the kernel's server, which waits for the end of
+    its sends on a link that the client has lost, changes nothing in the group any more.
     """
     switch = "echo {} > /sys/module/smc/parameters/lab_retries"
     await world.kernel.call("shell", command=switch.format(6))
@@ -201,7 +201,7 @@ async def survive(
     ours: bool,
     stock: bool = False,
 ) -> None:
-    """The file both ways at once; in the middle one side's interface goes down for a while.
+    """The file in both directions at once; in the middle one side's interface is down for a while.
 
     Afterwards the group is symmetric again, although one try may come just when the interface does,
     before the addresses are known again, and the kernel makes only one.  The ``stock`` module,
@@ -225,8 +225,9 @@ async def survive(
                 interface = await down.enter_async_context(interface_down(world, both, ours=ours))
             assert group.kind is not LinkGroupKind.SYMMETRIC, group
             if role == "client" and not ours and not stock:
-                # The kernel offers a new link while the interface is down: then we ask for it, ten
-                # seconds later. Up again, the kernel may be quicker.
+                # If the kernel has offered a new link while the interface was down, trio_smc
+                # requests one ten seconds later. When the interface is up again, the kernel may be
+                # quicker.
                 await until(lambda: has_request(seen), "the link that failed is asked for")
         took = trio.current_time() - start
         assert mark | DELETE_LINK in seen.types(True) | seen.types(False)
@@ -245,7 +246,7 @@ async def survive(
 
 
 def has_request(seen: Any) -> bool:
-    """True if this side has rejected an ADD LINK, and sent one that is no answer (3.5.5.1.2)."""
+    """True if this side has rejected an ADD LINK, and has requested one itself (3.5.5.1.2)."""
     sent = [m for _, outgoing, m in seen.llc_messages if outgoing and m[0] == ADD_LINK]
     return any(m[3] & 0x40 for m in sent) and any(not m[3] & 0x80 for m in sent)
 
@@ -253,6 +254,6 @@ def has_request(seen: Any) -> bool:
 async def big_file(world: World) -> None:
     """A quarter of the file of ``make demo`` both ways, and a link fails in the middle.
 
-    All of it goes so in version 2.
+    In version 2 the whole file is sent so.
     """
     await survive(world, world.to_kernel, BIG, file_digest(world, BIG), "client", ours=False)

@@ -1,4 +1,4 @@
-"""Steps with the kernel as peer: programs that know nothing of SMC, in C and in Python.
+"""Steps with the kernel as peer: programs without support for SMC, in C and in Python.
 
 `smc_sockets.c` is preloaded, so that their TCP sockets are of the family AF_SMC or of the protocol
 IPPROTO_SMC, as `smc_run` of smc-tools does.
@@ -52,7 +52,7 @@ async def c_programs(world: World) -> None:
                 _program(world, by, echo, "ask", world.here, str(port), str(SIZE)) as program,
             ):
                 stream = await listener.accept()
-                data = bytes(await stream.receive_some())  # the client waits for it to come back
+                data = bytes(await stream.receive_some())  # the client waits for the echo
                 await _confirm(world, program, stream)
                 while data:
                     await stream.send_all(data)
@@ -104,7 +104,7 @@ async def python_programs(world: World) -> None:
 
 
 class _Program:
-    """One that runs at the kernel's side."""
+    """A program that runs at the kernel's side."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -116,7 +116,7 @@ class _Program:
 async def _program(
     world: World, by: str, *command: str, stop: bool = False
 ) -> AsyncIterator[_Program]:
-    """Start it; afterwards wait for its end, or stop it."""
+    """Start the program; afterwards wait for its end, or stop it."""
     program = _Program(
         await world.kernel.call(
             "program", command=list(command), by=by, library=_compiled("smc_sockets")
@@ -148,7 +148,7 @@ async def _reach(world: World, stack: Stack, port: int) -> SmcStream:
 async def _confirm(world: World, program: _Program, stream: SmcStream) -> None:
     assert stream.mode is Mode.SMC_R, stream.fallback
     modes: Any = []
-    while not modes:  # accept() of the program may still be on its way
+    while not modes:  # the program may not have called accept() yet
         modes = await world.kernel.call("modes_of", number=program.number)
     assert modes == ["SMCR"], modes
 

@@ -47,7 +47,7 @@ async def first_contact(world: World) -> None:
 
 
 async def second_connection(world: World) -> None:
-    """The same link group again: CONFIRM RKEY each way for new RMBs, DELETE RKEY at the end."""
+    """The same link group again: each side confirms RKeys of new RMBs, then deletes them."""
     for role, connect in world.both_ways():
         async with world.stack() as (stack, seen):
             first = await connect(stack)
@@ -66,7 +66,7 @@ async def second_connection(world: World) -> None:
 
 
 async def transfer(both: Any, world: World, size: int, wanted: str) -> float:
-    """The file both ways at once; the seconds it took."""
+    """The file in both directions at once; returns the seconds."""
     start = trio.current_time()
 
     async def theirs() -> None:
@@ -97,7 +97,7 @@ def file_digest(world: World, size: int) -> str:
 
 
 async def window_full(world: World, size: int = 16 * MIB) -> None:
-    """Both ways at once, and either receiver waits each time until the sender has no room."""
+    """Both directions at once; each receiver always waits until the sender has no room."""
     wanted = file_digest(world, size)
     for role, connect in world.both_ways():
         async with world.stack() as (stack, _):
@@ -127,7 +127,7 @@ async def window_full(world: World, size: int = 16 * MIB) -> None:
 
 
 async def _take_full(both: Both, size: int) -> str:
-    """Take the bytes whenever the ring has no room for more; their SHA-256."""
+    """Receive whenever the ring has no room for more; returns the SHA-256."""
     digest, got = hashlib.sha256(), 0
     statistics = both.stream.statistics
     while got < size:
@@ -158,7 +158,7 @@ async def many_connections(world: World) -> None:
 
 
 class _Meeting:
-    """Where all connections wait for each other."""
+    """The point at which all connections wait for each other."""
 
     def __init__(self) -> None:
         self._missing = CONNECTIONS

@@ -1,4 +1,4 @@
-"""Steps with the kernel as peer in SMC-R version 2: Debian's own module, as it is."""
+"""Steps with the kernel as peer in SMC-R version 2: Debian's own module, unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WHOLE = 256 * MIB
 """The file of ``make demo``."""
 V2 = 0x20
 ADD_LINK, CONFIRM_RKEY, REQUEST_ADD_LINK = V2 | 2, V2 | 6, V2 | 5
-# A second RNIC on a wire of its own; the kernel wants its address in the connection's subnet.
+# A second RNIC on its own wire; the kernel requires its address in the connection's subnet.
 # The route of TCP stays that of eth0.
 WIRE = (
     "sysctl -q -w net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2;"
@@ -48,7 +48,7 @@ WIRE = (
 
 
 async def talk(both: Both) -> None:
-    """A few bytes each way."""
+    """Exchange a few bytes."""
     await both.confirm()
     await both.stream.send_all(b"to the kernel")
     assert await both.there("text", count=13) == "to the kernel"
@@ -57,7 +57,7 @@ async def talk(both: Both) -> None:
 
 
 def expect_no_device(fallback: Fallback, seen: Seen) -> None:
-    """The kernel has no RNIC for SMC-R, or no UEID, and says so.
+    """The kernel has no RNIC for SMC-R, or no UEID, and declines with that reason.
 
     A kernel with SMC-D proposes that instead, and our side declines.
     """
@@ -122,7 +122,7 @@ async def kernel_ueids(world: World) -> None:
 
 
 async def ueids_differ(world: World) -> None:
-    """Another UEID here, none here, none at the kernel: TCP, and why."""
+    """Another UEID here, none here, none at the kernel: the connection is TCP, with the reason."""
     for role, connect in world.both_ways():
         async with world.stack(ueids=("ELSE",)) as (stack, _):
             fallback, info = await world.fell_back(
@@ -172,7 +172,7 @@ async def limits(world: World) -> None:
 
 
 async def release_0(world: World) -> None:
-    """Asked by our side."""
+    """trio_smc requests the link."""
     for role, connect in world.both_ways():
         async with world.stack() as (stack, _):
             groups = stack.runtime.groups
@@ -208,7 +208,7 @@ async def symmetric(world: World) -> None:
 
 
 async def request_add_link(world: World) -> None:
-    """The client's second RNIC comes later, first ours and then the kernel's."""
+    """The client's second RNIC appears later; first the client is trio_smc, then the kernel."""
     await world.kernel.call("shell", command=SECOND.format(12))
     await here(SECOND.format(11))
     try:
@@ -229,10 +229,12 @@ async def request_add_link(world: World) -> None:
             await _two_links(both, LinkGroupKind.ASYMMETRIC)
             await world.kernel.call("shell", command="ip link set mac0 up")
             await _symmetric_then(world, both)
-            [asked] = [m for _, out, m in seen.llc_messages if m[0] == REQUEST_ADD_LINK and not out]
+            [request] = [
+                m for _, out, m in seen.llc_messages if m[0] == REQUEST_ADD_LINK and not out
+            ]
             await talk(both)
             await both.end()
-            world.log(f"server: answered REQUEST ADD LINK with {asked[24]} GIDs")
+            world.log(f"server: answered REQUEST ADD LINK with {request[24]} GIDs")
     finally:
         await world.kernel.call("shell", command=UNDO)
         await here(UNDO)
@@ -246,18 +248,18 @@ async def _two_links(both: Both, kind: LinkGroupKind) -> None:
 
 
 async def _symmetric_then(world: World, both: Both) -> None:
-    """The asymmetric link is replaced by one of the RNIC that came."""
+    """A link of the new RNIC replaces the asymmetric link."""
     await _two_links(both, LinkGroupKind.SYMMETRIC)
     with trio.fail_after(PATIENCE):
         while len(await newest_links(world)) != 2:  # noqa: ASYNC110 - has no event
-            await trio.sleep(0.1)  # the kernel's asymmetric link is going, too
+            await trio.sleep(0.1)  # the kernel is deleting its asymmetric link as well
     await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
 
 
 async def link_down(world: World) -> None:
     """The interface that carries a stream goes down in the middle of it, on either side.
 
-    Leaves both guests as they are then: the kernel may wait for ever for what it has sent.
+    Leaves both guests in that state: the kernel may wait for ever for its completions.
     """
     await world.kernel.call("shell", command=WIRE.format(22))
     await here(WIRE.format(21))
@@ -292,7 +294,7 @@ async def routed(world: World) -> None:
             for both in (first, second):
                 await both.end()
         world.log(f"{role}: {size >> 20} MiB each way through a router in {took:.1f} s")
-    # The kernel's device first: it would send to one that has gone for ever.
+    # The kernel's device first, because the kernel would send to a removed one for ever.
     await world.kernel.call("pnet_flush")
     await world.kernel.call("shell", command=routing.undo(1, number=2))
     await here(f"rdma link delete rxe1; {routing.route_to(1, number=2, verb='delete')}")
@@ -319,8 +321,8 @@ async def ipv6(world: World) -> None:
 
 
 @contextlib.contextmanager
-def saying(first: dict[str, Any], **credentials: Any) -> Iterator[None]:
-    """Our Accepts and Confirms lie about this; ``first``: in what they say on first contact."""
+def changed_credentials(first: dict[str, Any], **credentials: Any) -> Iterator[None]:
+    """Change fields of our Accepts and Confirms; ``first``: of the first contact extension."""
     honest = Negotiation._credentials
 
     def lying(self: Negotiation, kind: Any) -> Any:
@@ -346,7 +348,7 @@ async def kernel_checks(world: World) -> None:
         (world.from_kernel, {"direct": False}, {"gid": nowhere}, Diagnosis.NO_ROUTE),
     ):
         async with world.stack() as (stack, _):
-            with saying(first, **more):
+            with changed_credentials(first, **more):
                 both = await connect(stack, mode=Mode.TCP)
             fallback, _ = await world.fell_back(both)
             assert (fallback.origin, fallback.peer_code) == (Origin.PEER, code), fallback

@@ -31,14 +31,14 @@ _DIAG_MODES = {Mode.SMC_R: "SMCR", Mode.TCP: "TCP"}
 
 
 class Seen(trio_smc.Observer):
-    """An observer that keeps what matters of messages."""
+    """An observer that keeps the messages, without data."""
 
     def __init__(self) -> None:
         self.clc_messages: list[tuple[bool, bytes]] = []
         self.llc_messages: list[tuple[float, bool, bytes]] = []
 
     def types(self, outgoing: bool, *, replies: bool | None = None) -> set[int]:
-        """LLC types that went or came; replies: only those, or only requests."""
+        """LLC types that were sent or received; replies: only replies, or only requests."""
         return {
             message[0]
             for _, out, message in self.llc_messages
@@ -58,10 +58,10 @@ class Seen(trio_smc.Observer):
         """Too many to keep."""
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
-        """Asked of the stack instead."""
+        """Ignored: the steps query the stack instead."""
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
-        """Asked of the stream instead."""
+        """Ignored: the steps query the stream instead."""
 
 
 @dataclass
@@ -73,11 +73,11 @@ class Both:
     kernel: Kernel
 
     async def there(self, function: str, *, patience: float = PATIENCE, **arguments: Any) -> Any:
-        """Do something with the kernel's end."""
+        """Run a function on the kernel's end."""
         return await self.kernel.call(function, patience=patience, number=self.number, **arguments)
 
     async def receive(self, count: int | None, patience: float = PATIENCE) -> tuple[int, str]:
-        """Take so many bytes, or all up to the end: their number and SHA-256."""
+        """Receive that many bytes, or all up to the end; returns their number and SHA-256."""
         digest, got = hashlib.sha256(), 0
         with trio.fail_after(patience):
             while count is None or got < count:
@@ -109,7 +109,7 @@ class Both:
         assert info is None or info["mode"] == _DIAG_MODES[mode], info
 
     async def end(self) -> None:
-        """An orderly end, ours first."""
+        """An orderly end; trio_smc closes first."""
         with trio.fail_after(PATIENCE):
             await self.stream.send_eof()
             assert (await self.there("receive"))[0] == 0
@@ -151,7 +151,7 @@ class World:
     async def to_kernel(
         self, stack: Stack, kind: str = "smc", *, mode: Mode = Mode.SMC_R, **options: Any
     ) -> Both:
-        """A connection that we open; both ends must report the mode."""
+        """A connection that trio_smc opens; both ends must report the mode."""
         port = next(self.ports)
         listener = await self.kernel.call("listen", kind=kind, port=port, **options)
         number: list[int] = []
@@ -190,13 +190,13 @@ class World:
         return both
 
     def both_ways(self) -> tuple[tuple[str, Callable[..., Any]], ...]:
-        """Each role of ours with what opens a connection in it."""
+        """Each role of trio_smc, with the function that opens a connection in it."""
         return (("client", self.to_kernel), ("server", self.from_kernel))
 
     async def fell_back(
         self, both: Both, reason: FallbackReason | None = None
     ) -> tuple[Fallback, dict[str, Any]]:
-        """Both are TCP and carry bytes; what each says of it."""
+        """Check that both are TCP and carry bytes; returns the reasons of both."""
         assert both.stream.mode is Mode.TCP
         info = await both.there("info")
         assert info["mode"] == "TCP", info
@@ -219,7 +219,7 @@ def proposes_smc_d(seen: Seen) -> bool:
 
 
 async def until(condition: Callable[[], Any], text: str, patience: float = PATIENCE) -> None:
-    """Look until it holds; what is looked at changes by messages of the peer."""
+    """Check until the condition holds; messages of the peer change its state."""
     with trio.move_on_after(patience):
         while not condition():  # noqa: ASYNC110 - what is looked at has no event
             await trio.sleep(0.02)

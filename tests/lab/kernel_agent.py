@@ -1,4 +1,4 @@
-"""The Linux kernel's side of a test: blocking SMC sockets, told what to do by `tests.lab.kernel`.
+"""The Linux kernel's side of a test: blocking SMC sockets, controlled by `tests.lab.kernel`.
 
 ``python3 -m tests.lab.kernel_agent PORT``.  Each line of JSON is one call, [number, function,
 arguments]; each is answered by [number, result, null] or [number, null, [error name, text]],
@@ -33,7 +33,7 @@ OPENING = 16
 
 
 class Agent:
-    """Sockets by number, and what can be done with them: every method is a call."""
+    """Sockets by number, and the calls on them: every method is a call."""
 
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket] = {}
@@ -83,7 +83,7 @@ class Agent:
         return smc_netlink.fallback_counts()
 
     def send_file(self, number: int, path: str, count: int) -> float:
-        """Send the file's first bytes; the seconds it took."""
+        """Send the file's first bytes; returns the seconds."""
         sock = self._sockets[number]
         start = time.monotonic()
         with open(path, "rb") as file:
@@ -94,7 +94,7 @@ class Agent:
         return time.monotonic() - start
 
     def receive(self, number: int, count: int | None = None) -> Any:
-        """Receive so many bytes, or until the end; their number, SHA-256 and seconds."""
+        """Receive that many bytes, or until the end; returns number, SHA-256 and seconds."""
         sock, digest, got = self._sockets[number], hashlib.sha256(), 0
         start = time.monotonic()
         while count is None or got < count:
@@ -106,12 +106,12 @@ class Agent:
         return [got, digest.hexdigest(), time.monotonic() - start]
 
     def arrived(self, number: int, count: int) -> None:
-        """Wait until at least so many bytes have arrived, and leave them unread."""
+        """Wait until at least that many bytes have arrived, and leave them unread."""
         while _waiting(self._sockets[number]) < count:
             time.sleep(0.001)
 
     def receive_full(self, number: int, count: int, ring: int) -> Any:
-        """Receive so many bytes, but only when no more fit into the ring of so many bytes."""
+        """Receive that many bytes, each time only when the ring, of ``ring`` bytes, is full."""
         sock, digest, got = self._sockets[number], hashlib.sha256(), 0
         while got < count:
             self.arrived(number, min(ring, count - got))
@@ -124,7 +124,7 @@ class Agent:
         self._sockets[number].sendall(text.encode())
 
     def fill(self, number: int, idle: float) -> int:
-        """Send zeros until nothing has gone for ``idle`` seconds; how many went."""
+        """Send zeros until no send succeeds for ``idle`` seconds; returns the number of bytes."""
         sock, sent = self._sockets[number], 0
         sock.settimeout(idle)
         try:
@@ -153,7 +153,7 @@ class Agent:
                 time.sleep(0.01)
 
     def echo(self, number: int) -> int:
-        """Send back what comes until the end; how much it was."""
+        """Send all received bytes back until the end; returns their number."""
         sock, total = self._sockets[number], 0
         while data := sock.recv(PIECE):
             sock.sendall(data)
@@ -161,7 +161,7 @@ class Agent:
         return total
 
     def error(self, number: int) -> str | None:
-        """Wait for the peer's end; the name of the error that came with it, if one did."""
+        """Wait for the peer's end; returns the name of the error, if there is one."""
         sock = self._sockets[number]
         while sock.recv(PIECE):
             pass
@@ -175,7 +175,7 @@ class Agent:
         self._sockets.pop(number).close()
 
     def many_connect(self, kind: str, host: str, port: int, count: int, text: str) -> Any:
-        """So many connections open at once, and text on all of them: smc_diag's modes."""
+        """Open that many connections at once, send text on all; returns smc_diag's modes."""
         meeting = threading.Barrier(count)
         # The kernel gives up on a handshake after six seconds, and a guest without KVM makes some
         # ten in a second: not all at the same moment, but all are open at once.
@@ -197,7 +197,7 @@ class Agent:
         return self._together(one, count)
 
     def many_accept(self, number: int, count: int, size: int) -> Any:
-        """The other side: accept so many, send back what comes on all of them: their modes."""
+        """The other side: accept that many, echo on all of them; returns their modes."""
         accepted = [self.accept(number) for _ in range(count)]
         meeting = threading.Barrier(count)
 
@@ -211,10 +211,10 @@ class Agent:
         return self._together(one, count)
 
     def _met(self, meeting: threading.Barrier, number: int) -> str:
-        """Close the socket; what smc_diag said when all were open."""
+        """Close the socket; returns smc_diag's report from when all were open."""
         sock = self._sockets[number]
         if meeting.wait(100) == 0:
-            # One for all: a dump goes by positions, and sockets that come or go hide others.
+            # One dump for all: it goes by positions, so sockets that open or close hide others.
             self._dump = smc_netlink.sockets()
         meeting.wait(100)
         mode = str(self._dump[os.fstat(sock.fileno()).st_ino]["mode"])
@@ -229,7 +229,7 @@ class Agent:
         return {mode: modes.count(mode) for mode in modes}
 
     def shell(self, command: str) -> str:
-        """Output and all of a shell command, with this guest's functions (`init.sh`)."""
+        """Run a shell command with this guest's functions (`init.sh`); returns its output."""
         done = subprocess.run(
             ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             check=False,
@@ -256,7 +256,7 @@ class Agent:
         return [info["mode"] for info in found if info and info["state"] == 1]
 
     def ended(self, number: int, stop: bool = False) -> list[Any]:
-        """Wait for the program's end, or bring it about: status and output."""
+        """Wait for the program's end, or end it; returns status and output."""
         program = self._programs.pop(number)
         if stop:
             program.terminate()

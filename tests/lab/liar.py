@@ -1,4 +1,4 @@
-"""A hostile peer over RoCE: speaks SMC-R well enough to be listened to, and then lies.
+"""A hostile peer over RoCE: follows the protocol up to some point, and then violates it.
 
 Runs beside an honest client, against the same listener of trio_smc.  Each method of `Liar` and
 `V2Liar` is one way to misbehave; each uses a peer ID, queue pair and TCP connection of its own.
@@ -31,7 +31,7 @@ DEAD = bytes(10) + b"\xff\xff\x0a\x09\0\x4d"  # 10.9.0.77
 
 
 def at(place: int, lie: bytes) -> Callable[[bytes], bytes]:
-    """Say something else there."""
+    """Return a function that replaces the bytes at this place."""
     return lambda message: message[:place] + lie + message[place + len(lie) :]
 
 
@@ -47,7 +47,7 @@ class Liar:
         self.prefix = prefix
         self.peer_id = os.urandom(2) + device.rnic.mac
         self.tamper = at(0, b"")
-        """What becomes of the reply to ADD LINK."""
+        """Changes the reply to ADD LINK."""
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[trio.SocketStream]:
@@ -91,7 +91,7 @@ class Liar:
                     return clc.decode_untrusted(message)
 
     async def cut_off(self, stream: trio.SocketStream) -> None:
-        """The server ends this connection, or has it go on as TCP: an SMC Decline."""
+        """Wait until the server ends this connection, or declines it and continues with TCP."""
         with trio.fail_after(PATIENCE), contextlib.suppress(trio.BrokenResourceError):
             while data := await stream.receive_some():
                 if data[:5] == clc.EYE_CATCHER + b"\x04":
@@ -101,7 +101,7 @@ class Liar:
     async def first_contact(
         self, change: Callable[[bytes], bytes] = lambda same: same
     ) -> AsyncIterator[tuple[trio.SocketStream, Pair, clc.Accept]]:
-        """Up to SMC Confirm, with a real queue pair; ``change`` what it says."""
+        """Run up to SMC Confirm, with a real queue pair; ``change`` its fields."""
         pair = Pair(self.device, RMB, self.receive_size)
         try:
             async with self.connected() as stream:
@@ -126,7 +126,7 @@ class Liar:
             pair.close()
 
     async def received_message(self, pair: Pair) -> bytes:
-        """The next message of the server's."""
+        """The next message of the server."""
         while True:
             completion = await pair.take(PATIENCE)
             if completion.opcode == WcOpcode.RECV:
@@ -134,7 +134,7 @@ class Liar:
                 return completion.data
 
     async def confirmed(self, pair: Pair, **answer: Any) -> None:
-        """Answer CONFIRM LINK as we should, and turn the second link down, or answer otherwise."""
+        """Answer CONFIRM LINK correctly, and reject the second link, or send other answers."""
         decode, encode = self.framing.decode_untrusted, self.framing.encode
         request = decode(await self.received_message(pair))
         assert isinstance(request, llc.ConfirmLink), request
@@ -168,17 +168,17 @@ class Liar:
         async with self.connected() as stream:
             await self.accepted(stream)
 
-    async def names_nobodys_queue_pair(self) -> None:
+    async def names_an_unknown_queue_pair(self) -> None:
         async with self.first_contact(at(38, b"\xab\xcd\xef")) as (stream, _, _):
             await self.cut_off(stream)
 
     async def names_a_dead_gid(self) -> None:
-        """Its address gets no answer."""
+        """The address of the peer gets no answer."""
         async with self.first_contact(at(16, DEAD)) as (stream, _, _):
             await self.cut_off(stream)
 
     async def names_a_dead_gid_for_a_link(self) -> None:
-        """The second link is not to be; the connection could go on without it."""
+        """The second link fails; the connection could continue without it."""
         async with self.first_contact() as (_, pair, accept):
             await self.confirmed(pair, gid=DEAD, mac=bytes(6), qp_number=17)
             message = self.framing.decode_untrusted(await self.received_message(pair))
@@ -218,7 +218,7 @@ class Liar:
             await self.cut_off(stream)
 
     async def lies_about_its_size(self) -> None:
-        """The server writes past the end of what is registered."""
+        """The server writes beyond the registered memory."""
         async with self.first_contact(at(50, b"\x53")) as (
             stream, pair, accept,
         ):  # fmt: skip
@@ -277,7 +277,7 @@ class Liar:
 
 
 class V2Liar(Liar):
-    """One that speaks version 2.
+    """A misbehaving client that speaks version 2.
 
     The server has an answer of version 1 for an offer of version 2 that does not fit; `only_v2`
     takes it away.
@@ -303,7 +303,7 @@ class V2Liar(Liar):
         }
 
     def only_v2(self, **offer: Any) -> bytes:
-        """A Proposal of nothing else, with something else in its offer."""
+        """A Proposal of version 2 alone, with other values in its offer."""
         proposal = self.proposed()
         assert proposal.v2 is not None
         return replace(
@@ -396,7 +396,7 @@ class V2Liar(Liar):
         await self._sends(at(1, b"\xff\xff")(llc.V2.encode(llc.TestLink(user_data=bytes(16)))))
 
     async def sends_more_than_fits(self) -> None:
-        """The server's receives have room for the longest message that there is."""
+        """The server's receives have room for the longest message."""
         await self._sends(_with_llc_length(b"\x22" + bytes(2 * llc.V2.largest - 1)))
 
     async def speaks_version_1_later(self) -> None:
@@ -424,7 +424,7 @@ class V2Liar(Liar):
         await self._sends(at(24, b"\xff")(llc.V2.encode(llc.RequestAddLink(gids=(gid, gid)))))
 
     async def requests_links(self) -> None:
-        """Again and again, where there is no RNIC for one; the connection goes on."""
+        """Many requests for links without an RNIC for them; the connection continues."""
         async with self.first_contact() as (_, pair, accept):
             await self.confirmed(pair)
             request = llc.V2.encode(llc.RequestAddLink(gids=(DEAD, bytes(16))))
@@ -437,11 +437,11 @@ class V2Liar(Liar):
 
 
 _EXTENSION = 80
-"""Where it begins in a Proposal of version 2 alone."""
+"""Offset of the extension in a Proposal of version 2 alone."""
 
 
 def _with_length(message: bytes) -> bytes:
-    """A CLC message that says how long it is."""
+    """Set the length field of a CLC message."""
     return at(5, len(message).to_bytes(2, "big"))(message)
 
 
@@ -451,7 +451,7 @@ def _with_llc_length(message: bytes) -> bytes:
 
 LIES = (
     "truncates_proposal", "lies_about_length", "confirms_first", "vanishes_after_accept",
-    "names_nobodys_queue_pair", "names_a_dead_gid", "names_a_dead_gid_for_a_link",
+    "names_an_unknown_queue_pair", "names_a_dead_gid", "names_a_dead_gid_for_a_link",
     "names_element_zero", "vanishes_before_confirm_link",
     "sends_llc_out_of_order", "sends_short_messages", "lies_about_its_rkey",
     "lies_about_its_size", "lies_about_cursors", "lies_about_cursors_at_once",

@@ -1,9 +1,9 @@
 """Boots QEMU guests that run the project's programs on the host's own files.
 
 A guest sees the whole host, read-only, with a layer of memory over it: the checkout, the venv and
-Debian's pyverbs are all there, and nothing it writes stays but what it writes into /lab.  Two
-guests share three wires: eth0 and eth1 carry what is tested, eth2 is for the tests' own talk, so
-that the others can be cut.
+Debian's pyverbs are all there, and only files in /lab are kept.  Two guests share three wires: eth0
+and eth1 carry the tested traffic, and eth2 carries the tests' own messages, so that the others can
+be cut.
 
 ==========  ==================  ==================
             guest a             guest b
@@ -51,7 +51,7 @@ WIRES = 3
 CAPTURED = 2
 NO_STATUS = 125
 BOOT_TIME = 90.0
-"""Seconds; without KVM it is some fifteen."""
+"""Seconds; without KVM a boot takes about fifteen."""
 GRACE = 20.0
 """Seconds for a guest after the other one's end."""
 RDMA_WRITE_MIDDLE = 7
@@ -73,7 +73,7 @@ class Finished:
     output: str
     """The consoles, each line behind "[a] " or "[b] "."""
     results: str = ""
-    """What the commands of a single guest wrote into /lab/results."""
+    """Output of the commands of a single guest in /lab/results."""
 
 
 def run_guest(
@@ -134,7 +134,7 @@ def run_pair(
 
 @contextlib.contextmanager
 def _gone_at_the_end(guests: Sequence[_Guest]) -> Iterator[None]:
-    """No guest outlives a test whose time ran out."""
+    """No guest survives a test that has timed out."""
     try:
         yield
     finally:
@@ -183,9 +183,9 @@ class _Console:
     def follow(self, guest: _Guest, source: IO[str]) -> None:
         name = guest.name
         for line in source:
-            asked = _CABLE.search(line)
-            if asked:
-                guest.monitor(f"set_link n{asked[1]} {asked[2]}")
+            cable = _CABLE.search(line)
+            if cable:
+                guest.monitor(f"set_link n{cable[1]} {cable[2]}")
             if "lab: up" in line:
                 guest.up.set()
             self.add(name, line.rstrip())
@@ -211,7 +211,7 @@ class _Guest:
         self.memory = memory
         self.processors = processors
         self.up = threading.Event()
-        """Its commands have begun."""
+        """Set when its commands have begun."""
         self.started = False
         self.share = place / name
         self.share.mkdir()
@@ -283,7 +283,7 @@ class _Guest:
         return words
 
     def monitor(self, command: str) -> None:
-        """Have QEMU do something."""
+        """Run a command of QEMU's monitor."""
         got = b""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as monitor:
             monitor.settimeout(60)
@@ -301,7 +301,7 @@ class _Guest:
         self.process.stdout.close()
 
     def finish(self, seconds: float, console: _Console) -> int:
-        """Wait for the guest's end; its status."""
+        """Wait for the guest's end; returns its status."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:

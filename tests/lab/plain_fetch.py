@@ -1,4 +1,4 @@
-"""A plain program that knows nothing of SMC: the SHA-256 of what a URL has."""
+"""A plain program without support for SMC: prints the SHA-256 of the content of a URL."""
 
 from __future__ import annotations
 

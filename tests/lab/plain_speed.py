@@ -1,9 +1,9 @@
-"""A plain Trio program that knows nothing of SMC: round trips, a stream, and what they take.
+"""A plain Trio program without support for SMC: round trips, a stream, and their cost.
 
     python3 -m tests.lab.plain_speed serve PORT
     python3 -m tests.lab.plain_speed ask HOST PORT [profile]
 
-The server says "ready", serves one connection of each part and ends.  The client prints one JSON
+The server prints "ready", serves one connection of each part and ends.  The client prints one JSON
 object: the median of a round trip in µs, MiB/s of a stream, and the processor time that both
 machines took for each of them, in µs for a round trip and for a MiB: all of it, as much of the
 work is not that of any process.  With "profile" it prints before where its own time went during

@@ -65,7 +65,7 @@ KERNELS: Final = {
 """By name.  From 6.18 on Debian's kernels have no SMC, because CONFIG_DIBS is not set."""
 DEFAULT: Final = "6.12"
 COMPILER: Final = "gcc-12"
-"""What Debian's kernel packages of this release are built with, and ask for."""
+"""The compiler of Debian's kernel packages of this release, which depend on it."""
 PACKAGES: Final = {
     "qemu-system-x86_64": ("qemu-system-x86", "seabios"),
     "/bin/busybox": ("busybox-static",),
@@ -79,7 +79,7 @@ PACKAGES: Final = {
     "/usr/lib/python3/dist-packages/pyverbs": ("python3-pyverbs",),
     "tshark": ("tshark",),
 }
-"""What must be there, and the packages that have it."""
+"""Required files and programs, and the packages that have them."""
 FOR_BOOT: Final = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_net", "virtio_rng")
 MODULES: Final = (
     *FOR_BOOT, "crc32_generic", "crc32_pclmul", "crc32c_generic", "rdma_rxe", "ib_uverbs", "smc",

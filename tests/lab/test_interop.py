@@ -22,7 +22,7 @@ MESSAGES = {
         "DELETE LINK", "CONFIRM RKEY", "TEST LINK", "DELETE RKEY", "CDC",
     },
 }  # fmt: skip
-"""What tshark must find in a suite's capture."""
+"""The messages that tshark must find in a suite's capture."""
 
 
 OTHERS = [

@@ -73,7 +73,7 @@ def test_an_error_completes_an_unsignalled_request() -> None:
     assert posted.free == 100
 
 
-def test_without_pyverbs_opening_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_pyverbs_opening_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyverbs", None)
     _pyverbs.load.cache_clear()
     rnic = VerbsRnic("rxe0")

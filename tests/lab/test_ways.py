@@ -45,12 +45,12 @@ def test_the_programs_have_one_protocol(
     with subprocess.Popen([*programs[server], "serve", port], stdout=subprocess.PIPE) as serving:
         assert serving.stdout is not None
         assert serving.stdout.readline() == b"ready\n"
-        asked = subprocess.run(
+        answer = subprocess.run(
             [*programs[client], "ask", "127.0.0.1", port, "3", "2", "2"],
             capture_output=True, check=True,
         )  # fmt: skip
         assert serving.wait() == 0
-    figures = json.loads(asked.stdout)
+    figures = json.loads(answer.stdout)
     assert set(figures) == FIGURES
     assert all(value > 0 for value in figures.values())
 

@@ -33,7 +33,7 @@ PORT = 7654
 async def find(rnic: Rnic, gid: bytes) -> None:
     """Until the RNIC knows this peer's address."""
     with trio.fail_after(PATIENCE):
-        while not rnic.address_known(gid):  # noqa: ASYNC110 - nothing tells
+        while not rnic.address_known(gid):  # noqa: ASYNC110 - no event to wait for
             await trio.sleep(0.01)
 
 

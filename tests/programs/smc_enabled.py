@@ -1,4 +1,4 @@
-"""A pytest plug-in: a test suite runs with `trio_smc.enable()`, none of its lines changed.
+"""A pytest plug-in: an unchanged test suite runs with `trio_smc.enable()`.
 
 `python -m pytest -p smc_enabled ...` (with this directory on PYTHONPATH).  SMC_CHECKPOINTS says
 what `Config.checkpoints` is, if it is to be set.  Streams over SMC-R are counted; a run in which
@@ -22,9 +22,9 @@ _streams = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Enable before the first run, and for the runs of Trio's own decorator, too."""
+    """Enable before the first run, and for the runs of Trio's own decorator."""
     checkpoints = cast(Any, os.environ.get("SMC_CHECKPOINTS", "amortised"))
-    # A test that accepts only after it has connected waits for all of `handshake_timeout`.
+    # If a test accepts only after it has connected, it waits for the whole `handshake_timeout`.
     trio_smc.enable(
         trio_smc.Config(
             checkpoints=checkpoints,
@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
             learn_short=False,
         )
     )
-    # `trio.testing.trio_test` looks there.
+    # `trio.testing.trio_test` reads this name.
     cast(Any, trio)._core.run = trio.run
     initialize = RdmaStream.__init__
 
@@ -47,11 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Fail a run that was not what it claims to be."""
+    """Fail a run without streams over SMC-R."""
     if exitstatus == pytest.ExitCode.OK and not _streams:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was counted, in a form that a caller can read."""
+    """Print the counts in a form that a caller can read."""
     terminalreporter.write_line(f"streams smc-r {_streams}")

@@ -2,9 +2,9 @@
 
 `python -m pytest -p smc_pairs ...` (with this directory on PYTHONPATH): while an async test runs,
 `trio.testing.memory_stream_pair`, also under that name in the test's own module, hands out SMC-R
-streams. They are opened beforehand, because asking for a pair is not an async call.
+streams. They are opened in advance, because the call for a pair is not async.
 
-How many were used is counted; a run that used none fails.
+The used pairs are counted; a run that used none fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pair = tuple[trio_smc.SmcStream, trio_smc.SmcStream]
 
 NAME = "memory_stream_pair"
 AT_HAND = 32
-"""Pairs that a test finds; Trio's own check of a stream asks for about 20."""
+"""Pairs for one test; Trio's own check of a stream uses about 20."""
 CONFIG = trio_smc.Config(receive_buffer=64 * 1024, require_smc=True)
 
 used = 0
@@ -73,18 +73,18 @@ def with_pairs(test: Callable[..., Awaitable[object]]) -> Callable[..., Awaitabl
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """Wrap it before the plug-in that runs async tests looks at it."""
+    """Wrap the test before the plug-in that runs async tests reads it."""
     if inspect.iscoroutinefunction(pyfuncitem.obj):
         pyfuncitem.obj = with_pairs(pyfuncitem.obj)
     return (yield)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Fail a run that was not what it claims to be."""
+    """Fail a run that used no pair."""
     if exitstatus == pytest.ExitCode.OK and not used:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was counted, in a form that a caller can read."""
+    """Print the counts in a form that a caller can read."""
     terminalreporter.write_line(f"pairs smc-r {used}")

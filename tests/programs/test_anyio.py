@@ -1,4 +1,4 @@
-"""AnyIO programs over SMC-R by `trio_smc.adapters.anyio`: what AnyIO says of its streams holds."""
+"""AnyIO programs over SMC-R by `trio_smc.adapters.anyio`: its streams keep AnyIO's contract."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ async def test_tls() -> None:
     await listener.aclose()
 
 
-async def test_nobody_listens() -> None:
+async def test_connection_refused() -> None:
     (listener,) = await trio_smc.open_listeners(0, host="127.0.0.1")
     host, port = listener.socket.getsockname()
     await listener.aclose()

@@ -1,4 +1,4 @@
-"""The compose file and the systemd units of examples/: what they say fits together."""
+"""The compose file and the systemd units of examples/ are consistent."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def shared_directory() -> str:
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "networks.yaml"])
-def test_containers_share_what_smc_r_takes(name: str) -> None:
-    told = yaml.safe_load((EXAMPLES / "containers" / name).read_text())
-    server, client = told["services"]["server"], told["services"]["client"]
+def test_containers_share_the_resources_of_smc_r(name: str) -> None:
+    content = yaml.safe_load((EXAMPLES / "containers" / name).read_text())
+    server, client = content["services"]["server"], content["services"]["client"]
     if name == "compose.yaml":
-        assert (client["network_mode"], told.get("networks")) == ("service:server", None)
+        assert (client["network_mode"], content.get("networks")) == ("service:server", None)
     else:
-        # The server's own address is what its name resolves to: nothing is published.
-        [network] = told["networks"]
+        # The name of the server resolves to its own address: no port is published.
+        [network] = content["networks"]
         assert server["networks"] == client["networks"] == [network]
-        assert told["networks"][network] == {"driver": "bridge"}
+        assert content["networks"][network] == {"driver": "bridge"}
         assert client["command"][-1] == "server"
         for each in (server, client):
             assert not {"network_mode", "ports"} & each.keys()
     assert client["user"] == server["user"] == "1000:1000"
-    assert told["volumes"]["smc"]["driver_opts"]["o"] == "uid=1000,gid=1000,mode=0700"
+    assert content["volumes"]["smc"]["driver_opts"]["o"] == "uid=1000,gid=1000,mode=0700"
     for each in (server, client):
         volume, settings = each["volumes"]
         assert volume == f"smc:{shared_directory()}"
@@ -64,15 +64,15 @@ def test_the_directory_of_the_units_is_one_that_a_group_may_share() -> None:
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
     if not shutil.which("systemd-analyze"):
         pytest.skip("there is no systemd-analyze")
-    # Without other units: what it says is about these.
+    # Without other units, so that all messages are about these.
     for each in UNITS:
         shutil.copy(each, tmp_path)
     command = ["systemd-analyze", "verify", "--man=no"]
     paths = [str(tmp_path / each.name) for each in UNITS]
     done = subprocess.run([*command, *paths], capture_output=True, text=True, check=False)
-    told = [line for line in done.stderr.splitlines() if "app-" in line]
-    assert (done.returncode, told) == (0, [])
+    logged = [line for line in done.stderr.splitlines() if "app-" in line]
+    assert (done.returncode, logged) == (0, [])
     broken = tmp_path / "broken.service"
     broken.write_text(UNITS[0].read_text().replace("ExecStart=/usr/bin/env", "ExecStart=env//"))
     again = subprocess.run([*command, str(broken)], capture_output=True, check=False)
-    assert again.returncode, "it looks at them"
+    assert again.returncode, "systemd-analyze reads the units"

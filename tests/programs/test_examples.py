@@ -1,4 +1,4 @@
-"""Each example with other people's programs runs, in two processes, and says that it was SMC-R."""
+"""Each example with programs of other projects runs in two processes, and reports SMC-R."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SAID = {
+EXPECTED = {
     "tls": ["HELLO OVER TLS - TLSv1.3", "client: smc-r", "server: smc-r"],
     "web": [
         "HTTP/1.1 hello this over HTTP/1.1 - client: smc-r",
@@ -19,7 +19,7 @@ SAID = {
         "HTTP/2 hello this over HTTP/2 - client: smc-r",
         "HTTP/2 hello that over HTTP/2 - client: smc-r",
         "{'length': 1000000}",
-        # HTTP/1.1 needs one for each request under way, HTTP/2 one for all.
+        # HTTP/1.1 needs one connection for each concurrent request, HTTP/2 one for all.
         "server: connections over smc-r: 4",
     ],
     "websocket": [
@@ -31,7 +31,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_example(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", f"examples.{name}"],
@@ -43,12 +43,12 @@ def test_example(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr
     lines = done.stdout.splitlines()
-    assert set(SAID[name]) <= set(lines), done.stdout
+    assert set(EXPECTED[name]) <= set(lines), done.stdout
     assert lines[-1] == "server: stopped"
 
 
 def test_server_and_client_by_themselves() -> None:
-    """As from two terminals; the server's first line tells what the client has to be told."""
+    """As from two terminals; the first line of the server has the arguments of the client."""
     command = [sys.executable, "-W", "error", "-u", "-m", "examples.tls"]
     with subprocess.Popen([*command, "serve"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as end:
         assert end.stdout is not None

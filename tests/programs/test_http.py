@@ -82,14 +82,14 @@ def client_context(authority: trustme.CA) -> ssl.SSLContext:
 
 @pytest.fixture(autouse=True)
 def collect() -> Iterator[None]:
-    """hypercorn's and httpcore's connections are in cycles: what they warn of belongs here."""
+    """Collect hypercorn's and httpcore's connections, which are in cycles: they warn here."""
     yield
     gc.collect()
 
 
 @dataclass
 class Site:
-    """A running server, and the modes of what it accepted."""
+    """A running server, and the modes of the accepted connections."""
 
     url: str
     port: int
@@ -97,7 +97,7 @@ class Site:
 
 
 class Counting(trio.abc.Listener[trio_smc.SmcStream]):
-    """A listener that notes the modes of its streams."""
+    """A listener that records the modes of its streams."""
 
     def __init__(self, listener: trio_smc.SmcListener, modes: Counter[str]) -> None:
         self.listener = listener
@@ -120,7 +120,7 @@ async def site(context: ssl.SSLContext | None = None, **settings: Any) -> AsyncI
         setattr(config, name, value)
     listeners = await trio_smc.open_listeners(0, host=HOST)
     port = listeners[0].socket.getsockname()[1]
-    # "localhost" is one address here or two; the client takes the first that answers.
+    # "localhost" has one address or two; the client uses the first one that answers.
     stop = trio.Event()
     running = Site(f"http{'s' if context else ''}://{HOST}:{port}", port)
     counting: Any = [Counting(listener, running.modes) for listener in listeners]
@@ -143,7 +143,7 @@ def stream_of(response: httpx.Response) -> trio_smc.SmcStream:
 
 
 async def use(client: httpx.AsyncClient, url: str, body: bytes) -> httpx.Response:
-    """Upload and download a lot; return the last response."""
+    """Upload and download large bodies; return the last response."""
     answer = await client.post(f"{url}/digest", content=body)
     assert answer.json() == {"sha256": hashlib.sha256(body).hexdigest()}
     answer = await client.get(f"{url}/bytes/{BIG}")
@@ -157,7 +157,7 @@ async def test_http1(rng: random.Random) -> None:
         for _ in range(3):
             answer = await use(client, server.url, rng.randbytes(BIG))
             assert answer.http_version == "HTTP/1.1"
-        # Kept alive: all of it went over one connection.
+        # The connection is kept alive: one carried all requests.
         assert server.modes == {trio_smc.Mode.SMC_R: 1}
 
 
@@ -195,7 +195,7 @@ async def test_many_connections(rng: random.Random) -> None:
 
 
 async def test_an_idle_connection_that_the_server_closed_is_not_used_again() -> None:
-    """The pool asks whether an idle connection is readable: over SMC-R the answer is not TCP's."""
+    """The pool checks if an idle connection is readable, which its TCP socket does not show."""
     modes: Counter[str] = Counter()
 
     async def answer_once(stream: trio_smc.SmcStream) -> None:
@@ -240,7 +240,7 @@ async def test_a_response_that_is_not_read_to_its_end() -> None:
         assert answer.content == bytes(10)
 
 
-async def test_nobody_listens() -> None:
+async def test_connection_refused() -> None:
     (listener,) = await trio_smc.open_listeners(0, host="127.0.0.1")
     port = listener.socket.getsockname()[1]
     await listener.aclose()
@@ -257,7 +257,7 @@ async def test_an_unknown_certificate(server_context: ssl.SSLContext) -> None:
 
 
 async def test_a_server_without_smc_is_served_over_tcp() -> None:
-    """The same client, a plain TCP server: it works, and says why it was TCP."""
+    """The same client works with a plain TCP server, and has the reason for TCP."""
     config = hypercorn.config.Config()
     stop = trio.Event()
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
@@ -301,7 +301,7 @@ async def test_httpcore_by_itself(
 
 
 async def test_httpcore_socket_options() -> None:
-    """They go to the stream: over SMC-R the TCP connection carries no data to apply them to."""
+    """Socket options go to the stream: over SMC-R the TCP connection carries no data."""
     async with site() as server:
         stream = await SmcBackend().connect_tcp(
             HOST,

@@ -1,4 +1,4 @@
-"""The checks that other projects make of a stream before they use it."""
+"""The checks of other projects before they use a stream."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.peers import open_pair
 
 
 def passes_for(thing: object, kind: type) -> bool:
-    """isinstance, for a kind that type checkers know nothing else can be."""
+    """isinstance, for a class that type checkers know to be final."""
     return isinstance(thing, kind)
 
 
-async def test_streams_and_listeners_pass_for_those_of_sockets() -> None:
+async def test_streams_and_listeners_pass_for_socket_streams() -> None:
     """trio-websocket and httpcore look for `.socket` only where isinstance says so."""
     async with open_pair("stack") as (client, server):
         assert passes_for(client, trio.SocketStream)
@@ -51,7 +51,7 @@ async def test_is_readable_over_smc_r() -> None:
     assert client.is_readable()
 
 
-async def test_is_readable_tells_of_a_reset() -> None:
+async def test_is_readable_reports_a_reset() -> None:
     async with open_pair("stack") as (client, server):
         server.abort()
         await _until_readable(client)
@@ -69,7 +69,7 @@ async def test_is_readable_over_tcp() -> None:
         assert stream.is_readable()
 
 
-def test_nobody_needs_what_adapters_adapt() -> None:
+def test_adapters_do_not_import_their_libraries() -> None:
     code = "import sys, trio_smc, trio_smc.adapters; print(*sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

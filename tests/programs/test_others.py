@@ -26,7 +26,7 @@ PACKAGES = {
         "dnspython", "fastapi", "httpx[http2]", "hypercorn", "mcp>=2", "pg8000",
         "python-multipart", "trio", "trio-websocket", "wsproto",
     ],
-    "purerpc": ["protobuf", "purerpc>=0.8", "trio"],  # it wants an older h2
+    "purerpc": ["protobuf", "purerpc>=0.8", "trio"],  # purerpc needs an older h2
 }  # fmt: skip
 
 FASTAPI_APP = """
@@ -49,11 +49,11 @@ async def upload(file: UploadFile):
 
 @app.get("/events")
 async def events():
-    async def told():
+    async def events():
         for number in range(3):
             yield f"data: {number}\\n\\n"
             await trio.sleep(0.05)
-    return StreamingResponse(told(), media_type="text/event-stream")
+    return StreamingResponse(events(), media_type="text/event-stream")
 
 @app.websocket("/echo")
 async def echo(websocket: WebSocket):
@@ -77,8 +77,8 @@ async def main():
         answer = await client.post("/upload", files={"file": ("name", b"u" * 3_000_000)})
         assert answer.json() == {"size": 3_000_000}
         async with client.stream("GET", "/events") as answer:
-            told = [line async for line in answer.aiter_lines() if line]
-        assert told == ["data: 0", "data: 1", "data: 2"]
+            events = [line async for line in answer.aiter_lines() if line]
+        assert events == ["data: 0", "data: 1", "data: 2"]
     async with open_websocket_url(url.replace("http", "ws") + "/echo") as connection:
         await connection.send_message("hello " * 10_000)
         assert await connection.get_message() == "hello " * 10_000
@@ -176,9 +176,9 @@ async def exactly(stream, count):
 async def answer(stream):
     while size := await exactly(stream, 2):
         query = dns.message.from_wire(await exactly(stream, int.from_bytes(size, "big")))
-        told = dns.message.make_response(query)
-        told.answer.append(dns.rrset.from_text(query.question[0].name, 60, "IN", "A", "192.0.2.1"))
-        wire = told.to_wire()
+        reply = dns.message.make_response(query)
+        reply.answer.append(dns.rrset.from_text(query.question[0].name, 60, "IN", "A", "192.0.2.1"))
+        wire = reply.to_wire()
         await stream.send_all(len(wire).to_bytes(2, "big") + wire)
 
 async def main():
@@ -252,7 +252,7 @@ def output_of(theirs: Path, cwd: Path, program: str, *arguments: str, plain: boo
 
 @contextmanager
 def hypercorn(theirs: Path, cwd: Path, app: str, *options: str) -> Iterator[str]:
-    """Its address, while it serves ``app``."""
+    """The address of a server of ``app``."""
     (cwd / "theirs.py").write_text(app)
     command = running(theirs, str(theirs / "hypercorn"), "-k", "trio", "-b", "127.0.0.1:0")
     with started([*command, *options, "theirs:app"], cwd) as server:

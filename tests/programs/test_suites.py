@@ -1,9 +1,9 @@
 """Test suites of other projects, unmodified, over SMC-R.
 
-Nothing of theirs is kept here: trio-websocket's tests come with its source distribution, which pip
-downloads once into build/suites; Trio's are in the installed package. Each runs in a process of
-its own with a plug-in of tests/programs that hands out our streams, counts them, and fails a run
-in which a stream was not SMC-R.
+The repository has no copy of them: trio-websocket's tests come with its source distribution, which
+pip downloads once into build/suites; Trio's are in the installed package. Each suite runs in its
+own process with a plug-in of tests/programs that hands out streams of trio_smc, counts them, and
+fails a run in which a stream was not SMC-R.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLUGINS = ROOT / "tests" / "programs"
 
 pytestmark = pytest.mark.timeout(240)  # a suite in a process of its own
 
-# These reach into the hooks of memory streams, which no other stream has; each in two versions
+# These use the hooks of memory streams, which no other stream has; each in two versions
 # of TLS.
 HOOKED = (
     "test_unwrap",
@@ -59,7 +59,7 @@ def source_of(project: str) -> Path:
             # Python 3.11.4 and later have filters.
             safely: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
             tar.extractall(directory, **safely)
-        # Another worker may have been faster: either way it is there, and whole.
+        # Another worker may have been faster: in both cases the directory is complete.
         try:
             Path(directory, name).rename(unpacked)
         except OSError:
@@ -72,7 +72,7 @@ def run_pytest(
 ) -> subprocess.CompletedProcess[str]:
     """Run pytest in a process of its own, with the plug-ins at hand."""
     path = os.pathsep.join((str(ROOT), str(PLUGINS)))
-    # None of our own settings: the suite is run as its project would.
+    # Without the settings of this project: the suite runs as in its own project.
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(where)]
     return subprocess.run(
         [*command, "-p", "no:cacheprovider", "--timeout", "60", *arguments],
@@ -158,12 +158,12 @@ def test_trio_ssl_helpers(tmp_path: Path) -> None:
 
 # Trio's tests of sockets that cannot pass with sockets other than its own, and why.
 OF_TRIOS_OWN_SOCKET = (
-    # These ask for the private class `trio._socket._SocketType`; the first calls its private
+    # These need the private class `trio._socket._SocketType`; the first calls its private
     # method, the others replace that or its private socket.
     "test_SocketType_resolve",
     "test_resolve_address_exception_in_connect_closes_socket",
     "test_SocketType_connect_paths",
-    "test_custom_socket_factory",  # it wants to be the first that sets one
+    "test_custom_socket_factory",  # this test must be the first to set a factory
 )
 SOCKET_SUITES = (
     "test_socket",
@@ -204,7 +204,7 @@ def test_trio_sockets_enabled(checkpoints: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_suite_that_passes_without_smc_fails(tmp_path: Path, module: str, plugin: str) -> None:
-    """The check bites: all tests pass, over TCP or without any stream of ours; the run does not."""
+    """If all tests pass over TCP, or without a stream of trio_smc, the run fails."""
     done = run_pytest(
         tmp_path,
         *plugins(*TRIOS_OWN, plugin),

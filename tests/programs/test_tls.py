@@ -1,4 +1,4 @@
-"""Trio's own TLS over SMC-R: the stream contract, big transfers both ways, and endings."""
+"""Trio's TLS over SMC-R: the stream contract, large transfers in both directions, and endings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unmodified programs under `trio-smc run`: command lines of others, in processes of their own."""
+"""Unmodified programs of other projects under `trio-smc run`, in processes of their own."""
 
 from __future__ import annotations
 
@@ -198,8 +198,8 @@ def test_hypercorns_own_command_line(workers: int, tmp_path: Path) -> None:
     with started([*command, "-b", "127.0.0.1:0", "application:app"], tmp_path) as server:
         line = wait_for(server, "Running on")
         address = line.split("Running on ")[1].split()[0]
-        said = run_client(tmp_path, BROWSER, address)
-    assert said.splitlines() == ["200 11000"] * 3
+        output = run_client(tmp_path, BROWSER, address)
+    assert output.splitlines() == ["200 11000"] * 3
     port = address.rpartition(":")[2]
     subprocess.run([sys.executable, "-c", SUCCESSOR, port], timeout=2 * PATIENCE, check=True)
 
@@ -209,12 +209,12 @@ def test_trio_websocket(tmp_path: Path) -> None:
     command = [*RUN, "--", sys.executable, "server.py"]
     with started(command, tmp_path, stop=signal.SIGINT) as server:
         port = wait_for(server, "port").split()[-1]
-        said = run_client(tmp_path, WEBSOCKET_CLIENT, f"ws://127.0.0.1:{port}/")
-    assert said == "60000\n"
+        output = run_client(tmp_path, WEBSOCKET_CLIENT, f"ws://127.0.0.1:{port}/")
+    assert output == "60000\n"
 
 
 def test_a_database_client_and_the_stock_server(tmp_path: Path) -> None:
-    """Client - SMC-R - `trio-smc proxy` - TCP - a server that knows nothing of it."""
+    """Client - SMC-R - `trio-smc proxy` - TCP - an unmodified server."""
     redis = shutil.which("redis-server")
     assert redis, "redis-server is missing"
     proxy = [sys.executable, "-u", "-m", "trio_smc.tools", "proxy", "--require-smc"]
@@ -225,12 +225,12 @@ def test_a_database_client_and_the_stock_server(tmp_path: Path) -> None:
     ):
         wait_for(database, "eady to accept connections")
         front_port = wait_for(front, "listening on").split()[-1]
-        said = run_client(tmp_path, DATABASE_CLIENT, front_port)
+        output = run_client(tmp_path, DATABASE_CLIENT, front_port)
         wait_for(front, "forwarding a connection, mode smc-r")
         front.send_signal(signal.SIGTERM)
         passed = wait_for(front, "connections: ")
-    assert said == "100000\n"
-    # What it passed on, and what that cost.
+    assert output == "100000\n"
+    # The bytes that the proxy passed on, and their cost.
     costs = r"connections: (\d+); bytes: (\d.*B); processor time of the proxy: (\d+\.\d\d) s"
     found = re.search(costs, passed)
     assert found
@@ -269,7 +269,7 @@ def test_from_tcp_to_smc_and_back_to_tcp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         ([], "no program is given"),
         (["--config", "missing.toml", "--", "true"], "missing.toml"),
@@ -283,7 +283,7 @@ def test_from_tcp_to_smc_and_back_to_tcp(tmp_path: Path) -> None:
         (["--config", "path.toml", "--", "true"], "directory: 7 is not a path"),
     ],
 )
-def test_bad_input(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_bad_input(arguments: list[str], output: str, tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text('colour = "red"')
     (tmp_path / "worse.toml").write_bytes(b"\xff\xfe = [")
     (tmp_path / "pnet.toml").write_text('pnet = "missing.pnet"')
@@ -295,7 +295,7 @@ def test_bad_input(arguments: list[str], said: str, tmp_path: Path) -> None:
         [*RUN, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert said in done.stderr
+    assert output in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -1,4 +1,4 @@
-"""trio-websocket on both ends, as a user puts it on our listeners and streams.
+"""trio-websocket on both ends, on listeners and streams of trio_smc.
 
 Its own test suite runs over SMC-R too: tests/programs/test_suites.py.
 """

@@ -2,7 +2,7 @@
 
 A `Side` is a real stack (its cores, link groups, pump and timers) on RNICs of plain memory; a
 `Call` is one TCP connection between two of them, with a negotiation at each end.  The test decides
-what is delivered when, may change everything on its way, and lets time pass.
+when each message is delivered, may change it, and lets time pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DIRECTORY = "/nonexistent"  # plain RNICs have no files
 
 
 class Clock:
-    """Time passes when the test says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -74,7 +74,7 @@ class Complaints(logging.Handler):
 
 
 class Recorder:
-    """An observer that writes everything down, in order.
+    """An observer that records all events in order.
 
     `events` has (what, in or out, bytes or names); a `Call`'s negotiation is not told apart from
     another's.
@@ -107,7 +107,7 @@ class Recorder:
 
 
 class _Watch:
-    """Takes the place of the stack's watch over TCP connections."""
+    """Replaces the stack's watch over TCP connections."""
 
     def add(self, sock: object, watcher: Any) -> None:
         cast(Tcp, sock).watcher = watcher
@@ -145,10 +145,10 @@ class Tcp:
         self.watcher: Any = None
         self.ended = ""  # how the peer ended its direction, as seen here
         self.cut = ""
-        self.silent = False  # nothing that is sent arrives any more
+        self.silent = False  # sent bytes do not arrive any more
 
     def send(self, data: bytes) -> None:
-        """Send; it arrives later."""
+        """Send; the bytes arrive later."""
         if self.ended == "rst" or self.cut:
             raise ConnectionResetError("the connection is gone")
         self._transmit(self.tamper(data))
@@ -167,7 +167,7 @@ class Tcp:
     def end(self, how: str) -> None:
         """This side closes ("fin") or resets ("rst")."""
         if not self.cut:
-            # As a real socket: unread bytes make a reset of every close.
+            # As on a real socket: if bytes are unread, a close is a reset.
             self.cut = "rst" if self.inbox else how
             self._transmit(self.cut)
 
@@ -200,7 +200,7 @@ class Tcp:
             elif self.inbox:
                 self.watcher.tcp_data()
 
-    # What `Endpoint` does with a socket.
+    # The methods that `Endpoint` calls on a socket.
 
     def setsockopt(self, _level: int, _option: int, value: bytes) -> None:
         self._linger = value
@@ -218,8 +218,8 @@ class Side:
     """One stack.
 
     Attributes:
-      directory: its private directory.
-      rnics: its RNICs, memory0 first; `rnic` is that one, which first contacts use.
+      directory: the private directory.
+      rnics: the RNICs; `rnic` is the first one, memory0, which first contacts use.
     """
 
     def __init__(self, world: World, config: Config, *, rnics: int = 1, **rnic: Any) -> None:
@@ -251,7 +251,7 @@ class Side:
         return rnic
 
     def open_rnic(self, **options: Any) -> MemoryRnic:
-        """A further RNIC is there before the stack serves a connection."""
+        """Add an RNIC before the stack serves a connection."""
         name = f"memory{len(self.rnics)}"
         rnic = MemoryRnic(self._fabric, **{"name": name, **self._options, **options})
         rnic.open(self.directory)
@@ -260,7 +260,7 @@ class Side:
         return rnic
 
     def record(self) -> Recorder:
-        """Write down everything from now on."""
+        """Record all events from now on."""
         self.recorder = Recorder()
         self.stack.groups.observer = self.recorder
         return self.recorder
@@ -389,7 +389,7 @@ class End:
                 self.tcp.end("rst")
                 return
             endpoint = stack.groups.endpoint_of(outcome.connection)
-            if endpoint is None:  # it ended in the same moment
+            if endpoint is None:  # the endpoint ended at the same moment
                 self.tcp.end("rst")
                 return
             assert isinstance(endpoint, Endpoint)
@@ -415,7 +415,7 @@ def proposal_of(client: Side) -> clc.Proposal:
 
 
 def admitted(proposal: clc.Proposal, server: Side) -> tuple[MemoryRnic, Terms] | FallbackReason:
-    """The server's look at it, as `connecting.accept` has it; the prefix always fits."""
+    """The server's check of the Proposal, as in `connecting.accept`; the prefix always matches."""
     rnic, groups = server.serving(), server.stack.groups
     direct = None if proposal.v2 is None else rnic.is_direct(proposal.v2.gid)
     terms = answer(proposal, groups.offer if rnic.routable else None, None, direct)
@@ -467,7 +467,7 @@ class Call:
 
 
 def _no_work() -> float:
-    """A clock of processor time that stands still: every call has its turn at once."""
+    """A clock of processor time that stands still, so that no call has to wait."""
     return 0.0
 
 
@@ -475,8 +475,8 @@ class World:
     """Stacks, the fabric and the calls between them; a context manager that frees everything and
     checks that nothing is left."""
 
-    def __init__(self, *, tells_death: bool = True) -> None:
-        self.fabric = Fabric(tells_death=tells_death)
+    def __init__(self, *, announces_end: bool = True) -> None:
+        self.fabric = Fabric(announces_end=announces_end)
         self.clock = Clock()
         self.work_clock: Callable[[], float] = _no_work
         self.sides: list[Side] = []
@@ -518,14 +518,14 @@ class World:
         return moved
 
     def settle(self) -> None:
-        """Until nothing moves."""
+        """Run until nothing changes any more."""
         for _ in range(10_000):
             if not self.step():
                 return
         raise AssertionError("this never ends")
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Until ``condition()``."""
+        """Run until ``condition()`` is true."""
         for _ in range(10_000):
             if condition():
                 return
@@ -577,7 +577,7 @@ class World:
         for side in self.sides:
             side.free()
             while side.stack.timers.next_deadline() <= self.clock.now:
-                side.stack.timers.run_due()  # ends whose turn had not come
+                side.stack.timers.run_due()  # ends that were still queued
         for side in self.sides:
             assert not side.groups
             assert not side.connections
@@ -597,7 +597,7 @@ class World:
             assert not records, records
             return
         for side in self.sides:
-            with contextlib.suppress(Exception):  # what went wrong is on its way already
+            with contextlib.suppress(Exception):  # the first error is being raised already
                 side.stack.rnic_set.close()
 
 

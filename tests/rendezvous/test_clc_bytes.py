@@ -1,5 +1,5 @@
 """Bytes that are no CLC message, at each place and in each phase of the handshake (RFC 7609, C.6):
-the connection ends when they arrive, not when the time for the message is over."""
+the connection ends when they arrive, and not only after the time-out."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def in_phase(world: World, phase: str) -> tuple[Call, Callable[[bytes], None]]:
 def test_a_wrong_byte_ends_the_connection_as_it_arrives(
     world: World, phase: str, good: int
 ) -> None:
-    """Of a header that may come, ``good`` bytes and then one that fits no message."""
+    """``good`` bytes of a valid header, and then a byte that fits no message."""
     place, _, types = PHASES[phase]
     kind = min(types)
     header = clc.EYE_CATCHER + bytes((kind, 0, SIZES[kind], 0x10))
@@ -108,7 +108,7 @@ def test_a_wrong_end_ends_the_connection_as_it_arrives(
 @pytest.mark.rfc("C.1/1", "C.6/3")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_message_may_come_byte_by_byte(world: World, phase: str) -> None:
-    """And what follows a Decline is the application's."""
+    """Bytes behind a Decline belong to the application."""
     place = PHASES[phase][0]
     call, send = in_phase(world, phase)
     for byte in clc.Decline(peer_id=bytes(8), diagnosis=1).encode() + b"data":
@@ -120,7 +120,7 @@ def test_a_message_may_come_byte_by_byte(world: World, phase: str) -> None:
 @pytest.mark.rfc("C.1/2", "C.6/1")
 @pytest.mark.parametrize("data", [b"x", clc.EYE_CATCHER])
 def test_nothing_may_come_while_this_side_prepares_its_answer(world: World, data: bytes) -> None:
-    """A second connection of a client waits for the first contact, which takes its time."""
+    """A second connection of a client waits for a slow first contact."""
     client, server = world.side(), world.side()
     first = world.call(client, server)
     world.until(lambda: first.server.state == "ACCEPTED")

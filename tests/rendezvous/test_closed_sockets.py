@@ -1,8 +1,8 @@
 """Sockets that another task closes while a handshake or a claim waits for them.
 
-Their descriptor numbers are given to other files at once.  What was under way for the closed
-socket, a timer, news of a link, an answer, must not reach those: each case is repeated, as the
-order of tasks in one pass of Trio's scheduler is left to chance.
+The kernel gives their descriptor numbers to other files at once.  A timer, an answer or an event of
+a link for the closed socket must not reach those files.  Each case is repeated, because the order
+of tasks in one pass of Trio's scheduler is random.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trio_smc.states.tables import CLC_CLIENT
 REPEATS = 60
 """One order in six is the dangerous one: chance misses it once in 50,000 runs."""
 LATE = 1000.0
-"""Seconds; the test itself says when that is over."""
+"""Seconds; the test fires the timer itself."""
 
 
 class Negotiation:
@@ -56,7 +56,7 @@ class Negotiation:
 
 
 class Clock:
-    """Timers that all fire when the test says so."""
+    """Timers that the test fires."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -106,7 +106,7 @@ async def test_a_change_in_a_handshake_wakes_no_other_task(news: str) -> None:
 
 
 async def test_an_answer_goes_to_no_other_socket() -> None:
-    """The peer makes room for the rest of an answer in the moment in which the socket is closed."""
+    """The peer makes room for the rest of an answer at the moment when the socket is closed."""
     with trio.fail_after(PATIENCE):
         for _ in range(REPEATS):
             ours, theirs = socket.socketpair()
@@ -126,7 +126,7 @@ async def test_an_answer_goes_to_no_other_socket() -> None:
                     alarm, bell = socket.socketpair()
                     with alarm, bell:
                         bell.send(b"!")
-                        await trio.lowlevel.wait_readable(alarm)  # and this task with it
+                        await trio.lowlevel.wait_readable(alarm)  # wakes this task as well
                         sock.close()
                         with reusing(number) as pair:
                             await wait_all_tasks_blocked()
@@ -135,7 +135,7 @@ async def test_an_answer_goes_to_no_other_socket() -> None:
 
 
 async def test_a_claim_that_times_out_reaches_no_other_task(runtime_directory: Path) -> None:
-    """Its timer fires in the pass in which the connection is closed."""
+    """The timer of the negotiation fires in the pass in which the connection is closed."""
     private, clock = runtime_directory / "smc", Clock()
     with trio.fail_after(PATIENCE):
         async with serving(private) as server:

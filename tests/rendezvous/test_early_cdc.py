@@ -1,4 +1,4 @@
-"""A CDC message right behind the rendezvous, before the task of the handshake has woken up."""
+"""A CDC message that arrives before the task of the handshake has woken up."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.pure  # compiled classes have no such subclasses
 
 
 def lies(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connections that ``stack`` opens from now on are liars'."""
+    """Replace the connections that ``stack`` opens from now on by dishonest ones."""
 
     class Liar(Connection):
-        """Claims bytes far behind the peer's element as soon as it may say a word."""
+        """Announces bytes far behind the peer's element as soon as it may send."""
 
         __slots__ = ()
 
@@ -54,7 +54,7 @@ def wake_late(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def carry(source: trio.SocketStream, sink: trio.SocketStream) -> type[BaseException] | None:
-    """All bytes; what ended the source's connection."""
+    """Copy all bytes; returns the error that ended the source's connection."""
     try:
         async for data in source:
             await sink.send_all(data)

@@ -1,9 +1,9 @@
-"""Handshakes over real sockets: a proxy on the TCP path that damages CLC messages, peers by hand
-that drip, chase, fall silent or leave (RFC 7609, C.1, C.5, C.6).
+"""Handshakes over real sockets: a proxy on the TCP path damages CLC messages, and peers in the test
+are slow, send too much, send nothing or leave (RFC 7609, C.1, C.5, C.6).
 
-The proxy makes same-host discovery impossible, so both sides are told that they speak SMC-R.  By
-that promise a server looks at the first four bytes only (what is no eye catcher is another
-protocol's), so they are left as they are.
+The proxy makes same-host discovery impossible, so both sides are configured to assume SMC-R.  Then
+a server checks only the first four bytes (other bytes than the eye catcher belong to another
+protocol), so the proxy leaves these unchanged.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _lose(_rng: random.Random, _data: bytes) -> bytes:
 
 
 def _relabel(rng: random.Random, data: bytes) -> bytes:
-    """A length or type that does not fit."""
+    """Change the length or the type, so that it does not match the message."""
     raw = bytearray(data)
     raw[4] = rng.randrange(6)
     raw[5:7] = (len(raw) + rng.choice((0, 0, 1, -1, 17))).to_bytes(2, "big")
@@ -113,7 +113,7 @@ class Proxy:
         self.name = f"{self.kind} then {self.ending}"
 
     async def carry(self, client: trio.SocketStream) -> None:
-        """One connection, until both directions are over."""
+        """Carry one connection until both directions have ended."""
         async with client:
             server = await trio.open_tcp_stream(*self.target)
             async with server, trio.open_nursery() as nursery:
@@ -143,13 +143,13 @@ class Proxy:
                 await sink.send_all(data)
             await sink.send_eof()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            # As a reset would: nothing goes on.
+            # As after a reset, nothing is carried any more.
             for stream in (source, sink):
                 reset(stream)
             scope.cancel()
 
     def _is_the_applications(self, message: bytes) -> bool:
-        # What comes behind a Decline is the application's by definition.
+        # Bytes behind a Decline belong to the application by definition.
         return message[4] == clc.MessageType.DECLINE and self.kind in ("double", "extend")
 
     async def _end(self, sink: trio.SocketStream, scope: trio.CancelScope) -> None:
@@ -188,7 +188,7 @@ async def _read_message(stream: trio.abc.ReceiveStream) -> bytes | None:
 
 
 async def talk(stream: SmcStream, text: bytes, got: bytearray) -> None:
-    """An application: says its text, reads to the end."""
+    """An application: sends its text and reads to the end."""
     async with stream:
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             await stream.send_all(text)
@@ -226,7 +226,7 @@ async def _one_damaged_handshake(client: Stack, proxy: Proxy) -> tuple[str, byte
             except OSError:
                 return "failed", b""
             mode = stream.mode.value
-            # A damaged SMC-R connection need not end by itself: what it was told is wrong.
+            # A damaged SMC-R connection need not end by itself: its agreement is wrong.
             with trio.move_on_after(1):
                 await talk(stream, FROM_CLIENT, got)
     return mode, bytes(got)
@@ -237,7 +237,7 @@ async def _one_damaged_handshake(client: Stack, proxy: Proxy) -> tuple[str, byte
 async def test_damaged_handshakes_through_a_proxy(
     rng: random.Random, full: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """300 of them: no CLC byte reaches an application, the listener serves to the end."""
+    """300 damaged handshakes: no CLC byte reaches an application, and the listener serves."""
     cases = 3000 if full else 300
     at_server: list[bytearray] = []
     outcomes: Counter[tuple[str, str]] = Counter()
@@ -308,7 +308,7 @@ async def a_listener() -> AsyncIterator[tuple[Stack, SmcListener]]:
     async with open_stack(QUICK) as stack:
         listeners = await stack.open_listeners(0, host=HOST)
         yield stack, listeners[0]
-        # Whatever happened: it serves.
+        # The listener still serves.
         stream = await stack.open_stream(*address_of(listeners[0]))
         assert stream.mode is Mode.SMC_R
         accepted = await listeners[0].accept()
@@ -428,12 +428,12 @@ async def test_a_server_that_closes_or_is_silent(how: str) -> None:
 
 @pytest.mark.parametrize("tail", [b"GET / HTTP/1.1\r\n\r\n", b"x", decline()])
 async def test_a_proposal_followed_at_once_by_something(tail: bytes) -> None:
-    """C.1, C.6: it did not wait for the answer."""
+    """C.1, C.6: the peer did not wait for the answer."""
     async with a_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         await raw.send_all(proposal() + tail)
         answer = await expect_reset(raw)
-        # Whatever was sent before the rest was seen is a whole SMC Accept.
+        # The server sent nothing, or a whole SMC Accept, before it noticed the other bytes.
         assert len(answer) in (0, 68)
         assert stack.statistics().handshakes_failed == 1
         await raw.aclose()
@@ -442,7 +442,7 @@ async def test_a_proposal_followed_at_once_by_something(tail: bytes) -> None:
 @pytest.mark.parametrize("how", ["fin", "rst"])
 @pytest.mark.parametrize("state", ["part", "LISTENING", "ACCEPTED", "CONFIRMING_LINK"])
 async def test_a_client_that_closes(state: str, how: str) -> None:
-    """In whatever state the server is: nothing reaches an application, the listener serves."""
+    """In each state of the server no byte reaches an application, and the listener serves."""
     async with a_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         if state == "part":
@@ -470,7 +470,7 @@ async def test_a_client_that_closes(state: str, how: str) -> None:
 
 
 async def test_slow_clients_delay_no_other_client() -> None:
-    """The deadline is one for the whole message, and others are served meanwhile."""
+    """One deadline holds for the whole message, and the server serves others meanwhile."""
     async with a_listener() as (stack, listener):
         data = proposal()
 
@@ -497,7 +497,7 @@ async def test_slow_clients_delay_no_other_client() -> None:
 
 
 async def test_whole_handshakes_byte_by_byte(rng: random.Random) -> None:
-    """Both directions in pieces of one byte: slow, and nothing else."""
+    """Both directions in pieces of one byte: the handshake is only slower."""
     async with open_stack(QUICK) as server, open_stack(QUICK) as client:
         (listener,) = await server.open_listeners(0, host=HOST)
         proxy = Proxy(listener, rng)
@@ -512,7 +512,7 @@ async def test_whole_handshakes_byte_by_byte(rng: random.Random) -> None:
 
 
 class _LateNegotiation:
-    """A negotiation that gets on in the very moment in which its time is over."""
+    """A negotiation that proceeds at the moment of its time-out."""
 
     outgoing: ClassVar[list[bytes]] = []
     outcome: object = None
@@ -531,7 +531,7 @@ class _LateNegotiation:
         self.outcome = outcome
 
     def timed_out(self) -> None:
-        assert self.state == "PROPOSED", "a time-out of a state that is over"
+        assert self.state == "PROPOSED", "a time-out of an earlier state"
         self.outcome = Failed(TimeoutError("in time"))
 
     def tcp_lost(self) -> None:
@@ -541,7 +541,7 @@ class _LateNegotiation:
 async def test_an_answer_in_the_moment_of_the_time_out(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """Which of two tasks that wake at the same time runs first is left to chance; an answer that
+    """The order of two tasks that wake at the same time is random; an answer that
     is there when the handshake's own task runs counts."""
     outcomes: Counter[str] = Counter()
     ours, theirs = socket.socketpair()

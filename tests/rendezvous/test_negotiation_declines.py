@@ -162,7 +162,7 @@ def test_a_client_may_decline_instead_of_proposing() -> None:
 @pytest.mark.rfc("C.1/3")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_decline_may_not_chase_another_message(end: int) -> None:
-    """C.1.  Proposal or Accept, and then a Decline before there was an answer."""
+    """C.1.  Proposal or Accept, and then a Decline before the answer."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -222,16 +222,16 @@ def test_the_client_may_decline_where_it_is_waited_for(state: str) -> None:
 
 
 @pytest.mark.rfc("3.5.1.6.4/1", "C.7/5", "C.2/1")
-@pytest.mark.parametrize("tells_death", [False, True])
+@pytest.mark.parametrize("announces_end", [False, True])
 @pytest.mark.parametrize(
     ("kind", "reply", "by_client"),
     [(CONFIRM_LINK, False, False), (CONFIRM_LINK, True, True), (ADD_LINK, False, False)],
 )
 def test_the_side_whose_send_failed_declines(
-    kind: llc.MessageType, reply: bool, by_client: bool, tells_death: bool
+    kind: llc.MessageType, reply: bool, by_client: bool, announces_end: bool
 ) -> None:
-    """Figure 42 and C.7: the other side waits for the Decline, also when it sees the link go."""
-    with World(tells_death=tells_death) as world:
+    """Figure 42 and C.7: the other side waits for the Decline, also if it notices the lost link."""
+    with World(announces_end=announces_end) as world:
         client, server = world.side(), world.side()
         world.fabric.tamper = on(kind, reply=reply, do=fail)
         call = world.call(client, server)
@@ -244,7 +244,7 @@ def test_the_side_whose_send_failed_declines(
 
 @pytest.mark.rfc("C.3/1", "C.3/2")
 def test_the_point_of_no_return() -> None:
-    """C.3: the server's is the completion of ADD LINK, the client's its rejection."""
+    """C.3: for the server the completion of ADD LINK, for the client the rejection."""
     with World() as world:
         client, server = world.side(), world.side()
         seen: list[tuple[bool, bool]] = []
@@ -259,7 +259,7 @@ def test_the_point_of_no_return() -> None:
         # CONFIRM LINK and its reply, ADD LINK and its rejection, each while it is on its way.
         assert seen == [(True, True), (True, True), (True, True), (False, False)]
         assert call.states == ("ESTABLISHED", "CONFIRMING_LINK")
-        # A Decline now comes too late for either.
+        # Now it is too late for a Decline of either side.
         call.tcp[0].send(decline(client))
         world.settle()
         assert call.server.error.errno == RESET
@@ -334,7 +334,7 @@ def test_a_wrong_confirm_link_reply_is_a_protocol_error(place: int) -> None:
     ids=lambda message: type(message).__name__,
 )  # fmt: skip
 def test_nothing_comes_before_confirm_link(message: llc.Message) -> None:
-    """3.5.1.5; the client could not even answer, its queue pair cannot send yet."""
+    """3.5.1.5; the client cannot answer, because its queue pair cannot send yet."""
     with World() as world:
         client, server = world.side(), world.side()
         world.fabric.tamper = on(
@@ -358,11 +358,11 @@ def test_optional_messages_may_come_even_then() -> None:
 
 @pytest.mark.rfc("A.2.5/2", "C.4/1")
 def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server = world.side(), world.side()
         first = world.connect(client, server)
         client.group.machine.send("links_lost")
-        world.news.clear()  # the server has not heard of it
+        world.news.clear()  # the server has not noticed it
         record = client.record()
         call = world.connect(client, server)
         data = record.messages()[-1][2]
@@ -370,7 +370,7 @@ def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
         check_both_fell_back(
             world, call, by_client=True, reason=FallbackReason.OUT_OF_SYNC, code=0x04000000
         )
-        # The server cleans up: what was open ends with an error, the next is a first contact.
+        # The server cleans up: open connections get an error, the next one is a first contact.
         assert not server.groups
         with pytest.raises(OSError, match=r"abort|no link"):
             first.server.connection.receiver.receive(1)
@@ -378,12 +378,12 @@ def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
 
 
 def test_a_decline_under_another_peers_id_and_gid_resets_no_connection() -> None:
-    """Two kernels' or containers' processes on one port may have both alike."""
+    """Processes of two kernels or containers on one port may have the same peer ID and GID."""
     with World() as world:
-        client, stranger, server = world.side(), world.side(), world.side()
+        client, impostor, server = world.side(), world.side(), world.side()
         first = world.connect(client, server)
-        stranger.stack.groups.peer_id = client.stack.groups.peer_id
-        call = world.call(stranger, server, proposal=proposal_of(client))
+        impostor.stack.groups.peer_id = client.stack.groups.peer_id
+        call = world.call(impostor, server, proposal=proposal_of(client))
         world.settle()
         check_both_fell_back(
             world, call, by_client=True, reason=FallbackReason.OUT_OF_SYNC, code=0x04000000
@@ -413,18 +413,18 @@ def test_a_client_that_has_the_group_under_another_peer_id_forms_a_new_one() -> 
 
 def test_declines_count_only_in_a_row() -> None:
     with World() as world:
-        client, stranger, server = world.side(), world.side(), world.side()
+        client, impostor, server = world.side(), world.side(), world.side()
         world.connect(client, server)
-        stranger.stack.groups.peer_id = client.stack.groups.peer_id
+        impostor.stack.groups.peer_id = client.stack.groups.peer_id
         for _ in range(4):
-            world.call(stranger, server, proposal=proposal_of(client))
+            world.call(impostor, server, proposal=proposal_of(client))
             world.settle()
             assert world.connect(client, server).states == ("ESTABLISHED", "ESTABLISHED")
         assert len(server.groups) == 1
 
 
 def test_a_peer_id_that_two_clients_have_is_not_enough() -> None:
-    """Their GIDs tell them apart."""
+    """Their GIDs differ."""
     with World() as world:
         client, other, server = world.side(), world.side(), world.side()
         first = world.connect(client, server)
@@ -437,7 +437,7 @@ def test_a_peer_id_that_two_clients_have_is_not_enough() -> None:
 
 
 def test_a_client_whose_link_has_just_failed_is_recognised() -> None:
-    """It goes on proposing by the RNIC that lost it."""
+    """The client still proposes with the RNIC that lost the link."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
@@ -482,7 +482,7 @@ def test_out_of_sync_at_first_contact_means_nothing_more() -> None:
 @pytest.mark.rfc("C.5/1", "C.5/2")
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_silent_peer_costs_six_seconds_and_the_connection(silent: int) -> None:
-    """Never a fallback; and nothing is sent any more."""
+    """No fallback, and the side sends nothing any more."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -508,7 +508,7 @@ def test_a_confirm_that_does_not_come() -> None:
 
 @pytest.mark.rfc("C.5/1")
 def test_a_message_in_drops_does_not_get_more_time() -> None:
-    """The deadline is one for the message, however slowly it drips."""
+    """One deadline holds for the whole message, also if single bytes arrive."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -559,7 +559,7 @@ def test_messages_in_pieces_are_as_good_as_whole_ones(pieces: int) -> None:
     ],
 )
 def test_application_data_in_place_of_a_message(end: int, data: bytes) -> None:
-    """It ends the TCP connection; no Decline, no fallback."""
+    """The side ends the TCP connection; no Decline, no fallback."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -573,7 +573,7 @@ def test_application_data_in_place_of_a_message(end: int, data: bytes) -> None:
 @pytest.mark.rfc("C.6/1")
 @pytest.mark.parametrize("refusal", [None, FallbackReason.PREFIX_MISMATCH])
 def test_a_proposal_followed_at_once_by_data(refusal: FallbackReason | None) -> None:
-    """The client had to wait for the answer; also a server that declines must not hand it over."""
+    """The client had to wait for the answer; a declining server must not hand over such bytes."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server, refusal=refusal)
@@ -724,7 +724,7 @@ def test_add_link_reply_is_lost_and_the_server_continues_with_one_link() -> None
         assert world.finish() == pytest.approx(5.0)
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
-        # A reply that comes after all changes nothing.
+        # A late reply changes nothing.
         world.fabric.tamper = None
         server.group.on_llc_untrusted(server.group.links[1], late[0])
         assert exchange(world, call, (b"more", b"MORE")) == (b"MORE", b"more")

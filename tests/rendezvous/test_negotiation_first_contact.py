@@ -179,7 +179,7 @@ def test_the_client_has_nothing_before_accept_came() -> None:
 @pytest.mark.rfc("4.2/2")
 @pytest.mark.parametrize("catchers", [(False, False), (True, False), (False, True), (True, True)])
 def test_both_sides_have_eye_catchers_or_neither(catchers: tuple[bool, bool]) -> None:
-    """The bits that say "none" are not the RFC's: they count only when both sides send them."""
+    """The bits for "no eye catcher" are not in the RFC: they count only if both sides send them."""
     with World() as world:
         client, server = (world.side(Config(rmbe_eye_catcher=each)) for each in catchers)
         record = client.record()
@@ -187,7 +187,7 @@ def test_both_sides_have_eye_catchers_or_neither(catchers: tuple[bool, bool]) ->
         flags = [message[3] for kind, _, message in record.messages() if kind == "llc"][:2]
         assert flags == [0x00 if catchers[1] else 0x03, 0x80 if any(catchers) else 0x83]
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
-        # On later contacts the group's dialect holds.
+        # On later contacts the agreement of the group holds.
         again = world.connect(client, server)
         assert exchange(world, again, (b"one", b"two")) == (b"two", b"one")
         cursors = [message[12:16] for kind, way, message in record.messages() if kind == "cdc"]
@@ -197,7 +197,7 @@ def test_both_sides_have_eye_catchers_or_neither(catchers: tuple[bool, bool]) ->
             assert rmb.eye_catcher is any(catchers)
             assert all(each.first == 4 * any(catchers) for each in rmb.elements)
             assert all(each.check_eye_catcher() for each in rmb.elements)
-            # So has an RMB that is made later.
+            # An RMB that is made later has them as well.
             side.group.request_element(4 * SIZE, lambda _: None)
         world.settle()
         for side in (client, server):
@@ -222,7 +222,7 @@ def test_the_server_numbers_links(number: int) -> None:
         assert list(client.group.links) == [number]
         assert client.group.links[number].number == number
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
-        # RTokens moved along: an existing RMB is found under the new number.
+        # The RTokens have moved with the link: an existing RMB is found under the new number.
         again = world.connect(client, server)
         assert exchange(world, again, (b"one", b"two")) == (b"two", b"one")
 
@@ -239,8 +239,8 @@ def answer(kind: llc.MessageType, change: Callable[[Any], Any]) -> Any:
 
 
 def test_an_accepted_second_link_is_deleted_before_data_flows() -> None:
-    """A peer with a second RNIC may accept; the new link is given up, and the server waits for
-    the reply to its DELETE LINK before it opens the connection (C.7.1)."""
+    """A peer with a second RNIC may accept; the server deletes the new link, and waits for the
+    reply to DELETE LINK before it opens the connection (C.7.1)."""
     with World() as world:
         client, server = world.side(), world.side()
         record = server.record()
@@ -262,7 +262,7 @@ def test_an_accepted_second_link_is_deleted_before_data_flows() -> None:
 
 
 def test_an_accepted_second_link_that_cannot_be_deleted_ends_everything() -> None:
-    """C.7.1, DELETE LINK from server: the link it was sent over is not usable either."""
+    """C.7.1, DELETE LINK from server: the link of the request is not usable either."""
     accepted = answer(
         llc.MessageType.ADD_LINK, lambda m: m[:2] + b"\0\x80" + m[4:28] + b"\0\0\x09" + m[31:]
     )
@@ -285,7 +285,7 @@ def test_an_accepted_second_link_that_cannot_be_deleted_ends_everything() -> Non
 
 
 def test_a_server_without_a_second_queue_pair_offers_queue_pair_0() -> None:
-    """The client waits for ADD LINK (C.7.1), so one has to come."""
+    """The client waits for ADD LINK (C.7.1), so the server must send one."""
     with World() as world:
         client, server = world.side(), world.side(most_qps=1)
         record = client.record()
@@ -316,7 +316,7 @@ def test_add_link_with_a_reserved_mtu_gets_reason_2() -> None:
 @pytest.mark.rfc("2.2.2/7")
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 255])
 def test_the_link_limit_is_at_least_2(limit: int) -> None:
-    """3.5.1.5; 0 is what the server said."""
+    """3.5.1.5; 0 stands for the limit that the server has sent."""
     with World() as world:
         client, server = world.side(), world.side()
         world.fabric.tamper = answer(

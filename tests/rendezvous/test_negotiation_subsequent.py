@@ -1,6 +1,5 @@
 """Subsequent contacts of two whole stacks: figure 13, new RMBs, the race of 3.5.2.4, elements in
-use (4.4.2), and link groups that come and go while a rendezvous is under way (RFC 7609, 3.5.2,
-3.5.5.2)."""
+use (4.4.2), and link groups that begin or end during a rendezvous (RFC 7609, 3.5.2, 3.5.5.2)."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def on_replies(do: Callable[[bytes], Any]) -> Any:
 
 
 def hold(held: list[bytes]) -> Callable[[bytes], bytes]:
-    """A tamperer that keeps what is sent."""
+    """A tamperer that keeps the sent message."""
 
     def keep(data: bytes) -> bytes:
         held.append(data)
@@ -118,7 +117,7 @@ def test_figure_13_with_a_new_rmb_on_both_sides() -> None:
         assert isinstance(request, llc.ConfirmRkey)
         assert isinstance(reply, llc.ConfirmRkey)
         assert isinstance(confirm, clc.Confirm)
-        # One link: no other tokens; the message's own is that of the link it travels on.
+        # One link, so no other tokens: the message has only the token of its own link.
         assert (request.other_tokens, request.others) == (0, ())
         assert (request.rkey, request.address) == (confirm.rkey, confirm.rmb_address)
         assert (reply.rkey, reply.address) == (request.rkey, request.address)
@@ -128,7 +127,7 @@ def test_figure_13_with_a_new_rmb_on_both_sides() -> None:
 
 @pytest.mark.rfc("3.5.5.3/4", "3.5.5.3.3/7")
 def test_concurrent_confirm_rkeys_of_both_sides_are_no_collision() -> None:
-    """3.5.5.3: neither waits for the other."""
+    """3.5.5.3: neither side waits for the other."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -144,7 +143,7 @@ def test_concurrent_confirm_rkeys_of_both_sides_are_no_collision() -> None:
 
 
 def test_many_connections_wait_for_one_new_rmb() -> None:
-    """Three sizes, 40 connections at once: as many exchanges as RMBs, and all have room."""
+    """40 connections of three sizes at once: one exchange for each RMB, and all have room."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -210,14 +209,14 @@ def test_an_ending_that_outruns_confirm(how: str) -> None:
             connection.close()
         else:
             assert call.server.error.errno
-            world.pass_time(60)  # the server never learned where to answer
+            world.pass_time(60)  # the server cannot answer: it knows no element
         world.settle()
         assert len(server.connections) == len(client.connections) == 1
 
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_client_that_has_sent_and_gone_before_its_confirm_is_read(closes: bool) -> None:
-    """Over TCP the server's program would see its bytes, and how it ended."""
+    """Over TCP the server's program would receive the client's bytes and the end."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -295,7 +294,7 @@ def test_every_peer_has_a_group_of_its_own() -> None:
 @pytest.mark.rfc("4.4.2/2", "4.4.2/3", "4.4.2/5", "3.5.2/10", "3.5.2/11")
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_element_in_use_given_again_resets_its_old_connection(end: int) -> None:
-    """4.4.2: without a write to it; then the new connection goes on."""
+    """4.4.2: the server does not write to the old connection; the new one continues."""
     kind = (clc.MessageType.CONFIRM, clc.MessageType.ACCEPT)[end]
     with World() as world:
         client, server = world.side(), world.side()
@@ -320,7 +319,7 @@ def test_an_element_in_use_given_again_resets_its_old_connection(end: int) -> No
 @pytest.mark.parametrize("field", [slice(41, 45), slice(52, 60)], ids=["rkey", "address"])
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_rkey_that_was_never_confirmed(end: int, field: slice) -> None:
-    """3.5.5.2.1: on a subsequent contact a CLC message brings no RToken."""
+    """3.5.5.2.1: on a subsequent contact a CLC message has no new RToken."""
     kind = (clc.MessageType.CONFIRM, clc.MessageType.ACCEPT)[end]
 
     def change(data: bytes) -> bytes:
@@ -410,7 +409,7 @@ def test_an_rmb_that_is_deleted_between_accept_and_confirm() -> None:
 
 
 def test_a_negative_confirm_rkey_reply_declines() -> None:
-    """The peer cannot hold more: normal, and the next connection may find room again."""
+    """No error: the peer has no room for more RKeys; the next connection may have room again."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -425,7 +424,7 @@ def test_a_negative_confirm_rkey_reply_declines() -> None:
 
 
 def test_a_retry_reply_is_retried_a_little_later() -> None:
-    """3.5.5.3.1: the peer was just changing links."""
+    """3.5.5.3.1: the peer was changing its links."""
     replies = 0
 
     def refuse_twice(message: bytes) -> list[bytes]:
@@ -455,7 +454,7 @@ def test_a_peer_that_always_replies_retry_is_given_up() -> None:
 
 @pytest.mark.rfc("C.7.1/time-outs/17")
 def test_an_unanswered_confirm_rkey_fails_the_link_and_the_server_starts_over() -> None:
-    """C.7.1; then without a group this is a first contact."""
+    """C.7.1; without a group the connection is a first contact."""
     lost: list[bytes] = []
 
     def lose_first(message: bytes) -> list[bytes]:
@@ -483,7 +482,7 @@ def test_an_unanswered_confirm_rkey_fails_the_link_and_the_server_starts_over() 
 def test_a_server_with_all_its_rmbs_opens_a_parallel_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """3.5.3, and what is shared by no two groups: RMBs.  (The limit is 255, here 3.)"""
+    """3.5.3; two groups share no RMB.  (The limit is 255, here 3.)"""
     with World() as world:
         client, server = world.side(), world.side()
         monkeypatch.setattr(own_rmbs, "MAX_RMBS", 3)
@@ -491,7 +490,7 @@ def test_a_server_with_all_its_rmbs_opens_a_parallel_group(
         assert len(server.groups) == 1
         calls.append(world.connect(client, server, size=BIG))
         assert len(server.groups) == len(client.groups) == 2
-        # The second is used as long as there is room in it, the first when there is again.
+        # The second group is used while it has room, the first when it has room again.
         calls.append(world.connect(client, server, size=BIG))
         assert len(server.groups) == 2
         assert all(call.states == ("ESTABLISHED", "ESTABLISHED") for call in calls)
@@ -516,7 +515,7 @@ def test_a_client_with_all_its_rmbs_declines(monkeypatch: pytest.MonkeyPatch) ->
         assert call.client.fallback.reason is FallbackReason.OUT_OF_RESOURCES
 
 
-# --- groups that come and go ----------------------------------------------------------------------
+# --- groups that end during a rendezvous ----------------------------------------------------------
 
 
 def test_many_first_contacts_at_once_are_one() -> None:
@@ -575,7 +574,7 @@ def test_waiting_ends_with_the_tcp_connection() -> None:
 
 
 def test_a_group_that_ends_while_the_server_prepares() -> None:
-    """It starts over: a first contact."""
+    """The connection starts again as a first contact."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -589,7 +588,7 @@ def test_a_group_that_ends_while_the_server_prepares() -> None:
 
 @pytest.mark.rfc("C.1/1")
 def test_a_group_that_ends_while_the_client_prepares() -> None:
-    """C.1: it can still decline, in lieu of SMC Confirm."""
+    """C.1: the client can still decline instead of SMC Confirm."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -604,8 +603,8 @@ def test_a_group_that_ends_while_the_client_prepares() -> None:
 @pytest.mark.rfc("C.1/4", "C.3/4")
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_group_that_ends_after_accept(knows: bool) -> None:
-    """The server cannot decline any more (C.1): it resets, unless the client declines."""
-    with World(tells_death=knows) as world:
+    """The server cannot decline any more (C.1): the server resets, unless the client declines."""
+    with World(announces_end=knows) as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
         call = world.call(client, server)
@@ -658,7 +657,7 @@ def test_terminating_groups_accept_no_connection() -> None:
 
 
 def test_a_group_without_idle_time_waits_for_a_coming_connection() -> None:
-    """3.5.4: the last connection goes while a new RMB is being confirmed."""
+    """3.5.4: the last connection ends while a new RMB is being confirmed."""
     with World() as world:
         client, server = world.side(), world.side(Config(link_group_idle=0, llc_timeout=8))
         first = world.connect(client, server)

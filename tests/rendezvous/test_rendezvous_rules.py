@@ -37,7 +37,7 @@ BIG = 4 * SIZE
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         yield world
 
 
@@ -46,7 +46,7 @@ def world() -> Iterator[World]:
 
 @pytest.mark.rfc("3.3/2", "3.3/5")
 def test_a_reply_travels_on_the_link_of_its_request(world: World) -> None:
-    """And each request has one, of the same type."""
+    """Each request has a reply of the same type."""
     stage = Stage(world, (3, 3), down=1)
     world.connect(stage.client, stage.server, size=BIG)
     stage.server.rnics[2].port_up()
@@ -77,8 +77,8 @@ def test_a_new_rmb_is_announced_over_the_link_of_its_first_connection(world: Wor
     stage = Stage(world, (2, 2))
     records = [side.record() for side in (stage.client, stage.server)]
     world.connect(stage.client, stage.server, size=BIG)
-    told = [name for name in stage.log if name.endswith("CONFIRM_RKEY")]
-    assert told == ["S2 CONFIRM_RKEY", "C2 CONFIRM_RKEY"], "link 1 has a connection already"
+    requests = [name for name in stage.log if name.endswith("CONFIRM_RKEY")]
+    assert requests == ["S2 CONFIRM_RKEY", "C2 CONFIRM_RKEY"], "link 1 has a connection already"
     for record, side in zip(records, (stage.client, stage.server), strict=True):
         (sent,) = [
             clc.decode_untrusted(data)
@@ -154,7 +154,7 @@ def test_both_queue_pairs_of_the_first_link_agree(world: World, place: int) -> N
 
 @pytest.mark.rfc("2.1/4")
 def test_only_the_peer_of_its_group_reaches_an_rmb(world: World) -> None:
-    """2.1: each link has a protection domain of its own."""
+    """2.1: each link has its own protection domain."""
     server, one, two = world.side(rnics=2), world.side(rnics=2), world.side(rnics=1)
     first, second = world.connect(one, server), world.connect(two, server)
     links = [link for group in server.groups for link in group.links.values()]
@@ -195,8 +195,8 @@ def test_an_accept_of_no_known_link_without_the_flag_is_out_of_sync(place: int) 
         call.tcp[1].tamper = change
         record = client.record()
         world.settle()
-        said = [m for kind, way, m in record.messages() if (kind, way) == ("clc", "out")]
-        answer = clc.decode_untrusted(said[-1])
+        sent = [m for kind, way, m in record.messages() if (kind, way) == ("clc", "out")]
+        answer = clc.decode_untrusted(sent[-1])
         assert isinstance(answer, clc.Decline)
         assert answer.out_of_sync
         assert call.states == ("FALLEN_BACK", "FALLEN_BACK")
@@ -205,7 +205,7 @@ def test_an_accept_of_no_known_link_without_the_flag_is_out_of_sync(place: int) 
 
 @pytest.mark.rfc("C.1/2")
 def test_a_client_that_loses_its_rnic_waits_for_accept_before_it_declines(world: World) -> None:
-    """C.1: a Decline never chases a Proposal."""
+    """C.1: the client sends no Decline before it has received SMC Accept."""
     client, server = world.side(), world.side()
     record = client.record()
     call = world.call(client, server)
@@ -297,7 +297,7 @@ async def test_the_fields_of_a_proposal(host: str) -> None:
 
 @pytest.mark.rfc("3.5.2/4", "3.5.1.2/3")
 async def test_a_client_that_has_a_link_group_proposes_as_before() -> None:
-    """3.5.2.1: whom it will meet at an address it cannot know."""
+    """3.5.2.1: the client cannot know the peer at an address before it connects."""
     async with (
         trio_smc.open_stack(ASSUME) as peer,
         trio_smc.open_stack(ASSUME) as stack,

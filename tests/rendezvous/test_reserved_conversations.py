@@ -1,6 +1,6 @@
-"""Reserved bits in whole conversations of two stacks, in both versions: none is set in any message
-that is sent, and with all of them set on the way everything goes as without (RFC 7609, A.2, A.3,
-A.4).  `tests.wire.test_reserved_bits` does the same with single messages."""
+"""Reserved bits in whole conversations of two stacks, in both versions: no sent message has one,
+and if all of them are set on the way, the result is the same (RFC 7609, A.2, A.3, A.4).
+`tests.wire.test_reserved_bits` has the same checks for single messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def opened(world: World, client: Side, server: Side, *, noisy: bool, **options: 
 
 
 def converse(world: World, version: int, *, noisy: bool) -> tuple[Side, Side]:
-    """Everything there is to say; checks that each thing works."""
+    """Exchange all types of messages; checks that each operation works."""
     count = 4 if version == 1 else 2
     client, server = (
         world.side(CONFIGS[version], rnics=count, routable=version == 2) for _ in range(2)
@@ -89,7 +89,7 @@ def send_much(world: World, call: Call) -> None:
 
 
 def change_group(world: World, client: Side, server: Side, call: Call) -> None:
-    """RMBs and links come and go, and silent links are tested."""
+    """RMBs and links are made and deleted, and silent links are tested."""
     elements: list[Any] = []
     for side in (client, server):
         side.group.request_element(4 * SIZE, elements.append)
@@ -97,7 +97,7 @@ def change_group(world: World, client: Side, server: Side, call: Call) -> None:
         side.group.own_rmbs.release(elements[-1], 0)
     world.pass_time(1000.0)
 
-    # A link fails while a message is under way on it; another one goes in order; new ones come.
+    # A link fails while it carries a message; another one is deleted in order; new ones are added.
     here, there = call.connections
     link = here.channel
     assert isinstance(link, Link)
@@ -145,18 +145,18 @@ def sent(*sides: Side) -> set[str]:
 @pytest.mark.rfc("A.2/1", "A.3/1")
 @pytest.mark.parametrize("version", [1, 2])
 def test_no_reserved_bit_is_set_in_a_conversation(version: int) -> None:
-    with World(tells_death=False) as world:
-        told = sent(*converse(world, version, noisy=False))
+    with World(announces_end=False) as world:
+        plain = sent(*converse(world, version, noisy=False))
         wanted = {"PROPOSAL", "ACCEPT", "CONFIRM", "DECLINE", "CDC", *SEEN[version]}
         wanted |= {f"{name} reply" for name in SEEN[version] if name not in ONE_WAY}
-        assert told == wanted
+        assert plain == wanted
 
 
 @pytest.mark.rfc("A.2/1", "A.2/2")
 @pytest.mark.parametrize("version", [1, 2])
 def test_with_all_reserved_bits_set_a_conversation_goes_the_same_way(version: int) -> None:
-    """And no reply repeats a reserved bit of its request."""
-    with World(tells_death=False) as world:
+    """No reply repeats a reserved bit of its request."""
+    with World(announces_end=False) as world:
         sides = converse(world, version, noisy=True)
         received = [(kind, data) for side in sides for kind, way, data in side.recorder.messages()
                     if way == "in"]  # fmt: skip

@@ -1,7 +1,7 @@
-"""A peer made of bytes written by hand after RFC 7609, which knows no other implementation.
+"""A peer whose bytes are written by hand after RFC 7609, without extensions of implementations.
 
-It takes CONFIRM LINK's reserved bits for what they are, and reads and writes elements in the one
-layout that the RFC has: behind an eye catcher of four bytes (4.2, A.4).
+It treats the reserved bits of CONFIRM LINK as reserved, and uses the only layout of elements in the
+RFC: behind an eye catcher of four bytes (4.2, A.4).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rules by which two sides agree: pure functions, and nothing else."""
+"""The rules by which two sides agree, as pure functions."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_gids_must_be_mapped(gid: bytes) -> None:
     AGREED, replace(AGREED, direct=False), replace(AGREED, max_connections=16, max_links=1),
     replace(AGREED, release=0), VERSION_1,
 ])  # fmt: skip
-def test_a_client_accepts_what_it_proposed(terms: Terms) -> None:
+def test_a_client_accepts_proposed_terms(terms: Terms) -> None:
     assert check_accept(accept(terms), BOTH, terms.direct) == terms
 
 
@@ -165,7 +165,7 @@ def test_a_subsequent_contact_has_the_eid() -> None:
 
 @pytest.mark.v2("v2.4/2", "v2.4/3", "v2.4/4", "v2.4/5", "v2.4/6")
 @pytest.mark.parametrize(
-    ("said", "proposal", "direct", "reason"),
+    ("answer", "proposal", "direct", "reason"),
     [
         (VERSION_1, ONLY_2, True, Reason.VERSION_MISMATCH),
         (AGREED, PLAIN, True, Reason.VERSION_MISMATCH),
@@ -181,10 +181,10 @@ def test_a_subsequent_contact_has_the_eid() -> None:
         (replace(AGREED, direct=False), BOTH, True, Reason.ROUTE_MISMATCH),
     ],
 )  # fmt: skip
-def test_a_client_declines_what_it_did_not_propose(
-    said: Terms, proposal: clc.Proposal, direct: bool | None, reason: Reason
+def test_a_client_declines_terms_it_did_not_propose(
+    answer: Terms, proposal: clc.Proposal, direct: bool | None, reason: Reason
 ) -> None:
-    assert check_accept(accept(said), proposal, direct) is reason
+    assert check_accept(accept(answer), proposal, direct) is reason
 
 
 # --- the server, on Confirm -----------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_confirm_repeats_the_terms(terms: Terms, first: bool) -> None:
 
 @pytest.mark.v2("v2.5/2", "v2.5/3")
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("answer", "reason"),
     [
         (replace(AGREED, eid=ONE), Reason.NO_COMMON_UEID),
         (replace(AGREED, release=0), Reason.RELEASE_MISMATCH),
@@ -207,15 +207,15 @@ def test_confirm_repeats_the_terms(terms: Terms, first: bool) -> None:
         (replace(AGREED, max_links=1), Reason.LINK_LIMIT),
     ],
 )
-def test_a_confirm_that_differs_from_the_accept(said: Terms, reason: Reason) -> None:
-    assert check_confirm(confirm(said), AGREED) is reason
+def test_a_confirm_that_differs_from_the_accept(answer: Terms, reason: Reason) -> None:
+    assert check_confirm(confirm(answer), AGREED) is reason
 
 
 @pytest.mark.v2("v2.5/4")
-@pytest.mark.parametrize(("said", "terms"), [(VERSION_1, AGREED), (AGREED, VERSION_1)])
-def test_confirm_of_another_version(said: Terms, terms: Terms) -> None:
+@pytest.mark.parametrize(("answer", "terms"), [(VERSION_1, AGREED), (AGREED, VERSION_1)])
+def test_confirm_of_another_version(answer: Terms, terms: Terms) -> None:
     with pytest.raises(ProtocolError, match="another version"):
-        check_confirm(confirm(said), terms)
+        check_confirm(confirm(answer), terms)
 
 
 # --- what follows ---------------------------------------------------------------------------------

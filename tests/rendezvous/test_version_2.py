@@ -1,4 +1,4 @@
-"""SMC-R version 2 between two whole stacks: contacts, second links, RKeys, and a peer that lies."""
+"""SMC-R version 2 between two whole stacks: contacts, second links, RKeys, and a dishonest peer."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_first_contact() -> None:
 
 @pytest.mark.v2("v2.4/1", "v2.12/5")
 def test_subsequent_contact_and_rkeys() -> None:
-    """Further connections use the group; new RMBs are told and taken back."""
+    """Further connections use the group; new RMBs are announced and deleted."""
     with World() as world:
         client, server = pair(world, replace(V2, link_group_idle=1000))
         first = world.connect(client, server)
@@ -253,7 +253,7 @@ def test_a_symmetric_group() -> None:
         assert not messages(client, llc.AddLinkContinuation, llc.V2)
         [confirm] = sent_messages(client, clc.Confirm)
         assert confirm.v2.gids == (client.rnics[0].gid, client.rnics[1].gid)
-        # The second link carries data when the first has gone.
+        # The second link carries data after the end of the first.
         client.rnics[0].port_down()
         world.settle()
         assert exchange(world, call, HELLO) == HELLO[::-1]
@@ -269,8 +269,10 @@ def test_many_rmbs_are_announced_at_once() -> None:
             side.add_rnic()
         world.settle()
         assert client.group.kind is LinkGroupKind.SYMMETRIC
-        told = [each.extension for each in messages(client, llc.AddLink, llc.V2) if each.extension]
-        assert max(len(each.pairs) for each in told) >= 3
+        extensions = [
+            each.extension for each in messages(client, llc.AddLink, llc.V2) if each.extension
+        ]
+        assert max(len(each.pairs) for each in extensions) >= 3
         client.rnics[0].port_down()
         world.settle()
         for call in calls:
@@ -279,7 +281,7 @@ def test_many_rmbs_are_announced_at_once() -> None:
 
 @pytest.mark.v2("v2.11/1", "v2.11/2")
 def test_a_client_requests_a_link() -> None:
-    """Its second RNIC comes: REQUEST ADD LINK, which the server answers by ADD LINK."""
+    """The client's second RNIC appears: REQUEST ADD LINK, which the server answers by ADD LINK."""
     with World() as world:
         client, server = world.side(V2, routable=True), world.side(V2, routable=True, rnics=2)
         world.connect(client, server)
@@ -323,7 +325,7 @@ def test_only_rnics_of_version_2_take_part() -> None:
 
 
 def refused(world: World, call: Call) -> FallbackReason:
-    """Both sides stay on TCP; why, by the side that decided."""
+    """Both sides stay on TCP, and both have the reason of the side that decided."""
     world.settle()
     ends = call.ends
     assert {end.state for end in ends} == {"FALLEN_BACK"}, call.states
@@ -387,7 +389,7 @@ def test_both_reach_each_other_through_a_gateway() -> None:
 
 
 def first_accept(**changes: Any) -> Callable[[clc.Message], clc.Message]:
-    """A lie in what version 2 adds to Accept."""
+    """A wrong value in a field that version 2 adds to Accept."""
 
     def lie(message: clc.Message) -> clc.Message:
         if not isinstance(message, clc.Accept) or message.v2 is None or message.v2.first is None:
@@ -484,7 +486,7 @@ def confirm(**changes: Any) -> Callable[[clc.Message], clc.Message]:
 def test_a_confirm_with_wrong_terms(
     lie: Callable[[clc.Message], clc.Message], reason: FallbackReason
 ) -> None:
-    """The server declines; what the client makes of it is its affair."""
+    """The server declines; the test does not check the client."""
     with World() as world:
         client, server = pair(world)
         healthy = world.connect(server, client)
@@ -526,7 +528,7 @@ def test_a_confirm_of_another_kind(lie: Callable[[clc.Message], clc.Message]) ->
 
 
 def lying_llc(world: World, change: Callable[[llc.Message], llc.Message | bytes]) -> None:
-    """Change ADD LINK and what follows it on its way."""
+    """Change ADD LINK and the later messages on their way."""
 
     def tamper(_: object, message: bytes) -> list[bytes]:
         if message[0] != 0x22:
@@ -572,8 +574,8 @@ def test_an_add_link_with_wrong_rtokens_fails_the_new_link(
         assert exchange(world, call, HELLO) == HELLO[::-1]
 
 
-def test_rtokens_of_strangers_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    """However many there are, the log has one line."""
+def test_rtokens_of_unknown_rmbs_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """With any number of them, the log has one line."""
 
     def strange(message: llc.Message) -> llc.Message:
         assert isinstance(message, llc.AddLink)
@@ -589,9 +591,9 @@ def test_rtokens_of_strangers_are_passed_over(caplog: pytest.LogCaptureFixture) 
         lying_llc(world, strange)
         call = world.connect(client, server)
         assert client.group.kind is server.group.kind is LinkGroupKind.SYMMETRIC
-        told = [each for each in caplog.messages if "name no RMB" in each]
-        assert len(told) == 2, told  # one at each end
-        assert all(": 254 RKeys" in each for each in told)
+        logged = [each for each in caplog.messages if "name no RMB" in each]
+        assert len(logged) == 2, logged  # one at each end
+        assert all(": 254 RKeys" in each for each in logged)
         assert exchange(world, call, HELLO) == HELLO[::-1]
 
 
@@ -697,8 +699,8 @@ def test_add_link_repeats_the_route(direct: bool) -> None:
                 world.fabric.direct[rnic.gid] = direct
         client.record()
         world.connect(client, server)
-        told = [each.extension for each in messages(client, llc.AddLink, llc.V2)]
-        assert [each and (each.direct, len(each.pairs)) for each in told] == [(direct, 1)] * 2
+        extensions = [each.extension for each in messages(client, llc.AddLink, llc.V2)]
+        assert [each and (each.direct, len(each.pairs)) for each in extensions] == [(direct, 1)] * 2
         kinds = [line(each) for each in client.recorder.messages()]
         at = kinds.index("out ADD_LINK reply")
         assert kinds[at + 1 :] == ["in CONFIRM_LINK", "out CONFIRM_LINK reply"]
@@ -824,8 +826,8 @@ def test_both_forms_of_decline_are_taken(long: bool, end: int) -> None:
         call = world.call(client, server)
         tamper_with(call, end, decline)
         world.finish()
-        told = call.ends[1 - end].fallback
-        assert (told.reason, told.peer_code) == (FallbackReason.NO_COMMON_UEID, 0x03030008)
+        fallback = call.ends[1 - end].fallback
+        assert (fallback.reason, fallback.peer_code) == (FallbackReason.NO_COMMON_UEID, 0x03030008)
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
 
 

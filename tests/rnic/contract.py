@@ -315,7 +315,7 @@ class RnicContract:
         until(lambda: len(b.received) == 2 and len(a.sent) == 1, a, b)
         assert a.sent == [(3, 0)]
 
-    def test_what_is_delivered_at_once_has_no_completion(self, pair: tuple[End, End]) -> None:
+    def test_an_immediate_delivery_has_no_completion(self, pair: tuple[End, End]) -> None:
         """Or it is refused, and nothing has happened: an RNIC may always refuse."""
         a, b = pair
         a.write(1, b, 0, b"before", signaled=False)
@@ -331,7 +331,7 @@ class RnicContract:
         assert a.sent == []
         assert state_of(a.qp) is QpState.RTS
 
-    def test_nothing_is_delivered_before_what_waits(self, ends: tuple[End, End]) -> None:
+    def test_no_immediate_delivery_overtakes_a_waiting_request(self, ends: tuple[End, End]) -> None:
         a, b = ends
         connect(a, b, receives=0)
         address, rkey = b.region.address, b.region.rkey
@@ -507,7 +507,7 @@ class RnicContract:
         assert a.sent == [(index, WcStatus.WR_FLUSH_ERR) for index in (1, 2, 3)]
         a.qp.post_receive(1)
 
-    def test_to_err_keeps_what_was_received(self, pair: tuple[End, End]) -> None:
+    def test_to_err_keeps_received_messages(self, pair: tuple[End, End]) -> None:
         a, b = pair
         for index in range(1, 4):
             a.qp.post_send(index, b"%d" % index)
@@ -516,7 +516,7 @@ class RnicContract:
         until(lambda: bool(b.flushed), b)
         assert b.received == [b"1", b"2", b"3"]
 
-    def test_what_was_sent_before_the_end_is_received(self, pair: tuple[End, End]) -> None:
+    def test_messages_sent_before_the_end_are_received(self, pair: tuple[End, End]) -> None:
         a, b = pair
         a.write(1, b, 0, b"data")
         for index in range(2, 22):
@@ -561,14 +561,14 @@ class RnicContract:
 
     # -- sleeping ------------------------------------------------------------------------
 
-    def test_arming_sees_what_came_before(self, pair: tuple[End, End]) -> None:
+    def test_arming_reports_earlier_completions(self, pair: tuple[End, End]) -> None:
         a, b = pair
         serve(b.rnic)
         while b.rnic.poll() or not b.rnic.arm():
             pass
         a.qp.post_send(1, b"x")
-        told = [fd for fd, _ in sleep_on(b.rnic).poll(PATIENCE * 1000)]
-        assert _apart.get(b.rnic, b.rnic.wait_fd()) in told, "no wakeup, or the wrong one"
+        readable = [fd for fd, _ in sleep_on(b.rnic).poll(PATIENCE * 1000)]
+        assert _apart.get(b.rnic, b.rnic.wait_fd()) in readable, "no wakeup, or the wrong one"
         # `arm` without a poll before it finds the completion.
         serve(b.rnic)
         deadline = time.monotonic() + PATIENCE

@@ -108,8 +108,8 @@ class Fabric:
 
     Attributes:
       held: how many objects of each kind are open.
-      tells_death: whether a queue pair learns at once that its peer's is gone; if not, it learns
-        when its next request fails, as on a real wire.
+      announces_end: True if the end of a queue pair is announced to its peer at once; else the peer
+        notices it when its next request fails, as on a real wire.
       tamper: called with each SEND on its way; returns the messages to deliver in its place
         (the sender's completion is good all the same), or None to let the request fail.
       cut: pairs of GIDs between which nothing arrives, although their ports are active.
@@ -120,9 +120,9 @@ class Fabric:
         ends just then, and it says whether the message has arrived.
     """
 
-    def __init__(self, *, tells_death: bool = True) -> None:
+    def __init__(self, *, announces_end: bool = True) -> None:
         self.held = {"memory": 0, "pd": 0, "region": 0, "qp": 0}
-        self.tells_death = tells_death
+        self.announces_end = announces_end
         self.tamper: Callable[[PlainQueuePair, bytes], list[bytes] | None] | None = None
         self.cut: set[frozenset[bytes]] = set()
         self.at_once = False
@@ -235,7 +235,7 @@ class PlainQueuePair(QueuePair):
         self.psns = (psn, self.psns[1])
 
     def to_err(self) -> None:
-        self.fail(notices=self.rnic.fabric.tells_death)
+        self.fail(notices=self.rnic.fabric.announces_end)
 
     def fail(self, *, notices: bool) -> None:
         """To ERR, in whatever state; ``notices``: and so does the other end."""
@@ -444,7 +444,7 @@ class MemoryRnic(Rnic):
         self.qps: dict[int, PlainQueuePair] = {}
         self.done: list[Completion] = []
         self.no_memory = False
-        """Whether `alloc_memory` fails."""
+        """True if `alloc_memory` fails."""
         self.access_errors = 0
         """Writes of peers to where nothing is registered."""
 

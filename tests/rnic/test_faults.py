@@ -74,7 +74,7 @@ class TestWithoutPlan:
 
 
 class TestRequests:
-    def test_nothing_happens_unasked(self, faulty: Faulty, rng: random.Random) -> None:
+    def test_nothing_happens_without_a_fault(self, faulty: Faulty, rng: random.Random) -> None:
         a, b = faulty.pair()
         texts = [rng.randbytes(44) for _ in range(40)]
         for number, text in enumerate(texts, 1):
@@ -154,7 +154,7 @@ class TestRequests:
             lengths.add(length)
         assert len(lengths) > 10
 
-    def test_only_what_it_is_about(self, faulty: Faulty) -> None:
+    def test_only_messages_of_the_plan_are_faulty(self, faulty: Faulty) -> None:
         faulty.plan.concerns = lambda message: message[:1] == b"\xfe"
         a, b = faulty.pair()
         c, d = faulty.pair()
@@ -173,21 +173,21 @@ class TestAtOnce:
 
     def test_where_no_fault_can_come(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
-        told: list[tuple[int, bytes, int]] = []
-        faulty.plan.on_message = lambda *each: told.append(each)
+        struck: list[tuple[int, bytes, int]] = []
+        faulty.plan.on_message = lambda *each: struck.append(each)
         address, rkey = b.region.address, b.region.rkey
         until(lambda: a.qp.deliver(b"message", memoryview(b"data"), address, rkey), a, b)
         a.qp.post_send(1, b"posted")
         until(lambda: len(b.received) == 2 and len(a.sent) == 1, a, b)
         assert b.received == [b"message", b"posted"]
         assert bytes(b.memory.view[:4]) == b"data"
-        assert told == [(a.qp.qp_num, b"message", 0), (a.qp.qp_num, b"posted", 0)]
+        assert struck == [(a.qp.qp_num, b"message", 0), (a.qp.qp_num, b"posted", 0)]
 
     @pytest.mark.parametrize("kind", [Fault.NOT_PLACED, Fault.MESSAGE_LOST, Fault.COMPLETION_LOST])
     def test_refused_where_one_waits_and_met_when_posted(self, faulty: Faulty, kind: Fault) -> None:
         a, b = faulty.pair()
-        told: list[tuple[int, bytes, int]] = []
-        faulty.plan.on_message = lambda *each: told.append(each)
+        struck: list[tuple[int, bytes, int]] = []
+        faulty.plan.on_message = lambda *each: struck.append(each)
         until(lambda: a.qp.deliver(b"before", None, 0, 0), a, b)
         faulty.plan.inject(kind)
         assert not a.qp.deliver(b"message", None, 0, 0)
@@ -198,7 +198,7 @@ class TestAtOnce:
         until(lambda: bool(a.sent) and bool(b.flushed), a, b)
         status = 0 if kind is Fault.NOT_PLACED else UNREACHABLE
         assert a.sent == [(1, status)]
-        assert told[1:] == [(a.qp.qp_num, b"message", status)]
+        assert struck[1:] == [(a.qp.qp_num, b"message", status)]
         arrived = [b"message"] if kind is Fault.COMPLETION_LOST else []
         assert b.received == [b"before", *arrived]
 
@@ -213,7 +213,7 @@ class TestAtOnce:
         nothing_comes(b)
         assert b.received == [b"before"]
 
-    def test_faults_that_come_by_themselves_meet_what_is_posted(
+    def test_periodic_faults_strike_posted_requests(
         self, runtime_directory: Path, seed: int
     ) -> None:
         plan = FaultPlan(seed, kinds=(Fault.MESSAGE_LOST,), every=20)
@@ -263,7 +263,7 @@ class TestLinks:
         assert b.sent == [(1, UNREACHABLE)]
         assert state_of(b.qp) is ERR
 
-    def test_sockets_of_those_who_noticed_are_not_kept(self, faulty: Faulty) -> None:
+    def test_sockets_of_queue_pairs_that_noticed_are_not_kept(self, faulty: Faulty) -> None:
         for _ in range(20):
             a, b = faulty.pair()
             faulty.plan.inject(Fault.LINK_DOWN_HERE)
@@ -469,7 +469,7 @@ class TestRace:
         assert b.sent[0][1] in ((UNREACHABLE,) if not arrived else (0, UNREACHABLE))
 
     @pytest.mark.parametrize("before", [False, True])
-    def test_what_is_delivered_at_once_may_have_been_taken(
+    def test_an_immediate_delivery_may_have_been_received(
         self, faulty: Faulty, monkeypatch: pytest.MonkeyPatch, before: bool
     ) -> None:
         """It is unknown if the message arrived, and neither result is reported.

@@ -15,8 +15,8 @@ RECV = int(WcOpcode.RECV)
 class Pair:
     """Two RNICs and queue pairs between them; ``links`` of them, all over the same two."""
 
-    def __init__(self, *, links: int = 1, tells_death: bool = False) -> None:
-        self.fabric = Fabric(tells_death=tells_death)
+    def __init__(self, *, links: int = 1, announces_end: bool = False) -> None:
+        self.fabric = Fabric(announces_end=announces_end)
         self.rnics = [MemoryRnic(self.fabric), MemoryRnic(self.fabric)]
         for rnic in self.rnics:
             rnic.open(Path("/nonexistent"))
@@ -80,7 +80,7 @@ def test_order_is_kept_within_a_queue_pair_only() -> None:
         (Fate.UNPLACED, False, WcStatus.SUCCESS),
     ],
 )
-def test_what_becomes_of_a_request(fate: Fate, arrives: bool, status: WcStatus) -> None:
+def test_each_fate_of_a_request(fate: Fate, arrives: bool, status: WcStatus) -> None:
     pair = Pair()
     sender = pair.qps[0][0]
     sender.post_send(1, b"one")

@@ -75,7 +75,7 @@ def test_both_directions_use_the_socket(attacker: Attacker, victim: End) -> None
     assert bytes(attacker.victim_ring.view[HEAD:][:8]) == bytes(8)
 
 
-def test_what_is_written_into_the_ring_is_ignored(attacker: Attacker, victim: End) -> None:
+def test_words_written_into_the_ring_are_ignored(attacker: Attacker, victim: End) -> None:
     attacker.connect(victim)
     for value in (3, CLOSED):
         for word in (HEAD, ARMED):
@@ -123,7 +123,7 @@ def test_the_words_of_the_victim_do_not_allow_more(attacker: Attacker, victim: E
         Waiting().encode()[:5] + b"\x77" + Waiting().encode()[6:],
     ],
 )
-def test_garbage_ends_the_queue_pair_and_keeps_what_came_before(
+def test_garbage_ends_the_queue_pair_and_keeps_earlier_messages(
     attacker: Attacker, victim: End, garbage: bytes
 ) -> None:
     sock = attacker.connect(victim)
@@ -217,7 +217,7 @@ def test_a_socket_that_is_full(attacker: Attacker, victim: End) -> None:
     assert victim.sent == [(number, 0) for number in range(1, SLOTS + 1)]
 
 
-def test_a_sender_without_a_receive_says_so_once(attacker: Attacker, victim: End) -> None:
+def test_a_sender_without_a_receive_reports_it_once(attacker: Attacker, victim: End) -> None:
     attacker.connect(victim)
     attacker.put(attacker.ring.view, POSTED, 0)
     victim.qp.post_send(1, b"x")

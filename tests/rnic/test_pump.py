@@ -570,7 +570,7 @@ class TestLoop:
                 await to_b.wait(index)
             assert 8 <= len(spins) <= 10
 
-    async def test_one_wait_is_one_spin_whatever_wakes_the_loop_meanwhile(
+    async def test_one_wait_is_one_spin_although_the_loop_wakes(
         self, rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
         async with running(*rnics, spin=1e-3) as pump:

@@ -91,7 +91,7 @@ def ends() -> Iterator[Callable[[], tuple[ReceiveRing, SendRing]]]:
 @pytest.mark.pure  # a name of a compiled module is replaced
 @pytest.mark.parametrize("word", [CLOSED, PORT_DOWN])
 @pytest.mark.parametrize("armed", [False, True])
-def test_what_counts_as_sent_is_taken(
+def test_completed_messages_are_received(
     ends: Callable[[], tuple[ReceiveRing, SendRing]],
     rng: random.Random,
     monkeypatch: pytest.MonkeyPatch,

@@ -283,7 +283,7 @@ def to_peer(rnic: VerbsRnic, peer: bytes, mtu: int) -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(0, [2, 0, 0]), (64, [6, 4, 0]), (256, [6, 4, 4])])
-def test_what_is_short_goes_inline(
+def test_short_data_is_sent_inline(
     device: Device, rnic: VerbsRnic, most: int, expected: list[int]
 ) -> None:
     """As far as the adapter grants it; messages are solicited in any case."""
@@ -301,20 +301,20 @@ def test_what_is_short_goes_inline(
 
 
 def test_events_of_a_port(device: Device, rnic: VerbsRnic) -> None:
-    told: list[RnicEvent] = []
-    rnic.on_event = told.append
+    events: list[RnicEvent] = []
+    rnic.on_event = events.append
     for state, mtu in ((1, 3), (1, 3), (4, 5), (4, 4)):
         device.state, device.mtu = state, mtu
         device.event(10)
         rnic.service()
         assert (rnic.port_active, rnic.mtu) == (state == 4, mtu)
-    assert told == [RnicEvent.PORT_DOWN, RnicEvent.PORT_UP]
+    assert events == [RnicEvent.PORT_DOWN, RnicEvent.PORT_UP]
 
 
-def test_completions_told_apart_from_events(device: Device, rnic: VerbsRnic) -> None:
+def test_completions_and_events_have_separate_descriptors(device: Device, rnic: VerbsRnic) -> None:
     """The descriptor of completions does not report a port, nor the other way round."""
-    told: list[RnicEvent] = []
-    rnic.on_event = told.append
+    events: list[RnicEvent] = []
+    rnic.on_event = events.append
     fd = rnic.completion_fd()
     assert fd == rnic.completion_fd() == device.fds[1]
     both = select.poll()
@@ -328,15 +328,15 @@ def test_completions_told_apart_from_events(device: Device, rnic: VerbsRnic) -> 
     device.event(8)
     assert [each for each, _ in both.poll(0)] == [rnic.wait_fd()]
     rnic.service()
-    assert told == [RnicEvent.FATAL]
+    assert events == [RnicEvent.FATAL]
     assert not rnic.acknowledge(), "nothing comes from a device that failed"
 
 
 @pytest.mark.parametrize("how", ["event", "event refused", "port", "arm", "poll"])
 def test_a_device_that_fails(device: Device, rnic: VerbsRnic, how: str) -> None:
     """It is told once, nothing is raised, and what it had is given back."""
-    told: list[RnicEvent] = []
-    rnic.on_event = told.append
+    events: list[RnicEvent] = []
+    rnic.on_event = events.append
     pd = rnic.alloc_pd()
     qp = rnic.create_qp(pd)
     qp.to_init()
@@ -350,12 +350,12 @@ def test_a_device_that_fails(device: Device, rnic: VerbsRnic, how: str) -> None:
         rnic.refresh_port()
     elif how == "poll":
         assert rnic.poll() == []
-        assert told == [], "a poll must not call `on_event`"
+        assert events == [], "a poll must not call `on_event`"
         assert not rnic.arm(), "look again"
     else:
         assert not rnic.arm()
     device.gone = True
-    assert told == [RnicEvent.FATAL]
+    assert events == [RnicEvent.FATAL]
     assert rnic.failed
     assert not rnic.port_active
     assert rnic.poll() == []
@@ -369,7 +369,7 @@ def test_a_device_that_fails(device: Device, rnic: VerbsRnic, how: str) -> None:
     pd.close()
     memory.close()
     rnic.close()
-    assert told == [RnicEvent.FATAL]
+    assert events == [RnicEvent.FATAL]
     assert device.closed == ["qp", "mr", "mr", "pd", "cq", "channel", "context"]
 
 
@@ -404,11 +404,11 @@ def test_which_uevents_are_news(uevent: bytes, expected: bool) -> None:
 
 
 class Kernel:
-    """A kernel with one route and one neighbour; `asked` lists the neighbours queried."""
+    """A kernel with one route and one neighbour; `queried` lists the neighbours queried."""
 
     def __init__(self, route: Message | OSError | None, state: int | OSError | None) -> None:
         self._route, self._state = route, state
-        self.asked: list[tuple[str, int]] = []
+        self.queried: list[tuple[str, int]] = []
 
     def query(self, request: Request) -> list[Message] | None:
         if self._route is None:
@@ -419,7 +419,7 @@ class Kernel:
             return [self._route]
         for hop in ("192.0.2.9", "192.0.2.254", "fe80::9"):
             if request == neighbour_request(hop, LOOPBACK):
-                self.asked.append((hop, LOOPBACK))
+                self.queried.append((hop, LOOPBACK))
                 if isinstance(self._state, OSError):
                     raise self._state
                 assert self._state is not None
@@ -441,14 +441,14 @@ UNKNOWN = OSError(errno.EOPNOTSUPP, "no such question")
 
 
 @pytest.mark.parametrize(
-    ("route", "neighbour", "known", "asked"),
+    ("route", "neighbour", "known", "queried"),
     [
         (route(), 0x02, True, ["192.0.2.9"]),
         (route(), 0x04, True, ["192.0.2.9"]),  # stale: the kernel takes it as it is
         (route(), 0x80, True, ["192.0.2.9"]),
         (route(), 0x20, False, ["192.0.2.9"]),  # no answer
         (route(), NO_ENTRY, False, ["192.0.2.9"]),
-        (route(), 0x01, False, ["192.0.2.9"]),  # is being asked for
+        (route(), 0x01, False, ["192.0.2.9"]),  # the query is pending
         (route(), UNKNOWN, True, ["192.0.2.9"]),  # Linux 4
         (route(attributes=GATEWAY), 0x02, True, ["192.0.2.254"]),
         (route(attributes=VIA), 0x20, False, ["fe80::9"]),
@@ -464,7 +464,7 @@ def test_whether_an_address_is_known(
     route: Message | OSError | None,
     neighbour: int | OSError | None,
     known: bool,
-    asked: list[str],
+    queried: list[str],
 ) -> None:
     """Only a queue pair whose peer's address is known is given to the verbs."""
     kernel = Kernel(route, neighbour)
@@ -474,7 +474,7 @@ def test_whether_an_address_is_known(
     monkeypatch.setattr(roce_device, "_RESOLVED_FOR", 60.0)  # however slow this machine is
     peer = gid("192.0.2.9")
     assert rnic.address_known(peer) is known
-    assert kernel.asked == [(each, LOOPBACK) for each in asked]
+    assert kernel.queried == [(each, LOOPBACK) for each in queried]
     assert looked_for == ([] if known or neighbour == 0x01 else [("192.0.2.9", LOOPBACK)])
     if known:
         to_peer(rnic, peer, mtu=1)
@@ -484,7 +484,7 @@ def test_whether_an_address_is_known(
         assert refused.value.errno == errno.EHOSTUNREACH
     assert len(device.modified) == int(known)
     if known:
-        assert len(kernel.asked) == len(asked), "it was known just now"
+        assert len(kernel.queried) == len(queried), "it was known just now"
 
 
 @pytest.mark.v2("v2.8/1")
@@ -515,7 +515,7 @@ def test_whether_a_gateway_is_between(
 
     monkeypatch.setattr(neighbours, "query", query)
     assert rnic.is_direct(gid("192.0.2.9")) is direct
-    assert kernel.asked == [], "no MAC address is queried"
+    assert kernel.queried == [], "no MAC address is queried"
     assert rnic.is_direct(gid("2001:db8::9")) is None, "another family than our GID's"
 
 
@@ -564,10 +564,8 @@ def test_memory_that_is_closed_is_not_registered(rnic: VerbsRnic) -> None:
     assert refused.value.errno == errno.EFAULT
 
 
-def test_nobody_need_be_asked_for_an_address(
-    monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic
-) -> None:
-    monkeypatch.setattr(neighbours, "query_now", lambda question: pytest.fail("was asked"))
+def test_addresses_known_without_a_query(monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic) -> None:
+    monkeypatch.setattr(neighbours, "query_now", lambda question: pytest.fail("a query"))
     assert rnic.address_known(OTHER), "with RoCE v1 the GID tells the MAC address"
     assert rnic.address_known(gid("2001:db8::9")), "refused at once from an IPv4 address"
     rnic.close()

@@ -84,7 +84,7 @@ class TestRegions:
         pd.close()
         memory.close()
 
-    def test_addresses_look_like_those_of_memory(self, rnic: SoftRnic) -> None:
+    def test_addresses_are_aligned_and_unique(self, rnic: SoftRnic) -> None:
         pd, memory = rnic.alloc_pd(), rnic.alloc_memory(MEMORY)
         regions = [pd.register(memory) for _ in range(10)]
         addresses = {region.address for region in regions}
@@ -96,7 +96,7 @@ class TestRegions:
         memory.close()
 
     @pytest.mark.parametrize("offset", [4997, 5000, 8190, 8191, 8192, 12_284, 12_288])
-    def test_no_write_reaches_what_lies_behind_a_region(
+    def test_no_write_reaches_memory_behind_a_region(
         self, pair: tuple[End, End], offset: int
     ) -> None:
         """The rest of its last page, and the page with the progress words."""
@@ -226,7 +226,7 @@ class TestPort:
             a.close()
             b.close()
 
-    def test_a_queue_pair_that_ended_meanwhile_is_told_of_when_the_port_is_up(
+    def test_a_queue_pair_that_ended_meanwhile_is_reported_when_the_port_is_up(
         self, pair: tuple[End, End]
     ) -> None:
         a, b = pair
@@ -419,7 +419,7 @@ class TestDevice:
             region.close()
         end.close()
 
-    def test_nobody_there(self, rnic: SoftRnic) -> None:
+    def test_no_peer_at_the_address(self, rnic: SoftRnic) -> None:
         end = make_end(rnic)
         with pytest.raises(RnicError, match="cannot reach"):
             end.qp.to_rtr(gid=bytes(16), qp_num=5, psn=1, mtu=5)
@@ -443,18 +443,18 @@ class TestDevice:
             end.qp.to_rtr(gid=other.gid, qp_num=5, psn=1, mtu=5)
         end.close()
 
-    def test_another_users_process_that_dials_is_not_heard(
+    def test_a_process_of_another_user_is_disconnected(
         self, directory: Path, rnic: SoftRnic, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         there = _fabric.Directory(directory)
-        for same, heard in ((True, True), (False, False)):
+        for same, admitted in ((True, True), (False, False)):
             monkeypatch.setattr(device, "is_admitted", lambda *_, same=same: same)
             sock = there.dial(f"rnic-{rnic.gid.hex()}")
             rnic.service()
             sock.settimeout(0)
-            if heard:
+            if admitted:
                 with pytest.raises(BlockingIOError):
-                    sock.recv(1)  # it waits for the first message
+                    sock.recv(1)  # the RNIC waits for the first message
             else:
                 assert sock.recv(1) == b""
             sock.close()

@@ -183,7 +183,7 @@ class TestLingering:
                     victim.rnic.service()
         assert watch.seconds < AT_ONCE
 
-    def test_so_many_that_nobody_is_let_in(
+    def test_a_full_closer_refuses_new_peers(
         self, attacker: Attacker, victim: End, pair: tuple[End, End]
     ) -> None:
         """The closes that wait are bounded; older connections go on, and new ones come later."""

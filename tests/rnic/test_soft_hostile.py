@@ -233,7 +233,7 @@ class TestHello:
         attacker.fds = lambda: mixed[bad]  # type: ignore[method-assign]
         sock = attacker.connect(victim)
         assert ended(sock)
-        assert state(victim.qp) is QpState.RTS  # its own peer may come yet
+        assert state(victim.qp) is QpState.RTS  # the real peer may still connect
         victim.qp.to_err()
         for each in attacker.open:
             each.close()
@@ -248,7 +248,9 @@ class TestHello:
         victim.rnic.service()
         assert ended(sock)
 
-    def test_from_somebody_else(self, attacker: Attacker, victim: End) -> None:
+    def test_a_second_connection_does_not_replace_the_peer(
+        self, attacker: Attacker, victim: End
+    ) -> None:
         attacker.connect(victim)
         sock = attacker.dial_and_send(victim, attacker.hello(victim, qp_num=5), attacker.fds())
         again = attacker.dial_and_send(victim, attacker.hello(victim), attacker.fds())
@@ -297,7 +299,7 @@ class TestHello:
         stack.callback(os.close, fd)
         return fd
 
-    def test_many_that_say_nothing(self, attacker: Attacker, victim: End, rnic: SoftRnic) -> None:
+    def test_many_silent_connections(self, attacker: Attacker, victim: End, rnic: SoftRnic) -> None:
         socks = [attacker.dial(victim) for _ in range(200)]
         rnic.service()
         while rnic.accepting_later:
@@ -315,15 +317,15 @@ class TestHello:
         victim.rnic.service()
         assert sum(ended(sock) for sock in socks) == 19 - 4
 
-    def test_a_stranger_who_was_early_is_not_taken_for_the_peer(
+    def test_an_early_connection_of_another_queue_pair_is_not_the_peer(
         self, attacker: Attacker, victim: End
     ) -> None:
-        stranger = attacker.dial_and_send(victim, attacker.hello(victim, qp_num=1), attacker.fds())
+        early = attacker.dial_and_send(victim, attacker.hello(victim, qp_num=1), attacker.fds())
         victim.rnic.service()
         attacker.connect(victim)
         victim.qp.post_send(1, b"x")
         until(lambda: victim.sent == [(1, 0)], victim)
-        assert ended(stranger)
+        assert ended(early)
 
     def test_a_peer_that_was_early_is_not_dialled(self, attacker: Attacker, victim: End) -> None:
         sock = attacker.dial_and_send(victim, attacker.hello(victim), attacker.fds())
@@ -360,7 +362,7 @@ class TestHello:
         victim.qp.post_send(1, b"x")
         until(lambda: victim.sent == [(1, 0)], victim)
 
-    def test_who_waits_behind_a_flood_is_not_given_up(
+    def test_a_peer_behind_a_flood_is_accepted(
         self, attacker: Attacker, victim: End, rnic: SoftRnic
     ) -> None:
         flood = [attacker.dial(victim) for _ in range(500)]
@@ -450,7 +452,7 @@ class TestAnnouncements:
         assert state(victim.qp) is QpState.ERR
         assert len(os.listdir("/proc/self/fd")) < before
 
-    def test_what_is_closed_before_it_is_told(
+    def test_a_region_closed_before_it_is_announced(
         self, attacker: Attacker, victim: End, tmp_path: Path
     ) -> None:
         """A peer that reads late gets what was announced, not what has its number by then."""
@@ -483,12 +485,12 @@ class TestAnnouncements:
         sock = attacker.connect(victim)
         sleeper = select.epoll()
         sleeper.register(victim.rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
-        said = 0
+        announced = 0
         with contextlib.suppress(BlockingIOError):
             while True:
                 sock.send(Revoke(rkey=1).encode())
-                said += 1
-        assert said > 128
+                announced += 1
+        assert announced > 128
         victim.rnic.service()
         with contextlib.suppress(BlockingIOError):
             sock.send(Revoke(rkey=1).encode())
@@ -498,7 +500,7 @@ class TestAnnouncements:
             assert sleeper.poll(5), "the sockets would not be polled again"
             victim.rnic.service()
             looks += 1
-        assert looks >= said // 64 - 2
+        assert looks >= announced // 64 - 2
         sleeper.close()
         assert state(victim.qp) is QpState.RTS
 
@@ -545,7 +547,7 @@ class TestAnnouncements:
         assert memory.view[0] == 0
         memory.close()
 
-    def test_the_key_page_tells_what_is_registered_and_nothing_else(
+    def test_the_key_page_lists_exactly_the_registered_regions(
         self, attacker: Attacker, victim: End
     ) -> None:
         """A slot without a region is 0, which is never an RKey."""

@@ -185,10 +185,10 @@ def test_skipped_spins_discourage_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "asked"), [(0.0, 66), (50e-6, 200), (2e-3, 4)], ids=["none", "peer", "others"]
+    ("turn", "expected"), [(0.0, 66), (50e-6, 200), (2e-3, 4)], ids=["none", "peer", "others"]
 )
 def test_the_processor_is_yielded_to_a_peer_that_takes_a_short_turn(
-    turn: float, asked: int, monkeypatch: pytest.MonkeyPatch
+    turn: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If no process ran: after 64 times only each 65th time; if one ran for long: at once."""
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
@@ -204,7 +204,7 @@ def test_the_processor_is_yielded_to_a_peer_that_takes_a_short_turn(
     for _ in range(200):
         if spin.should_yield():
             spin.yield_processor()
-    assert yields == asked
+    assert yields == expected
 
 
 @pytest.mark.parametrize("succeeds", [False, True])

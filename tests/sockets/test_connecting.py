@@ -11,6 +11,7 @@ import trio
 import trio.testing
 
 import trio_smc
+from tests.peers import echo
 from tests.timing import PATIENCE
 from trio_smc.rendezvous.discovery import announcing
 from trio_smc.sockets.drop_in import DropInSocket
@@ -143,7 +144,7 @@ async def test_a_thread_that_accepts(required: bool) -> None:
     plain = stdlib_socket.socket(fileno=os.dup(listener.fileno()))
     plain.setblocking(True)
 
-    def echo() -> None:
+    def accept_and_echo() -> None:
         accepted, _ = plain.accept()
         with accepted:
             while data := accepted.recv(10):
@@ -152,7 +153,7 @@ async def test_a_thread_that_accepts(required: bool) -> None:
     with listener, plain, trio.fail_after(PATIENCE):
         for _ in range(4):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(trio.to_thread.run_sync, echo)
+                nursery.start_soon(trio.to_thread.run_sync, accept_and_echo)
                 with trio.socket.socket() as client:
                     began = trio.current_time()
                     try:
@@ -243,10 +244,6 @@ async def test_a_full_backlog(
         async with stream:
             await stream.send_all(b"x")
             made.append((await stream.receive_some(1)).decode())
-
-    async def echo(stream: trio.SocketStream) -> None:
-        async for data in stream:
-            await stream.send_all(data)
 
     async with trio.open_nursery() as nursery:
         [listener] = await trio.open_tcp_listeners(0, host=HOST, backlog=10)

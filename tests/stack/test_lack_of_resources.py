@@ -65,13 +65,13 @@ async def test_a_tcp_connection_is_watched_later(monkeypatch: pytest.MonkeyPatch
 
     class Watcher:
         def __init__(self) -> None:
-            self.told = trio.Event()
+            self.reported = trio.Event()
 
         def tcp_reset(self) -> None:
             raise AssertionError
 
         def tcp_data(self) -> None:
-            self.told.set()
+            self.reported.set()
 
     watch: Any = TcpWatch()
     monkeypatch.setattr(watch, "_epoll", Epoll(attrgetter("_epoll")(watch)))
@@ -85,7 +85,7 @@ async def test_a_tcp_connection_is_watched_later(monkeypatch: pytest.MonkeyPatch
                 watch.add(ours, watcher)
                 theirs.send(b"x")
                 with trio.fail_after(10):
-                    await watcher.told.wait()
+                    await watcher.reported.wait()
                 nursery.cancel_scope.cancel()
             watch.remove(ours)
     watch.close()

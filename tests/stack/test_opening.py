@@ -163,9 +163,9 @@ async def test_under_trio_smc_run(step: str) -> None:
         )
         assert process.stdout is not None
         with trio.fail_after(6 * QUICK):
-            said = await process.stdout.receive_some()
+            output = await process.stdout.receive_some()
             process.send_signal(signal.SIGINT)
             await process.wait()
             await process.stdout.aclose()
-    assert b"all attempts to connect" in said or b"no default stack" in said
+    assert b"all attempts to connect" in output or b"no default stack" in output
     assert process.returncode != 0

@@ -40,11 +40,11 @@ class FollowedRnics:
     """The RNICs of a stack that follows changes, and the notifications of link groups."""
 
     def __init__(self, config: Config) -> None:
-        self.told: list[tuple[str, RnicChange]] = []
+        self.reported: list[tuple[str, RnicChange]] = []
         discovery: Any = None
 
         def on_change(rnic: Rnic, change: RnicChange) -> None:
-            self.told.append((rnic.name, change))
+            self.reported.append((rnic.name, change))
 
         self.rnics = StackRnics(config, discovery, Pump(spin=0), on_change)
 
@@ -76,17 +76,17 @@ async def test_a_port_appears_and_disappears(world: World, autojump_clock: trio.
         world.come("rxe0", "rxe1")
         await announce(world)
         assert stack.names() == ["rxe0", "rxe1"]
-        assert stack.told == [("rxe0", AVAILABLE), ("rxe1", AVAILABLE)]
+        assert stack.reported == [("rxe0", AVAILABLE), ("rxe1", AVAILABLE)]
         served = stack.rnics.serving(*ADDRESSES)
         assert isinstance(served, Rnic)
         assert served.name == "rxe0#1"
         await announce(world)  # of another change
         assert len(world.opened) == 3
-        stack.told.clear()
+        stack.reported.clear()
         world.go("rxe0")
         await announce(world)
         assert stack.names() == ["rxe1"]
-        assert stack.told == [("rxe0", LOST), ("rxe0#1", LOST)]
+        assert stack.reported == [("rxe0", LOST), ("rxe0#1", LOST)]
         assert [each.name for each in world.opened] == ["rxe1"], "the kernel waits for this"
         assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
         world.come("rxe0")
@@ -114,7 +114,7 @@ async def test_a_port_that_is_down_stays(world: World, autojump_clock: trio.abc.
         world.active.clear()
         await announce(world)
         assert stack.names() == ["rxe0"]
-        assert stack.told == []
+        assert stack.reported == []
 
 
 async def test_a_device_that_cannot_be_opened_yet(
@@ -172,7 +172,7 @@ async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock)
         port.failed, port.port_active = True, False
         assert port.on_event is not None
         port.on_event(RnicEvent.FATAL)
-        assert stack.told == [("rxe0", LOST)]
+        assert stack.reported == [("rxe0", LOST)]
         assert port in world.opened, "not in a call from the device"
         await trio.testing.wait_all_tasks_blocked()
         assert stack.names() == ["rxe1"]

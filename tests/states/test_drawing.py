@@ -191,12 +191,12 @@ def test_a_figure_cannot_show_an_edge_that_the_table_lacks() -> None:
 
 def test_figure_22_shows_the_events() -> None:
     figure = FIGURES["figure22"]
-    said = {
+    expected = {
         arrow.paragraph: {event for event, _ in arrow_edges(arrow, figure.section, CONNECTION)}
         for arrow in figure.arrows
         if not arrow.dashed
     }
-    assert said == {
+    assert expected == {
         "2": {"established"},
         "3A": {"shutdown_wr", "close", "all_sent"},
         "3B": {"peer_done"},

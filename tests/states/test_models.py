@@ -17,13 +17,13 @@ def check(table: Table, model: object) -> None:
         assert callable(attrgetter(action)(model)), action
 
 
-def test_a_connection_has_what_its_chart_names() -> None:
+def test_a_connection_matches_its_chart() -> None:
     pair = Pair()
     check(tables.CONNECTION, pair.a)
     pair.close()
 
 
-def test_a_link_group_and_its_negotiations_have_what_their_charts_name() -> None:
+def test_a_link_group_and_its_negotiations_match_their_charts() -> None:
     with World() as world:
         call = world.connect(world.side(), world.side())
         check(tables.CLC_CLIENT, call.client.negotiation)

@@ -96,7 +96,7 @@ def test_the_pump_may_be_needed_in_each_state(state: str) -> None:
 
 @pytest.mark.parametrize("state", PUMP.states)
 @pytest.mark.parametrize("has_one_doorbell", [False, True])
-def test_a_reader_may_ask_for_solo_mode_in_each_state(state: str, has_one_doorbell: bool) -> None:
+def test_a_reader_may_request_solo_mode_in_each_state(state: str, has_one_doorbell: bool) -> None:
     machine = Machine(PUMP, Model(state, has_one_doorbell=has_one_doorbell), state=state)
     machine.send("sole_reader")
     becomes_solo = has_one_doorbell and bool(HOOKS[state])

@@ -51,7 +51,7 @@ async def arrived(stream: SmcStream, count: int) -> None:
         await trio.lowlevel.checkpoint()
 
 
-async def test_a_view_of_what_has_arrived(pairs: Pairs) -> None:
+async def test_a_view_of_received_data(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await a.send_all(b"0123456789")
     await arrived(b, 10)
@@ -242,7 +242,7 @@ async def test_the_stream_is_closed_meanwhile(pairs: Pairs) -> None:
     await a.aclose()
 
 
-async def test_errors_are_those_of_receive_some(smc: Pairs) -> None:
+async def test_errors_match_receive_some(smc: Pairs) -> None:
     a, b = await smc.make()
     await a.send_all(b"data")
     await arrived(b, 4)

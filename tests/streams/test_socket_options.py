@@ -93,7 +93,7 @@ async def test_values_have_the_forms_of_the_socket_module(stream: SmcStream) -> 
     assert stream.getsockopt(TCP, socket.TCP_NODELAY) == 1
 
 
-async def test_wrong_arguments_raise_what_trio_raises(stream: SmcStream) -> None:
+async def test_wrong_arguments_raise_the_same_errors_as_trio(stream: SmcStream) -> None:
     with pytest.raises(TypeError):
         stream.setsockopt(TCP, socket.TCP_NODELAY, None)
     with pytest.raises(TypeError):
@@ -179,7 +179,7 @@ async def test_options_work_until_the_stream_is_closed_though_the_peer_has_abort
 
 
 @pytest.mark.rfc("4.1/1", "4.1/2", "B/3")
-async def test_so_rcvbuf_of_a_listener_sizes_what_it_accepts_later() -> None:
+async def test_so_rcvbuf_of_a_listener_sizes_later_connections() -> None:
     async with trio_smc.open_stack():
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
 
@@ -196,26 +196,26 @@ async def test_so_rcvbuf_of_a_listener_sizes_what_it_accepts_later() -> None:
         assert await sizes() == (default, default)
         # 65536 is half of the kernel's default; it has an effect because it is set.
         # Four bytes are reserved for an eye catcher, and are not part of the ring.
-        for asked, rmbe in ((65532, 65536), (65536, 131072), (20_000, 32768), (1, SMALL_RING)):
-            listener.socket.setsockopt(SOL, socket.SO_RCVBUF, asked)
+        for size, rmbe in ((65532, 65536), (65536, 131072), (20_000, 32768), (1, SMALL_RING)):
+            listener.socket.setsockopt(SOL, socket.SO_RCVBUF, size)
             assert await sizes() == (default, rmbe)
 
 
 @pytest.mark.rfc("4.1/2", "B/3")
 @pytest.mark.parametrize("eye_catcher", [False, True])
-async def test_the_usable_ring_is_at_least_what_so_rcvbuf_asked(eye_catcher: bool) -> None:
+async def test_the_usable_ring_is_at_least_so_rcvbuf(eye_catcher: bool) -> None:
     """All bytes are sent before the server reads, with and without an eye catcher."""
     async with trio_smc.open_stack(smc_config(rmbe_eye_catcher=eye_catcher)) as stack:
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
-        for asked in (32768 - 4, 32768 - 3, 32768, 65536):
-            listener.socket.setsockopt(SOL, socket.SO_RCVBUF, asked)
+        for size in (32768 - 4, 32768 - 3, 32768, 65536):
+            listener.socket.setsockopt(SOL, socket.SO_RCVBUF, size)
             client = await trio_smc.open_stream(*listener.socket.getsockname())
             server = await listener.accept()
             assert isinstance(client, RdmaStream)
             assert isinstance(server, RdmaStream)
             assert endpoint_of(stack, server).rmbe.first == (4 if eye_catcher else 0)
             with trio.fail_after(5):
-                await client.send_all(bytes(asked))
+                await client.send_all(bytes(size))
             for stream in (client, server):
                 stream.abort()
         await listener.aclose()
@@ -229,7 +229,7 @@ async def test_so_rcvbuf_of_a_stream_is_its_rmbe(pair: tuple[RdmaStream, RdmaStr
     assert client.socket.getsockopt(SOL, socket.SO_RCVBUF) == 200_000
 
 
-async def test_so_sndbuf_bounds_what_is_posted_at_a_time(
+async def test_so_sndbuf_bounds_the_data_posted_at_a_time(
     smc: Pairs, pair: tuple[RdmaStream, RdmaStream]
 ) -> None:
     client, server = pair
@@ -460,7 +460,7 @@ async def test_an_idle_link_is_tested_once_for_all_its_connections() -> None:
 # --- options of a listener ---------------------------------------------------------------------
 
 
-async def test_accepted_streams_inherit_what_the_listening_socket_has(smc: Pairs) -> None:
+async def test_accepted_streams_inherit_options_of_the_listening_socket(smc: Pairs) -> None:
     listening = smc.listener.socket
     for level, option, value in (
         (SOL, socket.SO_KEEPALIVE, 1), (TCP, socket.TCP_KEEPIDLE, 4),

@@ -70,58 +70,61 @@ def server(
 def check(port: int) -> str:
     """The text that the command prints; JSON has the same."""
     command = [sys.executable, "-m", "trio_smc.tools", "check", "127.0.0.1", str(port)]
-    said = subprocess.run(
+    output = subprocess.run(
         command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False
     )
-    assert said.returncode == 1, said.stderr
+    assert output.returncode == 1, output.stderr
     done = subprocess.run(
         [*command, "--json"], capture_output=True, timeout=2 * PATIENCE, check=False
     )
     found = json.loads(done.stdout)["listener"]
-    assert found["text"] in said.stdout
-    assert f"remedy     {found['remedy']}\n" in said.stdout
-    return said.stdout
+    assert found["text"] in output.stdout
+    assert f"remedy     {found['remedy']}\n" in output.stdout
+    return output.stdout
 
 
 def test_an_asyncio_server() -> None:
     with server(ASYNCIO) as (port, pid):
-        said = check(port)
-    assert f"listener   process {pid} has asyncio loaded and no stack of trio_smc\n" in said
-    assert "remedy     run it on Trio with 'trio-smc run'; if it needs asyncio, put" in said
-    assert f"tcp:127.0.0.1:{port}' in front of it\n" in said
+        output = check(port)
+    assert f"listener   process {pid} has asyncio loaded and no stack of trio_smc\n" in output
+    assert "remedy     run it on Trio with 'trio-smc run'; if it needs asyncio, put" in output
+    assert f"tcp:127.0.0.1:{port}' in front of it\n" in output
 
 
 def test_a_python_program_without_a_stack() -> None:
     with server(PLAIN) as (port, pid):
-        said = check(port)
-    assert f"process {pid} is a Python program without a stack of trio_smc\n" in said
-    assert "remedy     start it with 'trio-smc run', or use trio_smc in it\n" in said
+        output = check(port)
+    assert f"process {pid} is a Python program without a stack of trio_smc\n" in output
+    assert "remedy     start it with 'trio-smc run', or use trio_smc in it\n" in output
 
 
 def test_a_python_without_trio_smc(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = str(tmp_path / "venv" / "bin" / "python")
     with server(PLAIN, python, "env", "-C", str(tmp_path), PYTHONPATH="") as (port, pid):
-        said = check(port)
-    assert f"listener   process {pid} runs {python}, which has no trio_smc\n" in said
-    assert "remedy     install trio-smc there and use 'trio-smc run'\n" in said
+        output = check(port)
+    assert f"listener   process {pid} runs {python}, which has no trio_smc\n" in output
+    assert "remedy     install trio-smc there and use 'trio-smc run'\n" in output
 
 
 def test_a_private_directory_elsewhere(tmp_path: Path) -> None:
     program = WITH_STACK.format(module="trio_smc", kind="")
     with server(program, XDG_RUNTIME_DIR=str(tmp_path)) as (port, pid):
-        said = check(port)
+        output = check(port)
     theirs, ours = tmp_path / "trio-smc", HERE()
     assert (
-        f"private directory of process {pid} is {theirs}, that of this process is {ours}\n" in said
+        f"private directory of process {pid} is {theirs}, that of this process is {ours}\n"
+        in output
     )
-    assert f"for this command use --directory {theirs}\n" in said
+    assert f"for this command use --directory {theirs}\n" in output
 
 
 def test_a_stack_that_does_not_listen_there() -> None:
     with server(WITH_STACK.format(module="trio", kind="tcp_")) as (port, pid):
-        said = check(port)
-    assert f"process {pid} has a stack of trio_smc, but does not use it for this listener\n" in said
+        output = check(port)
+    assert (
+        f"process {pid} has a stack of trio_smc, but does not use it for this listener\n" in output
+    )
 
 
 def test_a_stopped_process() -> None:
@@ -136,7 +139,7 @@ def test_a_stopped_process() -> None:
     assert found.remedy == f"let it continue: kill -CONT {pid}"
 
 
-def test_what_is_no_python(tmp_path: Path) -> None:
+def test_a_listener_that_is_no_python_process(tmp_path: Path) -> None:
     redis = shutil.which("redis-server")
     assert redis, "redis-server is missing"
     with reserved_port() as port:
@@ -205,7 +208,7 @@ def test_a_mount_namespace_of_its_own() -> None:
     assert found.remedy == "mount one directory at both ends, and name it in TRIO_SMC_DIRECTORY"
 
 
-def test_nobody_listens() -> None:
+def test_no_process_listens() -> None:
     with reserved_port() as port:
         found = explain_listener("127.0.0.1", port, HERE())
     assert found.pid is None

@@ -336,14 +336,14 @@ async def test_check_explains(case: Case, monkeypatch: Patch) -> None:
         async with case.arrange(monkeypatch) as port:
             done = await quick_command("check", HOST, port, *case.arguments)
     assert (done.code, done.err) == (1, ""), done
-    said = done.out.partition("\nThe server, process ")[0]
+    output = done.out.partition("\nThe server, process ")[0]
     decider = "this side" if case.origin is LOCAL else "the server"
-    assert f"SMC-R is not used: {local.message}" in said
-    assert ("(reported by the peer" in said) is (case.origin is PEER)
-    assert f"  reason     {case.reason}, decided by {decider}\n" in said
+    assert f"SMC-R is not used: {local.message}" in output
+    assert ("(reported by the peer" in output) is (case.origin is PEER)
+    assert f"  reason     {case.reason}, decided by {decider}\n" in output
     if case.reason is Reason.PEER_NOT_CAPABLE and case.origin is LOCAL:
         # The command looks at the listener itself; see test_check_listener.py.
-        assert f"  listener   process {os.getpid()} " in said
+        assert f"  listener   process {os.getpid()} " in output
         return
     elsewhere = case.origin is PEER and case.reason in AT_THE_PEER
-    assert f"  remedy     {'at the peer: ' * elsewhere}{local.remedy}\n" in said
+    assert f"  remedy     {'at the peer: ' * elsewhere}{local.remedy}\n" in output

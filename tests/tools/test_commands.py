@@ -43,11 +43,11 @@ async def test_ss_shows_every_connection_with_its_mode_and_queues() -> None:
     async with running("pair") as peer:
         [stack] = (await quick_command("ss", "--json")).json
         assert stack["pid"] == peer.pid
-        assert stack["listeners"] == [["127.0.0.1", peer.told["port"]]]
+        assert stack["listeners"] == [["127.0.0.1", peer.details["port"]]]
         server, client, plain = sorted(
             stack["connections"], key=lambda each: (each["mode"], -each["receive_queue"])
         )
-        here, there = ["127.0.0.1", peer.told["port"]], ["127.0.0.1", peer.told["client"]]
+        here, there = ["127.0.0.1", peer.details["port"]], ["127.0.0.1", peer.details["client"]]
         assert (server["mode"], server["state"]) == ("smc-r", "ACTIVE")
         assert (server["local"], server["peer"]) == (here, there)
         assert (client["local"], client["peer"]) == (there, here)
@@ -62,7 +62,7 @@ async def test_ss_shows_every_connection_with_its_mode_and_queues() -> None:
         assert {server["link_group"], client["link_group"]} == {1, 2}
         assert plain["mode"] == "tcp"
         assert plain["state"] == "ESTABLISHED"
-        assert plain["peer"] == ["127.0.0.1", peer.told["plain"]]
+        assert plain["peer"] == ["127.0.0.1", peer.details["plain"]]
         assert plain["fallback"]["reason"] == "peer-not-capable"
         assert plain["cursors"] is plain["link_group"] is None
 
@@ -142,8 +142,8 @@ def test_output_that_cannot_be_written(words: tuple[str, ...]) -> None:
             [sys.executable, "-m", "trio_smc.tools", *words], stdout=full, stderr=subprocess.PIPE,
             cwd=ROOT, check=False, timeout=LIMIT,
         )  # fmt: skip
-    said = done.stderr.decode()
-    assert said == "trio-smc: cannot write the output: No space left on device\n"
+    error = done.stderr.decode()
+    assert error == "trio-smc: cannot write the output: No space left on device\n"
     assert done.returncode == 2
 
 
@@ -158,12 +158,12 @@ async def test_top_names_the_columns_that_it_hides(monkeypatch: pytest.MonkeyPat
     assert done.out.endswith("\x1b[?1049l")
 
 
-async def test_several_processes_are_told_apart() -> None:
+async def test_several_processes_are_distinguished() -> None:
     async with running("server") as one, running("server") as two:
         both = (await quick_command("ss", "--json")).json
         assert [each["pid"] for each in both] == sorted((one.pid, two.pid))
         [single] = (await quick_command("ss", "--json", "--pid", two.pid)).json
-        assert (single["pid"], single["listeners"][0][1]) == (two.pid, two.told["port"])
+        assert (single["pid"], single["listeners"][0][1]) == (two.pid, two.details["port"])
 
 
 async def test_a_default_stack_answers_too() -> None:
@@ -263,7 +263,7 @@ async def test_top_as_documents() -> None:
 
 async def test_check_of_a_server_that_speaks_smc_r() -> None:
     async with running("server") as peer:
-        done = await command("check", "127.0.0.1", peer.told["port"], "--json")
+        done = await command("check", "127.0.0.1", peer.details["port"], "--json")
         report = done.json
         assert report["mode"] == "smc-r"
         steps = [(step["name"], step["verdict"]) for step in report["steps"]]
@@ -273,7 +273,7 @@ async def test_check_of_a_server_that_speaks_smc_r() -> None:
         assert {verdict for _, verdict in steps} == {"ok"}
         assert ("LLC", "ok") in steps
         assert (report["server"]["pid"], report["server"]["mode"]) == (peer.pid, "smc-r")
-        text = await command("check", "127.0.0.1", peer.told["port"])
+        text = await command("check", "127.0.0.1", peer.details["port"])
         variant = trio_smc.SoftRnic.variant
         assert report["variant"] == variant
         assert f"SMC-R is used.\n  variant    {variant}, of this side's software" in text.out
@@ -308,7 +308,7 @@ async def test_check_of_another_address_of_this_host() -> None:
     assert json.loads(done.out)["listener"]["pid"] == os.getpid(), done.out
 
 
-async def test_check_names_what_the_server_declined_for() -> None:
+async def test_check_prints_the_reason_of_a_decline() -> None:
     """A Decline over the TCP connection: the words of both sides, and the side that decided."""
     from tests.api.api_peers import decline, read_clc
 
@@ -398,7 +398,7 @@ async def test_reasons_explains_all_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         (["ss"], "no running process has a stack in "),
         (["lg", "--pid", "0"], "'0' is not a process number"),
@@ -437,9 +437,9 @@ async def test_reasons_explains_all_of_them() -> None:
     ],
 )
 def test_one_line_and_code_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
-    assert said in one_line(command_here(capsys, *arguments))
+    assert error in one_line(command_here(capsys, *arguments))
 
 
 async def test_a_process_that_has_no_stack() -> None:
@@ -457,8 +457,8 @@ async def test_a_process_whose_loop_stands_still(
 ) -> None:
     monkeypatch.setattr("trio_smc.tools.client.TIMEOUT", 0.5)
     async with running("blocked") as blocked:
-        said = one_line(command_here(capsys, "ss", "--pid", str(blocked.pid)))
-        assert "does not answer" in said
+        error = one_line(command_here(capsys, "ss", "--pid", str(blocked.pid)))
+        assert "does not answer" in error
         async with running("server") as peer:
             # Other processes are not delayed, although they may be slow on a busy machine.
             with trio.fail_after(LIMIT):

@@ -34,7 +34,7 @@ def is_observed(stack: Stack) -> bool:
 # --- the channel ---------------------------------------------------------------------------------
 
 
-async def test_modes_and_link_groups_are_told() -> None:
+async def test_modes_and_link_groups_are_reported() -> None:
     async with trio_smc.open_stack(QUICK) as server, trio_smc.open_stack(QUICK) as client:
         [listener] = await server.open_listeners(0, host=HOST)
         with trio_smc.open_events(server) as events:
@@ -47,15 +47,15 @@ async def test_modes_and_link_groups_are_told() -> None:
             assert mode.local_address == listener.socket.getsockname()
             assert mode.peer_address == stream.socket.getsockname()
             async with await plain_client(listener) as plain, await listener.accept() as tcp:
-                told = await until(events, subject="mode")
-                assert (told.new, told.fallback) == ("tcp", tcp.fallback)
-                assert told.peer_address == plain.socket.getsockname()
+                last = await until(events, subject="mode")
+                assert (last.new, last.fallback) == ("tcp", tcp.fallback)
+                assert last.peer_address == plain.socket.getsockname()
             for each in (stream, accepted):
                 each.abort()
     assert events.dropped == 0
 
 
-async def test_an_abort_is_told_with_its_addresses() -> None:
+async def test_an_abort_is_reported_with_its_addresses() -> None:
     async with trio_smc.open_stack(QUICK) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
         with trio_smc.open_events(stack) as events:
@@ -85,7 +85,7 @@ async def test_orderly_closes_are_no_aborts() -> None:
         assert not any([event.aborted async for event in events])
 
 
-async def test_what_does_not_fit_is_dropped_and_counted() -> None:
+async def test_events_beyond_the_limit_are_dropped_and_counted() -> None:
     async with trio_smc.open_stack(QUICK) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
         with trio_smc.open_events(stack, limit=2) as events, trio_smc.open_events(stack) as all_:

@@ -89,7 +89,7 @@ def values(text: str) -> dict[str, float]:
     return found
 
 
-async def test_rude_clients_and_what_a_scrape_gets() -> None:
+async def test_rude_clients_and_the_result_of_a_scrape() -> None:
     async with running("pair") as peer, exporter() as port, trio.open_nursery() as nursery:
         silent = await trio.open_tcp_stream("127.0.0.1", port)
         for request, status in (
@@ -163,7 +163,7 @@ async def _scraped(tmp_path: Path, web: int) -> None:
             found: list[Any] = []
             with trio.fail_after(LIMIT):
                 while not found:
-                    with contextlib.suppress(OSError, ValueError):  # it is not ready yet
+                    with contextlib.suppress(OSError, ValueError):  # Prometheus is not ready yet
                         query = "/api/v1/query?query=trio_smc_fallbacks_total"
                         answer = await get(web, query, _http_10(query))
                         found = json.loads(answer[1])["data"]["result"]
@@ -233,7 +233,7 @@ def test_hostile_values() -> None:
     found = values(text)
     assert found["trio_smc_silent_processes"] == 3
     assert sum(name.startswith("trio_smc_fallbacks_total") for name in found) == 500
-    assert "trio_smc_writes_total" not in found  # it is unknown, and not 0
+    assert "trio_smc_writes_total" not in found  # the value is unknown, and not 0
     assert len(text) < 300_000
     # Large counters keep all digits.
     statistics |= {"bytes_sent": (1 << 60) + 1, "fallbacks": None}

@@ -40,7 +40,7 @@ STEERING = (
 HOSTILE = f"[red]{STEERING}[/][link=file:///]:boom:" + "long " * 2000
 DANGEROUS = {each for each in STEERING if not " " <= each <= "~"} - {"\n"}
 ARGUMENT = HOSTILE[:100].replace("\0", "").replace("\ud800", "")
-"""What an argument or a name of a file can be."""
+"""Hostile text that can be an argument or the name of a file."""
 
 
 def assert_harmless(text: str, *, terminal: bool = False) -> None:
@@ -146,7 +146,7 @@ def liar(private: Path) -> Iterator[Liar]:
     made.close()
 
 
-ASKING = (
+QUERIES = (
     ("ss",), ("ss", "-v"), ("ss", "--json"), ("lg",), ("lg", "--json"), ("rnic",), ("stats",),
     ("stats", "--interval", "0.05", "--count", "1"), ("top", "--interval", "0.05", "--count", "1"),
     ("top", "--interval", "0.05", "--count", "1", "--json"),
@@ -157,7 +157,7 @@ ASKING = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("words", ASKING, ids=" ".join)
+@pytest.mark.parametrize("words", QUERIES, ids=" ".join)
 def test_answers(
     words: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,7 +170,7 @@ def test_answers(
         assert "[red]" in done.out
 
 
-@pytest.mark.parametrize("words", ASKING, ids=" ".join)
+@pytest.mark.parametrize("words", QUERIES, ids=" ".join)
 def test_answers_without_the_wanted_parts(
     words: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,7 +205,7 @@ def test_a_capture_does_not_go_to_a_terminal(
     assert "cannot write binary data to a terminal" in done.err
 
 
-@pytest.mark.parametrize("words", [*ASKING, ("capture", "PID", "-o", "-")], ids=" ".join)
+@pytest.mark.parametrize("words", [*QUERIES, ("capture", "PID", "-o", "-")], ids=" ".join)
 def test_refusals(
     words: tuple[str, ...], private: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,10 +293,10 @@ for text in {[json.dumps(each) for each in messages]!r}:
          "program.py"],
         cwd=tmp_path, capture_output=True, timeout=2 * PATIENCE, check=False,
     )  # fmt: skip
-    said = done.stderr.decode()
-    assert "[red]" in said
-    assert len(said.splitlines()) == 6, said
-    assert_harmless(said)
+    errors = done.stderr.decode()
+    assert "[red]" in errors
+    assert len(errors.splitlines()) == 6, errors
+    assert_harmless(errors)
 
 
 @pytest.mark.parametrize("shown", ["text", "svg"])
@@ -348,13 +348,13 @@ def _run_here(capsys: pytest.CaptureFixture[str], *words: str) -> Done:
 def test_every_command_is_here() -> None:
     """A new command needs a case of its own."""
     named = {
-        *(words[0] for words in ASKING), "capture", "check", "ladder", "run", "reasons", "proxy",
+        *(words[0] for words in QUERIES), "capture", "check", "ladder", "run", "reasons", "proxy",
         "setup", "teardown", "exporter",
     }  # fmt: skip
     assert named == set(MODULES)
 
 
-@pytest.mark.parametrize("words", ASKING[:3], ids=" ".join)
+@pytest.mark.parametrize("words", QUERIES[:3], ids=" ".join)
 def test_locales_that_have_none_of_it(words: tuple[str, ...], private: Path, liar: Liar) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trio_smc.tools", *words, "--directory", private],
@@ -367,7 +367,7 @@ def test_locales_that_have_none_of_it(words: tuple[str, ...], private: Path, lia
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("words", [ASKING[1], ("top", "--interval", "0.1", "--count", "1")])
+@pytest.mark.parametrize("words", [QUERIES[1], ("top", "--interval", "0.1", "--count", "1")])
 def test_terminals(words: tuple[str, ...], private: Path, liar: Liar) -> None:
     """A terminal gets colours of the command itself, and nothing else that steers it."""
     ours, theirs = pty.openpty()
@@ -378,16 +378,16 @@ def test_terminals(words: tuple[str, ...], private: Path, liar: Liar) -> None:
             cwd=ROOT, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
         ) as process:  # fmt: skip
             os.close(theirs)
-            said = b""
+            errors = b""
             with contextlib.suppress(OSError):  # EIO: the other end was closed
                 while select.select([ours], [], [], PATIENCE)[0] and (
                     piece := os.read(ours, 65536)
                 ):
-                    said += piece
+                    errors += piece
             assert process.wait(2 * PATIENCE) == 0
     finally:
         os.close(ours)
-    text = said.decode()
+    text = errors.decode()
     assert "title" not in text or "\x1b]0" not in text
     if words[0] == "top":
         # The alternative screen, the cursor, and where it is.

@@ -110,11 +110,11 @@ def test_writes_between_two_kernels_of_version_2() -> None:
     """The second connection is on link 2, which is lost, and goes on over link 1."""
     [ladder] = read_ladders(dissect(packets_of(GOLDEN_V2)))
     writes = [row for row in ladder.rows if isinstance(row.event, Write)]
-    said = [
+    offers = [
         (row.connection and row.connection.number, row.link_number, row.offset) for row in writes
     ]
     before = [(1, 1), (2, 2), (3, 1)]
-    assert said == [
+    assert offers == [
         *((*each, place) for place in (0, 200) for each in before for _ in range(2)),
         *((2, 1, place) for place in (3800, 3800, 4000, 4000)),
     ]
@@ -122,16 +122,16 @@ def test_writes_between_two_kernels_of_version_2() -> None:
 
 @pytest.mark.v2("v2.13/3")
 @pytest.mark.parametrize("number", [2, 3, 4])
-def test_add_link_of_version_2_tells_the_rtokens(number: int) -> None:
+def test_add_link_of_version_2_has_the_rtokens(number: int) -> None:
     """A write by any RToken of ADD LINK or its reply is found on the new link."""
     seen = list(dissect(packets_of(GOLDEN_V2)))
-    said = [
+    offers = [
         each.event for each in seen
         if isinstance(each.event, llc.AddLink) and each.event.link_number == number
     ]  # fmt: skip
-    assert [each.reply for each in said] == [False, True]
-    agreed = next(at for at, each in enumerate(seen) if each.event is said[1])
-    for message in said:
+    assert [each.reply for each in offers] == [False, True]
+    agreed = next(at for at, each in enumerate(seen) if each.event is offers[1])
+    for message in offers:
         assert message.extension is not None
         pairs = message.extension.pairs
         assert len(pairs) == (1 if number == 2 else 3)
@@ -149,7 +149,7 @@ def test_add_link_of_version_2_tells_the_rtokens(number: int) -> None:
         assert connections == set(range(1, len(pairs) + 1))
 
 
-def test_kernels_that_do_not_name_themselves_are_told_apart() -> None:
+def test_kernels_without_peer_id_are_distinguished() -> None:
     """Declined Proposals of version 2 alone, without a peer ID, of two clients."""
     server = End(b"\x0a\0\0\1", 5000)
     proposal = clc.Proposal(
@@ -189,7 +189,7 @@ def test_one_connection() -> None:
     [whole], [second] = read_ladders(golden()), read_ladders(golden(), 2)
     assert {row.connection.number for row in second.rows if row.connection} == {2}
     count, of_whole = (Counter(kind(r.event) for r in each.rows) for each in (second, whole))
-    assert count["LLC"] == of_whole["LLC"]  # its group's
+    assert count["LLC"] == of_whole["LLC"]  # those of the group
     assert (count["CLC"], count["write"]) == (3, 4)
     assert read_ladders(golden(), 6) == []
 
@@ -226,10 +226,10 @@ def test_svg_shows_every_message() -> None:
 def test_svg_breaks_long_details() -> None:
     """The address of each of eight RNICs is shown, and none beyond the lines of the peers."""
     [ladder] = read_ladders(golden())
-    asked = next(row for row in ladder.rows if isinstance(row.event, llc.ConfirmLink))
+    request = next(row for row in ladder.rows if isinstance(row.event, llc.ConfirmLink))
     gids = [bytes((0xFD, *range(101, 115), number)) for number in range(1, 9)]
     event = llc.RequestAddLink(gids=tuple(gids))
-    row = dataclasses.replace(asked, event=event)
+    row = dataclasses.replace(request, event=event)
     assert len(details(row)[0]) > 300
     svg = ladder_svg.picture([Ladder(ladder.client, ladder.server, [row])], start=0, limit=1)
     lines = [each.text or "" for each in ET.fromstring(svg).iter(f"{SVG}text")]
@@ -275,16 +275,16 @@ async def test_a_failover_of_ours(tmp_path: Path) -> None:
     first_contact, failover = await ladders.record(tmp_path / "private")
     assert titles(first_contact.rows)[:3] == titles(read_ladders(golden())[0].rows)[:3]
     assert {row.link_number for row in first_contact.rows} == {None, 1, 2}
-    said = titles(failover.rows)
+    labels = titles(failover.rows)
     validated = ("->", "CDC 1, failover validation [F]")
-    assert validated in said
-    replayed = failover.rows[said.index(validated) :]
+    assert validated in labels
+    replayed = failover.rows[labels.index(validated) :]
     assert {row.link_number for row in replayed} == {2, 3}
     writes = {(row.to_server, title(row)) for row in replayed if kind(row.event) == "write"}
     assert writes == {(way, "RDMA write, 2000 bytes at 1000") for way in (True, False)}
 
 
-def test_the_page_shows_what_is_there() -> None:
+def test_the_page_shows_the_ladders() -> None:
     page = (ladders.DOCS / ladders.PAGE).read_text(encoding="utf-8")
     for name in ("first-contact", "failover"):
         assert f"(ladders/{name}.svg)" in page
@@ -349,7 +349,7 @@ async def test_our_own_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_what_could_block_is_not_opened(
+def test_a_file_whose_open_could_block_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     path = tmp_path / "capture.pcapng"
@@ -391,8 +391,8 @@ def test_a_ladder_for_scripts_from_a_pipe(
     [whole] = read_ladders(golden())
     assert drawn["client"]["peer_id"] == (whole.client.peer_id or b"").hex()
     assert drawn["server"]["addresses"]
-    said = [(each["from"], each["title"], each["connection"]) for each in drawn["messages"]]
-    assert said == [
+    arrows = [(each["from"], each["title"], each["connection"]) for each in drawn["messages"]]
+    assert arrows == [
         ("client", "Proposal", 1), ("server", "Accept, first contact", 1), ("client", "Confirm", 1),
     ]  # fmt: skip
     assert drawn["messages"][0]["seconds"] == 0
@@ -403,7 +403,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut.write_bytes(GOLDEN.read_bytes()[:-3])
     empty.write_bytes(pcapng.header("a", "b"))
     other.write_bytes(b"no capture at all")
-    for path, code, said in (
+    for path, code, message in (
         (cut, 2, "cut off at byte"),
         (other, 2, "neither pcapng nor pcap"),
         (tmp_path / "missing", 2, "No such file"),
@@ -411,7 +411,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main(["ladder", str(path)]) == code
         out, err = capsys.readouterr()
-        assert said in err
+        assert message in err
         assert err.count("\n") == 1
         assert ("Proposal" in out) is (path is cut)  # what could be read is drawn
     assert main(["ladder", str(GOLDEN), "--connection", "9"]) == 1

@@ -25,7 +25,7 @@ USER = output.user_name(os.getuid())
 
 async def test_columns_and_filters_of_ss() -> None:
     async with running("pair") as peer:
-        port, client = peer.told["port"], peer.told["client"]
+        port, client = peer.details["port"], peer.details["client"]
         text = (await quick_command("ss")).out
         assert text.splitlines()[0].split()[-4:] == ["GROUP", "USER", "PROGRAM", "FALLBACK"]
         assert text.count(f" {USER} ") == 4
@@ -216,7 +216,7 @@ async def test_sums_rows_and_differences_of_stats(
         monkeypatch.setattr(stats, "_MOST_COLUMNS", 1)
         assert (await quick_command("stats")).rows()[0] == head
         # One more connection of the server, and nothing else, since the file was written.
-        assert (await quick_command("check", "127.0.0.1", server.told["port"])).code == 0
+        assert (await quick_command("check", "127.0.0.1", server.details["port"])).code == 0
         added = (await quick_command("stats", "--since", file, "--json")).json
         counts = {each["pid"]: each["counters"]["connections"] for each in added}
         assert counts.pop(server.pid) == 1
@@ -228,8 +228,8 @@ async def test_sums_rows_and_differences_of_stats(
         '{"version": 1, "stacks": [{"stack": "a"}]}', '{"version": 1}',
     ):  # fmt: skip
         file.write_text(text)
-        said = one_line(await quick_command("stats", "--since", file))
-        assert "is not a file of stats --save" in said
+        error = one_line(await quick_command("stats", "--since", file))
+        assert "is not a file of stats --save" in error
     assert "cannot read" in one_line(await quick_command("stats", "--since", "/nowhere"))
 
 

@@ -84,7 +84,7 @@ async def test_the_environment_reaches_every_command(settings: Path, tmp_path: P
     other.mkdir(mode=0o700)
     async with running("server") as peer:
         assert [each["pid"] for each in (await quick_command("ss", "--json")).json] == [peer.pid]
-        report = (await quick_command("check", "127.0.0.1", peer.told["port"], "--json")).json
+        report = (await quick_command("check", "127.0.0.1", peer.details["port"], "--json")).json
         assert report["mode"] == "smc-r"
         origins = {each["name"]: (each["value"], each["origin"]) for each in report["settings"]}
         assert origins["directory"] == (str(settings), "TRIO_SMC_DIRECTORY")
@@ -93,11 +93,17 @@ async def test_the_environment_reaches_every_command(settings: Path, tmp_path: P
         assert origins["spin"] == (50e-6, "default")
         assert set(origins) == set(trio_smc.Config.__dataclass_fields__)
         named = await quick_command(
-            "check", "127.0.0.1", peer.told["port"], "--directory", settings, "--discovery", "auto"
+            "check",
+            "127.0.0.1",
+            peer.details["port"],
+            "--directory",
+            settings,
+            "--discovery",
+            "auto",
         )
         assert re.search(r"^discovery +auto +--discovery$", named.out, re.MULTILINE), named.out
         assert re.search(r"^directory +\S+ +--directory$", named.out, re.MULTILINE), named.out
-        listen, target = "smc:127.0.0.1:0", f"tcp:127.0.0.1:{peer.told['port']}"
+        listen, target = "smc:127.0.0.1:0", f"tcp:127.0.0.1:{peer.details['port']}"
         (tmp_path / "own.toml").write_text("require_smc = true\n")
         own = ("--directory", other, "--config", tmp_path / "own.toml")
         async with started("proxy", listen, target, *own) as (process, lines):
@@ -121,7 +127,7 @@ async def test_the_environment_reaches_every_command(settings: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("ss",), "(TRIO_SMC_DIRECTORY)"),
         (("report",), "(TRIO_SMC_DIRECTORY)"),
@@ -141,14 +147,14 @@ async def test_the_environment_reaches_every_command(settings: Path, tmp_path: P
     ids=lambda value: " ".join(value)[:20] if isinstance(value, tuple) else "",
 )
 async def test_one_line_for_wrong_settings(
-    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRIO_SMC_DIRECTORY", "/nowhere/smc")
     try:
         done = await quick_command(*words)
     except SystemExit:
         done = await command(*words)
-    assert said in one_line(done)
+    assert expected in one_line(done)
 
 
 # --- the test server -----------------------------------------------------------------------------
@@ -189,11 +195,11 @@ async def test_drains_through_the_control_socket() -> None:
         # The RNIC: its connections have no other one, so they stay.
         done = await quick_command("drain", "soft0", "--pid", peer.pid, "--timeout", "0.3")
         assert (done.code, done.err) == (1, "")
-        said = "soft0 takes no new connections; open ones that still use it: 2"
-        assert done.out == f"process {peer.pid}: {said}\n"
+        line = "soft0 takes no new connections; open ones that still use it: 2"
+        assert done.out == f"process {peer.pid}: {line}\n"
         [stack] = (await quick_command("rnic", "--pid", peer.pid, "--json")).json["stacks"]
         assert [each["drained"] for each in stack["rnics"]] == [True]
-        check = await quick_command("check", "127.0.0.1", peer.told["port"], "--timeout", "5")
+        check = await quick_command("check", "127.0.0.1", peer.details["port"], "--timeout", "5")
         assert "rnic-down, decided by the server" in check.out
         # All processes; one of them has nothing that uses it.
         done = await quick_command("drain", "soft0", "--timeout", "0.3", "--json")
@@ -212,12 +218,12 @@ async def test_drains_through_the_control_socket() -> None:
         assert "SINGLE, drained" in (await quick_command("lg", "--pid", peer.pid)).out
         assert (await quick_command("undrain", *group)).code == 0
         assert "drained" not in (await quick_command("lg", "--pid", peer.pid)).out
-        for words, said in (
+        for words, line in (
             (("drain", "nope"), "no process has an RNIC nope"),
             (("undrain", "nope", "--pid", peer.pid), f"process {peer.pid} has no RNIC nope"),
             (("drain", "--group", 99, "--pid", peer.pid), f"{peer.pid} has no link group 99"),
         ):
-            assert said in one_line(await quick_command(*words))
+            assert line in one_line(await quick_command(*words))
 
 
 @pytest.mark.parametrize("role", ["server", "client"])
@@ -284,7 +290,7 @@ async def test_requests_that_drain_nothing(request_: dict[str, Any]) -> None:
 # --- reports -------------------------------------------------------------------------------------
 
 
-async def test_a_report_has_what_explains_and_nothing_secret(
+async def test_a_report_explains_and_has_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATABASE_PASSWORD", "hunter2-environment")
@@ -311,8 +317,8 @@ async def test_a_report_has_what_explains_and_nothing_secret(
     assert len(process["connections"]) == 3
     assert {"name": "receive_buffer", "value": "16384"} in process["settings"]
     [events] = found["events.json"]
-    told = {(each["subject"], each["new"]) for each in events["events"]}
-    assert {("link", "ACTIVE"), ("link_group", "SINGLE"), ("connection", "tcp")} <= told
+    changes = {(each["subject"], each["new"]) for each in events["events"]}
+    assert {("link", "ACTIVE"), ("link_group", "SINGLE"), ("connection", "tcp")} <= changes
     assert found["reasons.json"]["peer-not-capable"]["count"] == 1
     assert found["kernel.json"]["release"] == os.uname().release
     assert found["directory.json"]["mode"] == "0700"

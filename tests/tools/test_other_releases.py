@@ -52,13 +52,13 @@ def answering(directory: Path, messages: Sequence[dict[str, Any]]) -> Iterator[N
     def serve() -> None:
         with contextlib.suppress(OSError):
             while True:
-                with listener.accept()[0] as asking:
-                    (length,) = struct.unpack("!I", asking.recv(4, socket.MSG_WAITALL))
-                    wanted = json.loads(asking.recv(length, socket.MSG_WAITALL))["want"]
+                with listener.accept()[0] as connection:
+                    (length,) = struct.unpack("!I", connection.recv(4, socket.MSG_WAITALL))
+                    wanted = json.loads(connection.recv(length, socket.MSG_WAITALL))["want"]
                     for each in messages:
                         if each["part"] not in control.PARTS or each["part"] in wanted:
                             body = json.dumps({"version": 1, **each}).encode()
-                            asking.sendall(struct.pack("!I", len(body)) + body)
+                            connection.sendall(struct.pack("!I", len(body)) + body)
 
     thread = threading.Thread(target=serve)
     thread.start()

@@ -68,11 +68,11 @@ async def running_as_other(directory: Path) -> AsyncIterator[int]:
     assert process.stdout is not None
     try:
         with trio.fail_after(LIMIT):
-            said = b""
-            while b"\n" not in said:
+            output = b""
+            while b"\n" not in output:
                 piece = await process.stdout.receive_some()
                 assert piece, "the process ended before it was ready"
-                said += piece
+                output += piece
         yield process.pid
     finally:
         with trio.CancelScope(shield=True), trio.fail_after(LIMIT):
@@ -114,8 +114,8 @@ async def test_root_inspects_a_user_and_changes_nothing(theirs: Path, tmp_path: 
         assert "only the user of a process" in one_line(
             await quick_command("stats", "--sizes", "1", *user)
         )
-        said = one_line(await quick_command("ss", "--pid", pid))
-        assert said.endswith(f"and only that user may query it (as root: --user {USER})")
+        output = one_line(await quick_command("ss", "--pid", pid))
+        assert output.endswith(f"and only that user may query it (as root: --user {USER})")
         # Root itself is another user for the process.
         assert "belongs to user" in one_line(await quick_command("ss", "--directory", theirs))
         dead.unlink()
@@ -204,7 +204,7 @@ def run_here(*words: object) -> Done:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (("--user", "root"), "only root may inspect the processes of another user"),
         (("--all",), "only root may inspect the processes of another user"),
@@ -214,11 +214,11 @@ def run_here(*words: object) -> Done:
     ],
 )
 def test_users_that_may_not(
-    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...], output: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr("os.geteuid", lambda: 1234)
-    assert said in one_line(command_here(capsys, "ss", *words))
+    assert output in one_line(command_here(capsys, "ss", *words))
 
 
 # --- directories that a group shares ------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_users_that_may_not(
 
 @root_only
 @pytest.mark.parametrize(
-    ("group", "mode", "said"),
+    ("group", "mode", "output"),
     [
         (0, 0o2770, "shared; it is for the group root: chmod 3770 "),
         (0, 0o770, "has mode 0770 where only 700 is private, and only 3770 is shared; it is"),
@@ -234,7 +234,7 @@ def test_users_that_may_not(
     ],
 )
 async def test_directories_that_a_group_cannot_share_yet(
-    group: int, mode: int, said: str, tmp_path: Path
+    group: int, mode: int, output: str, tmp_path: Path
 ) -> None:
     """The message names the group, and the remedy does not end the sharing."""
     shared = tmp_path / "shared"
@@ -242,7 +242,7 @@ async def test_directories_that_a_group_cannot_share_yet(
     os.chown(shared, 0, group)
     os.chmod(shared, mode)
     line = one_line(await quick_command("ss", "--directory", shared))
-    assert said in line
+    assert output in line
     assert "chmod 700" not in line
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -254,7 +254,7 @@ async def test_directories_that_a_group_cannot_share_yet(
         FallbackReason.DIRECTORY_UNUSABLE, FallbackReason.OTHER_USER,
         FallbackReason.PEER_NOT_CAPABLE,
     ), report  # fmt: skip
-    assert said in report["directory"]
+    assert output in report["directory"]
     assert f"  directory  {report['directory']}\n" in done.out
     assert stat.S_IMODE(shared.stat().st_mode) == mode
 
@@ -264,7 +264,7 @@ def test_the_general_remedy_keeps_a_shared_directory() -> None:
     assert "or 3770 for a group" in why.remedy
 
 
-def test_the_child_prints_what_it_found(
+def test_the_child_prints_its_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For this user, in this process: no directory, and a file in its place."""

@@ -120,10 +120,10 @@ def run(
 
 def test_a_trio_program_is_silent_and_reported(tmp_path: Path) -> None:
     assert run(tmp_path, f"{TRIO}\ntrio.run(main)") == (0, "")
-    code, said = run(tmp_path, f"{TRIO}\ntrio.run(main)", "--report", "--require-smc")
+    code, report = run(tmp_path, f"{TRIO}\ntrio.run(main)", "--report", "--require-smc")
     assert code == 0
     # Both ends are in the program.
-    assert [line.removeprefix("trio-smc run: ") for line in said.splitlines()] == [
+    assert [line.removeprefix("trio-smc run: ") for line in report.splitlines()] == [
         "10 connections of 1 process",
         "       10 SMC-R, sent 9.8 KiB, received 9.8 KiB",
         "        0 TCP, sent 0 B, received 0 B",
@@ -154,31 +154,33 @@ trio.run(service)
     ) as process:  # fmt: skip
         assert process.stdout is not None
         os.kill(int(process.stdout.readline()), number)
-        _, said = process.communicate(timeout=2 * PATIENCE)
+        _, report = process.communicate(timeout=2 * PATIENCE)
     assert process.returncode == -number
     for left in (*private.glob("rnic-*"), *private.glob("control/*")):
         left.unlink()  # the killed process could not do it
-    lines = said.splitlines()
-    assert re.match(r"trio-smc run: +10 SMC-R, sent 9.8 KiB", lines[1]), said
+    lines = report.splitlines()
+    assert re.match(r"trio-smc run: +10 SMC-R, sent 9.8 KiB", lines[1]), report
     assert lines[-1].startswith("trio-smc run:   1 of 1 stacks ended with a killed process: ")
 
 
 @pytest.mark.parametrize("name", ["trio", "trio_smc"])
-def test_a_program_that_only_asks_whether_trio_is_there(name: str, tmp_path: Path) -> None:
+def test_a_program_that_only_looks_for_trio(name: str, tmp_path: Path) -> None:
     """As frameworks do that can work with several libraries."""
     program = f"import importlib.util; assert importlib.util.find_spec({name!r})\n{TRIO}"
-    code, said = run(tmp_path, f"{program}\ntrio.run(main)", "--report", "--require-smc")
+    code, report = run(tmp_path, f"{program}\ntrio.run(main)", "--report", "--require-smc")
     assert code == 0
-    assert re.search(r" 10 SMC-R, ", said)
+    assert re.search(r" 10 SMC-R, ", report)
 
 
-def test_a_report_says_why_connections_are_tcp(tmp_path: Path) -> None:
+def test_a_report_has_the_reason_for_tcp(tmp_path: Path) -> None:
     (tmp_path / "smc.toml").write_text('deny = ["127.0.0.0/8"]')
-    code, said = run(tmp_path, f"{TRIO}\ntrio.run(main)", "--report", "--config", "smc.toml")
+    code, report = run(tmp_path, f"{TRIO}\ntrio.run(main)", "--report", "--config", "smc.toml")
     assert code == 0
     # Both ends are in the program.
-    assert re.search(r"^trio-smc run: +10 TCP, sent 9.8 KiB, received 9.8 KiB$", said, re.MULTILINE)
-    assert re.search(r"^trio-smc run: +\d+ local: not-permitted$", said, re.MULTILINE)
+    assert re.search(
+        r"^trio-smc run: +10 TCP, sent 9.8 KiB, received 9.8 KiB$", report, re.MULTILINE
+    )
+    assert re.search(r"^trio-smc run: +\d+ local: not-permitted$", report, re.MULTILINE)
 
 
 SHORT = f"""{TRIO}
@@ -187,17 +189,17 @@ trio.run(main, 40)
 
 
 def test_short_connections_become_tcp_unless_smc_is_required(tmp_path: Path) -> None:
-    code, said = run(tmp_path, SHORT, "--report", "--require-smc")
+    code, report = run(tmp_path, SHORT, "--report", "--require-smc")
     assert code == 0
-    assert said.splitlines()[1].startswith("trio-smc run:        80 SMC-R, ")
-    assert said.splitlines()[2:] == ["trio-smc run:         0 TCP, sent 0 B, received 0 B"]
-    code, said = run(tmp_path, SHORT, "--report")
+    assert report.splitlines()[1].startswith("trio-smc run:        80 SMC-R, ")
+    assert report.splitlines()[2:] == ["trio-smc run:         0 TCP, sent 0 B, received 0 B"]
+    code, report = run(tmp_path, SHORT, "--report")
     assert code == 0
-    assert re.search(r" [1-9]\d* TCP, sent [1-9]", said)
-    assert re.search(r" local: short-connections$", said, re.MULTILINE)
+    assert re.search(r" [1-9]\d* TCP, sent [1-9]", report)
+    assert re.search(r" local: short-connections$", report, re.MULTILINE)
     (tmp_path / "smc.toml").write_text("learn_short = false")
-    code, said = run(tmp_path, SHORT, "--report", "--config", "smc.toml")
-    assert re.search(r" 80 SMC-R, ", said)
+    code, report = run(tmp_path, SHORT, "--report", "--config", "smc.toml")
+    assert re.search(r" 80 SMC-R, ", report)
 
 
 EITHER_END = f"""{TRIO}
@@ -270,12 +272,12 @@ def test_bytes_of_connections_that_stay_tcp(tmp_path: Path) -> None:
             assert client.stdout is not None
             assert client.stdout.readline() == "counted\n"
             client.send_signal(signal.SIGINT)
-            _, asked = client.communicate(timeout=2 * PATIENCE)
-        _, answered = server.communicate("", timeout=2 * PATIENCE)
-    for said in (asked, answered):
+            _, client_report = client.communicate(timeout=2 * PATIENCE)
+        _, server_report = server.communicate("", timeout=2 * PATIENCE)
+    for report in (client_report, server_report):
         assert re.search(
-            r"^trio-smc run: +4 TCP, sent 586.2 KiB, received 586.2 KiB$", said, re.MULTILINE
-        ), said
+            r"^trio-smc run: +4 TCP, sent 586.2 KiB, received 586.2 KiB$", report, re.MULTILINE
+        ), report
 
 
 def test_short_connections_with_a_program_that_requires_smc(tmp_path: Path) -> None:
@@ -288,19 +290,19 @@ def test_short_connections_with_a_program_that_requires_smc(tmp_path: Path) -> N
     ) as server:  # fmt: skip
         assert server.stdout is not None
         port = server.stdout.readline().strip()
-        asked = subprocess.run(
+        client_report = subprocess.run(
             [*RUN, "--report", *program, port],
             check=False, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=2 * PATIENCE,
         )  # fmt: skip
-        assert asked.returncode == 0, asked.stderr
-        assert re.search(r" 40 SMC-R, ", asked.stderr)
-        assert re.search(r" 0 TCP, sent 0 B, received 0 B$", asked.stderr, re.MULTILINE)
+        assert client_report.returncode == 0, client_report.stderr
+        assert re.search(r" 40 SMC-R, ", client_report.stderr)
+        assert re.search(r" 0 TCP, sent 0 B, received 0 B$", client_report.stderr, re.MULTILINE)
 
 
 def test_two_workers_and_helpers_have_one_report(tmp_path: Path) -> None:
-    code, said = run(tmp_path, WORKERS, "--report", "--require-smc")
+    code, report = run(tmp_path, WORKERS, "--report", "--require-smc")
     assert code == 0
-    lines = said.splitlines()
+    lines = report.splitlines()
     assert lines[0] == "trio-smc run: 10 connections of 2 processes"
     assert len(lines) == 3
 
@@ -359,13 +361,13 @@ def test_trio_as_a_guest_of_asyncio_is_trio(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runner", ["asyncio.run(main())", "import uvloop; uvloop.run(main())"])
 def test_connections_of_asyncio(tmp_path: Path, runner: str) -> None:
-    code, said = run(tmp_path, f"{ASYNCIO}\n{runner}")
+    code, report = run(tmp_path, f"{ASYNCIO}\n{runner}")
     assert code == 0
-    assert re.fullmatch(r"trio-smc run: warning: process \d+ opens TCP .* asyncio, .*\n", said)
-    code, said = run(tmp_path, f"{ASYNCIO}\n{runner}", "--require-smc")
+    assert re.fullmatch(r"trio-smc run: warning: process \d+ opens TCP .* asyncio, .*\n", report)
+    code, report = run(tmp_path, f"{ASYNCIO}\n{runner}", "--require-smc")
     assert code == 1
     # Both processes write at the same time, so the line may be in the middle of another one.
-    assert re.search(r"trio-smc run: error: process \d+ opens TCP .*asyncio", said)
+    assert re.search(r"trio-smc run: error: process \d+ opens TCP .*asyncio", report)
 
 
 @pytest.mark.parametrize(
@@ -379,13 +381,13 @@ def test_connections_of_asyncio(tmp_path: Path, runner: str) -> None:
 )
 def test_connections_of_asyncio_inside_a_trio_run(tmp_path: Path, call: str) -> None:
     program = TRIO_ASYNCIO.replace("CALL", f"trio_asyncio.aio_as_trio({call}") + "\ntrio.run(both)"
-    code, said = run(tmp_path, program)
-    assert code == 0, said
-    assert re.fullmatch(r"trio-smc run: warning: process \d+ opens TCP .* asyncio, .*\n", said)
-    code, said = run(tmp_path, program, "--require-smc")
+    code, report = run(tmp_path, program)
+    assert code == 0, report
+    assert re.fullmatch(r"trio-smc run: warning: process \d+ opens TCP .* asyncio, .*\n", report)
+    code, report = run(tmp_path, program, "--require-smc")
     assert code == 1
     # Both processes write at the same time, so the line may be in the middle of another one.
-    assert re.search(r"trio-smc run: error: process \d+ opens TCP .*asyncio", said)
+    assert re.search(r"trio-smc run: error: process \d+ opens TCP .*asyncio", report)
 
 
 def test_a_loop_of_asyncio_inside_a_trio_run_without_connections(tmp_path: Path) -> None:
@@ -424,14 +426,14 @@ def test_a_program_that_never_uses_trio(tmp_path: Path, program: str) -> None:
     ended = "the program ended without using Trio, so it could not use SMC-R\n"
     assert run(tmp_path, program) == (0, f"trio-smc run: warning: {ended}")
     assert run(tmp_path, program, "--require-smc") == (1, f"trio-smc run: error: {ended}")
-    code, said = run(tmp_path, f"{program}; raise SystemExit(5)", "--require-smc")
-    assert (code, said) == (5, f"trio-smc run: error: {ended}")
+    code, report = run(tmp_path, f"{program}; raise SystemExit(5)", "--require-smc")
+    assert (code, report) == (5, f"trio-smc run: error: {ended}")
 
 
 def test_a_python_that_does_not_load_the_hook(tmp_path: Path) -> None:
-    code, said = run(tmp_path, f"{TRIO}\ntrio.run(main)", python=(sys.executable, "-I"))
+    code, report = run(tmp_path, f"{TRIO}\ntrio.run(main)", python=(sys.executable, "-I"))
     assert code == 0
-    assert re.fullmatch(r"trio-smc run: warning: process \d+ runs .* without the hook .*\n", said)
+    assert re.fullmatch(r"trio-smc run: warning: process \d+ runs .* without the hook .*\n", report)
     # In the middle of a tree it is found by its sockets, while it runs.
     server = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(60)"
     program = f"""
@@ -441,10 +443,10 @@ signal.signal(signal.SIGTERM, lambda *_: helper.kill())
 helper.wait()
 """
     begun = time.monotonic()
-    code, said = run(tmp_path, program, "--require-smc")
+    code, report = run(tmp_path, program, "--require-smc")
     assert time.monotonic() - begun < PATIENCE
-    assert code == 1, said
-    assert re.fullmatch(r"trio-smc run: error: process \d+ runs .* without the hook .*\n", said)
+    assert code == 1, report
+    assert re.fullmatch(r"trio-smc run: error: process \d+ runs .* without the hook .*\n", report)
 
 
 def test_a_python_without_trio_smc(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ GOOD: list[dict[str, Any]] = [
         json.dumps({**GOOD[4], "statistics": {**COUNTS, "fallbacks": [1] * 200}}).encode(),
     ],
 )  # fmt: skip
-def test_what_is_no_message(data: bytes) -> None:
+def test_invalid_packets_are_ignored(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_untrusted(data)
     tree = Tree(require=True)
@@ -330,7 +330,7 @@ try:
 except* SystemExit as group:
     sys.exit(7)
 """
-STRANGER = """
+SENDER = """
 import glob, itertools, json, re, socket, sys, time
 seconds, place, *paths = sys.argv[1:]
 seconds = float(seconds)
@@ -367,12 +367,12 @@ print(sent)
 """
 
 
-def stranger(*arguments: object, user: int | None = OTHER) -> int:
-    """Run STRANGER; how many messages it could send."""
+def run_sender(*arguments: object, user: int | None = OTHER) -> int:
+    """Run SENDER; returns the number of messages that it could send."""
     python = sys.executable if user is None else PUBLIC_PYTHON
     assert python is not None
     done = subprocess.run(
-        [python, "-I", "-c", STRANGER, *map(str, arguments)],
+        [python, "-I", "-c", SENDER, *map(str, arguments)],
         capture_output=True, text=True, timeout=2 * PATIENCE, check=True,
         user=user, group=user, extra_groups=None if user is None else [], cwd="/",
     )  # fmt: skip
@@ -424,17 +424,17 @@ def test_a_flood_from_another_user(
         path = process.stdout.readline().strip()
         before, processor = memory_of(process.pid), _processor_time(process.pid)
         assert path.startswith(public_directory)
-        sent = stranger(2, public_directory, *([path] if knows_the_name else []))
+        sent = run_sender(2, public_directory, *([path] if knows_the_name else []))
         assert (sent > 100) == knows_the_name
         used = _processor_time(process.pid) - processor
         grown = memory_of(process.pid) - before
-        out, said = process.communicate("\n", timeout=2 * PATIENCE)
-    assert process.returncode == 7, said
+        out, errors = process.communicate("\n", timeout=2 * PATIENCE)
+    assert process.returncode == 7, errors
     assert float(out) < 0.3
-    assert "\x1b" not in said
-    assert "asyncio" not in said
-    assert "\n" not in said.split("connections of", maxsplit=1)[0]
-    assert said.startswith("trio-smc run: 0 connections of 1 process\n")
+    assert "\x1b" not in errors
+    assert "asyncio" not in errors
+    assert "\n" not in errors.split("connections of", maxsplit=1)[0]
+    assert errors.startswith("trio-smc run: 0 connections of 1 process\n")
     assert used < 1.2
     assert grown < 20_000
 
@@ -444,15 +444,15 @@ def test_a_flood_from_the_same_user(tmp_path: Path) -> None:
     with command(tmp_path, "--require-smc", "--report") as process:
         path = process.stdout.readline().strip()
         before = memory_of(process.pid)
-        assert stranger(2, "", path, user=None) > 100
+        assert run_sender(2, "", path, user=None) > 100
         grown = memory_of(process.pid) - before
         begun = time.monotonic()
-        out, said = process.communicate("\n", timeout=2 * PATIENCE)
-    assert process.returncode == 7, said
+        out, errors = process.communicate("\n", timeout=2 * PATIENCE)
+    assert process.returncode == 7, errors
     assert time.monotonic() - begun < 15
     assert float(out) < 0.3
-    assert said.startswith("trio-smc run: 0 connections of 1 process\n"), said
-    assert "asyncio" not in said, said
+    assert errors.startswith("trio-smc run: 0 connections of 1 process\n"), errors
+    assert "asyncio" not in errors, errors
     assert grown < 60_000
 
 
@@ -461,16 +461,16 @@ def test_senders_of_the_same_user_that_have_ended(tmp_path: Path) -> None:
     with command(tmp_path, "--require-smc", "--report") as process:
         path = process.stdout.readline().strip()
         process.send_signal(signal.SIGSTOP)
-        assert stranger(0, "", path, user=None) == 4
+        assert run_sender(0, "", path, user=None) == 4
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate("\n", timeout=PATIENCE)
-    assert process.returncode == 7, said
-    assert said.startswith("trio-smc run: 0 connections of 1 process\n"), said
-    assert "asyncio" not in said, said
-    assert "these counts may be incomplete" in said, said
+        _, errors = process.communicate("\n", timeout=PATIENCE)
+    assert process.returncode == 7, errors
+    assert errors.startswith("trio-smc run: 0 connections of 1 process\n"), errors
+    assert "asyncio" not in errors, errors
+    assert "these counts may be incomplete" in errors, errors
 
 
-def test_an_orphan_of_the_program_is_heard(tmp_path: Path) -> None:
+def test_packets_of_an_orphan_are_received(tmp_path: Path) -> None:
     """As a daemon: its parent has ended, and the command has adopted it."""
     program = """
 import json, os, socket, sys, time
@@ -492,9 +492,9 @@ sys.stdin.readline()
 """.replace("COUNTS", repr(COUNTS))
     with command(tmp_path, "--report", program=program) as process:
         assert process.stdout.readline() == "True\n"
-        _, said = process.communicate("\n\n", timeout=PATIENCE)
-    assert process.returncode == 0, said
-    assert said.startswith("trio-smc run: 1 connection of 1 process\n"), said
+        _, errors = process.communicate("\n\n", timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    assert errors.startswith("trio-smc run: 1 connection of 1 process\n"), errors
 
 
 def test_orphans_that_have_ended_are_waited_for(tmp_path: Path) -> None:
@@ -590,9 +590,9 @@ sys.stdin.readline()
         assert process.stdout.readline() == "sent\n"
         assert send(inbox.socket.path, b"own")
         inbox.wait(lambda: (b"own", os.getpid()) in inbox.messages)
-        heard = [pid for data, pid in inbox.messages if data == b"hello"]
+        received = [pid for data, pid in inbox.messages if data == b"hello"]
         process.communicate("\n", timeout=2 * PATIENCE)
-    assert heard == ([process.pid] if related else [])
+    assert received == ([process.pid] if related else [])
     assert inbox.socket.refused == (not related)
 
 
@@ -615,8 +615,8 @@ sys.exit(9)
     with command(tmp_path, "--report", program=program) as process:
         pid = int(process.stdout.readline())
         assert process.wait(2 * PATIENCE) == 9
-        said = process.stderr.readline() + process.stderr.readline() + process.stderr.readline()
-        said += process.stderr.readline()
+        errors = process.stderr.readline() + process.stderr.readline() + process.stderr.readline()
+        errors += process.stderr.readline()
         watch = os.pidfd_open(pid)
         try:
             process.stdin.close()
@@ -624,7 +624,7 @@ sys.exit(9)
         finally:
             os.close(watch)
             process.stdin = None
-    assert "1 of 1 stacks are still open" in said, said
+    assert "1 of 1 stacks are still open" in errors, errors
 
 
 def test_a_stopped_worker_is_not_accused(tmp_path: Path) -> None:
@@ -643,8 +643,8 @@ child.wait()
     with command(tmp_path, program=program) as process:
         assert process.stdout.readline() == "ready\n"
         time.sleep(2.5)  # the tree is searched after 0.5 s and after 1.5 s
-        _, said = process.communicate("\n", timeout=2 * PATIENCE)
-    assert "without the hook" not in said, said
+        _, errors = process.communicate("\n", timeout=2 * PATIENCE)
+    assert "without the hook" not in errors, errors
 
 
 def test_a_hundred_children_while_the_command_is_stopped(tmp_path: Path) -> None:
@@ -667,10 +667,10 @@ sys.exit(3)
         process.stdin.flush()
         assert process.stdout.readline() == "0\n"
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate("\n", timeout=2 * PATIENCE)
+        _, errors = process.communicate("\n", timeout=2 * PATIENCE)
     assert process.returncode == 3
-    assert "without" not in said, said
-    assert "incomplete" not in said, said
+    assert "without" not in errors, errors
+    assert "incomplete" not in errors, errors
 
 
 def test_a_full_pipe_on_stderr_does_not_stop_the_reader(tmp_path: Path) -> None:
@@ -753,6 +753,6 @@ def test_a_stop_and_a_continue(tmp_path: Path) -> None:
             time.sleep(0.7)  # longer than until the tree is searched again
             process.send_signal(signal.SIGCONT)
         time.sleep(0.2)
-        _, said = process.communicate("\n", timeout=2 * PATIENCE)
-    assert process.returncode == 6, said
-    assert "Invalid" not in said
+        _, errors = process.communicate("\n", timeout=2 * PATIENCE)
+    assert process.returncode == 6, errors
+    assert "Invalid" not in errors

@@ -67,7 +67,7 @@ def test_the_manual_page_has_every_command_and_option() -> None:
         assert option in text
 
 
-def test_the_files_of_the_wheel_are_those_of_the_parser() -> None:
+def test_the_files_of_the_wheel_match_the_parser() -> None:
     """The manual page is compared; completions also depend on the release of their generator."""
     made = shell_files.files()
     [page] = [path for path in made if path.suffix == ".1"]

@@ -26,7 +26,7 @@ TIMEOUT = 1.0
 MANY = 10
 FIRST = 1 << 22
 """Above the numbers of all processes."""
-ASKING = {
+QUERIES = {
     "ss": ("ss", "--json"),
     "lg": ("lg", "--json"),
     "stats": ("stats", "--json"),
@@ -77,17 +77,17 @@ def assert_names_each(done: Done, numbers: list[int]) -> None:
         assert line == f"trio-smc: process {number} {why}"
 
 
-def test_all_commands_that_ask_processes_are_tested_here() -> None:
-    asking = {each.NAME for each in load() if hasattr(each, "take_snapshots")}
-    assert asking == {*ASKING, "check", "exporter"}  # the latter in tests/tools/test_exporter.py
+def test_all_commands_that_query_processes_are_tested_here() -> None:
+    querying = {each.NAME for each in load() if hasattr(each, "take_snapshots")}
+    assert querying == {*QUERIES, "check", "exporter"}  # the latter in tests/tools/test_exporter.py
 
 
-@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize("name", QUERIES)
 def test_each_silent_process_is_named(
     name: str, runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with mute(runtime_directory) as numbers:
-        done, seconds = timed(capsys, *ASKING[name])
+        done, seconds = timed(capsys, *QUERIES[name])
     if name == "drain":  # none of them has the RNIC
         assert (done.code, done.out) == (2, "")
         assert done.err.splitlines()[-1] == "trio-smc: no process has an RNIC soft0"
@@ -97,14 +97,14 @@ def test_each_silent_process_is_named(
     assert seconds < 3 * TIMEOUT
 
 
-@pytest.mark.parametrize("name", ASKING)
-async def test_those_that_answer_are_shown_all_the_same(name: str, runtime_directory: Path) -> None:
+@pytest.mark.parametrize("name", QUERIES)
+async def test_processes_that_answer_are_still_shown(name: str, runtime_directory: Path) -> None:
     async with running("server") as peer, running("server") as other:
         os.kill(other.pid, signal.SIGSTOP)
         try:
             with mute(runtime_directory, 1) as numbers:
                 start = trio.current_time()
-                done = await quick_command(*ASKING[name])
+                done = await quick_command(*QUERIES[name])
                 seconds = trio.current_time() - start
         finally:
             os.kill(other.pid, signal.SIGCONT)
@@ -233,7 +233,7 @@ def test_check_is_delayed_once(
     assert seconds < 6 * TIMEOUT
 
 
-def test_a_name_that_leads_elsewhere_is_not_asked(
+def test_a_name_that_leads_elsewhere_is_not_queried(
     runtime_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a shared directory another member may place a link to any socket of this user's."""

@@ -25,7 +25,7 @@ def test_no_rdma_at_all(tmp_path: Path) -> None:
     assert read_ports(tmp_path) == []
 
 
-def test_ports_gids_and_what_lies_on_top(tmp_path: Path) -> None:
+def test_ports_gids_and_upper_interfaces(tmp_path: Path) -> None:
     port = tmp_path / "class/infiniband/rxe0/ports/1"
     write(port / "state", "4: ACTIVE")
     write(port / "link_layer", "Ethernet")

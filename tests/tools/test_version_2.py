@@ -160,7 +160,7 @@ async def checked(*ueids: str, server: tuple[str, ...] = (), as_json: bool = Fal
     return done
 
 
-async def test_check_shows_what_is_agreed(monkeypatch: Patch) -> None:
+async def test_check_shows_the_agreement(monkeypatch: Patch) -> None:
     checking(monkeypatch)
     done = await checked("PLANT-7", "OTHER", server=("OTHER",))
     assert (done.code, done.err) == (0, "")
@@ -230,7 +230,7 @@ async def test_check_with_rnics_that_do_not_serve_version_2(monkeypatch: Patch) 
 
 @pytest.mark.v2("v2.13/4", "v2.1/5")
 @pytest.mark.parametrize(
-    ("kernel", "said"),
+    ("kernel", "expected"),
     [
         (None, "no  the kernel has no SMC (modprobe smc), so version 2 is not offered"),
         ((), "no  the kernel has no UEID (smcr ueid add), so version 2 is not offered"),
@@ -238,13 +238,13 @@ async def test_check_with_rnics_that_do_not_serve_version_2(monkeypatch: Patch) 
     ],
 )
 async def test_check_with_the_ueids_of_the_kernel(
-    monkeypatch: Patch, kernel: tuple[bytes, ...] | None, said: str
+    monkeypatch: Patch, kernel: tuple[bytes, ...] | None, expected: str
 ) -> None:
     checking(monkeypatch)
     monkeypatch.setattr(groups, "kernel_ueids", lambda: kernel)
     done = await checked("kernel", server=("OTHER",))
     assert done.code == 0
-    assert said in done.out
+    assert expected in done.out
     assert ("version 2.1 OTHER" in done.out) is bool(kernel)
 
 

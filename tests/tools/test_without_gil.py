@@ -76,7 +76,7 @@ def python(environment: dict[str, str]) -> Python:
     return run
 
 
-def test_the_software_rnic_refuses_and_says_why(python: Python) -> None:
+def test_the_software_rnic_refuses_with_a_reason(python: Python) -> None:
     """The import of everything leaves the GIL off: nothing compiled asks for it."""
     done = python("-c", BY_NAME)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{WHY}\n", "")
@@ -86,10 +86,10 @@ def test_programs_run_over_tcp(python: Python) -> None:
     command = ["-m", "trio_smc.tools", "run", "--report", "--", sys.executable, "-c"]
     done = python(*command, f"{TRIO}\ntrio.run(main)")
     assert done.returncode == 0, done.stderr
-    said = [line.removeprefix("trio-smc run:").strip() for line in done.stderr.splitlines()]
-    assert said[:2] == ["10 connections of 1 process", "0 SMC-R, sent 0 B, received 0 B"]
-    assert said[2].startswith("10 TCP, sent ")
-    assert "5 local: unsupported-platform" in said
+    lines = [line.removeprefix("trio-smc run:").strip() for line in done.stderr.splitlines()]
+    assert lines[:2] == ["10 connections of 1 process", "0 SMC-R, sent 0 B, received 0 B"]
+    assert lines[2].startswith("10 TCP, sent ")
+    assert "5 local: unsupported-platform" in lines
 
 
 def test_programs_that_require_smc_end_with_the_reason(python: Python) -> None:
@@ -99,7 +99,7 @@ def test_programs_that_require_smc_end_with_the_reason(python: Python) -> None:
     assert f"SMC-R is required: {MESSAGE}\n" in done.stderr
 
 
-def test_the_commands_say_why(python: Python, environment: dict[str, str]) -> None:
+def test_the_commands_print_the_reason(python: Python, environment: dict[str, str]) -> None:
     command = ["-m", "trio_smc.tools", "rnic"]
     assert f"No software RNIC: {WHY}.\n" in python(*command).stdout
     assert json.loads(python(*command, "--json").stdout)["no_software_rnic"] == WHY

@@ -27,7 +27,7 @@ class Peer:
     """A process of `tests.tools.tools_peer`, and what it told."""
 
     process: trio.Process
-    told: dict[str, Any]
+    details: dict[str, Any]
 
     @property
     def pid(self) -> int:
@@ -48,12 +48,12 @@ async def running(mode: str, module: str = "tests.tools.tools_peer") -> AsyncIte
     assert process.stdout is not None
     try:
         with trio.fail_after(LIMIT):
-            said = b""
-            while b"\n" not in said:
+            received = b""
+            while b"\n" not in received:
                 piece = await process.stdout.receive_some()
                 assert piece, "the process ended before it was ready"
-                said += piece
-        yield Peer(process, json.loads(said))
+                received += piece
+        yield Peer(process, json.loads(received))
     finally:
         with trio.CancelScope(shield=True):
             await process.stdin.aclose()
@@ -114,8 +114,8 @@ def command_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> Done:
         code = main(arguments)
     except SystemExit as exit_:  # how argparse ends
         code = exit_.code if isinstance(exit_.code, int) else 1
-    said = capsys.readouterr()
-    return Done(code, said.out, said.err)
+    captured = capsys.readouterr()
+    return Done(code, captured.out, captured.err)
 
 
 def one_line(done: Done) -> str:

@@ -207,9 +207,7 @@ def test_nine_prefixes() -> None:
 
 @pytest.mark.parametrize(("message", "data"), vectors.CLC.values(), ids=vectors.CLC)
 @pytest.mark.parametrize("most", [1, 7, 1000])
-def test_a_reader_takes_what_belongs_to_a_message_and_no_more(
-    message: clc.Message, data: bytes, most: int
-) -> None:
+def test_a_reader_takes_exactly_one_message(message: clc.Message, data: bytes, most: int) -> None:
     """The next bytes on the TCP connection may be another message, or the application's."""
     reader = clc.ClcReader()
     rest = data + data + b"of the application"
@@ -296,7 +294,7 @@ def test_header_too_short(size: int) -> None:
 @pytest.mark.parametrize(
     "data", [PROPOSAL, PROPOSAL6, PROPOSAL92, ACCEPT, DECLINE, DECLINE44], ids=len
 )
-def test_the_header_alone_tells_the_length(data: bytes) -> None:
+def test_the_header_alone_has_the_length(data: bytes) -> None:
     assert clc.message_length_untrusted(data[:8]) == len(data)
     assert clc.message_length_untrusted(data[:8] + b"GET / HTTP/1.1") == len(data)
 
@@ -350,7 +348,7 @@ OFFER = clc.V2Offer(eids=(), gid=bytes(16), release=0)
     ("version", "flags", "offered"),
     [(1, 0, True), (2, 0x8, True), (2, 0x3, True), (2, 0x9, False), (2, 0x2, False)],
 )
-def test_what_a_proposal_offers(version: int, flags: int, offered: bool) -> None:
+def test_versions_that_a_proposal_offers(version: int, flags: int, offered: bool) -> None:
     message = clc.Proposal(
         peer_id=bytes(8),
         version=version,
@@ -417,6 +415,6 @@ def test_version_0_is_refused_by_the_header_alone() -> None:
         ),
     ],
 )
-def test_what_cannot_be_sent_cannot_be_built(build: Callable[[], object], text: str) -> None:
+def test_invalid_messages_cannot_be_built(build: Callable[[], object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         build()

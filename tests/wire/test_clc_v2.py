@@ -101,7 +101,7 @@ def _flat(message: clc.Message) -> dict[str, Any]:
 
 @pytest.mark.v2("v2.2/2", "v2.4/1", "v2.5/1", "v2.6/1")
 @pytest.mark.parametrize("item", KERNEL.values(), ids=KERNEL)
-def test_what_kernels_say(item: vectors.CapturedV2) -> None:
+def test_messages_captured_from_kernels(item: vectors.CapturedV2) -> None:
     message = clc.decode_untrusted(item.data)
     assert message.encode() == item.data
     assert clc.message_length_untrusted(item.data[:8]) == len(item.data)
@@ -303,7 +303,7 @@ def _confirm(**changes: Any) -> object:
         (lambda: clc.Decline(peer_id=bytes(8), diagnosis=0, system=2), "no field for the system"),
     ],
 )
-def test_what_cannot_be_sent_cannot_be_built(build: Callable[[], object], text: str) -> None:
+def test_invalid_messages_cannot_be_built(build: Callable[[], object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         build()
 
@@ -339,6 +339,6 @@ def test_ueid(name: str) -> None:
         "\u0663",
     ],
 )
-def test_what_is_no_ueid(name: str) -> None:
+def test_invalid_ueids_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="invalid UEID"):
         encode_ueid(name)

@@ -137,7 +137,7 @@ def test_length_byte() -> None:
     assert llc.decode_untrusted(b"\xbf\x2b" + bytes(42)).encode()[1] == 43
 
 
-def test_reasons_of_delete_link_are_those_of_the_rfc() -> None:
+def test_reasons_of_delete_link_match_the_rfc() -> None:
     """A.3.4, of requests and of responses, and what Linux adds to them."""
     reasons = [
         "LOST_PATH", "OPERATOR", "PROGRAM", "PROTOCOL_VIOLATION", "ASYMMETRIC_NOT_NEEDED",
@@ -205,7 +205,7 @@ TOKEN = llc.LinkRToken(link_number=1, rkey=2, address=3)
         (lambda: llc.TestLink(user_data=b""), "user_data has 0 bytes"),
     ],
 )
-def test_what_cannot_be_sent_cannot_be_built(build: Callable[[], object], text: str) -> None:
+def test_invalid_messages_cannot_be_built(build: Callable[[], object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         build()
 

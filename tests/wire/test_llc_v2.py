@@ -66,7 +66,7 @@ def _flat(m: Any) -> dict[str, Any]:
 @pytest.mark.v2("v2.9/1", "v2.10/1", "v2.10/3", "v2.10/5", "v2.11/1", "v2.12/5")
 @pytest.mark.skipif(sys.byteorder == "big", reason="from a little-endian machine, byte for byte")
 @pytest.mark.parametrize("item", KERNEL.values(), ids=KERNEL)
-def test_what_kernels_say(item: vectors.CapturedV2) -> None:
+def test_messages_captured_from_kernels(item: vectors.CapturedV2) -> None:
     message: Any = llc.V2.decode_untrusted(item.data)
     assert llc.V2.encode(message) == item.data
     name = "".join(f" {c}" if c.isupper() else c for c in type(message).__name__).strip().upper()
@@ -94,7 +94,7 @@ def test_round_trip(message: llc.Message) -> None:
         assert again == message
 
 
-def test_a_version_sends_only_what_it_has() -> None:
+def test_a_version_sends_only_its_own_fields() -> None:
     rejection = llc.AddLink(
         reply=True,
         rejected=True,
@@ -242,7 +242,7 @@ def test_too_long_for_its_type() -> None:
         llc.V2.decode_untrusted(sized(REQUEST, 4112))
 
 
-def test_what_cannot_be_sent_cannot_be_built() -> None:
+def test_invalid_messages_cannot_be_built() -> None:
     with pytest.raises(ValueError, match="256 pairs"):
         llc.AddLinkExtension(direct=True, target_gid=bytes(16), pairs=(PAIR,) * 256)
     with pytest.raises(ValueError, match="target_gid has 4 bytes"):

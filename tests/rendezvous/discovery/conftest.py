@@ -21,7 +21,7 @@ def private(runtime_directory: Path) -> Path:
 def all_closed(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[Discovery]]:
-    """Every Discovery of a test is closed at its end, as that of a stack is."""
+    """Close every Discovery of a test at its end, as a stack does."""
     made: list[Discovery] = []
     create = Discovery.__init__
 

@@ -1,8 +1,8 @@
 """The TCP options that really were on the wire, read from a network interface.
 
-`Wire` is a packet socket of its own: nothing of what is tested takes part.  On the loopback
-interface it sees the ports that it is to watch and no others: there all processes meet, and what
-another one sends in a second fills any buffer.
+`Wire` is a packet socket, independent of the tested code.  On the loopback interface it records
+only the watched ports: all processes use this interface, and the packets of another one within a
+second fill any buffer.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class Segment:
 
 
 class Wire:
-    """Everything that goes over an interface while it is open, or what `watch` names.
+    """Records all packets of an interface while it is open, or those of the ports of `watch`.
 
     Attributes:
-      frames: what `segments` has taken so far, of all kinds.
+      frames: the frames that `segments` has read so far, of all kinds.
     """
 
     def __init__(self, interface: str) -> None:
         self._interface = interface
         self._ports: set[int] = set()
-        # Of no protocol: until it is bound it hears nothing.
+        # Without a protocol: until it is bound it receives nothing.
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 24)
         if interface == _LOOPBACK:
@@ -101,7 +101,7 @@ class Wire:
             wire._socket.close()
 
     def watch(self, *ports: int) -> None:
-        """From now on see TCP segments from and to these ports as well, and nothing else."""
+        """From now on record TCP segments from and to these ports as well, and nothing else."""
         self._ports.update(ports)
         program = ctypes.create_string_buffer(_only(sorted(self._ports)))
         code = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))
@@ -138,7 +138,7 @@ def _only(ports: Iterable[int]) -> bytes:
         return struct.pack("HBBI", code, then, otherwise, value)
 
     def tcp(kind: int, load: int, place: int) -> bytes:
-        """``kind``: where the protocol's number is; ``place``: of the source port."""
+        """``kind``: the offset of the protocol's number; ``place``: that of the source port."""
         code = step(_BYTE, kind) + step(_EQUAL, socket.IPPROTO_TCP, then=1) + step(_RETURN)
         if load == _HALF_BEHIND:
             code += step(_HEADER, _ETHERNET)

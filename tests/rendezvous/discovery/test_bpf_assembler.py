@@ -88,7 +88,7 @@ def test_the_option() -> None:
     assert OPTION[2:].decode("cp037") == "SMCR"
 
 
-def test_the_program_is_what_was_tested_on_a_kernel() -> None:
+def test_the_program_is_the_one_tested_on_a_kernel() -> None:
     """A change here must go with a run of the tests in `test_tcp_option` that need privileges."""
     code = option_program(3, 4, byteorder="little")
     assert hashlib.sha256(code).hexdigest() == (

@@ -67,7 +67,7 @@ async def test_cancellation_at_each_wait(side: str, passes: int, private: Path) 
                         async with trio.open_nursery() as servers:
                             servers.start_soon(serve)
                             caller.start_soon(finish, call, serving_scope, side)
-        # Whatever was cancelled, the next connection is served.
+        # After any cancellation the next connection is served.
         await agree_ignoring_older(private, server)
 
 
@@ -94,14 +94,14 @@ async def agree_ignoring_older(private: Path, server: Server) -> None:
 async def test_ends_in_parallel_always_agree(private: Path, rng: random.Random, full: bool) -> None:
     """Deadlines that race on two threads, each with its own Trio: never two different answers.
 
-    A server that gave up resets the connection, whatever the client thinks.
+    A server that has given up resets the connection, with any result of the client.
     """
     rounds = 5000 if full else 400
-    says: dict[str, dict[tuple[str, int], object]] = {"server": {}, "client": {}}
+    outcomes: dict[str, dict[tuple[str, int], object]] = {"server": {}, "client": {}}
     send_address, receive_address = trio.open_memory_channel[tuple[str, int]](1)
     here = trio.lowlevel.current_trio_token()
     patience = [rng.choice((0.0, 50e-6, 200e-6, 1.0, 1.0)) for _ in range(rounds)]
-    asking = Discovery(private)
+    discovery = Discovery(private)
 
     async def serve() -> None:
         async with serving(private) as server:
@@ -119,7 +119,7 @@ async def test_ends_in_parallel_always_agree(private: Path, rng: random.Random, 
                             agreed = None
                     if agreed is not None:
                         assert await connection.recv(1) == (b"C" if agreed else b"A")
-                    says["server"][peer] = agreed
+                    outcomes["server"][peer] = agreed
                     await connection.send(b"!")
 
     async with trio.open_nursery() as nursery:
@@ -127,13 +127,13 @@ async def test_ends_in_parallel_always_agree(private: Path, rng: random.Random, 
         destination = await receive_address.receive()
         for _ in range(rounds):
             async with bound() as client:
-                with await announce(asking, client, destination) as announcement:
+                with await announce(discovery, client, destination) as announcement:
                     await client.connect(destination)
                     wait = rng.choice((0.0, 50e-6, 100e-6, 200e-6, 1.0))
                     went = await announcement.accepted(soon(wait)) is None
-                    says["client"][client.getsockname()[:2]] = went
+                    outcomes["client"][client.getsockname()[:2]] = went
                     await client.send(b"C" if went else b"A")
                     assert await client.recv(1) == b"!"
-    for peer, said in says["client"].items():
-        assert says["server"][peer] in (said, None)
-    assert set(says["client"].values()) == {True, False}, "the race was no race"
+    for peer, outcome in outcomes["client"].items():
+        assert outcomes["server"][peer] in (outcome, None)
+    assert set(outcomes["client"].values()) == {True, False}, "the race was no race"

@@ -66,7 +66,7 @@ async def test_garbage_is_ignored(packet: bytes, private: Path) -> None:
 
 
 async def test_a_sender_that_never_stops(private: Path) -> None:
-    """A listener receives so many datagrams at a time, and other tasks have their turn."""
+    """A listener receives a limited number of datagrams at a time, and then other tasks run."""
     async with serving(private) as server, trio.open_nursery() as nursery:
 
         async def flood() -> None:
@@ -97,18 +97,18 @@ async def test_an_announcement_waits_for_a_place(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcing, "_MOST_OPEN", 1)
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server, trio.open_nursery() as nursery:
-        first = asking.announce(("127.0.0.1", 1), server.address, None, required=False)
+        first = discovery.announce(("127.0.0.1", 1), server.address, None, required=False)
         assert isinstance(first, Announcement)
-        assert asking.is_full
-        second = asking.announce(("127.0.0.1", 2), server.address, None, required=False)
+        assert discovery.is_full
+        second = discovery.announce(("127.0.0.1", 2), server.address, None, required=False)
         assert second is FallbackReason.OUT_OF_RESOURCES
         waited: list[bool] = []
 
         async def wait() -> None:
-            await asking.wait_for_place(required=True)
-            waited.append(not asking.is_full)
+            await discovery.wait_for_place(required=True)
+            waited.append(not discovery.is_full)
 
         nursery.start_soon(wait)
         await trio.testing.wait_all_tasks_blocked()

@@ -77,8 +77,8 @@ def send_as_nobody(name: Path, message: bytes) -> None:
 async def test_another_user_reaches_no_name_in_a_private_directory(
     namespace: bool, private: Path
 ) -> None:
-    """Not as root of a user namespace of its own either. So a datagram there needs no credentials,
-    and a name there no check of its owner."""
+    """Not even as root of its own user namespace. So a datagram there needs no credentials, and the
+    owner of a name there needs no check."""
     libc = ctypes.CDLL(None)
     async with serving(private) as server, bound() as client:
         with await announce(private, client, server.address):
@@ -125,12 +125,12 @@ def attempts_of_nobody(name: Path, libc: ctypes.CDLL | None) -> list[int]:
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    said = os.read(read, 4)
+    output = os.read(read, 4)
     for each in (read, write):
         os.close(each)
-    if said == b"none":
+    if output == b"none":
         pytest.skip("no user namespaces here")
-    return list(said)
+    return list(output)
 
 
 def failure(call: Callable[..., object], *arguments: object) -> int:
@@ -158,7 +158,7 @@ async def test_the_kernel_shows_the_sender_of_a_denial(private: Path) -> None:
 
 
 async def unavailable(private: Path) -> FallbackReason:
-    """Publish and announce where neither can work: the same reason and no exception."""
+    """Publish and announce in a bad directory: the same reason for both, and no exception."""
     async with trio.open_nursery() as nursery:
         publication = Discovery(private).publish(("127.0.0.1", 9), nursery)
         assert publication.unavailable is not None
@@ -233,7 +233,7 @@ async def test_other_systems_have_only_tcp(private: Path, monkeypatch: pytest.Mo
 
 
 async def test_publishers_that_come_and_go_do_not_disturb_each_other(private: Path) -> None:
-    """One removes the directory while another makes its socket there."""
+    """One process removes the directory while another one makes its socket there."""
 
     def come_and_go() -> None:
         for _ in range(200):

@@ -37,7 +37,7 @@ async def test_a_client_that_withdraws_before_the_answer(private: Path) -> None:
 
 
 async def test_a_client_that_withdraws_after_the_answer_owes_a_message(private: Path) -> None:
-    """It may have no RNIC any more: it sends a Decline, and the server goes on waiting."""
+    """The client may have no RNIC any more: it sends a Decline, for which the server waits."""
     async with claimed(private) as both:
         both.claim.accept()
         assert both.announcement.withdraw()
@@ -77,17 +77,17 @@ async def test_a_client_whose_patience_ends(private: Path) -> None:
 
 
 async def test_a_server_whose_patience_ends(private: Path) -> None:
-    """It does not know what the client is going to send: no fallback (RFC 7609, C.5)."""
+    """The server does not know the next bytes of the client: no fallback (RFC 7609, C.5)."""
     async with claimed(private) as both:
         with pytest.raises(TimeoutError):
             await both.claim.confirm(both.connection, soon(SHORT))
-        # ACCEPTED is there to be read.
+        # ACCEPTED has arrived, unread.
         assert await both.client_result() is None
 
 
 async def test_a_denial_is_known_before_the_bytes_behind_it(private: Path) -> None:
-    """Both are there when the server looks at the TCP connection for the first time; the bytes of
-    the application look like CLC."""
+    """Both have arrived when the server first reads the TCP connection; the bytes of the
+    application look like CLC."""
     async with claimed(private) as both:
         both.claim.accept()
         both.announcement.close()
@@ -138,7 +138,7 @@ async def test_a_publication_closed_before_its_task_ran(private: Path) -> None:
 
 @pytest.mark.parametrize("stacks", [1, 2])
 async def test_two_announcements_of_one_connection(stacks: int, private: Path) -> None:
-    """Sockets may share a port; the second one that wants it takes another one."""
+    """Sockets may share a port; the second one to announce it uses another port."""
     one = Discovery(private)
     other = one if stacks == 1 else Discovery(private)
     async with serving(private) as server, bound() as client:
@@ -153,9 +153,9 @@ async def test_two_announcements_of_one_connection(stacks: int, private: Path) -
 
 @pytest.mark.parametrize("impatient", [0, 1, 2])
 async def test_of_three_that_wait_one_gives_up(impatient: int, private: Path) -> None:
-    """With the timers of a stack."""
+    """Claims with the timers of a stack."""
     timers = Timers(trio.current_time, lambda: None)
-    asking = Discovery(private, timers)
+    discovery = Discovery(private, timers)
     answers: dict[int, FallbackReason | None] = {}
 
     async def wait(number: int, both: Both, deadline: float) -> None:
@@ -163,9 +163,9 @@ async def test_of_three_that_wait_one_gives_up(impatient: int, private: Path) ->
             answers[number] = await both.announcement.accepted(deadline)
 
     async with (
-        claimed(private, asking=asking) as first,
-        claimed(private, asking=asking) as second,
-        claimed(private, asking=asking) as third,
+        claimed(private, discovery=discovery) as first,
+        claimed(private, discovery=discovery) as second,
+        claimed(private, discovery=discovery) as third,
         trio.open_nursery() as nursery,
     ):
         for number, both in enumerate((first, second, third)):
@@ -183,7 +183,7 @@ async def test_of_three_that_wait_one_gives_up(impatient: int, private: Path) ->
 
 
 async def test_a_denial_with_another_token_is_ignored(private: Path) -> None:
-    """Every process of the user can send it."""
+    """Every process of the user can send this datagram."""
     async with claimed(private) as both:
         both.claim.accept()
         (name,) = sockets_below(private)

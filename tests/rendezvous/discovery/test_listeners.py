@@ -209,7 +209,7 @@ async def test_the_wait_ends_when_no_answer_can_come(news: str, private: Path) -
 async def test_the_server_that_has_the_connection_answers_after_the_first_checks(
     private: Path,
 ) -> None:
-    """A client checks now and then if an answer may still come, and continues to wait."""
+    """A client checks at intervals if an answer may still come, and continues to wait."""
     async with serving(private) as server, bound() as client, trio.open_nursery() as nursery:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)

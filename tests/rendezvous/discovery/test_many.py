@@ -50,12 +50,12 @@ async def test_many_at_once(private: Path) -> None:
         with connection:
             results.append(await claim.confirm(connection, soon()))
 
-    asking = Discovery(private)
+    discovery = Discovery(private)
 
     async def call(server: Server) -> None:
         async with bound() as client:
             # The last one may wait for more than a second.
-            calling = announce(asking, client, server.address, required=True)
+            calling = announce(discovery, client, server.address, required=True)
             with await calling as announcement:
                 await client.connect(server.address)
                 results.append(await announcement.accepted(soon()) is None)
@@ -81,7 +81,7 @@ async def test_races_of_giving_up(private: Path, seed: int, full: bool) -> None:
     names = Names(private)
     names.open()
     publication = Publication(there, made, None, Answerer(names, None, NEVER, False))
-    asking = Discovery(private)
+    discovery = Discovery(private)
     parent = os.getpid()
     child = os.fork()
     if child == 0:
@@ -102,13 +102,13 @@ async def test_races_of_giving_up(private: Path, seed: int, full: bool) -> None:
     agreed = smc = 0
     pause = 300.0
     for number in range(rounds):
-        announcement = asking.announce(("127.0.0.1", number + 1), there)
+        announcement = discovery.announce(("127.0.0.1", number + 1), there)
         assert isinstance(announcement, Announcement)
         step.pack_into(shared, 0, number + 1)
         for _ in range(int(pause * rng.random())):
             pass
         ours = announcement.withdraw()
-        # As close to the answer as the machine makes it.
+        # As close to the answer as this machine allows.
         pause = max(10.0, pause * (0.95 if ours else 1.05))
         while step.unpack_from(shared, 8)[0] <= number:
             os.sched_yield()
@@ -116,14 +116,14 @@ async def test_races_of_giving_up(private: Path, seed: int, full: bool) -> None:
         smc += ours
     assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222 - it has ended
     assert agreed == rounds, f"seed {seed}: {agreed} of {rounds} agreed"
-    assert rounds // 20 < smc < rounds - rounds // 20, "the races were none"
+    assert rounds // 20 < smc < rounds - rounds // 20, "one side always won"
     names.close()
     made.remove()
     made.socket.close()
 
 
 def left_in_a_child(made: list[Discovery], descriptors: list[int]) -> int:
-    """How many of these descriptors are open in a forked child that has abandoned them."""
+    """The number of these descriptors that are open in a forked child that has abandoned them."""
     child = os.fork()
     if child == 0:
         left = 99
@@ -143,65 +143,65 @@ def open_descriptors() -> set[int]:
 
 
 async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> None:
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with trio.open_nursery() as nursery, serving(private) as server:
         before = open_descriptors()
-        await agree(asking, server, server.address)
+        await agree(discovery, server, server.address)
         publishing = Discovery(private)
         publication = publishing.publish(("127.0.0.1", 9), nursery)
         await trio.testing.wait_all_tasks_blocked()
         async with bound() as client:
             tcp = {client.fileno()}
-            with await announce(asking, client, server.address) as announcement:
+            with await announce(discovery, client, server.address) as announcement:
                 held = sorted(open_descriptors() - before - tcp)
                 # The listener's, its directory's, and those of announcements.
                 assert len(held) >= 5
-                assert left_in_a_child([asking, publishing], held) == 0
+                assert left_in_a_child([discovery, publishing], held) == 0
                 await client.connect(server.address)
                 connection, claim = await server.accept()
                 with connection:
                     assert claim is not None
                     await both_go(Both(client, announcement, connection, claim))
-        await agree(asking, server, server.address)
+        await agree(discovery, server, server.address)
         publication.close()
 
 
-async def test_what_is_remembered_of_listeners(
+async def test_a_cached_listener_that_has_ended_is_noticed(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that ends is noticed when its answer does not come; the next one is found."""
     ended: list[bool] = []
-    asking = Discovery(private, None, ended=lambda: ended.append(True))
+    discovery = Discovery(private, None, ended=lambda: ended.append(True))
     async with serving(private) as server:
-        await agree(asking, server, server.address)
-        assert not asking.has_ended(HOST, server.address)
+        await agree(discovery, server, server.address)
+        assert not discovery.has_ended(HOST, server.address)
         port = server.address[1]
         server.publication.close()
         async with bound() as client:
-            announcement = await announce(asking, client, server.address)
+            announcement = await announce(discovery, client, server.address)
             await client.connect(server.address)
             with trio.fail_after(5):
                 reason = await announcement.accepted(soon(60))
             assert reason is FallbackReason.PEER_NOT_CAPABLE
             assert ended == [True]
-            assert asking.announce(("127.0.0.1", 1), server.address) is reason
+            assert discovery.announce(("127.0.0.1", 1), server.address) is reason
     async with serving(private, port=port) as server:
         with trio.fail_after(5):
             while True:
-                found = asking.announce(("127.0.0.1", 1), server.address)
+                found = discovery.announce(("127.0.0.1", 1), server.address)
                 if isinstance(found, Announcement):
                     break
                 await trio.sleep(0.01)
         found.close()
 
 
-async def test_listeners_that_are_gone_are_known_before_they_are_asked(private: Path) -> None:
-    asking = Discovery(private)
+async def test_an_ended_listener_is_known_without_a_request(private: Path) -> None:
+    discovery = Discovery(private)
     async with serving(private) as server:
-        await agree(asking, server, server.address)
+        await agree(discovery, server, server.address)
         server.publication.close()
-        assert asking.has_ended(HOST, server.address)
-        assert not asking.has_ended(HOST, server.address), "nothing is known any more"
+        assert discovery.has_ended(HOST, server.address)
+        assert not discovery.has_ended(HOST, server.address), "nothing is known any more"
 
 
 async def test_a_full_table_does_not_hide_a_listener(private: Path) -> None:

@@ -49,8 +49,8 @@ def test_the_layout() -> None:
     token = bytes(range(8))
     head = "54534d43 05 05"
     assert messages.accepted(token, 4) == bytes.fromhex(f"{head} 03 00 0001020304050607 04")
-    said = messages.accepted(token, 4, required=True)
-    assert said == bytes.fromhex(f"{head} 03 01 0001020304050607 04")
+    packed = messages.accepted(token, 4, required=True)
+    assert packed == bytes.fromhex(f"{head} 03 01 0001020304050607 04")
     assert messages.not_mine(token) == bytes.fromhex(f"{head} 08 00 0001020304050607")
     assert messages.refused(FallbackReason.NO_RNIC) == bytes.fromhex(f"{head} 05 05")
 
@@ -58,9 +58,9 @@ def test_the_layout() -> None:
 def test_an_answer_arrives() -> None:
     token = bytes(range(8))
     for required in (False, True):
-        said = messages.accepted(token, 4, required=required)
-        # As a later version of the same protocol says it, with bytes behind.
-        for each in (said, said[:5] + b"\x09" + said[6:] + b"more"):
+        packed = messages.accepted(token, 4, required=required)
+        # A message of a later version of the same protocol, with more bytes at its end.
+        for each in (packed, packed[:5] + b"\x09" + packed[6:] + b"more"):
             message = messages.decode_untrusted(each)
             assert message == messages.Message(
                 Kind.ACCEPTED, required=required, token=token, rnic_version=4
@@ -69,13 +69,13 @@ def test_an_answer_arrives() -> None:
     assert denied == messages.Message(Kind.NOT_MINE, token=token)
 
 
-def test_an_answer_of_another_version_still_says_what_the_server_expects() -> None:
-    for said, kind in (
+def test_an_answer_of_another_version_still_has_its_kind() -> None:
+    for packed, kind in (
         (messages.accepted(bytes(8), 4), Kind.ACCEPTED),
         (messages.refused(FallbackReason.NO_RNIC), Kind.REFUSED),
     ):
         for versions in (b"\x06\x09", b"\x01\x04"):
-            message = messages.decode_untrusted(said[:4] + versions + said[6:8])
+            message = messages.decode_untrusted(packed[:4] + versions + packed[6:8])
             assert (message.kind, message.is_common) == (kind, False)
 
 

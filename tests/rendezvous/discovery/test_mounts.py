@@ -117,7 +117,7 @@ def test_root_pins_nowhere_that_another_user_could_replace(
 def test_a_directory_that_another_user_makes_first(
     mounted: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at the path and `mkdir`, in a directory like /tmp."""
+    """Between the check of the path and `mkdir`, in a directory like /tmp."""
     with tempfile.TemporaryDirectory(prefix="smc-") as directory:
         os.chmod(directory, 0o1777)
         pins = Path(directory, "pins")

@@ -1,4 +1,4 @@
-"""Same-host discovery: the names of announcements, and what may lie in their place."""
+"""Same-host discovery: the names of announcements, and other files in their place."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def name_of(client: trio.socket.SocketType, address: tuple[str, int]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "file", "directory", "dead", "stream", "link"])
-async def test_what_is_no_socket_of_a_client_is_no_announcement(
+async def test_only_the_socket_of_a_client_is_an_announcement(
     kind: str, private: Path, tmp_path: Path
 ) -> None:
     """The server never waits, has plain TCP, and sends nothing to another service."""
@@ -179,7 +179,7 @@ async def test_names_of_a_killed_process_are_removed(
 
 
 async def test_a_server_that_was_killed_while_a_client_waits(private: Path) -> None:
-    """Its connection ends, so no answer can come."""
+    """The announced connection ends, so no answer can come."""
     async with claimed(private) as both:
         both.claim.forget()
         both.connection.close()
@@ -192,14 +192,14 @@ async def test_a_server_that_was_killed_while_a_client_waits(private: Path) -> N
 async def test_a_cleaner_removes_it(
     removed: str, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old names go, and the next connections are SMC-R."""
+    """Old names are removed, and the next connections are SMC-R."""
     monkeypatch.setattr(publication, "_NAME_INTERVAL", 0.01)
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server:
-        await agree(asking, server, server.address)
+        await agree(discovery, server, server.address)
         if removed == "names":
             async with bound() as client:
-                announcement = await announce(asking, client, server.address)
+                announcement = await announce(discovery, client, server.address)
                 await client.connect(server.address)
                 names_below(private)[0].unlink()
                 connection, claim = await server.accept()
@@ -216,11 +216,11 @@ async def test_a_cleaner_removes_it(
                     await trio.sleep(0.01)
             os.close(kept)
         for _ in range(3):
-            await agree(asking, server, server.address)
+            await agree(discovery, server, server.address)
 
 
 async def test_a_full_directory(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full or read-only: the connection is TCP, and the next one SMC-R."""
+    """A file system is full or read-only: the connection is TCP, and the next one SMC-R."""
 
     def full(number: int, *_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -253,13 +253,13 @@ def test_a_file_system_without_room(tmp_path: Path) -> None:
         "    private, where = Path(place) / 'private', ('127.0.0.1', 9)\n"
         "    async with trio.open_nursery() as nursery:\n"
         "        publication = Discovery(private).publish(where, nursery)\n"
-        "        client, said = Discovery(private), []\n"
+        "        client, results = Discovery(private), []\n"
         "        for port in range(1, 60):\n"
-        "            said.append(client.announce(('127.0.0.1', port), where))\n"
-        "            if not isinstance(said[-1], Announcement):\n"
+        "            results.append(client.announce(('127.0.0.1', port), where))\n"
+        "            if not isinstance(results[-1], Announcement):\n"
         "                break\n"
-        "        print(said[-1], len(said) > 5)\n"
-        "        said[0].close()\n"
+        "        print(results[-1], len(results) > 5)\n"
+        "        results[0].close()\n"
         "        again = client.announce(('127.0.0.1', 99), where)\n"
         "        print(isinstance(again, Announcement))\n"
         "        publication.close()\n"
@@ -277,7 +277,9 @@ def test_a_file_system_without_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o177])
-async def test_a_client_that_takes_smc_or_nothing_says_so(umask: int, private: Path) -> None:
+async def test_an_announcement_shows_if_the_client_requires_smc_r(
+    umask: int, private: Path
+) -> None:
     async with serving(private) as server, bound() as client:
         before = os.umask(umask)
         try:
@@ -313,7 +315,7 @@ def test_answers_that_are_not_read_keep_no_other_client_from_its_answer(private:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_a_server_that_has_become_another_user(private: Path) -> None:
-    """It cannot answer, so the client does not wait until its deadline."""
+    """The process cannot answer, so the client does not wait until its deadline."""
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)
@@ -331,8 +333,8 @@ async def test_a_server_that_has_become_another_user(private: Path) -> None:
 
 async def test_a_flood_of_empty_datagrams_does_not_keep_a_client_waiting(private: Path) -> None:
     """Also if the timers of the stack are late."""
-    asking = Discovery(private, Timers(trio.current_time, lambda: None))
-    async with claimed(private, asking=asking) as both, trio.open_nursery() as nursery:
+    discovery = Discovery(private, Timers(trio.current_time, lambda: None))
+    async with claimed(private, discovery=discovery) as both, trio.open_nursery() as nursery:
         [name] = names_below(private)
 
         async def flood() -> None:
@@ -402,10 +404,10 @@ async def test_members_that_cannot_be_listed_now_are_listed_later(shared: Path) 
 
 @pytest.mark.usefixtures("shared")
 async def test_in_a_directory_of_a_group(private: Path) -> None:
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server:
         for _ in range(3):
-            await agree(asking, server, server.address)
+            await agree(discovery, server, server.address)
 
 
 async def test_a_name_of_another_member_for_the_same_connection(shared: Path) -> None:
@@ -424,8 +426,8 @@ async def test_a_name_of_another_member_for_the_same_connection(shared: Path) ->
             with connection:
                 assert claim is not None
                 assert claim.accept()
-                said = messages.decode_untrusted(theirs.recv(100))
-                claim.deny(said.token)
+                reply = messages.decode_untrusted(theirs.recv(100))
+                claim.deny(reply.token)
                 await both_go(Both(client, announcement, connection, claim))
         name.unlink()
     place.rmdir()
@@ -433,8 +435,8 @@ async def test_a_name_of_another_member_for_the_same_connection(shared: Path) ->
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "dead", "inner link", "open", "stolen"])
 async def test_a_hostile_member(kind: str, shared: Path, tmp_path: Path) -> None:
-    """Whatever it puts in its directory, or in place of it, others are SMC-R, and nothing is sent
-    to another service."""
+    """With any file in its directory, or in place of it, connections of others are SMC-R, and no
+    other service gets a message."""
     place = member(shared, 64201)
     with socket.socket(socket.AF_UNIX, DATAGRAM) as other:
         other.bind(str(tmp_path / "other"))
@@ -502,7 +504,7 @@ async def test_a_member_without_a_listener_cannot_answer(shared: Path) -> None:
 
 
 async def test_a_member_that_comes_later_is_found(shared: Path) -> None:
-    """As soon as it has its directory."""
+    """The other members can use the directory as soon as it exists."""
     with open_names(shared) as found:
         assert found.find("x") == []
         place = member(shared, 64201)
@@ -519,7 +521,7 @@ async def test_a_member_that_comes_later_is_found(shared: Path) -> None:
 async def test_a_member_that_changes_the_directory_all_the_time(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server lists the directory for a tenth of the time at most."""
+    """A server spends at most a tenth of the time on listing the directory."""
     clock = [1]
     listed = 0
     real = private_directory.PrivateDirectory.member_directories

@@ -83,7 +83,7 @@ async def reason_of(stack: trio_smc.Stack, port: int) -> FallbackReason | None:
 
 
 async def test_a_client_recognises_an_older_listener(release: Path, private: Path) -> None:
-    """It announces nothing, and the older process notices nothing but a TCP connection."""
+    """The client announces nothing, and the older process has a plain TCP connection."""
     async with older(release, private, "serve", 0) as server, trio_smc.open_stack() as stack:
         port = int(await server.line())
         [entry] = sockets_below(private)
@@ -99,15 +99,15 @@ async def test_a_client_recognises_an_older_listener(release: Path, private: Pat
 async def test_an_older_listener_comes_and_goes(
     release: Path, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It need not change a directory whose time a client looks at."""
+    """An older process can start without a change of the directory that a client checks."""
     moment = 0.0
     monkeypatch.setattr(lookup, "now", lambda timers: moment)
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private), older(release, private, "serve", 0) as first:
         port = int(await first.line())
 
         def found() -> object:
-            return asking.announce(("127.0.0.1", 1), ("127.0.0.1", port))
+            return discovery.announce(("127.0.0.1", 1), ("127.0.0.1", port))
 
         assert found() is MISMATCH
         first.process.kill()
@@ -133,11 +133,11 @@ async def test_releases_that_share_a_port(release: Path, private: Path) -> None:
 
 async def test_a_silent_older_process_on_a_shared_port(private: Path) -> None:
     """A listener of this release shares the port with an older process, which has accepted."""
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
         place = sockets_below(private)[0].parent
         with forged_listener(place / "1-0"), trio.fail_after(PATIENCE):
-            announced = asking.announce(client.getsockname(), server.address, client)
+            announced = discovery.announce(client.getsockname(), server.address, client)
             assert isinstance(announced, Announcement)
             await client.connect(server.address)
             with server.plain.accept()[0]:
@@ -158,14 +158,14 @@ def remove_place(place: Path) -> None:
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.touch, Path.mkdir, lambda p: p.symlink_to("/")])
 async def test_entries_that_are_no_sockets(private: Path, make: Callable[[Path], object]) -> None:
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server:
         [entry] = sockets_below(private)
         place = entry.parent
         server.publication.close()
         make_place(place, 0o700)
         make(place / "1-0")
-        found = asking.announce(("127.0.0.1", 1), server.address)
+        found = discovery.announce(("127.0.0.1", 1), server.address)
         assert found is FallbackReason.PEER_NOT_CAPABLE
         remove_place(place)
 
@@ -184,7 +184,7 @@ async def test_an_older_client_is_refused(release: Path, private: Path) -> None:
 
 
 async def test_an_older_client_of_a_stack(release: Path, private: Path) -> None:
-    """The listener serves clients of this release as ever."""
+    """The listener serves clients of this release as usual."""
     async with trio_smc.open_stack() as stack:
         [listener] = await stack.open_listeners(0, host="127.0.0.1")
         async with listener, trio.open_nursery() as nursery:
@@ -200,7 +200,7 @@ async def test_an_older_client_of_a_stack(release: Path, private: Path) -> None:
 async def test_an_older_client_reaches_a_listener_of_its_release(
     release: Path, private: Path
 ) -> None:
-    """The signpost of another process on the port does not keep them from agreeing."""
+    """The signpost of another process on the port does not prevent the agreement."""
     async with worker(private) as (_, port), older(release, private, "serve", port) as server:
         await server.line()
         async with older(release, private, "connect-briefly", *[port] * 4) as client:
@@ -237,7 +237,7 @@ async def received(sock: socket.socket) -> bytes:
 async def test_hostile_clients_of_a_signpost(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent ones lose their place in the end, and keep none from being answered."""
+    """Silent clients lose their place in the end, and delay no answer."""
     monkeypatch.setattr(older_releases, "_CLIENT_TIMEOUT", 0.2)
     answer = messages.refused(MISMATCH)
     async with serving(private):
@@ -276,7 +276,7 @@ async def test_a_directory_that_a_group_shares(
     os.mkdir(private)
     os.chown(private, -1, os.getegid())
     os.chmod(private, 0o3770)
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server:
         [entry] = sockets_below(private)
         assert signposts_below(private) == []
@@ -285,14 +285,14 @@ async def test_a_directory_that_a_group_shares(
         assert sockets_below(private) == []
         make_place(place, 0o2750)
         with forged_listener(place / "1-0"):
-            found = asking.announce(("127.0.0.1", 1), server.address)
+            found = discovery.announce(("127.0.0.1", 1), server.address)
             assert found is FallbackReason.PEER_NOT_CAPABLE
             (place / "1-0").unlink()
 
 
 @contextlib.contextmanager
 def forged_listener(name: Path) -> Iterator[None]:
-    """A listening socket as older releases have it."""
+    """A listening socket like that of older releases."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         with reached(name) as path:
             sock.bind(path)

@@ -26,7 +26,7 @@ NO_ANSWERS = {
 async def test_datagrams_that_never_end(
     private: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client does not receive them for ever, whatever they are."""
+    """The client stops receiving them after some time."""
     received = 0
 
     def receive(*_: object) -> tuple[messages.Message | None, int | None]:
@@ -46,30 +46,30 @@ async def test_datagrams_that_never_end(
 
 
 async def test_an_announcement_that_outlives_its_client(private: Path) -> None:
-    """Nothing is kept for a client that was closed."""
+    """A closed client keeps no announcement."""
     async with serving(private) as server, bound() as client:
         before = len(os.listdir("/proc/self/fd"))
-        asking = Discovery(private)
-        announcement = await announce(asking, client, server.address)
+        discovery = Discovery(private)
+        announcement = await announce(discovery, client, server.address)
         assert len(names_below(private)) == 1
-        asking.close()
+        discovery.close()
         assert names_below(private) == []
         assert len(os.listdir("/proc/self/fd")) == before
         announcement.close()
 
 
 async def test_a_forked_child_leaves_the_block_of_an_announcement(private: Path) -> None:
-    """It neither fails nor denies what its parent has announced."""
-    with contextlib.closing(Discovery(private)) as asking:
-        async with claimed(private, asking=asking) as both:
+    """The child neither fails nor denies the announcement of its parent."""
+    with contextlib.closing(Discovery(private)) as discovery:
+        async with claimed(private, discovery=discovery) as both:
             assert both.claim.accept()
             assert both.announcement.is_too_late()  # ACCEPTED was received, before the handshake
             child = os.fork()
             if child == 0:
                 status = 1
                 with contextlib.suppress(BaseException):
-                    asking.deny = None  # type: ignore[assignment, method-assign]
-                    asking.abandon()
+                    discovery.deny = None  # type: ignore[assignment, method-assign]
+                    discovery.abandon()
                     both.announcement.close()
                     status = 0
                 os._exit(status)

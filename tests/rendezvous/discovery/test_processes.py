@@ -92,7 +92,7 @@ async def worker(
 
 
 async def call_worker(private: Path, port: int, wait: float = LONG) -> tuple[bool, bytes]:
-    """Connect; whether we agreed on SMC-R, and what the worker thinks."""
+    """Connect; returns True for an agreement on SMC-R, and the mode that the worker reports."""
     async with bound() as client:
         with await announce(private, client, ("127.0.0.1", port)) as announcement:
             await client.connect(("127.0.0.1", port))
@@ -107,7 +107,7 @@ async def test_two_processes(private: Path) -> None:
             assert await call_worker(private, port) == (True, b"smc-r")
 
 
-async def test_with_several_processes_the_one_that_accepts_says_so(private: Path) -> None:
+async def test_of_several_processes_the_accepting_one_answers(private: Path) -> None:
     async with worker(private) as (first, port), worker(private, port=port) as (second, _):
         assert len(sockets_below(private)) == 2
         for _ in range(30):
@@ -157,7 +157,7 @@ async def test_the_socket_of_a_killed_process_is_removed(private: Path) -> None:
         assert sockets_below(private) == []
 
 
-async def test_who_publishes_removes_what_dead_processes_left(private: Path) -> None:
+async def test_publishing_removes_sockets_of_dead_processes(private: Path) -> None:
     async with worker(private) as (killed, port):
         killed.process.kill()
         await killed.process.wait()
@@ -168,7 +168,7 @@ async def test_who_publishes_removes_what_dead_processes_left(private: Path) -> 
 
 
 async def test_a_stopped_process_delays_no_other(private: Path) -> None:
-    """Its queue is full of messages that it does not receive."""
+    """The worker's queue is full of unread messages."""
     async with serving(private) as server:
         (name,) = sockets_below(private)
         with (
@@ -188,7 +188,7 @@ async def test_a_stopped_process_delays_no_other(private: Path) -> None:
 
 @pytest.mark.parametrize("shared", ["port", "socket"])
 async def test_a_worker_that_is_killed(shared: str, private: Path) -> None:
-    """Connections that it alone could accept end.  All others are the other worker's, SMC-R."""
+    """Connections that only the killed worker could accept end.  All others are SMC-R."""
     results: list[tuple[bool, bytes]] = []
     connected = 0
 
@@ -217,7 +217,7 @@ async def test_a_worker_that_is_killed(shared: str, private: Path) -> None:
                 each.process.send_signal(signal.SIGSTOP)
                 stopped.callback(each.process.send_signal, signal.SIGCONT)
             async with trio.open_nursery() as nursery:
-                # Far sooner than the handshake's time.
+                # Much sooner than the time-out of the handshake.
                 nursery.cancel_scope.deadline = soon(LONG / 2)
                 for _ in range(16):
                     nursery.start_soon(call, port)

@@ -1,7 +1,7 @@
 """Proofs that an address leads to a listener of another network namespace, message by message.
 
-The namespaces are made up here: a listener's is renamed, so that this process takes it for another
-one.  Real ones, with bridges and NAT between them: `tests/e2e/test_networks.py`.
+These tests imitate the namespaces: they rename the namespace of a listener, so that this process
+takes it for another one.  `tests/e2e/test_networks.py` has real ones, with bridges and NAT.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def two_namespaces(monkeypatch: Patch) -> None:
 
 
 async def prove(private: Path, port: int) -> Found | FallbackReason:
-    """The result for a client that asks for a proof."""
+    """The result for a client that requests a proof."""
     with trio.socket.socket() as client:
         return await Discovery(private).prove(HOST, (HOST, port), client)
 
@@ -66,11 +66,11 @@ async def raw_proof(private: Path, there: str = HOST) -> messages.Message:
         key = messages.four_tuple((HOST, 0), (there, 0))
         waiting.sendto(messages.prove(key, token), path)
         await trio.lowlevel.wait_readable(waiting)
-        said, _ = messages.receive(waiting, closer)
+        answer, _ = messages.receive(waiting, closer)
         names.remove(reply_name(token))
     names.close()
-    assert said is not None
-    return said
+    assert answer is not None
+    return answer
 
 
 async def read_all(port: int, source: str = HOST) -> bytes:
@@ -85,38 +85,38 @@ async def read_all(port: int, source: str = HOST) -> bytes:
 
 
 async def test_a_proven_path_is_announced_to(private: Path) -> None:
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
-        found = await asking.prove(HOST, server.address, client)
+        found = await discovery.prove(HOST, server.address, client)
         assert isinstance(found, Found)
         source: tuple[str, int] = client.getsockname()[:2]
-        said = asking.announce(source, server.address, client, elsewhere=found)
-        assert isinstance(said, Announcement)
+        announcement = discovery.announce(source, server.address, client, elsewhere=found)
+        assert isinstance(announcement, Announcement)
         await client.connect(server.address)
         connection, claim = await server.accept()
         with connection:
             assert claim is not None
-            await both_go(Both(client, said, connection, claim))
+            await both_go(Both(client, announcement, connection, claim))
 
 
 async def test_a_proven_path_on_which_another_process_accepts(private: Path) -> None:
     """The listener does not answer, and for a minute no connection is announced to it."""
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
-        found = await asking.prove(HOST, server.address, client)
+        found = await discovery.prove(HOST, server.address, client)
         assert isinstance(found, Found)
         source: tuple[str, int] = client.getsockname()[:2]
-        said = asking.announce(source, server.address, client, elsewhere=found)
-        assert isinstance(said, Announcement)
+        announcement = discovery.announce(source, server.address, client, elsewhere=found)
+        assert isinstance(announcement, Announcement)
         await client.connect(server.address)
-        reason = await said.accepted(trio.current_time() + SHORT)
+        reason = await announcement.accepted(trio.current_time() + SHORT)
         assert reason is FallbackReason.PATH_NOT_PROVEN
-        again = asking.announce(source, server.address, client, elsewhere=found)
+        again = discovery.announce(source, server.address, client, elsewhere=found)
         assert again is FallbackReason.PATH_NOT_PROVEN
         assert found.until > trio.current_time() + 30
 
 
-async def test_nobody_listens(private: Path) -> None:
+async def test_a_port_without_listener_has_no_proof(private: Path) -> None:
     async with serving(private) as server:
         assert await prove(private, server.address[1] ^ 1) is FallbackReason.PEER_NOT_CAPABLE
 
@@ -158,9 +158,7 @@ async def test_a_proof_that_is_not_valid(change: str, private: Path, monkeypatch
     assert len(sent) == 1
 
 
-async def test_a_listener_that_answers_nothing_costs_no_more_than_the_time(
-    private: Path, monkeypatch: Patch
-) -> None:
+async def test_a_silent_listener_costs_only_the_timeout(private: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(proofs, "_PROOF_PATIENCE", SHORT)
     monkeypatch.setattr(proofs.Probe, "answer", lambda self: False)
     async with serving(private) as server:
@@ -169,39 +167,39 @@ async def test_a_listener_that_answers_nothing_costs_no_more_than_the_time(
 
 
 async def test_another_client_is_sent_nothing(private: Path) -> None:
-    """It connects from another address than the one that is to be proven."""
+    """The client connects from another address than the one that is to be proven."""
     async with serving(private):
-        said = await raw_proof(private)
-        assert said.kind is Kind.LISTENING
-        assert await read_all(said.port, "127.0.0.2") == b""
-        got = await read_all(said.port)
-        assert got.startswith(said.nonce)
+        answer = await raw_proof(private)
+        assert answer.kind is Kind.LISTENING
+        assert await read_all(answer.port, "127.0.0.2") == b""
+        got = await read_all(answer.port)
+        assert got.startswith(answer.nonce)
         assert len(got) == messages.PROOF_SIZE
 
 
 @pytest.mark.parametrize("comes", [True, False])
-async def test_it_listens_until_the_client_has_come(
+async def test_a_probe_listens_until_the_client_has_connected(
     comes: bool, private: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(proofs, "_PROBE_TIMEOUT", 2.0 if comes else SHORT)
     async with serving(private) as server:
-        said = await raw_proof(private)
+        answer = await raw_proof(private)
         if comes:
-            await read_all(said.port)
+            await read_all(answer.port)
         with trio.fail_after(10):
-            while server.publication.probes:  # noqa: ASYNC110 - nothing notifies of that
+            while server.publication.probes:  # noqa: ASYNC110 - no event to wait for
                 await trio.sleep(0.01)
         with pytest.raises(ConnectionRefusedError):
-            await read_all(said.port)
+            await read_all(answer.port)
 
 
 async def test_a_listener_of_another_address(private: Path) -> None:
-    """Asked for one that is this host's, too."""
+    """A client requests a proof of an address of this host that has no listener."""
     async with serving(private):
         assert (await raw_proof(private, there="127.0.0.2")).kind is Kind.REFUSED
 
 
-async def test_no_descriptors_for_who_connects(private: Path, monkeypatch: Patch) -> None:
+async def test_no_proof_if_the_server_lacks_descriptors(private: Path, monkeypatch: Patch) -> None:
     def full(self: proofs.Probe) -> bool:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -212,18 +210,18 @@ async def test_no_descriptors_for_who_connects(private: Path, monkeypatch: Patch
         assert not server.publication.probes
 
 
-def test_who_has_gone_before_it_is_let_in_holds_nobody_up() -> None:
+def test_a_client_that_leaves_early_does_not_block_the_probe() -> None:
     probe = proofs.Probe(messages.four_tuple((HOST, 0), (HOST, 0)), 0)
     with probe.listener:
         assert not probe.answer()
 
 
-async def test_only_some_at_a_time(private: Path, monkeypatch: Patch) -> None:
+async def test_the_number_of_probes_is_limited(private: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(publication, "_MAX_PROBES", 1)
     async with serving(private):
-        said = await raw_proof(private)
+        answer = await raw_proof(private)
         refused = await raw_proof(private)
-        assert (said.kind, refused.kind) == (Kind.LISTENING, Kind.REFUSED)
+        assert (answer.kind, refused.kind) == (Kind.LISTENING, Kind.REFUSED)
 
 
 async def test_a_directory_at_a_default_place_proves_nothing(
@@ -234,8 +232,8 @@ async def test_a_directory_at_a_default_place_proves_nothing(
         assert (await raw_proof(private)).kind is Kind.REFUSED
 
 
-async def test_a_socket_that_goes_another_way(private: Path) -> None:
-    """Its packets may be routed otherwise than those of a proof."""
+async def test_a_socket_with_another_route_is_not_proven(private: Path) -> None:
+    """The packets of the socket may take another route than those of a proof."""
     async with serving(private) as server:
         with trio.socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
@@ -243,38 +241,38 @@ async def test_a_socket_that_goes_another_way(private: Path) -> None:
         assert found is FallbackReason.PATH_NOT_PROVEN
 
 
-async def test_what_is_proven_is_not_asked_again(private: Path, monkeypatch: Patch) -> None:
-    asked = 0
+async def test_a_proven_path_is_not_probed_again(private: Path, monkeypatch: Patch) -> None:
+    probes = 0
     real = proofs.Probe.answer
 
     def count(self: proofs.Probe) -> bool:
-        nonlocal asked
-        asked += 1
+        nonlocal probes
+        probes += 1
         return real(self)
 
     monkeypatch.setattr(proofs.Probe, "answer", count)
     monkeypatch.setattr(directory.Stamps, "settled", lambda self: True)
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
-        first = await asking.prove(HOST, server.address, client)
-        assert await asking.prove(HOST, server.address, client) is first
-        assert asked == 1
+        first = await discovery.prove(HOST, server.address, client)
+        assert await discovery.prove(HOST, server.address, client) is first
+        assert probes == 1
         assert isinstance(first, Found)
         first.disprove(trio.current_time())
-        assert await asking.prove(HOST, server.address, client) is FallbackReason.PATH_NOT_PROVEN
-    assert asked == 1
+        assert await discovery.prove(HOST, server.address, client) is FallbackReason.PATH_NOT_PROVEN
+    assert probes == 1
 
 
-def test_the_layout() -> None:
+def test_the_layout_of_messages() -> None:
     key = messages.four_tuple(("192.0.2.1", 0), ("2001:db8::1", 0))
     assert messages.parties(key) == ("192.0.2.1", "2001:db8::1")
     name = bytes(range(16))
-    asked = messages.decode_untrusted(messages.prove(key, name))
-    assert (asked.kind, asked.connection, asked.name) == (Kind.PROVE, key, name)
-    told = messages.listening(key, 0x1234, bytes(range(16)))
+    request = messages.decode_untrusted(messages.prove(key, name))
+    assert (request.kind, request.connection, request.name) == (Kind.PROVE, key, name)
+    packed = messages.listening(key, 0x1234, bytes(range(16)))
     head = struct.pack(">4sBBBB", b"TSMC", 5, 5, 7, 0)
-    assert told == head + key + b"\x12\x34" + bytes(range(16))
-    said = messages.decode_untrusted(told)
-    assert (said.port, said.nonce) == (0x1234, bytes(range(16)))
+    assert packed == head + key + b"\x12\x34" + bytes(range(16))
+    answer = messages.decode_untrusted(packed)
+    assert (answer.port, answer.nonce) == (0x1234, bytes(range(16)))
     with pytest.raises(ProtocolError):
-        messages.decode_untrusted(told[:-1])
+        messages.decode_untrusted(packed[:-1])

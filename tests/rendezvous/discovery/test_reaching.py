@@ -58,21 +58,21 @@ async def test_mapped_addresses_are_ipv4(private: Path) -> None:
                 await both_go(Both(client, announcement, connection, claim))
 
 
-async def test_an_ipv6_only_wildcard_is_not_asked_for_ipv4(private: Path) -> None:
+async def test_an_ipv6_only_wildcard_does_not_serve_ipv4(private: Path) -> None:
     async with serving(private, "::") as server:
         destination = ("127.0.0.1", server.address[1])
         outcome = Discovery(private).announce(("127.0.0.1", 1), destination)
         assert outcome is FallbackReason.PEER_NOT_CAPABLE
 
 
-async def test_our_wildcard_listener_says_nothing_about_other_hosts(private: Path) -> None:
+async def test_a_wildcard_listener_does_not_serve_other_hosts(private: Path) -> None:
     async with serving(private, "0.0.0.0") as server:
         destination = ("203.0.113.9", server.address[1])
         outcome = Discovery(private).announce(("192.0.2.1", 1), destination)
         assert outcome is FallbackReason.PEER_NOT_CAPABLE
 
 
-async def test_nobody_published(private: Path) -> None:
+async def test_no_listener_is_published(private: Path) -> None:
     outcome = Discovery(private).announce(("127.0.0.1", 1), ("127.0.0.1", 2))
     assert outcome is FallbackReason.PEER_NOT_CAPABLE
     assert os.listdir(private.parent) == [], "a client makes no directory"

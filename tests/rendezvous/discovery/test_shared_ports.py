@@ -43,7 +43,7 @@ async def claimed(server: Server) -> tuple[trio.socket.SocketType, Claim]:
 async def test_a_connection_of_another_client_with_the_announced_addresses(
     private: Path, then: str
 ) -> None:
-    """The announced one cannot be made; the server is told, and has plain TCP at once."""
+    """The announced connection fails; the server is notified, and has plain TCP at once."""
     async with serving(private) as server, trio.open_nursery() as nursery:
         with sharing() as other, sharing(other.getsockname()[1]) as client:
             announcement = await announce(private, client, server.address)
@@ -82,7 +82,7 @@ async def agreement(claim: Claim, connection: trio.socket.SocketType) -> str:
 async def test_an_announcement_that_another_connection_was_answered_for(
     private: Path, ends: str
 ) -> None:
-    """The client connects then, and its own connection is answered for, too."""
+    """Then the client connects, and the server answers for that connection as well."""
     async with serving(private) as server:
         with sharing() as other, sharing(other.getsockname()[1]) as client:
             announcement = await announce(private, client, server.address)
@@ -103,7 +103,7 @@ async def test_an_announcement_that_another_connection_was_answered_for(
 
 
 async def test_a_connection_that_has_ended_is_not_answered_for(private: Path) -> None:
-    """It is still in the backlog when the announced one is made."""
+    """The other connection is still in the backlog when the announced one is made."""
     async with serving(private) as server:
         with sharing() as other, sharing(other.getsockname()[1]) as client:
             await other.connect(server.address)

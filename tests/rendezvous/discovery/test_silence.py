@@ -1,4 +1,4 @@
-"""A client whose announcement no process answers: how long it waits, and what it remembers."""
+"""A client whose announcement no process answers: its waiting time, and its memory of that."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def plain() -> Iterator[socket.socket]:
         yield plain
 
 
-async def unanswered(asking: Discovery, server: Server) -> FallbackReason | None:
-    """Connect; the reason for TCP, which must come soon."""
+async def unanswered(discovery: Discovery, server: Server) -> FallbackReason | None:
+    """Connect; returns the reason for TCP, which must be known soon."""
     async with bound() as client:
-        announcement = await announce(asking, client, server.address)
+        announcement = await announce(discovery, client, server.address)
         await client.connect(server.address)
         with trio.fail_after(AT_MOST):
             return await announcement.accepted(soon(60))
 
 
-def next_one(asking: Discovery, server: Server) -> FallbackReason | None:
-    """Why the next connection is not announced; None: it is."""
-    found = asking.announce(SOURCE, server.address)
+def next_one(discovery: Discovery, server: Server) -> FallbackReason | None:
+    """The reason why the next connection is not announced; None: it is announced."""
+    found = discovery.announce(SOURCE, server.address)
     if isinstance(found, Announcement):
         found.close()
         return None
@@ -49,43 +49,43 @@ def next_one(asking: Discovery, server: Server) -> FallbackReason | None:
 
 async def test_a_connection_that_stays_queued(private: Path) -> None:
     """The process is stopped, or busy."""
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server:
-        assert await unanswered(asking, server) is FallbackReason.NOT_ACCEPTED
-        assert next_one(asking, server) is FallbackReason.NOT_ACCEPTED, "for a minute"
+        assert await unanswered(discovery, server) is FallbackReason.NOT_ACCEPTED
+        assert next_one(discovery, server) is FallbackReason.NOT_ACCEPTED, "for a minute"
 
 
 async def test_a_listener_that_waits_for_data(private: Path) -> None:
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server:
         server.plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 10)
-        assert await unanswered(asking, server) is FallbackReason.NOT_ACCEPTED
-        assert next_one(asking, server) is FallbackReason.NOT_ACCEPTED
+        assert await unanswered(discovery, server) is FallbackReason.NOT_ACCEPTED
+        assert next_one(discovery, server) is FallbackReason.NOT_ACCEPTED
 
 
 async def test_a_process_that_accepts_and_does_not_answer(private: Path) -> None:
     """The client knows soon, and does not wait as for a process that may be busy."""
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
-        announcement = await announce(asking, client, server.address)
+        announcement = await announce(discovery, client, server.address)
         await client.connect(server.address)
         accepted, _ = server.plain.accept()
         began = trio.current_time()
         with accepted:
             assert await announcement.accepted(soon(60)) is FallbackReason.PEER_NOT_CAPABLE
         assert trio.current_time() - began < announcing._MOST_PATIENCE
-        assert next_one(asking, server) is FallbackReason.PEER_NOT_CAPABLE
+        assert next_one(discovery, server) is FallbackReason.PEER_NOT_CAPABLE
 
 
 async def test_an_answer_is_remembered_instead(private: Path) -> None:
-    """A connection that takes SMC-R or nothing is announced all the same."""
-    asking = Discovery(private)
+    """A connection that requires SMC-R is still announced."""
+    discovery = Discovery(private)
     async with serving(private) as server:
-        assert await unanswered(asking, server) is FallbackReason.NOT_ACCEPTED
+        assert await unanswered(discovery, server) is FallbackReason.NOT_ACCEPTED
         queued, _ = server.plain.accept()
         queued.close()
         async with bound() as client:
-            announcement = await announce(asking, client, server.address, required=True)
+            announcement = await announce(discovery, client, server.address, required=True)
             await client.connect(server.address)
             connection, claim = await server.accept()
             with connection:
@@ -94,19 +94,19 @@ async def test_an_answer_is_remembered_instead(private: Path) -> None:
                 assert await announcement.accepted(soon()) is None
                 claim.forget()
             announcement.close()
-        assert next_one(asking, server) is None
+        assert next_one(discovery, server) is None
 
 
 async def test_another_listener_ends_the_memory(private: Path) -> None:
     """The silent process is replaced by another one; listeners at other addresses end nothing."""
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with serving(private) as server:
-        assert await unanswered(asking, server) is FallbackReason.NOT_ACCEPTED
+        assert await unanswered(discovery, server) is FallbackReason.NOT_ACCEPTED
         async with serving(private):
-            assert next_one(asking, server) is FallbackReason.NOT_ACCEPTED
+            assert next_one(discovery, server) is FallbackReason.NOT_ACCEPTED
         async with trio.open_nursery() as nursery:
             other = Discovery(private).publish(server.address, nursery)
-            assert next_one(asking, server) is None
+            assert next_one(discovery, server) is None
             other.close()
 
 
@@ -131,10 +131,10 @@ async def test_the_memory_is_short_and_bounded(
 
 
 async def test_a_client_that_takes_smc_or_nothing_waits_longer(private: Path) -> None:
-    """As TCP waits for a connection: here for a process that is busy for more than a second."""
-    asking = Discovery(private)
+    """Like a TCP connect, the client waits for a process that is busy for more than a second."""
+    discovery = Discovery(private)
     async with serving(private) as server, bound() as client, trio.open_nursery() as nursery:
-        announcement = await announce(asking, client, server.address, required=True)
+        announcement = await announce(discovery, client, server.address, required=True)
         await client.connect(server.address)
 
         async def answer() -> None:
@@ -156,13 +156,13 @@ async def test_a_client_that_takes_smc_or_nothing_waits_for_a_listener(
     before: str, plain: socket.socket, private: Path
 ) -> None:
     """The connection waits in the backlog, as over TCP, until a new worker accepts it."""
-    asking = Discovery(private)
+    discovery = Discovery(private)
     async with bound() as client, trio.open_nursery() as nursery:
         address = plain.getsockname()[:2]
         first = None
         if before == "a listener that ends":
             first = Discovery(private).publish(address, nursery)
-        announcement = await announce(asking, client, address, required=True)
+        announcement = await announce(discovery, client, address, required=True)
         if first is not None:
             first.close()
         await client.connect(address)
@@ -177,7 +177,7 @@ async def test_a_client_that_takes_smc_or_nothing_waits_for_a_listener(
             server.publication.close()
 
         nursery.start_soon(come)
-        # After the first listener this client waits as TCP does.
+        # After the first listener this client waits like TCP.
         patience = LONG if before == "no listener" else 0.1
         with trio.fail_after(LONG):
             assert await announcement.accepted(soon(patience)) is None
@@ -205,7 +205,7 @@ async def test_a_client_that_takes_smc_or_nothing_at_a_plain_server(
 
 
 async def test_the_wait_for_a_first_listener_ends(plain: socket.socket, private: Path) -> None:
-    """At a server that does not speak SMC-R, and does not accept either."""
+    """At a server without SMC-R that does not accept."""
     async with bound() as client:
         address = plain.getsockname()[:2]
         announcement = await announce(private, client, address, required=True)
@@ -223,14 +223,14 @@ async def test_a_client_that_takes_tcp_too_does_not_wait_for_a_listener(
 
 
 def test_the_patience_follows_the_usual_answer(private: Path) -> None:
-    asking = Discovery(private)
+    discovery = Discovery(private)
     there = ("127.0.0.1", 9)
-    assert asking.patience_for(there) == announcing._MOST_PATIENCE
+    assert discovery.patience_for(there) == announcing._MOST_PATIENCE
 
     async def note(*seconds: float) -> float:
         for each in seconds:
-            asking.note_answer(there, each)
-        return asking.patience_for(there)
+            discovery.note_answer(there, each)
+        return discovery.patience_for(there)
 
     assert trio.run(note, 0.001) == announcing._LEAST_PATIENCE
     assert trio.run(note, 0.05) == pytest.approx(8 * 0.05)

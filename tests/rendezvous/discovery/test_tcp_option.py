@@ -52,7 +52,7 @@ Reason = FallbackReason
 
 @pytest.fixture
 def option() -> Iterator[TcpOption]:
-    """One that this process loads for itself."""
+    """An option whose program this process loads for itself."""
     found = TcpOption(NOWHERE)
     yield found
     found.close()
@@ -60,7 +60,7 @@ def option() -> Iterator[TcpOption]:
 
 @pytest.fixture
 def pins() -> Iterator[Path]:
-    """A directory to pin in, which everybody can reach; nothing of it is left."""
+    """A directory for pins that all users can reach; it is removed at the end."""
     # Not in tmp_path: each pytest that begins closes the directory above it for others.
     with tempfile.TemporaryDirectory(prefix="smc-") as directory:
         os.chmod(directory, 0o755)
@@ -144,8 +144,8 @@ def test_as_tshark_reads_it(option: TcpOption, tmp_path: Path) -> None:
     ).stdout  # fmt: skip
     rows = [line.split("\t") for line in read.splitlines()]
     # tshark 4.2 and newer print False for 0.
-    told = [(tshark_reader.value(ack), exid) for to, ack, exid in rows if to == str(port)]
-    assert told == [(0, "0xe2d4")]
+    acknowledged = [(tshark_reader.value(ack), exid) for to, ack, exid in rows if to == str(port)]
+    assert acknowledged == [(0, "0xe2d4")]
     assert [row[2] for row in rows] == ["0xe2d4", "0xe2d4", "", ""]
     assert [row[0] for row in rows].count(str(plain)) == 1
 
@@ -174,7 +174,7 @@ def _disconnect(sock: socket.socket) -> None:
     assert ctypes.CDLL(None).connect(sock.fileno(), address, 16) == 0
 
 
-def test_what_is_no_socket(option: TcpOption) -> None:
+def test_a_closed_socket_has_no_option(option: TcpOption) -> None:
     with socket.socket() as sock:
         pass
     assert option.offer(sock) is Reason.TCP_OPTION_UNAVAILABLE
@@ -185,7 +185,7 @@ def test_what_is_no_socket(option: TcpOption) -> None:
 
 
 def test_another_program_that_wants_header_callbacks(option: TcpOption) -> None:
-    """A SYN-ACK has no socket: only the guard tells that a plain listener sends it."""
+    """A SYN-ACK has no socket: only the guard shows that a plain listener sends it."""
     foreign = Assembler()
     foreign.move(6, 1)
     foreign.load(2, 6, 0)
@@ -290,8 +290,8 @@ async def test_sockets_of_a_program_that_knows_nothing_of_it() -> None:
 
 
 @pytest.mark.rfc("3.1/3", "3.5.1.1/4")
-async def test_peers_that_have_never_heard_of_it() -> None:
-    """No byte of CLC is sent to a server, none expected of a client."""
+async def test_peers_without_smc_r_see_no_clc_message() -> None:
+    """This side sends no byte of CLC to the server, and expects none of the client."""
     with Wire.open() as wire:
         async with listening() as (stack, listener), plain_server() as server:
             wire.watch(address_of(server)[1])
@@ -310,7 +310,7 @@ async def test_peers_that_have_never_heard_of_it() -> None:
 
 
 async def test_a_client_that_did_not_see_the_answer(option: TcpOption) -> None:
-    """The SYN-ACK's option was lost: the application's bytes come where CLC could."""
+    """The SYN-ACK's option was lost: the application's bytes come in place of CLC."""
     async with listening() as (_, listener):
         with trio.socket.socket() as client:
             option.offer(client)
@@ -405,7 +405,7 @@ AS_UNPRIVILEGED = """
 def as_unprivileged(
     pins: Path, *, groups: list[int], port: int = 0, cgroup: Path | None = None
 ) -> list[str]:
-    """Two offers' and two answers' outcome of a process without privileges."""
+    """The outcomes of two offers and two answers of a process without privileges."""
     program = textwrap.dedent(AS_UNPRIVILEGED).format(
         path=[path for path in sys.path if path], groups=groups, number=UNPRIVILEGED,
         pins=str(pins), port=port,
@@ -438,7 +438,7 @@ def test_for_a_group(pins: Path) -> None:
 
 
 def test_for_a_cgroup(pins: Path) -> None:
-    """A process outside can mark its sockets, and is told that it does nothing."""
+    """A process outside can mark its sockets, and gets the reason why that has no effect."""
     with cgroup("inside") as inside, cgroup("outside") as outside:
         assert trio_smc.set_up_tcp_option(group="daemon", cgroup=inside, pins=pins)
         assert as_unprivileged(pins, groups=[1], cgroup=inside) == ["None"] * 4
@@ -469,11 +469,11 @@ def test_in_a_file_system_that_is_there(pins: Path) -> None:
     assert trio_smc.set_up_tcp_option(pins=below)
     assert trio_smc.tear_down_tcp_option(pins=below)
     assert not below.exists()
-    assert not trio_smc.set_up_tcp_option(pins=pins), "the other one is still there"
+    assert not trio_smc.set_up_tcp_option(pins=pins), "the other program is still loaded"
 
 
 @pytest.mark.parametrize("broken", ["link", "frozen"])
-def test_what_is_broken_is_set_up_anew(pins: Path, broken: str) -> None:
+def test_setup_replaces_broken_pins(pins: Path, broken: str) -> None:
     trio_smc.set_up_tcp_option(pins=pins)
     if broken == "link":
         (pins / tcp_option.LINK_NAME).unlink()
@@ -485,7 +485,7 @@ def test_what_is_broken_is_set_up_anew(pins: Path, broken: str) -> None:
         with tcp(option, option) as (one, _, _):
             assert option.answer(one) in (None, Reason.TCP_OPTION_UNAVAILABLE)
         assert trio_smc.set_up_tcp_option(pins=pins)
-        # A process that goes on finds the new one by itself.
+        # A running process finds the new program by itself.
         with tcp(option, option) as (one, other, _):
             assert (option.answer(one), option.answer(other)) == (None, None)
     finally:
@@ -508,7 +508,7 @@ def test_a_frozen_map_has_a_reason(pins: Path) -> None:
 
 
 def test_torn_down_under_a_process(pins: Path) -> None:
-    """It goes on with a program of its own where it may, else with plain TCP."""
+    """The process continues with its own program if it may load one, else with plain TCP."""
     trio_smc.set_up_tcp_option(pins=pins)
     option = TcpOption(pins)
     option._may_load = False

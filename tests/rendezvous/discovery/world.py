@@ -76,24 +76,24 @@ async def bound(address: str = "127.0.0.1") -> AsyncIterator[trio.socket.SocketT
 
 
 async def announce(
-    asking: Path | Discovery,
+    discovery: Path | Discovery,
     client: trio.socket.SocketType,
     destination: tuple[str, int],
     *,
     required: bool = False,
 ) -> Announcement:
-    if isinstance(asking, Path):
-        asking = Discovery(asking)
+    if isinstance(discovery, Path):
+        discovery = Discovery(discovery)
     source: tuple[str, int] = client.getsockname()[:2]
-    outcome = asking.announce(source, destination, client, required=required)
+    outcome = discovery.announce(source, destination, client, required=required)
     assert isinstance(outcome, Announcement)
     return outcome
 
 
-async def agree(asking: Path | Discovery, server: Server, destination: tuple[str, int]) -> None:
+async def agree(discovery: Path | Discovery, server: Server, destination: tuple[str, int]) -> None:
     """Open one TCP connection and see both ends start SMC-R on it."""
     async with bound("::1" if ":" in destination[0] else "127.0.0.1") as client:
-        announcement = await announce(asking, client, destination)
+        announcement = await announce(discovery, client, destination)
         await client.connect(destination)
         connection, claim = await server.accept()
         with connection:
@@ -166,9 +166,9 @@ def _sockets(private: Path, kind: str) -> list[Path]:
 
 
 @contextlib.asynccontextmanager
-async def claimed(private: Path, *, asking: Discovery | None = None) -> AsyncIterator[Both]:
+async def claimed(private: Path, *, discovery: Discovery | None = None) -> AsyncIterator[Both]:
     async with serving(private) as server, bound() as client:
-        announcement = await announce(asking or private, client, server.address)
+        announcement = await announce(discovery or private, client, server.address)
         await client.connect(server.address)
         connection, claim = await server.accept()
         with connection:

@@ -181,14 +181,14 @@ class GroupWorld(World):
         config: Config | None = None,
         write: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(tells_death=False)
+        super().__init__(announces_end=False)
         self.work_clock = UnevenWork(rng.getstate()[1][0])
         self.rng = rng
         self.client = self.side(config, rnics=rnics[0])
         self.server = self.side(config, rnics=rnics[1])
         self.streams: list[Stream] = []
         self.fate = Fate.DONE
-        """What becomes of the next request that is done."""
+        """The fate of the next request that is executed."""
         self._trace: Trace | None = None
         if write is not None:
             self._trace = Trace("world", self, write)

@@ -138,8 +138,8 @@ def test_figure_9() -> None:
             assert (message.mac, message.gid) == (rnic.mac, rnic.gid)
             assert (message.qp_number, message.link_number) == (link.qp.qp_num, 2)
             assert (message.qp_mtu, message.initial_psn) == (5, link.psn)
-        told = messages(client, llc.AddLinkContinuation)
-        for part, side in zip(told, (server, client), strict=True):
+        continuations = messages(client, llc.AddLinkContinuation)
+        for part, side in zip(continuations, (server, client), strict=True):
             (rmb,) = side.group.own_rmbs.pool.rmbs
             tokens = side.group.own_rmbs.tokens(rmb)
             assert (part.link_number, part.tokens_left) == (2, 1)
@@ -202,8 +202,8 @@ def test_all_rtokens_are_exchanged_for_any_numbers_of_them(counts: tuple[int, in
         client.record()
         server.add_rnic()
         world.settle()
-        told = messages(client, llc.AddLinkContinuation)
-        left = [message.tokens_left for message in told]
+        continuations = messages(client, llc.AddLinkContinuation)
+        left = [message.tokens_left for message in continuations]
         rounds = max((count + 1) // 2 for count in counts)
         assert left[::2] == [max(0, counts[1] - 2 * each) for each in range(rounds)]
         assert left[1::2] == [max(0, counts[0] - 2 * each) for each in range(rounds)]

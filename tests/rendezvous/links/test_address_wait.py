@@ -27,7 +27,7 @@ LOOKS = (1, 2, 7, 17)
 
 
 class Looks(MemoryRnic):
-    """Knows every address after so many looks; `times` has when it was asked."""
+    """Knows every address after this number of queries; `times` has the time of each query."""
 
     def __init__(self, clock: Clock, left: int) -> None:
         super().__init__(Fabric())
@@ -41,7 +41,7 @@ class Looks(MemoryRnic):
 
 
 def waits(looks: int, *, cancel_after: float | None = None) -> tuple[list[float], list[float]]:
-    """When was looked, and when the wait was over."""
+    """The times of the queries, and the end of the wait."""
     clock = Clock()
     timers = Timers(clock, lambda: None)
     rnic, over = Looks(clock, looks), list[float]()
@@ -88,7 +88,7 @@ def test_a_new_wait_takes_the_place_of_the_one_before() -> None:
 
 
 def peer_of(world: World, place: str) -> bytes:
-    """The GID that this side looks for."""
+    """The GID that this side resolves."""
     client, server = world.sides[:2]
     return (server if place == "client" else client).rnic.gid
 
@@ -148,7 +148,7 @@ def terminate(world: World, call: Call, place: str) -> None:
 def test_everything_ends_while_a_first_contact_waits(
     place: str, here: bool, looks: int, trouble: Callable[[World, Call, str], None]
 ) -> None:
-    """Each side comes to an end, and nothing is left of it (`World.close`)."""
+    """Each side ends, and nothing is left (`World.close`)."""
     with World() as world:
         client, server = world.side(), world.side()
         world.fabric.looks[peer_of(world, place)] = looks
@@ -170,8 +170,8 @@ def test_everything_ends_while_a_first_contact_waits(
 
 
 def with_late_link(world: World, place: str, looks: int, *, rnics: int = 2) -> Call:
-    """A group in which link 3 took the place of link 2, whose RNIC had failed; that is back now,
-    and for link 4 an address is looked for."""
+    """A group in which link 3 has replaced link 2, whose RNIC had failed.  That RNIC is back now,
+    and link 4 waits for an address."""
     client, server = world.side(rnics=rnics), world.side(rnics=rnics)
     call = world.connect(client, server)
     assert server.group.kind == "symmetric"
@@ -187,7 +187,7 @@ def with_late_link(world: World, place: str, looks: int, *, rnics: int = 2) -> C
 
 
 def waiting_states(place: str) -> tuple[str, str]:
-    """Where the exchange stands at the client and at the server."""
+    """The states of the exchange at the client and at the server."""
     return ("IDLE", "ADD_LINK") if place == "client" else ("ADD_LINK_CONTINUATION", "ADD_LINK")
 
 
@@ -198,7 +198,7 @@ def exchange_states(world: World) -> tuple[str, ...]:
 @pytest.mark.parametrize("looks", LOOKS)
 @pytest.mark.parametrize("place", ["client", "server"])
 def test_a_link_waits_for_the_address(place: str, looks: int) -> None:
-    """Data goes on meanwhile, and nothing else is lost."""
+    """Data flows meanwhile, and nothing else is lost."""
     with World() as world:
         call = with_late_link(world, place, looks)
         client, server = world.sides
@@ -229,7 +229,7 @@ def test_the_second_link_of_a_first_contact_waits(place: str, looks: int) -> Non
 
 @pytest.mark.parametrize("place", ["client", "server"])
 def test_a_link_to_an_address_that_is_never_answered(place: str) -> None:
-    """C.8: it is given up, and tried again later."""
+    """C.8: the link is given up and tried again later."""
     with World() as world:
         call = with_late_link(world, place, NEVER)
         client, server = world.sides
@@ -243,7 +243,7 @@ def test_a_link_to_an_address_that_is_never_answered(place: str) -> None:
 
 
 def test_a_reply_timer_does_not_run_while_the_server_waits() -> None:
-    """The reply has come: the link it came over has not failed (C.7.1)."""
+    """The reply has arrived, so its link has not failed (C.7.1)."""
     with World() as world:
         client, server = world.side(Config(llc_timeout=10), rnics=2), world.side(rnics=2)
         call = world.connect(client, server)
@@ -311,7 +311,7 @@ def test_a_reply_that_is_taken_back() -> None:
 
 
 def links_fail(world: World, place: str) -> None:
-    """The link that all travels on."""
+    """Fail the link that carries all messages."""
     world.sides[0].group.links[1].qp.to_err()
 
 
@@ -324,7 +324,7 @@ def lose_the_rnic(world: World, place: str) -> None:
 
 
 def delete_the_link(world: World, place: str) -> None:
-    """An operator deletes the carrier."""
+    """An operator deletes the link that carries all messages."""
     world.sides[1].group.delete_link(1)
 
 
@@ -374,7 +374,7 @@ def make_slow(rng: random.Random, world: World, rnics: list[MemoryRnic]) -> None
 
 
 def test_random_delays(rng: random.Random) -> None:
-    """Every address of every RNIC is slow, each time anew, while ports come and go."""
+    """Every query for an address is slow, while ports go down and return."""
     for _ in range(20):
         with World() as world:
             client, server = world.side(rnics=3), world.side(rnics=2)

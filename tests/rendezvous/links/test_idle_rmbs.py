@@ -1,4 +1,4 @@
-"""RMBs that are made ahead, kept and deleted, and how many there may be (RFC 7609, 3.5.5.2)."""
+"""RMBs that are made in advance, kept and deleted, and their number (RFC 7609, 3.5.5.2)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def deletions(side: Side) -> list[llc.DeleteRkey]:
     """The DELETE RKEYs that this side sent."""
     kinds = messages(side, llc.DeleteRkey)
     lines = [line for line in transcript(side) if "DELETE_RKEY" in line]
-    return [each for each, said in zip(kinds, lines, strict=True) if said == "out DELETE_RKEY"]
+    return [each for each, entry in zip(kinds, lines, strict=True) if entry == "out DELETE_RKEY"]
 
 
 class Keeper:
-    """Keeps messages of one kind on their way."""
+    """Holds back messages of one kind."""
 
     def __init__(self, world: World, sender: Side, kind: llc.MessageType) -> None:
         self.kept: list[tuple[PlainQueuePair, bytes]] = []
@@ -96,7 +96,7 @@ def test_rmbs_of_a_burst_stay_a_minute(links: int) -> None:
 
 
 def test_the_next_burst_finds_the_rmbs_of_the_last() -> None:
-    """And so no connection waits for the peer's reply; only a spare may come and go."""
+    """No connection waits for the peer's reply; only a spare may be made and deleted."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         first: set[Any] = set()
@@ -128,7 +128,7 @@ def test_the_last_rmb_of_a_size_stays_as_long_as_an_idle_group(end: int) -> None
 
 
 def test_a_group_without_connections_ends_as_a_whole() -> None:
-    """Its RMBs are used by the next connection, or end with the group; none is deleted alone."""
+    """The next connection uses the RMBs, or they end with the group; none is deleted alone."""
     with World() as world:
         client, server = world.side(), world.side()
         calls = [world.connect(client, server, size=BIG) for _ in range(4)]
@@ -139,7 +139,7 @@ def test_a_group_without_connections_ends_as_a_whole() -> None:
         assert deletions(client) == deletions(server) == []
         calls = [world.connect(client, server, size=BIG)]
         world.pass_time(LOOK)
-        # Now it goes on, and what was not needed for long enough goes.
+        # Now the group continues, and deletes the RMBs that were idle for long enough.
         assert len(client.group.own_rmbs) == len(server.group.own_rmbs) == 1
         close(world, calls)
         world.pass_time(610.0)
@@ -162,7 +162,7 @@ def test_an_rmb_is_freed_after_the_reply_and_not_used_meanwhile() -> None:
         assert len(leaving) == before - 2
         assert all(rmb.memory.size for rmb in leaving)
         for link in client.group.links.values():
-            # The peer may write until it has replied: its RKeys are good so long.
+            # The peer may write until it has replied: the RKeys are valid until then.
             assert isinstance(link.qp, PlainQueuePair)
             rkeys = [client.group.own_rmbs.region(rmb, link).rkey for rmb in leaving]
             assert set(rkeys) <= set(link.qp.domain.regions)
@@ -179,7 +179,7 @@ def test_an_rmb_is_freed_after_the_reply_and_not_used_meanwhile() -> None:
 
 @pytest.mark.rfc("A.3.7/4")
 def test_a_negative_reply_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A.3.7: no aggressive recovery; the peer knew it no more."""
+    """A.3.7: no aggressive recovery; the peer did not know the RMB any more."""
     caplog.set_level(logging.INFO, logger="trio_smc")
     with World() as world:
         client, server, kept = with_links(world, 2)
@@ -224,7 +224,7 @@ def test_the_groups_end_in_the_middle_of_it(how: str) -> None:
 
 
 def test_a_deletion_whose_reply_was_lost_is_repeated() -> None:
-    """2.3: it is begun anew on another link, and its RMBs never come back."""
+    """2.3: the exchange is repeated on another link, and its RMBs are not used again."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         close(world, [world.connect(client, server, size=BIG) for _ in range(3)])

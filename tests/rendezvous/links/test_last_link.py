@@ -19,7 +19,7 @@ from trio_smc.wire import clc
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         yield world
 
 
@@ -29,7 +29,7 @@ def rnics_in_use(stage: Stage, place: int) -> set[str]:
 
 
 def channel(connection: Connection) -> Link:
-    """The link that it sends on."""
+    """The link on which the connection sends."""
     link = connection.channel
     assert isinstance(link, Link)
     return link
@@ -62,7 +62,7 @@ def test_a_link_that_was_to_go_stays_when_the_other_one_fails(
     assert lost in stage.log
     assert [stage.end(place).group for place in (0, 1)] == groups, "no group was lost"
     assert stage.works()
-    # A new link takes its place: then it goes after all.
+    # A new link replaces it, so the deletion ends.
     assert rnics_in_use(stage, drained) == {"memory0"}
     assert 2 not in stage.links()
     side.stack.rnic_set.undrain(side.rnics[1])
@@ -91,13 +91,13 @@ def test_connections_that_leave_a_link_stay_when_the_other_one_fails(
     side.stack.rnic_set.undrain(leaving.rnic)
     world.settle()
     assert stage.works()
-    # What was given up holds nothing up: the group has two links again.
+    # The abandoned link blocks nothing: the group has two links again.
     assert stage.client.group.kind == stage.server.group.kind == "symmetric"
 
 
 @pytest.mark.rfc("4.8.3/2")
 def test_a_link_that_both_sides_have_given_up_is_no_way_out(world: World) -> None:
-    """The server has freed it already when the other one fails: nothing is left."""
+    """The server has freed the link already when the other one fails: no link is left."""
     stage = Stage(world, (2, 2))
     stage.server.group.delete_link(2)
     world.until(lambda: list(stage.server.group.links) == [1])
@@ -112,7 +112,7 @@ def test_a_link_that_both_sides_have_given_up_is_no_way_out(world: World) -> Non
 
 @pytest.mark.rfc("4.6.1/2")
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_link_deleted_in_order_delivers_what_it_received(world: World, place: int) -> None:
+def test_a_link_deleted_in_order_delivers_received_data(world: World, place: int) -> None:
     """The peer counts it as delivered and will not send it again (`Mover.link_ends`)."""
     stage = Stage(world, (2, 2))
     here, there = stage.call.connections[place], stage.call.connections[1 - place]
@@ -152,7 +152,7 @@ def test_an_element_reused_before_its_final_messages_arrived(world: World, place
 
 @pytest.mark.parametrize("alone", [False, True], ids=["as-accept", "the-only-one"])
 def test_confirm_overtakes_the_reply_to_confirm_link(world: World, alone: bool) -> None:
-    """The client may use the new link, and the server has not heard yet that it is there."""
+    """The client may use the new link, but the server does not know yet that it is confirmed."""
     stage = Stage(world, (2, 2), down=1)
     world.connect(stage.client, stage.server)  # one on each link: the new one will be preferred
     stage.server.rnics[1].port_up()

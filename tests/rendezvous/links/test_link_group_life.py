@@ -63,7 +63,7 @@ def test_an_idle_link_is_tested() -> None:
         record = server.record()
         world.pass_time(29.0)
         assert record.messages() == []
-        world.pass_time(9.0)  # a link looks four times in an interval whether it heard anything
+        world.pass_time(9.0)  # a link checks four times in an interval if anything arrived
         assert transcript(server) == ["out TEST_LINK", "in TEST_LINK reply"]
         request, reply = (data for _, _, data in record.messages())
         assert request[4:20] == reply[4:20]
@@ -127,7 +127,7 @@ def test_a_reply_with_other_data_is_a_protocol_error() -> None:
 @pytest.mark.rfc("C.7.1/messages/14")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_reply_without_a_request_is_ignored(end: int) -> None:
-    """However many: it is a sign of life, and answers no later test."""
+    """Any number of them: each is a sign of life, and answers no later test."""
     with World() as world:
         configs = [alternative(), alternative()]
         configs[1 - end] = Config()
@@ -189,7 +189,7 @@ def test_the_reasons_of_the_calls_that_users_have(
 @pytest.mark.rfc("3.5.4/3", "3.5.4/4", "A.3.4/3", "A.3.4/5")
 @pytest.mark.parametrize("client_has_connections", [False, True])
 def test_the_server_ends_a_group(client_has_connections: bool) -> None:
-    """3.5.4: DELETE LINK for all; the client complies at once and says nothing."""
+    """3.5.4: DELETE LINK for all; the client complies at once and sends nothing."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
@@ -222,8 +222,8 @@ def test_the_server_gives_the_clients_reason_for_the_end_of_a_group(reason: int)
         link = client.group.links[1]
         link.send_llc(llc.DeleteLink(all_links=True, reason=reason))
         world.settle()
-        asked, answer = (data for kind, _, data in client.recorder.messages() if kind == "llc")
-        assert asked[5:9] == answer[5:9] == reason.to_bytes(4, "big")
+        request, answer = (data for kind, _, data in client.recorder.messages() if kind == "llc")
+        assert request[5:9] == answer[5:9] == reason.to_bytes(4, "big")
         assert not client.groups
         assert not server.groups
 
@@ -260,8 +260,8 @@ def test_both_sides_end_a_group_at_once() -> None:
 @pytest.mark.rfc("C.7.1/time-outs/14")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_peer_that_is_gone_does_not_keep_a_group_from_ending(end: int) -> None:
-    """C.7.1: tear it down."""
-    with World(tells_death=False) as world:
+    """C.7.1: tear down the group."""
+    with World(announces_end=False) as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
         world.fabric.tamper = lambda *_: []
@@ -274,7 +274,7 @@ def test_a_peer_that_is_gone_does_not_keep_a_group_from_ending(end: int) -> None
 @pytest.mark.rfc("3.5.4/1")
 @pytest.mark.parametrize(("end", "seconds"), [(0, 610.0), (1, 600.0)])
 def test_idle_groups_end(end: int, seconds: float) -> None:
-    """3.5.4: the server's business; a client does it ten seconds later, if its server did not."""
+    """3.5.4: the server ends the group; if it does not, the client does so ten seconds later."""
     with World() as world:
         configs = [Config(link_group_idle=100_000)] * 2
         configs[end] = Config()
@@ -306,11 +306,11 @@ def test_a_connection_in_time_keeps_an_idle_group() -> None:
 
 
 @pytest.mark.rfc("4.8.3/2")
-@pytest.mark.parametrize("tells_death", [False, True])
+@pytest.mark.parametrize("announces_end", [False, True])
 @pytest.mark.parametrize("end", [0, 1])
-def test_the_last_links_loss_frees_everything(end: int, tells_death: bool) -> None:
+def test_the_last_links_loss_frees_everything(end: int, announces_end: bool) -> None:
     """4.8.3: error and TCP reset for its connections, data received whole stays readable."""
-    with World(tells_death=tells_death) as world:
+    with World(announces_end=announces_end) as world:
         client, server = world.side(), world.side()
         calls = [world.connect(client, server) for _ in range(6)]
         next(iter((client, server)[end].rnic.qps.values())).to_err()
@@ -390,7 +390,7 @@ def test_a_connection_that_was_closed_on_both_sides_never_breaks() -> None:
 
 @pytest.mark.rfc("3.5.5.1.3/3", "3.5.5.1.3/4", "3.5.5.1.3/5")
 def test_the_server_deletes_the_only_link() -> None:
-    """3.5.5.1.3: it keeps the link's resources until the reply."""
+    """3.5.5.1.3: the server keeps the link's resources until the reply."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
@@ -427,7 +427,7 @@ def test_the_client_requests_it() -> None:
 def test_delete_link_without_an_answer(end: int, seconds: float) -> None:
     """C.7.1: the link over which it was sent is no longer usable either.  A client gives its server
     time to end an exchange, and to move connections."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
         world.fabric.tamper = lambda *_: []
@@ -463,7 +463,7 @@ def test_a_link_that_does_not_exist(end: int) -> None:
 
 @pytest.mark.rfc("3.5.5.3.2/5", "3.5.5.3/3")
 def test_confirm_rkey_during_delete_link_is_to_be_tried_again() -> None:
-    """3.5.5.3.2: and the link's end ends the trying (2.3)."""
+    """3.5.5.3.2: the end of the link ends the retries (2.3)."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -499,7 +499,7 @@ def test_delete_rkey_during_delete_link_is_answered_afterwards() -> None:
         assert transcript(server) == ["out DELETE_RKEY reply"]
         assert server.group.peer_rmbs.find(1, rkey) is None
         world.fabric.lose()
-        # A peer that does not wait for replies is ignored at some point.
+        # After some requests a peer that does not wait for replies is ignored.
         server.group.exchanges.begin("delete_link", link_of(server))
         link = link_of(server)
         for _ in range(17):
@@ -545,14 +545,14 @@ def test_delete_link_for_all_during_an_exchange_ends_it() -> None:
 
 
 def test_add_link_from_the_client_is_a_notice() -> None:
-    """3.5.5.1.2: it is not answered; and the client does not wait."""
+    """3.5.5.1.2: the server does not answer, and the client does not wait."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
         client.record()
         link_of(client).send_llc(llc.AddLink(mac=client.rnic.mac, gid=client.rnic.gid))
         world.pass_time(9.9)
-        # The server looks whether a link can be added; here it would be a parallel one again.
+        # The server checks if it can add a link; here it would be a parallel one again.
         assert transcript(client) == ["out ADD_LINK", "in ADD_LINK", "out ADD_LINK reply"]
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 

@@ -1,5 +1,5 @@
-"""Kinds of link groups and what changes them: RNICs that come and go, links that are deleted or
-lost, and which link a connection sends on (RFC 7609, 2.2, 2.3, 3.5.5.1, C.8)."""
+"""Kinds of link groups, and the events that change them: RNICs that appear and fail, links that are
+deleted or lost; the link on which a connection sends (RFC 7609, 2.2, 2.3, 3.5.5.1, C.8)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DELETED = ["in DELETE_LINK", "out DELETE_LINK reply"]
 
 
 def states(side: Side) -> list[str]:
-    """The states that the side's link group came to."""
+    """The states that the side's link group has entered."""
     return [
         names[1] for what, subject, names in side.recorder.events
         if what == "state" and subject == "LinkGroup"
@@ -111,7 +111,7 @@ def test_at_the_maximum_no_side_requests_or_offers() -> None:
         server.add_rnic()
         world.pass_time(1.0)
         assert transcript(client) == []
-        # A client that asks all the same is not answered.
+        # The server does not answer if the client still requests one.
         link = client.group.links.oldest()
         assert link is not None
         link.send_llc(llc.AddLink(mac=bytes(6), gid=bytes(range(16))))
@@ -137,7 +137,7 @@ def test_a_symmetric_group_grows_by_an_rnic_at_each_end() -> None:
 
 @pytest.mark.rfc("C.8/1", "C.8/2")
 def test_c8_the_server_tries_again_when_its_timer_is_due() -> None:
-    """C.8: a rejection waits the longest, as the client will tell."""
+    """C.8: the wait after a rejection is the longest, because the client will send a request."""
     with World() as world:
         client, server = world.side(), world.side(Config(link_group_idle=10_000))
         world.connect(client, server)
@@ -158,7 +158,7 @@ def test_c8_the_server_tries_again_when_its_timer_is_due() -> None:
 @pytest.mark.parametrize("orderly", [False, True])
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_operator_deletes_a_link(end: int, orderly: bool) -> None:
-    """3.5.5.1.3, 3.5.5.1.4: and it does not come back by itself at once."""
+    """3.5.5.1.3, 3.5.5.1.4: the deleted link is not added again at once."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
@@ -177,7 +177,7 @@ def test_an_operator_deletes_a_link(end: int, orderly: bool) -> None:
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_lost_link_is_deleted_at_both_ends_and_replaced(end: int) -> None:
     """Figures 10 and 11; 3.5.5.1.3: the server takes a new number (2.2.4)."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
         side = (client, server)[end]
@@ -236,7 +236,7 @@ def test_the_only_link_of_a_drained_rnic_goes_when_another_one_is_there() -> Non
         assert server.group.kind == "single"
         server.stack.rnic_set.drain(server.rnics[0])
         world.settle()
-        assert paths(server) == {1: "memory0"}  # there is nothing else yet
+        assert paths(server) == {1: "memory0"}  # the only link so far
         server.rnics[1].port_up()
         world.settle()
         assert list(paths(server).values()) == ["memory1"]
@@ -324,7 +324,7 @@ def test_terminate_ends_all_links(end: int) -> None:
 @pytest.mark.parametrize("end", [0, 1])
 def test_delete_link_for_all_is_sent_again_over_another_link(end: int) -> None:
     """C.7.1, DELETE LINK (entire link group)."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
         side, peer = (client, server) if end == 0 else (server, client)

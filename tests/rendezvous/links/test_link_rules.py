@@ -23,7 +23,7 @@ BIG = 4 * SIZE
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         yield world
 
 
@@ -143,9 +143,9 @@ def test_a_client_requests_a_deletion_at_once_or_in_order(world: World, orderly:
     stage.client.group.delete_link(link.number, orderly=orderly)
     world.until(lambda: any("DELETE_LINK" in name for name in stage.log))
     connection.send(memoryview(b"on its way"))
-    asked = llc.DeleteLink(orderly=orderly, link_number=link.number, reason=0x00020000)
+    request = llc.DeleteLink(orderly=orderly, link_number=link.number, reason=0x00020000)
     (other,) = [each for each in stage.server.group.links.values() if each is not link]
-    stage.server.group.on_llc_untrusted(other, asked.encode())
+    stage.server.group.on_llc_untrusted(other, request.encode())
     assert link.state == ("LEAVING" if orderly else "DOWN")
     assert (link.qp.state.value == "RTS") is orderly
     world.settle()

@@ -94,7 +94,7 @@ def test_add_link_and_the_clients_add_link(state: str) -> None:
 @pytest.mark.rfc("3.5.5.3.1/2", "3.5.5.3/1")
 def test_both_sides_have_a_new_rnic_at_once() -> None:
     """The server ignores the client's ADD LINK, and the client takes the server's for an answer."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         stage = Stage(world, (1, 2), down=1)
         stage.server.rnics[1].port_up()
         stage.client.add_rnic()
@@ -113,9 +113,9 @@ def test_add_link_and_the_clients_delete_link(state: str, orderly: bool) -> None
         client, server = adding(world, state)
         client.group.delete_link(2, orderly=orderly)
         world.settle()
-        told = transcript(server)
-        assert told.index("in DELETE_LINK") < told.index("in CONFIRM_LINK reply")
-        assert told.index("in CONFIRM_LINK reply") < told.index("out DELETE_LINK")
+        lines = transcript(server)
+        assert lines.index("in DELETE_LINK") < lines.index("in CONFIRM_LINK reply")
+        assert lines.index("in CONFIRM_LINK reply") < lines.index("out DELETE_LINK")
         assert list(server.group.links) == list(client.group.links) == [1, 3]
 
 
@@ -195,9 +195,9 @@ def test_delete_link_and_the_clients_add_link() -> None:
             llc.AddLink(mac=client.rnics[2].mac, gid=client.rnics[2].gid)
         )
         world.settle()
-        told = transcript(server)
-        assert told.index("in ADD_LINK") < told.index("in DELETE_LINK reply")
-        assert told.index("in DELETE_LINK reply") < told.index("out ADD_LINK")
+        lines = transcript(server)
+        assert lines.index("in ADD_LINK") < lines.index("in DELETE_LINK reply")
+        assert lines.index("in DELETE_LINK reply") < lines.index("out ADD_LINK")
         assert list(server.group.links) == list(client.group.links) == [1, 2, 4]
 
 
@@ -276,11 +276,11 @@ def test_the_servers_confirm_rkey_and_the_clients_add_link() -> None:
     with World() as world:
         done: list[object] = []
         client, server = changing_rkeys(world, 1, done)
-        server.add_rnic()  # it has to wait, too
+        server.add_rnic()  # this request has to wait, too
         client.add_rnic()
         world.settle()
-        told = transcript(server)
-        assert told.index("in CONFIRM_RKEY reply") < told.index("out ADD_LINK")
+        lines = transcript(server)
+        assert lines.index("in CONFIRM_RKEY reply") < lines.index("out ADD_LINK")
         assert len(server.group.links) == len(client.group.links) == 3
         tokens = server.group.own_rmbs.tokens(server.group.own_rmbs.pool.rmbs[-1])
         assert client.group.peer_rmbs.find(3, tokens[3].rkey) is not None
@@ -329,9 +329,9 @@ def test_the_servers_confirm_rkey_and_the_clients_delete_link(orderly: bool) -> 
         client, server = changing_rkeys(world, 1, done)
         client.group.delete_link(2, orderly=orderly)
         world.settle()
-        told = transcript(server)
-        assert told.index("in DELETE_LINK") < told.index("in CONFIRM_RKEY reply")
-        assert told.index("in CONFIRM_RKEY reply") < told.index("out DELETE_LINK")
+        lines = transcript(server)
+        assert lines.index("in DELETE_LINK") < lines.index("in CONFIRM_RKEY reply")
+        assert lines.index("in CONFIRM_RKEY reply") < lines.index("out DELETE_LINK")
         assert list(server.group.links) == list(client.group.links) == [1]
         assert done[0] is not None
 
@@ -356,7 +356,7 @@ def test_the_clients_confirm_rkey_and_the_servers_delete_link() -> None:
 def test_the_link_that_brought_delete_link_fails_before_the_reply() -> None:
     """Data is on its way over the link that goes, so the reply has to wait; then it takes another
     link."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         stage = Stage(world, (3, 3))
         calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(2))]
         [call] = [each for each in calls if each.connections[0].channel.number == 3]  # type: ignore[union-attr]
@@ -379,7 +379,7 @@ def test_the_link_that_brought_delete_link_fails_before_the_reply() -> None:
 @pytest.mark.rfc("2.3/2")
 def test_the_link_of_a_confirm_rkey_fails_while_another_is_deleted() -> None:
     """The deletion, over a link that works, goes on; CONFIRM RKEY begins anew afterwards."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server = world.side(rnics=3), world.side(rnics=3)
         world.connect(client, server)
         done: list[object] = []
@@ -449,7 +449,7 @@ def test_an_unexpected_confirm_link_fails_its_link() -> None:
 @pytest.mark.rfc("3.5.5.3/2", "3.5.5.3/3")
 def test_one_exchange_at_a_time() -> None:
     """The server wants three things in the same moment."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         stage = Stage(world, (3, 3))
         stage.server.group.request_element(BIG, lambda _: None)
         stage.server.group.delete_link(3, orderly=False)
@@ -468,7 +468,7 @@ def test_one_exchange_at_a_time() -> None:
 @pytest.mark.rfc("C.7/1", "C.7/3")
 @pytest.mark.parametrize("state", ["ADD_LINK", "DELETE_LINK", "CHANGE_RKEYS"])
 def test_a_reply_ends_its_timer(state: str) -> None:
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         if state == "ADD_LINK":
             client, server = adding(world, state)
         elif state == "DELETE_LINK":

@@ -22,7 +22,7 @@ WAYS = pytest.mark.parametrize("way", ["lose", "fail"])
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         yield world
 
 
@@ -119,7 +119,7 @@ def test_a_first_contact_without_the_rtoken_of_its_rmb(world: World, name: str) 
 
 
 def later(world: World) -> Stage:
-    """One link; the server's second RNIC comes up when the test says so, and a link is added."""
+    """One link; the test brings up the server's second RNIC later, and a link is added."""
     stage = Stage(world, (1, 2), down=1)
     assert stage.links() == [1]
     return stage
@@ -281,7 +281,7 @@ def test_a_server_that_never_deletes_a_lost_link_costs_no_connection(world: Worl
 
 
 def test_a_client_that_never_answers_for_a_lost_link_ends_no_connection(world: World) -> None:
-    """The same the other way round; when the answer comes, the group goes on as usual."""
+    """The same for the other side; after the answer the group continues as usual."""
     stage = Stage(world, (2, 2))
     stage.wire.lose("C2 DELETE_LINK 1 reply", 99)
     stage.server.group.links[1].machine.send("failed")
@@ -400,7 +400,7 @@ def test_a_group_ends_although_no_peer_receives_it(world: World, place: int, way
 
 
 def new_rmb(stage: Stage, place: int) -> None:
-    """This side needs an RMB more."""
+    """Make this side need one more RMB."""
     stage.end(place).group.request_element(BIG, lambda _: None)
 
 

@@ -1,5 +1,5 @@
-"""RKeys of groups with several links: CONFIRM RKEY, CONTINUATION, ADD LINK's pairs, DELETE RKEY's
-answer, and what no peer may send (RFC 7609, 3.5.5.2, A.3.5-A.3.7, C.7.1)."""
+"""RKeys of groups with several links: CONFIRM RKEY, CONTINUATION, the pairs of ADD LINK, the answer
+to DELETE RKEY, and invalid messages (RFC 7609, 3.5.5.2, A.3.5-A.3.7, C.7.1)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def with_links(world: World, count: int, **sides: Any) -> tuple[Side, Side, Call
 
 
 def elements(side: Side, count: int, size: int = BIG) -> list[Rmbe | None]:
-    """Ask for ``count`` elements at once; they are in the list when the world has settled."""
+    """Request ``count`` elements at once; they are in the list when the world has settled."""
     done: list[Rmbe | None] = []
     for _ in range(count):
         side.group.request_element(size, done.append)
@@ -136,7 +136,7 @@ class _User:
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize("links", [1, 2, 3, 4, 6, 8])
 def test_a_new_rmb_is_announced_on_all_links(end: int, links: int) -> None:
-    """Figure 12; each message is echoed by itself (A.3.5, A.3.6)."""
+    """Figure 12; the peer echoes each message (A.3.5, A.3.6)."""
     with World() as world:
         client, server, _ = with_links(world, links)
         side, peer = (client, server) if end == 0 else (server, client)
@@ -231,7 +231,7 @@ def test_a_negative_reply_without_retry_waits_for_the_next_occasion(end: int) ->
 
 
 def test_a_continuation_that_runs_into_a_change_is_tried_again() -> None:
-    """It has no C bit; all of the exchange begins anew."""
+    """CONTINUATION has no C bit, so the exchange is repeated."""
     with World() as world:
         client, server, _ = with_links(world, 4)
         done = elements(client, 1)
@@ -262,7 +262,7 @@ def test_a_peer_that_is_always_changing_gets_no_endless_requests() -> None:
 
 
 def test_each_try_waits_longer_than_the_one_before() -> None:
-    """A change of links may take long; the peer is not asked more and more often."""
+    """A change of links may take long, so requests become rarer."""
     with World() as world:
         client, server, _ = with_links(world, 1)
         server.group.exchanges.begin("add_link", server.group.links[1])
@@ -282,7 +282,7 @@ def test_each_try_waits_longer_than_the_one_before() -> None:
 
 
 def test_a_link_added_while_the_reply_was_in_flight_is_announced() -> None:
-    """The reply comes over link 1; what else happened came over another link before it."""
+    """The reply arrives on link 1, after messages on another link."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         done = elements(client, 1)
@@ -297,8 +297,8 @@ def test_a_link_added_while_the_reply_was_in_flight_is_announced() -> None:
 @pytest.mark.rfc("C.7.1/time-outs/16", "C.7.1/time-outs/17")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_confirm_rkey_without_reply_fails_its_link_and_begins_again(end: int) -> None:
-    """C.7.1, 2.3: the link it was sent over has failed; the connection that waits does not."""
-    with World(tells_death=False) as world:
+    """C.7.1, 2.3: the link of the request has failed; the waiting connection has not."""
+    with World(announces_end=False) as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
         side, peer = (client, server) if end == 0 else (server, client)
@@ -322,11 +322,11 @@ def test_a_confirm_rkey_without_reply_fails_its_link_and_begins_again(end: int) 
 @pytest.mark.rfc("C.7.1/messages/8")
 def test_a_link_without_an_rkey_has_failed() -> None:
     """C.7.1: treat as if detected failure of the links for which no RKey was provided."""
-    with World(tells_death=False) as world:
+    with World(announces_end=False) as world:
         client, server, _ = with_links(world, 2)
         link = client.group.links[1]
         link.send_llc(llc.ConfirmRkey(other_tokens=0, rkey=0x77, address=0x88))
-        # The client sent it behind its exchanges' back: what it is told does not matter here.
+        # The test sent the message directly, so the reply does not matter.
         world.fabric.tamper = lambda qp, m: [m] if qp.rnic is client.rnic else []
         failed = server.group.links[2]
         world.until(lambda: failed.state == "DOWN")
@@ -366,7 +366,7 @@ def tokens(*numbers: int) -> tuple[llc.LinkRToken, ...]:
 )
 @pytest.mark.parametrize("end", [0, 1])
 def test_parts_that_do_not_fit_together_cost_the_link(end: int, received: list[Any]) -> None:
-    """C.7.1: out of sync; and nothing of it is known afterwards."""
+    """C.7.1: out of sync; the receiver keeps nothing of such messages."""
     with World() as world:
         client, server, _ = with_links(world, 5)
         side = (client, server)[end]
@@ -547,7 +547,7 @@ def test_links_added_and_deleted_keep_both_sides_equal(
                 count = data.draw(st.integers(0, left[place]))
                 left[place] -= count
                 elements(side, count, SMALL)
-            if data.draw(st.booleans()):  # else they are told while the link is added
+            if data.draw(st.booleans()):  # else the RMBs are announced while the link is added
                 world.settle()
             before = set(client.group.links)
             server.record()
@@ -558,8 +558,10 @@ def test_links_added_and_deleted_keep_both_sides_equal(
             assert len(client.group.links) <= 9
             if len(before) == 1 and which == 2:
                 assert added
-            told = [each for each in transcript(server) if each == "out ADD_LINK_CONTINUATION"]
-            assert len(told) >= len(added)
+            continuations = [
+                each for each in transcript(server) if each == "out ADD_LINK_CONTINUATION"
+            ]
+            assert len(continuations) >= len(added)
             if len(client.group.links) > 1 and data.draw(st.booleans()):
                 server.group.delete_link(data.draw(st.sampled_from(sorted(server.group.links))))
                 world.settle()
@@ -585,10 +587,10 @@ def test_the_longer_list_decides_the_number_of_continuations(here: int, there: i
         for side in (client, server):
             side.add_rnic()
         world.settle()
-        told = messages(server, llc.AddLinkContinuation)
+        continuations = messages(server, llc.AddLinkContinuation)
         rounds = -(-(1 + max(here, there)) // 2)
-        assert [each.reply for each in told] == [False, True] * rounds
-        for count, mine in ((1 + there, told[::2]), (1 + here, told[1::2])):
+        assert [each.reply for each in continuations] == [False, True] * rounds
+        for count, mine in ((1 + there, continuations[::2]), (1 + here, continuations[1::2])):
             counts = [max(0, count - 2 * each) for each in range(rounds)]
             assert [each.tokens_left for each in mine] == counts
             assert [len(each.pairs) for each in mine] == [min(2, each) for each in counts]
@@ -629,7 +631,7 @@ def test_the_error_mask_names_the_unknown_rmbs(link_number: int) -> None:
 
 
 def test_connections_that_write_into_a_deleted_rmb_are_reset() -> None:
-    """Nothing may be written there again; others go on."""
+    """No connection may write there again; connections with other RMBs continue."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         calls = [world.connect(client, server, size=BIG) for _ in range(2)]

@@ -26,7 +26,7 @@ HANDSHAKE_TIMEOUT = 0.5
 
 
 def accept_and_copy(listening: socket.socket, output: int) -> None:
-    """The stranger: accepts one connection, and writes all that it receives to ``output``."""
+    """Another process: accepts one connection, and writes all received bytes to ``output``."""
     listening.setblocking(True)
     accepted, _ = listening.accept()
     with accepted:
@@ -49,14 +49,14 @@ def child(work: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def forked(listening: socket.socket, output: int) -> Iterator[None]:
-    """The stranger has inherited the listening socket."""
+    """The other process has inherited the listening socket."""
     with child(lambda: accept_and_copy(listening, output)):
         yield
 
 
 @contextmanager
 def passed(listening: socket.socket, output: int) -> Iterator[None]:
-    """The stranger runs already, and is passed the listening socket now."""
+    """The other process exists already, and gets the listening socket as a passed descriptor."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def work() -> None:
@@ -70,7 +70,7 @@ def passed(listening: socket.socket, output: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", [forked, passed])
-async def test_a_stranger_gets_the_bytes_of_the_program_only(
+async def test_another_acceptor_gets_only_the_bytes_of_the_program(
     way: Callable[[socket.socket, int], AbstractContextManager[None]],
 ) -> None:
     config = Config(handshake_timeout=HANDSHAKE_TIMEOUT)
@@ -80,7 +80,7 @@ async def test_a_stranger_gets_the_bytes_of_the_program_only(
         plain = socket.socket(fileno=os.dup(listener.socket.fileno()))
         port = plain.getsockname()[1]
         async with listener:
-            # Before the stranger accepts, the same listener accepts with SMC-R.
+            # Before the other process accepts, the same listener accepts with SMC-R.
             ends: list[SmcStream] = []
 
             async def accept() -> None:
@@ -91,7 +91,7 @@ async def test_a_stranger_gets_the_bytes_of_the_program_only(
                     nursery.start_soon(accept)
                     ends.append(await stack.open_stream(HOST, port))
             assert {each.mode for each in ends} == {Mode.SMC_R}
-            # From now on only the stranger accepts, however late.
+            # From now on only the other process accepts.
             listener._scope.cancel()
             await trio.testing.wait_all_tasks_blocked()
             with way(plain, output):
