@@ -130,7 +130,7 @@ def conclusion(events: list[dict[str, Any]]) -> str:
             ]
             for transport in NAMES
         }
-        ratio = median(tcp / smc for smc, tcp in zip(took["smc"], took["tcp"], strict=True))
+        ratio = median(took["tcp"]) / median(took["smc"])
         if ratio >= CLEAR:
             faster.append(f"{ratio:.1f}x as fast for {name}")
         elif ratio <= 1 / CLEAR:
@@ -179,7 +179,9 @@ def report(events: list[dict[str, Any]], sha256: str, mib: int) -> bool:
     print(f"build       {', '.join(sorted({event['build'] for event in modes}))}")
     same = sum(event["sha256"] == sha256 for event in results)
     print(f"SHA-256     {sha256}\n            {same} of {len(results)} copies have it\n")
-    print(f"{'':30}{'SMC-R':>8}{'TCP':>8}         SMC-R is better")
+    is_smc = all(event["mode"] == "smc-r" for event in modes)
+    first, what = ("SMC-R", "SMC-R is better") if is_smc else ("instead", "(TCP with TCP)")
+    print(f"{'':30}{first:>8}{'TCP':>8}         {what}")
     trips = [event for event in events if event["event"] == "round trips"]
     compare("round trip of 64 bytes", "µs", trips, "seconds", 1e6)
     compare("    processor time", "µs", trips, "processor", 1e6)
@@ -191,7 +193,7 @@ def report(events: list[dict[str, Any]], sha256: str, mib: int) -> bool:
         f"\nMedians of the rounds, and the range of their ratios. {mib} MiB go from memory into "
         "the other\nprocess's memory, which exists already. Processor time: of both processes."
     )
-    return same == len(results) and all(event["mode"] == "smc-r" for event in modes)
+    return same == len(results) and is_smc
 
 
 def compare(text: str, unit: str, events: list[dict[str, Any]], what: str, factor: float) -> None:
@@ -201,10 +203,10 @@ def compare(text: str, unit: str, events: list[dict[str, Any]], what: str, facto
         for transport in NAMES
     }
     each = [tcp / smc for smc, tcp in zip(took["smc"], took["tcp"], strict=True)]
-    middle = [median(took[transport]) for transport in NAMES]
+    smc, tcp = (median(took[transport]) for transport in NAMES)
     print(
-        f"{text:30}{middle[0]:8.0f}{middle[1]:8.0f} {unit}"
-        f"{median(each):8.2f} times ({min(each):.2f} to {max(each):.2f})"
+        f"{text:30}{smc:8.0f}{tcp:8.0f} {unit}"
+        f"{tcp / smc:8.2f} times ({min(each):.2f} to {max(each):.2f})"
     )
 
 
@@ -267,3 +269,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except PeerFailed as failure:
         sys.exit(str(failure))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -25,6 +26,8 @@ from trio_smc.tools.commands import load
 ROOT: Final = Path(__file__).resolve().parents[1]
 SHARE: Final = ROOT / "share"
 _NAME: Final = "list SMC-R connections, check servers, and run programs over SMC-R"
+_WIDTH: Final = 71
+"""Characters of a line of a table: `man` indents it by up to nine columns of 80."""
 _ENVIRONMENT: Final = """
 TRIO_SMC_CONFIG names a TOML file with settings, and TRIO_SMC_DIRECTORY the private directory, for
 all programs and commands.  Options win over both.
@@ -121,8 +124,40 @@ def _text(text: str) -> Iterator[str]:
 def _example(text: str) -> Iterator[str]:
     yield ".PP"
     yield ".EX"
-    yield from (_escape(line) for line in text.splitlines())
+    yield from (_escape(line) for line in _narrow(text.splitlines()))
     yield ".EE"
+
+
+def _narrow(lines: Sequence[str]) -> Iterator[str]:
+    """The same lines, and a second column that fits into 80 columns of a terminal.
+
+    The first column ends at two blanks; lines that begin below the second column continue it.
+    """
+    entries: list[tuple[str, str]] = []
+    for line in lines:
+        blanks = _blanks_before(line)
+        if entries and entries[-1][0].strip() and blanks == len(entries[-1][0]):
+            entries[-1] = entries[-1][0], f"{entries[-1][1]} {line.strip()}"
+            continue
+        first = re.match(r" *\S+(?: \S+)* {2,}(?=\S)", line)
+        head = first[0] if first else " " * blanks
+        entries.append((head, line[len(head) :]))
+    for head, text in entries:
+        if not head.strip():
+            yield head + text
+            continue
+        indent = head
+        if len(head) > _WIDTH // 2:
+            yield head.rstrip()
+            indent = " " * (_blanks_before(head) + 4)
+        yield from textwrap.wrap(
+            text, _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent),
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+
+
+def _blanks_before(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _escape(line: str) -> str:

@@ -100,7 +100,7 @@ async def find_stack() -> Stack:
         if _default.get(None) is default:
             _default.set(None)
         if isinstance(default.error, ValueError):
-            raise ValueError(str(default.error)) from default.error
+            raise ValueError(str(default.error)) from None  # a wrong setting
         number = default.error.errno if isinstance(default.error, OSError) else None
         raise OSError(number, "trio_smc has no default stack") from default.error
     return default.stack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,8 @@ def test_wrong_values(
             call()
         assert expected in str(caught.value)
         assert len(str(caught.value)) < 300
+        printed = "".join(traceback.format_exception(caught.value))
+        assert printed.count("Traceback") == 1, printed
         disable()
 
 

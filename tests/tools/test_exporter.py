@@ -123,6 +123,7 @@ async def test_rude_clients_and_the_result_of_a_scrape() -> None:
         assert found["trio_smc_rnic_drained software soft0"] == 0
         python = sys.version.split()[0].rstrip("+")
         assert found[f"trio_smc_build_info {python} {trio_smc.__version__}"] == 1
+        assert 'python=""' not in text
         once = await quick_command("stats", "--prometheus")
         assert once.code == 0
         scraped = {name for name in found if "scrape_failures" not in name}

@@ -78,7 +78,7 @@ def load_settings(
         except ValueError as error:
             if variable is None:
                 raise
-            raise ValueError(f"{environment.CONFIG_VARIABLE}: {error}") from error
+            raise ValueError(f"{environment.CONFIG_VARIABLE}: {error}") from None
         origin = str(file) if variable is None else f"{environment.CONFIG_VARIABLE}={file}"
         origins |= dict.fromkeys(keys, origin)
     if directory is not None:
@@ -141,7 +141,7 @@ def _load(path: Path | str) -> tuple[Config, tuple[str, ...]]:
         config = Config(**{key: _as_tuples(value) for key, value in values.items()})
         _check_files(config)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {error}") from None
     return config, tuple(values)
 
 

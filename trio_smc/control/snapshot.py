@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -34,6 +35,7 @@ __all__ = ["Snapshots", "plain_statistics"]
 
 
 _View = TypeVar("_View")
+_PYTHON: Final = platform.python_version()
 _MAX_VALUE: Final = 1000
 """Characters of the text of a setting.  Chosen."""
 
@@ -127,6 +129,7 @@ class Snapshots:
         return {
             "pid": os.getpid(),
             "release": RELEASE,
+            "python": _PYTHON,
             "stack": self._stack.peer_id.hex(),
             "uptime": trio.current_time() - self._opened_at,
             "ueids": list(self._stack.ueids or ()),

@@ -99,6 +99,7 @@ class Snapshot:
       pid: the process.
       stack: the peer ID, hexadecimal.
       release: of trio_smc in the process; None: it is older than 0.2.0.
+      python: the version of Python, or None.
       uptime: seconds since the stack was opened, or None.
       uid: the user of the process.
       program: the command line of the process, shortened.
@@ -110,6 +111,7 @@ class Snapshot:
     pid: int
     stack: str = ""
     release: str | None = None
+    python: str | None = None
     uptime: float | None = 0.0
     uid: int | None = None
     program: str = ""
@@ -720,6 +722,8 @@ def _add_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
         snapshot.ueids = data["ueids"]
         if data["release"] is not None:
             snapshot.release = printable(data["release"], _MAX_RELEASE)
+        if data["python"] is not None:
+            snapshot.python = printable(data["python"], _MAX_RELEASE)
     elif part == "statistics":
         snapshot.statistics = data
     else:
@@ -875,6 +879,7 @@ SHAPES: Final[dict[str, Any]] = {
     "process": {
         "pid": int,
         "release": str,
+        "python": str,
         "stack": str,
         "uptime": (int, float),
         "ueids": [str],

@@ -8,7 +8,17 @@ from typing import Any
 
 from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, add_users, directories
-from trio_smc.tools.output import agreed, gid, hexadecimal, plain, print_json, show, size, table
+from trio_smc.tools.output import (
+    agreed,
+    gid,
+    hexadecimal,
+    plain,
+    print_error,
+    print_json,
+    show,
+    size,
+    table,
+)
 from trio_smc.tools.tables import Table
 
 NAME = "lg"
@@ -65,10 +75,14 @@ def run(options: argparse.Namespace) -> int:
     silent = SilentProcesses()
     snapshots = take_snapshots(directories(options), ("link_groups",), options.pid, silent=silent)
     if options.device is not None:
+        devices = {name for each in snapshots for group in each.link_groups for name in _on(group)}
+        if options.device not in devices:
+            print_error(
+                f"trio-smc: device {plain(options.device)}: no link; the devices with links are: "
+                f"{', '.join(sorted(devices)) or 'none'}"
+            )
         for each in snapshots:
-            each.link_groups = [
-                group for group in each.link_groups if _is_on(group, options.device)
-            ]
+            each.link_groups = [group for group in each.link_groups if options.device in _on(group)]
     if options.json:
         print_json(
             [
@@ -91,13 +105,13 @@ def run(options: argparse.Namespace) -> int:
     return silent.exit_code
 
 
-def _is_on(group: dict[str, Any], device: str) -> bool:
-    """True if a link of the group is on this device."""
+def _on(group: dict[str, Any]) -> set[str]:
+    """The names of the RNICs, RDMA devices and network interfaces of the links of a group."""
+    found: set[str] = set()
     for link in group["links"] or ():
-        names = {link["netdev"], link["rnic"], str(link["rnic"]).partition("/")[0]}
-        if device in names | set(link["pnet"] or ()):
-            return True
-    return False
+        names = (link["netdev"], link["rnic"], str(link["rnic"]).partition("/")[0])
+        found.update(plain(each) for each in (*names, *(link["pnet"] or ())) if each is not None)
+    return found
 
 
 def _networks(snapshots: Iterable[Snapshot]) -> Table:

@@ -31,7 +31,8 @@ received and sent once more.  At its end the proxy prints the number of forwarde
 processor time.
 
 LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT, with IPv6 addresses in brackets.  If the port
-of LISTEN is 0, the system chooses a free port, which the proxy prints.
+of LISTEN is 0, the system chooses a free port, which the proxy prints.  If the private directory is
+missing, the proxy creates it.
 """
 EPILOG = """
 Examples:
