@@ -534,3 +534,41 @@ def test_the_program_does_not_outlive_the_command(tmp_path: Path) -> None:
     finally:
         libc.prctl(SUBREAPER, 0, 0, 0, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def test_a_killed_command_leaves_nothing_after_the_next_one(tmp_path: Path) -> None:
+    """Neither an empty directory, nor one that listens, nor a file is removed."""
+    program = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+
+    def start() -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([*RUN, "--", *program], env=environment, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
+
+    def directories() -> set[Path]:
+        return set(tmp_path.glob("trio-smc-run-*"))
+
+    killed = start()
+    [left] = directories()
+    killed.kill()
+    killed.communicate()  # until the program has ended, too
+    empty, file = tmp_path / "trio-smc-run-empty", tmp_path / "trio-smc-run-file"
+    empty.mkdir()
+    file.mkdir()
+    (file / "file").touch()
+    running = start()
+    try:
+        assert left not in directories()
+        assert len(directories() - {empty, file}) == 1
+        last = start()
+        try:
+            assert len(directories() - {empty, file}) == 2
+        finally:
+            last.terminate()
+            last.communicate()
+    finally:
+        running.terminate()
+        running.communicate()
+    assert directories() == {empty, file}

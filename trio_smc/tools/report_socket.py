@@ -41,6 +41,7 @@ import selectors
 import shutil
 import signal
 import socket
+import stat
 import struct
 import tempfile
 import threading
@@ -75,6 +76,12 @@ _MAX_DESCENDANTS: Final = 1 << 16
 _DIRECTORIES: Final = ("/tmp", "/var/tmp", "/dev/shm")
 """Places for the socket's directory, tried in turn.  A place where other users could replace the
 directory is refused, for example a /tmp without the sticky bit."""
+_PREFIX: Final = "trio-smc-run-"
+"""The beginning of the names of these directories."""
+_NEW: Final = "new"
+"""The name of the socket in its directory before it listens."""
+_MOST_LEFTOVERS: Final = 64
+"""Directories that one command looks at.  Chosen."""
 _MAX_ADDRESS: Final = 107
 """Bytes of the path of a Unix socket (unix(7))."""
 _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -339,6 +346,42 @@ def _still_exists(connection: socket.socket) -> bool:
     return True
 
 
+def _remove_leftovers(place: str) -> None:
+    """Remove the directories of this user's commands that were killed."""
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(place) if name.startswith(_PREFIX)]
+        for name in names[:_MOST_LEFTOVERS]:
+            with contextlib.suppress(OSError):
+                _remove_leftover(os.path.join(place, name))
+
+
+def _remove_leftover(path: str) -> None:
+    """Remove a directory if it has the socket of a process that has ended.
+
+    Raises OSError: it has not, or it belongs to another user.
+    """
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(directory).st_uid != os.geteuid():
+            return
+        # The socket of a command that is starting has the name `_NEW`, and does not listen yet.
+        [name] = os.listdir(directory)
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if name == _NEW or not stat.S_ISSOCK(found.st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(f"/proc/self/fd/{directory}/{name}")
+            except ConnectionRefusedError:
+                os.unlink(name, dir_fd=directory)
+                os.rmdir(path)
+    except ValueError:
+        pass  # the command is starting or ending
+    finally:
+        os.close(directory)
+
+
 def _new_directory() -> tuple[str, str]:
     """Create a directory for the socket.  Return its path and the path for the socket in it.
 
@@ -349,7 +392,8 @@ def _new_directory() -> tuple[str, str]:
     for place in dict.fromkeys((tempfile.gettempdir(), *_DIRECTORIES)):
         try:
             trust_directory(place)
-            directory = tempfile.mkdtemp(prefix="trio-smc-run-", dir=place)
+            _remove_leftovers(place)
+            directory = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
         except OSError as error:
             problem = problem or error
             continue
@@ -371,7 +415,7 @@ def _new_listener(directory: str, path: str) -> tuple[socket.socket, int]:
         listener.setblocking(False)
         with contextlib.suppress(OSError):
             listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
-        bound_path = os.path.join(directory, "new")
+        bound_path = os.path.join(directory, _NEW)
         listener.bind(bound_path)
         os.chmod(bound_path, 0o666)
         listener.listen(backlog)
