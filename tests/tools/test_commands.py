@@ -374,7 +374,7 @@ async def test_check_without_a_server() -> None:
         await sock.bind(("127.0.0.1", 0))
         done = await quick_command("check", "127.0.0.1", sock.getsockname()[1])
     assert done.code == 1
-    assert "Connection refused" in done.out
+    assert "connection refused" in done.out
     assert "Errno" not in done.out
     assert "No connection was established.\n" in done.out
 

@@ -481,10 +481,10 @@ if os.fork() == 0:
         os._exit(0)
     while os.getppid() == middle:
         time.sleep(0.01)
-    print(os.getppid() != starter, flush=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(os.environ["TRIO_SMC_RUN"])
         sock.send(json.dumps({"kind": "stack-end", "stack": "x", "statistics": COUNTS}).encode())
+    print(os.getppid() != starter, flush=True)
     sys.stdin.readline()
     os._exit(0)
 os.wait()
@@ -541,7 +541,8 @@ if os.fork() == 0:
     os.setgroups([]); os.setresgid(user, user, user); os.setresuid(user, user, user)
     trio.run(main)
     os._exit(0)
-sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+# The process stays a zombie, so the command can still prove that it belongs to PROGRAM.
+sys.exit(os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_status)
 """
     private = Path("/tmp") / f"trio-smc-test-{os.getpid()}"
     private.mkdir(mode=0o700)

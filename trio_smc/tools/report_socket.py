@@ -369,7 +369,9 @@ def _remove_leftover(path: str) -> None:
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
         if name == _NEW or not stat.S_ISSOCK(found.st_mode):
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        # A socket of another type: the kernel refuses it with EPROTOTYPE if a process has the name,
+        # and that process does not notice.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             try:
                 probe.connect(f"/proc/self/fd/{directory}/{name}")
