@@ -115,10 +115,10 @@ async def test_sides_of_asymmetric_groups_and_critical_links(several: str) -> No
         for device, count in (("two", 1), ("only", 1), ("nope", 0)):
             shown = (await quick_command("lg", "--json", "--device", device)).json
             assert sum(len(each["link_groups"]) for each in shown) == count
-        said = (await quick_command("lg", "--device", "nope")).err
+        error = (await quick_command("lg", "--device", "nope")).err
         start = "trio-smc: device nope: no link; the devices with links are: "
-        assert said.startswith(start)
-        assert {"one", "only", "two"} & set(said.removeprefix(start).strip().split(", "))
+        assert error.startswith(start)
+        assert {"one", "only", "two"} & set(error.removeprefix(start).strip().split(", "))
         rnics = {
             each["name"]: (each["links"], each["critical"])
             for stack in (await quick_command("rnic", "--json")).json["stacks"]
