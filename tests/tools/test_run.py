@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -536,10 +538,17 @@ def test_the_program_does_not_outlive_the_command(tmp_path: Path) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
-def test_a_killed_command_leaves_nothing_after_the_next_one(tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory in which the path of a Unix socket fits into its address."""
+    with tempfile.TemporaryDirectory(prefix="smc-") as path:
+        yield Path(path)
+
+
+def test_a_killed_command_leaves_nothing_after_the_next_one(short_path: Path) -> None:
     """Neither an empty directory, nor one that listens, nor a file is removed."""
     program = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(short_path)}
 
     def start() -> subprocess.Popen[bytes]:
         process = subprocess.Popen([*RUN, "--", *program], env=environment, stdout=subprocess.PIPE)
@@ -548,13 +557,13 @@ def test_a_killed_command_leaves_nothing_after_the_next_one(tmp_path: Path) -> N
         return process
 
     def directories() -> set[Path]:
-        return set(tmp_path.glob("trio-smc-run-*"))
+        return set(short_path.glob("trio-smc-run-*"))
 
     killed = start()
     [left] = directories()
     killed.kill()
     killed.communicate()  # until the program has ended, too
-    empty, file = tmp_path / "trio-smc-run-empty", tmp_path / "trio-smc-run-file"
+    empty, file = short_path / "trio-smc-run-empty", short_path / "trio-smc-run-file"
     empty.mkdir()
     file.mkdir()
     (file / "file").touch()
