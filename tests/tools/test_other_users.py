@@ -36,6 +36,8 @@ from trio_smc.tools.cli import main
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="inspects another user")
 USER = 54321
 """A user without an entry and without processes."""
+UNREACHABLE = 54322
+"""Another user, whose process names a directory that this user may not enter."""
 PEER = """
 import os, sys, warnings
 import encodings.idna, trio
@@ -95,7 +97,11 @@ async def test_root_inspects_a_user_and_changes_nothing(theirs: Path, tmp_path: 
         for words in (
             ("--user", USER), ("--all",), ("--user", USER, "--directory", theirs),
         ):  # fmt: skip
-            found = (await quick_command("ss", "--json", *words)).json
+            done = await quick_command("ss", "--json", *words)
+            # --all finds every process of this machine: other users' directories may fail.
+            assert done.code == 0 or words == ("--all",), done.err
+            assert f"user {USER}:" not in done.err
+            found = json.loads(done.out)
             [stack] = [each for each in found if each["pid"] == pid]
             assert (stack["uid"], stack["user"]) == (USER, str(USER))
             assert len(stack["connections"]) == 3
@@ -120,6 +126,29 @@ async def test_root_inspects_a_user_and_changes_nothing(theirs: Path, tmp_path: 
         assert "belongs to user" in one_line(await quick_command("ss", "--directory", theirs))
         dead.unlink()
         assert (os.geteuid(), os.getegid()) == (0, 0)
+
+
+@root_only
+async def test_all_users_and_one_whose_directory_fails(theirs: Path, tmp_path: Path) -> None:
+    """The command names that user, exits with 1, and prints the processes of the others."""
+    hidden = tmp_path / "below a directory of root" / "trio-smc"
+    async with running_as_other(theirs) as pid:
+        process = await trio.lowlevel.open_process(
+            ["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            env={"TRIO_SMC_DIRECTORY": str(hidden)}, user=UNREACHABLE, group=UNREACHABLE,
+            extra_groups=[],
+        )  # fmt: skip
+        assert process.stdin is not None
+        try:
+            done = await quick_command("ss", "--json", "--all")
+        finally:
+            with trio.CancelScope(shield=True), trio.fail_after(LIMIT):
+                await process.stdin.aclose()
+                await process.wait()
+    assert done.code == 1
+    assert f"user {UNREACHABLE}: {hidden}: Permission denied" in done.err
+    assert f"user {USER}:" not in done.err
+    assert [each["user"] for each in json.loads(done.out) if each["pid"] == pid] == [str(USER)]
 
 
 @root_only
