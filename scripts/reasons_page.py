@@ -83,14 +83,10 @@ def page() -> str:
     parts.append(_WORDS)
     parts += [
         f"| `0x{word.value:08x}` | {_name(word)} | {_links([Fallback.from_peer(word).reason])} "
-        f"| {_links(_own(word)) or '-'} |\n"
+        f"| {_links(Fallback.reasons_with(word)) or '-'} |\n"
         for word in Diagnosis
     ]
     return "".join(parts)
-
-
-def _own(word: Diagnosis) -> list[FallbackReason]:
-    return [each for each in FallbackReason if Fallback.local(each).code == word]
 
 
 def _links(reasons: list[FallbackReason]) -> str:

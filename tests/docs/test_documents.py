@@ -133,7 +133,9 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
     tcp = {**mode, "mode": "tcp", "fallback": "no RNIC"}
     assert demo.report([smc, *result("aa")], "aa", 1)
     assert not demo.report([smc, *result("bb")], "aa", 1)
-    assert not demo.report([smc, tcp, *result("aa")], "aa", 1)
+    assert demo.used_smc([smc, *result("aa")])
+    assert not demo.used_smc([smc, tcp, *result("aa")])
+    assert demo.report([smc, tcp, *result("aa")], "aa", 1)
     assert "mode        tcp: no RNIC" in capsys.readouterr().out
 
 

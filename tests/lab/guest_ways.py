@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -261,17 +261,14 @@ async def measure_pair(role: str, peer: str, control_peer: str) -> None:
     control = await Control.connect(role, control_peer, PATIENCE)
     rounds: Rounds = defaultdict(lambda: defaultdict(list))
     measured = ways("pair")
-    port = PORT
-    for _ in range(ROUNDS["pair"]):
-        for way in measured:
-            port += 1
-            with trio.fail_after(PATIENCE):
-                if role == "server":
-                    async with serving(way, port):
-                        await control.swap()
-                    continue
-                await control.swap()
-                _record(rounds, way, await run_client(way, peer, port, "pair"))
+    for way, port in _turns(measured, "pair"):
+        with trio.fail_after(PATIENCE):
+            if role == "server":
+                async with serving(way, port):
+                    await control.swap()
+                continue
+            await control.swap()
+            _record(rounds, way, await run_client(way, peer, port, "pair"))
     if role == "client":
         _report(measured, rounds, "pair")
     log(f"{role}: ok ways")
@@ -282,15 +279,18 @@ async def measure_loopback() -> None:
     smc_netlink.ueid(UEID)
     rounds: Rounds = defaultdict(lambda: defaultdict(list))
     measured = ways("loopback")
-    port = PORT
-    for _ in range(ROUNDS["loopback"]):
-        for way in measured:
-            port += 1
-            with trio.fail_after(PATIENCE):
-                async with serving(way, port):
-                    _record(rounds, way, await run_client(way, "127.0.0.1", port, "loopback"))
+    for way, port in _turns(measured, "loopback"):
+        with trio.fail_after(PATIENCE):
+            async with serving(way, port):
+                _record(rounds, way, await run_client(way, "127.0.0.1", port, "loopback"))
     _report(measured, rounds, "loopback")
     log("ok ways")
+
+
+def _turns(measured: Sequence[Way], place: str) -> Iterator[tuple[Way, int]]:
+    """All ways in turn, round after round; each time with a port of its own."""
+    for number, way in enumerate(list(measured) * ROUNDS[place], PORT + 1):
+        yield way, number
 
 
 def _record(rounds: Rounds, way: Way, figures: Mapping[str, float]) -> None:

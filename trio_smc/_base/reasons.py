@@ -365,6 +365,11 @@ class Fallback:
         return _LOCAL[reason]
 
     @classmethod
+    def reasons_with(cls, diagnosis: int) -> list[FallbackReason]:
+        """The reasons for which this side sends a Decline with this diagnosis word."""
+        return [reason for reason, fallback in _LOCAL.items() if fallback.code == diagnosis]
+
+    @classmethod
     def from_peer(cls, diagnosis: int, *, ueids: bool = False) -> Fallback:
         """A fallback that the peer requested by a Decline with this diagnosis word.
 

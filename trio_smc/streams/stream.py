@@ -75,7 +75,8 @@ class SmcSocket:
         """``accepted``: the peer's address from ``accept``."""
         self._sock = sock
         if accepted is None:
-            # On a client. It is asked now, because the kernel forgets it when the peer resets TCP.
+            # A client asks the kernel at once: the kernel forgets the address of a peer that
+            # resets TCP.
             with contextlib.suppress(OSError):
                 accepted = sock.getpeername()
         self._peer = accepted

@@ -28,7 +28,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
 from trio_smc import ConnectionCursors, ProtocolError, StackStatistics, StreamStatistics
 from trio_smc._base.printable import clean, printable
@@ -87,6 +87,17 @@ _MAX_NUMBER: Final = 1 << 64
 """The absolute value of each number in an answer is smaller.  Chosen: counters have 64 bits."""
 
 
+class _UserDirectory(NamedTuple):
+    """A directory of a user that could not be inspected, among the processes that are silent."""
+
+    uid: int
+    number: int
+
+
+_Silent = int | _UserDirectory
+"""A process number, or a directory."""
+
+
 class NoAnswer(ToolError):
     """There are processes, and none of them sent a valid answer."""
 
@@ -143,17 +154,17 @@ class SilentProcesses:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._named: dict[int, str] = {}
+        self._named: dict[_Silent, str] = {}
         self._releases: dict[int, str | None] = {}  # of processes that run another one
-        self.last: dict[int, str] = {}
-        """The silent processes of the last round by process number, each with its error message."""
+        self.last: dict[_Silent, str] = {}
+        """The silent processes and unusable directories of the last round, with error messages."""
 
     @property
     def exit_code(self) -> int:
         """1 if any process was silent in any round, else 0."""
         return INCOMPLETE if self._named else 0
 
-    def replace(self, problems: dict[int, str]) -> None:
+    def replace(self, problems: dict[_Silent, str]) -> None:
         """Replace the silent processes of the last round, and print the new ones."""
         new = {pid: text for pid, text in problems.items() if pid not in self._named}
         self.last = problems
@@ -176,7 +187,7 @@ class SilentProcesses:
             _print_releases(self._releases)
 
 
-def _print_problems(problems: dict[int, str]) -> None:
+def _print_problems(problems: dict[_Silent, str]) -> None:
     for text in problems.values():
         print_error(f"trio-smc: {text}")
 
@@ -223,7 +234,8 @@ def take_snapshots(
       ToolError: the directory is not private, or there is no stack.
     """
     request = control.encode({"want": list(want), **(more or {})})
-    silent_before = frozenset(silent.last) if silent is not None else frozenset()
+    last = silent.last if silent is not None else ()
+    silent_before = frozenset(each for each in last if isinstance(each, int))
     round_ = _Round([], {})
     if isinstance(directory, Places):
         _take_places(round_, directory, want, pid, request, silent_before, seconds)
@@ -249,12 +261,13 @@ class _Round:
 
     Attributes:
       found: the stacks that answered.
-      problems: a sentence for each process that sent no valid answer.
+      problems: a sentence for each process that sent no valid answer, and for each directory that
+        could not be inspected.
       timed_out: True if a process did not answer in time.
     """
 
     found: list[Snapshot]
-    problems: dict[int, str]
+    problems: dict[_Silent, str]
     timed_out: bool = False
 
 
@@ -341,16 +354,15 @@ def _take_places(
             except (subprocess.TimeoutExpired, ValueError) as error:
                 late = isinstance(error, subprocess.TimeoutExpired)
                 why = "does not answer in time" if late else "cannot be inspected"
-                # A number that no process has.
-                round_.problems[-1 - uid] = f"user {user_name(uid)}: a directory {why}"
+                problem = f"user {user_name(uid)}: a directory {why}"
+                round_.problems[_UserDirectory(uid, 0)] = problem
                 round_.timed_out = True
                 continue
             round_.found += [Snapshot(**each) for each in answer["found"]]
             round_.problems |= dict(answer["problems"])
             round_.timed_out = round_.timed_out or answer["timed_out"]
             for index, text in enumerate(answer["errors"], 1):
-                number = -1 - uid - (index << 33)  # no process, and no other user, has it
-                round_.problems[number] = f"user {user_name(uid)}: {text}"
+                round_.problems[_UserDirectory(uid, index)] = f"user {user_name(uid)}: {text}"
     # One process may have been found by two paths to its directory.
     once = {(each.pid, each.stack): each for each in round_.found}
     round_.found = sorted(once.values(), key=lambda each: each.pid)

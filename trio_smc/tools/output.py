@@ -39,6 +39,7 @@ __all__ = [
     "print_json",
     "print_line",
     "print_text",
+    "print_unused",
     "show",
     "size",
     "table",
@@ -109,6 +110,21 @@ def print_error(line: object) -> None:
         with contextlib.suppress(OSError, ValueError):
             text = coloured(printable(line, None), "error", has_colours(sys.stderr))
             print(text, file=sys.stderr, flush=True)
+
+
+def print_unused(option: str, values: Iterable[str], what: str, known: Iterable[str]) -> None:
+    """Print on stderr that an option's values select nothing, and which values would.
+
+    Args:
+      option: the name of the option, without dashes.
+      values: its values that select nothing; without any, nothing is printed.
+      what: what the values would select, such as "connection".
+      known: the values that select something.
+    """
+    names = ", ".join(map(plain, values))
+    if names:
+        choice = ", ".join(known) or "none"
+        print_error(f"trio-smc: --{option} {names} selects no {what}; possible are: {choice}")
 
 
 def is_terminal() -> bool:

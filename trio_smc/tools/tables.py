@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 
 from trio_smc._base.printable import printable
 
-__all__ = ["Marked", "Style", "Table", "cell_width", "coloured"]
+__all__ = ["Marked", "Style", "Table", "cell_width", "coloured", "wrap"]
 
 _GAP: Final = 2
 """Blanks between two columns."""
@@ -98,7 +98,7 @@ class Table:
         self, row: Sequence[tuple[str, Style]], widths: Sequence[int], colour: bool
     ) -> Iterator[str]:
         wrapped = [
-            _wrap(text, width) if column.sentences else [text]
+            wrap(text, width) if column.sentences else [text]
             for (text, _), width, column in zip(row, widths, self.columns, strict=True)
         ]
         for texts in zip_longest(*wrapped, fillvalue=""):
@@ -153,7 +153,7 @@ def cell_width(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
 
 
-def _wrap(text: str, width: int) -> list[str]:
+def wrap(text: str, width: int) -> list[str]:
     """The lines of a sentence; only words that are too long are broken."""
     if cell_width(text) <= width:
         return [text]

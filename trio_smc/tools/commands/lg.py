@@ -13,8 +13,8 @@ from trio_smc.tools.output import (
     gid,
     hexadecimal,
     plain,
-    print_error,
     print_json,
+    print_unused,
     show,
     size,
     table,
@@ -77,10 +77,7 @@ def run(options: argparse.Namespace) -> int:
     if options.device is not None:
         devices = {name for each in snapshots for group in each.link_groups for name in _on(group)}
         if options.device not in devices:
-            print_error(
-                f"trio-smc: device {plain(options.device)}: no link; the devices with links are: "
-                f"{', '.join(sorted(devices)) or 'none'}"
-            )
+            print_unused("device", [options.device], "link group", sorted(devices))
         for each in snapshots:
             each.link_groups = [group for group in each.link_groups if options.device in _on(group)]
     if options.json:

@@ -83,11 +83,10 @@ def _explain_word(text: str) -> dict[str, Any]:
             f"unknown diagnosis word: 0x{word:08x}; see the documentation of the peer"
         ) from None
     fallback = Fallback.from_peer(word)
-    own = [each.value for each in FallbackReason if Fallback.local(each).code == word]
     return {
         "word": f"0x{word:08x}",
         "name": name,
-        "reasons_with_it": own,
+        "reasons_with_it": [each.value for each in Fallback.reasons_with(word)],
         "reason": fallback.reason.value,
         "message": fallback.message,
         "remedy": fallback.remedy,

@@ -20,8 +20,8 @@ from trio_smc.tools.output import (
     mode_cell,
     network,
     plain,
-    print_error,
     print_json,
+    print_unused,
     show,
     size,
     table,
@@ -104,11 +104,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         show(_table(snapshots))
         unused = sorted(set(options.state or ()) - states)
-        if unused:
-            print_error(
-                f"trio-smc: state {', '.join(map(plain, unused))}: no connection; the states are: "
-                f"{', '.join(sorted(states)) or 'none'}"
-            )
+        print_unused("state", unused, "connection", sorted(states))
         if options.verbose:
             for snapshot in snapshots:
                 for connection in snapshot.connections:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from trio_smc.tools.output import (
     table,
     terminal_size,
 )
-from trio_smc.tools.tables import Marked, Table
+from trio_smc.tools.tables import Marked, Table, wrap
 
 NAME = "top"
 SUMMARY = "watch the busiest connections, live"
@@ -140,7 +139,7 @@ def _fitting_table(rows: list[list[object]]) -> list[Table | str]:
 
 def _wrapped(text: str) -> list[str]:
     """The lines of a sentence that is wider than the terminal."""
-    return textwrap.wrap(text, terminal_size().columns) if is_terminal() else [text]
+    return wrap(text, terminal_size().columns) if is_terminal() else [text]
 
 
 def _identity(connection: dict[str, Any]) -> tuple[object, ...]:
