@@ -91,7 +91,7 @@ def test_an_older_process(
 ) -> None:
     done = run(OLDER, words, tmp_path, capsys)
     assert done.code == 0, done.err
-    assert done.err == NOTE.format("before 0.2.0", os.getpid(), trio_smc.__version__)
+    assert done.err == NOTE.format("before 0.3.0", os.getpid(), trio_smc.__version__)
     assert str(os.getpid()) in done.out or words[0] == "top"
 
 
@@ -200,6 +200,6 @@ def test_processes_of_several_releases(capsys: pytest.CaptureFixture[str]) -> No
         noted.note_releases([client.Snapshot(pid, release=None) for pid in range(1, 11)])
         noted.note_releases([client.Snapshot(11, release="9.9")])
     first, second = capsys.readouterr().err.splitlines()
-    assert "before 0.2.0, in processes 1, 2, 3, 4, 5, 6, 7, 8 and 2 more;" in first
+    assert "before 0.3.0, in processes 1, 2, 3, 4, 5, 6, 7, 8 and 2 more;" in first
     assert "9.9, in process 11;" in second
     assert noted.exit_code == 0

@@ -6,4 +6,4 @@ from typing import Final
 
 __all__ = ["RELEASE"]
 
-RELEASE: Final = "0.2.0"
+RELEASE: Final = "0.3.0.dev0"

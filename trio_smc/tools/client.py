@@ -109,7 +109,7 @@ class Snapshot:
     Attributes:
       pid: the process.
       stack: the peer ID, hexadecimal.
-      release: of trio_smc in the process; None: it is older than 0.2.0.
+      release: of trio_smc in the process; None: it is older than 0.3.0.
       python: the version of Python, or None.
       uptime: seconds since the stack was opened, or None.
       uid: the user of the process.
@@ -198,7 +198,7 @@ def _print_releases(releases: dict[int, str | None]) -> None:
         more = f" and {len(pids) - _SHOWN} more" if len(pids) > _SHOWN else ""
         names = f"{'processes' if len(pids) > 1 else 'process'} {', '.join(pids[:_SHOWN])}{more}"
         print_error(
-            f"trio-smc: another release of trio_smc, {release or 'before 0.2.0'}, in {names}; this "
+            f"trio-smc: another release of trio_smc, {release or 'before 0.3.0'}, in {names}; this "
             f'command has {RELEASE}; "-" is a value that the other release does not report'
         )
 

@@ -101,7 +101,7 @@ def exposition(snapshots: Sequence[Snapshot], *, silent: int, failures: int | No
 
 
 def _add_process(families: _Families, pid: int, stacks: Sequence[Snapshot]) -> None:
-    version = stacks[0].release or "before 0.2.0"
+    version = stacks[0].release or "before 0.3.0"
     families.add("build_info", "gauge", 1, version=version, python=stacks[0].python or "", pid=pid)
     families.add("stacks", "gauge", len(stacks), pid=pid)
     uptimes = [each.uptime for each in stacks if each.uptime is not None]

@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-Releases before 0.2.0 have another same-host discovery.  Their listener is a SOCK_SEQPACKET socket;
+Releases before 0.3.0 have another same-host discovery.  Their listener is a SOCK_SEQPACKET socket;
 a client connects to it and sends an ANNOUNCE for each TCP connection.  Directories, names and the
 first eight bytes of messages are those of `discovery.directory` and `discovery.messages`.  The
 kernel keeps the two kinds apart by the type of a socket: a connection of the wrong type fails, and
