@@ -49,6 +49,7 @@ class Edit:
 _ACCEPT: Final = "AcceptSpin(_ACCEPT_SPINS * config.spin)"
 _DISCOURAGED: Final = "if not self.discouraged:\n            return True"
 _BACKOFF: Final = "if self._yield_backoff:\n            self._yield_backoff -= 1"
+_SKIPPED: Final = 'them takes as long as a short spin."""\n        self._note_failures(1)'
 _ANNOUNCE: Final = "_MAX_UNANNOUNCED = 64 * 1024"
 _RING: Final = "_SOFTWARE_RECEIVE_BUFFER = 4 << 20"
 _NO_BUSY_SOLO: Final = Edit("rnic/solo.py", "return reads >= _MIN_READS and", "return False and")
@@ -62,6 +63,15 @@ VARIANTS: Final = {
     ],
     "spins always": [
         Edit("rnic/spinner.py", _DISCOURAGED, "if True:\n            return True"),
+    ],
+    "a pause counts as one failure": [
+        Edit("rnic/spinner.py", "_PAUSE_FAILURES: Final = 3", "_PAUSE_FAILURES: Final = 1"),
+    ],
+    "spins after pauses": [
+        Edit("rnic/waits.py", "self.after_pause = now - self.last_arrival > PAUSE_NS", "pass"),
+    ],
+    "skipped spins do not count": [
+        Edit("rnic/spinner.py", _SKIPPED, _SKIPPED.replace("self._note_failures(1)", "")),
     ],
     "no yield": [
         Edit("rnic/spinner.py", _BACKOFF, "if True:\n            pass"),
