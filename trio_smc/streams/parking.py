@@ -285,7 +285,7 @@ class Parking:
             self._wait_ended = True
             self.wake_reader()  # the solo reader
 
-    # Every call ends with this.
+    # Every call ends with one of these.
 
     async def end_call(self, parked: bool) -> None:
         """End a call with a checkpoint, if the call needs one.
@@ -294,4 +294,10 @@ class Parking:
         amortised checkpoints.
         """
         if not parked and (self.strict or self.budget.is_exceeded()):
+            await _yield()
+
+    async def end_failed_call(self, parked: bool) -> None:
+        """End a call that raises an error: it yields unless it has ``parked``, so that a program
+        that repeats the call lets other tasks run."""
+        if not parked:
             await _yield()

@@ -300,8 +300,7 @@ class RdmaStream(SmcStream):
                     with self._sending:
                         parked = await self._parking.writer() or parked
         except Exception:
-            if not parked:
-                await _yield()
+            await self._parking.end_failed_call(parked)
             raise
         return sent, parked
 
@@ -326,8 +325,7 @@ class RdmaStream(SmcStream):
             while core.sender.borrowed:
                 parked = await self._parking.writer() or parked
         except trio.BrokenResourceError:
-            if not parked:
-                await _yield()
+            await self._parking.end_failed_call(parked)
             raise
         finally:
             if urgent:
@@ -584,8 +582,7 @@ class RdmaStream(SmcStream):
                 with busy:
                     parked = await wait() or parked
         except Exception:
-            if not parked:
-                await _yield()
+            await self._parking.end_failed_call(parked)
             raise
         await self._parking.end_call(parked)
         return taken
