@@ -4,7 +4,7 @@ A hook of hatchling. The native module (trio_smc/rnic/_words.c) has the stable A
 serves all versions of Python. It is compiled if this machine has a C compiler and Python's headers,
 also in an editable installation, then beside its source. Without them the wheel is pure: the
 software RNIC then works without the module (trio_smc/rnic/words.py). TRIO_SMC_NATIVE=1 makes a lack
-of a compiler an error, and TRIO_SMC_NATIVE=0 leaves the module out.
+of a compiler an error, as TRIO_SMC_COMPILED=1 does, and TRIO_SMC_NATIVE=0 leaves the module out.
 
 The hot modules are compiled with mypyc; `[tool.hatch.build.targets.wheel.hooks.custom]` of
 pyproject.toml lists them. Their sources are in the wheel as well: an import prefers a compiled
@@ -58,7 +58,8 @@ class CompiledBuild(BuildHookInterface[Any]):
         self._place = tempfile.TemporaryDirectory()
         place = Path(self._place.name)
         library = place / SOURCE.with_suffix(".abi3.so").name
-        if native(root / SOURCE, library):
+        # This module takes a second, mypyc minutes: so a lack of a compiler is noticed at once.
+        if native(root / SOURCE, library, required=self._wanted):
             build_data["force_include"][str(library)] = str(SOURCE.with_suffix(".abi3.so"))
             build_data["pure_python"] = False
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
@@ -76,11 +77,11 @@ class CompiledBuild(BuildHookInterface[Any]):
             self._place.cleanup()
 
 
-def native(source: Path, library: Path) -> bool:
+def native(source: Path, library: Path, *, required: bool = False) -> bool:
     """Compile the native module; False: it is not wanted here, or there is no compiler.
 
     Raises:
-      RuntimeError: `NATIVE` is 1, and the module cannot be compiled.
+      RuntimeError: the module cannot be compiled, and it is ``required``, or `NATIVE` is 1.
     """
     wanted = os.environ.get(NATIVE)
     library.unlink(missing_ok=True)
@@ -94,8 +95,12 @@ def native(source: Path, library: Path) -> bool:
         problem = done.stderr if done.returncode else ""
     except OSError as error:
         problem = str(error)
-    if problem and wanted == "1":
-        raise RuntimeError(f"the native module cannot be compiled: {problem}")
+    if problem and (required or wanted == "1"):
+        variable = NATIVE if wanted == "1" else VARIABLE
+        raise RuntimeError(
+            f"{variable}=1 needs a C compiler and the headers of Python, such as Debian's gcc, "
+            f"libc6-dev and python3-dev: {problem.strip()}"
+        )
     return not problem
 
 

@@ -157,8 +157,10 @@ def test_the_native_module_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(NATIVE)
     monkeypatch.setenv("CC", "no-compiler-here")
     assert not native(ROOT / SOURCE, library)
+    with pytest.raises(RuntimeError, match=r"^TRIO_SMC_COMPILED=1 needs a C compiler .*-here"):
+        native(ROOT / SOURCE, library, required=True)
     monkeypatch.setenv(NATIVE, "1")
-    with pytest.raises(RuntimeError, match="no-compiler-here"):
+    with pytest.raises(RuntimeError, match=r"^TRIO_SMC_NATIVE=1 needs a C compiler .*-here"):
         native(ROOT / SOURCE, library)
     assert not library.exists()
 
