@@ -91,8 +91,10 @@ def _tcp_info(sock: trio.socket.SocketType | socket.socket, size: int) -> bytes:
 def disconnect(sock: trio.socket.SocketType | socket.socket) -> bool:
     """Reset a connection, and leave the socket open, to be connected again (connect(2),
     AF_UNSPEC); False if this cannot be done."""
-    import ctypes  # takes milliseconds, and is seldom needed
-
+    try:
+        import ctypes  # takes milliseconds, and is seldom needed
+    except (ImportError, OSError):  # no descriptor is free, for example
+        return False
     connect = ctypes.CDLL(None, use_errno=True).connect
     return bool(sock.fileno() >= 0 and connect(sock.fileno(), bytes(16), 16) == 0)
 

@@ -814,6 +814,7 @@ class OverSmc(Side):
         super().__init__(plain)
         self.stream: RdmaStream = stream
         self._connect_call = _ConnectCall.PENDING if has_connected else _ConnectCall.COMPLETE
+        _make_closed_in_advance()
         self._closed = False
         self._eof_socket: stdlib_socket.socket | None = None
 
@@ -1155,6 +1156,18 @@ def _make_closed(family: int) -> trio.socket.SocketType:
     plain = _make_plain(stdlib_socket.socket(family, stdlib_socket.SOCK_STREAM))
     plain.close()
     return plain
+
+
+@lru_cache
+def _make_closed_in_advance() -> None:
+    """Make the closed sockets of both families at the first connection over SMC-R.
+
+    A process without a free descriptor can close and read its TCP sockets, so it must be able to
+    close and read drop-in sockets, too.
+    """
+    for family in (stdlib_socket.AF_INET, stdlib_socket.AF_INET6):
+        with suppress(OSError):  # a system without IPv6 has no sockets of this family
+            _make_closed(family)
 
 
 def _closed_socket(family: int = stdlib_socket.AF_INET) -> stdlib_socket.socket:
