@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.guest_ways import Way, table
+from tests.ports import reserved_port
 
 HERE = Path(__file__).resolve().parent
 FIGURES = {"round trip", "64 KiB writes", "1 MiB writes", "connections"}
@@ -31,22 +31,21 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     return [[str(program), "tcp"], [sys.executable, "-m", "tests.lab.stream_speed"]]
 
 
-def _free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return str(listener.getsockname()[1])
-
-
 @pytest.mark.parametrize("server", [0, 1])
 @pytest.mark.parametrize("client", [0, 1])
 def test_the_programs_have_one_protocol(
     programs: list[list[str]], server: int, client: int
 ) -> None:
-    port = _free_port()
-    with subprocess.Popen([*programs[server], "serve", port], stdout=subprocess.PIPE) as serving:
+    with (
+        reserved_port() as number,
+        subprocess.Popen(
+            [*programs[server], "serve", str(number)], stdout=subprocess.PIPE
+        ) as serving,
+    ):
         assert serving.stdout is not None
         assert serving.stdout.readline() == b"ready\n"
         answer = subprocess.run(
-            [*programs[client], "ask", "127.0.0.1", port, "3", "2", "2"],
+            [*programs[client], "ask", "127.0.0.1", str(number), "3", "2", "2"],
             capture_output=True, check=True,
         )  # fmt: skip
         assert serving.wait() == 0

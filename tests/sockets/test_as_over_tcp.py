@@ -22,6 +22,7 @@ import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 import trio_smc
+from tests.ports import reserved_port
 from tests.timing import PATIENCE
 from trio_smc.sockets.drop_in import DropInSocket
 
@@ -906,11 +907,8 @@ async def _connect_again(ends: Ends, sock: Any) -> object:
 
 @case
 async def connect_after_a_refusal(ends: Ends) -> None:
-    with stdlib.create_server((HOST, 0)) as free:
-        name = free.getsockname()
-    sock = trio.socket.socket()
-    with sock:
-        await ends.see(sock.connect, name)
+    with reserved_port() as free, trio.socket.socket() as sock:
+        await ends.see(sock.connect, (HOST, free))
         ends.seen.append(sock.fileno() >= 0)
         ends.seen.append(await _connect_again(ends, sock))
         ends.seen.append(sock.getpeername() == ends.listener.getsockname())
@@ -918,14 +916,12 @@ async def connect_after_a_refusal(ends: Ends) -> None:
 
 @case
 async def connect_from_a_bound_port_after_a_refusal(ends: Ends) -> None:
-    with stdlib.create_server((HOST, 0)) as free:
-        name = free.getsockname()
     with stdlib.create_server(("127.0.0.2", 0)) as free:
         chosen = free.getsockname()
     for local in (("127.0.0.2", 0), chosen):
-        with trio.socket.socket() as sock:
+        with reserved_port() as refusing, trio.socket.socket() as sock:
             await sock.bind(local)
-            await ends.see(sock.connect, name)
+            await ends.see(sock.connect, (HOST, refusing))
             outcome = await _connect_again(ends, sock)
             ends.seen.append((outcome, sock.getsockname()[0], sock.getsockname() == chosen))
 
