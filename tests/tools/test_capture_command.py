@@ -35,7 +35,7 @@ def own_arguments(stack: trio_smc.Stack) -> list[str]:
     return [str(os.getpid()), "--stack", stack.peer_id.hex()]
 
 
-async def test_a_capture_until_the_stack_ends() -> None:
+async def test_a_capture_ends_with_its_stack() -> None:
     """The capture contains all messages after its start, up to the end of the stack."""
     received = bytearray()
     async with trio.open_nursery() as nursery, echo_port() as port:
@@ -60,7 +60,9 @@ async def test_a_capture_until_the_stack_ends() -> None:
     assert SECRET not in received
 
 
-async def test_a_file_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_capture_writes_a_file_for_some_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "capture.pcapng"
     async with trio_smc.open_stack(smc_config()) as stack:
         arguments = own_arguments(stack)
@@ -74,7 +76,7 @@ async def test_a_file_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFix
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-async def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_capture_needs_one_stack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "capture.pcapng"
     async with trio_smc.open_stack(smc_config()) as one, trio_smc.open_stack(smc_config()):
         [pid, *_] = own_arguments(one)
@@ -90,17 +92,17 @@ async def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (await run_command(capsys, pid, "-o", str(path)))[0] == 2
 
 
-async def test_a_receiver_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unread_capture_does_not_delay_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver costs a bounded amount of memory, and does not delay the stack or its end."""
     monkeypatch.setattr(sinks, "_MOST_UNSENT", 3000)
     monkeypatch.setattr(sinks, "_PATIENCE", 0.1)
     ours, theirs = trio.testing.memory_stream_pair()
     taken = bytearray()
 
-    async def never_send() -> None:
+    async def block_forever() -> None:
         await trio.sleep_forever()
 
-    ours.send_stream.send_all_hook = never_send
+    ours.send_stream.send_all_hook = block_forever
     async with echo_port() as port, trio_smc.open_stack(smc_config()) as stack:
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:

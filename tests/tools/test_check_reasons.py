@@ -44,41 +44,41 @@ Server = Callable[[Patch], AbstractAsyncContextManager[int]]
 
 
 @asynccontextmanager
-async def ours(
+async def smc_server(
     patch: Patch,
     config: Config = QUICK,
     prepare: Callable[[Patch, Stack], None] = lambda patch, stack: None,
 ) -> AsyncIterator[int]:
     """A server with trio_smc, on a stack of its own."""
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
-        listeners = await nursery.start(partial(stack.serve, until_its_end, 0, host=HOST))
+        listeners = await nursery.start(partial(stack.serve, read_until_eof, 0, host=HOST))
         prepare(patch, stack)
         yield listeners[0].socket.getsockname()[1]
         nursery.cancel_scope.cancel()
 
 
-async def until_its_end(stream: trio.abc.ReceiveStream) -> None:
+async def read_until_eof(stream: trio.abc.ReceiveStream) -> None:
     """Handle a connection: wait until the peer ends it."""
     async for _ in stream:
         pass
 
 
 @asynccontextmanager
-async def plain_tcp(patch: Patch) -> AsyncIterator[int]:
+async def tcp_server(patch: Patch) -> AsyncIterator[int]:
     """A server that has never heard of SMC-R."""
     async with plain_server() as listener:
         yield listener.socket.getsockname()[1]
 
 
 @asynccontextmanager
-async def by_hand(patch: Patch, answer: clc.Message) -> AsyncIterator[int]:
+async def scripted_server(patch: Patch, answer: clc.Message) -> AsyncIterator[int]:
     """A server that answers the Proposal with this message."""
     async with plain_server() as listener, trio.open_nursery() as nursery:
 
         async def handle(stream: trio.SocketStream) -> None:
             await read_clc(stream)
             await stream.send_all(answer.encode())
-            await until_its_end(stream)
+            await read_until_eof(stream)
 
         nursery.start_soon(trio.serve_listeners, handle, [listener])
         yield listener.socket.getsockname()[1]
@@ -86,17 +86,17 @@ async def by_hand(patch: Patch, answer: clc.Message) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def bored(patch: Patch) -> AsyncIterator[int]:
+async def learned_server(patch: Patch) -> AsyncIterator[int]:
     """A server of ours that learns, and has seen nothing but short connections."""
-    async with ours(patch, Config(receive_buffer=16384, learn_short=True)) as port:
+    async with smc_server(patch, Config(receive_buffer=16384, learn_short=True)) as port:
         async with trio_smc.open_stack(QUICK) as stack:
             for _ in range(SHORT_AFTER):
-                stream = await stream_of_mode(stack, port)
+                stream = await open_smc_stream(stack, port)
                 await stream.aclose()
         yield port
 
 
-async def stream_of_mode(stack: Stack, port: int) -> trio_smc.SmcStream:
+async def open_smc_stream(stack: Stack, port: int) -> trio_smc.SmcStream:
     """A connection that is SMC-R."""
     stream = await stack.open_stream(HOST, port)
     assert stream.fallback is None
@@ -106,7 +106,7 @@ async def stream_of_mode(stack: Stack, port: int) -> trio_smc.SmcStream:
 # --- what is wrong with the side that checks -----------------------------------------------------
 
 
-def checking_with(server: Server, **settings: Any) -> Server:
+def with_config(server: Server, **settings: Any) -> Server:
     """With these settings of the stack that checks."""
 
     def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
@@ -116,7 +116,7 @@ def checking_with(server: Server, **settings: Any) -> Server:
     return arrange
 
 
-def checking_after(server: Server, prepare: Callable[[Patch, Stack], None]) -> Server:
+def with_prepared_stack(server: Server, prepare: Callable[[Patch, Stack], None]) -> Server:
     """With this done to the stack that checks before it connects."""
 
     def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
@@ -132,7 +132,7 @@ def checking_after(server: Server, prepare: Callable[[Patch, Stack], None]) -> S
     return arrange
 
 
-def changed(server: Server, change: Callable[[Patch], None]) -> Server:
+def with_patch(server: Server, change: Callable[[Patch], None]) -> Server:
     """With something else changed."""
 
     def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
@@ -149,7 +149,7 @@ def fail_rnic(patch: Patch, stack: Stack) -> None:
     rnic.fail()
 
 
-def no_memory(patch: Patch, stack: Stack) -> None:
+def exhaust_memory(patch: Patch, stack: Stack) -> None:
     """There is no memory for RMBs."""
 
     def full(size: int) -> None:
@@ -159,7 +159,7 @@ def no_memory(patch: Patch, stack: Stack) -> None:
     patch.setattr(rnic, "alloc_memory", full)
 
 
-def no_option(number: int) -> Callable[[Patch], None]:
+def refuse_tcp_option(number: int) -> Callable[[Patch], None]:
     """The kernel does not take the program that sends the TCP option."""
 
     def change(patch: Patch) -> None:
@@ -171,14 +171,14 @@ def no_option(number: int) -> Callable[[Patch], None]:
     return change
 
 
-def open_to_all(patch: Patch) -> None:
+def make_directory_public(patch: Patch) -> None:
     """The private directory is not private."""
     directory = Config().private_directory()
     directory.mkdir(parents=True)
     directory.chmod(0o755)
 
 
-def full_directory(patch: Patch) -> None:
+def fill_directory(patch: Patch) -> None:
     """The file system of the private directory has no inodes left."""
 
     def full(self: Names, name: str, *, required: bool = False) -> None:
@@ -188,7 +188,7 @@ def full_directory(patch: Patch) -> None:
 
 
 @asynccontextmanager
-async def never_accepting(patch: Patch) -> AsyncIterator[int]:
+async def unaccepting_server(patch: Patch) -> AsyncIterator[int]:
     """A listener that has its name and does not accept."""
     with socket.create_server((HOST, 0)) as listening:
         async with trio.open_nursery() as nursery:
@@ -199,12 +199,12 @@ async def never_accepting(patch: Patch) -> AsyncIterator[int]:
         discovery.close()
 
 
-def another_user(patch: Patch) -> None:
+def make_another_user(patch: Patch) -> None:
     """The process that listens is another user's."""
     patch.setattr(lookup, "admits_user", lambda user, group: False)
 
 
-def another_network(patch: Patch) -> None:
+def separate_networks(patch: Patch) -> None:
     """The listener is in another network namespace, which does not have the address."""
 
     def not_mine(connection: bytes, user: int) -> None:
@@ -218,19 +218,19 @@ def another_network(patch: Patch) -> None:
     patch.setattr(publication, "Probe", not_mine)
 
 
-def another_release(patch: Patch) -> None:
+def answer_as_newer_release(patch: Patch) -> None:
     """The other side answers as another release would do."""
     accepted = messages.accepted
 
-    def from_the_future(token: bytes, rnic_version: int, *, required: bool) -> bytes:
+    def newer_accepted(token: bytes, rnic_version: int, *, required: bool) -> bytes:
         message = bytearray(accepted(token, rnic_version, required=required))
         message[4:6] = b"\xfe\xff"
         return bytes(message)
 
-    patch.setattr(messages, "accepted", from_the_future)
+    patch.setattr(messages, "accepted", newer_accepted)
 
 
-def without_gil(patch: Patch) -> None:
+def disable_gil(patch: Patch) -> None:
     """The software RNIC needs the GIL."""
     patch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
 
@@ -253,35 +253,36 @@ class Case:
 
 def declined(reason: FallbackReason, word: int) -> Case:
     """The server declines with this diagnosis word."""
-    server = partial(by_hand, answer=decline(word))
+    server = partial(scripted_server, answer=decline(word))
     return Case(reason, PEER, server, ("--discovery", "assume"))
 
 
 def seen(reason: FallbackReason, answer: clc.Message) -> Case:
     """The server's answer makes this side decline."""
-    return Case(reason, LOCAL, partial(by_hand, answer=answer), ("--discovery", "assume"))
+    return Case(reason, LOCAL, partial(scripted_server, answer=answer), ("--discovery", "assume"))
 
 
-def served(reason: FallbackReason, **settings: Any) -> Case:
+def configured(reason: FallbackReason, **settings: Any) -> Case:
     """A server of ours with these settings stays on TCP."""
-    return Case(reason, PEER, partial(ours, config=Config(receive_buffer=16384, **settings)))
+    return Case(reason, PEER, partial(smc_server, config=Config(receive_buffer=16384, **settings)))
 
 
 OPTION = ("--discovery", "tcp-option")
-NOWHERE = checking_with(plain_tcp, tcp_option="/nowhere")
+MISSING_CGROUP = with_config(tcp_server, tcp_option="/nowhere")
 CASES = [
-    Case(Reason.PEER_NOT_CAPABLE, LOCAL, plain_tcp),
+    Case(Reason.PEER_NOT_CAPABLE, LOCAL, tcp_server),
     declined(Reason.PEER_NOT_CAPABLE, Diagnosis.PEER_NOT_CAPABLE),
-    Case(Reason.NO_RNIC, LOCAL, checking_with(ours, rnics=())),
-    served(Reason.NO_RNIC, rnics=()),
-    Case(Reason.RNIC_DOWN, LOCAL, checking_after(ours, fail_rnic)),
-    Case(Reason.RNIC_DOWN, PEER, partial(ours, prepare=fail_rnic)),
+    Case(Reason.NO_RNIC, LOCAL, with_config(smc_server, rnics=())),
+    configured(Reason.NO_RNIC, rnics=()),
+    Case(Reason.RNIC_DOWN, LOCAL, with_prepared_stack(smc_server, fail_rnic)),
+    Case(Reason.RNIC_DOWN, PEER, partial(smc_server, prepare=fail_rnic)),
     Case(
         Reason.PREFIX_MISMATCH, PEER,
-        partial(by_hand, answer=decline(Diagnosis.PREFIX_MISMATCH)), ("--discovery", "assume"),
+        partial(scripted_server, answer=decline(Diagnosis.PREFIX_MISMATCH)),
+        ("--discovery", "assume"),
     ),
-    Case(Reason.OUT_OF_RESOURCES, LOCAL, checking_after(ours, no_memory)),
-    Case(Reason.OUT_OF_RESOURCES, PEER, partial(ours, prepare=no_memory)),
+    Case(Reason.OUT_OF_RESOURCES, LOCAL, with_prepared_stack(smc_server, exhaust_memory)),
+    Case(Reason.OUT_OF_RESOURCES, PEER, partial(smc_server, prepare=exhaust_memory)),
     seen(Reason.OUT_OF_SYNC, accept(first_contact=False)),
     declined(Reason.OUT_OF_SYNC, Diagnosis.OUT_OF_SYNC),
     seen(Reason.RESERVED_VALUE, accept(qp_mtu=9)),
@@ -296,31 +297,37 @@ CASES = [
     declined(Reason.EYE_CATCHER, Diagnosis.EYE_CATCHER),
     seen(Reason.LINK_FAILED, accept()),
     declined(Reason.LINK_FAILED, Diagnosis.CONFIRM_LINK_TIMEOUT),
-    served(Reason.HANDSHAKE_LIMIT, handshake_limit=0),
-    Case(Reason.TCP_OPTION_UNAVAILABLE, LOCAL, changed(NOWHERE, no_option(errno.ENOSYS)), OPTION),
-    Case(Reason.TCP_OPTION_NOT_PERMITTED, LOCAL, changed(NOWHERE, no_option(errno.EPERM)), OPTION),
-    Case(Reason.DIRECTORY_UNUSABLE, LOCAL, changed(plain_tcp, open_to_all)),
-    Case(Reason.DIRECTORY_FULL, LOCAL, changed(ours, full_directory)),
-    Case(Reason.OTHER_USER, LOCAL, changed(ours, another_user)),
-    Case(Reason.PATH_NOT_PROVEN, LOCAL, changed(ours, another_network)),
-    Case(Reason.NOT_ACCEPTED, LOCAL, never_accepting),
-    Case(Reason.LOCAL_VERSION_MISMATCH, LOCAL, changed(ours, another_release)),
-    Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, changed(plain_tcp, without_gil)),
-    Case(Reason.NOT_PERMITTED, LOCAL, checking_with(ours, deny=("127.0.0.0/8",))),
-    served(Reason.NOT_PERMITTED, allow=("192.0.2.0/24",)),
-    Case(Reason.SHORT_CONNECTIONS, PEER, bored),
+    configured(Reason.HANDSHAKE_LIMIT, handshake_limit=0),
+    Case(
+        Reason.TCP_OPTION_UNAVAILABLE, LOCAL,
+        with_patch(MISSING_CGROUP, refuse_tcp_option(errno.ENOSYS)), OPTION,
+    ),
+    Case(
+        Reason.TCP_OPTION_NOT_PERMITTED, LOCAL,
+        with_patch(MISSING_CGROUP, refuse_tcp_option(errno.EPERM)), OPTION,
+    ),
+    Case(Reason.DIRECTORY_UNUSABLE, LOCAL, with_patch(tcp_server, make_directory_public)),
+    Case(Reason.DIRECTORY_FULL, LOCAL, with_patch(smc_server, fill_directory)),
+    Case(Reason.OTHER_USER, LOCAL, with_patch(smc_server, make_another_user)),
+    Case(Reason.PATH_NOT_PROVEN, LOCAL, with_patch(smc_server, separate_networks)),
+    Case(Reason.NOT_ACCEPTED, LOCAL, unaccepting_server),
+    Case(Reason.LOCAL_VERSION_MISMATCH, LOCAL, with_patch(smc_server, answer_as_newer_release)),
+    Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, with_patch(tcp_server, disable_gil)),
+    Case(Reason.NOT_PERMITTED, LOCAL, with_config(smc_server, deny=("127.0.0.0/8",))),
+    configured(Reason.NOT_PERMITTED, allow=("192.0.2.0/24",)),
+    Case(Reason.SHORT_CONNECTIONS, PEER, learned_server),
     declined(Reason.DECLINED, 0x12345678),
 ]  # fmt: skip
 
 
 # Where it is for the other side to do something, if that side decided.
-AT_THE_PEER = {
+PEER_REMEDIES = {
     Reason.NO_RNIC, Reason.RNIC_DOWN, Reason.OUT_OF_RESOURCES, Reason.HANDSHAKE_LIMIT,
     Reason.NOT_PERMITTED,
 }  # fmt: skip
 
 
-def test_no_reason_is_missing() -> None:
+def test_every_reason_has_a_case() -> None:
     # The command opens its connection itself, so it is never a socket of a program, or an MPTCP
     # socket: tests/sockets/test_enable_sockets.py.
     sockets_only = {Reason.ALREADY_CONNECTED, Reason.ALREADY_SHUT_DOWN, Reason.MULTIPATH}
@@ -330,7 +337,7 @@ def test_no_reason_is_missing() -> None:
 @pytest.mark.learns_short
 @pytest.mark.v2("v2.6/4")
 @pytest.mark.parametrize("case", CASES, ids=str)
-async def test_check_explains(case: Case, monkeypatch: Patch) -> None:
+async def test_check_explains_each_reason(case: Case, monkeypatch: Patch) -> None:
     local = Fallback.local(case.reason)
     with trio.fail_after(PATIENCE):
         async with case.arrange(monkeypatch) as port:
@@ -345,5 +352,5 @@ async def test_check_explains(case: Case, monkeypatch: Patch) -> None:
         # The command looks at the listener itself; see test_check_listener.py.
         assert f"  listener   process {os.getpid()} " in output
         return
-    elsewhere = case.origin is PEER and case.reason in AT_THE_PEER
+    elsewhere = case.origin is PEER and case.reason in PEER_REMEDIES
     assert f"  remedy     {'at the peer: ' * elsewhere}{local.remedy}\n" in output

@@ -103,7 +103,7 @@ def test_tables_are_not_squeezed_into_a_narrow_terminal(
     assert "\\x1b[31mred" in capsys.readouterr().out
 
 
-def test_tables_need_no_other_library(
+def test_tables_do_not_need_rich(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Wide characters count twice, sentences share the room, and what is TCP has a colour."""
@@ -280,7 +280,7 @@ async def test_check_of_a_server_that_speaks_smc_r() -> None:
         assert "received Accept\n" in text.out
 
 
-async def test_check_of_a_server_that_does_not() -> None:
+async def test_check_of_a_server_without_smc_r() -> None:
     async with plain_server() as listener:
         port = listener.socket.getsockname()[1]
         done = await quick_command("check", "127.0.0.1", port)
@@ -342,7 +342,7 @@ async def test_check_of_a_server_that_resets_at_once(
     open_stream = trio_smc.Stack.open_stream
     connected = threading.Event()
 
-    async def until_the_reset(
+    async def wait_for_reset(
         stack: trio_smc.Stack, *arguments: Any, **options: Any
     ) -> trio_smc.SmcStream:
         stream = await open_stream(stack, *arguments, **options)
@@ -357,7 +357,7 @@ async def test_check_of_a_server_that_resets_at_once(
         await trio.to_thread.run_sync(connected.wait)
         stream.abort()
 
-    monkeypatch.setattr(trio_smc.Stack, "open_stream", until_the_reset)
+    monkeypatch.setattr(trio_smc.Stack, "open_stream", wait_for_reset)
     config = trio_smc.Config(rnics=rnics, receive_buffer=16384)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
         [listener] = await stack.open_listeners(0, host="127.0.0.1")
@@ -382,7 +382,7 @@ async def test_check_without_a_server() -> None:
 # --- reasons -------------------------------------------------------------------------------------
 
 
-async def test_reasons_explains_all_of_them() -> None:
+async def test_reasons_explains_every_reason() -> None:
     everything = (await quick_command("reasons", "--json")).json
     assert [each["reason"] for each in everything["reasons"]] == list(FallbackReason)
     assert [int(each["word"], 0) for each in everything["words"]] == list(Diagnosis)
@@ -436,7 +436,7 @@ async def test_reasons_explains_all_of_them() -> None:
         ([], "COMMAND"),
     ],
 )
-def test_one_line_and_code_2(
+def test_bad_input_gives_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
     assert error in one_line(command_here(capsys, *arguments))
@@ -452,7 +452,7 @@ async def test_a_stack_without_control_socket(runtime_directory: Path) -> None:
         assert "Config(control=False)" in one_line(await quick_command("ss", "--pid", peer.pid))
 
 
-async def test_a_process_whose_loop_stands_still(
+async def test_a_process_whose_event_loop_is_blocked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trio_smc.tools.client.TIMEOUT", 0.5)
@@ -470,22 +470,24 @@ async def test_a_process_whose_loop_stands_still(
             assert f"process {blocked.pid} does not answer" in done.err
 
 
-def sockets(directory: Path) -> set[str]:
+def sockets_below(directory: Path) -> set[str]:
     """The paths of all sockets below a directory."""
     return {str(path) for path in directory.rglob("*") if path.is_socket()}
 
 
-async def test_a_killed_process_leaves_a_name_that_is_cleaned_up(runtime_directory: Path) -> None:
+async def test_commands_and_stacks_remove_names_of_killed_processes(
+    runtime_directory: Path,
+) -> None:
     control = runtime_directory / "trio-smc" / "control"
     async with running("server") as peer, running("server") as alive:
-        before = sockets(runtime_directory)
+        before = sockets_below(runtime_directory)
         peer.process.send_signal(signal.SIGKILL)
         with trio.fail_after(LIMIT):
             await peer.process.wait()
         [stack] = (await quick_command("ss", "--json")).json
         assert stack["pid"] == alive.pid
         # Those of its listener and its RNIC as well; the other process keeps its own.
-        left = sockets(runtime_directory)
+        left = sockets_below(runtime_directory)
         assert {name for name in left if f"{peer.pid}-" in name} == set()
         assert {name for name in before if f"{alive.pid}-" in name} <= left
         assert len(left) == len(before) // 2

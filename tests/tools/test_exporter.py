@@ -23,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import trio_smc
 from tests.ports import reserved_port
-from tests.tools.test_foreign_text import Liar
-from tests.tools.test_operating import until
+from tests.tools.test_foreign_text import HostileSocket
+from tests.tools.test_operating import read_until
 from tests.tools.tools_processes import LIMIT, ROOT, one_line, quick_command, running
 from trio_smc.tools import metric_help
 from trio_smc.tools.client import SHAPES, Snapshot, check_untrusted
@@ -33,7 +33,7 @@ from trio_smc.tools.exposition import exposition
 EXAMPLES = ROOT / "examples" / "prometheus"
 
 
-def need(program: str) -> None:
+def require_program(program: str) -> None:
     """Skip the test without the program, but fail under `make prometheus`."""
     if not shutil.which(program):
         if os.environ.get("TRIO_SMC_FULL") == "1":
@@ -42,7 +42,7 @@ def need(program: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(*command: object) -> AsyncIterator[trio.Process]:
+async def running_server(*command: object) -> AsyncIterator[trio.Process]:
     """A server; it ends with the block, by SIGTERM."""
     process = await trio.lowlevel.open_process(
         [str(each) for each in command], cwd=ROOT, stdout=subprocess.PIPE,
@@ -62,9 +62,9 @@ async def serving(*command: object) -> AsyncIterator[trio.Process]:
 async def exporter() -> AsyncIterator[int]:
     """A running exporter: its port."""
     command = (sys.executable, "-m", "trio_smc.tools", "exporter", "--listen", "127.0.0.1:0")
-    async with serving(*command) as process:
+    async with running_server(*command) as process:
         assert process.stdout is not None
-        yield int((await until(process.stdout, r"http://127\.0\.0\.1:(\d+)/metrics"))[1])
+        yield int((await read_until(process.stdout, r"http://127\.0\.0\.1:(\d+)/metrics"))[1])
     assert process.returncode == 0
 
 
@@ -89,7 +89,7 @@ def values(text: str) -> dict[str, float]:
     return found
 
 
-async def test_rude_clients_and_the_result_of_a_scrape() -> None:
+async def test_bad_clients_do_not_disturb_a_scrape() -> None:
     async with running("pair") as peer, exporter() as port, trio.open_nursery() as nursery:
         silent = await trio.open_tcp_stream("127.0.0.1", port)
         for request, status in (
@@ -98,10 +98,10 @@ async def test_rude_clients_and_the_result_of_a_scrape() -> None:
         ):  # fmt: skip
             assert (await get(port, "", request))[0] == status
         for _ in range(3):
-            rude = await trio.open_tcp_stream("127.0.0.1", port)
-            await rude.send_all(b"GET /metrics HTTP/1.1\r\n\r\n")
-            rude.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            await rude.aclose()
+            resetting = await trio.open_tcp_stream("127.0.0.1", port)
+            await resetting.send_all(b"GET /metrics HTTP/1.1\r\n\r\n")
+            resetting.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            await resetting.aclose()
         answers: list[tuple[int, str]] = []
 
         async def scrape() -> None:
@@ -143,12 +143,12 @@ async def test_rude_clients_and_the_result_of_a_scrape() -> None:
 
 
 async def test_a_real_prometheus_scrapes_the_exporter(tmp_path: Path) -> None:
-    need("prometheus")
+    require_program("prometheus")
     with reserved_port() as web:
-        await _scraped(tmp_path, web)
+        await _check_scrape_by_prometheus(tmp_path, web)
 
 
-async def _scraped(tmp_path: Path, web: int) -> None:
+async def _check_scrape_by_prometheus(tmp_path: Path, web: int) -> None:
     async with running("pair") as peer, exporter() as port:
         config = yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())
         config["global"]["scrape_interval"] = "1s"
@@ -160,7 +160,7 @@ async def _scraped(tmp_path: Path, web: int) -> None:
             f"--storage.tsdb.path={tmp_path / 'db'}",
             f"--web.listen-address=127.0.0.1:{web}",
         )  # fmt: skip
-        async with serving("prometheus", *options):
+        async with running_server("prometheus", *options):
             found: list[Any] = []
             with trio.fail_after(LIMIT):
                 while not found:
@@ -197,7 +197,7 @@ def test_the_examples_are_valid(tmp_path: Path) -> None:
     for rule in rules:
         assert rule["annotations"]["summary"]
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
-    need("promtool")
+    require_program("promtool")
     expressions = [
         each["expr"].replace("$__rate_interval", "5m").replace("$instance", ".*")
         for each in targets
@@ -221,13 +221,14 @@ def test_the_examples_are_valid(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_hostile_values() -> None:
+def test_hostile_values_are_escaped_and_bounded() -> None:
     """Texts of a process are escaped, and a process has a bounded number of series."""
     statistics: dict[str, Any] = {}
     check_untrusted(statistics, SHAPES["statistics"], "statistics")
-    nasty = 'a"b\\c\nd} 1\n# TYPE x counter'
+    hostile = 'a"b\\c\nd} 1\n# TYPE x counter'
     statistics["fallbacks"] = [
-        {"origin": nasty * 50, "reason": f"{nasty}{number}", "count": 1} for number in range(5000)
+        {"origin": hostile * 50, "reason": f"{hostile}{number}", "count": 1}
+        for number in range(5000)
     ]
     snapshot = Snapshot(7, "x", None, None, statistics=statistics)
     text = exposition([snapshot], silent=3)
@@ -241,7 +242,7 @@ def test_hostile_values() -> None:
     assert f'bytes_sent_total{{pid="7"}} {(1 << 60) + 1}\n' in exposition([snapshot], silent=0)
 
 
-async def test_a_directory_that_becomes_unusable() -> None:
+async def test_the_exporter_reports_an_unusable_directory() -> None:
     """The answer has the reason, and the exporter goes on."""
     async with running("pair") as peer, exporter() as port:
         assert (await get(port, "/metrics"))[0] == 200
@@ -265,9 +266,9 @@ def damaged_stacks() -> Iterator[None]:
     private.mkdir(mode=0o700)
     with contextlib.ExitStack() as exits:
         for name in "12":
-            liar = Liar(private, name)
-            exits.callback(liar.close)
-            liar.parts = ()
+            socket_ = HostileSocket(private, name)
+            exits.callback(socket_.close)
+            socket_.parts = ()
         yield
 
 
@@ -282,7 +283,7 @@ async def test_a_process_whose_answers_are_all_damaged(damaged_stacks: None) -> 
             assert found["trio_smc_scrape_failures_total"] == scrapes
 
 
-async def test_addresses_of_the_exporter() -> None:
+async def test_the_exporter_refuses_a_used_port_and_a_missing_directory() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         done = await quick_command("exporter", "--listen", f"127.0.0.1:{port}")

@@ -72,7 +72,7 @@ def hostile(shape: Any) -> Any:
     return {str: HOSTILE, int: 2, bool: False}[shape]
 
 
-class Liar:
+class HostileSocket:
     """A control socket of this process that gives hostile answers."""
 
     def __init__(self, directory: Path, name: str = "1", refuse: bool = False) -> None:
@@ -140,8 +140,8 @@ def private(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def liar(private: Path) -> Iterator[Liar]:
-    made = Liar(private)
+def hostile_socket(private: Path) -> Iterator[HostileSocket]:
+    made = HostileSocket(private)
     yield made
     made.close()
 
@@ -158,8 +158,11 @@ QUERIES = (
 
 
 @pytest.mark.parametrize("words", QUERIES, ids=" ".join)
-def test_answers(
-    words: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+def test_queries_escape_hostile_answers(
+    words: tuple[str, ...],
+    private: Path,
+    hostile_socket: HostileSocket,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each command that asks running processes shows the text, and its markup as it is."""
     done = command_here(capsys, *words, "--directory", str(private))
@@ -172,10 +175,13 @@ def test_answers(
 
 @pytest.mark.parametrize("words", QUERIES, ids=" ".join)
 def test_answers_without_the_wanted_parts(
-    words: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    private: Path,
+    hostile_socket: HostileSocket,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The process is named; the command does not end by a KeyError."""
-    liar.parts = ()
+    hostile_socket.parts = ()
     done = command_here(capsys, *words, "--directory", str(private))
     if "--sizes" in words:
         assert (done.code, done.out) == (2, "")
@@ -197,7 +203,10 @@ def test_answers_without_the_wanted_parts(
 
 
 def test_a_capture_does_not_go_to_a_terminal(
-    private: Path, liar: Liar, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    private: Path,
+    hostile_socket: HostileSocket,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     done = command_here(capsys, "capture", str(os.getpid()), "-o", "-", "--directory", str(private))
@@ -206,11 +215,11 @@ def test_a_capture_does_not_go_to_a_terminal(
 
 
 @pytest.mark.parametrize("words", [*QUERIES, ("capture", "PID", "-o", "-")], ids=" ".join)
-def test_refusals(
+def test_queries_escape_hostile_errors(
     words: tuple[str, ...], private: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A process that answers by a sentence of its own."""
-    made = Liar(private, refuse=True)
+    made = HostileSocket(private, refuse=True)
     try:
         if words[0] != "capture":
             words = (*words, "--pid", "PID")
@@ -225,10 +234,10 @@ def test_refusals(
     assert len(done.err.splitlines()) == 1
 
 
-def test_captures_of_several_stacks(
-    private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+def test_capture_escapes_the_names_of_several_stacks(
+    private: Path, hostile_socket: HostileSocket, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    second = Liar(private, "2")
+    second = HostileSocket(private, "2")
     try:
         done = command_here(
             capsys, "capture", str(os.getpid()), "-o", "-", "--directory", str(private)
@@ -241,17 +250,20 @@ def test_captures_of_several_stacks(
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_check(
-    options: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+def test_check_escapes_the_view_of_the_server(
+    options: tuple[str, ...],
+    private: Path,
+    hostile_socket: HostileSocket,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The server's own view of the connection is what its process says."""
-    liar.is_ready.clear()  # the command may ask before the server has accepted
+    hostile_socket.is_ready.clear()  # the command may ask before the server has accepted
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             connection, address = server.accept()
-            liar.ends = list(connection.getsockname()), list(address)
-            liar.is_ready.set()
+            hostile_socket.ends = list(connection.getsockname()), list(address)
+            hostile_socket.is_ready.set()
             with connection:
                 connection.recv(1)
 
@@ -268,7 +280,7 @@ def test_check(
     assert_harmless(done.err)
 
 
-def test_reports_of_run(tmp_path: Path) -> None:
+def test_run_escapes_hostile_reports(tmp_path: Path) -> None:
     """Messages that a process of the tree made up."""
     counts = {
         **dict.fromkeys(("connections", "refused", "bytes_sent", "bytes_received"), 1),
@@ -299,16 +311,16 @@ for text in {[json.dumps(each) for each in messages]!r}:
     assert_harmless(errors)
 
 
-@pytest.mark.parametrize("shown", ["text", "svg"])
-def test_ladders(
-    shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("form", ["text", "svg"])
+def test_ladders_escape_hostile_titles(
+    form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever a capture may name; the decoders yield no such names today."""
     for module in (ladder_text, ladder_svg):
         monkeypatch.setattr(module, "title", lambda row: HOSTILE)
         monkeypatch.setattr(module, "details", lambda row: [HOSTILE])
     [path, *_] = sorted(GOLDEN.rglob("*.pcapng"))
-    done = command_here(capsys, "ladder", str(path), *(("--svg", "-") if shown == "svg" else ()))
+    done = command_here(capsys, "ladder", str(path), *(("--svg", "-") if form == "svg" else ()))
     assert done.code == 0, done.err
     text = re.sub(r"&#\d+;", "", done.out)
     assert {each for each in text if each in DANGEROUS} == set()
@@ -328,7 +340,9 @@ def test_ladders(
     ],
     ids=lambda words: words[0][:8].strip("[") if isinstance(words, tuple) else None,
 )  # fmt: skip
-def test_arguments(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_escape_hostile_arguments(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A script may pass on a name that another user chose."""
     done = _run_here(capsys, *words)
     assert done.code != 130
@@ -345,7 +359,7 @@ def _run_here(capsys: pytest.CaptureFixture[str], *words: str) -> Done:
         os.environ.update(environment)
 
 
-def test_every_command_is_here() -> None:
+def test_every_command_has_a_case() -> None:
     """A new command needs a case of its own."""
     named = {
         *(words[0] for words in QUERIES), "capture", "check", "ladder", "run", "reasons", "proxy",
@@ -355,7 +369,9 @@ def test_every_command_is_here() -> None:
 
 
 @pytest.mark.parametrize("words", QUERIES[:3], ids=" ".join)
-def test_locales_that_have_none_of_it(words: tuple[str, ...], private: Path, liar: Liar) -> None:
+def test_queries_print_ascii_in_the_c_locale(
+    words: tuple[str, ...], private: Path, hostile_socket: HostileSocket
+) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trio_smc.tools", *words, "--directory", private],
         env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
@@ -368,7 +384,9 @@ def test_locales_that_have_none_of_it(words: tuple[str, ...], private: Path, lia
 
 
 @pytest.mark.parametrize("words", [QUERIES[1], ("top", "--interval", "0.1", "--count", "1")])
-def test_terminals(words: tuple[str, ...], private: Path, liar: Liar) -> None:
+def test_a_terminal_gets_only_escapes_of_the_command(
+    words: tuple[str, ...], private: Path, hostile_socket: HostileSocket
+) -> None:
     """A terminal gets colours of the command itself, and nothing else that steers it."""
     ours, theirs = pty.openpty()
     try:
@@ -401,7 +419,7 @@ def test_terminals(words: tuple[str, ...], private: Path, liar: Liar) -> None:
 # --- the functions -----------------------------------------------------------------------------
 
 
-def test_every_character() -> None:
+def test_printable_escapes_every_unprintable_character() -> None:
     """Escapes tell what was there; what people write stays as it is."""
     for text in ("", "plain text 7", "Grüße → 日本語", "עברית", "[red]"):
         assert printable(text) == text
@@ -424,7 +442,7 @@ def test_numbers_of_answers_are_bounded(value: float, private: Path) -> None:
         client.check_untrusted({"uptime": value}, {"uptime": (int, float)}, "process")
 
 
-def test_versions_in_a_log() -> None:
+def test_a_hostile_version_is_escaped_in_the_error() -> None:
     """A client's words get into the log of a running process."""
     body = json.dumps({"version": "\n\x1b[2J"}).encode()
     with pytest.raises(ProtocolError) as caught:

@@ -27,7 +27,7 @@ from trio_smc.tools.processes import Obstacle, explain_container, explain_listen
 from trio_smc.tools.sock_diag import Listener, candidates
 from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
 
-HERE = Config().private_directory
+own_directory = Config().private_directory
 QUICK = 10.0
 """Seconds for what must not wait for another process, on a busy machine."""
 OTHER_USER = 65534
@@ -96,12 +96,12 @@ def listener(
 def explain(host: str, port: int, client: tuple[str, int] | None = None) -> Obstacle:
     """Return the obstacle, found in time."""
     start = time.monotonic()
-    found = explain_listener(host, port, HERE(), client)
+    found = explain_listener(host, port, own_directory(), client)
     assert time.monotonic() - start < QUICK
     return found
 
 
-def trap(place: Path) -> tuple[str, Path]:
+def place_trap(place: Path) -> tuple[str, Path]:
     """A file named python3 that leaves a mark when it is executed, and the mark."""
     place.mkdir(exist_ok=True)
     mark, python = place / "executed", place / "python3"
@@ -114,7 +114,7 @@ def trap(place: Path) -> tuple[str, Path]:
 
 
 def test_a_process_of_this_user_names_a_file(tmp_path: Path) -> None:
-    python, mark = trap(tmp_path / "bin")
+    python, mark = place_trap(tmp_path / "bin")
     hostile = {**os.environ, "PATH": str(tmp_path / "bin"), "PYTHONPATH": str(tmp_path)}
     for called in (python, "python3", "./python3"):
         with (
@@ -129,7 +129,7 @@ def test_a_process_of_this_user_names_a_file(tmp_path: Path) -> None:
 
 @root_only
 def test_another_user_names_a_file_beside_our_port(tmp_path: Path) -> None:
-    python, mark = trap(tmp_path / "bin")
+    python, mark = place_trap(tmp_path / "bin")
     with (
         reserved_port() as port,
         listener("AF_INET6", "::", port, v6_only=True, user=f"before:{OTHER_USER}", called=python),
@@ -164,7 +164,7 @@ print("started:", started)
 def test_check_starts_no_process_and_opens_no_path_by_name(tmp_path: Path) -> None:
     """An audit hook sees each process that is started and each path that is opened."""
     hostile = tmp_path / "HOSTILE"
-    python, _ = trap(hostile)
+    python, _ = place_trap(hostile)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", hostile / "venv"], check=True)
     environment = {**os.environ, "PYTHONPATH": str(hostile), "PATH": str(hostile)}
     for called in (python, str(hostile / "venv" / "bin" / "python")):
@@ -241,29 +241,31 @@ def test_a_python_with_the_package(venv: Path, kind: str) -> None:
     assert run_in(venv).text.endswith("is a Python program without a stack of trio_smc")
 
 
-def fifo(path: Path) -> None:
+def make_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def huge(path: Path) -> None:
+def make_huge_file(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)
 
 
-def to_device(path: Path) -> None:
+def link_to_device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def to_itself(path: Path) -> None:
+def link_to_itself(path: Path) -> None:
     path.symlink_to(path)
 
 
-def others_may_write(path: Path) -> None:
+def make_writable_by_others(path: Path) -> None:
     path.touch()
     path.chmod(0o666)
 
 
-@pytest.mark.parametrize("make", [fifo, huge, to_device, to_itself, others_may_write])
+@pytest.mark.parametrize(
+    "make", [make_fifo, make_huge_file, link_to_device, link_to_itself, make_writable_by_others]
+)
 @pytest.mark.parametrize("name", ["pyvenv.cfg", "site-packages/evil.pth"])
 def test_a_file_that_must_not_be_read(venv: Path, name: str, make: Callable[[Path], None]) -> None:
     path = site_of(venv).parent / name if "/" in name else venv / name
@@ -278,7 +280,7 @@ def test_a_file_that_must_not_be_read(venv: Path, name: str, make: Callable[[Pat
     assert path.name in text
 
 
-@pytest.mark.parametrize("make", [fifo, to_device, to_itself])
+@pytest.mark.parametrize("make", [make_fifo, link_to_device, link_to_itself])
 def test_site_packages_that_are_no_directory(venv: Path, make: Callable[[Path], None]) -> None:
     site = site_of(venv)
 
@@ -291,7 +293,7 @@ def test_site_packages_that_are_no_directory(venv: Path, make: Callable[[Path], 
     assert text.startswith("process ")
 
 
-def test_directories_without_end(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_with_too_many_names(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trio_smc.tools.interpreters._MAX_NAMES", 50)
     for number in range(51):
         (site_of(venv) / f"package{number}").mkdir()
@@ -375,7 +377,7 @@ def test_a_file_system_that_never_answers(tmp_path: Path, venv: Path, where: str
         ("/\0", "is not an absolute path"),
     ],
 )
-def test_paths_that_are_not_looked_at(path: str, why: str) -> None:
+def test_untrusted_paths_are_refused(path: str, why: str) -> None:
     with pytest.raises(UntrustedPathError, match=why):
         TrustedFiles(QUICK).is_file(path)
 
@@ -413,7 +415,7 @@ def test_links_cost_no_descriptors(tmp_path: Path) -> None:
         TrustedFiles(QUICK).is_file(f"{tmp_path}/{deep}/{deep}")
 
 
-def test_a_lease_delays_nothing(tmp_path: Path) -> None:
+def test_a_lease_does_not_delay_a_read(tmp_path: Path) -> None:
     """An `open` that breaks a lease waits for the other process, up to 45 seconds."""
     path = tmp_path / "file"
     path.touch()
@@ -435,7 +437,7 @@ def test_a_lease_delays_nothing(tmp_path: Path) -> None:
 # --- which socket, which process --------------------------------------------------------------
 
 
-def wild(
+def wildcard_listener(
     inode: str, *, is_ipv6: bool, v6_only: bool | None = False, interface: int = 0
 ) -> Listener:
     address = "::" if is_ipv6 else "0.0.0.0"
@@ -448,18 +450,18 @@ def wild(
 )
 def test_a_socket_of_the_address_comes_first(address: str, expected: str) -> None:
     sockets = [
-        wild("a", is_ipv6=False),
+        wildcard_listener("a", is_ipv6=False),
         Listener("127.0.0.1", 7, False, False, 0, 0, "b"),
-        wild("c", is_ipv6=True),
+        wildcard_listener("c", is_ipv6=True),
         Listener("127.0.0.1", 8, False, False, 0, 0, "d"),
-        wild("e", is_ipv6=False, interface=7),
+        wildcard_listener("e", is_ipv6=False, interface=7),
     ]
     assert [each.inode for each in candidates(sockets, address, 7)] == [expected]
 
 
 @pytest.mark.parametrize(("v6_only", "expected"), [(False, 1), (None, 1), (True, 0)])
 def test_a_socket_of_both_families(v6_only: bool | None, expected: int) -> None:
-    sockets = [wild("a", is_ipv6=True, v6_only=v6_only)]
+    sockets = [wildcard_listener("a", is_ipv6=True, v6_only=v6_only)]
     assert len(candidates(sockets, "127.0.0.1", 7)) == expected
     assert len(candidates(sockets, "::1", 7)) == 1
 
@@ -542,7 +544,7 @@ def test_a_process_is_judged_by_its_own_user(when: str) -> None:
 def test_a_process_in_another_user_namespace(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-U", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no user namespaces here")
-    python, mark = trap(tmp_path / "bin")
+    python, mark = place_trap(tmp_path / "bin")
     hostile = ("unshare", "-U", "bash", "-c", 'exec -a "$0" "$@"', python)
     with (
         reserved_port() as port,
@@ -554,7 +556,7 @@ def test_a_process_in_another_user_namespace(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_a_file_system_of_its_own(tmp_path: Path) -> None:
+def test_a_process_in_another_mount_namespace(tmp_path: Path) -> None:
     """Its paths mean other files than ours."""
     command = ("unshare", "-rm")
     if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
@@ -652,8 +654,8 @@ def test_an_ipv6_listener_in_another_network_namespace() -> None:
         pytest.skip("no unshare here")
     command = [*made, sys.executable, "-c", ANOTHER_NETWORK, str(OTHER_USER)]
     with process(command, stdin=subprocess.PIPE) as started:
-        ipv4 = explain_container("127.0.0.1", 7000, HERE())
-        ipv6 = explain_container("::1", 7000, HERE())
+        ipv4 = explain_container("127.0.0.1", 7000, own_directory())
+        ipv6 = explain_container("::1", 7000, own_directory())
     assert ipv4 is not None
     assert ipv6 is not None
     assert (ipv4.pid, ipv4.uid) == (started.port, OTHER_USER)
@@ -736,7 +738,7 @@ def test_a_process_that_claims_this_user_by_its_name() -> None:
     assert found.text == f"the listener belongs to user {OTHER_USER}, this process to 0"
 
 
-def test_a_number_that_is_used_again_is_another_process() -> None:
+def test_a_reused_process_number_is_another_process() -> None:
     """An open directory of /proc stays that of the process that has ended."""
     program = "print(1, flush=True); input()"
     with process([sys.executable, "-c", program], stdin=subprocess.PIPE) as started:
@@ -749,7 +751,7 @@ def test_a_number_that_is_used_again_is_another_process() -> None:
         assert (seen.environment(), seen.sockets(), list(seen.mapped())) == ({}, set(), [])
 
 
-def test_a_long_line_of_descendants() -> None:
+def test_a_deep_process_tree_is_not_searched_recursively() -> None:
     """As deep as a program likes: a recursion would have its limit."""
     deep = 60
     program = (
@@ -763,7 +765,7 @@ def test_a_long_line_of_descendants() -> None:
     )
     with process([sys.executable, "-c", program, str(deep)], start_new_session=True) as started:
         limit = sys.getrecursionlimit()
-        depth = len(_stack())
+        depth = len(_stack_frames())
         sys.setrecursionlimit(depth + deep // 2)
         try:
             found = list(process_tree(started.pid))
@@ -773,7 +775,7 @@ def test_a_long_line_of_descendants() -> None:
     assert len(found) == deep + 1
 
 
-def _stack() -> list[object]:
+def _stack_frames() -> list[object]:
     import inspect
 
     return list(inspect.stack(0))

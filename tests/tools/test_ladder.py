@@ -168,7 +168,7 @@ def test_kernels_without_peer_id_are_distinguished() -> None:
     ]
 
 
-def test_everything_of_two_kernels_has_its_place() -> None:
+def test_every_message_of_two_kernels_is_assigned() -> None:
     """Five connections alternate between two links; each write lies in a known RMB element."""
     [ladder] = read_ladders(golden())
     assert len(ladder.rows) == 160
@@ -185,7 +185,7 @@ def test_everything_of_two_kernels_has_its_place() -> None:
     }  # fmt: skip
 
 
-def test_one_connection() -> None:
+def test_connection_filter_keeps_the_messages_of_the_group() -> None:
     [whole], [second] = read_ladders(golden()), read_ladders(golden(), 2)
     assert {row.connection.number for row in second.rows if row.connection} == {2}
     count, of_whole = (Counter(kind(r.event) for r in each.rows) for each in (second, whole))
@@ -204,7 +204,7 @@ def test_text_has_straight_edges(width: int) -> None:
     assert len(arrows) == len(ladder.rows)
 
 
-def test_limit() -> None:
+def test_limit_counts_the_omitted_messages() -> None:
     [ladder] = read_ladders(golden())
     drawn = text(ladder, limit=3)
     assert sum("->|" in line or "|<-" in line for line in drawn) == 3
@@ -239,7 +239,7 @@ def test_svg_breaks_long_details() -> None:
 
 
 @pytest.mark.parametrize("missing", range(1, 60, 7))
-def test_a_capture_that_began_late(missing: int) -> None:
+def test_a_capture_without_its_beginning(missing: int) -> None:
     """Unknown parts are omitted; directions and links are still right."""
     late = golden()[missing:]
     drawn = read_ladders(late)
@@ -251,7 +251,7 @@ def test_a_capture_that_began_late(missing: int) -> None:
     assert all(row.to_server is row.event.reply for row in confirms)  # type: ignore[union-attr]
 
 
-def test_anything_can_be_drawn(rng: random.Random) -> None:
+def test_damaged_packets_can_be_drawn(rng: random.Random) -> None:
     whole = packets_of(GOLDEN)
     unreadable = 0
     for _ in range(60):
@@ -270,7 +270,7 @@ def test_anything_can_be_drawn(rng: random.Random) -> None:
     assert unreadable > 0
 
 
-async def test_a_failover_of_ours(tmp_path: Path) -> None:
+async def test_a_failover_of_this_implementation(tmp_path: Path) -> None:
     """The example of docs/capture.md: writes of both sides, before and after an RNIC fails."""
     first_contact, failover = await ladders.record(tmp_path / "private")
     assert titles(first_contact.rows)[:3] == titles(read_ladders(golden())[0].rows)[:3]
@@ -323,7 +323,7 @@ def test_the_page_shows_the_ladders() -> None:
         (Unreadable("too short"), "unreadable", ["too short"]),
     ],
 )  # fmt: skip
-def test_words(
+def test_titles_and_details(
     event: cdc.CdcMessage | llc.Message | Unreadable, words: str, more: list[str]
 ) -> None:
     row = Row(0, True, event)
@@ -333,7 +333,9 @@ def test_words(
 # --- the command -------------------------------------------------------------------------------
 
 
-async def test_our_own_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_capture_of_this_implementation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "capture.pcapng"
     await captured(path, data=bytes(1000))
     assert main(["ladder", str(path), "--connection", "2"]) == 0

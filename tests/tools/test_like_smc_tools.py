@@ -140,7 +140,7 @@ def test_the_pci_address_of_a_device(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_rnics_of_an_interface_and_why() -> None:
+def test_explain_interface_names_rnics_with_reasons() -> None:
     """The PNET table first; else GIDs of the interface, or of the members of a bond."""
     known = {
         each.index: each

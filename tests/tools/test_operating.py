@@ -64,7 +64,7 @@ async def started(*arguments: object) -> AsyncIterator[tuple[trio.Process, trio.
             await process.stdout.aclose()
 
 
-async def until(stream: trio.abc.ReceiveStream, pattern: str) -> re.Match[str]:
+async def read_until(stream: trio.abc.ReceiveStream, pattern: str) -> re.Match[str]:
     """The first match in the output."""
     data = b""
     with trio.fail_after(LIMIT):
@@ -107,7 +107,7 @@ async def test_the_environment_reaches_every_command(settings: Path, tmp_path: P
         (tmp_path / "own.toml").write_text("require_smc = true\n")
         own = ("--directory", other, "--config", tmp_path / "own.toml")
         async with started("proxy", listen, target, *own) as (process, lines):
-            await until(lines, "listening on .* port")
+            await read_until(lines, "listening on .* port")
             [found] = (await quick_command("report", "--directory", other, "--json")).json[2:3]
             assert found["file"] == "processes.json"
             [proxy] = (await quick_command("ss", "--json", "--directory", other)).json
@@ -146,7 +146,7 @@ async def test_the_environment_reaches_every_command(settings: Path, tmp_path: P
     ],
     ids=lambda value: " ".join(value)[:20] if isinstance(value, tuple) else "",
 )
-async def test_one_line_for_wrong_settings(
+async def test_wrong_settings_give_one_line(
     words: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRIO_SMC_DIRECTORY", "/nowhere/smc")
@@ -160,28 +160,28 @@ async def test_one_line_for_wrong_settings(
 # --- the test server -----------------------------------------------------------------------------
 
 
-async def test_a_test_server(settings: Path) -> None:
+async def test_check_listen_reports_each_client(settings: Path) -> None:
     """Each client is reported with its mode; a rude one ends nothing but its connection."""
     async with started("check", "--listen", "0", "127.0.0.1") as (process, lines):
-        port = (await until(lines, r"listening on 127\.0\.0\.1:(\d+)\n"))[1]
+        port = (await read_until(lines, r"listening on 127\.0\.0\.1:(\d+)\n"))[1]
         report = (await quick_command("check", "127.0.0.1", port, "--json")).json
         assert (report["mode"], report["server"]["pid"]) == ("smc-r", process.pid)
-        await until(lines, r"127\.0\.0\.1:\d+  smc-r, version 1, single link group\n")
+        await read_until(lines, r"127\.0\.0\.1:\d+  smc-r, version 1, single link group\n")
         for _ in range(2):
             plain = await trio.open_tcp_stream("127.0.0.1", int(port))
             await plain.send_all(b"\x1b[31m" * 100_000)
             plain.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             await plain.aclose()
-        found = await until(lines, r"(?s)(tcp: .*\n.*){2}")
+        found = await read_until(lines, r"(?s)(tcp: .*\n.*){2}")
         assert "\x1b" not in found[0]
         assert "peer-not-capable, decided by this side" in found[0]
         assert "remedy: " in found[0]
     assert process.returncode == 0
     async with started("check", "--listen", "0", "--count", "1", "--json") as (process, lines):
-        listening = json.loads((await until(lines, r"(?s)\{.*\n\}\n"))[0])
+        listening = json.loads((await read_until(lines, r"(?s)\{.*\n\}\n"))[0])
         port = listening["listening"][0][1]
         assert (await quick_command("check", "localhost", port)).code == 0
-        assert '"mode": "smc-r"' in (await until(lines, r"(?s)\{.*\n\}\n"))[0]
+        assert '"mode": "smc-r"' in (await read_until(lines, r"(?s)\{.*\n\}\n"))[0]
         with trio.fail_after(LIMIT):
             assert await process.wait() == 0
 
@@ -242,18 +242,18 @@ async def test_a_drained_link_group(role: str) -> None:
             await trio.testing.wait_all_tasks_blocked()
             assert group.drained
             second = await two.open_stream(*address)
-            beside = await listener.accept()
+            accepted = await listener.accept()
             if role == "server":
                 assert second.mode == "smc-r"
                 assert second.link_group != first.link_group
             else:
                 assert second.fallback is not None
                 assert second.fallback.reason == trio_smc.FallbackReason.RNIC_DOWN
-            for stream, peer in ((first, other), (second, beside)):
+            for stream, peer in ((first, other), (second, accepted)):
                 await stream.send_all(b"x" * 1000)
                 assert await peer.receive_some(1000) == b"x" * 1000
             assert group.state == "SINGLE"
-            for each in (first, other, second, beside):
+            for each in (first, other, second, accepted):
                 await each.aclose()
             # The nursery waits for the drain.
         assert group.state == "GONE"

@@ -38,7 +38,7 @@ NOTE = (
 
 
 @contextlib.contextmanager
-def answering(directory: Path, messages: Sequence[dict[str, Any]]) -> Iterator[None]:
+def serving_messages(directory: Path, messages: Sequence[dict[str, Any]]) -> Iterator[None]:
     """A control socket of this process that sends the requested ones of these messages."""
     below = directory / control.DIRECTORY
     below.mkdir(parents=True)
@@ -78,7 +78,7 @@ def run(
     capsys: pytest.CaptureFixture[str],
 ) -> Done:
     directory = tmp_path / "private"
-    with answering(directory, messages):
+    with serving_messages(directory, messages):
         return command_here(capsys, *words, "--directory", str(directory))
 
 

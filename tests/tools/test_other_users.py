@@ -129,7 +129,7 @@ async def test_root_inspects_a_user_and_changes_nothing(theirs: Path, tmp_path: 
 
 
 @root_only
-async def test_all_users_and_one_whose_directory_fails(theirs: Path, tmp_path: Path) -> None:
+async def test_all_names_a_user_whose_directory_fails(theirs: Path, tmp_path: Path) -> None:
     """The command names that user, exits with 1, and prints the processes of the others."""
     hidden = tmp_path / "below a directory of root" / "trio-smc"
     async with running_as_other(theirs) as pid:
@@ -204,11 +204,11 @@ def test_hostile_directories_of_users(
         assert "process 1 cannot be queried" in done.err
     (below / "1-0").unlink()
 
-    def endless(message: dict[str, Any]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    def start_endless_child(message: dict[str, Any]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
         assert message["uid"] == USER
         return subprocess.Popen(["sleep", "600"]), tempfile.TemporaryFile()
 
-    monkeypatch.setattr(client, "_start_child", endless)
+    monkeypatch.setattr(client, "_start_child", start_endless_child)
     monkeypatch.setattr(client, "TIMEOUT", 0.2)
     monkeypatch.setattr(client, "_CHILD_START", 0)
     start = time.monotonic()
@@ -242,7 +242,7 @@ def run_here(*words: object) -> Done:
         (("--user=-1",), "there is no user '-1'"),
     ],
 )
-def test_users_that_may_not(
+def test_only_root_may_name_a_user(
     words: tuple[str, ...], output: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -19,7 +19,7 @@ def test_every_command_that_queries_a_process_has_an_example() -> None:
     }  # fmt: skip
 
 
-def test_a_process_may_have_any_number() -> None:
+def test_a_process_number_is_not_replaced_elsewhere() -> None:
     """It is no part of a port, and no count of bytes."""
     numbers = cli_page.Numbers(200, {20012: 7000, 20034: 40001})
     expected = {

@@ -166,7 +166,7 @@ trio.run(service)
 
 
 @pytest.mark.parametrize("name", ["trio", "trio_smc"])
-def test_a_program_that_only_looks_for_trio(name: str, tmp_path: Path) -> None:
+def test_a_program_may_look_for_trio_before_its_import(name: str, tmp_path: Path) -> None:
     """As frameworks do that can work with several libraries."""
     program = f"import importlib.util; assert importlib.util.find_spec({name!r})\n{TRIO}"
     code, report = run(tmp_path, f"{program}\ntrio.run(main)", "--report", "--require-smc")
@@ -282,7 +282,7 @@ def test_bytes_of_connections_that_stay_tcp(tmp_path: Path) -> None:
         ), report
 
 
-def test_short_connections_with_a_program_that_requires_smc(tmp_path: Path) -> None:
+def test_short_connections_to_a_peer_that_requires_smc_stay_smc_r(tmp_path: Path) -> None:
     """It would refuse TCP, and says so before anything is learned."""
     (tmp_path / "program.py").write_text(APART)
     program = ["--", sys.executable, "program.py"]
@@ -545,7 +545,7 @@ def short_path() -> Iterator[Path]:
         yield Path(path)
 
 
-def test_a_killed_command_leaves_nothing_after_the_next_one(short_path: Path) -> None:
+def test_the_next_command_removes_the_files_of_a_killed_one(short_path: Path) -> None:
     """Neither an empty directory, nor one that listens, nor a file is removed."""
     program = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
     environment = {**os.environ, "TMPDIR": str(short_path)}

@@ -60,12 +60,12 @@ class Inbox:
     """A report socket, and the messages that it has received."""
 
     def __init__(self) -> None:
-        self.socket = ReportSocket(self._take)
+        self.socket = ReportSocket(self._record)
         self.messages: list[tuple[bytes, int]] = []
         self.proven: dict[bytes, bool] = {}
         self._changed = threading.Condition()
 
-    def _take(self, data: bytes, pid: int, proven: bool) -> None:
+    def _record(self, data: bytes, pid: int, proven: bool) -> None:
         with self._changed:
             self.proven[data] = proven
             self.messages.append((data, pid))
@@ -122,7 +122,7 @@ def test_invalid_packets_are_ignored(data: bytes) -> None:
     assert not tree.hooked
 
 
-def test_damaged_messages_raise_nothing_else(rng: random.Random) -> None:
+def test_damaged_messages_raise_only_protocol_errors(rng: random.Random) -> None:
     """Bytes changed, values replaced, in messages that would be good."""
     values: list[Any] = [
         None,
@@ -164,7 +164,7 @@ def test_damaged_messages_raise_nothing_else(rng: random.Random) -> None:
     assert min(seen.values()) > 100
 
 
-def test_tables_are_bounded() -> None:
+def test_the_tables_of_a_tree_are_bounded() -> None:
     """One process that claims stacks without end, and reasons without end."""
     tree = Tree(require=True)
     for number in range(20_000):
@@ -254,7 +254,9 @@ def test_a_sender_that_stops_between_connect_and_send(inbox: Inbox) -> None:
 
 
 @pytest.mark.parametrize("refusable", [True, False])
-def test_descriptors_in_messages(refusable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_in_messages_do_not_delay_the_reader(
+    refusable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """TCP sockets whose close would block for minutes (SO_LINGER): nothing waits for them."""
     if not refusable:
         monkeypatch.setattr(report_socket, "_SO_PASSRIGHTS", 9999)  # an older kernel
@@ -562,17 +564,17 @@ sys.exit(os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_status)
 
 
 @needs_root
-@pytest.mark.parametrize("related", [True, False])
-def test_another_user_must_descend_from_the_program(related: bool, inbox: Inbox) -> None:
+@pytest.mark.parametrize("descends", [True, False])
+def test_another_user_must_descend_from_the_program(descends: bool, inbox: Inbox) -> None:
     """Both processes know the name; the parent of the second one has ended."""
     inbox.socket.start(os.getpid())
     code = f"""
 import os, socket, sys
 starter = os.getpid()
-if not {related} and os.fork():
+if not {descends} and os.fork():
     os._exit(0)
 os.setresuid({OTHER}, {OTHER}, {OTHER})
-while not {related} and os.getppid() == starter:
+while not {descends} and os.getppid() == starter:
     pass
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect(sys.argv[1])
@@ -593,8 +595,8 @@ sys.stdin.readline()
         inbox.wait(lambda: (b"own", os.getpid()) in inbox.messages)
         received = [pid for data, pid in inbox.messages if data == b"hello"]
         process.communicate("\n", timeout=2 * PATIENCE)
-    assert received == ([process.pid] if related else [])
-    assert inbox.socket.refused == (not related)
+    assert received == ([process.pid] if descends else [])
+    assert inbox.socket.refused == (not descends)
 
 
 def test_a_grandchild_that_outlives_the_program(tmp_path: Path) -> None:
@@ -628,7 +630,7 @@ sys.exit(9)
     assert "1 of 1 stacks are still open" in errors, errors
 
 
-def test_a_stopped_worker_is_not_accused(tmp_path: Path) -> None:
+def test_a_stopped_worker_is_not_reported(tmp_path: Path) -> None:
     """It has a socket, but was stopped before its hook ran."""
     program = """
 import signal, socket, subprocess, sys, time
@@ -674,7 +676,7 @@ sys.exit(3)
     assert "incomplete" not in errors, errors
 
 
-def test_a_full_pipe_on_stderr_does_not_stop_the_reader(tmp_path: Path) -> None:
+def test_a_closed_stderr_does_not_change_the_exit_code(tmp_path: Path) -> None:
     """A stderr that nothing reads any more: the exit code stays PROGRAM's."""
     (tmp_path / "program.py").write_text("import sys; sys.exit(5)")
     reading, writing = os.pipe()
@@ -689,7 +691,7 @@ def test_a_full_pipe_on_stderr_does_not_stop_the_reader(tmp_path: Path) -> None:
     assert done.returncode == 5
 
 
-def test_a_place_for_temporary_files_that_others_may_change(tmp_path: Path) -> None:
+def test_a_temporary_directory_that_others_may_change_is_not_used(tmp_path: Path) -> None:
     """The socket is made in /tmp instead."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -703,15 +705,16 @@ def test_a_place_for_temporary_files_that_others_may_change(tmp_path: Path) -> N
     assert not list((tmp_path / "open").iterdir())
 
 
-def test_a_tmp_without_the_sticky_bit(tmp_path: Path) -> None:
+def test_a_tmp_without_the_sticky_bit_is_not_used(tmp_path: Path) -> None:
     """As the volume of a container may be: the socket is elsewhere, and the program runs."""
     alone = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     mount = "mount -t tmpfs -o mode=777 none /tmp"
     if subprocess.run([*alone, "sh", "-c", mount], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
-    look = "import os; print(os.environ['TRIO_SMC_RUN'])"
+    show_path = "import os; print(os.environ['TRIO_SMC_RUN'])"
     done = subprocess.run(
-        [*alone, "sh", "-c", f'{mount} && exec "$@"', "sh", *RUN, "--", sys.executable, "-c", look],
+        [*alone, "sh", "-c", f'{mount} && exec "$@"', "sh", *RUN, "--", sys.executable, "-c",
+         show_path],
         cwd="/", capture_output=True, text=True, check=False, timeout=2 * PATIENCE,
         env={**os.environ, "TMPDIR": "/tmp", "PYTHONPATH": str(Path.cwd())},
     )  # fmt: skip
@@ -720,7 +723,7 @@ def test_a_tmp_without_the_sticky_bit(tmp_path: Path) -> None:
     assert not Path(done.stdout.strip()).parent.exists()
 
 
-def test_the_longest_chain_of_processes() -> None:
+def test_a_chain_of_processes_is_not_searched_recursively() -> None:
     """Each a child of the one before: the search does not recurse."""
     limit = sys.getrecursionlimit()
     shell = 'n=$1; [ $n -gt 0 ] && { sh -c "$0" "$0" $((n-1)); exit; }; echo ready; read line'
@@ -744,7 +747,7 @@ def _depth() -> int:
     return len(inspect.stack(0))
 
 
-def test_a_stop_and_a_continue(tmp_path: Path) -> None:
+def test_a_stopped_command_waits_on_when_it_continues(tmp_path: Path) -> None:
     """Ctrl-Z and `fg`: the command waits on, and its exit code is PROGRAM's."""
     program = "import sys; print(flush=True); sys.stdin.readline(); sys.exit(6)"
     with command(tmp_path, program=program) as process:

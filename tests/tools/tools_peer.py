@@ -13,7 +13,7 @@ import trio
 import trio_smc
 
 
-async def hold(stream: trio.abc.Stream) -> None:
+async def read_once_and_wait(stream: trio.abc.Stream) -> None:
     """Take a first piece and answer nothing until the peer is done."""
     await stream.receive_some(1000)
     await trio.sleep_forever()
@@ -56,7 +56,7 @@ async def main(mode: str) -> None:
             await mine.receive_some(1000)
             await accepted.receive_some(1000)
         else:
-            nursery.start_soon(trio.serve_listeners, hold, [listener])
+            nursery.start_soon(trio.serve_listeners, read_once_and_wait, [listener])
         print_json(values)
         if mode == "blocked":
             sys.stdin.read()  # the event loop stands still, on purpose
