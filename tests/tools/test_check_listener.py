@@ -1,4 +1,4 @@
-"""`trio-smc check` explains a listener of this host that does not speak SMC-R."""
+"""`trio-smc check` explains why a listener on this host does not use SMC-R."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ trio.run(main)
 def server(
     program: str, python: str = sys.executable, *before: str, **environment: str
 ) -> Iterator[tuple[int, int]]:
-    """A process that prints its port: port and process number."""
+    """Run a program that prints its port. Yields the port and the process number."""
     with subprocess.Popen(
         [*before, python, "-c", program],
         stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
@@ -63,12 +63,12 @@ def server(
             assert process.stdout is not None
             yield int(process.stdout.readline()), process.pid
         finally:
-            process.send_signal(signal.SIGINT)  # a stack removes its names
+            process.send_signal(signal.SIGINT)  # the stack removes its sockets
             process.wait(2 * PATIENCE)
 
 
 def check(port: int) -> str:
-    """The text that the command prints; JSON has the same."""
+    """Run `trio-smc check`, as text and as JSON, which must agree. Returns the text."""
     command = [sys.executable, "-m", "trio_smc.tools", "check", "127.0.0.1", str(port)]
     output = subprocess.run(
         command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False
@@ -193,7 +193,7 @@ def test_a_network_namespace_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("runtime_directory")
 def test_a_mount_namespace_of_its_own() -> None:
-    """As in a container: the private directories have one path, and are two."""
+    """As in a container: both processes use the same path, but see different directories."""
     mounting = 'mount -t tmpfs -o mode=700 x "$XDG_RUNTIME_DIR" && exec "$@"'
     own = ("unshare", "-rm", "sh", "-c", mounting, "sh")
     if subprocess.run([*own, "true"], capture_output=True, check=False).returncode:

@@ -1,4 +1,7 @@
-"""Every reason for a fallback is brought about; `trio-smc check` explains it and its remedy."""
+"""`trio-smc check` explains each reason for a fallback, and its remedy.
+
+Each case sets up a server and a checking stack so that the connection falls back for its reason.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ Reason = FallbackReason
 LOCAL, PEER = Origin.LOCAL, Origin.PEER
 Patch = pytest.MonkeyPatch
 Server = Callable[[Patch], AbstractAsyncContextManager[int]]
-"""Arranges everything; yields the port to check."""
+"""Applies patches, starts a server, and yields the port to check."""
 
 # --- servers -------------------------------------------------------------------------------------
 
@@ -49,7 +52,7 @@ async def smc_server(
     config: Config = QUICK,
     prepare: Callable[[Patch, Stack], None] = lambda patch, stack: None,
 ) -> AsyncIterator[int]:
-    """A server with trio_smc, on a stack of its own."""
+    """A server over SMC-R, on a stack of its own."""
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
         listeners = await nursery.start(partial(stack.serve, read_until_eof, 0, host=HOST))
         prepare(patch, stack)
@@ -65,14 +68,14 @@ async def read_until_eof(stream: trio.abc.ReceiveStream) -> None:
 
 @asynccontextmanager
 async def tcp_server(patch: Patch) -> AsyncIterator[int]:
-    """A server that has never heard of SMC-R."""
+    """A server without SMC-R."""
     async with plain_server() as listener:
         yield listener.socket.getsockname()[1]
 
 
 @asynccontextmanager
 async def scripted_server(patch: Patch, answer: clc.Message) -> AsyncIterator[int]:
-    """A server that answers the Proposal with this message."""
+    """A server that answers the CLC Proposal with this message."""
     async with plain_server() as listener, trio.open_nursery() as nursery:
 
         async def handle(stream: trio.SocketStream) -> None:
@@ -87,7 +90,7 @@ async def scripted_server(patch: Patch, answer: clc.Message) -> AsyncIterator[in
 
 @asynccontextmanager
 async def learned_server(patch: Patch) -> AsyncIterator[int]:
-    """A server of ours that learns, and has seen nothing but short connections."""
+    """A server with `learn_short` that has served only short connections."""
     async with smc_server(patch, Config(receive_buffer=16384, learn_short=True)) as port:
         async with trio_smc.open_stack(QUICK) as stack:
             for _ in range(SHORT_AFTER):
@@ -97,17 +100,17 @@ async def learned_server(patch: Patch) -> AsyncIterator[int]:
 
 
 async def open_smc_stream(stack: Stack, port: int) -> trio_smc.SmcStream:
-    """A connection that is SMC-R."""
+    """Open a connection, which must use SMC-R."""
     stream = await stack.open_stream(HOST, port)
     assert stream.fallback is None
     return stream
 
 
-# --- what is wrong with the side that checks -----------------------------------------------------
+# --- faults of the checking side -----------------------------------------------------------------
 
 
 def with_config(server: Server, **settings: Any) -> Server:
-    """With these settings of the stack that checks."""
+    """Give the checking stack these settings."""
 
     def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
         patch.setattr(check, "Config", partial(Config, **settings))
@@ -117,23 +120,23 @@ def with_config(server: Server, **settings: Any) -> Server:
 
 
 def with_prepared_stack(server: Server, prepare: Callable[[Patch, Stack], None]) -> Server:
-    """With this done to the stack that checks before it connects."""
+    """Change the checking stack before it connects."""
 
     def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
-        connect = check._connect
+        open_stream = Stack.open_stream
 
-        async def prepared(report: Any, stack: Stack, directory: Any) -> None:
+        async def prepared(stack: Stack, *arguments: Any) -> trio_smc.SmcStream:
             prepare(patch, stack)
-            await connect(report, stack, directory)
+            return await open_stream(stack, *arguments)
 
-        patch.setattr(check, "_connect", prepared)
+        patch.setattr(Stack, "open_stream", prepared)
         return server(patch)
 
     return arrange
 
 
 def with_patch(server: Server, change: Callable[[Patch], None]) -> Server:
-    """With something else changed."""
+    """Patch something in this process before the server starts."""
 
     def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
         change(patch)
@@ -143,14 +146,14 @@ def with_patch(server: Server, change: Callable[[Patch], None]) -> Server:
 
 
 def fail_rnic(patch: Patch, stack: Stack) -> None:
-    """The port goes down."""
+    """Take the RNIC's port down."""
     [rnic] = stack.rnics
     assert isinstance(rnic, SoftRnic)
     rnic.fail()
 
 
 def exhaust_memory(patch: Patch, stack: Stack) -> None:
-    """There is no memory for RMBs."""
+    """Let the allocation of RMBs fail."""
 
     def full(size: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -160,7 +163,7 @@ def exhaust_memory(patch: Patch, stack: Stack) -> None:
 
 
 def refuse_tcp_option(number: int) -> Callable[[Patch], None]:
-    """The kernel does not take the program that sends the TCP option."""
+    """Let the kernel refuse the BPF program that sends the TCP option."""
 
     def change(patch: Patch) -> None:
         def refuse(cgroup: object) -> None:
@@ -172,14 +175,14 @@ def refuse_tcp_option(number: int) -> Callable[[Patch], None]:
 
 
 def make_directory_public(patch: Patch) -> None:
-    """The private directory is not private."""
+    """Let other users read the private directory."""
     directory = Config().private_directory()
     directory.mkdir(parents=True)
     directory.chmod(0o755)
 
 
 def fill_directory(patch: Patch) -> None:
-    """The file system of the private directory has no inodes left."""
+    """Let the file system of the private directory have no inodes left."""
 
     def full(self: Names, name: str, *, required: bool = False) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -189,7 +192,7 @@ def fill_directory(patch: Patch) -> None:
 
 @asynccontextmanager
 async def unaccepting_server(patch: Patch) -> AsyncIterator[int]:
-    """A listener that has its name and does not accept."""
+    """A listener that is published in the private directory and never accepts."""
     with socket.create_server((HOST, 0)) as listening:
         async with trio.open_nursery() as nursery:
             discovery = Discovery(Config().private_directory())
@@ -200,12 +203,12 @@ async def unaccepting_server(patch: Patch) -> AsyncIterator[int]:
 
 
 def make_another_user(patch: Patch) -> None:
-    """The process that listens is another user's."""
+    """Let the listening process belong to another user."""
     patch.setattr(lookup, "admits_user", lambda user, group: False)
 
 
 def separate_networks(patch: Patch) -> None:
-    """The listener is in another network namespace, which does not have the address."""
+    """Let the listener be in another network namespace, which does not have the address."""
 
     def not_mine(connection: bytes, user: int) -> None:
         raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
@@ -219,7 +222,7 @@ def separate_networks(patch: Patch) -> None:
 
 
 def answer_as_newer_release(patch: Patch) -> None:
-    """The other side answers as another release would do."""
+    """Let the other side answer with the protocol version of a newer release."""
     accepted = messages.accepted
 
     def newer_accepted(token: bytes, rnic_version: int, *, required: bool) -> bytes:
@@ -231,7 +234,7 @@ def answer_as_newer_release(patch: Patch) -> None:
 
 
 def disable_gil(patch: Patch) -> None:
-    """The software RNIC needs the GIL."""
+    """Run without the GIL, which the software RNIC needs."""
     patch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
 
 
@@ -240,7 +243,12 @@ def disable_gil(patch: Patch) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A reason, which side decides it, as the checking side sees it, and how it comes about."""
+    """A reason, and the server that causes it.
+
+    Attributes:
+      origin: the side that decides, as the checking side reports it.
+      arguments: options of the command.
+    """
 
     reason: FallbackReason
     origin: Origin
@@ -258,12 +266,12 @@ def declined(reason: FallbackReason, word: int) -> Case:
 
 
 def seen(reason: FallbackReason, answer: clc.Message) -> Case:
-    """The server's answer makes this side decline."""
+    """The checking side declines because of this answer."""
     return Case(reason, LOCAL, partial(scripted_server, answer=answer), ("--discovery", "assume"))
 
 
 def configured(reason: FallbackReason, **settings: Any) -> Case:
-    """A server of ours with these settings stays on TCP."""
+    """A server with these settings stays on TCP."""
     return Case(reason, PEER, partial(smc_server, config=Config(receive_buffer=16384, **settings)))
 
 
@@ -320,7 +328,7 @@ CASES = [
 ]  # fmt: skip
 
 
-# Where it is for the other side to do something, if that side decided.
+# Reasons whose remedy concerns the peer if the peer decided.
 PEER_REMEDIES = {
     Reason.NO_RNIC, Reason.RNIC_DOWN, Reason.OUT_OF_RESOURCES, Reason.HANDSHAKE_LIMIT,
     Reason.NOT_PERMITTED,
@@ -328,8 +336,8 @@ PEER_REMEDIES = {
 
 
 def test_every_reason_has_a_case() -> None:
-    # The command opens its connection itself, so it is never a socket of a program, or an MPTCP
-    # socket: tests/sockets/test_enable_sockets.py.
+    # Only sockets of programs have these reasons (tests/sockets/test_enable_sockets.py): the
+    # command opens its own connection.
     sockets_only = {Reason.ALREADY_CONNECTED, Reason.ALREADY_SHUT_DOWN, Reason.MULTIPATH}
     assert {case.reason for case in CASES} == set(FallbackReason) - sockets_only
 
@@ -349,7 +357,7 @@ async def test_check_explains_each_reason(case: Case, monkeypatch: Patch) -> Non
     assert ("(reported by the peer" in output) is (case.origin is PEER)
     assert f"  reason     {case.reason}, decided by {decider}\n" in output
     if case.reason is Reason.PEER_NOT_CAPABLE and case.origin is LOCAL:
-        # The command looks at the listener itself; see test_check_listener.py.
+        # The command inspects the listening process in this case: test_check_listener.py.
         assert f"  listener   process {os.getpid()} " in output
         return
     elsewhere = case.origin is PEER and case.reason in PEER_REMEDIES

@@ -1,4 +1,4 @@
-"""`trio-smc ss, lg, rnic, stats, top, check, reasons`: real processes that look at real ones."""
+"""`trio-smc ss, lg, rnic, stats, top, check, reasons` against real processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_ss_shows_every_connection_with_its_mode_and_queues() -> None:
         assert (server["mode"], server["state"]) == ("smc-r", "ACTIVE")
         assert (server["local"], server["peer"]) == (here, there)
         assert (client["local"], client["peer"]) == (there, here)
-        # 1500 bytes were sent to the server, which took 500; the 200 of its own were taken.
+        # The server read 500 of the client's 1500 bytes, the client all 200 of the server's.
         assert server["receive_queue"] == 1000
         assert server["cursors"]["received"] == client["cursors"]["produced"] == 1500
         assert server["cursors"]["consumed"] == 500
@@ -88,7 +88,7 @@ async def test_the_table_of_ss() -> None:
 def test_tables_are_not_squeezed_into_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Cells stay whole, sentences are wrapped, and nothing can steer the terminal."""
+    """Cells are not cut, sentences are wrapped, and escape sequences are escaped."""
     monkeypatch.setenv("COLUMNS", "30")
     monkeypatch.setenv("LINES", "20")
     monkeypatch.setenv("TERM", "xterm")
@@ -106,7 +106,7 @@ def test_tables_are_not_squeezed_into_a_narrow_terminal(
 def test_tables_do_not_need_rich(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wide characters count twice, sentences share the room, and what is TCP has a colour."""
+    """Wide characters count twice, sentences share the width, and TCP is coloured."""
     monkeypatch.setitem(sys.modules, "rich", None)
     assert command_here(capsys, "reasons", "no-rnic").out.startswith("reason   no-rnic\n")
     rows: list[list[object]] = [
@@ -136,7 +136,7 @@ def test_tables_do_not_need_rich(
     "words", [("reasons",), ("--help",), ("ss", "--help"), ("reasons", "--json"), ("--version",)]
 )
 def test_output_that_cannot_be_written(words: tuple[str, ...]) -> None:
-    """One line, and nothing of the interpreter; also of help, which argparse prints."""
+    """The error is one line without a traceback, also for help, which argparse prints."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "trio_smc.tools", *words], stdout=full, stderr=subprocess.PIPE,
@@ -289,12 +289,12 @@ async def test_check_of_a_server_without_smc_r() -> None:
     expected = Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
     assert f"SMC-R is not used: {expected.message}." in done.out
     assert "decided by this side" in done.out
-    # The server is this process, of whom more is known than the reason's own remedy says.
+    # The server is this process, so the command also explains its listener.
     assert f"listener   process {os.getpid()} " in done.out
 
 
 async def test_check_of_an_address_in_brackets() -> None:
-    """As it stands before a port."""
+    """The form of an IPv6 address before a port is accepted."""
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
         done = await quick_command("check", "[::1]", server.getsockname()[1], "--json")
     assert done.code == 1, done.err
@@ -302,14 +302,14 @@ async def test_check_of_an_address_in_brackets() -> None:
 
 
 async def test_check_of_another_address_of_this_host() -> None:
-    """The client's own address is 127.0.0.1 then."""
+    """The client's local address, 127.0.0.1, differs from the server's here."""
     with socket.create_server(("127.0.0.5", 0)) as server:
         done = await quick_command("check", "127.0.0.5", server.getsockname()[1], "--json")
     assert json.loads(done.out)["listener"]["pid"] == os.getpid(), done.out
 
 
 async def test_check_prints_the_reason_of_a_decline() -> None:
-    """A Decline over the TCP connection: the words of both sides, and the side that decided."""
+    """The output has the diagnosis words of both sides, and the side that decided."""
     from tests.api.api_peers import decline, read_clc
 
     async with plain_server() as listener, trio.open_nursery() as nursery:
@@ -338,7 +338,7 @@ async def test_check_prints_the_reason_of_a_decline() -> None:
 async def test_check_of_a_server_that_resets_at_once(
     rnics: Any, code: int, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a proxy does whose target is not there.  The kernel forgets the server's address."""
+    """A proxy without a target resets so. The kernel then forgets the server's address."""
     open_stream = trio_smc.Stack.open_stream
     connected = threading.Event()
 
@@ -348,7 +348,7 @@ async def test_check_of_a_server_that_resets_at_once(
         stream = await open_stream(stack, *arguments, **options)
         connected.set()
         with contextlib.suppress(OSError):
-            # No event reports it.
+            # Trio has no event for a reset.
             while stream.socket.fileno() >= 0 and stream.socket.getpeername():  # noqa: ASYNC110
                 await trio.sleep(0.01)
         return stream
@@ -460,7 +460,7 @@ async def test_a_process_whose_event_loop_is_blocked(
         error = one_line(command_here(capsys, "ss", "--pid", str(blocked.pid)))
         assert "does not answer" in error
         async with running("server") as peer:
-            # Other processes are not delayed, although they may be slow on a busy machine.
+            # The blocked process does not delay the other, which may be slow on a busy machine.
             with trio.fail_after(LIMIT):
                 while not json.loads((done := command_here(capsys, "ss", "--json")).out):
                     await trio.lowlevel.checkpoint()
@@ -486,7 +486,7 @@ async def test_commands_and_stacks_remove_names_of_killed_processes(
             await peer.process.wait()
         [stack] = (await quick_command("ss", "--json")).json
         assert stack["pid"] == alive.pid
-        # Those of its listener and its RNIC as well; the other process keeps its own.
+        # The command also removes the sockets of the listener and the RNIC, of that process only.
         left = sockets_below(runtime_directory)
         assert {name for name in left if f"{peer.pid}-" in name} == set()
         assert {name for name in before if f"{alive.pid}-" in name} <= left
@@ -502,7 +502,7 @@ async def test_commands_and_stacks_remove_names_of_killed_processes(
     async with running("idle") as peer:
         peer.process.send_signal(signal.SIGKILL)
     async with trio_smc.open_stack():
-        # The next stack does it as well.
+        # A new stack removes them, too.
         assert all(name.startswith(f"{os.getpid()}-") for name in os.listdir(control))
 
 

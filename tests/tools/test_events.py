@@ -1,4 +1,4 @@
-"""Events as a channel and as log records, and metrics: what programs and operators are told."""
+"""Events as a channel, events as log records, and metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trio_smc.tools.metrics import SmcCollector
 
 
 async def wait_for_event(events: EventStream, **wanted: object) -> StackEvent:
-    """The next event with these values."""
+    """Return the next event with these values."""
     with trio.fail_after(PATIENCE):
         async for event in events:
             if all(getattr(event, name) == value for name, value in wanted.items()):
@@ -171,7 +171,7 @@ async def test_a_stack_without_log_events_has_no_observer() -> None:
 
 
 def scrape(collector: SmcCollector) -> dict[str, float]:
-    """The samples for Prometheus, by name and values of labels, in the order of the labels."""
+    """Return the samples for Prometheus by name and label values, sorted by label."""
     registry = CollectorRegistry()
     registry.register(collector)
     text = generate_latest(registry).decode()
@@ -225,7 +225,7 @@ async def test_a_scrape_omits_stacks_of_blocked_and_ended_runs() -> None:
         async with trio_smc.open_stack(QUICK) as stack:
             stacks.append(stack)
             ready.set()
-            done.wait(PATIENCE)  # the event loop stands still, on purpose
+            done.wait(PATIENCE)  # block the event loop on purpose
 
     thread = threading.Thread(target=trio.run, args=(run_blocked_stack,))
     thread.start()
@@ -243,7 +243,7 @@ async def test_a_scrape_omits_stacks_of_blocked_and_ended_runs() -> None:
 
 
 class _StoppedRun:
-    """A stack whose Trio run stands still (`Stack.trio_token`)."""
+    """A stack whose Trio run is blocked (`Stack.trio_token`)."""
 
     def __init__(self) -> None:
         self.trio_token = self
@@ -260,7 +260,7 @@ async def test_blocked_runs_delay_a_scrape_by_one_deadline(
     monkeypatch.setattr(trio_smc, "stacks", lambda: stopped)
     before = trio.current_time()
     found = await trio.to_thread.run_sync(scrape, SmcCollector(patience=0.5))
-    assert trio.current_time() - before < 5 * 0.5  # one after the other it would be ten
+    assert trio.current_time() - before < 5 * 0.5  # in sequence: ten times the patience
     assert found["trio_smc_scrape_failures_total"] == 10
     assert all(len(each.scheduled) == 1 for each in stopped)
 

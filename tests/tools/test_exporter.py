@@ -1,4 +1,4 @@
-"""Metrics of all processes without touching them: `trio-smc exporter`, `stats --prometheus`."""
+"""Metrics of all processes: `trio-smc exporter` and `trio-smc stats --prometheus`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXAMPLES = ROOT / "examples" / "prometheus"
 
 
 def require_program(program: str) -> None:
-    """Skip the test without the program, but fail under `make prometheus`."""
+    """Skip the test if the program is missing; under `make prometheus`, fail."""
     if not shutil.which(program):
         if os.environ.get("TRIO_SMC_FULL") == "1":
             pytest.fail(f"{program} is not installed (apt-get install prometheus)")
@@ -43,7 +43,7 @@ def require_program(program: str) -> None:
 
 @contextlib.asynccontextmanager
 async def running_server(*command: object) -> AsyncIterator[trio.Process]:
-    """A server; it ends with the block, by SIGTERM."""
+    """Run a server; SIGTERM ends the server after the block."""
     process = await trio.lowlevel.open_process(
         [str(each) for each in command], cwd=ROOT, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -60,7 +60,7 @@ async def running_server(*command: object) -> AsyncIterator[trio.Process]:
 
 @contextlib.asynccontextmanager
 async def exporter() -> AsyncIterator[int]:
-    """A running exporter: its port."""
+    """Run an exporter. Yields its port."""
     command = (sys.executable, "-m", "trio_smc.tools", "exporter", "--listen", "127.0.0.1:0")
     async with running_server(*command) as process:
         assert process.stdout is not None
@@ -69,7 +69,7 @@ async def exporter() -> AsyncIterator[int]:
 
 
 async def get(port: int, path: str, request: bytes | None = None) -> tuple[int, str]:
-    """The status and the body of an HTTP answer."""
+    """Return the status and the body of an HTTP response."""
     with trio.fail_after(LIMIT):
         async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
             text = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
@@ -80,7 +80,7 @@ async def get(port: int, path: str, request: bytes | None = None) -> tuple[int, 
 
 
 def values(text: str) -> dict[str, float]:
-    """All values, by the name and the values of the labels without the process."""
+    """Return all values by metric name and label values, without the label `pid`."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -178,12 +178,12 @@ async def _check_scrape_by_prometheus(tmp_path: Path, web: int) -> None:
 
 
 def _http_10(path: str) -> bytes:
-    """A request whose answer is not chunked."""
+    """An HTTP/1.0 request, whose response is not chunked."""
     return f"GET {path} HTTP/1.0\r\nHost: x\r\n\r\n".encode()
 
 
 def test_the_examples_are_valid(tmp_path: Path) -> None:
-    """promtool parses the configuration, the alerts and each expression of the dashboard."""
+    """promtool accepts the configuration, the alerts and each expression of the dashboard."""
     known = {f"trio_smc_{name}" for name in metric_help.HELP}
     dashboard = json.loads((EXAMPLES / "dashboard.json").read_text())
     targets = [each for panel in dashboard["panels"] for each in panel["targets"]]
@@ -222,7 +222,7 @@ def test_the_examples_are_valid(tmp_path: Path) -> None:
 
 
 def test_hostile_values_are_escaped_and_bounded() -> None:
-    """Texts of a process are escaped, and a process has a bounded number of series."""
+    """Strings of a process are escaped, and its number of series is bounded."""
     statistics: dict[str, Any] = {}
     check_untrusted(statistics, SHAPES["statistics"], "statistics")
     hostile = 'a"b\\c\nd} 1\n# TYPE x counter'
@@ -237,13 +237,13 @@ def test_hostile_values_are_escaped_and_bounded() -> None:
     assert sum(name.startswith("trio_smc_fallbacks_total") for name in found) == 500
     assert "trio_smc_writes_total" not in found  # the value is unknown, and not 0
     assert len(text) < 300_000
-    # Large counters keep all digits.
+    # A large counter keeps all its digits.
     statistics |= {"bytes_sent": (1 << 60) + 1, "fallbacks": None}
     assert f'bytes_sent_total{{pid="7"}} {(1 << 60) + 1}\n' in exposition([snapshot], silent=0)
 
 
 async def test_the_exporter_reports_an_unusable_directory() -> None:
-    """The answer has the reason, and the exporter goes on."""
+    """The response has status 500 and the reason; later requests succeed."""
     async with running("pair") as peer, exporter() as port:
         assert (await get(port, "/metrics"))[0] == 200
         private = Path(os.environ["XDG_RUNTIME_DIR"], "trio-smc")
@@ -261,7 +261,7 @@ async def test_the_exporter_reports_an_unusable_directory() -> None:
 
 @pytest.fixture
 def damaged_stacks() -> Iterator[None]:
-    """Two control sockets of this process that give answers without any part."""
+    """Two control sockets of this process whose answers have no parts."""
     private = Path(os.environ["XDG_RUNTIME_DIR"], "trio-smc")
     private.mkdir(mode=0o700)
     with contextlib.ExitStack() as exits:
@@ -273,7 +273,7 @@ def damaged_stacks() -> Iterator[None]:
 
 
 async def test_a_process_whose_answers_are_all_damaged(damaged_stacks: None) -> None:
-    """It counts as silent; an unusable directory is an answer with status 500."""
+    """The process counts as silent, and the scrape still succeeds."""
     async with exporter() as port:
         for scrapes in (1, 2):
             status, text = await get(port, "/metrics")

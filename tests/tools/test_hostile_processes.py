@@ -1,4 +1,6 @@
-"""Processes that lie in /proc to `trio-smc check`: nothing they name is executed or waited for."""
+"""Processes with misleading entries in /proc: `trio-smc check` executes none of the files that they
+name, and waits for none of them.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,10 @@ from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
 
 own_directory = Config().private_directory
 QUICK = 10.0
-"""Seconds for what must not wait for another process, on a busy machine."""
+"""Upper bound in seconds for a check that waits for no other process, on a busy machine."""
 OTHER_USER = 65534
 PYTHON: str = getattr(sys, "_base_executable", sys.executable)
-"""The executable itself, outside of any environment."""
+"""The Python executable outside of any virtual environment."""
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 
 LISTEN = """
@@ -59,20 +61,20 @@ while True:
 
 @dataclass
 class Started:
-    """A process, and the number that it has printed: its port."""
+    """A process, and the number that it has printed, usually its port."""
 
     popen: subprocess.Popen[str]
     port: int
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process number."""
         return self.popen.pid
 
 
 @contextlib.contextmanager
 def process(command: Sequence[str], **options: Any) -> Iterator[Started]:
-    """A process that has printed a number; it is killed at the end."""
+    """Run a process until it has printed a number; kill the process after the block."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as popen:
         try:
             assert popen.stdout is not None
@@ -85,7 +87,7 @@ def listener(
     family: str, host: str, port: int = 0, *, v6_only: bool = False, user: str = "",
     before: tuple[str, ...] = (), called: str | None = None, **options: Any,
 ) -> contextlib.AbstractContextManager[Started]:  # fmt: skip
-    """A process that listens and holds what it accepts."""
+    """Run a process that listens and keeps each accepted connection open."""
     arguments = [family, host, str(port), str(int(v6_only)), user]
     command = [*before, called or sys.executable, "-c", LISTEN, *arguments]
     if called is not None and not before:
@@ -94,7 +96,7 @@ def listener(
 
 
 def explain(host: str, port: int, client: tuple[str, int] | None = None) -> Obstacle:
-    """Return the obstacle, found in time."""
+    """Return the obstacle; assert that the search took less than `QUICK`."""
     start = time.monotonic()
     found = explain_listener(host, port, own_directory(), client)
     assert time.monotonic() - start < QUICK
@@ -102,7 +104,7 @@ def explain(host: str, port: int, client: tuple[str, int] | None = None) -> Obst
 
 
 def place_trap(place: Path) -> tuple[str, Path]:
-    """A file named python3 that leaves a mark when it is executed, and the mark."""
+    """Make an executable python3 that creates a file when it runs. Returns both paths."""
     place.mkdir(exist_ok=True)
     mark, python = place / "executed", place / "python3"
     python.write_text(f"#!/bin/sh\n: > {mark}\necho False\n")
@@ -147,7 +149,7 @@ import os, sys
 started = []
 def audit(event, arguments):
     if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork"):
-        if arguments[0] != "/sbin/ldconfig":  # by which `ctypes.util` finds a library
+        if arguments[0] != "/sbin/ldconfig":  # `ctypes.util` runs it to find a library
             started.append((event, arguments))
     elif event == "open" and "HOSTILE" in str(arguments[0]):
         checked = os.O_PATH | os.O_NOFOLLOW
@@ -162,7 +164,7 @@ print("started:", started)
 
 
 def test_check_starts_no_process_and_opens_no_path_by_name(tmp_path: Path) -> None:
-    """An audit hook sees each process that is started and each path that is opened."""
+    """An audit hook records each started process and each opened path."""
     hostile = tmp_path / "HOSTILE"
     python, _ = place_trap(hostile)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", hostile / "venv"], check=True)
@@ -185,7 +187,7 @@ def test_check_starts_no_process_and_opens_no_path_by_name(tmp_path: Path) -> No
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """A virtual environment without packages; it need not work."""
+    """A virtual environment without packages; no test runs its Python."""
     place = tmp_path / "venv"
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     (place / "lib" / name / "site-packages").mkdir(parents=True)
@@ -201,10 +203,10 @@ def site_of(venv: Path) -> Path:
 
 
 def run_in(venv: Path, change: Callable[[], object] = lambda: None) -> Obstacle:
-    """Return the obstacle of a process that says it runs this environment's Python.
+    """Return the obstacle of a process whose command line names this environment's Python.
 
     Args:
-      change: what happens to the environment while the process runs.
+      change: called while the process runs, to change the environment.
     """
     called = str(venv / "bin" / "python")
     environment = {"PATH": os.environ["PATH"], "HOME": str(venv)}
@@ -324,7 +326,7 @@ def test_names_that_another_user_placed(venv: Path, what: str) -> None:
 
 @contextlib.contextmanager
 def silent_fuse(place: Path) -> Iterator[None]:
-    """A FUSE file system that answers nothing, not even `stat`."""
+    """Mount a FUSE file system that never answers a request, not even `stat`."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
@@ -339,7 +341,7 @@ def silent_fuse(place: Path) -> Iterator[None]:
         finally:
             libc.umount2(os.fsencode(place), 2)  # MNT_DETACH
     finally:
-        os.close(device)  # ends all that waits
+        os.close(device)  # ends all waiting requests
 
 
 @root_only
@@ -400,7 +402,7 @@ def test_the_walk_follows_names_as_the_kernel_does(tmp_path: Path) -> None:
 
 
 def test_links_cost_no_descriptors(tmp_path: Path) -> None:
-    """Each link of a chain leads through a deep directory and back."""
+    """The walk keeps few descriptors: each link here leads through a deep directory and back."""
     deep = "/".join(["d"] * 100)
     (tmp_path / deep).mkdir(parents=True)
     (tmp_path / "0").touch()
@@ -434,7 +436,7 @@ def test_a_lease_does_not_delay_a_read(tmp_path: Path) -> None:
         assert time.monotonic() - start < QUICK
 
 
-# --- which socket, which process --------------------------------------------------------------
+# --- finding the socket and its process ----------------------------------------------------------
 
 
 def wildcard_listener(
@@ -479,7 +481,7 @@ def test_a_socket_of_both_families(v6_only: bool | None, expected: int) -> None:
 def test_the_process_that_the_kernel_chooses(
     theirs: tuple[str, str, bool], ours: tuple[str, str]
 ) -> None:
-    """The kernel is asked, too: it connects."""
+    """`check` finds the same process as a real connection does."""
     with (
         reserved_port() as port,
         listener(theirs[0], theirs[1], port, v6_only=theirs[2]),
@@ -531,7 +533,7 @@ def test_a_port_that_processes_of_this_user_share() -> None:
 @root_only
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_is_judged_by_its_own_user(when: str) -> None:
-    """A socket keeps the user that made it."""
+    """A socket keeps the user that created it, whatever the process does later."""
     with (
         reserved_port() as port,
         listener("AF_INET", "127.0.0.1", port, user=f"{when}:{OTHER_USER}"),
@@ -557,7 +559,7 @@ def test_a_process_in_another_user_namespace(tmp_path: Path) -> None:
 
 
 def test_a_process_in_another_mount_namespace(tmp_path: Path) -> None:
-    """Its paths mean other files than ours."""
+    """In another mount namespace the same path may be another file."""
     command = ("unshare", "-rm")
     if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
@@ -608,7 +610,7 @@ for host in ("192.0.2.9", "127.0.0.1"):
 @root_only
 @pytest.mark.parametrize("user", [0, OTHER_USER])
 def test_sockets_that_are_bound_to_interfaces(user: int) -> None:
-    """Within the host, too, a connection arrives by the interface that has the address."""
+    """A connection within the host arrives on the interface that has the address."""
     alone = ["unshare", "-n", "--kill-child", "-pf", "--mount-proc"]
     make = [*alone, "ip", "link", "add", "one", "type", "veth", "peer", "name", "two"]
     try:
@@ -645,7 +647,7 @@ input()
 
 @root_only
 def test_an_ipv6_listener_in_another_network_namespace() -> None:
-    """It serves no IPv4, so the other user's process beside it is judged."""
+    """For an IPv4 address `check` finds the other user's IPv4 listener on the same port."""
     try:
         made = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
         if subprocess.run([*made, "true"], capture_output=True, check=False).returncode:
@@ -663,11 +665,11 @@ def test_an_ipv6_listener_in_another_network_namespace() -> None:
     assert "without a stack of trio_smc" in ipv6.text
 
 
-# --- names ---------------------------------------------------------------------------------
+# --- names ---------------------------------------------------------------------------------------
 
 
 def test_a_path_that_looks_like_the_socket_of_another_process(tmp_path: Path) -> None:
-    """Any user may bind a Unix socket to a path with a line feed."""
+    """A path of a Unix socket may contain a line feed, which /proc/net/unix does not escape."""
     with (
         reserved_port() as port,
         listener("AF_INET", "127.0.0.1", port) as started,
@@ -713,7 +715,7 @@ ctypes.CDLL(None).prctl(15, sys.argv.pop(1).encode(), 0, 0, 0)  # PR_SET_NAME
 
 @pytest.mark.parametrize("name", ["a\rUid:\t0 0", "a\rUid:\tx", "a\rNSpid:\tx", "a\nUid:\t7"])
 def test_a_name_that_looks_like_another_field(name: str) -> None:
-    """The name of a process stands before its users in /proc/PID/status."""
+    """In /proc/PID/status the name of a process precedes its user IDs."""
     program = f"{RENAMED}\nprint(1, flush=True); input()"
     with (
         process([sys.executable, "-c", program, name], stdin=subprocess.PIPE) as started,
@@ -739,7 +741,7 @@ def test_a_process_that_claims_this_user_by_its_name() -> None:
 
 
 def test_a_reused_process_number_is_another_process() -> None:
-    """An open directory of /proc stays that of the process that has ended."""
+    """An open /proc/PID directory belongs to the ended process even if its number is reused."""
     program = "print(1, flush=True); input()"
     with process([sys.executable, "-c", program], stdin=subprocess.PIPE) as started:
         seen = Process(started.pid)
@@ -752,7 +754,7 @@ def test_a_reused_process_number_is_another_process() -> None:
 
 
 def test_a_deep_process_tree_is_not_searched_recursively() -> None:
-    """As deep as a program likes: a recursion would have its limit."""
+    """A recursive search would raise RecursionError here."""
     deep = 60
     program = (
         "import os, sys, time\n"

@@ -1,4 +1,4 @@
-"""For operators: settings of the environment, a test server, drains, and reports for bugs."""
+"""Commands for operators: settings from the environment, `check --listen`, drains, bug reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHOW = (
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory and a file that the environment names."""
+    """Name a private directory and a settings file in the environment."""
     directory, file = tmp_path / "smc", tmp_path / "smc.toml"
     directory.mkdir(mode=0o700)
     file.write_text("receive_buffer = 65536\n")
@@ -49,7 +49,10 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.asynccontextmanager
 async def started(*arguments: object) -> AsyncIterator[tuple[trio.Process, trio.abc.ReceiveStream]]:
-    """A command that goes on, and its lines; it ends with the block, by SIGTERM."""
+    """Run a command until the end of the block, which sends SIGTERM.
+
+    Yields the process and its standard output.
+    """
     process = await trio.lowlevel.open_process(
         [*RUN, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE
     )
@@ -65,7 +68,7 @@ async def started(*arguments: object) -> AsyncIterator[tuple[trio.Process, trio.
 
 
 async def read_until(stream: trio.abc.ReceiveStream, pattern: str) -> re.Match[str]:
-    """The first match in the output."""
+    """Read until the output matches the pattern."""
     data = b""
     with trio.fail_after(LIMIT):
         while not (found := re.search(pattern, data.decode())):
@@ -79,7 +82,7 @@ async def read_until(stream: trio.abc.ReceiveStream, pattern: str) -> re.Match[s
 
 
 async def test_the_environment_reaches_every_command(settings: Path, tmp_path: Path) -> None:
-    """Programs, the program of `run`, `proxy`, and the commands that look for them."""
+    """Stacks, `run`, `proxy`, and the commands that query them use the same settings."""
     other = tmp_path / "other"
     other.mkdir(mode=0o700)
     async with running("server") as peer:
@@ -161,7 +164,7 @@ async def test_wrong_settings_give_one_line(
 
 
 async def test_check_listen_reports_each_client(settings: Path) -> None:
-    """Each client is reported with its mode; a rude one ends nothing but its connection."""
+    """The server reports each client with its mode, and continues after a client resets."""
     async with started("check", "--listen", "0", "127.0.0.1") as (process, lines):
         port = (await read_until(lines, r"listening on 127\.0\.0\.1:(\d+)\n"))[1]
         report = (await quick_command("check", "127.0.0.1", port, "--json")).json
@@ -190,9 +193,9 @@ async def test_check_listen_reports_each_client(settings: Path) -> None:
 
 
 async def test_drains_through_the_control_socket() -> None:
-    """An RNIC and a link group, while connections use them and afterwards."""
+    """`drain` reports the connections that still use an RNIC or a link group."""
     async with running("pair") as peer, running("server") as server:
-        # The RNIC: its connections have no other one, so they stay.
+        # The connections have no other RNIC, so they stay on this one.
         done = await quick_command("drain", "soft0", "--pid", peer.pid, "--timeout", "0.3")
         assert (done.code, done.err) == (1, "")
         line = "soft0 takes no new connections; open ones that still use it: 2"
@@ -201,14 +204,14 @@ async def test_drains_through_the_control_socket() -> None:
         assert [each["drained"] for each in stack["rnics"]] == [True]
         check = await quick_command("check", "127.0.0.1", peer.details["port"], "--timeout", "5")
         assert "rnic-down, decided by the server" in check.out
-        # All processes; one of them has nothing that uses it.
+        # Drain in all processes; one of them has no connections.
         done = await quick_command("drain", "soft0", "--timeout", "0.3", "--json")
         assert done.code == 1
         found = {each["pid"]: each for each in json.loads(done.out)}
         assert (found[peer.pid]["done"], found[peer.pid]["connections"]) == (False, 2)
         assert (found[server.pid]["done"], found[server.pid]["connections"]) == (True, 0)
         assert (await quick_command("undrain", "soft0", "--json")).code == 0
-        # A link group of the server side: the next connection forms another one.
+        # Drain a link group of the server side.
         [stack] = (await quick_command("lg", "--pid", peer.pid, "--json")).json
         number = {each["role"]: each["number"] for each in stack["link_groups"]}["server"]
         group = ("--group", number, "--pid", peer.pid)
@@ -228,7 +231,7 @@ async def test_drains_through_the_control_socket() -> None:
 
 @pytest.mark.parametrize("role", ["server", "client"])
 async def test_a_drained_link_group(role: str) -> None:
-    """Its open connection goes on; no new one uses the group; then it ends."""
+    """The open connection continues, no new one uses the group, and the group ends with it."""
     config = trio_smc.Config(receive_buffer=16384, shutdown_timeout=2)
     async with trio_smc.open_stack(config) as one, trio_smc.open_stack(config) as two:
         [listener] = await one.open_listeners(0, host="127.0.0.1")
@@ -255,7 +258,7 @@ async def test_a_drained_link_group(role: str) -> None:
             assert group.state == "SINGLE"
             for each in (first, other, second, accepted):
                 await each.aclose()
-            # The nursery waits for the drain.
+            # The end of the nursery block waits for the drain.
         assert group.state == "GONE"
         with pytest.raises(ValueError, match="the stack has no link group"):
             stack.undrain_link_group(group)
@@ -274,7 +277,7 @@ async def test_a_drained_link_group(role: str) -> None:
     ids=str,
 )  # fmt: skip
 async def test_requests_that_drain_nothing(request_: dict[str, Any]) -> None:
-    """A stack answers with one sentence, and goes on."""
+    """The stack answers with an error, and drains nothing."""
     async with trio_smc.open_stack() as stack:
         root = stack.config.private_directory() / control.DIRECTORY
         [name] = os.listdir(root)
@@ -323,7 +326,7 @@ async def test_a_report_explains_and_has_no_secret(
     assert found["kernel.json"]["release"] == os.uname().release
     assert found["directory.json"]["mode"] == "0700"
     everything = b"".join(texts.values())
-    for secret in (b"hunter2", b"tools_peer", b"DATABASE"):  # a variable, a command line
+    for secret in (b"hunter2", b"tools_peer", b"DATABASE"):  # of a variable, and of a command line
         assert secret not in everything
     assert "cannot write" in (await quick_command("report", "-o", "/nowhere/x")).err
 
@@ -335,7 +338,7 @@ async def test_a_report_explains_and_has_no_secret(
 def test_run_with_a_release_that_has_no_load_settings(
     knows: bool, settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PROGRAM's Python may have an older trio_smc."""
+    """The Python of the program may have an older trio_smc."""
     source = (ROOT / "trio_smc" / "tools" / "site" / "sitecustomize.py").read_text()
     [function] = re.findall(r"^def _settings\(.*?\n(?=\n\n)", source, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"os": os, "Any": Any}

@@ -1,4 +1,4 @@
-"""Processes that do not answer: each is named, and all of them together cost one deadline."""
+"""Commands name each process that does not answer, and wait once for all of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import load
 
 TIMEOUT = 1.0
-"""Seconds that the commands of these tests wait, in place of `client.PATIENCE`."""
+"""Seconds that the commands wait in these tests, in place of the default of `client.TIMEOUT`."""
 MANY = 10
 FIRST = 1 << 22
-"""Above the numbers of all processes."""
+"""A process number above those of all real processes."""
 QUERIES = {
     "ss": ("ss", "--json"),
     "lg": ("lg", "--json"),
@@ -47,7 +47,7 @@ def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 def silent_sockets(
     runtime_directory: Path, count: int = MANY, backlog: int = 8
 ) -> Iterator[list[int]]:
-    """Control sockets whose processes are stopped, as a client sees them: their numbers."""
+    """Control sockets that accept connections and never answer. Yields their process numbers."""
     directory = runtime_directory / "trio-smc" / control.DIRECTORY
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.parent.chmod(0o700)
@@ -63,14 +63,14 @@ def silent_sockets(
 
 
 def timed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Done, float]:
-    """A command, and the seconds that it took."""
+    """Run a command. Returns its result and its duration in seconds."""
     start = time.monotonic()
     done = command_here(capsys, *arguments)
     return done, time.monotonic() - start
 
 
 def assert_names_each(done: Done, numbers: list[int]) -> None:
-    """The command has failed, and each of these processes has one line on stderr."""
+    """Assert that the command failed and printed one line about each of these processes."""
     assert done.code == 1
     lines = done.err.splitlines()
     assert len(lines) == len(numbers), done.err
@@ -81,7 +81,7 @@ def assert_names_each(done: Done, numbers: list[int]) -> None:
 
 def test_every_command_that_queries_processes_has_a_case() -> None:
     querying = {each.NAME for each in load() if hasattr(each, "take_snapshots")}
-    assert querying == {*QUERIES, "check", "exporter"}  # the latter in tests/tools/test_exporter.py
+    assert querying == {*QUERIES, "check", "exporter"}  # `exporter`: tests/tools/test_exporter.py
 
 
 @pytest.mark.parametrize("name", QUERIES)
@@ -137,7 +137,7 @@ def test_a_silent_process_delays_only_the_first_frame(
 def test_a_frame_on_a_terminal_names_silent_processes(
     runtime_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # print colours as on a terminal
     with (
         silent_sockets(runtime_directory, 2) as numbers,
         mock.patch("sys.stdout.isatty", return_value=True),
@@ -166,7 +166,7 @@ def test_connect_does_not_wait_for_a_full_backlog(
 def test_a_capture_names_a_silent_process(
     runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first command fills the backlog of the socket."""
+    """The first command's connection fills the backlog, so the second cannot connect."""
     with silent_sockets(runtime_directory, 1, backlog=0) as [number]:
         for _ in range(2):
             done, seconds = timed(capsys, "capture", str(number), "-o", "-", "--seconds", "1")
@@ -177,7 +177,7 @@ def test_a_capture_names_a_silent_process(
 
 
 async def test_an_endless_answer_costs_one_deadline(runtime_directory: Path) -> None:
-    """A process sends a byte now and then, so that each single wait is short."""
+    """The process sends a byte at short intervals, so no single read times out."""
     with silent_sockets(runtime_directory, 1) as [number]:
         path = runtime_directory / "trio-smc" / control.DIRECTORY / f"{number}-1"
 
@@ -234,7 +234,7 @@ def test_more_processes_than_descriptors(
 def test_check_is_delayed_once(
     silent: int, runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The server's own view is looked for among processes that do not answer."""
+    """`check` queries all processes for the server's view of the connection, once."""
     with (
         silent_sockets(runtime_directory, silent) as numbers,
         socket.create_server(("127.0.0.1", 0)) as own,
@@ -247,7 +247,7 @@ def test_check_is_delayed_once(
 def test_a_name_that_leads_elsewhere_is_not_queried(
     runtime_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a shared directory another member may place a link to any socket of this user's."""
+    """In a shared directory another user may create a link to any socket of this user."""
     with silent_sockets(runtime_directory, 1), socket.socket(socket.AF_UNIX) as other:
         other.bind(str(tmp_path / "other"))
         other.listen()

@@ -29,14 +29,14 @@ Patch = pytest.MonkeyPatch
 
 
 def config(*ueids: str, direct: bool = True, **settings: Any) -> Config:
-    """Settings of a stack that could speak version 2."""
+    """Settings of a stack with an RNIC that supports version 2."""
     rnics = (RoutableRnic(direct=direct),)
     return Config(receive_buffer=16384, rnics=rnics, ueids=ueids, **settings)
 
 
 @asynccontextmanager
 async def pair(**settings: Any) -> AsyncIterator[tuple[Stack, Stack, str]]:
-    """Server and client with an open connection of version 2, and the server's port."""
+    """Open a connection of version 2. Yields server stack, client stack and the server's port."""
     made = [config("PLANT-7", "OTHER", direct=False, **settings) for _ in range(2)]
     async with trio_smc.open_stack(made[0]) as server, trio_smc.open_stack(made[1]) as client:
         single_link(server)
@@ -47,7 +47,7 @@ async def pair(**settings: Any) -> AsyncIterator[tuple[Stack, Stack, str]]:
         await close_all(*ends)
 
 
-# --- what is there -------------------------------------------------------------------------------
+# --- open connections ----------------------------------------------------------------------------
 
 
 @pytest.mark.v2("v2.13/1")
@@ -104,7 +104,7 @@ async def test_events_and_log_records_have_the_agreement(caplog: pytest.LogCaptu
 async def test_metrics_count_the_agreement() -> None:
     async with pair():
         both = scrape(SmcCollector())
-    # In the order of the labels' names: release, route, ueid, version.
+    # The label values are sorted by label: release, route, ueid, version.
     assert both["trio_smc_connections_agreed_total 1 gateway PLANT-7 2"] == 2
 
 
@@ -133,18 +133,18 @@ async def test_a_ladder_shows_the_agreement(
 
 
 def set_rnics_of_check(patch: Patch, *, routable: bool = True) -> None:
-    """Let the command's stack have an RNIC that serves version 2, or the usual one."""
+    """Give the command's stack an RNIC that supports version 2, or the default ones."""
     rnics: Any = (RoutableRnic(),) if routable else "auto"
     patch.setattr(check, "Config", partial(Config, rnics=rnics))
 
 
 def separate_subnets(patch: Patch) -> None:
-    """As if client and server were in different subnets."""
+    """Put client and server into different subnets."""
     patch.setattr(accepting, "_prefix_refusal", lambda *_: FallbackReason.PREFIX_MISMATCH)
 
 
 async def run_check(*ueids: str, server: tuple[str, ...] = (), as_json: bool = False) -> Done:
-    """Run the command with these UEIDs, against a server with others."""
+    """Run `trio-smc check` with these UEIDs against a server with the UEIDs ``server``."""
     with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(config(*server)) as stack, trio.open_nursery() as nursery:
             if server:
@@ -189,7 +189,7 @@ async def test_check_reports_that_no_ueid_is_in_common(monkeypatch: Patch) -> No
 
 
 async def test_check_of_a_server_without_ueids(monkeypatch: Patch) -> None:
-    """Version 1 fits within the subnet; beyond it the server has nothing to offer."""
+    """Within a subnet both sides use version 1; across subnets the server declines."""
     set_rnics_of_check(monkeypatch)
     done = await run_check("PLANT-7", as_json=True)
     assert done.code == 0
