@@ -1,4 +1,4 @@
-"""The control protocol: bad input affects only the client that sent it."""
+"""The control protocol: a bad request affects only the client that sent it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tools.tools_processes import LIMIT, command_here, one_line
 from trio_smc import Config, ProtocolError, Stack
 from trio_smc.capture import sinks
 from trio_smc.control import protocol as control
-from trio_smc.control.server import ControlSocket, RunReport
+from trio_smc.control.server import RunReport
 from trio_smc.tools.client import _KEYS, SHAPES, Snapshot, check_untrusted, take_snapshots
 from trio_smc.tools.output import ToolError
 
@@ -34,7 +34,7 @@ GOOD = control.encode({"want": ["statistics"]})
 
 @contextlib.asynccontextmanager
 async def open_stack_with_control(**settings: Any) -> AsyncIterator[tuple[Stack, Path]]:
-    """A stack, and the path of its control socket."""
+    """Open a stack. Yields the stack and the path of its control socket."""
     async with trio_smc.open_stack(Config(**settings) if settings else QUICK) as stack:
         [directory] = stack.config.private_directory().glob(f"{control.DIRECTORY}*")
         [name] = [name for name in os.listdir(directory) if name.startswith(f"{os.getpid()}-")]
@@ -42,7 +42,7 @@ async def open_stack_with_control(**settings: Any) -> AsyncIterator[tuple[Stack,
 
 
 async def query(path: Path, *pieces: bytes, end: bool = False) -> list[dict[str, Any]]:
-    """The answer of the stack to a client that sends these bytes."""
+    """Send these bytes as a client, and return the messages of the stack's answer."""
     data = bytearray()
     with trio.fail_after(LIMIT):
         async with await trio.open_unix_socket(str(path)) as stream:
@@ -62,7 +62,7 @@ async def query(path: Path, *pieces: bytes, end: bool = False) -> list[dict[str,
     return messages
 
 
-# --- the stack's side ----------------------------------------------------------------------------
+# --- the server: the stack -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ async def query(path: Path, *pieces: bytes, end: bool = False) -> list[dict[str,
 def test_the_name_of_a_control_socket_contains_its_process_number(
     name: str, pid: int | None
 ) -> None:
-    """Whatever else lies in the directory is passed over."""
+    """Other names in the directory are ignored."""
     assert control.pid_of_name(name) == pid
 
 
@@ -92,9 +92,9 @@ async def test_an_answer_is_made_of_parts() -> None:
         assert (process["part"], process["data"]["stack"]) == ("process", stack.peer_id.hex())
         assert (statistics["part"], statistics["data"]["connections"]) == ("statistics", 0)
         assert (end["part"], end["version"]) == ("end", control.VERSION)
-        # Byte by byte is as good.
+        # A request may also arrive byte by byte.
         assert len(await query(path, *(bytes((byte,)) for byte in GOOD))) == 3
-        # What it does not know it leaves out.
+        # The stack leaves out parts that it does not know.
         newer = control.encode({"want": ["statistics", "horoscope"], "more": {"new": 1}})
         assert [each["part"] for each in await query(path, newer)] == [
             "process", "statistics", "end",
@@ -104,7 +104,7 @@ async def test_an_answer_is_made_of_parts() -> None:
 async def test_a_process_that_cannot_import_modules_answers_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a change of its user or its root."""
+    """A process may be unable to import after it has changed its user or its root directory."""
     path = tmp_path / "report"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as reader:
         reader.bind(str(path))
@@ -177,7 +177,7 @@ CAPTURE = control.encode({"want": [control.CAPTURE]})
 
 
 async def test_captures_use_at_most_half_of_the_slots() -> None:
-    """Clients that ask for captures and do nothing more: half of the slots are not for them."""
+    """Clients that request captures and then idle leave half of the slots to other clients."""
     async with open_stack_with_control() as (_, path), contextlib.AsyncExitStack() as opened:
         idle = await trio.open_unix_socket(str(path))
         for turn in range(4):
@@ -186,7 +186,7 @@ async def test_captures_use_at_most_half_of_the_slots() -> None:
             await opened.enter_async_context(idle)
             await idle.send_all(CAPTURE)
             with trio.fail_after(LIMIT):
-                assert await idle.receive_some()  # begun
+                assert await idle.receive_some()  # the capture has begun
         for _ in range(8):
             [refusal] = await query(path, CAPTURE)
             assert refusal["part"] == "error"
@@ -213,8 +213,8 @@ async def test_a_capture_that_no_client_reads_ends(monkeypatch: pytest.MonkeyPat
         with trio.move_on_after(1) as watched:
             while await reading.receive_some():
                 pass
-        assert watched.cancelled_caught, "a client that reads may wait for more"
-        # All that was sent is there, and then the end.
+        assert watched.cancelled_caught, "the capture of a client that reads has ended"
+        # The client gets what was sent, and then the end of the stream.
         with trio.fail_after(LIMIT):
             while await idle.receive_some():
                 pass
@@ -257,31 +257,20 @@ async def test_a_defect_affects_one_answer(
         assert stack.runtime.failure is None
 
 
-class _FailingListener:
-    """A listening socket whose accept fails at first."""
-
-    def __init__(self, listener: socket.socket, errors: list[int]) -> None:
-        self._listener = listener
-        self._errors = errors
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._listener, name)
-
-    def accept(self) -> Any:
-        if self._errors:
-            raise OSError(self._errors.pop(0), "as accept(2) says")
-        return self._listener.accept()
-
-
 async def test_a_failed_accept_is_logged_unless_the_client_has_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trio_smc.control.server._CAPACITY_PAUSE", 0.01)
-    async with open_stack_with_control() as (stack, path):
-        [served] = [each for each in stack.runtime.attached if isinstance(each, ControlSocket)]
-        errors = [errno.ECONNABORTED, errno.EMFILE]
-        listener: Any = _FailingListener(served._socket, errors)
-        monkeypatch.setattr(served, "_socket", listener)
+    errors = [errno.ECONNABORTED, errno.EMFILE]
+    accept = socket.socket.accept
+
+    def fail_first(listener: socket.socket) -> Any:
+        if errors and listener.type == socket.SOCK_STREAM:
+            raise OSError(errors.pop(0), "injected")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_first)
+    async with open_stack_with_control() as (_, path):
         for _ in range(2):
             assert len(await query(path, GOOD)) == 3
         assert errors == []
@@ -334,12 +323,12 @@ async def test_a_forked_child_leaves_the_socket_to_its_parent() -> None:
         assert len(await query(path, GOOD)) == 3
 
 
-# --- the asking side -----------------------------------------------------------------------------
+# --- the client: the tools -----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def hostile_server(directory: Path, reply: Callable[[socket.socket], None]) -> Iterator[None]:
-    """A control socket of this process with another server behind it."""
+    """A control socket of this process whose answers are made by ``reply``."""
     import threading
 
     place = directory / control.DIRECTORY
@@ -408,7 +397,7 @@ def test_an_error_in_an_answer_gives_one_line_and_exit_code_2(
 
 
 def valid_value(shape: Any) -> Any:
-    """A value of a shape."""
+    """Return a valid value of a shape."""
     match shape:
         case dict():
             return {name: valid_value(inner) for name, inner in shape.items()}
@@ -422,7 +411,7 @@ def valid_value(shape: Any) -> Any:
 
 
 def damage(value: Any, rng: random.Random) -> Any:
-    """The same with one thing that is not as it should be."""
+    """Return a copy of the value with one wrong or missing part."""
     if isinstance(value, dict) and value:
         name = rng.choice(sorted(value))
         if name in _KEYS and rng.random() < 0.5:
@@ -443,7 +432,7 @@ def test_check_untrusted_rejects_every_damage(part: str, rng: random.Random) -> 
 
 
 async def test_each_part_of_a_snapshot_has_its_shape() -> None:
-    """The two descriptions of an answer agree; `json` sees what the other process would."""
+    """Each part of a real answer is valid for the client after a round trip through JSON."""
     async with open_stack_with_control() as (stack, path):
         [listener] = await stack.open_listeners(0, host="127.0.0.1")
         stream = await stack.open_stream(*listener.socket.getsockname())
@@ -459,7 +448,7 @@ async def test_each_part_of_a_snapshot_has_its_shape() -> None:
 
 
 async def test_a_snapshot_has_links_and_rnics() -> None:
-    """Groups have numbers that are not given twice; an RNIC's MTU is told in bytes."""
+    """Numbers of link groups are never reused, and the MTU of an RNIC is in bytes."""
     wanted = control.encode({"want": ["connections", "link_groups", "rnics"]})
     table = (("eth0", "soft0"), ("eth1", "another"))
     async with open_stack_with_control(pnet=table) as (stack, path):
@@ -485,7 +474,7 @@ async def test_a_snapshot_has_links_and_rnics() -> None:
                 await trio.aclose_forcefully(end)
             await listener.aclose()
             with trio.fail_after(LIMIT):
-                while stack.link_groups:  # noqa: ASYNC110 - there is no event
+                while stack.link_groups:  # noqa: ASYNC110 - Trio has no event for it
                     await trio.sleep(0.01)
 
 
