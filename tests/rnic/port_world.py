@@ -116,22 +116,22 @@ class World:
       route: the interface that all routes leave by.
       devices: names of those whose device is there.
       active: of these the ones that are active.
-      news: what `PortWatch.changed` waits for.
+      change: what `PortWatch.changed` waits for.
     """
 
     opened: list[FakePort] = field(default_factory=list)
     route: str = "eth0"
     devices: set[str] = field(default_factory=set)
     active: set[str] = field(default_factory=set)
-    news: trio.Event = field(default_factory=trio.Event)
+    change: trio.Event = field(default_factory=trio.Event)
 
-    def come(self, *names: str) -> None:
+    def add_devices(self, *names: str) -> None:
         """Add the devices with active ports, without a notification."""
         self.devices.update(names)
         self.active.update(names)
 
-    def go(self, *names: str) -> None:
-        """They go again."""
+    def remove_devices(self, *names: str) -> None:
+        """Remove the devices."""
         self.devices.difference_update(names)
         self.active.difference_update(names)
 
@@ -142,8 +142,8 @@ class World:
 
     async def changed(self) -> None:
         """In place of `PortWatch.changed`."""
-        await self.news.wait()
-        self.news = trio.Event()
+        await self.change.wait()
+        self.change = trio.Event()
 
     def port(self, name: str, number: int | None = None) -> FakePort:
         table = [

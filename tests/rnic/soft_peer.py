@@ -7,7 +7,7 @@ GID, queue pair number, RKey and address as JSON, reads the same of its peer, co
 echo: sends every message back, sleeping in between.
 burst: writes and sends 50 messages without being asked, prints "sent", and does nothing more.
 fork: leaves a forked child behind that lives until standard input ends.
-deaf: connects and never looks at its RNIC again.
+silent: connects and never looks at its RNIC again.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Recorded:
             self.trace.store(name, value, self._order(name))
 
 
-class Mapped:
+class RecordedMemory:
     """Stands for the memory of a ring."""
 
     def __init__(self, ends: Ends) -> None:
@@ -97,7 +97,7 @@ class Ends:
         self._trace: Trace | None = None
         # A slot is used only after a receive was posted, so two are enough for two messages.
         monkeypatch.setattr(ring, "SLOTS", 2)
-        monkeypatch.setattr(ring, "Memory", lambda *_, **__: Mapped(self))
+        monkeypatch.setattr(ring, "Memory", lambda *_, **__: RecordedMemory(self))
         monkeypatch.setattr(ring, "_pack_slot", self._pack)
         monkeypatch.setattr(ring, "_unpack_slot", self._unpack)
         monkeypatch.setattr(ring, "_uses_lock", not variant.native)
@@ -139,7 +139,7 @@ class Ends:
             rung.append(True)
             trace.lock()  # of the socket or the pipe
 
-        memory: Any = Mapped(self)
+        memory: Any = RecordedMemory(self)
         sender = SendRing(memory, doorbell)
         for _ in range(head):
             assert sender.put(b"m") == Sent.DONE

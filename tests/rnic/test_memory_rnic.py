@@ -48,7 +48,7 @@ class Pair:
 
 @pytest.mark.parametrize("start", [0, 1, 4096, 5000])
 @pytest.mark.parametrize("length", [0, 1, 4000, 4096, 9000])
-def test_memory_is_zeroed_where_it_should_be(start: int, length: int) -> None:
+def test_zero_clears_exactly_its_range(start: int, length: int) -> None:
     memory = PlainMemory(16384, Fabric())
     memory.view[:] = b"x" * 16384
     memory.zero(start, length)
@@ -95,7 +95,7 @@ def test_each_fate_of_a_request(fate: Fate, arrives: bool, status: WcStatus) -> 
 
 
 @pytest.mark.parametrize("notices", [False, True])
-def test_a_failed_link_is_noticed_by_the_other_side_or_not(notices: bool) -> None:
+def test_the_peer_notices_a_failed_queue_pair_if_announced(notices: bool) -> None:
     pair = Pair()
     here, there = pair.qps[0]
     here.fail(notices=notices)
@@ -125,7 +125,7 @@ def test_a_port_that_goes_down_and_comes_back() -> None:
     assert events == ["port-down", "port-up", "port-down", "port-up", "fatal"]
 
 
-def test_a_path_that_is_cut() -> None:
+def test_a_request_over_a_cut_path_fails() -> None:
     pair = Pair()
     here, _ = pair.qps[0]
     pair.fabric.cut.add(frozenset(rnic.gid for rnic in pair.rnics))

@@ -150,16 +150,16 @@ async def running(*rnics: SoftRnic, spin: float = 0) -> AsyncIterator[Pump]:
 async def events_of_failure(rnic: SoftRnic) -> list[RnicEvent]:
     """Have an RNIC fail, and wait until it says so: a list, to which later events are added."""
     events: list[RnicEvent] = []
-    came = trio.Event()
+    reported = trio.Event()
 
     def on_event(event: RnicEvent) -> None:
         events.append(event)
-        came.set()
+        reported.set()
 
     rnic.on_event = on_event
     rnic.fail()
     with trio.fail_after(PATIENCE):
-        await came.wait()
+        await reported.wait()
     return events
 
 
@@ -172,7 +172,7 @@ def pollers() -> list[str]:
 
 
 class TestPoller:
-    def test_it_wakes_trio_once_and_sleeps_again(self, ends: tuple[End, End]) -> None:
+    def test_the_poller_wakes_trio_once_and_sleeps_again(self, ends: tuple[End, End]) -> None:
         a, b = ends
         a.rnic.service()
         b.rnic.service()
@@ -338,7 +338,7 @@ class TestDispatch:
         c.close()
         d.close()
 
-    def test_an_rnic_of_another_pump(self, ends: tuple[End, End]) -> None:
+    def test_register_refuses_an_rnic_of_another_pump(self, ends: tuple[End, End]) -> None:
         with pytest.raises(ValueError, match="does not belong"):
             Sink(Pump(spin=0), ends[0])
 
@@ -509,7 +509,7 @@ class TestLoop:
         assert caught.group_contains(RuntimeError, match="no good")
         assert pollers() == []
 
-    async def test_threads_come_and_go(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_each_rnic_of_a_pump_has_a_thread(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         async with running(rnics[0]) as pump:
             assert pollers() == ["trio_smc poller soft0"]
             pump.add(rnics[1])
@@ -519,7 +519,7 @@ class TestLoop:
             assert pollers() == ["trio_smc poller soft1"]
         assert pollers() == []
 
-    async def test_port_events_come_through(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_port_events_are_reported(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         async with running(*rnics):
             events = await events_of_failure(rnics[1])
         assert events == [RnicEvent.PORT_DOWN]
@@ -554,7 +554,7 @@ class TestLoop:
             # Garbage collection may take a part of that time; a polling loop would take all of it.
             assert time.process_time() - start < 0.5
 
-    async def test_spinning_gives_up_when_nothing_comes_in_time(
+    async def test_fruitless_spins_become_rare(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         """One spin for each completion; after 8 failures only for every 64th."""
@@ -678,7 +678,7 @@ class TestUnused:
                 assert await is_hooked(pump)
             assert to_b.messages == [b"0", b"1", b"2"]
 
-    async def test_messages_just_before_it_becomes_idle_are_not_lost(
+    async def test_messages_just_before_the_pump_becomes_idle_are_not_lost(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         a, b = ends
@@ -691,7 +691,9 @@ class TestUnused:
                 await trio.lowlevel.checkpoint()
             await to_b.wait(-(-3 * UNUSED_PASSES // 7))
 
-    async def test_it_is_not_idle_while_it_is_used(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_the_pump_is_not_idle_while_it_is_used(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
         async with running(*rnics) as pump:
             for _ in range(2 * UNUSED_PASSES):
                 await trio.lowlevel.checkpoint()
@@ -727,9 +729,7 @@ class TestUnused:
             assert await is_hooked(pump)
         assert events == [RnicEvent.PORT_DOWN]
 
-    async def test_it_can_be_stopped_while_it_is_idle(
-        self, rnics: tuple[SoftRnic, SoftRnic]
-    ) -> None:
+    async def test_an_idle_pump_can_be_stopped(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         async with running(*rnics) as pump:
             await until_idle(pump)
         assert pollers() == []
@@ -819,7 +819,7 @@ class TestSolo:
             async with self.solo_reader(pump):
                 a.qp.post_send(2, b"y")
 
-    async def test_an_answer_that_has_arrived_already_needs_no_yield_of_the_processor(
+    async def test_a_solo_reader_does_not_yield_if_the_answer_has_arrived(
         self,
         rnics: tuple[SoftRnic, SoftRnic],
         ends: tuple[End, End],
@@ -900,7 +900,7 @@ class TestSolo:
             assert not await is_hooked(pump)
 
     @pytest.mark.parametrize("by", ["resume_hooks", "add", "remove", "event"])
-    async def test_other_users_of_the_pump_end_it(
+    async def test_other_users_of_the_pump_end_solo_mode(
         self, rnics: tuple[SoftRnic, SoftRnic], by: str
     ) -> None:
         async with running(rnics[0]) as pump:
@@ -916,7 +916,7 @@ class TestSolo:
                         rnics[0].fail()
             assert await is_hooked(pump)
 
-    async def test_it_ends_with_the_pump(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_solo_mode_ends_with_the_pump(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         pump = Pump(spin=0)
         pump.add(rnics[0])
         scope = trio.CancelScope()
@@ -985,7 +985,7 @@ class TestSolo:
             assert pump.machine.state == "SOLO"
             pump.resume_hooks()
 
-    async def test_solo_mode_that_begins_in_a_hook(
+    async def test_solo_mode_may_begin_in_a_hook(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         """The rest of the hook, which has just been removed, finds nothing to change."""
@@ -1009,7 +1009,7 @@ class TestSolo:
                 assert pump.broken is None
             pump.resume_hooks()
 
-    async def test_solo_mode_that_is_undone_while_it_begins(
+    async def test_deferred_work_may_end_solo_mode_while_it_begins(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         """Deferred work, which runs then, may need the pump; the reader then parks."""
@@ -1044,7 +1044,7 @@ class TestSolo:
             assert pump.machine.state == "IDLE"
 
     @pytest.mark.parametrize("when", ["the next wait", "the watchdog", "other users"])
-    async def test_work_that_is_due_soon_runs_at_one_of_these(
+    async def test_work_that_is_due_soon_runs_in_solo_mode(
         self, rnics: tuple[SoftRnic, SoftRnic], when: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         called = trio.Event()
@@ -1092,7 +1092,7 @@ class TestSecondProcess:
                 assert sink.messages == [b"%d" % index for index in range(1, 1501)]
         end.close()
 
-    async def test_its_death_is_noticed_while_asleep(
+    async def test_a_sleeping_pump_notices_the_death_of_a_peer(
         self, rnics: tuple[SoftRnic, SoftRnic], directory: Path
     ) -> None:
         end = make_end(rnics[0])
@@ -1106,9 +1106,9 @@ class TestSecondProcess:
         assert state(end.qp) is QpState.ERR
         end.close()
         # Opening an RNIC removes the dead one's socket.
-        broom = SoftRnic("broom")
-        broom.open(directory)
-        broom.close()
+        cleaner = SoftRnic("cleaner")
+        cleaner.open(directory)
+        cleaner.close()
 
 
 @pytest.mark.pure  # a method of a compiled class is replaced
@@ -1164,13 +1164,15 @@ class TestYielding:
             pump.waits.spin.spin([bool], 0)
         return pump
 
-    async def test_only_after_a_send(self, discouraged: Pump, yields: list[float]) -> None:
+    async def test_a_task_yields_only_after_a_send(
+        self, discouraged: Pump, yields: list[float]
+    ) -> None:
         assert not discouraged.try_spin()
         assert not yields
         assert not discouraged.try_spin(sent=True)
         assert len(yields) == 1
 
-    async def test_not_while_another_task_is_runnable(
+    async def test_a_task_does_not_yield_while_another_is_runnable(
         self, discouraged: Pump, yields: list[float]
     ) -> None:
         async with trio.open_nursery() as nursery:
@@ -1178,7 +1180,7 @@ class TestYielding:
             assert not discouraged.try_spin(sent=True)
         assert not yields
 
-    async def test_seldom_if_another_process_keeps_the_processor(
+    async def test_a_task_seldom_yields_to_a_process_that_keeps_the_processor(
         self, discouraged: Pump, yields: list[float]
     ) -> None:
         """A program that computes is no peer: each yield costs a whole time slice."""
@@ -1187,7 +1189,7 @@ class TestYielding:
             assert not discouraged.try_spin(sent=True)
         assert len(yields) == 2
 
-    async def test_a_message_that_arrives_meanwhile_is_found(
+    async def test_a_message_that_arrives_during_a_yield_is_found(
         self, ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch, discouraged: Pump
     ) -> None:
         a, b = ends
@@ -1207,7 +1209,7 @@ class TestPauses:
         pump.waits.last_arrival = time.perf_counter_ns() - 2 * int(PATIENCE * 1e9)
         return pump
 
-    async def test_no_spin(self, pump: Pump) -> None:
+    async def test_a_task_does_not_spin_after_a_pause(self, pump: Pump) -> None:
         spins = spins_of(pump)
         assert not pump.try_spin()
         assert spins == []
@@ -1220,7 +1222,7 @@ class TestPauses:
         assert not pump.try_spin(sent=True)
         assert len(yields) == 1
 
-    async def test_such_a_wait_counts_as_a_long_one(self, pump: Pump) -> None:
+    async def test_a_wait_after_a_pause_counts_as_long(self, pump: Pump) -> None:
         assert not pump.waits.spin.discouraged
         pump.try_spin()
         pump.try_solo()
@@ -1236,7 +1238,7 @@ class TestPauses:
 
     @pytest.mark.parametrize("wake", ["trio"], indirect=True)
     @pytest.mark.parametrize("solo", [False, True])
-    async def test_a_wait_after_a_pause_teaches_the_spin_nothing(
+    async def test_waits_after_a_pause_do_not_lengthen_the_spin(
         self,
         rnics: tuple[SoftRnic, SoftRnic],
         ends: tuple[End, End],
@@ -1266,7 +1268,9 @@ class TestPauses:
             assert pump.waits.spin.ns == PATIENCE * 10**9
 
     @pytest.mark.parametrize("wake", ["trio"], indirect=True)
-    async def test_no_spin_before_the_sleep_either(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_the_hook_does_not_spin_after_a_pause(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
         async with running(*rnics, spin=1e-3) as pump:
             spins = spins_of(pump)
             pump.waits.after_pause = True

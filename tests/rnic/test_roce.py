@@ -69,13 +69,13 @@ V1_ONLY = [each for each in TABLE if each.kind == ROCE_V1]
         (OTHER, 5, 4),  # the VLAN's, although the GID is the same
     ],
 )
-def test_the_entry_for_a_peer(peer: bytes, own: int, expected: int) -> None:
+def test_the_entry_fits_the_roce_version_of_the_peer(peer: bytes, own: int, expected: int) -> None:
     found = gids.entry_for_peer(peer, TABLE, TABLE[own], fixed=False)
     assert found == TABLE[expected]
 
 
 @pytest.mark.parametrize("peer", [OTHER, gid("192.0.2.9")])
-def test_the_entry_that_there_is(peer: bytes) -> None:
+def test_the_only_entry_is_used_for_any_peer(peer: bytes) -> None:
     """Soft-RoCE has v2 only; there may be adapters with v1 only."""
     for table in (V2_ONLY, V1_ONLY):
         for own in table:
@@ -83,13 +83,13 @@ def test_the_entry_that_there_is(peer: bytes) -> None:
 
 
 @pytest.mark.parametrize("peer", [OTHER, gid("192.0.2.9")])
-def test_the_entry_that_the_user_chose(peer: bytes) -> None:
+def test_the_entry_that_the_user_chose_is_fixed(peer: bytes) -> None:
     for own in TABLE:
         assert gids.entry_for_peer(peer, TABLE, own, fixed=True) == own
     assert gids.entry_for_peer(peer, V2_ONLY, TABLE[0], fixed=True) is None
 
 
-def test_an_index_that_has_moved_and_a_gid_that_has_gone() -> None:
+def test_an_entry_is_found_by_its_gid_and_not_by_its_index() -> None:
     moved = [each._replace(number=each.number + 8) for each in TABLE]
     found = gids.entry_for_peer(gid("192.0.2.9"), moved, TABLE[3], fixed=False)
     assert found is not None
@@ -98,7 +98,7 @@ def test_an_index_that_has_moved_and_a_gid_that_has_gone() -> None:
     assert gids.entry_for_peer(gid("192.0.2.9"), gone, TABLE[3], fixed=False) is None
 
 
-def test_the_gid_of_a_port() -> None:
+def test_a_port_prefers_roce_v2_and_an_ip_address() -> None:
     assert gids.choose_entry(TABLE, None) == TABLE[3], "RoCE v2 and an IP address"
     assert gids.choose_entry(V1_ONLY, None) == TABLE[2]
     assert gids.choose_entry(TABLE, 4) == TABLE[4]
@@ -109,7 +109,7 @@ def test_the_gid_of_a_port() -> None:
 # --- a device that fails --------------------------------------------------------------------------
 
 
-class Refused(Exception):
+class FakeVerbsError(Exception):
     """The error that the fake verbs raise."""
 
     def __init__(self, text: str) -> None:
@@ -120,7 +120,7 @@ class Refused(Exception):
 class Device:
     """Verbs of one device, as `pyverbs.Verbs` gives them; `closed` has what was closed."""
 
-    error = Refused
+    error = FakeVerbsError
     port_active = 4
     fatal_events = frozenset({8})
     signaled, solicited, inline = 1, 2, 4
@@ -139,14 +139,14 @@ class Device:
     def refusals(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Refused as refused:
+        except FakeVerbsError as refused:
             raise self.refusal(what, refused) from refused
 
     refusal = staticmethod(pyverbs.Verbs.refusal)
 
     def do(self, result: object = None) -> Any:
         if self.gone:
-            raise Refused("no such device")
+            raise FakeVerbsError("no such device")
         return result
 
     def thing(self, name: str, **more: object) -> Any:
@@ -201,7 +201,7 @@ class Device:
 
     def qp(self, pd: object, cq: object, *, inline: int, **more: object) -> tuple[Any, int]:
         if inline > self.most_inline:
-            raise Refused("so much is not sent inline")
+            raise FakeVerbsError("so much is not sent inline")
 
         def post_send(request: Any) -> None:
             self.posted.append(request.send_flags)
@@ -259,7 +259,7 @@ def test_a_queue_pair_takes_the_entry_of_its_peer(device: Device, rnic: VerbsRni
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, 0), (3, 1)])
-def test_one_more_gid_of_a_port(
+def test_with_gid_uses_another_gid_of_the_port(
     device: Device, tmp_path: Path, chosen: int | None, expected: int
 ) -> None:
     """It is as fixed as the one that the user gave."""
@@ -300,7 +300,7 @@ def test_short_data_is_sent_inline(
     assert device.posted == expected
 
 
-def test_events_of_a_port(device: Device, rnic: VerbsRnic) -> None:
+def test_port_events_update_the_port(device: Device, rnic: VerbsRnic) -> None:
     events: list[RnicEvent] = []
     rnic.on_event = events.append
     for state, mtu in ((1, 3), (1, 3), (4, 5), (4, 4)):
@@ -333,7 +333,7 @@ def test_completions_and_events_have_separate_descriptors(device: Device, rnic: 
 
 
 @pytest.mark.parametrize("how", ["event", "event refused", "port", "arm", "poll"])
-def test_a_device_that_fails(device: Device, rnic: VerbsRnic, how: str) -> None:
+def test_a_failed_device_is_reported_once(device: Device, rnic: VerbsRnic, how: str) -> None:
     """It is told once, nothing is raised, and what it had is given back."""
     events: list[RnicEvent] = []
     rnic.on_event = events.append
@@ -396,7 +396,7 @@ def test_a_refusal_of_a_device_that_works_is_raised(device: Device, rnic: VerbsR
         (b"", False),
     ],
 )
-def test_which_uevents_are_news(uevent: bytes, expected: bool) -> None:
+def test_uevents_of_rdma_devices_are_recognised(uevent: bytes, expected: bool) -> None:
     assert is_rdma_event(uevent) is expected
 
 
@@ -457,7 +457,7 @@ UNKNOWN = OSError(errno.EOPNOTSUPP, "no such question")
         (None, None, True, []),  # no netlink
     ],
 )
-def test_whether_an_address_is_known(
+def test_an_address_is_known_if_its_neighbour_is_resolved(
     monkeypatch: pytest.MonkeyPatch,
     device: Device,
     rnic: VerbsRnic,
@@ -468,14 +468,14 @@ def test_whether_an_address_is_known(
 ) -> None:
     """Only a queue pair whose peer's address is known is given to the verbs."""
     kernel = Kernel(route, neighbour)
-    looked_for: list[tuple[str, int]] = []
+    resolved: list[tuple[str, int]] = []
     monkeypatch.setattr(neighbours, "query_now", kernel.query)
-    monkeypatch.setattr(neighbours, "_resolve", lambda *whom: looked_for.append(whom))
+    monkeypatch.setattr(neighbours, "_resolve", lambda *target: resolved.append(target))
     monkeypatch.setattr(roce_device, "_RESOLVED_FOR", 60.0)  # however slow this machine is
     peer = gid("192.0.2.9")
     assert rnic.address_known(peer) is known
     assert kernel.queried == [(each, LOOPBACK) for each in queried]
-    assert looked_for == ([] if known or neighbour == 0x01 else [("192.0.2.9", LOOPBACK)])
+    assert resolved == ([] if known or neighbour == 0x01 else [("192.0.2.9", LOOPBACK)])
     if known:
         to_peer(rnic, peer, mtu=1)
     else:
@@ -499,7 +499,7 @@ def test_whether_an_address_is_known(
         (None, None),  # no netlink
     ],
 )
-def test_whether_a_gateway_is_between(
+def test_a_route_through_a_gateway_is_not_direct(
     monkeypatch: pytest.MonkeyPatch,
     rnic: VerbsRnic,
     route: Message | OSError | None,
@@ -531,7 +531,7 @@ def test_a_queue_pair_of_version_2_has_fewer_and_longer_receives(rnic: VerbsRnic
 
 @pytest.mark.v2("v2.7/6")
 @pytest.mark.parametrize(("number", "routable"), [(0, False), (1, False), (2, False), (3, True)])
-def test_which_gids_serve_version_2(
+def test_only_an_ipv4_gid_of_roce_v2_serves_version_2(
     device: Device, tmp_path: Path, number: int, routable: bool
 ) -> None:
     """One of RoCE version 2 that was made from an IPv4 address."""
@@ -564,7 +564,9 @@ def test_memory_that_is_closed_is_not_registered(rnic: VerbsRnic) -> None:
     assert refused.value.errno == errno.EFAULT
 
 
-def test_addresses_known_without_a_query(monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic) -> None:
+def test_some_addresses_are_known_without_a_query(
+    monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic
+) -> None:
     monkeypatch.setattr(neighbours, "query_now", lambda question: pytest.fail("a query"))
     assert rnic.address_known(OTHER), "with RoCE v1 the GID tells the MAC address"
     assert rnic.address_known(gid("2001:db8::9")), "refused at once from an IPv4 address"
@@ -661,7 +663,7 @@ def constants_of(version: int) -> ModuleType:
 
 @pytest.mark.parametrize("version", [44, 59, 63, 65])
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_request_has_an_entry_of_its_own(
+def test_no_request_frees_its_sge_twice(
     monkeypatch: pytest.MonkeyPatch, version: int, closed: bool
 ) -> None:
     """In no version of pyverbs is anything freed twice, closed or only collected."""
@@ -672,7 +674,7 @@ def test_a_request_has_an_entry_of_its_own(
     monkeypatch.setitem(sys.modules, "pyverbs", package)
     parts = [ModuleType(f"pyverbs.{name}") for name in ("addr", "cq", "device", "mr", "pd", "qp")]
     errors = ModuleType("pyverbs.pyverbs_error")
-    vars(errors).update(PyverbsError=Refused)
+    vars(errors).update(PyverbsError=FakeVerbsError)
     for module in (*parts, errors, requests_of(version, heap), constants_of(version)):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         setattr(package, module.__name__.rpartition(".")[2], module)

@@ -68,14 +68,16 @@ class TestLingering:
     """The last close of what came waits: this thread must not be the one that closes it."""
 
     @pytest.mark.parametrize("count", [1, 253])
-    @pytest.mark.parametrize("data", ["hello", "garbage", "bell", "empty", "revoke", "register"])
-    def test_of_a_dialler(
+    @pytest.mark.parametrize(
+        "data", ["hello", "garbage", "doorbell", "empty", "revoke", "register"]
+    )
+    def test_descriptors_of_a_dialler(
         self, attacker: Attacker, victim: End, pair: tuple[End, End], data: str, count: int
     ) -> None:
         packets = {
             "hello": attacker.hello(victim),
             "garbage": b"garbage",
-            "bell": DOORBELL,
+            "doorbell": DOORBELL,
             "empty": b"",
             "revoke": Revoke(rkey=1).encode(),
             "register": register(1),
@@ -92,13 +94,13 @@ class TestLingering:
 
     @pytest.mark.parametrize("count", [1, 253])
     @pytest.mark.parametrize("which", [0, 1], ids=["where it listens", "where it speaks"])
-    @pytest.mark.parametrize("data", ["bell", "register", "empty"])
-    def test_of_a_peer(
+    @pytest.mark.parametrize("data", ["doorbell", "register", "empty"])
+    def test_descriptors_of_a_peer(
         self, attacker: Attacker, victim: End, pair: tuple[End, End], data: str, which: int,
         count: int,
     ) -> None:  # fmt: skip
         attacker.connect(victim)
-        packets = {"bell": DOORBELL, "register": register(1), "revoke": Revoke(rkey=1).encode()}
+        packets = {"doorbell": DOORBELL, "register": register(1), "revoke": Revoke(rkey=1).encode()}
         watch = Stopwatch()
         sock = attacker.open[-2:][which]
         with lingering() as fd:
@@ -112,7 +114,7 @@ class TestLingering:
         assert watch.seconds < AT_ONCE
         assert state(victim.qp) is QpState.ERR
 
-    def test_a_bell_before_it_is_taken(self, attacker: Attacker, victim: End) -> None:
+    def test_a_descriptor_behind_a_valid_message(self, attacker: Attacker, victim: End) -> None:
         """The descriptor lies behind a proper message."""
         sock = attacker.connect(victim)
         memory = Memory(4096)
@@ -129,7 +131,7 @@ class TestLingering:
         assert state(victim.qp) is QpState.ERR
 
     @pytest.mark.parametrize("empty", [False, True])
-    def test_unread_when_the_queue_pair_is_closed(
+    def test_unread_descriptors_when_the_queue_pair_is_closed(
         self, attacker: Attacker, victim: End, pair: tuple[End, End], empty: bool
     ) -> None:
         sock = attacker.connect(victim)
@@ -142,7 +144,9 @@ class TestLingering:
                 victim.qp.to_err()
         assert watch.seconds < AT_ONCE
 
-    def test_unread_when_the_port_is_down(self, attacker: Attacker, rnic: SoftRnic) -> None:
+    def test_unread_descriptors_when_the_port_is_down(
+        self, attacker: Attacker, rnic: SoftRnic
+    ) -> None:
         victim = make_end(rnic)
         sock = attacker.connect(victim)
         watch = Stopwatch()
@@ -155,7 +159,7 @@ class TestLingering:
         assert watch.seconds < AT_ONCE
 
     @pytest.mark.parametrize("accepted", [False, True])
-    def test_unread_when_the_rnic_is_closed(
+    def test_unread_descriptors_when_the_rnic_is_closed(
         self, attacker: Attacker, runtime_directory: Path, accepted: bool
     ) -> None:
         rnic = SoftRnic()
@@ -170,7 +174,7 @@ class TestLingering:
                 rnic.close()
         assert watch.seconds < AT_ONCE
 
-    def test_without_room_in_the_table(
+    def test_descriptors_without_room_in_the_table(
         self, attacker: Attacker, victim: End, pair: tuple[End, End]
     ) -> None:
         """The kernel would drop, and so close, what there is no room for."""
@@ -322,7 +326,9 @@ class TestLack:
         a.close()
         b.close()
 
-    def test_a_full_table_at_the_peer(self, attacker: Attacker, victim: End) -> None:
+    def test_spare_descriptors_receive_a_region_into_a_full_table(
+        self, attacker: Attacker, victim: End
+    ) -> None:
         """Spare descriptors let a region in that needs none when it is mapped."""
         sock = attacker.connect(victim)
         memory = Memory(4096)
@@ -338,7 +344,7 @@ class TestLack:
         memory.close()
         assert state(victim.qp) is QpState.RTS
 
-    def test_no_room_at_all_at_the_peer(
+    def test_a_region_waits_if_no_spare_descriptor_is_left(
         self, attacker: Attacker, victim: End, pair: tuple[End, End]
     ) -> None:
         """Then the region waits, and is not used; what is behind it waits, too."""

@@ -16,11 +16,11 @@ import pytest
 from tests.rnic.contract import (
     HAS_RINGS,
     End,
+    clear_readiness,
     connect,
     got,
     make_end,
     needs_rings,
-    serve,
     sleep_on,
     until,
     use_completion_fd,
@@ -42,8 +42,8 @@ from trio_smc.rnic.verbs import QpState
 
 MANY = 40
 FEW = 8
-BELLS = 4 if HAS_RINGS else 0
-LOOKS = 600  # enough for idle rings to doze, twice
+DOORBELLS = 4 if HAS_RINGS else 0
+POLLS = 600  # enough for idle rings to doze, twice
 
 
 @pytest.fixture(params=["thread", "trio"])
@@ -70,30 +70,32 @@ def pairs(rnics: list[SoftRnic]) -> Iterator[list[tuple[End, End]]]:
             end.close()
 
 
-def look(rnic: SoftRnic) -> None:
-    for _ in range(LOOKS):
+def poll_idle(rnic: SoftRnic) -> None:
+    for _ in range(POLLS):
         assert rnic.poll() == []
 
 
-def looked_at(rnic: SoftRnic) -> int:
+def count_polled(rnic: SoftRnic) -> int:
     return sum(not qp.ring.interrupt_mode for qp in rnic.queue_pairs())
 
 
-def test_idle_ones_are_not_looked_at(rnics: list[SoftRnic], pairs: list[tuple[End, End]]) -> None:
-    assert looked_at(rnics[0]) == MANY
-    look(rnics[0])
-    assert looked_at(rnics[0]) == 0
+def test_idle_queue_pairs_are_not_polled(
+    rnics: list[SoftRnic], pairs: list[tuple[End, End]]
+) -> None:
+    assert count_polled(rnics[0]) == MANY
+    poll_idle(rnics[0])
+    assert count_polled(rnics[0]) == 0
     # A peer that sends something is polled from then on, asleep or awake.
     for server, client in pairs:
         client.qp.post_send(1, b"x")
         until(got(server, 1), server, client)
         assert isinstance(server.qp, SoftQueuePair)
         assert not server.qp.ring.interrupt_mode
-    look(rnics[0])
-    assert looked_at(rnics[0]) <= FEW
+    poll_idle(rnics[0])
+    assert count_polled(rnics[0]) <= FEW
 
 
-def test_messages_while_they_fall_asleep(
+def test_no_message_is_lost_while_queue_pairs_become_idle(
     rnics: list[SoftRnic], pairs: list[tuple[End, End]], rng: random.Random
 ) -> None:
     """Whatever the order of looks, sleeps and messages, all of them arrive."""
@@ -115,8 +117,10 @@ def test_messages_while_they_fall_asleep(
     assert sum(sent.values()) > 200
 
 
-def test_an_idle_one_that_ends(rnics: list[SoftRnic], pairs: list[tuple[End, End]]) -> None:
-    look(rnics[0])
+def test_the_end_of_an_idle_queue_pair_is_noticed(
+    rnics: list[SoftRnic], pairs: list[tuple[End, End]]
+) -> None:
+    poll_idle(rnics[0])
     server, client = pairs[3]
     client.qp.post_send(1, b"the last")
     client.qp.to_err()
@@ -127,7 +131,7 @@ def test_an_idle_one_that_ends(rnics: list[SoftRnic], pairs: list[tuple[End, End
 
 @needs_rings
 @pytest.mark.parametrize("bell", [False, True])
-def test_a_hostile_one_delays_only_itself(
+def test_a_hostile_peer_delays_only_itself(
     rnics: list[SoftRnic], pairs: list[tuple[End, End]], runtime_directory: Path, *, bell: bool
 ) -> None:
     """It rings all the time, takes the words that ask for its rings away, and rings no more."""
@@ -137,22 +141,22 @@ def test_a_hostile_one_delays_only_itself(
     victim, bystanders = make_end(rnics[0]), pairs[: FEW + 2]
     with Attacker(runtime_directory / "smc") as attacker:
         sock = attacker.connect(victim)
-        assert len(attacker.ropes) == bell
+        assert len(attacker.doorbells) == bell
         over = threading.Event()
 
-        def rage() -> None:
+        def flood() -> None:
             while not over.is_set():
                 for value in (0, 1, (1 << 64) - 1):
                     attacker.word(ARMED, value)
                 try:
                     sock.send(DOORBELL)
-                    for rope in attacker.ropes:
-                        os.write(rope, DOORBELL)
+                    for write_end in attacker.doorbells:
+                        os.write(write_end, DOORBELL)
                 except BlockingIOError:
                     time.sleep(0)
 
-        raging = threading.Thread(target=rage)
-        raging.start()
+        flooder = threading.Thread(target=flood)
+        flooder.start()
         try:
             for number in range(1, 31):
                 for server, client in bystanders:
@@ -160,18 +164,18 @@ def test_a_hostile_one_delays_only_itself(
                     until(got(server, number), server, client, seconds=10)
         finally:
             over.set()
-            raging.join()
+            flooder.join()
         # All that it has rung is heard, and the others are idle, too.
         sleeper = sleep_on(rnics[0])
         while sleeper.poll(0):
-            serve(rnics[0])
-        look(rnics[0])
+            clear_readiness(rnics[0])
+        poll_idle(rnics[0])
         assert isinstance(victim.qp, SoftQueuePair)
         assert victim.qp.ring.interrupt_mode
         # Only the messages of this peer wait until it rings.
         attacker.word(ARMED, 0)
         attacker.word(HEAD, 1)
-        look(rnics[0])
+        poll_idle(rnics[0])
         server, client = pairs[-1]
         client.qp.post_send(1, b"x")
         until(got(server, 1), server, client, seconds=10)
@@ -181,10 +185,10 @@ def test_a_hostile_one_delays_only_itself(
     victim.close()
 
 
-def test_descriptors(rnics: list[SoftRnic]) -> None:
+def test_a_queue_pair_keeps_few_descriptors(rnics: list[SoftRnic]) -> None:
     """A socket for the pair, and a memfd for each region that further peers may be given.
 
-    The first few have a bell, and the rope of the peer's.
+    The first few have a bell, and the write_end of the peer's.
     """
 
     def count() -> int:
@@ -196,7 +200,7 @@ def test_descriptors(rnics: list[SoftRnic]) -> None:
         connect(*pair)
         pair[0].qp.post_send(1, b"there")
         until(got(pair[1], 1), *pair)
-    assert count() - before == len(made) * 2 * 2 + BELLS * 2 * 2
+    assert count() - before == len(made) * 2 * 2 + DOORBELLS * 2 * 2
     for pair in made:
         for end in pair:
             end.close()
@@ -204,7 +208,7 @@ def test_descriptors(rnics: list[SoftRnic]) -> None:
 
 
 @pytest.mark.parametrize("rnics", ["thread"], indirect=True)
-def test_both_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ends_may_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = make_end(rnics[0]), make_end(rnics[1])
     with monkeypatch.context() as patch:
         for rnic in rnics:
@@ -227,7 +231,9 @@ def test_both_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.pure
 @pytest.mark.parametrize("why", ["another user", "no /proc", "no descriptors"])
-def test_without_bells(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_sockets_replace_missing_doorbells(
+    rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     """The sockets do."""
 
     def fail(*_: object) -> int:
@@ -242,8 +248,8 @@ def test_without_bells(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, w
     server, client = make_end(rnics[0]), make_end(rnics[1])
     connect(server, client)
     for number in range(1, 4):
-        look(rnics[0])
-        serve(rnics[0])
+        poll_idle(rnics[0])
+        clear_readiness(rnics[0])
         assert rnics[0].arm()
         sleeper = sleep_on(rnics[0])
         assert not sleeper.poll(0)
@@ -254,22 +260,22 @@ def test_without_bells(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, w
         end.close()
 
 
-def test_a_rope_outlives_its_bell() -> None:
+def test_a_write_end_outlives_its_doorbell() -> None:
     """A process may have no handler of SIGPIPE."""
     bell = Doorbell()
-    rope = open_doorbell_untrusted(bell.write_fd)
+    write_end = open_doorbell_untrusted(bell.write_fd)
     bell.close_write_end()
     with pytest.raises(BlockingIOError):
         os.read(bell.fd, DOORBELL_READ_SIZE)
-    os.write(rope, DOORBELL)
-    os.write(rope, DOORBELL)
+    os.write(write_end, DOORBELL)
+    os.write(write_end, DOORBELL)
     assert os.read(bell.fd, DOORBELL_READ_SIZE) == 2 * DOORBELL
     bell.close()
-    assert os.write(rope, DOORBELL) == 1
-    os.close(rope)
+    assert os.write(write_end, DOORBELL) == 1
+    os.close(write_end)
 
 
-def test_a_doorbell_is_taken_where_it_is_all_there_is() -> None:
+def test_take_doorbell_takes_only_a_lone_doorbell() -> None:
     """Other packets stay in the socket, because they may have descriptors."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:

@@ -66,14 +66,14 @@ async def followed(world: World, *named: Rnic) -> AsyncIterator[FollowedRnics]:
 
 
 async def announce(world: World) -> None:
-    world.news.set()
+    world.change.set()
     await trio.testing.wait_all_tasks_blocked()
 
 
 async def test_a_port_appears_and_disappears(world: World, autojump_clock: trio.abc.Clock) -> None:
     async with followed(world) as stack:
         assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
-        world.come("rxe0", "rxe1")
+        world.add_devices("rxe0", "rxe1")
         await announce(world)
         assert stack.names() == ["rxe0", "rxe1"]
         assert stack.reported == [("rxe0", AVAILABLE), ("rxe1", AVAILABLE)]
@@ -83,13 +83,13 @@ async def test_a_port_appears_and_disappears(world: World, autojump_clock: trio.
         await announce(world)  # of another change
         assert len(world.opened) == 3
         stack.reported.clear()
-        world.go("rxe0")
+        world.remove_devices("rxe0")
         await announce(world)
         assert stack.names() == ["rxe1"]
         assert stack.reported == [("rxe0", LOST), ("rxe0#1", LOST)]
         assert [each.name for each in world.opened] == ["rxe1"], "the kernel waits for this"
         assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
-        world.come("rxe0")
+        world.add_devices("rxe0")
         await announce(world)
         assert stack.rnics.serving(*ADDRESSES) is not FallbackReason.NO_RNIC
 
@@ -100,7 +100,7 @@ async def test_a_port_that_appears_while_a_stack_is_opened(
     """The port appears between the first listing and the subscription."""
 
     def subscribe() -> AbstractContextManager[World]:
-        world.come("rxe0")
+        world.add_devices("rxe0")
         return world.watch()
 
     monkeypatch.setattr(PortWatch, "open", subscribe)
@@ -109,7 +109,7 @@ async def test_a_port_that_appears_while_a_stack_is_opened(
 
 
 async def test_a_port_that_is_down_stays(world: World, autojump_clock: trio.abc.Clock) -> None:
-    world.come("rxe0")
+    world.add_devices("rxe0")
     async with followed(world) as stack:
         world.active.clear()
         await announce(world)
@@ -135,15 +135,15 @@ async def test_a_device_that_cannot_be_opened_yet(
     monkeypatch.setattr(FakePort, "open", open_later)
     async with followed(world) as stack:
         start = trio.current_time()
-        world.come("rxe0")
+        world.add_devices("rxe0")
         await announce(world)
         assert stack.names() == []
         await trio.sleep(100)
         assert stack.names() == ["rxe0"]
         assert tried == pytest.approx([0, 0.3, 1.3])
-        world.go("rxe0")
+        world.remove_devices("rxe0")
         await announce(world)
-        world.come("rxe0")
+        world.add_devices("rxe0")
         ready, start = 1e9, trio.current_time()
         tried.clear()
         await announce(world)
@@ -159,14 +159,14 @@ async def test_a_port_that_follows_its_interface(
     async with followed(world) as stack:
         await announce(world)
         await trio.sleep(delay)
-        world.come("rxe0")
+        world.add_devices("rxe0")
         await trio.sleep(100)
         assert stack.names() == ["rxe0"]
 
 
 async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock) -> None:
     """Only the device reports the failure. It is opened again after the kernel's next report."""
-    world.come("rxe0", "rxe1")
+    world.add_devices("rxe0", "rxe1")
     async with followed(world) as stack:
         [port, _] = world.opened
         port.failed, port.port_active = True, False
@@ -187,7 +187,7 @@ async def test_a_device_that_is_replaced_at_once(
     world: World, autojump_clock: trio.abc.Clock
 ) -> None:
     """Its failure and the notification of its successor are handled together."""
-    world.come("rxe0")
+    world.add_devices("rxe0")
     async with followed(world) as stack:
         [port] = world.opened
         port.failed, port.port_active = True, False
@@ -209,7 +209,7 @@ async def test_a_kernel_without_notifications(
         raise PermissionError(errno.EPERM, "no netlink")
 
     monkeypatch.setattr(PortWatch, "open", refuse)
-    world.come("rxe0", "rxe1")
+    world.add_devices("rxe0", "rxe1")
     async with followed(world) as stack:
         [port, _] = world.opened
         port.failed = True
@@ -230,9 +230,9 @@ async def test_a_device_that_cannot_be_closed(
 
     close = FakePort.close
     monkeypatch.setattr(FakePort, "close", refuse)
-    world.come("rxe0", "rxe1")
+    world.add_devices("rxe0", "rxe1")
     async with followed(world) as stack:
-        world.go("rxe0")
+        world.remove_devices("rxe0")
         await announce(world)
         assert stack.names() == ["rxe1"]
         monkeypatch.setattr(FakePort, "close", close)
@@ -242,11 +242,11 @@ async def test_companions_after_the_first_rnic_has_disappeared(
     world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first RNIC of a group disappears with its interface. The others remain companions."""
-    world.come("rxe2", "rxe3")
+    world.add_devices("rxe2", "rxe3")
     async with followed(world) as stack:
         first, second = stack.rnics.opened[-2:]
         assert stack.rnics.companions(first) == [first, second]
-        world.go("rxe2")
+        world.remove_devices("rxe2")
         left = {index: each for index, each in HOST.items() if each.name != "eth2"}
         monkeypatch.setattr(pnet, "interfaces", lambda: left)
         await announce(world)
@@ -257,14 +257,14 @@ async def test_companions_after_the_first_rnic_has_disappeared(
 async def test_an_rnic_of_the_list_returns(world: World, autojump_clock: trio.abc.Clock) -> None:
     """It is the same object, and no RNIC outside the list is opened."""
     named = world.port("rxe0")
-    world.come("rxe0", "rxe1")
+    world.add_devices("rxe0", "rxe1")
     async with followed(world, named) as stack:
         for _ in range(2):
-            world.go("rxe0")
+            world.remove_devices("rxe0")
             await announce(world)
             assert stack.names() == []
             assert world.opened == []
-            world.come("rxe0")
+            world.add_devices("rxe0")
             await announce(world)
             assert stack.rnics.opened == [named]
 
@@ -287,14 +287,14 @@ async def test_listeners_offer_the_option_once_there_is_a_port(
         [closed] = await stack.open_listeners(0, host="127.0.0.1")
         await closed.aclose()
         assert offered == []
-        world.come("rxe0")
+        world.add_devices("rxe0")
         await announce_and_wait(world, lambda: bool(offered))
         assert offered == [listener.socket]
         await listener.aclose()
 
 
 async def announce_and_wait(world: World, condition: Callable[[], bool]) -> None:
-    world.news.set()
+    world.change.set()
     with trio.fail_after(5):
         while not condition():
             await trio.lowlevel.checkpoint()
@@ -323,7 +323,7 @@ def test_two_processes_on_one_port_have_different_peer_ids(
     mac = b"\x02" + secrets.token_bytes(5)  # not used by another run
     draws = iter((b"\x11\x11", b"\x11\x11", b"\x22\x22"))
     monkeypatch.setattr(secrets, "token_bytes", lambda count: next(draws))
-    world.come("rxe0")
+    world.add_devices("rxe0")
     rnics = FollowedRnics(Config(rnics=(world.port("rxe0"),))).rnics
     rnics.open()
     rnics.opened[0].mac = mac
