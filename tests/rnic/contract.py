@@ -1,7 +1,7 @@
-"""One suite for every kind of RNIC, over the interface `trio_smc.rnic.verbs`.
+"""Tests that every kind of RNIC must pass, over the interface `trio_smc.rnic.verbs`.
 
-A test module subclasses `RnicContract` and gives it two RNICs that reach each other.  Nothing here
-is quicker than hardware: completions are awaited with a deadline, errors may take a second.
+A test module subclasses `RnicContract` and gives it two RNICs that reach each other.  The tests
+allow for hardware: they wait for completions with a deadline, and an error may take a second.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ MEMORY = 256 * 1024
 RECEIVES = 64
 HAS_RINGS = VARIANT != "socket"
 PACKETS = [False, True] if HAS_RINGS else [True]
-"""How software RNICs can send here: through rings, and as packets (`SoftRnic.sends_packets`)."""
+"""Values of `SoftRnic.sends_packets` to test on this machine: False for rings, True for packets."""
 needs_rings = pytest.mark.skipif(
-    not HAS_RINGS, reason="rings are not used here; tests/rnic/test_packets.py is about packets"
+    not HAS_RINGS, reason="this machine has no rings; tests/rnic/test_packets.py tests packets"
 )
 
 
 @dataclass(kw_only=True)
 class End:
-    """One end of a connection, with what its completions were."""
+    """One end of a connection, and the completions that it has received."""
 
     rnic: Rnic
     pd: ProtectionDomain
@@ -53,12 +53,12 @@ class End:
     region: MemoryRegion
     received: list[bytes] = field(default_factory=list)
     sent: list[tuple[int, int]] = field(default_factory=list)
-    """(wr_id, status) of requests."""
+    """(wr_id, status) of each completed request."""
     flushed: list[int] = field(default_factory=list)
-    """Statuses of receives that failed."""
+    """Statuses of the failed receives."""
 
     def take(self, completion: Completion) -> None:
-        # An error tells only the status and the request: receives are numbered 0 here.
+        # A failed completion has only status and request number; receives have the number 0 here.
         if completion.status == 0 and completion.opcode == WcOpcode.RECV:
             assert completion.data is not None
             self.received.append(completion.data)
@@ -114,10 +114,10 @@ def connect(a: End, b: End, *, receives: int = RECEIVES, psns: tuple[int, int] =
 
 
 def resolve_addresses(a: End, b: End) -> None:
-    """Until each RNIC knows the other one's address."""
+    """Wait until each RNIC knows the other's address."""
     deadline = time.monotonic() + PATIENCE
     while not (a.rnic.address_known(b.rnic.gid) and b.rnic.address_known(a.rnic.gid)):
-        assert time.monotonic() < deadline, "no answer for the peer's address"
+        assert time.monotonic() < deadline, "the peer's address was not resolved"
         time.sleep(0.002)
 
 
@@ -125,14 +125,14 @@ _completion_fds: WeakKeyDictionary[Rnic, int] = WeakKeyDictionary()
 
 
 def use_completion_fd(rnic: Rnic) -> None:
-    """Have its completions told by a descriptor of their own from now on."""
+    """From now on, the RNIC reports completions on a descriptor of their own."""
     fd = rnic.completion_fd()
     assert fd is not None
     _completion_fds[rnic] = fd
 
 
 def sleep_on(*rnics: Rnic) -> select.poll:
-    """A poll object on the descriptors of these RNICs."""
+    """Return a poll object for the descriptors of these RNICs."""
     sleeper = select.poll()
     for rnic in rnics:
         sleeper.register(rnic.wait_fd(), select.POLLIN)
@@ -142,14 +142,14 @@ def sleep_on(*rnics: Rnic) -> select.poll:
 
 
 def clear_readiness(rnic: Rnic) -> None:
-    """Quieten it."""
+    """Clear the readiness of the RNIC's descriptors."""
     if rnic in _completion_fds:
         assert rnic.acknowledge()
     rnic.service()
 
 
 def until(condition: Callable[[], bool], *ends: End, seconds: float = PATIENCE) -> None:
-    """Take completions, sleeping on the RNICs in between, until the condition holds."""
+    """Record completions until the condition is true. Sleep on the RNICs while there are none."""
     rnics = list({id(end.rnic): end.rnic for end in ends}.values())
     deadline = time.monotonic() + seconds
     while True:
@@ -163,7 +163,7 @@ def until(condition: Callable[[], bool], *ends: End, seconds: float = PATIENCE) 
         if condition():
             return
         left = deadline - time.monotonic()
-        assert left > 0, f"nothing more found: {ends}"
+        assert left > 0, f"no more completions arrived: {ends}"
         if not found and all(rnic.arm() for rnic in rnics):
             sleep_on(*rnics).poll(left * 1000)
             for rnic in rnics:
@@ -171,17 +171,17 @@ def until(condition: Callable[[], bool], *ends: End, seconds: float = PATIENCE) 
 
 
 def got(end: End, count: int) -> Callable[[], bool]:
-    """A condition: so many messages were received."""
+    """A condition for `until`: the end has received this number of messages."""
     return lambda: len(end.received) == count
 
 
 def state_of(qp: QueuePair) -> QpState:
-    """Its state now."""
+    """Return the state now; unlike ``qp.state``, mypy does not narrow the result."""
     return qp.state
 
 
 def assert_no_completions(*ends: End) -> None:
-    """Take what there is and assert that nothing else comes for a moment."""
+    """Assert that no completion arrives within 50 ms."""
     before = [(len(end.received), len(end.sent), len(end.flushed)) for end in ends]
     deadline = time.monotonic() + 0.05
     while time.monotonic() < deadline:
@@ -195,7 +195,7 @@ def assert_no_completions(*ends: End) -> None:
 
 
 class RnicContract:
-    """The suite.  Subclasses define the fixture ``rnics``: two open RNICs."""
+    """The tests.  Subclasses define the fixture ``rnics``: two open RNICs."""
 
     @pytest.fixture
     def rnics(self) -> Iterator[tuple[Rnic, Rnic]]:
@@ -316,7 +316,7 @@ class RnicContract:
         assert a.sent == [(3, 0)]
 
     def test_an_immediate_delivery_has_no_completion(self, pair: tuple[End, End]) -> None:
-        """Or it is refused, and nothing has happened: an RNIC may always refuse."""
+        """An RNIC may also refuse an immediate delivery, which then has no effect."""
         a, b = pair
         a.write(1, b, 0, b"before", signaled=False)
         address, rkey = b.region.address, b.region.rkey
@@ -485,7 +485,7 @@ class RnicContract:
         assert a.sent == [(100 + index, 0) for index in range(1, 51)]
 
     def _assert_failure(self, a: End, b: End, sent: list[tuple[int, int]]) -> None:
-        """The request failed: both queue pairs are in ERR, everything posted is flushed."""
+        """Assert that the request failed, both queue pairs are in ERR and the rest is flushed."""
         until(lambda: len(a.sent) >= len(sent) and bool(a.flushed and b.flushed), a, b)
         assert a.sent == sent
         assert state_of(a.qp) is QpState.ERR
@@ -571,9 +571,9 @@ class RnicContract:
         a.qp.post_send(1, b"x")
         readable = [fd for fd, _ in sleep_on(b.rnic).poll(PATIENCE * 1000)]
         assert _completion_fds.get(b.rnic, b.rnic.wait_fd()) in readable, (
-            "no wakeup, or the wrong one"
+            "no wakeup, or on the wrong descriptor"
         )
-        # `arm` without a poll before it finds the completion.
+        # `arm` finds the completion although `poll` was not called before.
         clear_readiness(b.rnic)
         deadline = time.monotonic() + PATIENCE
         while b.rnic.arm():

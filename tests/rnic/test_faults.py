@@ -1,4 +1,4 @@
-"""The software RNIC's faults on purpose: each does what it says, and a seed replays them."""
+"""Fault injection in the software RNIC: each fault has its effect, and a seed replays a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZE = 4096
 
 
 class Faulty:
-    """Two RNICs, the first of which has a plan, and connected queue pairs on them."""
+    """Two RNICs, the first of which has a fault plan, and connected queue pairs on them."""
 
     def __init__(self, directory: Path, plan: FaultPlan, *, packets: bool = False) -> None:
         self.plan = plan
@@ -146,7 +146,7 @@ class TestRequests:
         assert bytes(b.memory.view[:7]) == b"written"
 
     def test_a_lost_write_fails_the_sender(self, faulty: Faulty) -> None:
-        """A beginning of it may be there, nothing of what follows."""
+        """A beginning of the lost write may be placed, but no later write."""
         lengths = set()
         for _ in range(20):
             a, b = faulty.pair()
@@ -178,7 +178,7 @@ class TestRequests:
 
 
 class TestDeliver:
-    """`QueuePair.deliver` on an RNIC with a plan."""
+    """`QueuePair.deliver` on an RNIC with a fault plan."""
 
     def test_deliver_succeeds_while_no_fault_is_due(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
@@ -343,7 +343,7 @@ class TestPorts:
         a.rnic.service()
         assert events == [RnicEvent.PORT_DOWN, RnicEvent.PORT_UP]
         assert a.sent == [(1, FLUSHED)]
-        # A queue pair that was not used meanwhile goes on.
+        # A queue pair that was not used during the flap still works.
         c.qp.post_send(1, b"there")
         until(got(d, 1), c, d)
 
@@ -383,7 +383,7 @@ class TestPorts:
 
 class TestBySeed:
     def run(self, directory: Path, seed: int) -> tuple[FaultPlan, list[tuple[int, Fault]]]:
-        # 20 of each kind, about: one of them is missing in less than one of a million runs.
+        # About 20 faults of each kind: a kind is missing in less than one of a million runs.
         plan = FaultPlan(seed, kinds=tuple(Fault), every=4, flap=0, delay=0)
         faulty = Faulty(directory, plan)
         try:
@@ -425,8 +425,11 @@ class TestBySeed:
 def end_during_next_send(
     faulty: Faulty, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None], *, before: bool
 ) -> None:
-    """Have the next sender call ``end()`` when it has seen a posted receive, and its message is not
-    published yet (``before``), or just is."""
+    """Call ``end()`` while the next sender, which has seen a posted receive, publishes its message.
+
+    Args:
+      before: True to call it just before the message is published, False for just after.
+    """
     send = PeerSockets.send_packet
 
     def send_and_end(sockets: PeerSockets, message: Message) -> int:
@@ -456,13 +459,13 @@ def end_during_next_send(
     if before:
         monkeypatch.setattr(_ring, "_pack_slot", pack_and_end)
     else:
-        monkeypatch.setattr(_ring, "_uses_lock", False)  # then the fence is a function
+        monkeypatch.setattr(_ring, "_uses_lock", False)  # the ring then calls `fence`
         monkeypatch.setattr(_ring, "fence", fence_and_end)
 
 
-@pytest.mark.pure  # compiled code calls its own functions, whatever the module has in their place
+@pytest.mark.pure  # compiled code would not call the replaced functions
 class TestRace:
-    """A message that is published while the receiver's end is just closed."""
+    """The receiver's end is closed while a message is published."""
 
     @pytest.mark.parametrize("quietly", [False, True])
     @pytest.mark.parametrize("before", [False, True])
@@ -483,9 +486,9 @@ class TestRace:
     def test_an_immediate_delivery_may_have_been_received(
         self, faulty: Faulty, monkeypatch: pytest.MonkeyPatch, before: bool
     ) -> None:
-        """It is unknown if the message arrived, and neither result is reported.
+        """With rings the sender cannot know if the message was received, and reports neither.
 
-        A packet that the kernel accepts is taken, so there is no doubt.
+        A packet that the kernel has accepted is received, so the result is known.
         """
         a, b = faulty.pair()
         until(lambda: b.qp.deliver(b"first", None, 0, 0), a, b)

@@ -1,4 +1,4 @@
-"""The fabric that tests of link groups stand on does what it says."""
+"""The fabric of `tests.rnic.memory_rnic`, which tests of link groups use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECV = int(WcOpcode.RECV)
 
 
 class Pair:
-    """Two RNICs and queue pairs between them; ``links`` of them, all over the same two."""
+    """Two RNICs with ``links`` pairs of connected queue pairs."""
 
     def __init__(self, *, links: int = 1, announces_end: bool = False) -> None:
         self.fabric = Fabric(announces_end=announces_end)
@@ -68,7 +68,7 @@ def test_order_is_kept_within_a_queue_pair_only() -> None:
     for each in (b"1", b"2", b"3"):
         (second if each == b"2" else first).post_send(4, each)
     pair.fabric.deliver()
-    assert pair.received() == [b"1", b"2", b"3"]  # left alone: in the order of posting
+    assert pair.received() == [b"1", b"2", b"3"]  # by default in the order of posting
 
 
 @pytest.mark.parametrize(

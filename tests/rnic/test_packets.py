@@ -1,4 +1,4 @@
-"""Messages that travel as packets: hostile senders, full sockets, and the ends of both sides."""
+"""Messages that are sent as packets: hostile senders, full sockets, and the end of either side."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attacker(rnic: SoftRnic, runtime_directory: Path) -> Iterator[Attacker]:
 
 
 def messages_to(attacker: Attacker) -> list[bytes]:
-    """The packets that the victim has sent since its Hello."""
+    """Return the packets that the victim has sent since its Hello."""
     found: list[bytes] = []
     while (packet := receive(attacker.open[0])) is not None:
         close_all(packet[1])
@@ -154,7 +154,7 @@ def test_unexpected_descriptors_end_the_queue_pair(
 def test_endless_packets_delay_only_their_sender(
     attacker: Attacker, victim: End, rnic: SoftRnic, packet: bytes
 ) -> None:
-    """Each poll reads some of them; each end is an end."""
+    """Each call reads a bounded number of packets, and `to_err` returns."""
     sock = attacker.connect(victim)
     flooder = os.fork()
     if flooder == 0:
@@ -180,7 +180,7 @@ def test_endless_packets_delay_only_their_sender(
 def test_one_poll_reads_a_bounded_number_of_packets(
     attacker: Attacker, victim: End, rnic: SoftRnic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However fast the peer is."""
+    """The bound does not depend on the speed of the peer."""
     attacker.connect(victim)
     reads = 0
 
@@ -198,7 +198,7 @@ def test_one_poll_reads_a_bounded_number_of_packets(
 
 
 def test_messages_wait_for_room_in_a_full_socket(attacker: Attacker, victim: End) -> None:
-    """Messages without room are sent later, in order, and this side never waits."""
+    """Messages that do not fit into the socket are sent later, in order, and no post blocks."""
     attacker.connect(victim)
     begun = time.monotonic()
     for number in range(1, SLOTS + 1):
@@ -206,10 +206,10 @@ def test_messages_wait_for_room_in_a_full_socket(attacker: Attacker, victim: End
     assert time.monotonic() - begun < 10
     until(lambda: bool(victim.sent), victim)
     accepted = len(victim.sent)
-    assert 0 < accepted < SLOTS, "it was never full"
+    assert 0 < accepted < SLOTS, "the socket was never full"
     found: list[bytes] = []
     while len(found) < SLOTS:
-        found += [each for each in messages_to(attacker) if each[5] == 4]  # the kind Send
+        found += [each for each in messages_to(attacker) if each[5] == 4]  # of kind Send
         already = len(victim.sent)
         until(partial(has_sent_more, victim, already), victim)
     assert found == [Send(data=b"%d" % number).encode() for number in range(1, SLOTS + 1)]
@@ -258,7 +258,7 @@ def test_a_waiting_sender_is_rung_when_a_receive_is_posted(attacker: Attacker, v
     assert DOORBELL not in messages_to(attacker)
     victim.qp.post_receive(1)
     assert messages_to(attacker) == [DOORBELL]
-    sock.send(Waiting().encode())  # too late: there is a receive
+    sock.send(Waiting().encode())  # a receive was posted already, so the victim rings at once
     until(lambda: messages_to(attacker) == [DOORBELL], victim)
     victim.qp.post_receive(1)
     assert messages_to(attacker) == []
@@ -278,7 +278,7 @@ def test_a_peer_that_shuts_down_its_receiving_side(attacker: Attacker, victim: E
 def test_the_last_messages_of_an_ended_peer_are_received(
     attacker: Attacker, victim: End, closed: bool
 ) -> None:
-    """A process that was killed leaves its words as they were."""
+    """A killed process cannot set CLOSED in its words."""
     sock = attacker.connect(victim)
     for number in range(RECEIVES):
         sock.send(Send(data=b"%d" % number).encode())
@@ -296,7 +296,7 @@ def test_the_last_messages_of_an_ended_peer_are_received(
 def test_messages_behind_an_unmapped_region_are_received(
     attacker: Attacker, victim: End, monkeypatch: pytest.MonkeyPatch, regions: int
 ) -> None:
-    """They arrive, as in a ring, unless there are too many regions before them."""
+    """Messages behind few such regions are received; behind many they wait for the mapping."""
     sock = attacker.connect(victim)
     memory = Memory(4096)
     for number in range(1, regions + 1):
@@ -326,7 +326,7 @@ def test_messages_behind_an_unmapped_region_are_received(
 def test_random_packets_affect_only_their_queue_pair(
     attacker: Attacker, rnic: SoftRnic, rng: random.Random
 ) -> None:
-    """Any packets in any order: completions that are well formed, or the end of that one."""
+    """Random packets cause valid completions, or the end of the queue pair that gets them."""
     ends = 0
     for _ in range(100):
         end = make_end(rnic)

@@ -1,4 +1,4 @@
-"""The poller thread, and the pump in its five modes."""
+"""The poller thread, and the pump in each of its states."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Sink:
 
 
 class Chain(Sink):
-    """Has the other end send again after each completion."""
+    """A sink that lets the other end send another message after each completion."""
 
     def __init__(self, pump: Pump, end: End, other: End) -> None:
         super().__init__(pump, end)
@@ -121,7 +121,7 @@ def ends(rnics: tuple[SoftRnic, SoftRnic]) -> Iterator[tuple[End, End]]:
 
 @pytest.fixture(params=["trio", "thread"], autouse=True)
 def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run each test both ways: Trio waits for completions itself, or each RNIC's thread does."""
+    """Run each test twice: Trio waits for completions itself, or a thread of each RNIC does."""
     by: str = request.param
     monkeypatch.setattr(Pump.__init__, "__kwdefaults__", {"wake": by})
     return by
@@ -129,14 +129,14 @@ def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignore pauses, which a busy machine makes; `TestPauses` is about them."""
+    """Ignore pauses, which a busy machine causes; `TestPauses` tests them."""
     for module in ("waits", "spinner"):
         monkeypatch.setattr(f"trio_smc.rnic.{module}.PAUSE_NS", 1 << 62)
 
 
 @contextlib.asynccontextmanager
 async def running(*rnics: SoftRnic, spin: float = 0) -> AsyncIterator[Pump]:
-    """A pump that runs, with these RNICs."""
+    """Run a pump with these RNICs."""
     pump = Pump(spin=spin)
     for rnic in rnics:
         pump.add(rnic)
@@ -148,7 +148,11 @@ async def running(*rnics: SoftRnic, spin: float = 0) -> AsyncIterator[Pump]:
 
 
 async def events_of_failure(rnic: SoftRnic) -> list[RnicEvent]:
-    """Have an RNIC fail, and wait until it says so: a list, to which later events are added."""
+    """Let an RNIC fail, and wait for its event.
+
+    Returns:
+      The list of events; later ones are appended.
+    """
     events: list[RnicEvent] = []
     reported = trio.Event()
 
@@ -191,7 +195,7 @@ class TestPoller:
         a.qp.post_send(1, b"x")
         assert woken.acquire(timeout=PATIENCE)
         assert poller.pending
-        # Until the RNIC is serviced, the thread sleeps.
+        # The thread sleeps until the RNIC is serviced.
         time.sleep(0.05)
         assert poller.wakeups == 1
         b.rnic.service()
@@ -202,7 +206,7 @@ class TestPoller:
 
 
 def spins_of(pump: Pump) -> list[int]:
-    """Returns a list that grows by one with each spin of the pump."""
+    """Return a list to which each spin of the pump appends a number."""
     spins: list[int] = []
 
     class Counted(Dispatcher):
@@ -292,7 +296,7 @@ class TestDispatch:
     async def test_draining_a_queue_pair_within_a_drain_of_it(
         self, ends: tuple[End, End], rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
-        """Completions that the outer call has polled and not dispatched yet are not overlooked."""
+        """The inner call also dispatches completions that the outer call has only polled yet."""
         a, b = ends
         async with running(*rnics) as pump:
             seen: list[bytes | None] = []
@@ -315,7 +319,7 @@ class TestDispatch:
     def test_completions_that_were_deferred_are_not_overtaken(
         self, ends: tuple[End, End], rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
-        """A queue pair's completions keep their order, whichever call polled them."""
+        """Completions of a queue pair keep their order, whichever call has polled them."""
         a, b = ends
         c, d = make_end(rnics[0]), make_end(rnics[1])
         connect(c, d)
@@ -393,7 +397,7 @@ class TestLoop:
     async def test_completions_that_wake_no_task_do_not_end_a_sleep(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """For example the last messages of a connection that its tasks have left."""
+        """For example, the last messages of a connection that no task uses any more."""
         a, b = ends
         async with running(*rnics) as pump:
             to_b = Sink(pump, b)
@@ -409,7 +413,7 @@ class TestLoop:
     async def test_completions_that_wake_a_task_end_the_sleep(
         self, by: str, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """However they wake it."""
+        """A sink may wake the task directly or through deferred work."""
         a, b = ends
         arrived = trio.Event()
 
@@ -433,7 +437,7 @@ class TestLoop:
         ends: tuple[End, End],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The hook that disarms them is removed while the loop is busy."""
+        """The hook that disarms the RNICs is removed while the loop is busy."""
         rnic = rnics[1]
         disarmed: list[bool] = []
         arm, disarm = rnic.arm, rnic.disarm
@@ -539,7 +543,7 @@ class TestLoop:
     async def test_an_idle_stack_sleeps(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """Neither the loop nor a thread is woken, and none of them polls in a loop."""
+        """Neither the loop nor a thread wakes up or polls continuously."""
         async with running(*rnics) as pump:
             for end in ends:
                 Sink(pump, end)
@@ -551,13 +555,13 @@ class TestLoop:
             trio.lowlevel.remove_instrument(passes)
             assert passes.count < 10
             assert [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller] == wakeups
-            # Garbage collection may take a part of that time; a polling loop would take all of it.
+            # A polling loop would use the whole second; garbage collection may use a part of it.
             assert time.process_time() - start < 0.5
 
     async def test_fruitless_spins_become_rare(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """One spin for each completion; after 8 failures only for every 64th."""
+        """The loop spins once for each completion, and after 8 failures only for every 64th."""
         a, b = ends
         async with running(*rnics, spin=1e-3) as pump:
             to_b = Sink(pump, b)
@@ -625,7 +629,7 @@ class TestLoop:
             before = [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller]
             a.qp.post_send(1, b"x", signaled=False)
             await to_b.wait(1)
-            await trio.sleep(0.01)  # a thread that was woken would count
+            await trio.sleep(0.01)  # `wakeups` would count a woken thread
             assert [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller] == before
 
     async def test_a_reader_spins_until_its_own_data_has_arrived(
@@ -652,7 +656,7 @@ class TestLoop:
 
 
 async def until_idle(pump: Pump) -> None:
-    """Wait until the pump is IDLE, and check that the scheduler's passes do not reach it then."""
+    """Wait until the pump is IDLE, and assert that it has no hook in the scheduler then."""
     pump.unused = True
     with trio.fail_after(PATIENCE):
         while pump.machine.state != "IDLE":
@@ -758,7 +762,7 @@ class TestSolo:
 
     @contextlib.asynccontextmanager
     async def solo_reader(self, pump: Pump) -> AsyncIterator[list[bool]]:
-        """Run a solo reader; the block has to end its wait, and the list gets the result."""
+        """Run a solo reader. The block must end its wait; the list gets the wait's result."""
         returned: list[bool] = []
 
         async def wait() -> None:
@@ -789,7 +793,7 @@ class TestSolo:
                 assert not await is_hooked(pump)
 
     async def test_no_task_waits_on_the_doorbell_of_a_removed_rnic(self, directory: Path) -> None:
-        """As soon as the RNIC is closed, its descriptor number may belong to another file."""
+        """When the RNIC is closed, its descriptor number may be reused for another file."""
         rnic = SoftRnic("removed")
         rnic.open(directory)
         async with running(rnic) as pump, self.solo_reader(pump):
@@ -825,7 +829,7 @@ class TestSolo:
         ends: tuple[End, End],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """A task that has just sent something yields, unless the peer has run since."""
+        """A task that has just sent something yields, unless the answer has arrived."""
         a, b = ends
         yields: list[int] = []
         monkeypatch.setattr(os, "sched_yield", lambda: yields.append(1))
@@ -964,7 +968,7 @@ class TestSolo:
     async def test_a_reader_may_become_solo_as_the_doorbell_rings(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """The pump's own task waited on the doorbell until then, and leaves it to the reader."""
+        """The pump's own task waits on the doorbell first, then the solo reader does."""
         a, b = ends
 
         class Reader:
@@ -988,7 +992,7 @@ class TestSolo:
     async def test_solo_mode_may_begin_in_a_hook(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """The rest of the hook, which has just been removed, finds nothing to change."""
+        """A completion starts solo mode during a hook, whose remaining code must not end it."""
         a, b = ends
 
         class Reader:
@@ -1012,7 +1016,7 @@ class TestSolo:
     async def test_deferred_work_may_end_solo_mode_while_it_begins(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """Deferred work, which runs then, may need the pump; the reader then parks."""
+        """Solo mode begins with deferred work; if the work needs the pump, the reader parks."""
         a, b = ends
         states: list[str] = []
 
@@ -1105,7 +1109,7 @@ class TestSecondProcess:
                 await sink.wait(1)
         assert state(end.qp) is QpState.ERR
         end.close()
-        # Opening an RNIC removes the dead one's socket.
+        # Opening an RNIC removes the socket of the killed process.
         cleaner = SoftRnic("cleaner")
         cleaner.open(directory)
         cleaner.close()
@@ -1115,7 +1119,7 @@ class TestSecondProcess:
 async def test_the_woken_task_runs_before_the_doorbell_is_acknowledged(
     ends: tuple[End, End], wake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a sleep, the work that a task waits for comes first."""
+    """After a sleep, the waiting task continues before the pump clears the doorbell."""
     a, b = ends
     done: list[str] = []
     acknowledge = b.rnic.acknowledge
@@ -1145,7 +1149,7 @@ class TestYielding:
 
     @pytest.fixture
     def yields(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        """When the processor was yielded; each yield takes `takes` seconds."""
+        """Times at which the processor was yielded; each yield takes `takes` seconds."""
         times: list[float] = []
 
         def sched_yield() -> None:
@@ -1183,7 +1187,7 @@ class TestYielding:
     async def test_a_task_seldom_yields_to_a_process_that_keeps_the_processor(
         self, discouraged: Pump, yields: list[float]
     ) -> None:
-        """A program that computes is no peer: each yield costs a whole time slice."""
+        """A computing program keeps the processor for a whole time slice after each yield."""
         self.takes = 0.002
         for _ in range(130):
             assert not discouraged.try_spin(sent=True)
@@ -1200,7 +1204,7 @@ class TestYielding:
 
 
 class TestPauses:
-    """After a pause the peer is asleep: waking it takes longer than a spin."""
+    """After a pause the peer is asleep, and its wakeup takes longer than a spin."""
 
     @pytest.fixture
     def pump(self, monkeypatch: pytest.MonkeyPatch) -> Pump:
@@ -1245,8 +1249,10 @@ class TestPauses:
         monkeypatch: pytest.MonkeyPatch,
         solo: bool,
     ) -> None:
-        """Four waits that a longer spin would have covered make it longer; but none of these would
-        have had a spin."""
+        """Normally, four waits that a longer spin would have covered lengthen the spin.
+
+        These do not, because none of them would have had a spin.
+        """
         monkeypatch.setattr("trio_smc.rnic.waits.PAUSE_NS", -1)
         monkeypatch.setattr("trio_smc.rnic.solo.SOLO_AFTER_WAITS", 0)
         a, b = ends

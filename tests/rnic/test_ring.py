@@ -1,4 +1,4 @@
-"""The end of a receive ring while its sender is at it, by every order of their steps."""
+"""The end of a receive ring while its sender sends, with their steps in random orders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEDULES = 1000
 
 
 class Turns:
-    """Lets two threads take one step each, in an order by chance."""
+    """Lets two threads run step by step, in a random order."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -31,7 +31,7 @@ class Turns:
             self._may[self._rng.choice(sorted(self._left))].release()
 
     def step(self, side: int) -> None:
-        """End a step; a random side has the next one."""
+        """End a step of a side, and let a random side continue."""
         self._next()
         assert self._may[side].acquire(timeout=10)
 
@@ -51,7 +51,7 @@ class Turns:
 
 
 class Words:
-    """The words of a ring, as one side sees them; each access ends a step of it."""
+    """The words of a ring for one side; each access ends a step of that side."""
 
     def __init__(self, words: Any, turns: Turns, side: int) -> None:
         self._words, self._turns, self._side = words, turns, side
@@ -71,7 +71,7 @@ class Words:
 
 @pytest.fixture
 def ends() -> Iterator[Callable[[], tuple[ReceiveRing, SendRing]]]:
-    """Makes both ends of a ring."""
+    """A function that makes both ends of a ring."""
     made: list[Any] = []
 
     def make() -> tuple[ReceiveRing, SendRing]:
@@ -98,10 +98,13 @@ def test_completed_messages_are_received(
     word: int,
     armed: bool,
 ) -> None:
-    """RFC 7609, 4.6.1 is for RNICs that break this; a receiver that ends must not."""
+    """A receiver that ends must receive each message that was reported as sent.
+
+    RFC 7609, 4.6.1 describes failing RNICs that do not.
+    """
     monkeypatch.setattr(ring, "exchange", Words.exchange)
     partly = 0
-    doubts = [0, 0]  # of unknown results: not taken, taken
+    doubts = [0, 0]  # number of unknown results: message not received, received
     for number in range(SCHEDULES):
         receiver, sender = ends()
         receiver.posted = 10
@@ -148,4 +151,4 @@ def test_each_receive_that_was_posted_can_be_used(
         assert receiver.take_untrusted(taken.append)
         assert len(taken) == receiver.tail == 3 * rounds
     receiver.head[0] += 1
-    assert not receiver.take_untrusted(taken.append), "no more receives are posted"
+    assert not receiver.take_untrusted(taken.append), "no receive is left for this message"

@@ -1,4 +1,4 @@
-"""`VerbsRnic` with fake verbs: devices, GID tables and the end of a device."""
+"""`VerbsRnic` with fake verbs: devices, GID tables and failing devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trio_smc.rnic.roce.pyverbs import ROCE_V1, ROCE_V2, Gid, Reusable
 from trio_smc.rnic.verbs import RECEIVE_SIZE, RnicError, RnicEvent
 from trio_smc.wire import llc
 
-# --- which entry of the GID table -----------------------------------------------------------------
+# --- choosing an entry of the GID table -----------------------------------------------------------
 
 
 def gid(text: str) -> bytes:
@@ -43,13 +43,13 @@ LOCAL = gid("fe80::5054:ff:fe00:1")
 OTHER = gid("fe80::5054:ff:fe00:2")
 PRIVATE = gid("fe80::1234:5678:9abc:def0")
 IPV4 = gid("192.0.2.1")
-# As an adapter has it: each GID for both encapsulations.
+# Like the table of an adapter: each GID for both encapsulations.
 TABLE = [
     Gid(0, ROCE_V1, 2, LOCAL),
     Gid(1, ROCE_V2, 2, LOCAL),
     Gid(2, ROCE_V1, 2, IPV4),
     Gid(3, ROCE_V2, 2, IPV4),
-    Gid(4, ROCE_V1, 7, LOCAL),  # of a VLAN on it
+    Gid(4, ROCE_V1, 7, LOCAL),  # of a VLAN interface
     Gid(5, ROCE_V2, 7, LOCAL),
 ]
 V2_ONLY = [each for each in TABLE if each.kind == ROCE_V2]
@@ -59,10 +59,10 @@ V1_ONLY = [each for each in TABLE if each.kind == ROCE_V1]
 @pytest.mark.parametrize(
     ("peer", "own", "expected"),
     [
-        (gid("192.0.2.9"), 3, 3),  # made from an IPv4 address: RoCE v2
+        (gid("192.0.2.9"), 3, 3),  # an IPv4-mapped GID: RoCE v2
         (gid("2001:db8::9"), 3, 3),
-        (PRIVATE, 3, 3),  # an address of its own, not made from the MAC address
-        (OTHER, 3, 2),  # Linux for SMC-R version 1: RoCE v1, be our GID what it is
+        (PRIVATE, 3, 3),  # a link-local GID that is not made from the MAC address
+        (OTHER, 3, 2),  # Linux uses RoCE v1 for SMC-R version 1, whatever our GID is
         (OTHER, 1, 0),
         (OTHER, 0, 0),
         (gid("192.0.2.9"), 0, 1),
@@ -76,7 +76,7 @@ def test_the_entry_fits_the_roce_version_of_the_peer(peer: bytes, own: int, expe
 
 @pytest.mark.parametrize("peer", [OTHER, gid("192.0.2.9")])
 def test_the_only_entry_is_used_for_any_peer(peer: bytes) -> None:
-    """Soft-RoCE has v2 only; there may be adapters with v1 only."""
+    """Soft-RoCE supports v2 only, and an adapter may support v1 only."""
     for table in (V2_ONLY, V1_ONLY):
         for own in table:
             assert gids.entry_for_peer(peer, table, own, fixed=False) == own
@@ -106,7 +106,7 @@ def test_a_port_prefers_roce_v2_and_an_ip_address() -> None:
     assert gids.choose_entry([], None) is None
 
 
-# --- a device that fails --------------------------------------------------------------------------
+# --- failing devices ------------------------------------------------------------------------------
 
 
 class FakeVerbsError(Exception):
@@ -118,7 +118,7 @@ class FakeVerbsError(Exception):
 
 
 class Device:
-    """Verbs of one device, as `pyverbs.Verbs` gives them; `closed` has what was closed."""
+    """Fake of `pyverbs.Verbs` for one device; `closed` lists the closed objects."""
 
     error = FakeVerbsError
     port_active = 4
@@ -151,7 +151,7 @@ class Device:
 
     def thing(self, name: str, **more: object) -> Any:
         def close() -> None:
-            if name != "request":  # the library's own memory
+            if name != "request":  # requests are memory of the library, not of the device
                 self.closed.append(name)
                 self.do()
 
@@ -262,7 +262,7 @@ def test_a_queue_pair_takes_the_entry_of_its_peer(device: Device, rnic: VerbsRni
 def test_with_gid_uses_another_gid_of_the_port(
     device: Device, tmp_path: Path, chosen: int | None, expected: int
 ) -> None:
-    """It is as fixed as the one that the user gave."""
+    """The other GID is fixed if the user has chosen one."""
     port = VerbsRnic("made_up0", gid_index=chosen)
     with closing(port.with_gid(1)) as rnic:
         rnic.open(tmp_path)
@@ -286,7 +286,7 @@ def to_peer(rnic: VerbsRnic, peer: bytes, mtu: int) -> None:
 def test_short_data_is_sent_inline(
     device: Device, rnic: VerbsRnic, most: int, expected: list[int]
 ) -> None:
-    """As far as the adapter grants it; messages are solicited in any case."""
+    """Data is sent inline if the adapter supports its length; messages are always solicited."""
     device.most_inline = most
     pd = rnic.alloc_pd()
     with closing(rnic.create_qp(pd)) as qp:
@@ -312,7 +312,7 @@ def test_port_events_update_the_port(device: Device, rnic: VerbsRnic) -> None:
 
 
 def test_completions_and_events_have_separate_descriptors(device: Device, rnic: VerbsRnic) -> None:
-    """The descriptor of completions does not report a port, nor the other way round."""
+    """The descriptor for completions does not report events of the port, and vice versa."""
     events: list[RnicEvent] = []
     rnic.on_event = events.append
     fd = rnic.completion_fd()
@@ -329,12 +329,12 @@ def test_completions_and_events_have_separate_descriptors(device: Device, rnic: 
     assert [each for each, _ in both.poll(0)] == [rnic.wait_fd()]
     rnic.service()
     assert events == [RnicEvent.FATAL]
-    assert not rnic.acknowledge(), "nothing comes from a device that failed"
+    assert not rnic.acknowledge(), "a failed device has no completions"
 
 
 @pytest.mark.parametrize("how", ["event", "event refused", "port", "arm", "poll"])
 def test_a_failed_device_is_reported_once(device: Device, rnic: VerbsRnic, how: str) -> None:
-    """It is told once, nothing is raised, and what it had is given back."""
+    """The RNIC reports the failure once, raises no error, and can be closed."""
     events: list[RnicEvent] = []
     rnic.on_event = events.append
     pd = rnic.alloc_pd()
@@ -351,7 +351,7 @@ def test_a_failed_device_is_reported_once(device: Device, rnic: VerbsRnic, how: 
     elif how == "poll":
         assert rnic.poll() == []
         assert events == [], "a poll must not call `on_event`"
-        assert not rnic.arm(), "look again"
+        assert not rnic.arm(), "`arm` must let the caller poll again"
     else:
         assert not rnic.arm()
     device.gone = True
@@ -381,7 +381,7 @@ def test_a_refusal_of_a_device_that_works_is_raised(device: Device, rnic: VerbsR
     device.gone = False
 
 
-# --- news -----------------------------------------------------------------------------------------
+# --- uevents --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_uevents_of_rdma_devices_are_recognised(uevent: bytes, expected: bool) -
 
 
 class Kernel:
-    """A kernel with one route and one neighbour; `queried` lists the neighbours queried."""
+    """A kernel with one route and one neighbour; `queried` lists the queried neighbours."""
 
     def __init__(self, route: Message | OSError | None, state: int | OSError | None) -> None:
         self._route, self._state = route, state
@@ -428,14 +428,14 @@ class Kernel:
 
 
 def route(kind: int = 1, attributes: dict[int, bytes] | None = None) -> Message:
-    """The kernel's answer: an unicast route over the loopback interface, or a changed one."""
+    """The kernel's answer to a query of a route: unicast over the loopback interface by default."""
     head = struct.pack("=8BI", 2, 32, 0, 0, 254, 0, 0, kind, 0)
     return Message(head, {4: struct.pack("=I", LOOPBACK), **(attributes or {})})
 
 
 GATEWAY = {5: ipaddress.ip_address("192.0.2.254").packed}  # RTA_GATEWAY
 VIA = {18: struct.pack("=H", 10) + ipaddress.ip_address("fe80::9").packed}  # RTA_VIA
-LOOPBACK = 1  # where the made-up device's GIDs are
+LOOPBACK = 1  # the interface of the fake device's GIDs
 NO_ENTRY = OSError(errno.ENOENT, "no such neighbour")
 UNKNOWN = OSError(errno.EOPNOTSUPP, "no such question")
 
@@ -444,15 +444,15 @@ UNKNOWN = OSError(errno.EOPNOTSUPP, "no such question")
     ("route", "neighbour", "known", "queried"),
     [
         (route(), 0x02, True, ["192.0.2.9"]),
-        (route(), 0x04, True, ["192.0.2.9"]),  # stale: the kernel takes it as it is
+        (route(), 0x04, True, ["192.0.2.9"]),  # stale: the kernel still uses it
         (route(), 0x80, True, ["192.0.2.9"]),
-        (route(), 0x20, False, ["192.0.2.9"]),  # no answer
+        (route(), 0x20, False, ["192.0.2.9"]),  # failed: the neighbour did not answer
         (route(), NO_ENTRY, False, ["192.0.2.9"]),
         (route(), 0x01, False, ["192.0.2.9"]),  # the query is pending
         (route(), UNKNOWN, True, ["192.0.2.9"]),  # Linux 4
         (route(attributes=GATEWAY), 0x02, True, ["192.0.2.254"]),
         (route(attributes=VIA), 0x20, False, ["fe80::9"]),
-        (route(2), NO_ENTRY, True, []),  # ourselves
+        (route(2), NO_ENTRY, True, []),  # a local address
         (OSError(errno.ENETUNREACH, "no route"), NO_ENTRY, True, []),
         (None, None, True, []),  # no netlink
     ],
@@ -466,12 +466,12 @@ def test_an_address_is_known_if_its_neighbour_is_resolved(
     known: bool,
     queried: list[str],
 ) -> None:
-    """Only a queue pair whose peer's address is known is given to the verbs."""
+    """A queue pair enters RTR only if the MAC address of its peer is known."""
     kernel = Kernel(route, neighbour)
     resolved: list[tuple[str, int]] = []
     monkeypatch.setattr(neighbours, "query_now", kernel.query)
     monkeypatch.setattr(neighbours, "_resolve", lambda *target: resolved.append(target))
-    monkeypatch.setattr(roce_device, "_RESOLVED_FOR", 60.0)  # however slow this machine is
+    monkeypatch.setattr(roce_device, "_RESOLVED_FOR", 60.0)  # also on a slow machine
     peer = gid("192.0.2.9")
     assert rnic.address_known(peer) is known
     assert kernel.queried == [(each, LOOPBACK) for each in queried]
@@ -484,7 +484,7 @@ def test_an_address_is_known_if_its_neighbour_is_resolved(
         assert refused.value.errno == errno.EHOSTUNREACH
     assert len(device.modified) == int(known)
     if known:
-        assert len(kernel.queried) == len(queried), "it was known just now"
+        assert len(kernel.queried) == len(queried), "a known address was queried again"
 
 
 @pytest.mark.v2("v2.8/1")
@@ -492,7 +492,7 @@ def test_an_address_is_known_if_its_neighbour_is_resolved(
     ("route", "direct"),
     [
         (route(), True),
-        (route(2), True),  # ourselves
+        (route(2), True),  # a local address
         (route(attributes=GATEWAY), False),
         (route(attributes=VIA), False),
         (OSError(errno.ENETUNREACH, "no route"), None),
@@ -511,12 +511,12 @@ def test_a_route_through_a_gateway_is_not_direct(
         try:
             return [read(message) for message in kernel.query(request) or ()]
         except OSError:
-            return []  # as `netlink.query` does
+            return []  # like `netlink.query`
 
     monkeypatch.setattr(neighbours, "query", query)
     assert rnic.is_direct(gid("192.0.2.9")) is direct
-    assert kernel.queried == [], "no MAC address is queried"
-    assert rnic.is_direct(gid("2001:db8::9")) is None, "another family than our GID's"
+    assert kernel.queried == [], "a MAC address was queried"
+    assert rnic.is_direct(gid("2001:db8::9")) is None, "the family of our own GID is another one"
 
 
 @pytest.mark.v2("v2.9/7")
@@ -534,7 +534,7 @@ def test_a_queue_pair_of_version_2_has_fewer_and_longer_receives(rnic: VerbsRnic
 def test_only_an_ipv4_gid_of_roce_v2_serves_version_2(
     device: Device, tmp_path: Path, number: int, routable: bool
 ) -> None:
-    """One of RoCE version 2 that was made from an IPv4 address."""
+    """Version 2 needs an IPv4-mapped GID of RoCE v2."""
     port = VerbsRnic("made_up0", gid_index=number)
     port.open(tmp_path)
     assert port.routable is routable
@@ -542,7 +542,7 @@ def test_only_an_ipv4_gid_of_roce_v2_serves_version_2(
 
 
 def test_registered_memory_keeps_its_pages(rnic: VerbsRnic) -> None:
-    """They are pinned: peers would write to those that the memory has no more."""
+    """The adapter pins the pages, and peers would still write to pages that were freed."""
     memory = rnic.alloc_memory(1 << 20)
     memory.view[:] = b"x" * len(memory.view)
     region = rnic.alloc_pd().register(memory)
@@ -568,17 +568,17 @@ def test_some_addresses_are_known_without_a_query(
     monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic
 ) -> None:
     monkeypatch.setattr(neighbours, "query_now", lambda question: pytest.fail("a query"))
-    assert rnic.address_known(OTHER), "with RoCE v1 the GID tells the MAC address"
-    assert rnic.address_known(gid("2001:db8::9")), "refused at once from an IPv4 address"
+    assert rnic.address_known(OTHER), "with RoCE v1 the GID contains the MAC address"
+    assert rnic.address_known(gid("2001:db8::9")), "to_rtr refuses the other address family"
     rnic.close()
-    assert rnic.address_known(gid("192.0.2.9")), "refused at once"
+    assert rnic.address_known(gid("192.0.2.9")), "to_rtr refuses a closed RNIC"
 
 
-# --- pyverbs of each version ----------------------------------------------------------------------
+# --- versions of pyverbs --------------------------------------------------------------------------
 
 
 class Heap:
-    """Allocations of fake SGEs and requests.  A real double free would end the process."""
+    """Allocations of fake SGEs and requests, so that a double free is a KeyError."""
 
     def __init__(self) -> None:
         self.lists: dict[int, Any] = {}
@@ -596,7 +596,7 @@ class Heap:
 
 
 def requests_of(version: int, heap: Heap) -> ModuleType:
-    """``pyverbs.wr``, which owns memory as that of this version of rdma-core does."""
+    """Fake of ``pyverbs.wr``, which frees memory like this version of rdma-core."""
     frees_itself = version >= 65
 
     class SGE:
@@ -645,7 +645,7 @@ def requests_of(version: int, heap: Heap) -> ModuleType:
 
 
 def constants_of(version: int) -> ModuleType:
-    """The constants, as pyverbs of this version of rdma-core names them."""
+    """Fake module with the constants, named as in this version of rdma-core."""
     kinds = {
         "ibv_send_flags": {"IBV_SEND_SIGNALED": 2, "IBV_SEND_SOLICITED": 4, "IBV_SEND_INLINE": 8},
         "ibv_port_state": {"IBV_PORT_ACTIVE": 4},
@@ -666,7 +666,7 @@ def constants_of(version: int) -> ModuleType:
 def test_no_request_frees_its_sge_twice(
     monkeypatch: pytest.MonkeyPatch, version: int, closed: bool
 ) -> None:
-    """In no version of pyverbs is anything freed twice, closed or only collected."""
+    """No version of pyverbs frees memory twice, at close or at garbage collection."""
     heap = Heap()
     for name in [each for each in sys.modules if each.partition(".")[0] == "pyverbs"]:
         monkeypatch.delitem(sys.modules, name)
@@ -698,21 +698,22 @@ def test_no_request_frees_its_sge_twice(
     requests.clear()
     del each
     gc.collect()
-    # Before 65 nothing is freed that was not closed.
+    # Before version 65, garbage collection frees no memory.
     assert len(heap.lists) == (2 if version < 65 and not closed else 0)
 
 
 @pytest.mark.rfc("C.7/2")
 def test_a_write_fails_before_the_time_of_a_first_contact_is_over() -> None:
-    """An RNIC may wait up to four times as long as it is told for each try.
-    What is left is for the Decline."""
+    """An RNIC may wait up to four times as long as configured for each retry. The rest of the
+    timeout is for the Decline.
+    """
     tries = pyverbs._RETRY_COUNT + 1
     longest = 4 * 4.096e-6 * 2**pyverbs._ACK_TIMEOUT * tries
     assert longest + 1 < Config().first_contact_timeout
 
 
 def test_the_event_file_of_a_device_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that waited would do so with the GIL, and stop the whole process."""
+    """A blocking read would hold the GIL and stop the whole process."""
     ours: list[int] = []
     monkeypatch.setattr(pyverbs, "_open_event_files", lambda: set(ours))
 

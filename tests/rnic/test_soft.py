@@ -1,4 +1,4 @@
-"""The software RNIC alone: port faults, a second process, limits, what it leaves behind."""
+"""The software RNIC alone: port faults, a second process, limits, and its cleanup."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def state(qp: QueuePair) -> QpState:
 
 
 def remove_dead_sockets(directory: Path) -> None:
-    """Opening an RNIC removes the sockets of dead processes."""
+    """Open an RNIC, which removes the sockets of dead processes."""
     rnic = SoftRnic("cleaner")
     rnic.open(directory)
     rnic.close()
@@ -108,7 +108,7 @@ class TestRegions:
     def test_no_write_reaches_memory_behind_a_region(
         self, pair: tuple[End, End], offset: int
     ) -> None:
-        """The rest of its last page, and the page with the progress words."""
+        """A peer can write neither to the rest of the last page nor to the progress words."""
         a, b = pair
         memory = b.rnic.alloc_memory(5000)
         region = b.pd.register(memory)
@@ -266,7 +266,7 @@ class TestPort:
 @pytest.mark.processes
 class TestSecondProcess:
     def test_no_wakeup_is_lost(self, rnic: SoftRnic, directory: Path, seed: int) -> None:
-        """Thousands of round trips; each side sleeps in between, after pauses of any length."""
+        """Thousands of round trips; each side sleeps in between, after pauses of random length."""
         rng = random.Random(seed)
         end = make_end(rnic)
         with Peer("echo", directory, seed & 0xFFFF) as peer:
@@ -314,7 +314,7 @@ class TestSecondProcess:
         remove_dead_sockets(directory)
 
     def test_posting_to_a_killed_process(self, rnic: SoftRnic, directory: Path) -> None:
-        """Noticed by the post, or as if the bytes had arrived just before: never an exception."""
+        """A post to a killed process succeeds or is flushed, and never raises."""
         end = make_end(rnic)
         with Peer("silent", directory) as peer:
             peer.connect(end)
@@ -348,7 +348,7 @@ class TestSecondProcess:
     def test_announcements_that_a_silent_peer_does_not_read(
         self, rnic: SoftRnic, directory: Path
     ) -> None:
-        """They wait in this process, and what is sent after them waits behind them."""
+        """Announcements wait in this process, and later messages wait behind them."""
         end = make_end(rnic)
         with Peer("silent", directory) as peer:
             peer.connect(end)
@@ -540,7 +540,7 @@ class TestDirectory:
 
 
 def test_closed_queue_pairs_leave_no_descriptors(rnic: SoftRnic, other: SoftRnic) -> None:
-    """Descriptors and mappings are checked after each test; here for growth within one."""
+    """A fixture checks each test for leaks; this test checks for growth within one RNIC."""
     levels = []
     for _ in range(4):
         for _ in range(50):

@@ -1,4 +1,4 @@
-"""Descriptors that peers of a software RNIC send, and that this process has no room for."""
+"""Descriptors that peers send to a software RNIC, also if the descriptor table is full."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def victim(rnic: SoftRnic) -> Iterator[End]:
 
 @pytest.fixture
 def pair(rnic: SoftRnic) -> Iterator[tuple[End, End]]:
-    """Two connected ends, which must work to the end."""
+    """Two connected ends, which must still work after the test."""
     with open_pair("link", rnic) as ends:
         yield ends
         before = len(ends[1].received)
@@ -65,7 +65,7 @@ def register(rkey: int, length: int = 4096) -> bytes:
 
 
 class TestLingering:
-    """The last close of what came waits: this thread must not be the one that closes it."""
+    """Closing a received descriptor may block, so this thread must not close it."""
 
     @pytest.mark.parametrize("count", [1, 253])
     @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ class TestLingering:
         assert state(victim.qp) is QpState.ERR
 
     def test_a_descriptor_behind_a_valid_message(self, attacker: Attacker, victim: End) -> None:
-        """The descriptor lies behind a proper message."""
+        """The peer sends the descriptor with its second message; the first one is valid."""
         sock = attacker.connect(victim)
         memory = Memory(4096)
         socket.send_fds(sock, [register(9)], [memory.fd])
@@ -177,7 +177,7 @@ class TestLingering:
     def test_descriptors_without_room_in_the_table(
         self, attacker: Attacker, victim: End, pair: tuple[End, End]
     ) -> None:
-        """The kernel would drop, and so close, what there is no room for."""
+        """The kernel would close a descriptor for which the table has no room."""
         sock = attacker.connect(victim)
         watch = Stopwatch()
         with lingering() as fd:
@@ -190,7 +190,7 @@ class TestLingering:
     def test_a_full_closer_refuses_new_peers(
         self, attacker: Attacker, victim: End, pair: tuple[End, End]
     ) -> None:
-        """The closes that wait are bounded; older connections go on, and new ones come later."""
+        """Pending closes are bounded; older connections continue, and new ones wait."""
         intake = cast(SoftRnic, victim.rnic).intake
         stuck = threading.Event()
         intake.closer.run(stuck.wait)
@@ -207,7 +207,7 @@ class TestLingering:
         until(lambda: all(map(ended, socks)), victim)
 
     def test_memory_that_takes_long_to_free(self) -> None:
-        """The last process that maps it frees it: not in this thread."""
+        """The process that unmaps memory last frees its pages, but not in this thread."""
         memory = Memory(QUICK_TO_FREE + 4096)
         peer = PeerMemory.map_untrusted(memory.fd, memory.size)
         small = PeerMemory.map_untrusted(memory.fd, memory.size)
@@ -224,7 +224,7 @@ class TestLingering:
     def test_memory_with_pages_behind_its_end(
         self, attacker: Attacker, rnic: SoftRnic, victim: End, pair: tuple[End, End], message: str
     ) -> None:
-        """They count neither as its size nor as what was announced, and are freed with it."""
+        """Such pages do not count as size, but freeing them takes long, so a thread closes them."""
         fd = behind_its_end(4096)
         packets = {"hello": attacker.hello(victim), "register": register(1)}
         sock = attacker.dial(victim) if message == "hello" else attacker.connect(victim)
@@ -244,7 +244,7 @@ class TestLingering:
 
 
 def behind_its_end(size: int) -> int:
-    """A memfd sealed as a region is, with 64 MiB of pages behind its end."""
+    """Make a memfd that is sealed like a region, with many pages behind its end."""
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -255,7 +255,7 @@ def behind_its_end(size: int) -> int:
 
 
 class TestLack:
-    """An operation that lacks resources fails or waits, and no other does."""
+    """An operation that lacks resources fails or waits; other operations are not affected."""
 
     @pytest.mark.pure
     @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ class TestLack:
                 pair[0].pd.register(memory)
         assert caught.value.errno == number
         assert len(cast(Any, pair[0].pd).regions) == 1
-        region = pair[0].pd.register(memory)  # and later it can be
+        region = pair[0].pd.register(memory)  # now the peer can be notified
         pair[1].qp.post_write(5, memoryview(b"x"), None, region.address, region.rkey, signaled=True)
         until(lambda: (5, 0) in pair[1].sent, *pair)
         region.close()
@@ -329,7 +329,7 @@ class TestLack:
     def test_spare_descriptors_receive_a_region_into_a_full_table(
         self, attacker: Attacker, victim: End
     ) -> None:
-        """Spare descriptors let a region in that needs none when it is mapped."""
+        """A region needs a descriptor only until it is mapped, so a few spare ones are enough."""
         sock = attacker.connect(victim)
         memory = Memory(4096)
         socket.send_fds(sock, [register(1)], [memory.fd])
@@ -347,7 +347,7 @@ class TestLack:
     def test_a_region_waits_if_no_spare_descriptor_is_left(
         self, attacker: Attacker, victim: End, pair: tuple[End, End]
     ) -> None:
-        """Then the region waits, and is not used; what is behind it waits, too."""
+        """The region and all later announcements wait; messages do not."""
         sock = attacker.connect(victim)
         memory = Memory(4096)
         intake = cast(SoftRnic, victim.rnic).intake
@@ -416,7 +416,7 @@ class TestLack:
     def test_a_first_contact_that_cannot_be_accepted_now(
         self, attacker: Attacker, victim: End, pair: tuple[End, End]
     ) -> None:
-        """The dialler waits in the backlog, and requests wait for it."""
+        """The dialler waits in the backlog, and posted requests wait for the connection."""
         with full_table():
             pass
         victim.qp.post_receive(4)

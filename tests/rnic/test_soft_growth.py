@@ -1,4 +1,4 @@
-"""Many queue pairs on one software RNIC: those that are idle cost the busy ones nothing."""
+"""Many queue pairs on one software RNIC: idle ones do not slow down busy ones."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from trio_smc.rnic.verbs import QpState
 MANY = 40
 FEW = 8
 DOORBELLS = 4 if HAS_RINGS else 0
-POLLS = 600  # enough for idle rings to doze, twice
+POLLS = 600  # more than twice the idle polls after which a ring enters interrupt mode
 
 
 @pytest.fixture(params=["thread", "trio"])
 def rnics(runtime_directory: Path, request: pytest.FixtureRequest) -> Iterator[list[SoftRnic]]:
-    """A server's and a client's, whose completions have a descriptor of their own or not."""
+    """The RNICs of a server and a client; "trio": completions have a descriptor of their own."""
     made = [SoftRnic("server"), SoftRnic("client")]
     for rnic in made:
         rnic.open(runtime_directory / "smc")
@@ -85,7 +85,7 @@ def test_idle_queue_pairs_are_not_polled(
     assert count_polled(rnics[0]) == MANY
     poll_idle(rnics[0])
     assert count_polled(rnics[0]) == 0
-    # A peer that sends something is polled from then on, asleep or awake.
+    # A queue pair whose peer sends a message is polled again.
     for server, client in pairs:
         client.qp.post_send(1, b"x")
         until(got(server, 1), server, client)
@@ -98,7 +98,7 @@ def test_idle_queue_pairs_are_not_polled(
 def test_no_message_is_lost_while_queue_pairs_become_idle(
     rnics: list[SoftRnic], pairs: list[tuple[End, End]], rng: random.Random
 ) -> None:
-    """Whatever the order of looks, sleeps and messages, all of them arrive."""
+    """All messages arrive, in any order of polls, sleeps and messages."""
     sent = dict.fromkeys(range(MANY), 0)
     for _ in range(3000):
         which = rng.randrange(MANY) if rng.random() < 0.2 else 0
@@ -134,8 +134,8 @@ def test_the_end_of_an_idle_queue_pair_is_noticed(
 def test_a_hostile_peer_delays_only_itself(
     rnics: list[SoftRnic], pairs: list[tuple[End, End]], runtime_directory: Path, *, bell: bool
 ) -> None:
-    """It rings all the time, takes the words that ask for its rings away, and rings no more."""
-    if bell:  # a peer has gone, so there is one for this peer
+    """The peer rings continuously, overwrites the word ARMED, and finally stops ringing."""
+    if bell:  # close one pair, so that a doorbell is free for this peer
         for end in pairs.pop(0):
             end.close()
     victim, bystanders = make_end(rnics[0]), pairs[: FEW + 2]
@@ -165,14 +165,14 @@ def test_a_hostile_peer_delays_only_itself(
         finally:
             over.set()
             flooder.join()
-        # All that it has rung is heard, and the others are idle, too.
+        # After all rings were read, the other queue pairs become idle, too.
         sleeper = sleep_on(rnics[0])
         while sleeper.poll(0):
             clear_readiness(rnics[0])
         poll_idle(rnics[0])
         assert isinstance(victim.qp, SoftQueuePair)
         assert victim.qp.ring.interrupt_mode
-        # Only the messages of this peer wait until it rings.
+        # Messages of this peer wait until it rings; those of others do not.
         attacker.word(ARMED, 0)
         attacker.word(HEAD, 1)
         poll_idle(rnics[0])
@@ -186,9 +186,9 @@ def test_a_hostile_peer_delays_only_itself(
 
 
 def test_a_queue_pair_keeps_few_descriptors(rnics: list[SoftRnic]) -> None:
-    """A socket for the pair, and a memfd for each region that further peers may be given.
+    """Each end has a socket, and a memfd for its region, which later peers may get.
 
-    The first few have a bell, and the write_end of the peer's.
+    The ends of the first few pairs also have a doorbell and the write end of the peer's doorbell.
     """
 
     def count() -> int:
@@ -212,7 +212,7 @@ def test_both_ends_may_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.M
     a, b = make_end(rnics[0]), make_end(rnics[1])
     with monkeypatch.context() as patch:
         for rnic in rnics:
-            patch.setattr(rnic, "poll_sockets", lambda: None)  # neither has heard of the other
+            patch.setattr(rnic, "poll_sockets", lambda: None)  # no end accepts yet
         a.qp.post_receive(5)
         b.qp.post_receive(5)
         a.qp.to_rtr(gid=b.rnic.gid, qp_num=b.qp.qp_num, psn=9, mtu=5)
@@ -234,7 +234,7 @@ def test_both_ends_may_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.M
 def test_sockets_replace_missing_doorbells(
     rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """The sockets do."""
+    """Without a doorbell, a packet on the socket wakes the peer."""
 
     def fail(*_: object) -> int:
         raise OSError(errno.EMFILE, "there is none")
@@ -261,7 +261,7 @@ def test_sockets_replace_missing_doorbells(
 
 
 def test_a_write_end_outlives_its_doorbell() -> None:
-    """A process may have no handler of SIGPIPE."""
+    """A write must not raise SIGPIPE, because a process may not handle it."""
     bell = Doorbell()
     write_end = open_doorbell_untrusted(bell.write_fd)
     bell.close_write_end()
@@ -276,7 +276,7 @@ def test_a_write_end_outlives_its_doorbell() -> None:
 
 
 def test_take_doorbell_takes_only_a_lone_doorbell() -> None:
-    """Other packets stay in the socket, because they may have descriptors."""
+    """Other packets stay in the socket, because they may carry descriptors."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         ours.setblocking(False)

@@ -1,4 +1,4 @@
-"""Broken and hostile processes: the software RNIC ends their connections and no others."""
+"""Broken and hostile peers: the software RNIC ends only their own connections."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ from trio_smc.rnic.soft.regions import MAX_MAPPED, MAX_REGIONS
 from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, RING_SIZE, SLOTS
 from trio_smc.rnic.verbs import RECEIVE_SIZE, QpState, QueuePair, WcStatus
 
-# Where the words of a ring are, written down once more on purpose.
+# Offsets in a ring; repeated here on purpose, so that the tests notice a change.
 HEAD, POSTED, ARMED, WAITING, FIRST_SLOT, KEY_PAGE = 0, 64, 128, 192, 4096, 4096 + 64 * 1024
 WORDS = (HEAD, POSTED, ARMED, WAITING)
 PSN = 3
 
 
 class Attacker:
-    """Speaks the software RNIC's protocol by hand; a context manager."""
+    """Implements the protocol of the software RNIC independently; a context manager."""
 
     def __init__(self, path: Path, *, packets: bool = False) -> None:
         self.gid = bytes.fromhex("fd534d4352000000") + secrets.token_bytes(8)
@@ -69,7 +69,7 @@ class Attacker:
         self.open: list[socket.socket] = []
         self.victim_ring: PeerMemory | None = None
         self.doorbells: list[int] = []
-        """The write ends of the doorbells of its victims."""
+        """Write ends of the doorbells of its victims."""
 
     def __enter__(self) -> Self:
         return self
@@ -108,9 +108,13 @@ class Attacker:
         return sock
 
     def connect(self, victim: End, *more: int) -> socket.socket:
-        """Get the victim's ring, and have it accept ours; returns the socket to speak on.
+        """Exchange Hellos and rings with the victim.
 
-        ``more``: descriptors that our Hello brings beside the ring.
+        Args:
+          more: descriptors that our Hello carries beside the ring.
+
+        Returns:
+          The socket for our messages.
         """
         victim.qp.post_receive(RECEIVES)
         victim.qp.to_rtr(gid=self.gid, qp_num=self.qp_num, psn=PSN, mtu=5)
@@ -147,7 +151,7 @@ def rnic(runtime_directory: Path) -> Iterator[SoftRnic]:
 
 @pytest.fixture
 def victim(rnic: SoftRnic) -> Iterator[End]:
-    """A queue pair in INIT; another pair on the same RNIC must work to the end."""
+    """A queue pair in INIT. Another pair on the same RNIC must still work after the test."""
     bystanders = make_end(rnic), make_end(rnic)
     connect(*bystanders)
     end = make_end(rnic)
@@ -170,7 +174,7 @@ def state(qp: QueuePair) -> QpState:
 
 
 def ended(sock: socket.socket) -> bool:
-    """True if the other side has closed it."""
+    """True if the other side has closed the socket."""
     packet = receive(sock)
     return packet is not None and packet[0] == b""
 
@@ -225,7 +229,7 @@ class TestHello:
     def test_a_ring_is_no_doorbell_and_a_doorbell_no_ring(
         self, attacker: Attacker, victim: End, bad: str
     ) -> None:
-        """Neither a memfd for a bell nor a bell for a ring; all that came is closed again."""
+        """The RNIC refuses a memfd as a doorbell and a pipe as a ring, and closes both."""
         bell = Doorbell()
         mixed = {
             "bell": [attacker.ring.fd, attacker.ring.fd],
@@ -240,7 +244,7 @@ class TestHello:
         for each in attacker.open:
             each.close()
         close_all(attacker.doorbells)
-        # The victim's ring needs none since its own Hello.
+        # Since its Hello, the victim's ring has no descriptor any more.
         assert len(os.listdir("/proc/self/fd")) == before - 1
         bell.close()
 
@@ -354,7 +358,7 @@ class TestHello:
     def test_a_flood_of_connections_is_accepted_in_turns(
         self, attacker: Attacker, victim: End, rnic: SoftRnic
     ) -> None:
-        """However many dial: a look lets some in, and the next look comes by itself."""
+        """Each call of `service` accepts some connections, and the RNIC requests another call."""
         sleeper = select.epoll()
         sleeper.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
         socks = [attacker.dial(victim) for _ in range(500)]
@@ -366,7 +370,7 @@ class TestHello:
             turns += 1
         assert 10 <= turns <= 20
         sleeper.close()
-        assert sum(ended(sock) for sock in socks) == 500 - 63, "the last took a place, too"
+        assert sum(ended(sock) for sock in socks) == 500 - 63, "the attacker's own counts, too"
         victim.qp.post_send(1, b"x")
         until(lambda: victim.sent == [(1, 0)], victim)
 
@@ -428,7 +432,7 @@ class TestAnnouncements:
     def test_missing_progress_words_end_the_queue_pair(
         self, attacker: Attacker, victim: End, announced: bool
     ) -> None:
-        """A memfd must have exactly the pages that were announced."""
+        """The memfd must have exactly the announced pages."""
         sock = attacker.connect(victim)
         memory = Memory(4096, progress=not announced)
         bad = Register(rkey=9, slot=0, address=4096, length=4096, progress=announced)
@@ -442,7 +446,7 @@ class TestAnnouncements:
     def test_more_regions_than_a_peer_may_have(
         self, attacker: Attacker, victim: End, count: int, length: int
     ) -> None:
-        """They cost this process address space, and no descriptors."""
+        """Mapped regions cost address space, which is bounded, and no descriptors."""
         sock = attacker.connect(victim)
         memory = Memory(length)
         before = len(os.listdir("/proc/self/fd"))
@@ -467,7 +471,7 @@ class TestAnnouncements:
     def test_a_region_closed_before_it_is_announced(
         self, attacker: Attacker, victim: End, tmp_path: Path
     ) -> None:
-        """A peer that reads late gets what was announced, not what has its number by then."""
+        """A peer that reads late gets the announced memory, not another file with its number."""
         attacker.connect(victim)
         accepted = attacker.open[0]
         for _ in range(500):
@@ -564,7 +568,7 @@ class TestAnnouncements:
     def test_the_key_page_lists_exactly_the_registered_regions(
         self, attacker: Attacker, victim: End
     ) -> None:
-        """A slot without a region is 0, which is never an RKey."""
+        """A slot without a region contains 0, which is never an RKey."""
         attacker.connect(victim)
         assert attacker.victim_ring is not None
         keys = attacker.victim_ring.view[KEY_PAGE:].cast("Q")
@@ -652,10 +656,10 @@ class TestRing:
         assert victim.sent[-1] == (3, WcStatus.GENERAL_ERR)
 
     def test_a_full_doorbell_does_not_delay_sends(self, attacker: Attacker, victim: End) -> None:
-        """It has each message ring, and takes none of the rings."""
+        """The attacker requests a ring for each message, and reads none of them."""
         attacker.connect(victim)
         accepted = attacker.open[0]
-        accepted.setblocking(True)  # of its own end only
+        accepted.setblocking(True)  # affects only the end of the attacker
         start = time.monotonic()
         for number in range(1, 1001):
             attacker.put(attacker.ring.view, ARMED, 1)
@@ -668,13 +672,13 @@ class TestRing:
         while (packet := receive(accepted)) is not None:
             rung += packet[0] == DOORBELL
             close_all(packet[1])
-        assert 100 < rung < 1000, "it was never full"
+        assert 100 < rung < 1000, "the doorbell was never full"
 
     @pytest.mark.parametrize("how", ["full", "waits", "gone"])
     def test_a_bad_doorbell_does_not_delay_sends(
         self, attacker: Attacker, victim: End, how: str
     ) -> None:
-        """It has each message ring, and its bell takes no ring, or has no listener."""
+        """The attacker requests a ring for each message on a doorbell that is full or closed."""
         bell = Doorbell()
         attacker.connect(victim, bell.write_fd)
         if how == "full":
@@ -682,7 +686,7 @@ class TestRing:
                 while True:
                     os.write(bell.write_fd, bytes(4096))
         if how == "waits":
-            os.set_blocking(bell.write_fd, True)  # the victim has opened the pipe again
+            os.set_blocking(bell.write_fd, True)  # the victim has an open file of its own
             os.set_blocking(bell.fd, True)
         if how == "gone":
             bell.close()
@@ -702,7 +706,7 @@ class TestRing:
             bell.close()
 
     def test_an_endless_doorbell_is_read_in_turns(self, attacker: Attacker, victim: End) -> None:
-        """All of it is taken, a little at a time."""
+        """The RNIC reads the doorbell in small parts until it is empty."""
         use_completion_fd(victim.rnic)
         attacker.connect(victim)
         [write_end] = attacker.doorbells
@@ -721,7 +725,7 @@ class TestRing:
     def test_random_words_affect_only_their_queue_pair(
         self, attacker: Attacker, rnic: SoftRnic, rng: random.Random
     ) -> None:
-        """Any words at any time: completions that are well formed, or the end of that one."""
+        """Random words cause valid completions, or the end of the queue pair that reads them."""
         ends = 0
         for _ in range(150):
             end = make_end(rnic)
@@ -758,7 +762,7 @@ class TestMapping:
         os.close(fd)
 
     def test_huge_pages(self) -> None:
-        """They can run out, and the access would then be a SIGBUS."""
+        """Huge pages can run out, and an access would then raise SIGBUS."""
         try:
             fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
         except OSError as problem:
@@ -801,7 +805,7 @@ class TestMapping:
             reached = memory.wipe(at, end, 50_000)
             assert at < reached <= min(end, at + 50_000)
             at = reached
-        # A look at what is not there makes pages, too: so this comes first.
+        # Reading a hole allocates pages, so count them before.
         kept = os.fstat(memory.fd).st_blocks * 512
         whole = (end // 4096 - -(-start // 4096)) * 4096
         steps = (end - start) // 50_000

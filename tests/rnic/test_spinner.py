@@ -1,4 +1,4 @@
-"""Busy-waiting for a peer, and when it is given up."""
+"""Busy-waiting for a peer, and the conditions under which it stops."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_completions_end_the_spin_if_they_wake_a_task(woken: str) -> None:
 
 @pytest.mark.parametrize("soon", [False, True])
 async def test_an_answer_that_is_due_does_not_wait_for_other_connections(soon: bool) -> None:
-    """A drain may end other connections; it comes first only if the peer has work to do."""
+    """If the answer is expected soon, the spin polls for it before it drains other connections."""
     order: list[str] = []
 
     def drain() -> bool:
@@ -103,7 +103,7 @@ async def test_failures_make_spins_rare() -> None:
     assert 5 <= tries <= 8
     while not spinner.until(lambda: True):
         pass
-    assert spinner.until(lambda: True), "a success brings it back"
+    assert spinner.until(lambda: True), "spins are frequent again after a success"
 
 
 def test_a_spin_is_as_long_as_waits_that_are_a_little_longer_than_it() -> None:
@@ -136,7 +136,7 @@ def test_one_long_wait_makes_a_spin_short_again() -> None:
 
 
 def test_pauses_of_the_peer_discourage_spins_soon() -> None:
-    """Two pauses are enough and one is not; otherwise it takes eight failures."""
+    """Two failed spins before pauses are enough; without pauses it takes eight failures."""
     spin = AdaptiveSpin(50e-6, max_failures=8, retry_every=64)
     for _ in range(2):
         assert spin.should_spin()
@@ -190,7 +190,7 @@ def test_skipped_spins_discourage_too() -> None:
 def test_the_processor_is_yielded_to_a_peer_that_takes_a_short_turn(
     turn: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If no process ran: after 64 times only each 65th time; if one ran for long: at once."""
+    """Yields become rare after 64 that no process used, or at once after a long turn of another."""
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     now, yields = 0, 0
 
@@ -285,7 +285,7 @@ async def test_failing_accept_spins_become_rare_and_come_back() -> None:
     arrived = True
     while not await tried():
         pass
-    assert await tried(), "a success brings it back"
+    assert await tried(), "spins are frequent again after a success"
 
 
 async def test_one_task_at_a_time_makes_an_accept_spin() -> None:

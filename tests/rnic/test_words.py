@@ -1,4 +1,4 @@
-"""The variants of shared words, and the machine code of the native one."""
+"""The variants of shared words, and the machine code of the native variant."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_released_words_refuse_each_access() -> None:
     memory = bytearray(16)
     some = make_words(memory)
     with pytest.raises(BufferError):
-        memory.append(0)  # the words hold the memory
+        memory.append(0)  # the words export the buffer
     some.release()
     some.release()
     for access in (lambda: some[0], lambda: some.__setitem__(0, 1)):
@@ -135,7 +135,7 @@ def test_a_variant_that_does_not_work_is_refused(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("variant", ["x86-64", VARIANT])
 def test_threads_do_not_share_fences(variant: str) -> None:
-    """Each thread may have a stack of its own."""
+    """Threads with a stack each do not disturb one another."""
     assert run(THREADS, **{VARIABLE: variant}) == "[]"
 
 
@@ -168,7 +168,7 @@ def test_the_source_is_short() -> None:
 
 
 def machine_code(tmp_path: Path, *flags: str) -> dict[str, set[str]]:
-    """The instructions of each function, compiled for ARM64."""
+    """Compile the native module for ARM64. Returns the instructions of each function."""
     if not shutil.which(f"{CROSS}gcc"):
         pytest.skip("needs Debian's gcc-aarch64-linux-gnu")
     object_file = tmp_path / "words.o"
@@ -187,7 +187,7 @@ def machine_code(tmp_path: Path, *flags: str) -> dict[str, set[str]]:
 
 
 def test_instructions_of_arm64(tmp_path: Path) -> None:
-    """ARMv8.0: exclusive loads and stores."""
+    """ARMv8.0 has exclusive loads and stores."""
     code = machine_code(tmp_path, "-march=armv8-a", "-mno-outline-atomics")
     assert "ldar" in code["load_acquire"]
     assert "stlr" in code["store_release"]
@@ -196,6 +196,6 @@ def test_instructions_of_arm64(tmp_path: Path) -> None:
 
 
 def test_instructions_of_arm64_with_atomics(tmp_path: Path) -> None:
-    """ARMv8.1: one instruction exchanges."""
+    """ARMv8.1 exchanges by a single instruction."""
     code = machine_code(tmp_path, "-march=armv8.1-a")
     assert "swpal" in code["exchange"]
