@@ -32,6 +32,7 @@ from tests.rnic.contract import (
     use_completion_fd,
 )
 from tests.rnic.packets import receive
+from tests.timing import PATIENCE
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
 from trio_smc.rnic.soft.device import SoftRnic
@@ -365,7 +366,7 @@ class TestHello:
         attacker.connect(victim)
         turns = 0
         while rnic.accepting_later or not turns:
-            assert sleeper.poll(5), "the sockets would not be polled again"
+            assert sleeper.poll(PATIENCE), "the sockets would not be polled again"
             rnic.service()
             turns += 1
         assert 10 <= turns <= 20
@@ -513,7 +514,7 @@ class TestAnnouncements:
         turns = 0
         unread = struct.Struct("i")
         while unread.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]:
-            assert sleeper.poll(5), "the sockets would not be polled again"
+            assert sleeper.poll(PATIENCE), "the sockets would not be polled again"
             victim.rnic.service()
             turns += 1
         assert turns >= announced // 64 - 2
