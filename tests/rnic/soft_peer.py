@@ -2,7 +2,7 @@
 
 ``python -m tests.rnic.soft_peer MODE DIRECTORY [SEED]`` opens an RNIC and a queue pair, prints its
 GID, queue pair number, RKey and address as JSON, reads the same of its peer, connects, prints
-"ready", reads a line and then does what MODE says; it ends when its standard input ends.
+"ready", reads a line and then acts as MODE says; it ends when its standard input ends.
 
 echo: sends every message back, and sleeps while there is none.
 burst: writes and sends 50 messages, prints "sent", and does nothing more.

@@ -290,7 +290,7 @@ class TestLinks:
             until(lambda: bool(b.sent), a, b)  # noqa: B023
             a.qp.close()
             b.qp.close()
-            until(lambda: count_sockets() <= before + 4, a, b)  # noqa: B023
+            until(lambda: count_sockets() <= before + 4, a, b)
 
     def test_a_silent_link_notifies_neither_side(self, faulty: Faulty) -> None:
         """Neither side is notified, and no lost message is reported as sent."""

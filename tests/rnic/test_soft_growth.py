@@ -130,18 +130,18 @@ def test_the_end_of_an_idle_queue_pair_is_noticed(
 
 
 @needs_rings
-@pytest.mark.parametrize("bell", [False, True])
+@pytest.mark.parametrize("doorbell", [False, True])
 def test_a_hostile_peer_delays_only_itself(
-    rnics: list[SoftRnic], pairs: list[tuple[End, End]], runtime_directory: Path, *, bell: bool
+    rnics: list[SoftRnic], pairs: list[tuple[End, End]], runtime_directory: Path, *, doorbell: bool
 ) -> None:
     """The peer rings continuously, overwrites the word ARMED, and finally stops ringing."""
-    if bell:  # close one pair, so that a doorbell is free for this peer
+    if doorbell:  # close one pair, so that a doorbell is free for this peer
         for end in pairs.pop(0):
             end.close()
     victim, bystanders = make_end(rnics[0]), pairs[: FEW + 2]
     with Attacker(runtime_directory / "smc") as attacker:
         sock = attacker.connect(victim)
-        assert len(attacker.doorbells) == bell
+        assert len(attacker.doorbells) == doorbell
         over = threading.Event()
 
         def flood() -> None:
@@ -262,15 +262,15 @@ def test_sockets_replace_missing_doorbells(
 
 def test_a_write_end_outlives_its_doorbell() -> None:
     """A write must not raise SIGPIPE, because a process may not handle it."""
-    bell = Doorbell()
-    write_end = open_doorbell_untrusted(bell.write_fd)
-    bell.close_write_end()
+    doorbell = Doorbell()
+    write_end = open_doorbell_untrusted(doorbell.write_fd)
+    doorbell.close_write_end()
     with pytest.raises(BlockingIOError):
-        os.read(bell.fd, DOORBELL_READ_SIZE)
+        os.read(doorbell.fd, DOORBELL_READ_SIZE)
     os.write(write_end, DOORBELL)
     os.write(write_end, DOORBELL)
-    assert os.read(bell.fd, DOORBELL_READ_SIZE) == 2 * DOORBELL
-    bell.close()
+    assert os.read(doorbell.fd, DOORBELL_READ_SIZE) == 2 * DOORBELL
+    doorbell.close()
     assert os.write(write_end, DOORBELL) == 1
     os.close(write_end)
 

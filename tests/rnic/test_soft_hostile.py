@@ -226,15 +226,15 @@ class TestHello:
         assert ended(sock)
 
     @needs_rings
-    @pytest.mark.parametrize("bad", ["bell", "ring"])
+    @pytest.mark.parametrize("bad", ["doorbell", "ring"])
     def test_a_ring_is_no_doorbell_and_a_doorbell_no_ring(
         self, attacker: Attacker, victim: End, bad: str
     ) -> None:
         """The RNIC refuses a memfd as a doorbell and a pipe as a ring, and closes both."""
-        bell = Doorbell()
+        doorbell = Doorbell()
         mixed = {
-            "bell": [attacker.ring.fd, attacker.ring.fd],
-            "ring": [bell.write_fd, bell.write_fd],
+            "doorbell": [attacker.ring.fd, attacker.ring.fd],
+            "ring": [doorbell.write_fd, doorbell.write_fd],
         }
         before = len(os.listdir("/proc/self/fd"))
         attacker.fds = lambda: mixed[bad]  # type: ignore[method-assign]
@@ -247,7 +247,7 @@ class TestHello:
         close_all(attacker.doorbells)
         # Since its Hello, the victim's ring has no descriptor any more.
         assert len(os.listdir("/proc/self/fd")) == before - 1
-        bell.close()
+        doorbell.close()
 
     def test_a_hello_to_a_missing_queue_pair_is_refused(
         self, attacker: Attacker, victim: End
@@ -521,18 +521,18 @@ class TestAnnouncements:
         sleeper.close()
         assert state(victim.qp) is QpState.RTS
 
-    @pytest.mark.parametrize("what", ["unsealed", "hello", "garbage", "revoke with descriptor"])
+    @pytest.mark.parametrize("kind", ["unsealed", "hello", "garbage", "revoke with descriptor"])
     def test_impossible_messages_end_the_queue_pair(
-        self, attacker: Attacker, victim: End, what: str
+        self, attacker: Attacker, victim: End, kind: str
     ) -> None:
         sock = attacker.connect(victim)
         fd = unsealed(4096)
-        if what == "unsealed":
+        if kind == "unsealed":
             data = Register(rkey=1, slot=1, address=4096, length=4096).encode()
             socket.send_fds(sock, [data], [fd])
-        elif what == "hello":
+        elif kind == "hello":
             socket.send_fds(sock, [attacker.hello(victim)], attacker.fds())
-        elif what == "garbage":
+        elif kind == "garbage":
             socket.send_fds(sock, [b"garbage"], [fd] * 200)
         else:
             socket.send_fds(sock, [Revoke(rkey=1).encode()], [fd])
@@ -680,17 +680,17 @@ class TestRing:
         self, attacker: Attacker, victim: End, how: str
     ) -> None:
         """The attacker requests a ring for each message on a doorbell that is full or closed."""
-        bell = Doorbell()
-        attacker.connect(victim, bell.write_fd)
+        doorbell = Doorbell()
+        attacker.connect(victim, doorbell.write_fd)
         if how == "full":
             with contextlib.suppress(BlockingIOError):
                 while True:
-                    os.write(bell.write_fd, bytes(4096))
+                    os.write(doorbell.write_fd, bytes(4096))
         if how == "waits":
-            os.set_blocking(bell.write_fd, True)  # the victim has an open file of its own
-            os.set_blocking(bell.fd, True)
+            os.set_blocking(doorbell.write_fd, True)  # the victim has an open file of its own
+            os.set_blocking(doorbell.fd, True)
         if how == "gone":
-            bell.close()
+            doorbell.close()
         handler = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         try:
             start = time.monotonic()
@@ -704,7 +704,7 @@ class TestRing:
         until(lambda: len(victim.sent) >= 100, victim)
         assert {status for _, status in victim.sent} == {0}
         if how != "gone":
-            bell.close()
+            doorbell.close()
 
     def test_an_endless_doorbell_is_read_in_turns(self, attacker: Attacker, victim: End) -> None:
         """The RNIC reads the doorbell in small parts until it is empty."""
