@@ -71,7 +71,7 @@ async def pair(
 
 
 @pytest.mark.parametrize("refused", [RING_SIZE, 1 << 20])
-async def test_a_first_contact_is_tcp(limit: Limit, refused: int) -> None:
+async def test_a_first_contact_without_memory_uses_tcp(limit: Limit, refused: int) -> None:
     async with trio_smc.open_stack(CONFIG) as stack:
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
         port = listener.socket.getsockname()[1]
@@ -90,7 +90,7 @@ async def test_a_first_contact_is_tcp(limit: Limit, refused: int) -> None:
         await listener.aclose()
 
 
-async def test_a_further_connection_is_tcp_and_the_others_continue(limit: Limit) -> None:
+async def test_a_later_connection_without_memory_uses_tcp(limit: Limit) -> None:
     async with trio_smc.open_stack(CONFIG):
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
         port = listener.socket.getsockname()[1]

@@ -32,7 +32,7 @@ def is_reset(peer: trio.socket.SocketType) -> bool:
 
 @pytest.mark.rfc("4.8.2/3")
 @pytest.mark.parametrize("kind", ["software", "roce"])
-async def test_tcps_reset_does_not_overtake_data_of_a_roce_port(kind: str) -> None:
+async def test_a_tcp_reset_does_not_overtake_data_of_a_roce_port(kind: str) -> None:
     """On RoCE the writes and A are in flight when they are posted, and RST takes another way."""
     timer = SimpleNamespace(cancel=no_op)
     stack: Any = SimpleNamespace(

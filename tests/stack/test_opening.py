@@ -81,25 +81,25 @@ def causes(error: BaseException | None) -> list[BaseException]:
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "injected"), RuntimeError("injected")])
 @pytest.mark.parametrize("step", STEPS)
-async def test_an_explicit_stack(
+async def test_an_explicit_stack_raises_or_falls_back(
     step: str, error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRIO_SMC_RUN", str(tmp_path / "missing"))
     config = Config(log_events=True, capture=tmp_path / "capture.pcapng")
     fail(monkeypatch, step, error)
-    met: Exception | None = None
+    raised: Exception | None = None
     opened: Stack | None = None
     with trio.fail_after(QUICK):
         try:
             async with trio_smc.open_stack(config) as opened:
                 await trio.testing.wait_all_tasks_blocked()
         except Exception as caught:
-            met = caught
+            raised = caught
     if step in FALLS_BACK and isinstance(error, OSError):
-        assert met is None
+        assert raised is None
         assert opened is not None
     else:
-        assert error in causes(met)
+        assert error in causes(raised)
     with trio.fail_after(QUICK):
         monkeypatch.undo()
         async with trio_smc.open_stack(config):
@@ -108,7 +108,7 @@ async def test_an_explicit_stack(
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "injected"), RuntimeError("injected")])
 @pytest.mark.parametrize("step", sorted(STEPS.keys() - {"capture", "observer"}))
-async def test_the_default_stack(
+async def test_the_default_stack_raises_or_falls_back(
     step: str, error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRIO_SMC_RUN", str(tmp_path / "missing"))
@@ -118,15 +118,15 @@ async def test_the_default_stack(
     async with listener:
         for _ in range(2):
             with trio.fail_after(QUICK):
-                met: Exception | None = None
+                raised: Exception | None = None
                 try:
                     stream = await trio_smc.open_stream(HOST, port)
                 except (OSError, trio.ClosedResourceError) as caught:
-                    met = caught
+                    raised = caught
                 else:
                     assert stream.mode == "tcp"
                     await stream.aclose()
-                assert met is None or error in causes(met)
+                assert raised is None or error in causes(raised)
 
 
 PROGRAM = """
@@ -152,7 +152,7 @@ trio.run(main)
 
 
 @pytest.mark.parametrize("step", ["control", "RNIC"])
-async def test_under_trio_smc_run(step: str) -> None:
+async def test_a_program_under_run_reports_the_error(step: str) -> None:
     """The program reports the error, and Ctrl-C ends it."""
     [listener] = await trio.open_tcp_listeners(0, host=HOST)
     port = str(listener.socket.getsockname()[1])

@@ -76,19 +76,21 @@ async def fallbacks(listener: SmcListener, config: Config | None = None) -> list
         ({"allow": (81, 80)}, True),
     ],
 )
-def test_lists(lists: dict[str, tuple[str | int, ...]], permitted: bool) -> None:
+def test_permits_follows_the_lists(
+    lists: dict[str, tuple[str | int, ...]], permitted: bool
+) -> None:
     assert replace(Config(), **lists).permits(PEER) is permitted  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("entry", [0, 65536, True, "nowhere", ("host",), ("host", 0), 1.5, None])
 @pytest.mark.parametrize("name", ["allow", "deny"])
-def test_bad_entries(name: str, entry: object) -> None:
+def test_bad_list_entries_are_refused(name: str, entry: object) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         Config(**{name: (entry,)})  # type: ignore[arg-type]
 
 
 @pytest.mark.rfc("5/3")
-async def test_a_client_that_is_not_permitted() -> None:
+async def test_a_client_that_is_not_permitted_uses_tcp() -> None:
     config = Config(deny=("127.0.0.0/8",))
     async with trio_smc.open_stack(), listening() as listener:
         client, server = await fallbacks(listener, config)
@@ -98,7 +100,7 @@ async def test_a_client_that_is_not_permitted() -> None:
 
 
 @pytest.mark.rfc("5/3")
-async def test_a_server_that_is_not_permitted() -> None:
+async def test_a_server_that_is_not_permitted_uses_tcp() -> None:
     config = Config(allow=("192.0.2.0/24",))
     async with trio_smc.open_stack(), listening(config) as listener:
         client, server = await fallbacks(listener)
@@ -117,7 +119,7 @@ async def test_a_server_that_is_not_permitted_declines_a_proposal() -> None:
     assert client.peer_code == server.code
 
 
-async def test_too_many_handshakes() -> None:
+async def test_handshakes_beyond_the_limit_use_tcp() -> None:
     async with trio_smc.open_stack(), listening(Config(handshake_limit=0)) as listener:
         client, server = await fallbacks(listener)
     assert server == Fallback.local(FallbackReason.HANDSHAKE_LIMIT)
@@ -137,13 +139,13 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     addresses: list[str] = []
     rnic_for = Runtime.rnic_for
 
-    def noted(
+    def recorded(
         runtime: Runtime, local: str, remote: str, *, near: bool = False
     ) -> Rnic | FallbackReason:
         addresses.append(local)
         return rnic_for(runtime, local, remote, near=near)
 
-    monkeypatch.setattr(Runtime, "rnic_for", noted)
+    monkeypatch.setattr(Runtime, "rnic_for", recorded)
     return addresses
 
 
@@ -186,7 +188,7 @@ def test_short_connections_in_a_row_are_avoided() -> None:
     assert not short.avoids(PEER), "it was long"
 
 
-def test_a_long_connection_ends_the_row() -> None:
+def test_a_long_connection_resets_the_count() -> None:
     short = ShortConnections(Clock())
     for number in range(3 * SHORT_AFTER):
         short.opened(number, PEER)
@@ -220,7 +222,7 @@ async def test_short_connections_become_tcp() -> None:
 
 
 @pytest.mark.parametrize("learned", [True, False], ids=["server-learned", "server-did-not"])
-async def test_short_connections_have_one_reason_at_both_ends(learned: bool) -> None:
+async def test_both_ends_report_short_connections(learned: bool) -> None:
     """Also if the server has seen fewer of them, like one of several workers."""
     async with trio_smc.open_stack(Config(learn_short=learned)) as server:
         [listener] = await server.open_listeners(0, host=HOST)
@@ -240,7 +242,7 @@ async def test_short_connections_have_one_reason_at_both_ends(learned: bool) -> 
                 await theirs.aclose()
 
 
-async def test_a_mark_of_short_connections_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mark_of_short_connections_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "_MARK_HOLDS", 0.0)
     async with trio_smc.open_stack() as server:
         [listener] = await server.open_listeners(0, host=HOST)
@@ -273,7 +275,7 @@ async def test_a_client_tries_again_later(monkeypatch: pytest.MonkeyPatch) -> No
     assert second == [None, None]
 
 
-async def _answer(stream: SmcStream) -> None:
+async def _echo_once(stream: SmcStream) -> None:
     await stream.send_all(await stream.receive_some() or b"nothing")
 
 
@@ -281,7 +283,7 @@ async def _answer(stream: SmcStream) -> None:
 async def _serving(config: Config, port: int = 0) -> AsyncIterator[int]:
     """A server with a stack of its own; yields its port."""
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
-        listeners = await nursery.start(partial(stack.serve, _answer, port, host=HOST))
+        listeners = await nursery.start(partial(stack.serve, _echo_once, port, host=HOST))
         yield listeners[0].socket.getsockname()[1]
         nursery.cancel_scope.cancel()
 

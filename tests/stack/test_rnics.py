@@ -108,7 +108,7 @@ async def test_a_port_that_appears_while_a_stack_is_opened(
         assert stack.names() == ["rxe0"]
 
 
-async def test_a_port_that_is_down_stays(world: World, autojump_clock: trio.abc.Clock) -> None:
+async def test_a_port_that_is_down_stays_open(world: World, autojump_clock: trio.abc.Clock) -> None:
     world.add_devices("rxe0")
     async with followed(world) as stack:
         world.active.clear()
@@ -117,7 +117,7 @@ async def test_a_port_that_is_down_stays(world: World, autojump_clock: trio.abc.
         assert stack.reported == []
 
 
-async def test_a_device_that_cannot_be_opened_yet(
+async def test_a_device_that_cannot_be_opened_is_retried(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
     """udev has not set the permissions of the node yet. Opening is retried without further
@@ -164,7 +164,9 @@ async def test_a_port_that_follows_its_interface(
         assert stack.names() == ["rxe0"]
 
 
-async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock) -> None:
+async def test_a_failed_device_is_opened_again(
+    world: World, autojump_clock: trio.abc.Clock
+) -> None:
     """Only the device reports the failure. It is opened again after the kernel's next report."""
     world.add_devices("rxe0", "rxe1")
     async with followed(world) as stack:
@@ -183,7 +185,7 @@ async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock)
         assert stack.names() == ["rxe1", "rxe0"]
 
 
-async def test_a_device_that_is_replaced_at_once(
+async def test_a_replaced_device_is_opened_at_once(
     world: World, autojump_clock: trio.abc.Clock
 ) -> None:
     """Its failure and the notification of its successor are handled together."""
@@ -254,7 +256,7 @@ async def test_companions_after_the_first_rnic_has_disappeared(
         assert stack.rnics.companions(second) == [second]
 
 
-async def test_an_rnic_of_the_list_returns(world: World, autojump_clock: trio.abc.Clock) -> None:
+async def test_a_listed_rnic_is_opened_again(world: World, autojump_clock: trio.abc.Clock) -> None:
     """It is the same object, and no RNIC outside the list is opened."""
     named = world.port("rxe0")
     world.add_devices("rxe0", "rxe1")
@@ -269,7 +271,7 @@ async def test_an_rnic_of_the_list_returns(world: World, autojump_clock: trio.ab
             assert stack.rnics.opened == [named]
 
 
-async def test_nothing_to_follow(world: World) -> None:
+async def test_follow_returns_if_no_port_can_appear(world: World) -> None:
     """With software RNICs alone there is no task and no socket."""
     with trio.fail_after(5):
         made = FollowedRnics(Config(rnics=(SoftRnic(),)))

@@ -91,7 +91,7 @@ async def test_data_on_a_registered_connection_notifies_the_watcher(
         await client.aclose()
 
 
-async def test_one_of_two_ends_before_they_are_registered(
+async def test_a_connection_may_end_before_it_is_registered(
     autojump_clock: trio.abc.Clock,
 ) -> None:
     async with _watch() as watch:

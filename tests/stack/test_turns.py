@@ -95,7 +95,7 @@ def test_a_single_timer_is_called_at_once(timers: Timers) -> None:
     assert timers.next_deadline() > 1e9
 
 
-def test_many_ends_take_turns(clock: Clock, timers: Timers) -> None:
+def test_the_ends_of_many_connections_take_turns(clock: Clock, timers: Timers) -> None:
     called: list[int] = []
 
     def end(number: int) -> None:

@@ -43,7 +43,7 @@ def let_jump() -> None:
     clock.autojump_threshold = 0.0
 
 
-async def sleep_beside(pairs: Pairs) -> None:
+async def sleep_with_idle_connection(pairs: Pairs) -> None:
     pair = a, b = await pairs.make()
     let_jump()
     await a.send_all(b"before")
@@ -55,11 +55,11 @@ async def sleep_beside(pairs: Pairs) -> None:
 
 
 @pytest.mark.parametrize("stacks", [1, 2])
-def test_a_long_sleep_beside_an_idle_connection(stacks: int) -> None:
+def test_a_long_sleep_with_an_idle_connection(stacks: int) -> None:
     async def main() -> None:
         async with open_pairs(smc_config(), stacks=stacks) as pairs:
             assert pairs.mode is trio_smc.Mode.SMC_R
-            await sleep_beside(pairs)
+            await sleep_with_idle_connection(pairs)
 
     stops = run(main)
     assert stops[-1] == pytest.approx(YEAR, rel=0.001)
@@ -131,7 +131,7 @@ def test_timers_run_in_real_time_on_a_clock_that_stands_still() -> None:
     trio.run(main, clock=trio.testing.MockClock())
 
 
-async def test_both_clocks_show_the_same_time_usually() -> None:
+async def test_timers_and_trio_have_the_same_time() -> None:
     async with trio_smc.open_stack() as stack:
         for _ in range(100):
             assert abs(stack.runtime.timers.now() - trio.current_time()) < 0.05
