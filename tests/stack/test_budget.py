@@ -1,4 +1,4 @@
-"""The budget of amortised checkpoints, without streams and without a real clock."""
+"""`Budget` of amortised checkpoints, without streams and with a simulated clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class World:
         self.now = 0
         self.deadline = NO_DEADLINE
         self.requests = 0
-        self.request_ns = 0  # the time that a request for the deadline takes
+        self.request_ns = 0  # duration of a request for the next deadline
         self.pump: Any = SimpleNamespace(passes=1, machine=SimpleNamespace(state=state))
         self.budget = Budget(cast(Any, self.pump))
         monkeypatch.setattr(module, "_now", lambda: self.now)
@@ -40,7 +40,7 @@ class World:
         return SimpleNamespace(seconds_to_next_deadline=seconds)
 
     def run_pass(self) -> int:
-        """Nanoseconds until a call yields."""
+        """Run calls until one yields. Returns the duration in nanoseconds."""
         start = self.now
         while not self.budget.is_exceeded():
             self.now += CALL_NS
@@ -51,7 +51,7 @@ class World:
         """Let other tasks run."""
         self._task.custom_sleep_data = None
         if self.pump.machine.state == "BUSY":
-            self.pump.passes += 1  # the hooks count passes
+            self.pump.passes += 1  # the hook of the pump counts passes
 
 
 @pytest.fixture(params=["BUSY", "SOLO"])
@@ -70,7 +70,7 @@ def test_a_deadline_ends_a_pass(world: World, due: int) -> None:
     world.run_pass()
     world.deadline = world.now + due
     assert due <= world.run_pass() <= due + CALL_NS
-    # Tasks run in random order, so the task of the deadline may come after this one.
+    # Trio runs tasks in random order, so the task with the deadline may not have run yet.
     assert world.run_pass() == 0
     world.deadline = NO_DEADLINE
     assert MAX_PASS_NS <= world.run_pass() <= MAX_PASS_NS + CALL_NS
@@ -87,7 +87,7 @@ def test_short_passes_do_not_request_the_deadline(world: World) -> None:
 
 @pytest.mark.parametrize("request_ns", [1_000, 5_000, 100_000])
 def test_requests_for_the_deadline_take_little_time(world: World, request_ns: int) -> None:
-    """Their duration grows with the number of sockets that the run waits for."""
+    """Requests take at most 5 % of the time; their duration grows with the number of sockets."""
     world.request_ns = request_ns
     start, passes = world.now, 0
     while world.now - start < 50_000_000:

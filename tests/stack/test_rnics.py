@@ -17,6 +17,7 @@ import trio.testing
 
 import trio_smc
 from tests.rnic.port_world import HOST, FakePort, World
+from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason
 from trio_smc.host import pnet
 from trio_smc.rnic.pump import Pump
@@ -37,7 +38,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 class FollowedRnics:
-    """The RNICs of a stack that follows changes, and the notifications of link groups."""
+    """The RNICs of a stack that follows hotplug changes, and its reports to link groups."""
 
     def __init__(self, config: Config) -> None:
         self.reported: list[tuple[str, RnicChange]] = []
@@ -62,7 +63,7 @@ async def followed(world: World, *named: Rnic) -> AsyncIterator[FollowedRnics]:
         yield made
         nursery.cancel_scope.cancel()
     made.rnics.close()
-    assert world.opened == [], "all were closed"
+    assert world.opened == [], "a port was not closed"
 
 
 async def announce(world: World) -> None:
@@ -80,14 +81,16 @@ async def test_a_port_appears_and_disappears(world: World, autojump_clock: trio.
         served = stack.rnics.serving(*ADDRESSES)
         assert isinstance(served, Rnic)
         assert served.name == "rxe0#1"
-        await announce(world)  # of another change
+        await announce(world)  # a change that does not concern these ports
         assert len(world.opened) == 3
         stack.reported.clear()
         world.remove_devices("rxe0")
         await announce(world)
         assert stack.names() == ["rxe1"]
         assert stack.reported == [("rxe0", LOST), ("rxe0#1", LOST)]
-        assert [each.name for each in world.opened] == ["rxe1"], "the kernel waits for this"
+        assert [each.name for each in world.opened] == ["rxe1"], (
+            "the kernel waits until a removed device is closed"
+        )
         assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
         world.add_devices("rxe0")
         await announce(world)
@@ -120,8 +123,9 @@ async def test_a_port_that_is_down_stays_open(world: World, autojump_clock: trio
 async def test_a_device_that_cannot_be_opened_is_retried(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
-    """udev has not set the permissions of the node yet. Opening is retried without further
-    notifications, but not for ever."""
+    """Opening fails until udev has set the permissions of the node. It is retried without further
+    notifications, a limited number of times.
+    """
     tried: list[float] = []
     ready = 1.0
 
@@ -155,7 +159,7 @@ async def test_a_device_that_cannot_be_opened_is_retried(
 async def test_a_port_that_follows_its_interface(
     delay: float, world: World, autojump_clock: trio.abc.Clock
 ) -> None:
-    """The notification may come before the port is active, on a busy host by seconds."""
+    """A notification may come some seconds before the port is active."""
     async with followed(world) as stack:
         await announce(world)
         await trio.sleep(delay)
@@ -167,7 +171,7 @@ async def test_a_port_that_follows_its_interface(
 async def test_a_failed_device_is_opened_again(
     world: World, autojump_clock: trio.abc.Clock
 ) -> None:
-    """Only the device reports the failure. It is opened again after the kernel's next report."""
+    """The device reports its own failure, and is opened again at the kernel's next notification."""
     world.add_devices("rxe0", "rxe1")
     async with followed(world) as stack:
         [port, _] = world.opened
@@ -175,7 +179,7 @@ async def test_a_failed_device_is_opened_again(
         assert port.on_event is not None
         port.on_event(RnicEvent.FATAL)
         assert stack.reported == [("rxe0", LOST)]
-        assert port in world.opened, "not in a call from the device"
+        assert port in world.opened, "a callback of the device must not close it"
         await trio.testing.wait_all_tasks_blocked()
         assert stack.names() == ["rxe1"]
         assert port not in world.opened
@@ -188,7 +192,7 @@ async def test_a_failed_device_is_opened_again(
 async def test_a_replaced_device_is_opened_at_once(
     world: World, autojump_clock: trio.abc.Clock
 ) -> None:
-    """Its failure and the notification of its successor are handled together."""
+    """The failure of a device and the notification of its successor are handled together."""
     world.add_devices("rxe0")
     async with followed(world) as stack:
         [port] = world.opened
@@ -205,7 +209,7 @@ async def test_a_replaced_device_is_opened_at_once(
 async def test_a_kernel_without_notifications(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
-    """A failed device is closed without notifications."""
+    """A failed device is closed although the kernel sends no notifications."""
 
     def refuse() -> AbstractContextManager[World]:
         raise PermissionError(errno.EPERM, "no netlink")
@@ -224,7 +228,7 @@ async def test_a_kernel_without_notifications(
 async def test_a_device_that_cannot_be_closed(
     world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other RNICs are not affected."""
+    """An error at closing a device does not affect other RNICs."""
 
     def refuse(port: FakePort) -> None:
         close(port)
@@ -257,7 +261,7 @@ async def test_companions_after_the_first_rnic_has_disappeared(
 
 
 async def test_a_listed_rnic_is_opened_again(world: World, autojump_clock: trio.abc.Clock) -> None:
-    """It is the same object, and no RNIC outside the list is opened."""
+    """The same RNIC object is opened again, and no RNIC outside the list."""
     named = world.port("rxe0")
     world.add_devices("rxe0", "rxe1")
     async with followed(world, named) as stack:
@@ -272,8 +276,8 @@ async def test_a_listed_rnic_is_opened_again(world: World, autojump_clock: trio.
 
 
 async def test_follow_returns_if_no_port_can_appear(world: World) -> None:
-    """With software RNICs alone there is no task and no socket."""
-    with trio.fail_after(5):
+    """With software RNICs alone, `follow` needs no task and no socket."""
+    with trio.fail_after(PATIENCE):
         made = FollowedRnics(Config(rnics=(SoftRnic(),)))
         await made.rnics.follow()
 
@@ -297,7 +301,7 @@ async def test_listeners_offer_the_option_once_there_is_a_port(
 
 async def announce_and_wait(world: World, condition: Callable[[], bool]) -> None:
     world.change.set()
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         while not condition():
             await trio.lowlevel.checkpoint()
 
@@ -321,7 +325,7 @@ sys.stdin.read()
 def test_two_processes_on_one_port_have_different_peer_ids(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both processes draw the same number."""
+    """Both processes draw the same random number, and the second one draws again."""
     mac = b"\x02" + secrets.token_bytes(5)  # not used by another run
     draws = iter((b"\x11\x11", b"\x11\x11", b"\x22\x22"))
     monkeypatch.setattr(secrets, "token_bytes", lambda count: next(draws))

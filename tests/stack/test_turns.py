@@ -1,4 +1,4 @@
-"""Work that is due together is done in turns, in order and completely."""
+"""Timers that are due together run in bounded turns, in order and completely."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trio_smc._base.timers import Timers
 
 COUNT = 200
 EACH = 0.0002
-"""Seconds that a callback takes."""
+"""Processor time of a callback in seconds."""
 LONGEST = 0.003
 
 
@@ -101,7 +101,7 @@ def test_the_ends_of_many_connections_take_turns(clock: Clock, timers: Timers) -
     def end(number: int) -> None:
         work()
         called.append(number)
-        timers.in_turn(lambda: called.append(number))  # part of it
+        timers.in_turn(lambda: called.append(number))  # the second part of this end
 
     start = time.thread_time()
     for number in range(COUNT):

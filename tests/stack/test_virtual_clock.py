@@ -1,4 +1,4 @@
-"""A stack under a virtual clock: its own waits neither slow the clock down nor are shortened."""
+"""A stack under a virtual clock: its timers run in real time and do not stop the clock's jumps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ YEAR = 365 * 24 * 3600.0
 
 
 def run(main: Callable[[], Awaitable[object]]) -> list[float]:
-    """Run with a clock that jumps after a call of `let_jump`; the times that it jumped to."""
+    """Run with a clock that jumps after a call of `let_jump`. Returns the times of its jumps."""
     clock = trio.testing.MockClock()
     stops: list[float] = []
 
@@ -67,7 +67,7 @@ def test_a_long_sleep_with_an_idle_connection(stacks: int) -> None:
 
 
 def test_a_long_sleep_of_an_unmodified_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `trio-smc run`: with a control socket, listeners and a report each second."""
+    """As under `trio-smc run`: a control socket, listeners and a report each second."""
     monkeypatch.setenv("TRIO_SMC_RUN", "/nowhere")
     for module in (server, publication):
         monkeypatch.setattr(module, "_NAME_INTERVAL", 1.0)
@@ -92,7 +92,7 @@ def test_a_long_sleep_of_an_unmodified_program(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_data_arrives_although_the_clock_has_jumped() -> None:
-    """A close, and a stack that is left, wait for the peer in real time."""
+    """Closing a stream, and leaving a stack, waits for the peer in real time."""
     data = bytes(5_000_000)
     got = bytearray()
 
@@ -116,7 +116,7 @@ def test_data_arrives_although_the_clock_has_jumped() -> None:
 
 
 def test_timers_run_in_real_time_on_a_clock_that_stands_still() -> None:
-    """Without a jump no deadline of the Trio run comes."""
+    """Timers of the stack expire although no deadline of the Trio run does."""
 
     async def main() -> None:
         async with trio_smc.open_stack() as stack:
