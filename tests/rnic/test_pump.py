@@ -250,7 +250,7 @@ class TestDispatch:
             assert not pump.drain()
             assert to_b.completions == []
 
-    async def test_a_sink_that_raises_costs_its_own_queue_pair(
+    async def test_a_sink_that_raises_ends_only_its_queue_pair(
         self,
         rnics: tuple[SoftRnic, SoftRnic],
         ends: tuple[End, End],
@@ -471,7 +471,7 @@ class TestLoop:
             nursery.cancel_scope.cancel()
         assert state() == "STOPPED"
 
-    async def test_a_flush_that_raises_ends_the_pump_and_spares_the_others(
+    async def test_a_flush_that_raises_ends_the_pump_after_the_others(
         self, rnics: tuple[SoftRnic, SoftRnic], caplog: pytest.LogCaptureFixture
     ) -> None:
         pump = Pump(spin=0)
@@ -756,7 +756,7 @@ class TestSolo:
     """The solo reader; `tests.streams.test_solo_reader` has more."""
 
     @pytest.fixture(autouse=True)
-    def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def become_solo_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("trio_smc.rnic.solo.SOLO_AFTER_WAITS", 0)
         monkeypatch.setattr("trio_smc.rnic.solo.WATCHDOG_INTERVAL", PATIENCE)
 

@@ -703,7 +703,7 @@ def test_no_request_frees_its_sge_twice(
 
 
 @pytest.mark.rfc("C.7/2")
-def test_a_write_fails_before_the_time_of_a_first_contact_is_over() -> None:
+def test_a_write_fails_before_a_first_contact_times_out() -> None:
     """An RNIC may wait up to four times as long as configured for each retry. The rest of the
     timeout is for the Decline.
     """

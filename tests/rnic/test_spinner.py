@@ -157,7 +157,7 @@ def test_one_success_outweighs_two_failures(failures: int, given_up: bool) -> No
     assert gave_up is given_up
 
 
-def test_failing_tries_are_made_less_and_less_often() -> None:
+def test_failing_spins_are_retried_less_and_less_often() -> None:
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     spin.spin_failed()
     spin.spin_failed()

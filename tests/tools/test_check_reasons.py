@@ -210,7 +210,7 @@ def make_another_user(patch: Patch) -> None:
 def separate_networks(patch: Patch) -> None:
     """Let the listener be in another network namespace, which does not have the address."""
 
-    def not_mine(connection: bytes, user: int) -> None:
+    def refuse_address(connection: bytes, user: int) -> None:
         raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
 
     for place in ("connecting.dial", "stack.rnics"):
@@ -218,7 +218,7 @@ def separate_networks(patch: Patch) -> None:
     for module in (announcing, directory):
         patch.setattr(module, "is_named", lambda path: True)
     patch.setattr(directory, "other_namespaces", lambda root, but: [f"{directory.TOP}/{but}"])
-    patch.setattr(publication, "Probe", not_mine)
+    patch.setattr(publication, "Probe", refuse_address)
 
 
 def answer_as_newer_release(patch: Patch) -> None:
@@ -259,13 +259,13 @@ class Case:
         return f"{self.reason.value}-{self.origin.value}"
 
 
-def declined(reason: FallbackReason, word: int) -> Case:
+def declined_by_server(reason: FallbackReason, word: int) -> Case:
     """The server declines with this diagnosis word."""
     server = partial(scripted_server, answer=decline(word))
     return Case(reason, PEER, server, ("--discovery", "assume"))
 
 
-def seen(reason: FallbackReason, answer: clc.Message) -> Case:
+def declined_locally(reason: FallbackReason, answer: clc.Message) -> Case:
     """The checking side declines because of this answer."""
     return Case(reason, LOCAL, partial(scripted_server, answer=answer), ("--discovery", "assume"))
 
@@ -279,7 +279,7 @@ OPTION = ("--discovery", "tcp-option")
 MISSING_CGROUP = with_config(tcp_server, tcp_option="/nowhere")
 CASES = [
     Case(Reason.PEER_NOT_CAPABLE, LOCAL, tcp_server),
-    declined(Reason.PEER_NOT_CAPABLE, Diagnosis.PEER_NOT_CAPABLE),
+    declined_by_server(Reason.PEER_NOT_CAPABLE, Diagnosis.PEER_NOT_CAPABLE),
     Case(Reason.NO_RNIC, LOCAL, with_config(smc_server, rnics=())),
     configured(Reason.NO_RNIC, rnics=()),
     Case(Reason.RNIC_DOWN, LOCAL, with_prepared_stack(smc_server, fail_rnic)),
@@ -291,20 +291,20 @@ CASES = [
     ),
     Case(Reason.OUT_OF_RESOURCES, LOCAL, with_prepared_stack(smc_server, exhaust_memory)),
     Case(Reason.OUT_OF_RESOURCES, PEER, partial(smc_server, prepare=exhaust_memory)),
-    seen(Reason.OUT_OF_SYNC, accept(first_contact=False)),
-    declined(Reason.OUT_OF_SYNC, Diagnosis.OUT_OF_SYNC),
-    seen(Reason.RESERVED_VALUE, accept(qp_mtu=9)),
-    declined(Reason.VERSION_MISMATCH, Diagnosis.VERSION_MISMATCH),
-    declined(Reason.MODE_MISMATCH, Diagnosis.MODE_MISMATCH),
-    declined(Reason.NO_COMMON_UEID, Diagnosis.NO_UEID),
-    declined(Reason.NO_ROUTE, Diagnosis.NO_ROUTE),
-    declined(Reason.ROUTE_MISMATCH, Diagnosis.ROUTE_MISMATCH),
-    declined(Reason.RELEASE_MISMATCH, Diagnosis.RELEASE_MISMATCH),
-    declined(Reason.CONNECTION_LIMIT, Diagnosis.MAX_CONNECTIONS),
-    declined(Reason.LINK_LIMIT, Diagnosis.MAX_LINKS),
-    declined(Reason.EYE_CATCHER, Diagnosis.EYE_CATCHER),
-    seen(Reason.LINK_FAILED, accept()),
-    declined(Reason.LINK_FAILED, Diagnosis.CONFIRM_LINK_TIMEOUT),
+    declined_locally(Reason.OUT_OF_SYNC, accept(first_contact=False)),
+    declined_by_server(Reason.OUT_OF_SYNC, Diagnosis.OUT_OF_SYNC),
+    declined_locally(Reason.RESERVED_VALUE, accept(qp_mtu=9)),
+    declined_by_server(Reason.VERSION_MISMATCH, Diagnosis.VERSION_MISMATCH),
+    declined_by_server(Reason.MODE_MISMATCH, Diagnosis.MODE_MISMATCH),
+    declined_by_server(Reason.NO_COMMON_UEID, Diagnosis.NO_UEID),
+    declined_by_server(Reason.NO_ROUTE, Diagnosis.NO_ROUTE),
+    declined_by_server(Reason.ROUTE_MISMATCH, Diagnosis.ROUTE_MISMATCH),
+    declined_by_server(Reason.RELEASE_MISMATCH, Diagnosis.RELEASE_MISMATCH),
+    declined_by_server(Reason.CONNECTION_LIMIT, Diagnosis.MAX_CONNECTIONS),
+    declined_by_server(Reason.LINK_LIMIT, Diagnosis.MAX_LINKS),
+    declined_by_server(Reason.EYE_CATCHER, Diagnosis.EYE_CATCHER),
+    declined_locally(Reason.LINK_FAILED, accept()),
+    declined_by_server(Reason.LINK_FAILED, Diagnosis.CONFIRM_LINK_TIMEOUT),
     configured(Reason.HANDSHAKE_LIMIT, handshake_limit=0),
     Case(
         Reason.TCP_OPTION_UNAVAILABLE, LOCAL,
@@ -324,7 +324,7 @@ CASES = [
     Case(Reason.NOT_PERMITTED, LOCAL, with_config(smc_server, deny=("127.0.0.0/8",))),
     configured(Reason.NOT_PERMITTED, allow=("192.0.2.0/24",)),
     Case(Reason.SHORT_CONNECTIONS, PEER, learned_server),
-    declined(Reason.DECLINED, 0x12345678),
+    declined_by_server(Reason.DECLINED, 0x12345678),
 ]  # fmt: skip
 
 

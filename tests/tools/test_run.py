@@ -208,32 +208,32 @@ def test_short_connections_become_tcp_unless_smc_is_required(tmp_path: Path) -> 
 
 
 EITHER_END = f"""{TRIO}
-async def answer():
+async def run_server():
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(trio.serve_tcp, serve, 0)
         print(listeners[0].socket.getsockname()[1], flush=True)
         await trio.lowlevel.wait_readable(0)
         nursery.cancel_scope.cancel()
 
-def run(ask):
+def run(run_client):
     # With a port as argument the client, otherwise the server.
-    trio.run(*((ask, int(sys.argv[1])) if sys.argv[1:] else (answer,)))
+    trio.run(*((run_client, int(sys.argv[1])) if sys.argv[1:] else (run_server,)))
 """
 
 
 APART = f"""{EITHER_END}
-async def ask(port):
+async def run_client(port):
     for _ in range(40):
         async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
             await stream.send_all(bytes(1000))
             assert await stream.receive_some()
 
-run(ask)
+run(run_client)
 """
 
 
 COUNTED = f"""{EITHER_END}
-async def ask(port):
+async def run_client(port):
     for number in range(3):  # closed in three ways
         stream = await trio.open_tcp_stream("127.0.0.1", port)
         await stream.send_all(bytes(200_000))
@@ -255,7 +255,7 @@ async def ask(port):
         print("counted", flush=True)
         await trio.sleep_forever()
 
-run(ask)
+run(run_client)
 """
 
 

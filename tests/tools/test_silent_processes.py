@@ -244,7 +244,7 @@ def test_check_is_delayed_once(
     assert seconds < 6 * TIMEOUT
 
 
-def test_a_name_that_leads_elsewhere_is_not_queried(
+def test_a_link_to_another_socket_is_not_queried(
     runtime_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a shared directory another user may create a link to any socket of this user."""
