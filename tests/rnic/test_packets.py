@@ -296,7 +296,7 @@ def test_the_last_messages_of_an_ended_peer_are_received(
 def test_messages_behind_an_unmapped_region_are_received(
     attacker: Attacker, victim: End, monkeypatch: pytest.MonkeyPatch, regions: int
 ) -> None:
-    """Messages behind few such regions are received; behind many they wait for the mapping."""
+    """Messages behind a few such regions are received; behind many they wait for the mapping."""
     sock = attacker.connect(victim)
     memory = Memory(4096)
     for number in range(1, regions + 1):

@@ -516,7 +516,9 @@ def test_a_route_through_a_gateway_is_not_direct(
     monkeypatch.setattr(neighbours, "query", query)
     assert rnic.is_direct(gid("192.0.2.9")) is direct
     assert kernel.queried == [], "a MAC address was queried"
-    assert rnic.is_direct(gid("2001:db8::9")) is None, "the family of our own GID is another one"
+    assert rnic.is_direct(gid("2001:db8::9")) is None, (
+        "the GID of the RNIC has another address family"
+    )
 
 
 @pytest.mark.v2("v2.9/7")

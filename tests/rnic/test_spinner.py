@@ -190,7 +190,7 @@ def test_skipped_spins_discourage_too() -> None:
 def test_the_processor_is_yielded_to_a_peer_that_takes_a_short_turn(
     turn: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Yields become rare after 64 that no process used, or at once after a long turn of another."""
+    """Yields become rare after 64 that no process used, or after one long turn of a process."""
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     now, yields = 0, 0
 

@@ -1,4 +1,4 @@
-"""`Endpoint`: the time at which the TCP connection of an aborted connection is reset."""
+"""`Endpoint` resets the TCP connection of an aborted connection at the right time."""
 
 from __future__ import annotations
 

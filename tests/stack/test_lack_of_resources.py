@@ -1,4 +1,4 @@
-"""An operation that lacks descriptors, epoll watches or threads is retried or fails alone."""
+"""If descriptors, epoll watches or threads are missing, the operation is retried or fails."""
 
 from __future__ import annotations
 

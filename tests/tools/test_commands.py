@@ -294,7 +294,7 @@ async def test_check_of_a_server_without_smc_r() -> None:
 
 
 async def test_check_of_an_address_in_brackets() -> None:
-    """The form of an IPv6 address before a port is accepted."""
+    """`check` accepts an IPv6 address in the form that is used before a port."""
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
         done = await quick_command("check", "[::1]", server.getsockname()[1], "--json")
     assert done.code == 1, done.err
@@ -302,7 +302,7 @@ async def test_check_of_an_address_in_brackets() -> None:
 
 
 async def test_check_of_another_address_of_this_host() -> None:
-    """The client's local address, 127.0.0.1, differs from the server's here."""
+    """The client's local address is 127.0.0.1, which is not the server's address."""
     with socket.create_server(("127.0.0.5", 0)) as server:
         done = await quick_command("check", "127.0.0.5", server.getsockname()[1], "--json")
     assert json.loads(done.out)["listener"]["pid"] == os.getpid(), done.out
@@ -338,7 +338,7 @@ async def test_check_prints_the_reason_of_a_decline() -> None:
 async def test_check_of_a_server_that_resets_at_once(
     rnics: Any, code: int, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy without a target resets so. The kernel then forgets the server's address."""
+    """As by a proxy without a target. After the reset the kernel does not know the peer's address."""
     open_stream = trio_smc.Stack.open_stream
     connected = threading.Event()
 

@@ -533,7 +533,7 @@ def test_a_port_that_processes_of_this_user_share() -> None:
 @root_only
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_is_judged_by_its_own_user(when: str) -> None:
-    """A socket keeps the user that created it, whatever the process does later."""
+    """A socket keeps the user that created it, although its process may change its user."""
     with (
         reserved_port() as port,
         listener("AF_INET", "127.0.0.1", port, user=f"{when}:{OTHER_USER}"),

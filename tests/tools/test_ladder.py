@@ -224,7 +224,7 @@ def test_svg_shows_every_message() -> None:
 
 
 def test_svg_breaks_long_details() -> None:
-    """All eight addresses are drawn, and no line is longer than the drawing is wide."""
+    """The picture contains all eight addresses, and no line exceeds its width."""
     [ladder] = read_ladders(golden())
     request = next(row for row in ladder.rows if isinstance(row.event, llc.ConfirmLink))
     gids = [bytes((0xFD, *range(101, 115), number)) for number in range(1, 9)]

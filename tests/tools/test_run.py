@@ -314,7 +314,7 @@ def test_two_workers_and_helpers_have_one_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["fromfd(number)", "socket(fileno=number)"])
 def test_a_service_gets_its_listening_socket_as_a_descriptor(tmp_path: Path, way: str) -> None:
-    """systemd passes sockets so (LISTEN_FDS)."""
+    """systemd passes listening sockets this way (LISTEN_FDS)."""
     (tmp_path / "service.py").write_text(f"""
 import sys, trio, trio.testing
 
@@ -535,7 +535,7 @@ def test_the_program_does_not_outlive_the_command(tmp_path: Path) -> None:
             process.wait(2 * PATIENCE)
             _, status = os.waitpid(pid, 0)
         for left in tmp_path.glob("trio-smc-run-*/*"):
-            left.unlink()  # the killed process could not do it
+            left.unlink()  # the killed process could not remove it
     finally:
         libc.prctl(SUBREAPER, 0, 0, 0, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL

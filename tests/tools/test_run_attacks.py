@@ -235,7 +235,7 @@ def test_a_full_backlog_is_counted_at_both_ends(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_sender_that_stops_between_connect_and_send(inbox: Inbox) -> None:
-    """The connection is kept for a limited time; messages of other senders are received."""
+    """The reader keeps the connection for a limited time, and receives the messages of others."""
     inbox.socket.start(os.getpid())
     stopped = []
     try:
@@ -708,7 +708,7 @@ def test_a_temporary_directory_that_others_may_change_is_not_used(tmp_path: Path
 
 
 def test_a_tmp_without_the_sticky_bit_is_not_used(tmp_path: Path) -> None:
-    """/tmp may be so in a container; the command creates the socket elsewhere."""
+    """/tmp may lack the bit in a container; the command then creates the socket elsewhere."""
     alone = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     mount = "mount -t tmpfs -o mode=777 none /tmp"
     if subprocess.run([*alone, "sh", "-c", mount], capture_output=True, check=False).returncode:
