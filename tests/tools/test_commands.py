@@ -338,7 +338,7 @@ async def test_check_prints_the_reason_of_a_decline() -> None:
 async def test_check_of_a_server_that_resets_at_once(
     rnics: Any, code: int, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by a proxy without a target. After the reset the kernel does not know the peer's address."""
+    """As by a proxy without a target. The kernel then does not know the address of the server."""
     open_stream = trio_smc.Stack.open_stream
     connected = threading.Event()
 
