@@ -333,7 +333,7 @@ async def test_a_python_without_the_gil(monkeypatch: pytest.MonkeyPatch) -> None
 
 # The tests of the reasons that this file does not cover.
 ELSEWHERE = {
-    Reason.HANDSHAKE_LIMIT: "stack.test_policy.test_too_many_handshakes",
+    Reason.HANDSHAKE_LIMIT: "stack.test_policy.test_handshakes_beyond_the_limit_use_tcp",
     Reason.DIRECTORY_UNUSABLE: "api.test_api_discovery.test_a_hostile_directory",
     Reason.OTHER_USER: "api.test_api_discovery.test_a_process_of_another_user",
     Reason.ALREADY_CONNECTED: "sockets.test_enable_sockets."
@@ -344,7 +344,7 @@ ELSEWHERE = {
     Reason.NOT_ACCEPTED: "rendezvous.discovery.test_silence.test_a_connection_that_stays_queued",
     Reason.PATH_NOT_PROVEN: "e2e.test_networks.test_masquerading_between_two",
     Reason.TCP_OPTION_UNAVAILABLE: "api.test_api_discovery.test_the_tcp_option_cannot_be_used",
-    Reason.NOT_PERMITTED: "stack.test_policy.test_a_server_that_is_not_permitted",
+    Reason.NOT_PERMITTED: "stack.test_policy.test_a_server_that_is_not_permitted_uses_tcp",
     Reason.SHORT_CONNECTIONS: "stack.test_policy.test_short_connections_become_tcp",
     Reason.TCP_OPTION_NOT_PERMITTED: "api.test_api_discovery.test_the_tcp_option_cannot_be_used",
 }

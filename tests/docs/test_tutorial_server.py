@@ -13,7 +13,7 @@ import trio
 import trio_smc
 from tests.docs.document_steps import steps_of
 from tests.ports import reserved_port
-from tests.tools.test_operating import until
+from tests.tools.test_operating import read_until
 from tests.tools.tools_processes import LIMIT, ROOT
 
 RUDE = """
@@ -38,7 +38,7 @@ async def test_rude_clients_and_ctrl_c(tmp_path: Path) -> None:
         )  # fmt: skip
         assert process.stdout is not None
         try:
-            await until(process.stdout, f"serving on port {port}")
+            await read_until(process.stdout, f"serving on port {port}")
             with trio.fail_after(LIMIT):
                 await trio.run_process([sys.executable, "-c", RUDE, str(port)], check=False)
                 plain = await trio.open_tcp_stream("127.0.0.1", port)

@@ -468,7 +468,7 @@ async def test_auto_opens_them(world: World, monkeypatch: pytest.MonkeyPatch) ->
     def make_port(name: str, port: int) -> FakePort:
         return world.port(name) if name == "rxe0" else Broken(name, port)
 
-    world.come("mlx5_0", "rxe0")
+    world.add_devices("mlx5_0", "rxe0")
     monkeypatch.setattr(StackRnics, "make_port", staticmethod(make_port))
     monkeypatch.setattr(Pump, "add", lambda self, rnic: None)
     monkeypatch.setattr(Pump, "remove", lambda self, rnic: None)

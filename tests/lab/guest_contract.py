@@ -20,10 +20,10 @@ import pytest
 from tests.rnic.contract import (
     End,
     RnicContract,
+    assert_no_completions,
     connect,
     got,
     make_end,
-    nothing_comes,
     until,
 )
 from tests.timing import PATIENCE
@@ -76,7 +76,7 @@ def test_short_data_is_sent_inline(ends: tuple[End, End]) -> None:
     a.write(3, b, 1000, long)
     ring = pair._ring_start
     pair._view[pair._send_slots_start : ring + 1000] = b"x" * (ring + 1000 - pair._send_slots_start)
-    nothing_comes(a, b)
+    assert_no_completions(a, b)
     b.qp.post_receive(1)
     until(lambda: len(a.sent) == 3 and len(b.received) == 1, a, b)
     assert b.received == [b"m" * 44]

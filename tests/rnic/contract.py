@@ -1,7 +1,7 @@
-"""One suite for every kind of RNIC, over the interface `trio_smc.rnic.verbs`.
+"""Tests that every kind of RNIC must pass, over the interface `trio_smc.rnic.verbs`.
 
-A test module subclasses `RnicContract` and gives it two RNICs that reach each other.  Nothing here
-is quicker than hardware: completions are awaited with a deadline, errors may take a second.
+A test module subclasses `RnicContract` and gives it two RNICs that reach each other.  The tests
+allow for hardware: they wait for completions with a deadline, and an error may take a second.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ MEMORY = 256 * 1024
 RECEIVES = 64
 HAS_RINGS = VARIANT != "socket"
 PACKETS = [False, True] if HAS_RINGS else [True]
-"""How software RNICs can send here: through rings, and as packets (`SoftRnic.sends_packets`)."""
+"""Values of `SoftRnic.sends_packets` to test on this machine: False for rings, True for packets."""
 needs_rings = pytest.mark.skipif(
-    not HAS_RINGS, reason="rings are not used here; tests/rnic/test_packets.py is about packets"
+    not HAS_RINGS, reason="this machine has no rings; tests/rnic/test_packets.py tests packets"
 )
 
 
 @dataclass(kw_only=True)
 class End:
-    """One end of a connection, with what its completions were."""
+    """One end of a connection, and the completions that it has received."""
 
     rnic: Rnic
     pd: ProtectionDomain
@@ -53,12 +53,12 @@ class End:
     region: MemoryRegion
     received: list[bytes] = field(default_factory=list)
     sent: list[tuple[int, int]] = field(default_factory=list)
-    """(wr_id, status) of requests."""
+    """(wr_id, status) of each completed request."""
     flushed: list[int] = field(default_factory=list)
-    """Statuses of receives that failed."""
+    """Statuses of the failed receives."""
 
     def take(self, completion: Completion) -> None:
-        # An error tells only the status and the request: receives are numbered 0 here.
+        # A failed completion has only status and request number; receives have the number 0 here.
         if completion.status == 0 and completion.opcode == WcOpcode.RECV:
             assert completion.data is not None
             self.received.append(completion.data)
@@ -106,87 +106,87 @@ def connect(a: End, b: End, *, receives: int = RECEIVES, psns: tuple[int, int] =
     for end in (a, b):
         if receives:
             end.qp.post_receive(receives)
-    find(a, b)
+    resolve_addresses(a, b)
     a.qp.to_rtr(gid=b.rnic.gid, qp_num=b.qp.qp_num, psn=psns[1], mtu=min(a.rnic.mtu, b.rnic.mtu))
     b.qp.to_rtr(gid=a.rnic.gid, qp_num=a.qp.qp_num, psn=psns[0], mtu=min(a.rnic.mtu, b.rnic.mtu))
     a.qp.to_rts(psn=psns[0])
     b.qp.to_rts(psn=psns[1])
 
 
-def find(a: End, b: End) -> None:
-    """Until each RNIC knows the other one's address."""
+def resolve_addresses(a: End, b: End) -> None:
+    """Wait until each RNIC knows the other's address."""
     deadline = time.monotonic() + PATIENCE
     while not (a.rnic.address_known(b.rnic.gid) and b.rnic.address_known(a.rnic.gid)):
-        assert time.monotonic() < deadline, "no answer for the peer's address"
+        assert time.monotonic() < deadline, "the peer's address was not resolved"
         time.sleep(0.002)
 
 
-_apart: WeakKeyDictionary[Rnic, int] = WeakKeyDictionary()
+_completion_fds: WeakKeyDictionary[Rnic, int] = WeakKeyDictionary()
 
 
 def use_completion_fd(rnic: Rnic) -> None:
-    """Have its completions told by a descriptor of their own from now on."""
+    """From now on, the RNIC reports completions on a descriptor of their own."""
     fd = rnic.completion_fd()
     assert fd is not None
-    _apart[rnic] = fd
+    _completion_fds[rnic] = fd
 
 
 def sleep_on(*rnics: Rnic) -> select.poll:
-    """A poll object on the descriptors of these RNICs."""
+    """Return a poll object for the descriptors of these RNICs."""
     sleeper = select.poll()
     for rnic in rnics:
         sleeper.register(rnic.wait_fd(), select.POLLIN)
-        if rnic in _apart:
-            sleeper.register(_apart[rnic], select.POLLIN)
+        if rnic in _completion_fds:
+            sleeper.register(_completion_fds[rnic], select.POLLIN)
     return sleeper
 
 
-def serve(rnic: Rnic) -> None:
-    """Quieten it."""
-    if rnic in _apart:
+def clear_readiness(rnic: Rnic) -> None:
+    """Clear the readiness of the RNIC's descriptors."""
+    if rnic in _completion_fds:
         assert rnic.acknowledge()
     rnic.service()
 
 
 def until(condition: Callable[[], bool], *ends: End, seconds: float = PATIENCE) -> None:
-    """Take completions, sleeping on the RNICs in between, until the condition holds."""
+    """Record completions until the condition is true. Sleep on the RNICs while there are none."""
     rnics = list({id(end.rnic): end.rnic for end in ends}.values())
     deadline = time.monotonic() + seconds
     while True:
-        came = False
+        found = False
         for rnic in rnics:
             for completion in rnic.poll():
-                came = True
+                found = True
                 for end in ends:
                     if end.rnic is rnic and end.qp.qp_num == completion.qp_num:
                         end.take(completion)
         if condition():
             return
         left = deadline - time.monotonic()
-        assert left > 0, f"nothing more came: {ends}"
-        if not came and all(rnic.arm() for rnic in rnics):
+        assert left > 0, f"no more completions arrived: {ends}"
+        if not found and all(rnic.arm() for rnic in rnics):
             sleep_on(*rnics).poll(left * 1000)
             for rnic in rnics:
-                serve(rnic)
+                clear_readiness(rnic)
 
 
 def got(end: End, count: int) -> Callable[[], bool]:
-    """A condition: so many messages were received."""
+    """A condition for `until`: the end has received this number of messages."""
     return lambda: len(end.received) == count
 
 
 def state_of(qp: QueuePair) -> QpState:
-    """Its state now."""
+    """Return the state now; unlike ``qp.state``, mypy does not narrow the result."""
     return qp.state
 
 
-def nothing_comes(*ends: End) -> None:
-    """Take what there is and assert that nothing else comes for a moment."""
+def assert_no_completions(*ends: End) -> None:
+    """Assert that no completion arrives within 50 ms."""
     before = [(len(end.received), len(end.sent), len(end.flushed)) for end in ends]
     deadline = time.monotonic() + 0.05
     while time.monotonic() < deadline:
         for end in ends:
-            serve(end.rnic)
+            clear_readiness(end.rnic)
             for completion in end.rnic.poll():
                 for other in ends:
                     if other.rnic is end.rnic and other.qp.qp_num == completion.qp_num:
@@ -195,7 +195,7 @@ def nothing_comes(*ends: End) -> None:
 
 
 class RnicContract:
-    """The suite.  Subclasses define the fixture ``rnics``: two open RNICs."""
+    """The tests.  Subclasses define the fixture ``rnics``: two open RNICs."""
 
     @pytest.fixture
     def rnics(self) -> Iterator[tuple[Rnic, Rnic]]:
@@ -251,9 +251,9 @@ class RnicContract:
         pd.close()
         pd.close()
 
-    def test_states_are_passed_in_order(self, ends: tuple[End, End]) -> None:
+    def test_a_queue_pair_passes_its_states_in_order(self, ends: tuple[End, End]) -> None:
         a, b = ends
-        find(a, b)
+        resolve_addresses(a, b)
         a.qp.to_rtr(gid=b.rnic.gid, qp_num=b.qp.qp_num, psn=9, mtu=1)
         assert state_of(a.qp) is QpState.RTR
         with pytest.raises(RnicError):
@@ -265,7 +265,7 @@ class RnicContract:
         ("qp_num", "mtu", "gid_size"),
         [(0, 5, 16), (1 << 24, 5, 16), (5, 0, 16), (5, 6, 16), (5, 5, 15)],
     )
-    def test_no_such_address(
+    def test_to_rtr_refuses_an_invalid_address(
         self, ends: tuple[End, End], qp_num: int, mtu: int, gid_size: int
     ) -> None:
         a, b = ends
@@ -273,7 +273,7 @@ class RnicContract:
             a.qp.to_rtr(gid=b.rnic.gid[:gid_size], qp_num=qp_num, psn=1, mtu=mtu)
         assert state_of(a.qp) is QpState.INIT
 
-    def test_a_domain_in_use_stays(self, ends: tuple[End, End]) -> None:
+    def test_a_domain_in_use_cannot_be_closed(self, ends: tuple[End, End]) -> None:
         with pytest.raises(RnicError):
             ends[0].pd.close()
         with pytest.raises(RnicError):
@@ -316,7 +316,7 @@ class RnicContract:
         assert a.sent == [(3, 0)]
 
     def test_an_immediate_delivery_has_no_completion(self, pair: tuple[End, End]) -> None:
-        """Or it is refused, and nothing has happened: an RNIC may always refuse."""
+        """An RNIC may also refuse an immediate delivery, which then has no effect."""
         a, b = pair
         a.write(1, b, 0, b"before", signaled=False)
         address, rkey = b.region.address, b.region.rkey
@@ -327,7 +327,7 @@ class RnicContract:
             until(lambda: len(b.received) == 2, a, b)
             assert b.received == [b"message", b"message alone"]
             assert not a.qp.deliver(b"message", memoryview(b"data"), address, rkey ^ 1)
-        nothing_comes(a, b)
+        assert_no_completions(a, b)
         assert a.sent == []
         assert state_of(a.qp) is QpState.RTS
 
@@ -340,7 +340,7 @@ class RnicContract:
         assert not a.qp.deliver(b"second", memoryview(b"data"), address, rkey)
         b.qp.post_receive(2)
         until(lambda: len(b.received) == 1 and len(a.sent) == 1, a, b)
-        nothing_comes(a, b)
+        assert_no_completions(a, b)
         assert b.received == [b"first"]
         a.qp.to_err()
         assert not a.qp.deliver(b"third", memoryview(b"data"), address, rkey)
@@ -351,7 +351,7 @@ class RnicContract:
         a.qp.post_send(1, b"first")
         a.write(2, b, 5, b"written")
         a.qp.post_send(3, b"second")
-        nothing_comes(a, b)
+        assert_no_completions(a, b)
         assert bytes(b.memory.view[:16]) == bytes(16)
         b.qp.post_receive(1)
         until(lambda: len(b.received) == 1 and len(a.sent) >= 2, a, b)
@@ -390,7 +390,7 @@ class RnicContract:
 
     # -- RDMA write ----------------------------------------------------------------------
 
-    def test_writes_are_there_before_a_later_message(
+    def test_writes_are_placed_before_a_later_message_arrives(
         self, pair: tuple[End, End], rng: random.Random
     ) -> None:
         a, b = pair
@@ -409,7 +409,7 @@ class RnicContract:
             until(got(b, index), a, b)
             assert bytes(b.memory.view) == bytes(model)
 
-    def test_the_bounds_are_exact(self, pair: tuple[End, End]) -> None:
+    def test_a_write_reaches_both_bounds_of_a_region(self, pair: tuple[End, End]) -> None:
         a, b = pair
         a.write(1, b, 0, b"first")
         a.write(2, b, MEMORY - 4, b"la", b"st")
@@ -427,32 +427,32 @@ class RnicContract:
             (1 << 40, b"x", None),
         ],
     )
-    def test_out_of_bounds(
+    def test_a_write_out_of_bounds_fails(
         self, pair: tuple[End, End], offset: int, data: bytes, more: bytes | None
     ) -> None:
         a, b = pair
         a.write(1, b, offset, data, more, signaled=False)
-        self._both_end(a, b, [(1, WcStatus.REM_ACCESS_ERR)])
+        self._assert_failure(a, b, [(1, WcStatus.REM_ACCESS_ERR)])
         assert bytes(b.memory.view) == bytes(MEMORY)
 
-    def test_an_unknown_rkey(self, pair: tuple[End, End]) -> None:
+    def test_a_write_with_an_unknown_rkey_fails(self, pair: tuple[End, End]) -> None:
         a, b = pair
         a.qp.post_write(1, memoryview(b"x"), None, address=b.region.address, rkey=b.region.rkey ^ 1)
-        self._both_end(a, b, [(1, WcStatus.REM_ACCESS_ERR)])
+        self._assert_failure(a, b, [(1, WcStatus.REM_ACCESS_ERR)])
 
-    def test_an_rkey_of_another_domain(self, pair: tuple[End, End]) -> None:
+    def test_a_write_with_an_rkey_of_another_domain_fails(self, pair: tuple[End, End]) -> None:
         a, b = pair
         pd = b.rnic.alloc_pd()
         memory = b.rnic.alloc_memory(4096)
         other = pd.register(memory)
         a.qp.post_write(1, memoryview(b"x"), None, address=other.address, rkey=other.rkey)
-        self._both_end(a, b, [(1, WcStatus.REM_ACCESS_ERR)])
+        self._assert_failure(a, b, [(1, WcStatus.REM_ACCESS_ERR)])
         assert memory.view[0] == 0
         other.close()
         pd.close()
         memory.close()
 
-    def test_a_revoked_rkey(self, pair: tuple[End, End]) -> None:
+    def test_a_write_with_a_revoked_rkey_fails(self, pair: tuple[End, End]) -> None:
         a, b = pair
         a.write(1, b, 0, b"before")
         until(lambda: len(a.sent) == 1, a, b)
@@ -460,7 +460,9 @@ class RnicContract:
         b.region.close()
         a.write(2, b, 0, b"after!", signaled=False)
         a.qp.post_send(3, b"never")
-        self._both_end(a, b, [(1, 0), (2, WcStatus.REM_ACCESS_ERR), (3, WcStatus.WR_FLUSH_ERR)])
+        self._assert_failure(
+            a, b, [(1, 0), (2, WcStatus.REM_ACCESS_ERR), (3, WcStatus.WR_FLUSH_ERR)]
+        )
         assert bytes(b.memory.view[:6]) == b"before"
         assert b.received == []
 
@@ -482,8 +484,8 @@ class RnicContract:
         until(lambda: len(a.sent) == 50, a)
         assert a.sent == [(100 + index, 0) for index in range(1, 51)]
 
-    def _both_end(self, a: End, b: End, sent: list[tuple[int, int]]) -> None:
-        """The request failed: both queue pairs are in ERR, everything posted is flushed."""
+    def _assert_failure(self, a: End, b: End, sent: list[tuple[int, int]]) -> None:
+        """Assert that the request failed, both queue pairs are in ERR and the rest is flushed."""
         until(lambda: len(a.sent) >= len(sent) and bool(a.flushed and b.flushed), a, b)
         assert a.sent == sent
         assert state_of(a.qp) is QpState.ERR
@@ -549,7 +551,7 @@ class RnicContract:
         a, b = ends
         for end in ends:
             end.qp.post_receive(1)
-        find(a, b)
+        resolve_addresses(a, b)
         a.qp.to_rtr(gid=b.rnic.gid, qp_num=b.qp.qp_num, psn=9, mtu=1)
         b.qp.to_rtr(gid=a.rnic.gid, qp_num=a.qp.qp_num, psn=7, mtu=1)
         a.qp.to_rts(psn=1_000_000)
@@ -563,20 +565,22 @@ class RnicContract:
 
     def test_arming_reports_earlier_completions(self, pair: tuple[End, End]) -> None:
         a, b = pair
-        serve(b.rnic)
+        clear_readiness(b.rnic)
         while b.rnic.poll() or not b.rnic.arm():
             pass
         a.qp.post_send(1, b"x")
         readable = [fd for fd, _ in sleep_on(b.rnic).poll(PATIENCE * 1000)]
-        assert _apart.get(b.rnic, b.rnic.wait_fd()) in readable, "no wakeup, or the wrong one"
-        # `arm` without a poll before it finds the completion.
-        serve(b.rnic)
+        assert _completion_fds.get(b.rnic, b.rnic.wait_fd()) in readable, (
+            "no wakeup, or on the wrong descriptor"
+        )
+        # `arm` finds the completion although `poll` was not called before.
+        clear_readiness(b.rnic)
         deadline = time.monotonic() + PATIENCE
         while b.rnic.arm():
             assert time.monotonic() < deadline
         until(lambda: len(b.received) == 1, a, b)
 
-    def test_serving_quietens(self, pair: tuple[End, End]) -> None:
+    def test_service_clears_the_readiness(self, pair: tuple[End, End]) -> None:
         a, b = pair
         until(lambda: not b.rnic.poll() and b.rnic.arm(), a, b)
         a.qp.post_send(1, b"x")
@@ -585,7 +589,7 @@ class RnicContract:
         deadline = time.monotonic() + PATIENCE
         while sleeper.poll(20):  # the wakeup may come after the completion
             assert time.monotonic() < deadline
-            serve(b.rnic)
+            clear_readiness(b.rnic)
 
     # -- more than one -------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Memory models, and all executions of two threads that a model allows.
+"""Memory models, and a search for all executions of two threads that a model allows.
 
 A thread is code that accesses memory through a `Trace`, which records each access as an event and
 lets the explorer choose what a load returns.  `executions` runs the threads with every choice, and
@@ -12,7 +12,7 @@ yields the results that are consistent with a memory model, given as axioms over
   POPL 2018).  Dependencies are ignored, so this model allows more than the processor does.
 * `x86`: total store order (Sewell and others, "x86-TSO", CACM 2010).
 
-The models know only what their papers say; no processor was measured.
+The models follow their papers; no processor was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 INITIAL = -1
-"""The thread of the initial values."""
+"""The thread number of the stores that set initial values."""
 Thread = Callable[["Trace"], Any]
 
 
@@ -35,7 +35,7 @@ class Event:
       kind: "R", "W", "F" for a full fence, "A" and "U" for acquiring and releasing a lock that no
         other thread uses.
       order: "plain", "relaxed", or "ordered": acquire for a load and release for a store.
-      atomic: of a "W" that belongs to the "R" before it.
+      atomic: True for a "W" that forms an exchange with the "R" before it.
     """
 
     thread: int
@@ -47,15 +47,15 @@ class Event:
 
 
 class _Undecided(Exception):
-    """A load for which no value was chosen."""
+    """A load has no chosen value; the search has to try every value of the place."""
 
 
 class Trace:
-    """Records what a thread does.
+    """Records the accesses of a thread.
 
     Args:
-      thread: its number.
-      choices: what its first loads return.
+      thread: the number of the thread.
+      choices: the values that its first loads return.
     """
 
     def __init__(self, thread: int, choices: Sequence[Any]) -> None:
@@ -92,7 +92,7 @@ Run = tuple[list[Event], Any]
 def _runs(
     number: int, thread: Thread, values: dict[str, list[Any]], most: int = 4000
 ) -> Iterator[Run]:
-    """Every way a thread can run, if a load may return any value that its place ever has."""
+    """Yield every run of a thread in which each load returns some value that its place ever has."""
     open_choices: list[list[Any]] = [[]]
     while open_choices:
         choices = open_choices.pop()
@@ -149,7 +149,7 @@ class Relation:
         return both
 
     def then(self, other: Relation) -> Relation:
-        """Composition."""
+        """Return the composition with another relation."""
         joined = Relation(len(self.rows))
         for a, row in enumerate(self.rows):
             for b, further in enumerate(other.rows):
@@ -158,7 +158,7 @@ class Relation:
         return joined
 
     def closed(self) -> Relation:
-        """The transitive closure."""
+        """Return the transitive closure."""
         whole = Relation(len(self.rows))
         whole.rows = list(self.rows)
         for middle in range(len(whole.rows)):
@@ -238,7 +238,7 @@ def _candidates(events: list[Event]) -> Iterator[Execution]:
     ]
     if not all(sources):
         return
-    # Each place must be coherent by itself, which leaves few ways to combine.
+    # Check coherence for each place first; few combinations remain.
     ways: list[list[tuple[dict[int, int], tuple[int, ...]]]] = []
     for place, numbers in writes.items():
         here = [at for at, read in enumerate(reads) if events[read].place == place]
@@ -262,7 +262,7 @@ def _is_coherent(events: list[Event], rf: dict[int, int], order: tuple[int, ...]
     for write in order:
         if events[write].atomic and rank[write] != rank[rf[write - 1]] + 2:
             return False
-    # A load comes behind the store that it reads, and before the next one.
+    # A load comes after the store that it reads, and before the next store.
     at = rank | {read: rank[write] + 1 for read, write in rf.items()}
     return all(
         at[a] <= at[b]
@@ -277,7 +277,10 @@ def _is_coherent(events: list[Event], rf: dict[int, int], order: tuple[int, ...]
 
 
 def _merged(events: list[Event], numbers: list[int]) -> Iterator[tuple[int, ...]]:
-    """The orders of stores to one place: the initial one first, those of a thread in its order."""
+    """Yield the possible orders of stores to one place.
+
+    The initial store comes first, and stores of one thread keep their order.
+    """
     for order in itertools.permutations(numbers):
         if all(
             a < b
@@ -291,7 +294,7 @@ def _merged(events: list[Event], numbers: list[int]) -> Iterator[tuple[int, ...]
 
 
 def x86(execution: Execution) -> bool:
-    """Total store order: only a store and a later load can change places."""
+    """Total store order: only a store and a later load may be reordered."""
     events = execution.events
 
     def kept(a: int, b: int) -> bool:
@@ -329,7 +332,7 @@ def arm64(execution: Execution) -> bool:
 
 
 class DataRace(AssertionError):
-    """Two accesses to plain memory without an order."""
+    """Two accesses to plain memory are not ordered by happens-before."""
 
 
 def c11(execution: Execution) -> bool:
@@ -393,7 +396,7 @@ def _synchronizes(execution: Execution, fences: list[int]) -> Relation:
             heads.append(write)
         for head in heads:
             sources.rows[head] |= 1 << write
-    # A release sequence goes on in exchanges that read from it.
+    # An exchange that reads from a release sequence continues the sequence.
     links = Relation(
         size,
         (

@@ -1,10 +1,10 @@
-"""RNICs in plain memory: no descriptors, no threads, and every message waits for its delivery.
+"""RNICs in plain memory: no descriptors, no threads, and the test delivers every message.
 
-All RNICs of one `Fabric` reach each other, unless a test cuts the path between two.  What is
-posted waits in its queue pair, in order, until `Fabric.deliver` or `PlainQueuePair.execute`; on
-its way a test may look at it, change it, lose it or break the link.  Between queue pairs there is
-no order but the test's.  Made for tests of link groups: what the fabric still holds at the end
-was not freed.
+All RNICs of one `Fabric` reach each other, unless a test cuts the path between two.  A posted
+request waits in its queue pair, in order, until the test calls `Fabric.deliver` or
+`PlainQueuePair.execute`; before, the test may read, change or lose the request, or break the link.
+Requests of different queue pairs have no order but the test's.  Tests of link groups use
+`Fabric.held` to find objects that were not freed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PlainMemory(Memory):
     def __init__(self, size: int, fabric: Fabric) -> None:
         self.size = size
         self.fd = -1
-        # Costs nothing before it is written to.
+        # The kernel allocates pages only when they are written.
         self._bytes = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.view = memoryview(self._bytes)
         self._slices = []
@@ -83,16 +83,16 @@ class Fate(Enum):
 
     DONE = auto()
     LOST = auto()
-    """It does not arrive, however often it is repeated: the sender's queue pair fails."""
+    """The request does not arrive, and the sender's queue pair fails."""
     UNACKNOWLEDGED = auto()
-    """It is done, but its acknowledgement is lost: the sender's queue pair fails all the same."""
+    """The request is done, but its acknowledgement is lost: the sender's queue pair fails."""
     UNPLACED = auto()
-    """The peer's RNIC acknowledges it and everything after it and places nothing any more; it is
-    about to fail (RFC 7609, 4.6)."""
+    """The peer's RNIC acknowledges this and all later requests without placing their data, because
+    the RNIC is about to fail (RFC 7609, 4.6)."""
 
 
 class Work(NamedTuple):
-    """One posted request on its way."""
+    """One posted request that was not delivered yet."""
 
     serial: int
     wr_id: int
@@ -107,17 +107,18 @@ class Fabric:
     """The wire between RNICs.
 
     Attributes:
-      held: how many objects of each kind are open.
-      announces_end: True if the end of a queue pair is announced to its peer at once; else the peer
-        notices it when its next request fails, as on a real wire.
-      tamper: called with each SEND on its way; returns the messages to deliver in its place
-        (the sender's completion is good all the same), or None to let the request fail.
-      cut: pairs of GIDs between which nothing arrives, although their ports are active.
-      at_once: whether what need not wait can be done at once (`QueuePair.deliver`).
-      direct: for GIDs, whether they are reached without a gateway, if it is not so.
-      looks: for GIDs, how often `Rnic.address_known` says no before it says yes.
-      doubt: asked by each queue pair that is about to: None: nothing is wrong; else the other end
-        ends just then, and it says whether the message has arrived.
+      held: number of open objects of each kind.
+      announces_end: True if the peer of a queue pair that ends fails at once; False if the peer
+        notices the end when its next request fails, as on a real wire.
+      tamper: called with each SEND before its delivery; returns the messages to deliver instead
+        (the sender's completion has no error), or None to let the request fail.
+      cut: pairs of GIDs whose requests do not reach each other, although their ports are active.
+      at_once: True if `QueuePair.deliver` may deliver; False if it always refuses.
+      direct: results of `Rnic.is_direct` by GID; True for all others.
+      looks: by GID, the number of calls of `Rnic.address_known` that return False before True.
+      doubt: called by each queue pair that delivers at once; returns None for a normal delivery.
+        Otherwise the other end ends during the delivery, and the result is True if the message
+        has arrived.
     """
 
     def __init__(self, *, announces_end: bool = True) -> None:
@@ -134,12 +135,16 @@ class Fabric:
         self.numbers = 1
 
     def number(self) -> int:
-        """A number that nothing here has had: of queue pairs, RKeys, addresses."""
+        """Return a new number for a queue pair, an RKey or an address."""
         self.numbers += 1
         return self.numbers
 
     def deliver(self, count: int | None = None) -> int:
-        """Do up to ``count`` posted requests (all by default), oldest first; how many were done."""
+        """Execute up to ``count`` posted requests (all by default), oldest first.
+
+        Returns:
+          The number of executed requests.
+        """
         done = 0
         while self.busy and (count is None or done < count):
             min(self.busy, key=PlainQueuePair.oldest).execute()
@@ -147,7 +152,7 @@ class Fabric:
         return done
 
     def lose(self) -> None:
-        """Messages in flight never arrive, and neither side is notified."""
+        """Lose all posted requests; neither side is notified."""
         for qp in self.busy:
             qp.work.clear()
         self.busy.clear()
@@ -189,7 +194,7 @@ class _Domain(ProtectionDomain):
 
 
 class PlainQueuePair(QueuePair):
-    """A queue pair; `log` has the states it went through."""
+    """A queue pair; `log` lists the states that it has had."""
 
     def __init__(self, rnic: MemoryRnic, domain: _Domain, receive_size: int) -> None:
         self.rnic = rnic
@@ -238,7 +243,11 @@ class PlainQueuePair(QueuePair):
         self.fail(notices=self.rnic.fabric.announces_end)
 
     def fail(self, *, notices: bool) -> None:
-        """To ERR, in whatever state; ``notices``: and so does the other end."""
+        """Enter ERR from any state.
+
+        Args:
+          notices: True if the other end enters ERR, too.
+        """
         if self.state is QpState.ERR:
             return
         self.state = QpState.ERR
@@ -334,7 +343,7 @@ class PlainQueuePair(QueuePair):
             self.rnic.done.append(completion)
 
     def peer(self) -> PlainQueuePair | None:
-        """The other end, if it is connected to this one."""
+        """Return the other end if it is connected to this one."""
         if self.remote is None:
             return None
         rnic = self.rnic.fabric.rnics.get(self.remote[0])
@@ -344,11 +353,11 @@ class PlainQueuePair(QueuePair):
         return peer
 
     def oldest(self) -> int:
-        """Serial number of the request whose turn it is."""
+        """Return the serial number of the oldest request."""
         return self.work[0].serial
 
     def execute(self, fate: Fate = Fate.DONE) -> None:
-        """Do the oldest request, if there is one."""
+        """Execute the oldest request, if there is one."""
         if not self.work:
             return
         work = self.work.popleft()
@@ -410,10 +419,10 @@ class MemoryRnic(Rnic):
     """An RNIC port of a fabric.
 
     Args:
-      fabric: what it is connected to.
-      kind: what it says it is: "roce" makes RMBs with few elements.
-      most_qps: queue pairs that can be open at a time; None: any number.
-      routable: whether it serves SMC-R version 2.
+      fabric: the fabric that connects it to other RNICs.
+      kind: its `Rnic.kind`; with "roce", RMBs have few elements.
+      most_qps: the most queue pairs that can be open at a time; None for any number.
+      routable: True if it serves SMC-R version 2.
     """
 
     copies_on_post = False
@@ -446,7 +455,7 @@ class MemoryRnic(Rnic):
         self.no_memory = False
         """True if `alloc_memory` fails."""
         self.access_errors = 0
-        """Writes of peers to where nothing is registered."""
+        """Number of writes of peers outside of registered memory."""
 
     def open(self, directory: Path) -> None:
         self.fabric.rnics[self.gid] = self
@@ -457,8 +466,12 @@ class MemoryRnic(Rnic):
         self.port_active = False
 
     def port_down(self, *, fatal: bool = False) -> None:
-        """The port goes down: requests from here and to here fail from now on; idle queue
-        pairs do not notice.  ``fatal``: the whole device, and its queue pairs fail."""
+        """Take the port down: all requests from and to this RNIC fail from now on.
+
+        Args:
+          fatal: True if the whole device fails, with its queue pairs; otherwise idle queue pairs
+            do not notice.
+        """
         if self.port_active:
             self.port_active = False
             self._notify(RnicEvent.FATAL if fatal else RnicEvent.PORT_DOWN)
@@ -466,7 +479,7 @@ class MemoryRnic(Rnic):
                 qp.fail(notices=False)
 
     def port_up(self) -> None:
-        """The port is back; queue pairs that did not fail work again."""
+        """Bring the port up; queue pairs that did not fail work again."""
         if not self.port_active:
             self.port_active = True
             self._notify(RnicEvent.PORT_UP)

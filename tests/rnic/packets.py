@@ -1,4 +1,4 @@
-"""Packets of the software RNIC, for tests that speak its protocol by hand."""
+"""Packets of the software RNIC, for tests that implement its protocol themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trio_smc.rnic.soft.messages import Intake
 
 
 def receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
-    """One packet and its descriptors, as an RNIC takes them."""
+    """Receive one packet and its descriptors, as an RNIC does."""
     intake = Intake(Closer("test"))
     try:
         return intake.receive(sock)

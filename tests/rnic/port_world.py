@@ -1,4 +1,4 @@
-"""Network interfaces and RoCE ports made up for tests: what a stack finds on its host."""
+"""A simulated host with network interfaces and RoCE ports, for stacks under test."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ GIDS = [
 
 
 class FakePort(VerbsRnic):
-    """A port with a GID table of its own; nothing of verbs behind it."""
+    """A port with a GID table of its own, without verbs."""
 
     table: list[Gid]
     opened: list[FakePort]
@@ -109,41 +109,41 @@ def fake_port(
 
 @dataclass
 class World:
-    """Made-up ports, as `GIDS` has them: rxe0 on eth0 and eth0.7, rxe1 on eth1 and so on.
+    """The ports of `GIDS`: rxe0 on eth0 and eth0.7, rxe1 on eth1 and so on.
 
     Attributes:
-      opened: those that are open.
+      opened: the open ports.
       route: the interface that all routes leave by.
-      devices: names of those whose device is there.
-      active: of these the ones that are active.
-      news: what `PortWatch.changed` waits for.
+      devices: names of the present devices.
+      active: names of the devices whose port is active.
+      change: the event that `PortWatch.changed` waits for.
     """
 
     opened: list[FakePort] = field(default_factory=list)
     route: str = "eth0"
     devices: set[str] = field(default_factory=set)
     active: set[str] = field(default_factory=set)
-    news: trio.Event = field(default_factory=trio.Event)
+    change: trio.Event = field(default_factory=trio.Event)
 
-    def come(self, *names: str) -> None:
+    def add_devices(self, *names: str) -> None:
         """Add the devices with active ports, without a notification."""
         self.devices.update(names)
         self.active.update(names)
 
-    def go(self, *names: str) -> None:
-        """They go again."""
+    def remove_devices(self, *names: str) -> None:
+        """Remove the devices."""
         self.devices.difference_update(names)
         self.active.difference_update(names)
 
     @contextmanager
     def watch(self) -> Iterator[Self]:
-        """In place of `PortWatch.open`."""
+        """Replaces `PortWatch.open`."""
         yield self
 
     async def changed(self) -> None:
-        """In place of `PortWatch.changed`."""
-        await self.news.wait()
-        self.news = trio.Event()
+        """Replaces `PortWatch.changed`."""
+        await self.change.wait()
+        self.change = trio.Event()
 
     def port(self, name: str, number: int | None = None) -> FakePort:
         table = [
@@ -155,7 +155,7 @@ class World:
 
     @classmethod
     def made(cls, monkeypatch: pytest.MonkeyPatch) -> Self:
-        """One that stacks see instead of the real one."""
+        """Make a world, and let stacks find it instead of the real host."""
         made = cls()
         owned = [
             (2, "192.0.2.1", "192.0.2.0/24"), (4, "198.51.100.1", "198.51.100.0/24"),

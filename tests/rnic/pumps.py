@@ -8,7 +8,7 @@ from trio_smc.rnic.pump import Pump
 
 
 class Passes(trio.abc.Instrument):
-    """Counts how often the loop polls for I/O."""
+    """Counts how often Trio's event loop polls for I/O."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,6 +1,6 @@
 """A software RNIC that serves SMC-R version 2, for whole stacks on one host without RoCE.
 
-It has the GID of a RoCE port with an IPv4 address.  Messages are no longer than those of version 1,
+The RNIC has the GID of a RoCE port with an IPv4 address.  Its receives have the size of version 1,
 so a link group must agree on a single link: see `single_link`.
 """
 
@@ -19,10 +19,10 @@ _MAPPED = bytes(10) + b"\xff\xff"
 
 
 class RoutableRnic(SoftRnic):
-    """See the module's docstring.
+    """A software RNIC for version 2 (see above).
 
     Args:
-      direct: what it says of the route to every GID.
+      direct: the result of `is_direct` for every GID.
     """
 
     routable = True
@@ -37,16 +37,16 @@ class RoutableRnic(SoftRnic):
         super().__setattr__(name, value)
 
     def create_qp(self, pd: ProtectionDomain, receive_size: int = RECEIVE_SIZE) -> SoftQueuePair:
-        """With receives of the only size that there is."""
+        """Create a queue pair; its receives have the size of version 1, whatever is requested."""
         return super().create_qp(pd)
 
     def is_direct(self, gid: bytes) -> bool | None:
-        """As the constructor was told."""
+        """Return the argument of the constructor."""
         return self._direct
 
 
 def single_link(stack: Stack) -> None:
-    """Have a stack agree on one link: nothing is told then that needs a longer message."""
+    """Let a stack agree on one link only, so that no LLC message needs a longer receive."""
     groups = stack.runtime.groups
     assert groups.offer is not None
     groups.offer = replace(groups.offer, max_links=1)

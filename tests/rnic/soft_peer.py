@@ -2,12 +2,12 @@
 
 ``python -m tests.rnic.soft_peer MODE DIRECTORY [SEED]`` opens an RNIC and a queue pair, prints its
 GID, queue pair number, RKey and address as JSON, reads the same of its peer, connects, prints
-"ready", reads a line and then does what MODE says; it ends when its standard input ends.
+"ready", reads a line and then acts as MODE says; it ends when its standard input ends.
 
-echo: sends every message back, sleeping in between.
-burst: writes and sends 50 messages without being asked, prints "sent", and does nothing more.
-fork: leaves a forked child behind that lives until standard input ends.
-deaf: connects and never looks at its RNIC again.
+echo: sends every message back, and sleeps while there is none.
+burst: writes and sends 50 messages, prints "sent", and does nothing more.
+fork: forks a child that lives until standard input ends.
+silent: connects and never polls its RNIC again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BURST = 50
 
 
 class Peer:
-    """The second process, from the first one's side; a context manager that ends it."""
+    """The second process, as the first one controls it; a context manager that ends the process."""
 
     def __init__(self, mode: str, directory: Path, seed: int = 0) -> None:
         command = [sys.executable, "-m", "tests.rnic.soft_peer", mode, str(directory), str(seed)]
@@ -40,7 +40,7 @@ class Peer:
         )
 
     def connect(self, end: End) -> dict[str, Any]:
-        """Connect ``end`` to it; returns where it can be written to: rkey, address."""
+        """Connect ``end`` to the process. Returns the rkey and the address of its memory."""
         found: dict[str, Any] = json.loads(self.line())
         self.send_line(json.dumps(describe(end)))
         join(end, found)
@@ -135,7 +135,7 @@ def burst(end: End, peer: dict[str, Any]) -> None:
 
 
 def echo(end: End, rng: random.Random) -> None:
-    """Echo until standard input ends; sleeps as often as it can, after pauses of any length."""
+    """Echo until standard input ends; sleep whenever possible, after pauses of random length."""
     rnic = end.rnic
     sleeper = select.poll()
     sleeper.register(rnic.wait_fd(), select.POLLIN)
@@ -157,7 +157,7 @@ def echo(end: End, rng: random.Random) -> None:
 
 
 def pause(rng: random.Random) -> None:
-    """Waste up to 20 microseconds, so that the two processes meet at every point of arming."""
+    """Busy-wait up to 20 microseconds, so that the peer's message arrives at any step of arming."""
     end = time.perf_counter() + rng.random() * 20e-6
     while time.perf_counter() < end:
         pass

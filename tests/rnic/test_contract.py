@@ -1,4 +1,4 @@
-"""The software RNIC fulfils the contract of `tests.rnic.contract`."""
+"""The software RNIC passes the tests of `tests.rnic.contract`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class TestSoftRnic(RnicContract):
     def rnics(
         self, runtime_directory: Path, request: pytest.FixtureRequest
     ) -> Iterator[tuple[Rnic, Rnic]]:
-        """The descriptors to wait on: one for everything, or one for completions.
+        """Two RNICs.
 
-        With packets both or one of the RNICs cannot use a ring.
+        "together": one descriptor reports everything; "apart": another one reports completions;
+        "packets", "packets of one": both RNICs, or the first one, send packets and use no rings.
         """
         first, second = SoftRnic("soft0"), SoftRnic("soft1")
         if request.param.startswith("packets"):

@@ -1,4 +1,4 @@
-"""The software RNIC's faults on purpose: each does what it says, and a seed replays them."""
+"""Fault injection in the software RNIC: each fault has its effect, and a seed replays a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ import trio
 
 import trio_smc
 from tests.peers import open_pair
-from tests.rnic.contract import PACKETS, End, connect, got, make_end, nothing_comes, state_of, until
+from tests.rnic.contract import (
+    PACKETS,
+    End,
+    assert_no_completions,
+    connect,
+    got,
+    make_end,
+    state_of,
+    until,
+)
+from tests.timing import PATIENCE
 from trio_smc.rnic import words
 from trio_smc.rnic.soft import ring as _ring
 from trio_smc.rnic.soft.device import SoftRnic
@@ -30,7 +40,7 @@ SIZE = 4096
 
 
 class Faulty:
-    """Two RNICs, the first of which has a plan, and connected queue pairs on them."""
+    """Two RNICs, the first of which has a fault plan, and connected queue pairs on them."""
 
     def __init__(self, directory: Path, plan: FaultPlan, *, packets: bool = False) -> None:
         self.plan = plan
@@ -57,12 +67,18 @@ def faulty(runtime_directory: Path, seed: int, request: pytest.FixtureRequest) -
     faulty.close()
 
 
+def count_sockets() -> int:
+    """Return the number of open sockets of this process."""
+    found = Path("/proc/self/fd").iterdir()
+    return sum(str(each.readlink()).startswith("socket:") for each in found if each.is_symlink())
+
+
 def kinds(plan: FaultPlan) -> list[Fault]:
     return [struck.kind for struck in plan.log]
 
 
 class TestWithoutPlan:
-    def test_queue_pairs_know_nothing_of_faults(self, faulty: Faulty) -> None:
+    def test_queue_pairs_without_a_plan_have_no_fault_code(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
         assert type(b.qp) is not type(a.qp)
         assert isinstance(a.qp, FaultyQueuePair)
@@ -85,7 +101,7 @@ class TestRequests:
         assert bytes(b.memory.view[16 : 41 * 16]) == b"".join(text[:16] for text in texts)
         assert faulty.plan.log == []
 
-    def test_completion_lost(self, faulty: Faulty) -> None:
+    def test_a_lost_completion_fails_the_sender(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
         faulty.plan.inject(Fault.COMPLETION_LOST)
         assert list(faulty.plan.armed) == [Fault.COMPLETION_LOST]
@@ -100,12 +116,12 @@ class TestRequests:
         assert not faulty.plan.armed
         assert faulty.plan.log[0][1:] == (Fault.COMPLETION_LOST, a.qp.qp_num, b"told")
 
-    def test_completion_lost_waits_until_the_message_can_arrive(self, faulty: Faulty) -> None:
+    def test_a_lost_completion_waits_until_the_message_can_arrive(self, faulty: Faulty) -> None:
         a, b = make_end(faulty.rnic), make_end(faulty.other)
         connect(a, b, receives=0)
         faulty.plan.inject(Fault.COMPLETION_LOST)
         a.qp.post_send(1, b"told")
-        nothing_comes(a, b)
+        assert_no_completions(a, b)
         assert faulty.plan.log == []
         b.qp.post_receive(1)
         until(lambda: bool(a.sent) and bool(b.received), a, b)
@@ -114,7 +130,7 @@ class TestRequests:
         a.close()
         b.close()
 
-    def test_acknowledged_but_not_placed(self, faulty: Faulty) -> None:
+    def test_a_message_that_is_not_placed_is_acknowledged(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
         b.qp.post_send(1, b"the other way")
         faulty.plan.inject(Fault.NOT_PLACED)
@@ -126,7 +142,7 @@ class TestRequests:
         assert a.received == [b"the other way"]
         assert state_of(a.qp) is state_of(b.qp) is ERR
 
-    def test_message_lost(self, faulty: Faulty) -> None:
+    def test_a_lost_message_fails_the_sender(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
         faulty.plan.inject(Fault.MESSAGE_LOST)
         a.write(1, b, 0, b"written", signaled=False)
@@ -136,8 +152,8 @@ class TestRequests:
         assert b.received == []
         assert bytes(b.memory.view[:7]) == b"written"
 
-    def test_write_lost(self, faulty: Faulty) -> None:
-        """A beginning of it may be there, nothing of what follows."""
+    def test_a_lost_write_fails_the_sender(self, faulty: Faulty) -> None:
+        """A beginning of the lost write may be placed, but no later write."""
         lengths = set()
         for _ in range(20):
             a, b = faulty.pair()
@@ -168,10 +184,10 @@ class TestRequests:
         assert state_of(a.qp) is state_of(b.qp) is RTS
 
 
-class TestAtOnce:
-    """`QueuePair.deliver` on an RNIC with a plan."""
+class TestDeliver:
+    """`QueuePair.deliver` on an RNIC with a fault plan."""
 
-    def test_where_no_fault_can_come(self, faulty: Faulty) -> None:
+    def test_deliver_succeeds_while_no_fault_is_due(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
         struck: list[tuple[int, bytes, int]] = []
         faulty.plan.on_message = lambda *each: struck.append(each)
@@ -184,7 +200,9 @@ class TestAtOnce:
         assert struck == [(a.qp.qp_num, b"message", 0), (a.qp.qp_num, b"posted", 0)]
 
     @pytest.mark.parametrize("kind", [Fault.NOT_PLACED, Fault.MESSAGE_LOST, Fault.COMPLETION_LOST])
-    def test_refused_where_one_waits_and_met_when_posted(self, faulty: Faulty, kind: Fault) -> None:
+    def test_deliver_is_refused_if_a_fault_is_due_for_a_posted_send(
+        self, faulty: Faulty, kind: Fault
+    ) -> None:
         a, b = faulty.pair()
         struck: list[tuple[int, bytes, int]] = []
         faulty.plan.on_message = lambda *each: struck.append(each)
@@ -203,14 +221,14 @@ class TestAtOnce:
         assert b.received == [b"before", *arrived]
 
     @pytest.mark.parametrize("kind", [Fault.LINK_SILENT, Fault.DELAY, Fault.PORT_DOWN])
-    def test_not_while_nothing_goes_out(self, faulty: Faulty, kind: Fault) -> None:
+    def test_deliver_is_refused_while_nothing_is_sent(self, faulty: Faulty, kind: Fault) -> None:
         a, b = faulty.pair()
         until(lambda: a.qp.deliver(b"before", None, 0, 0), a, b)
         until(got(b, 1), a, b)
         faulty.plan.delay = 60
         faulty.plan.inject(kind)
         assert not a.qp.deliver(b"message", None, 0, 0)
-        nothing_comes(b)
+        assert_no_completions(b)
         assert b.received == [b"before"]
 
     def test_periodic_faults_strike_posted_requests(
@@ -233,7 +251,7 @@ class TestAtOnce:
 
 
 class TestLinks:
-    def test_down_and_both_notice(self, faulty: Faulty) -> None:
+    def test_both_sides_notice_a_link_down(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
         c, d = faulty.pair()
         b.qp.post_send(1, b"arrived before")
@@ -246,14 +264,14 @@ class TestLinks:
             faulty.plan.inject(Fault.LINK_DOWN, a.qp.qp_num)
 
     @pytest.mark.parametrize("write", [False, True])
-    def test_down_and_the_peer_notices_when_it_posts(self, faulty: Faulty, write: bool) -> None:
+    def test_the_peer_notices_a_link_down_when_it_posts(self, faulty: Faulty, write: bool) -> None:
         a, b = faulty.pair()
         faulty.plan.inject(Fault.LINK_DOWN_HERE)
         until(lambda: bool(a.flushed), a, b)
-        nothing_comes(a, b)
+        assert_no_completions(a, b)
         assert state_of(b.qp) is RTS
         a.qp.close()
-        nothing_comes(b)
+        assert_no_completions(b)
         assert state_of(b.qp) is RTS
         if write:
             b.write(1, a, 0, b"lost")
@@ -264,6 +282,7 @@ class TestLinks:
         assert state_of(b.qp) is ERR
 
     def test_sockets_of_queue_pairs_that_noticed_are_not_kept(self, faulty: Faulty) -> None:
+        before = count_sockets()
         for _ in range(20):
             a, b = faulty.pair()
             faulty.plan.inject(Fault.LINK_DOWN_HERE)
@@ -271,9 +290,9 @@ class TestLinks:
             until(lambda: bool(b.sent), a, b)  # noqa: B023
             a.qp.close()
             b.qp.close()
-        assert len(faulty.rnic._kept_open) <= 4
+            until(lambda: count_sockets() <= before + 4, a, b)
 
-    def test_silent(self, faulty: Faulty) -> None:
+    def test_a_silent_link_notifies_neither_side(self, faulty: Faulty) -> None:
         """Neither side is notified, and no lost message is reported as sent."""
         a, b = faulty.pair()
         b.qp.post_send(1, b"before")
@@ -282,7 +301,7 @@ class TestLinks:
         b.qp.post_send(2, b"lost")
         until(got(a, 1), a, b)
         a.qp.post_receive(1)
-        nothing_comes(a, b)
+        assert_no_completions(a, b)
         assert (a.sent, b.received, b.sent) == ([], [], [(1, 0)])
         assert state_of(a.qp) is state_of(b.qp) is RTS
         a.qp.to_err()
@@ -291,7 +310,7 @@ class TestLinks:
         assert b.sent[1][1] in (FLUSHED, UNREACHABLE)
         assert b.received == []
 
-    def test_delay(self, faulty: Faulty) -> None:
+    def test_delayed_messages_arrive_in_order(self, faulty: Faulty) -> None:
         """Messages arrive late, complete and in order, and Trio does not sleep meanwhile."""
         faulty.plan.delay = 0.2
         a, b = faulty.pair()
@@ -305,7 +324,7 @@ class TestLinks:
         assert bytes(b.memory.view[:7]) == b"written"
         assert a.rnic.arm()
 
-    def test_wakeups_without_reason(self, faulty: Faulty) -> None:
+    def test_a_spurious_wakeup_has_no_effect(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
         a.rnic.service()
         b.rnic.service()
@@ -314,13 +333,13 @@ class TestLinks:
         faulty.plan.inject(Fault.WAKEUP)
         for end in (a, b):
             assert select.select([end.rnic.wait_fd()], [], [], 1)[0]
-        nothing_comes(a, b)
+        assert_no_completions(a, b)
         a.qp.post_send(1, b"as before")
         until(got(b, 1), a, b)
 
 
 class TestPorts:
-    def test_flap(self, faulty: Faulty) -> None:
+    def test_a_port_flap_flushes_requests(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
         c, d = faulty.pair()
         events: list[RnicEvent] = []
@@ -332,11 +351,11 @@ class TestPorts:
         a.rnic.service()
         assert events == [RnicEvent.PORT_DOWN, RnicEvent.PORT_UP]
         assert a.sent == [(1, FLUSHED)]
-        # A queue pair that was not used meanwhile goes on.
+        # A queue pair that was not used during the flap still works.
         c.qp.post_send(1, b"there")
         until(got(d, 1), c, d)
 
-    def test_down_until_it_is_restored(self, faulty: Faulty) -> None:
+    def test_a_port_is_down_until_it_is_restored(self, faulty: Faulty) -> None:
         a, b = faulty.pair()
         faulty.plan.inject(Fault.PORT_DOWN)
         b.qp.post_send(1, b"lost")
@@ -348,7 +367,7 @@ class TestPorts:
         f.qp.post_send(1, b"and back")
         until(lambda: f.received == [b"there"] and e.received == [b"and back"], e, f)
 
-    async def test_events_come_on_the_trio_thread(self) -> None:
+    async def test_events_are_reported_on_the_trio_thread(self) -> None:
         rnic = SoftRnic("left")
         async with trio_smc.open_stack(trio_smc.Config(rnics=(rnic,))):
             task_thread = trio.lowlevel.current_trio_token()
@@ -365,14 +384,14 @@ class TestPorts:
             for change in (rnic.fail, rnic.restore):
                 waiting = changed
                 change()
-                with trio.fail_after(5):
+                with trio.fail_after(PATIENCE):
                     await waiting.wait()
             assert events == [(RnicEvent.PORT_DOWN, True), (RnicEvent.PORT_UP, True)]
 
 
 class TestBySeed:
     def run(self, directory: Path, seed: int) -> tuple[FaultPlan, list[tuple[int, Fault]]]:
-        # 20 of each kind, about: one of them is missing in less than one of a million runs.
+        # About 20 faults of each kind: a kind is missing in less than one of a million runs.
         plan = FaultPlan(seed, kinds=tuple(Fault), every=4, flap=0, delay=0)
         faulty = Faulty(directory, plan)
         try:
@@ -390,7 +409,7 @@ class TestBySeed:
             faulty.close()
         return plan, [(struck.request, struck.kind) for struck in plan.log]
 
-    def test_replay(self, runtime_directory: Path, seed: int) -> None:
+    def test_a_seed_replays_its_faults(self, runtime_directory: Path, seed: int) -> None:
         plan, first = self.run(runtime_directory / "smc", seed)
         assert set(kinds(plan)) == set(Fault)
         _, again = self.run(runtime_directory / "smc", seed)
@@ -398,7 +417,7 @@ class TestBySeed:
         _, different = self.run(runtime_directory / "smc", seed + 1)
         assert first != different
 
-    def test_disarmed(self, runtime_directory: Path) -> None:
+    def test_a_disarmed_plan_has_no_faults(self, runtime_directory: Path) -> None:
         plan = FaultPlan(7, kinds=(Fault.LINK_DOWN,), every=1)
         faulty = Faulty(runtime_directory / "smc", plan)
         plan.inject(Fault.MESSAGE_LOST)
@@ -411,11 +430,14 @@ class TestBySeed:
         faulty.close()
 
 
-def once_in_put(
+def end_during_next_send(
     faulty: Faulty, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None], *, before: bool
 ) -> None:
-    """Have the next sender call ``end()`` when it has seen a posted receive, and its message is not
-    published yet (``before``), or just is."""
+    """Call ``end()`` while the next sender, which has seen a posted receive, publishes its message.
+
+    Args:
+      before: True to call it just before the message is published, False for just after.
+    """
     send = PeerSockets.send_packet
 
     def send_and_end(sockets: PeerSockets, message: Message) -> int:
@@ -445,23 +467,23 @@ def once_in_put(
     if before:
         monkeypatch.setattr(_ring, "_pack_slot", pack_and_end)
     else:
-        monkeypatch.setattr(_ring, "_uses_lock", False)  # then the fence is a function
+        monkeypatch.setattr(_ring, "_uses_lock", False)  # the ring then calls `fence`
         monkeypatch.setattr(_ring, "fence", fence_and_end)
 
 
-@pytest.mark.pure  # compiled code calls its own functions, whatever the module has in their place
+@pytest.mark.pure  # compiled code would not call the replaced functions
 class TestRace:
-    """A message that is published while the receiver's end is just closed."""
+    """The receiver's end is closed while a message is published."""
 
     @pytest.mark.parametrize("quietly", [False, True])
     @pytest.mark.parametrize("before", [False, True])
-    def test_acknowledged_means_taken(
+    def test_an_acknowledged_message_is_received(
         self, faulty: Faulty, monkeypatch: pytest.MonkeyPatch, before: bool, quietly: bool
     ) -> None:
         a, b = faulty.pair()
         assert isinstance(a.qp, FaultyQueuePair)
         end: Callable[[], None] = a.qp.to_err_quietly if quietly else a.qp.to_err
-        once_in_put(faulty, monkeypatch, end, before=before)
+        end_during_next_send(faulty, monkeypatch, end, before=before)
         b.qp.post_send(1, b"message")
         until(lambda: bool(b.sent) and bool(a.flushed), a, b)
         arrived = a.received == [b"message"]
@@ -472,13 +494,13 @@ class TestRace:
     def test_an_immediate_delivery_may_have_been_received(
         self, faulty: Faulty, monkeypatch: pytest.MonkeyPatch, before: bool
     ) -> None:
-        """It is unknown if the message arrived, and neither result is reported.
+        """With rings the sender cannot know if the message was received, and reports neither.
 
-        A packet that the kernel accepts is taken, so there is no doubt.
+        A packet that the kernel has accepted is received, so the result is known.
         """
         a, b = faulty.pair()
         until(lambda: b.qp.deliver(b"first", None, 0, 0), a, b)
-        once_in_put(faulty, monkeypatch, a.qp.to_err, before=before)
+        end_during_next_send(faulty, monkeypatch, a.qp.to_err, before=before)
         data = memoryview(b"data")
         if faulty.rnic.sends_packets:
             sent = b.qp.deliver(b"message", data, a.region.address, a.region.rkey)

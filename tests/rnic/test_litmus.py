@@ -1,7 +1,7 @@
-"""The ring's code, run against memory models with every order that they allow.
+"""The ring's code, executed in every order that a memory model allows.
 
-The steps are those of the theory of operation in `trio_smc.rnic.soft.ring` and
-`trio_smc.rnic.words`: each is the real code of both ends, whose accesses are recorded.
+The steps are those that the docstrings of `trio_smc.rnic.soft.ring` and `trio_smc.rnic.words`
+describe. Each step runs the real code of both ends and records its memory accesses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trio_smc.rnic.soft import device, ring
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, ReceiveRing, SendRing, Sent
 
-# compiled code calls its own functions, whatever the module has in their place
+# Compiled code would not call the replaced functions.
 pytestmark = [pytest.mark.pure, pytest.mark.calculates]
 
 NAMES = {0: "HEAD", 8: "POSTED", 16: "ARMED", 24: "WAITING", 32: "HELD"}
@@ -27,8 +27,8 @@ class Variant(NamedTuple):
     """How words are accessed.
 
     Attributes:
-      native: with the atomics of the native module; otherwise as plain Python does.
-      weak: words without their order; "fence" and "exchange" name those operations.
+      native: True for the atomics of the native module, False for plain Python.
+      weak: words, or operations "fence" and "exchange", that are tested without memory ordering.
     """
 
     native: bool
@@ -36,9 +36,12 @@ class Variant(NamedTuple):
 
 
 class Recorded:
-    """Words whose accesses are recorded, once there is a trace; ``first``: the index of the first.
+    """Shared words whose accesses are recorded in `trace`.
 
-    Before that they contain 0, and POSTED allows any number of messages.
+    Without a trace each word is 0, except that POSTED is 2, so the sender may send.
+
+    Args:
+      first: index of the first word in the ring.
     """
 
     def __init__(self, ends: Ends, first: int) -> None:
@@ -64,8 +67,8 @@ class Recorded:
             self.trace.store(name, value, self._order(name))
 
 
-class Mapped:
-    """Stands for the memory of a ring."""
+class RecordedMemory:
+    """Replaces the memory of a ring; its words are `Recorded`."""
 
     def __init__(self, ends: Ends) -> None:
         self.view = memoryview(b"")
@@ -85,19 +88,19 @@ class Mapped:
 
 
 class Ends:
-    """Makes the two ends of a ring, for a thread each.
+    """Makes the two ends of a ring, one for each thread.
 
     Attributes:
-      has_slot: False: what the slots contain is not recorded.
+      has_slot: True if accesses to slots are recorded.
     """
 
     def __init__(self, variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
         self.variant = variant
         self.has_slot = True
         self._trace: Trace | None = None
-        # A slot is used only after a receive was posted, so two are enough for two messages.
+        # A slot is used only after a receive was posted, so two messages need two slots.
         monkeypatch.setattr(ring, "SLOTS", 2)
-        monkeypatch.setattr(ring, "Memory", lambda *_, **__: Mapped(self))
+        monkeypatch.setattr(ring, "Memory", lambda *_, **__: RecordedMemory(self))
         monkeypatch.setattr(ring, "_pack_slot", self._pack)
         monkeypatch.setattr(ring, "_unpack_slot", self._unpack)
         monkeypatch.setattr(ring, "_uses_lock", not variant.native)
@@ -107,7 +110,7 @@ class Ends:
             monkeypatch.setattr(module, "fence", self._fence)
 
     def _pack(self, _view: object, _at: int, _size: int, data: Any) -> None:
-        # One place stands for all slots: the messages of a step use the same slot.
+        # One place represents all slots, because the messages of a step use the same slot.
         if self.has_slot and self._trace is not None:
             self._trace.store("slot", data)
 
@@ -131,15 +134,15 @@ class Ends:
             words[index] = value
 
     def sender(self, trace: Trace, head: int) -> tuple[SendRing, list[bool]]:
-        """The sending end after ``head`` messages, and a list that grows when it rings."""
+        """Return the sending end after ``head`` messages, and a list of its doorbell rings."""
         self._trace = None
         rung: list[bool] = []
 
         def doorbell() -> None:
             rung.append(True)
-            trace.lock()  # of the socket or the pipe
+            trace.lock()  # the kernel locks the socket or the pipe
 
-        memory: Any = Mapped(self)
+        memory: Any = RecordedMemory(self)
         sender = SendRing(memory, doorbell)
         for _ in range(head):
             assert sender.put(b"m") == Sent.DONE
@@ -148,7 +151,7 @@ class Ends:
         return sender, rung
 
     def receiver(self, trace: Trace, posted: int) -> ReceiveRing:
-        """The receiving end, which has taken no message."""
+        """Return the receiving end, which has received no message yet."""
         receiver = ReceiveRing(1)
         receiver.posted = posted
         memory: Any = receiver.memory
@@ -158,11 +161,11 @@ class Ends:
 
 
 Step = Callable[[Ends, Model], Iterator[bool]]
-"""Yields for each execution if its result is right."""
+"""Yields True or False for each execution: True if its result is correct."""
 
 
 def publish(ends: Ends, model: Model) -> Iterator[bool]:
-    """A receiver that finds a message finds its bytes, and the RDMA data written before it."""
+    """A receiver that finds a message also finds its bytes, and the RDMA data written before."""
 
     def send(trace: Trace) -> None:
         sender, _ = ends.sender(trace, head=0)
@@ -182,7 +185,7 @@ def publish(ends: Ends, model: Model) -> Iterator[bool]:
 
 
 def reuse(ends: Ends, model: Model) -> Iterator[bool]:
-    """A slot is overwritten only after its message was taken."""
+    """A slot is overwritten only after its message was received."""
 
     def send(trace: Trace) -> None:
         ends.sender(trace, head=1)[0].put(b"n")
@@ -201,7 +204,7 @@ def reuse(ends: Ends, model: Model) -> Iterator[bool]:
 
 
 def arm(ends: Ends, model: Model) -> Iterator[bool]:
-    """A receiver that may sleep is rung for each message that it has not seen."""
+    """A sender rings the doorbell of a sleeping receiver for each message that was not seen."""
 
     def send(trace: Trace) -> bool:
         sender, rung = ends.sender(trace, head=0)
@@ -219,7 +222,7 @@ def arm(ends: Ends, model: Model) -> Iterator[bool]:
 
 
 def post(ends: Ends, model: Model) -> Iterator[bool]:
-    """A sender that waits for a receive is rung when one is posted."""
+    """A receiver that posts a receive rings the doorbell of a sender that waits for one."""
 
     def send(trace: Trace) -> bool:
         return bool(ends.sender(trace, head=1)[0].put(b"n") == Sent.NOT_READY)
@@ -233,7 +236,7 @@ def post(ends: Ends, model: Model) -> Iterator[bool]:
 
 
 def close(ends: Ends, model: Model, armed: int = 0, word: int = CLOSED) -> Iterator[bool]:
-    """A message that was reported as sent is taken by a receiver that ends."""
+    """A receiver that ends still receives each message that was reported as sent."""
     ends.has_slot = False
 
     def send(trace: Trace) -> int:
@@ -261,7 +264,7 @@ STEPS: list[Step] = [publish, reuse, arm, post, close, close_armed]
 
 
 def outcomes(step: Step, ends: Ends, model: Model) -> set[bool]:
-    """The results of all executions; False: at least one is wrong."""
+    """Return the set of results; it contains False if at least one execution is wrong."""
     try:
         return set(step(ends, model))
     except DataRace:
@@ -290,8 +293,8 @@ def test_plain_python_is_wrong_on_arm64(step: Step, monkeypatch: pytest.MonkeyPa
         (publish, "HEAD", arm64),
         (reuse, "POSTED", c11),
         (reuse, "POSTED", arm64),
-        # On ARM64 a store-release and a later load-acquire keep their order (stlr, ldar), but a
-        # compiler may choose weaker instructions (ldapr), as C11 allows.
+        # Not with the ARM64 model: stlr and a later ldar keep their order. C11 does not require
+        # that, so a compiler may choose the weaker ldapr.
         (arm, "fence", c11),
         (post, "fence", c11),
         (close, "fence", c11),

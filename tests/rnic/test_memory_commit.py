@@ -1,4 +1,4 @@
-"""If the system may refuse a page at its first use, pages are allocated in advance."""
+"""If the kernel may refuse a page at its first use, memory allocates its pages in advance."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ MIB = 1 << 20
 
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if vm.overcommit_memory were 2."""
+    """Simulate vm.overcommit_memory = 2."""
     monkeypatch.setattr(memory_module, "may_refuse_pages", lambda: True)
 
 
 def allocated(memory: Memory) -> int:
-    """Bytes that the memory has pages for."""
+    """Size of the memory's allocated pages in bytes."""
     return os.fstat(memory.fd).st_blocks * 512
 
 
 def accounted() -> int:
-    """Bytes of this process's mappings that count against the commit limit (proc_pid_smaps(5))."""
+    """Size of the mappings that count against the commit limit, in bytes (proc_pid_smaps(5))."""
     total = size = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.startswith("Size:"):
@@ -111,7 +111,7 @@ def test_no_mapping_counts_against_the_commit_limit() -> None:
         pytest.skip(str(error))
     try:
         peer = PeerMemory.map_untrusted(memory.fd, size)
-        # Python's own heap may grow meanwhile.
+        # The heap of Python may also have grown.
         assert accounted() - before < size // 1024
         memory.view[size - 1] = 7
         assert peer.view[size - 1] == 7
@@ -123,7 +123,7 @@ def test_no_mapping_counts_against_the_commit_limit() -> None:
 
 
 @pytest.mark.pure  # a function of a compiled module is replaced
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python maps it without a descriptor")
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python then needs no placeholder")
 def test_the_placeholder_is_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
 
@@ -149,10 +149,10 @@ def test_the_mode_is_read_again_only_after_a_while(
     now = 1000.0
     monkeypatch.setattr(overcommit, "_MODE", str(place))
     for name, value in (("_known_until", 0.0), ("_known", False)):
-        monkeypatch.setattr(overcommit, name, value)  # and put the old values back at the end
+        monkeypatch.setattr(overcommit, name, value)  # restores them at the end
     monkeypatch.setattr("trio_smc.host.overcommit.time.monotonic", lambda: now)
     assert overcommit.may_refuse_pages()
     place.write_text("0\n")
-    assert overcommit.may_refuse_pages(), "known from just before"
+    assert overcommit.may_refuse_pages(), "the value was read less than 0.2 s ago"
     now += 0.2
     assert not overcommit.may_refuse_pages()

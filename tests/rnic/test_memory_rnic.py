@@ -1,4 +1,4 @@
-"""The fabric that tests of link groups stand on does what it says."""
+"""The fabric of `tests.rnic.memory_rnic`, which tests of link groups use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECV = int(WcOpcode.RECV)
 
 
 class Pair:
-    """Two RNICs and queue pairs between them; ``links`` of them, all over the same two."""
+    """Two RNICs with ``links`` pairs of connected queue pairs."""
 
     def __init__(self, *, links: int = 1, announces_end: bool = False) -> None:
         self.fabric = Fabric(announces_end=announces_end)
@@ -48,7 +48,7 @@ class Pair:
 
 @pytest.mark.parametrize("start", [0, 1, 4096, 5000])
 @pytest.mark.parametrize("length", [0, 1, 4000, 4096, 9000])
-def test_memory_is_zeroed_where_it_should_be(start: int, length: int) -> None:
+def test_zero_clears_exactly_its_range(start: int, length: int) -> None:
     memory = PlainMemory(16384, Fabric())
     memory.view[:] = b"x" * 16384
     memory.zero(start, length)
@@ -68,7 +68,7 @@ def test_order_is_kept_within_a_queue_pair_only() -> None:
     for each in (b"1", b"2", b"3"):
         (second if each == b"2" else first).post_send(4, each)
     pair.fabric.deliver()
-    assert pair.received() == [b"1", b"2", b"3"]  # left alone: in the order of posting
+    assert pair.received() == [b"1", b"2", b"3"]  # by default in the order of posting
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_each_fate_of_a_request(fate: Fate, arrives: bool, status: WcStatus) -> 
 
 
 @pytest.mark.parametrize("notices", [False, True])
-def test_a_failed_link_is_noticed_by_the_other_side_or_not(notices: bool) -> None:
+def test_the_peer_notices_a_failed_queue_pair_if_announced(notices: bool) -> None:
     pair = Pair()
     here, there = pair.qps[0]
     here.fail(notices=notices)
@@ -125,7 +125,7 @@ def test_a_port_that_goes_down_and_comes_back() -> None:
     assert events == ["port-down", "port-up", "port-down", "port-up", "fatal"]
 
 
-def test_a_path_that_is_cut() -> None:
+def test_a_request_over_a_cut_path_fails() -> None:
     pair = Pair()
     here, _ = pair.qps[0]
     pair.fabric.cut.add(frozenset(rnic.gid for rnic in pair.rnics))

@@ -1,4 +1,4 @@
-"""Messages that travel as packets: hostile senders, full sockets, and the ends of both sides."""
+"""Messages that are sent as packets: hostile senders, full sockets, and the end of either side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rnic.contract import RECEIVES, End, got, make_end, nothing_comes, until
+from tests.rnic.contract import RECEIVES, End, assert_no_completions, got, make_end, until
 from tests.rnic.packets import receive
 from tests.rnic.test_soft_hostile import ARMED, HEAD, KEY_PAGE, POSTED, Attacker, ended, state
 from trio_smc.rnic.memory import Memory
@@ -48,7 +48,7 @@ def attacker(rnic: SoftRnic, runtime_directory: Path) -> Iterator[Attacker]:
 
 
 def messages_to(attacker: Attacker) -> list[bytes]:
-    """The packets that the victim has sent since its Hello."""
+    """Return the packets that the victim has sent since its Hello."""
     found: list[bytes] = []
     while (packet := receive(attacker.open[0])) is not None:
         close_all(packet[1])
@@ -58,7 +58,7 @@ def messages_to(attacker: Attacker) -> list[bytes]:
     return found
 
 
-def sent_more(victim: End, than: int) -> bool:
+def has_sent_more(victim: End, than: int) -> bool:
     return len(victim.sent) > than or than == SLOTS
 
 
@@ -80,7 +80,7 @@ def test_words_written_into_the_ring_are_ignored(attacker: Attacker, victim: End
     for value in (3, CLOSED):
         for word in (HEAD, ARMED):
             attacker.word(word, value)
-        nothing_comes(victim)
+        assert_no_completions(victim)
     assert state(victim.qp) is QpState.RTS
 
 
@@ -138,7 +138,7 @@ def test_garbage_ends_the_queue_pair_and_keeps_earlier_messages(
 
 
 @pytest.mark.parametrize("packet", [Send(data=b"x"), Waiting(), Revoke(rkey=1)])
-def test_descriptors_where_none_belong(
+def test_unexpected_descriptors_end_the_queue_pair(
     attacker: Attacker, victim: End, packet: Send | Waiting | Revoke
 ) -> None:
     sock = attacker.connect(victim)
@@ -151,13 +151,13 @@ def test_descriptors_where_none_belong(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("packet", [DOORBELL, Waiting().encode(), Revoke(rkey=5).encode()])
-def test_packets_without_end_delay_only_their_sender(
+def test_endless_packets_delay_only_their_sender(
     attacker: Attacker, victim: End, rnic: SoftRnic, packet: bytes
 ) -> None:
-    """Each poll reads some of them; each end is an end."""
+    """Each call reads a bounded number of packets, and `to_err` returns."""
     sock = attacker.connect(victim)
-    raging = os.fork()
-    if raging == 0:
+    flooder = os.fork()
+    if flooder == 0:
         with contextlib.suppress(BaseException):
             sock.setblocking(True)
             while True:
@@ -173,14 +173,14 @@ def test_packets_without_end_delay_only_their_sender(
         victim.qp.to_err()
         assert time.thread_time() - begun < 10
     finally:
-        os.kill(raging, signal.SIGKILL)
-        os.waitpid(raging, 0)
+        os.kill(flooder, signal.SIGKILL)
+        os.waitpid(flooder, 0)
 
 
 def test_one_poll_reads_a_bounded_number_of_packets(
     attacker: Attacker, victim: End, rnic: SoftRnic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However fast the peer is."""
+    """The bound does not depend on the speed of the peer."""
     attacker.connect(victim)
     reads = 0
 
@@ -197,8 +197,8 @@ def test_one_poll_reads_a_bounded_number_of_packets(
     monkeypatch.undo()
 
 
-def test_a_socket_that_is_full(attacker: Attacker, victim: End) -> None:
-    """Messages without room are sent later, in order, and this side never waits."""
+def test_messages_wait_for_room_in_a_full_socket(attacker: Attacker, victim: End) -> None:
+    """Messages that do not fit into the socket are sent later, in order, and no post blocks."""
     attacker.connect(victim)
     begun = time.monotonic()
     for number in range(1, SLOTS + 1):
@@ -206,12 +206,12 @@ def test_a_socket_that_is_full(attacker: Attacker, victim: End) -> None:
     assert time.monotonic() - begun < 10
     until(lambda: bool(victim.sent), victim)
     accepted = len(victim.sent)
-    assert 0 < accepted < SLOTS, "it was never full"
+    assert 0 < accepted < SLOTS, "the socket was never full"
     found: list[bytes] = []
     while len(found) < SLOTS:
-        found += [each for each in messages_to(attacker) if each[5] == 4]  # the kind Send
+        found += [each for each in messages_to(attacker) if each[5] == 4]  # of kind Send
         already = len(victim.sent)
-        until(partial(sent_more, victim, already), victim)
+        until(partial(has_sent_more, victim, already), victim)
     assert found == [Send(data=b"%d" % number).encode() for number in range(1, SLOTS + 1)]
     until(lambda: len(victim.sent) == SLOTS, victim)
     assert victim.sent == [(number, 0) for number in range(1, SLOTS + 1)]
@@ -221,7 +221,7 @@ def test_a_sender_without_a_receive_reports_it_once(attacker: Attacker, victim: 
     attacker.connect(victim)
     attacker.put(attacker.ring.view, POSTED, 0)
     victim.qp.post_send(1, b"x")
-    nothing_comes(victim)
+    assert_no_completions(victim)
     assert [each for each in messages_to(attacker) if each[5] in (4, 5)] == [Waiting().encode()]
     attacker.put(attacker.ring.view, POSTED, 1)
     until(lambda: victim.sent == [(1, 0)], victim)
@@ -239,7 +239,7 @@ def test_a_sender_without_a_receive_reports_it_once(attacker: Attacker, victim: 
         (CLOSED, WcStatus.RETRY_EXC_ERR),
     ],
 )
-def test_credits_that_cannot_be(
+def test_impossible_credits_end_the_queue_pair(
     attacker: Attacker, victim: End, posted: int, status: WcStatus
 ) -> None:
     attacker.connect(victim)
@@ -258,15 +258,13 @@ def test_a_waiting_sender_is_rung_when_a_receive_is_posted(attacker: Attacker, v
     assert DOORBELL not in messages_to(attacker)
     victim.qp.post_receive(1)
     assert messages_to(attacker) == [DOORBELL]
-    sock.send(Waiting().encode())  # too late: there is a receive
+    sock.send(Waiting().encode())  # a receive was posted already, so the victim rings at once
     until(lambda: messages_to(attacker) == [DOORBELL], victim)
     victim.qp.post_receive(1)
     assert messages_to(attacker) == []
 
 
-def test_a_peer_that_shuts_its_receiving_down_but_does_not_end(
-    attacker: Attacker, victim: End
-) -> None:
+def test_a_peer_that_shuts_down_its_receiving_side(attacker: Attacker, victim: End) -> None:
     attacker.connect(victim)
     attacker.open[0].shutdown(socket.SHUT_RD)
     victim.qp.post_send(1, b"x")
@@ -277,10 +275,10 @@ def test_a_peer_that_shuts_its_receiving_down_but_does_not_end(
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_the_last_messages_of_a_peer_that_ends(
+def test_the_last_messages_of_an_ended_peer_are_received(
     attacker: Attacker, victim: End, closed: bool
 ) -> None:
-    """A process that was killed leaves its words as they were."""
+    """A killed process cannot set CLOSED in its words."""
     sock = attacker.connect(victim)
     for number in range(RECEIVES):
         sock.send(Send(data=b"%d" % number).encode())
@@ -295,10 +293,10 @@ def test_the_last_messages_of_a_peer_that_ends(
 
 
 @pytest.mark.parametrize("regions", [1, 3, 20])
-def test_messages_behind_a_region_that_cannot_be_mapped(
+def test_messages_behind_an_unmapped_region_are_received(
     attacker: Attacker, victim: End, monkeypatch: pytest.MonkeyPatch, regions: int
 ) -> None:
-    """They arrive, as in a ring, unless there are too many regions before them."""
+    """Messages behind a few such regions are received; behind many they wait for the mapping."""
     sock = attacker.connect(victim)
     memory = Memory(4096)
     for number in range(1, regions + 1):
@@ -316,7 +314,7 @@ def test_messages_behind_a_region_that_cannot_be_mapped(
         if regions < 8:
             until(got(victim, 1), victim)
         else:
-            nothing_comes(victim)
+            assert_no_completions(victim)
         assert victim.qp.lacks_resources()
         assert not victim.qp.can_reach(1)
     until(lambda: victim.qp.can_reach(regions), victim)
@@ -325,8 +323,10 @@ def test_messages_behind_a_region_that_cannot_be_mapped(
     memory.close()
 
 
-def test_random_packets(attacker: Attacker, rnic: SoftRnic, rng: random.Random) -> None:
-    """Any packets in any order: completions that are well formed, or the end of that one."""
+def test_random_packets_affect_only_their_queue_pair(
+    attacker: Attacker, rnic: SoftRnic, rng: random.Random
+) -> None:
+    """Random packets cause valid completions, or the end of the queue pair that gets them."""
     ends = 0
     for _ in range(100):
         end = make_end(rnic)

@@ -1,4 +1,4 @@
-"""The poller thread, and the pump in its five modes."""
+"""The poller thread, and the pump in each of its states."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Sink:
 
 
 class Chain(Sink):
-    """Has the other end send again after each completion."""
+    """A sink that lets the other end send another message after each completion."""
 
     def __init__(self, pump: Pump, end: End, other: End) -> None:
         super().__init__(pump, end)
@@ -121,7 +121,7 @@ def ends(rnics: tuple[SoftRnic, SoftRnic]) -> Iterator[tuple[End, End]]:
 
 @pytest.fixture(params=["trio", "thread"], autouse=True)
 def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run each test both ways: Trio waits for completions itself, or each RNIC's thread does."""
+    """Run each test twice: Trio waits for completions itself, or a thread of each RNIC does."""
     by: str = request.param
     monkeypatch.setattr(Pump.__init__, "__kwdefaults__", {"wake": by})
     return by
@@ -129,14 +129,14 @@ def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignore pauses, which a busy machine makes; `TestPauses` is about them."""
+    """Ignore pauses, which a busy machine causes; `TestPauses` tests them."""
     for module in ("waits", "spinner"):
         monkeypatch.setattr(f"trio_smc.rnic.{module}.PAUSE_NS", 1 << 62)
 
 
 @contextlib.asynccontextmanager
 async def running(*rnics: SoftRnic, spin: float = 0) -> AsyncIterator[Pump]:
-    """A pump that runs, with these RNICs."""
+    """Run a pump with these RNICs."""
     pump = Pump(spin=spin)
     for rnic in rnics:
         pump.add(rnic)
@@ -148,18 +148,22 @@ async def running(*rnics: SoftRnic, spin: float = 0) -> AsyncIterator[Pump]:
 
 
 async def events_of_failure(rnic: SoftRnic) -> list[RnicEvent]:
-    """Have an RNIC fail, and wait until it says so: a list, to which later events are added."""
+    """Let an RNIC fail, and wait for its event.
+
+    Returns:
+      The list of events; later ones are appended.
+    """
     events: list[RnicEvent] = []
-    came = trio.Event()
+    reported = trio.Event()
 
     def on_event(event: RnicEvent) -> None:
         events.append(event)
-        came.set()
+        reported.set()
 
     rnic.on_event = on_event
     rnic.fail()
     with trio.fail_after(PATIENCE):
-        await came.wait()
+        await reported.wait()
     return events
 
 
@@ -172,7 +176,7 @@ def pollers() -> list[str]:
 
 
 class TestPoller:
-    def test_it_wakes_trio_once_and_sleeps_again(self, ends: tuple[End, End]) -> None:
+    def test_the_poller_wakes_trio_once_and_sleeps_again(self, ends: tuple[End, End]) -> None:
         a, b = ends
         a.rnic.service()
         b.rnic.service()
@@ -191,7 +195,7 @@ class TestPoller:
         a.qp.post_send(1, b"x")
         assert woken.acquire(timeout=PATIENCE)
         assert poller.pending
-        # Until the RNIC is serviced, the thread sleeps.
+        # The thread sleeps until the RNIC is serviced.
         time.sleep(0.05)
         assert poller.wakeups == 1
         b.rnic.service()
@@ -202,7 +206,7 @@ class TestPoller:
 
 
 def spins_of(pump: Pump) -> list[int]:
-    """Returns a list that grows by one with each spin of the pump."""
+    """Return a list to which each spin of the pump appends a number."""
     spins: list[int] = []
 
     class Counted(Dispatcher):
@@ -246,7 +250,7 @@ class TestDispatch:
             assert not pump.drain()
             assert to_b.completions == []
 
-    async def test_a_sink_that_raises_costs_its_own_queue_pair(
+    async def test_a_sink_that_raises_ends_only_its_queue_pair(
         self,
         rnics: tuple[SoftRnic, SoftRnic],
         ends: tuple[End, End],
@@ -292,7 +296,7 @@ class TestDispatch:
     async def test_draining_a_queue_pair_within_a_drain_of_it(
         self, ends: tuple[End, End], rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
-        """Completions that the outer call has polled and not dispatched yet are not overlooked."""
+        """The inner call also dispatches completions that the outer call has only polled yet."""
         a, b = ends
         async with running(*rnics) as pump:
             seen: list[bytes | None] = []
@@ -315,7 +319,7 @@ class TestDispatch:
     def test_completions_that_were_deferred_are_not_overtaken(
         self, ends: tuple[End, End], rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
-        """A queue pair's completions keep their order, whichever call polled them."""
+        """Completions of a queue pair keep their order, whichever call has polled them."""
         a, b = ends
         c, d = make_end(rnics[0]), make_end(rnics[1])
         connect(c, d)
@@ -338,7 +342,7 @@ class TestDispatch:
         c.close()
         d.close()
 
-    def test_an_rnic_of_another_pump(self, ends: tuple[End, End]) -> None:
+    def test_register_refuses_an_rnic_of_another_pump(self, ends: tuple[End, End]) -> None:
         with pytest.raises(ValueError, match="does not belong"):
             Sink(Pump(spin=0), ends[0])
 
@@ -393,7 +397,7 @@ class TestLoop:
     async def test_completions_that_wake_no_task_do_not_end_a_sleep(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """For example the last messages of a connection that its tasks have left."""
+        """For example, the last messages of a connection that no task uses any more."""
         a, b = ends
         async with running(*rnics) as pump:
             to_b = Sink(pump, b)
@@ -409,7 +413,7 @@ class TestLoop:
     async def test_completions_that_wake_a_task_end_the_sleep(
         self, by: str, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """However they wake it."""
+        """A sink may wake the task directly or through deferred work."""
         a, b = ends
         arrived = trio.Event()
 
@@ -433,7 +437,7 @@ class TestLoop:
         ends: tuple[End, End],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The hook that disarms them is removed while the loop is busy."""
+        """The hook that disarms the RNICs is removed while the loop is busy."""
         rnic = rnics[1]
         disarmed: list[bool] = []
         arm, disarm = rnic.arm, rnic.disarm
@@ -467,7 +471,7 @@ class TestLoop:
             nursery.cancel_scope.cancel()
         assert state() == "STOPPED"
 
-    async def test_a_flush_that_raises_ends_the_pump_and_spares_the_others(
+    async def test_a_flush_that_raises_ends_the_pump_after_the_others(
         self, rnics: tuple[SoftRnic, SoftRnic], caplog: pytest.LogCaptureFixture
     ) -> None:
         pump = Pump(spin=0)
@@ -509,7 +513,7 @@ class TestLoop:
         assert caught.group_contains(RuntimeError, match="no good")
         assert pollers() == []
 
-    async def test_threads_come_and_go(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_each_rnic_of_a_pump_has_a_thread(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         async with running(rnics[0]) as pump:
             assert pollers() == ["trio_smc poller soft0"]
             pump.add(rnics[1])
@@ -519,7 +523,7 @@ class TestLoop:
             assert pollers() == ["trio_smc poller soft1"]
         assert pollers() == []
 
-    async def test_port_events_come_through(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_port_events_are_reported(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         async with running(*rnics):
             events = await events_of_failure(rnics[1])
         assert events == [RnicEvent.PORT_DOWN]
@@ -539,7 +543,7 @@ class TestLoop:
     async def test_an_idle_stack_sleeps(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """Neither the loop nor a thread is woken, and none of them polls in a loop."""
+        """Neither the loop nor a thread wakes up or polls continuously."""
         async with running(*rnics) as pump:
             for end in ends:
                 Sink(pump, end)
@@ -551,13 +555,13 @@ class TestLoop:
             trio.lowlevel.remove_instrument(passes)
             assert passes.count < 10
             assert [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller] == wakeups
-            # Garbage collection may take a part of that time; a polling loop would take all of it.
+            # A polling loop would use the whole second; garbage collection may use a part of it.
             assert time.process_time() - start < 0.5
 
-    async def test_spinning_gives_up_when_nothing_comes_in_time(
+    async def test_fruitless_spins_become_rare(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """One spin for each completion; after 8 failures only for every 64th."""
+        """The loop spins once for each completion, and after 8 failures only for every 64th."""
         a, b = ends
         async with running(*rnics, spin=1e-3) as pump:
             to_b = Sink(pump, b)
@@ -625,7 +629,7 @@ class TestLoop:
             before = [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller]
             a.qp.post_send(1, b"x", signaled=False)
             await to_b.wait(1)
-            await trio.sleep(0.01)  # a thread that was woken would count
+            await trio.sleep(0.01)  # `wakeups` would count a woken thread
             assert [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller] == before
 
     async def test_a_reader_spins_until_its_own_data_has_arrived(
@@ -652,7 +656,7 @@ class TestLoop:
 
 
 async def until_idle(pump: Pump) -> None:
-    """Wait until the pump is IDLE, and check that the scheduler's passes do not reach it then."""
+    """Wait until the pump is IDLE, and assert that it has no hook in the scheduler then."""
     pump.unused = True
     with trio.fail_after(PATIENCE):
         while pump.machine.state != "IDLE":
@@ -678,7 +682,7 @@ class TestUnused:
                 assert await is_hooked(pump)
             assert to_b.messages == [b"0", b"1", b"2"]
 
-    async def test_messages_just_before_it_becomes_idle_are_not_lost(
+    async def test_messages_just_before_the_pump_becomes_idle_are_not_lost(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         a, b = ends
@@ -691,7 +695,9 @@ class TestUnused:
                 await trio.lowlevel.checkpoint()
             await to_b.wait(-(-3 * UNUSED_PASSES // 7))
 
-    async def test_it_is_not_idle_while_it_is_used(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_the_pump_is_not_idle_while_it_is_used(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
         async with running(*rnics) as pump:
             for _ in range(2 * UNUSED_PASSES):
                 await trio.lowlevel.checkpoint()
@@ -727,9 +733,7 @@ class TestUnused:
             assert await is_hooked(pump)
         assert events == [RnicEvent.PORT_DOWN]
 
-    async def test_it_can_be_stopped_while_it_is_idle(
-        self, rnics: tuple[SoftRnic, SoftRnic]
-    ) -> None:
+    async def test_an_idle_pump_can_be_stopped(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         async with running(*rnics) as pump:
             await until_idle(pump)
         assert pollers() == []
@@ -752,13 +756,13 @@ class TestSolo:
     """The solo reader; `tests.streams.test_solo_reader` has more."""
 
     @pytest.fixture(autouse=True)
-    def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def become_solo_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("trio_smc.rnic.solo.SOLO_AFTER_WAITS", 0)
         monkeypatch.setattr("trio_smc.rnic.solo.WATCHDOG_INTERVAL", PATIENCE)
 
     @contextlib.asynccontextmanager
     async def solo_reader(self, pump: Pump) -> AsyncIterator[list[bool]]:
-        """Run a solo reader; the block has to end its wait, and the list gets the result."""
+        """Run a solo reader. The block must end its wait; the list gets the wait's result."""
         returned: list[bool] = []
 
         async def wait() -> None:
@@ -789,7 +793,7 @@ class TestSolo:
                 assert not await is_hooked(pump)
 
     async def test_no_task_waits_on_the_doorbell_of_a_removed_rnic(self, directory: Path) -> None:
-        """As soon as the RNIC is closed, its descriptor number may belong to another file."""
+        """When the RNIC is closed, its descriptor number may be reused for another file."""
         rnic = SoftRnic("removed")
         rnic.open(directory)
         async with running(rnic) as pump, self.solo_reader(pump):
@@ -819,13 +823,13 @@ class TestSolo:
             async with self.solo_reader(pump):
                 a.qp.post_send(2, b"y")
 
-    async def test_an_answer_that_has_arrived_already_needs_no_yield_of_the_processor(
+    async def test_a_solo_reader_does_not_yield_if_the_answer_has_arrived(
         self,
         rnics: tuple[SoftRnic, SoftRnic],
         ends: tuple[End, End],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """A task that has just sent something yields, unless the peer has run since."""
+        """A task that has just sent something yields, unless the answer has arrived."""
         a, b = ends
         yields: list[int] = []
         monkeypatch.setattr(os, "sched_yield", lambda: yields.append(1))
@@ -900,7 +904,7 @@ class TestSolo:
             assert not await is_hooked(pump)
 
     @pytest.mark.parametrize("by", ["resume_hooks", "add", "remove", "event"])
-    async def test_other_users_of_the_pump_end_it(
+    async def test_other_users_of_the_pump_end_solo_mode(
         self, rnics: tuple[SoftRnic, SoftRnic], by: str
     ) -> None:
         async with running(rnics[0]) as pump:
@@ -916,7 +920,7 @@ class TestSolo:
                         rnics[0].fail()
             assert await is_hooked(pump)
 
-    async def test_it_ends_with_the_pump(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_solo_mode_ends_with_the_pump(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         pump = Pump(spin=0)
         pump.add(rnics[0])
         scope = trio.CancelScope()
@@ -964,7 +968,7 @@ class TestSolo:
     async def test_a_reader_may_become_solo_as_the_doorbell_rings(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """The pump's own task waited on the doorbell until then, and leaves it to the reader."""
+        """The pump's own task waits on the doorbell first, then the solo reader does."""
         a, b = ends
 
         class Reader:
@@ -985,10 +989,10 @@ class TestSolo:
             assert pump.machine.state == "SOLO"
             pump.resume_hooks()
 
-    async def test_solo_mode_that_begins_in_a_hook(
+    async def test_solo_mode_may_begin_in_a_hook(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """The rest of the hook, which has just been removed, finds nothing to change."""
+        """A completion starts solo mode during a hook, whose remaining code must not end it."""
         a, b = ends
 
         class Reader:
@@ -1009,10 +1013,10 @@ class TestSolo:
                 assert pump.broken is None
             pump.resume_hooks()
 
-    async def test_solo_mode_that_is_undone_while_it_begins(
+    async def test_deferred_work_may_end_solo_mode_while_it_begins(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """Deferred work, which runs then, may need the pump; the reader then parks."""
+        """Solo mode begins with deferred work; if the work needs the pump, the reader parks."""
         a, b = ends
         states: list[str] = []
 
@@ -1044,7 +1048,7 @@ class TestSolo:
             assert pump.machine.state == "IDLE"
 
     @pytest.mark.parametrize("when", ["the next wait", "the watchdog", "other users"])
-    async def test_work_that_is_due_soon_runs_at_one_of_these(
+    async def test_work_that_is_due_soon_runs_in_solo_mode(
         self, rnics: tuple[SoftRnic, SoftRnic], when: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         called = trio.Event()
@@ -1092,7 +1096,7 @@ class TestSecondProcess:
                 assert sink.messages == [b"%d" % index for index in range(1, 1501)]
         end.close()
 
-    async def test_its_death_is_noticed_while_asleep(
+    async def test_a_sleeping_pump_notices_the_death_of_a_peer(
         self, rnics: tuple[SoftRnic, SoftRnic], directory: Path
     ) -> None:
         end = make_end(rnics[0])
@@ -1105,17 +1109,17 @@ class TestSecondProcess:
                 await sink.wait(1)
         assert state(end.qp) is QpState.ERR
         end.close()
-        # Opening an RNIC removes the dead one's socket.
-        broom = SoftRnic("broom")
-        broom.open(directory)
-        broom.close()
+        # Opening an RNIC removes the socket of the killed process.
+        cleaner = SoftRnic("cleaner")
+        cleaner.open(directory)
+        cleaner.close()
 
 
 @pytest.mark.pure  # a method of a compiled class is replaced
 async def test_the_woken_task_runs_before_the_doorbell_is_acknowledged(
     ends: tuple[End, End], wake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a sleep, the work that a task waits for comes first."""
+    """After a sleep, the waiting task continues before the pump clears the doorbell."""
     a, b = ends
     done: list[str] = []
     acknowledge = b.rnic.acknowledge
@@ -1145,7 +1149,7 @@ class TestYielding:
 
     @pytest.fixture
     def yields(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        """When the processor was yielded; each yield takes `takes` seconds."""
+        """Times at which the processor was yielded; each yield takes `takes` seconds."""
         times: list[float] = []
 
         def sched_yield() -> None:
@@ -1164,13 +1168,15 @@ class TestYielding:
             pump.waits.spin.spin([bool], 0)
         return pump
 
-    async def test_only_after_a_send(self, discouraged: Pump, yields: list[float]) -> None:
+    async def test_a_task_yields_only_after_a_send(
+        self, discouraged: Pump, yields: list[float]
+    ) -> None:
         assert not discouraged.try_spin()
         assert not yields
         assert not discouraged.try_spin(sent=True)
         assert len(yields) == 1
 
-    async def test_not_while_another_task_is_runnable(
+    async def test_a_task_does_not_yield_while_another_is_runnable(
         self, discouraged: Pump, yields: list[float]
     ) -> None:
         async with trio.open_nursery() as nursery:
@@ -1178,16 +1184,16 @@ class TestYielding:
             assert not discouraged.try_spin(sent=True)
         assert not yields
 
-    async def test_seldom_if_another_process_keeps_the_processor(
+    async def test_a_task_seldom_yields_to_a_process_that_keeps_the_processor(
         self, discouraged: Pump, yields: list[float]
     ) -> None:
-        """A program that computes is no peer: each yield costs a whole time slice."""
+        """A computing program keeps the processor for a whole time slice after each yield."""
         self.takes = 0.002
         for _ in range(130):
             assert not discouraged.try_spin(sent=True)
         assert len(yields) == 2
 
-    async def test_a_message_that_arrives_meanwhile_is_found(
+    async def test_a_message_that_arrives_during_a_yield_is_found(
         self, ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch, discouraged: Pump
     ) -> None:
         a, b = ends
@@ -1198,7 +1204,7 @@ class TestYielding:
 
 
 class TestPauses:
-    """After a pause the peer is asleep: waking it takes longer than a spin."""
+    """After a pause the peer is asleep, and its wakeup takes longer than a spin."""
 
     @pytest.fixture
     def pump(self, monkeypatch: pytest.MonkeyPatch) -> Pump:
@@ -1207,7 +1213,7 @@ class TestPauses:
         pump.waits.last_arrival = time.perf_counter_ns() - 2 * int(PATIENCE * 1e9)
         return pump
 
-    async def test_no_spin(self, pump: Pump) -> None:
+    async def test_a_task_does_not_spin_after_a_pause(self, pump: Pump) -> None:
         spins = spins_of(pump)
         assert not pump.try_spin()
         assert spins == []
@@ -1220,7 +1226,7 @@ class TestPauses:
         assert not pump.try_spin(sent=True)
         assert len(yields) == 1
 
-    async def test_such_a_wait_counts_as_a_long_one(self, pump: Pump) -> None:
+    async def test_a_wait_after_a_pause_counts_as_long(self, pump: Pump) -> None:
         assert not pump.waits.spin.discouraged
         pump.try_spin()
         pump.try_solo()
@@ -1236,15 +1242,17 @@ class TestPauses:
 
     @pytest.mark.parametrize("wake", ["trio"], indirect=True)
     @pytest.mark.parametrize("solo", [False, True])
-    async def test_a_wait_after_a_pause_teaches_the_spin_nothing(
+    async def test_waits_after_a_pause_do_not_lengthen_the_spin(
         self,
         rnics: tuple[SoftRnic, SoftRnic],
         ends: tuple[End, End],
         monkeypatch: pytest.MonkeyPatch,
         solo: bool,
     ) -> None:
-        """Four waits that a longer spin would have covered make it longer; but none of these would
-        have had a spin."""
+        """Normally, four waits that a longer spin would have covered lengthen the spin.
+
+        These do not, because none of them would have had a spin.
+        """
         monkeypatch.setattr("trio_smc.rnic.waits.PAUSE_NS", -1)
         monkeypatch.setattr("trio_smc.rnic.solo.SOLO_AFTER_WAITS", 0)
         a, b = ends
@@ -1266,7 +1274,9 @@ class TestPauses:
             assert pump.waits.spin.ns == PATIENCE * 10**9
 
     @pytest.mark.parametrize("wake", ["trio"], indirect=True)
-    async def test_no_spin_before_the_sleep_either(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_the_hook_does_not_spin_after_a_pause(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
         async with running(*rnics, spin=1e-3) as pump:
             spins = spins_of(pump)
             pump.waits.after_pause = True

@@ -1,4 +1,4 @@
-"""`VerbsRnic` with fake verbs: devices, GID tables and the end of a device."""
+"""`VerbsRnic` with fake verbs: devices, GID tables and failing devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trio_smc.rnic.roce.pyverbs import ROCE_V1, ROCE_V2, Gid, Reusable
 from trio_smc.rnic.verbs import RECEIVE_SIZE, RnicError, RnicEvent
 from trio_smc.wire import llc
 
-# --- which entry of the GID table -----------------------------------------------------------------
+# --- choosing an entry of the GID table -----------------------------------------------------------
 
 
 def gid(text: str) -> bytes:
@@ -43,13 +43,13 @@ LOCAL = gid("fe80::5054:ff:fe00:1")
 OTHER = gid("fe80::5054:ff:fe00:2")
 PRIVATE = gid("fe80::1234:5678:9abc:def0")
 IPV4 = gid("192.0.2.1")
-# As an adapter has it: each GID for both encapsulations.
+# Like the table of an adapter: each GID for both encapsulations.
 TABLE = [
     Gid(0, ROCE_V1, 2, LOCAL),
     Gid(1, ROCE_V2, 2, LOCAL),
     Gid(2, ROCE_V1, 2, IPV4),
     Gid(3, ROCE_V2, 2, IPV4),
-    Gid(4, ROCE_V1, 7, LOCAL),  # of a VLAN on it
+    Gid(4, ROCE_V1, 7, LOCAL),  # of a VLAN interface
     Gid(5, ROCE_V2, 7, LOCAL),
 ]
 V2_ONLY = [each for each in TABLE if each.kind == ROCE_V2]
@@ -59,37 +59,37 @@ V1_ONLY = [each for each in TABLE if each.kind == ROCE_V1]
 @pytest.mark.parametrize(
     ("peer", "own", "expected"),
     [
-        (gid("192.0.2.9"), 3, 3),  # made from an IPv4 address: RoCE v2
+        (gid("192.0.2.9"), 3, 3),  # an IPv4-mapped GID: RoCE v2
         (gid("2001:db8::9"), 3, 3),
-        (PRIVATE, 3, 3),  # an address of its own, not made from the MAC address
-        (OTHER, 3, 2),  # Linux for SMC-R version 1: RoCE v1, be our GID what it is
+        (PRIVATE, 3, 3),  # a link-local GID that is not made from the MAC address
+        (OTHER, 3, 2),  # Linux uses RoCE v1 for SMC-R version 1, whatever our GID is
         (OTHER, 1, 0),
         (OTHER, 0, 0),
         (gid("192.0.2.9"), 0, 1),
         (OTHER, 5, 4),  # the VLAN's, although the GID is the same
     ],
 )
-def test_the_entry_for_a_peer(peer: bytes, own: int, expected: int) -> None:
+def test_the_entry_fits_the_roce_version_of_the_peer(peer: bytes, own: int, expected: int) -> None:
     found = gids.entry_for_peer(peer, TABLE, TABLE[own], fixed=False)
     assert found == TABLE[expected]
 
 
 @pytest.mark.parametrize("peer", [OTHER, gid("192.0.2.9")])
-def test_the_entry_that_there_is(peer: bytes) -> None:
-    """Soft-RoCE has v2 only; there may be adapters with v1 only."""
+def test_the_only_entry_is_used_for_any_peer(peer: bytes) -> None:
+    """Soft-RoCE supports v2 only, and an adapter may support v1 only."""
     for table in (V2_ONLY, V1_ONLY):
         for own in table:
             assert gids.entry_for_peer(peer, table, own, fixed=False) == own
 
 
 @pytest.mark.parametrize("peer", [OTHER, gid("192.0.2.9")])
-def test_the_entry_that_the_user_chose(peer: bytes) -> None:
+def test_the_entry_that_the_user_chose_is_fixed(peer: bytes) -> None:
     for own in TABLE:
         assert gids.entry_for_peer(peer, TABLE, own, fixed=True) == own
     assert gids.entry_for_peer(peer, V2_ONLY, TABLE[0], fixed=True) is None
 
 
-def test_an_index_that_has_moved_and_a_gid_that_has_gone() -> None:
+def test_an_entry_is_found_by_its_gid_and_not_by_its_index() -> None:
     moved = [each._replace(number=each.number + 8) for each in TABLE]
     found = gids.entry_for_peer(gid("192.0.2.9"), moved, TABLE[3], fixed=False)
     assert found is not None
@@ -98,7 +98,7 @@ def test_an_index_that_has_moved_and_a_gid_that_has_gone() -> None:
     assert gids.entry_for_peer(gid("192.0.2.9"), gone, TABLE[3], fixed=False) is None
 
 
-def test_the_gid_of_a_port() -> None:
+def test_a_port_prefers_roce_v2_and_an_ip_address() -> None:
     assert gids.choose_entry(TABLE, None) == TABLE[3], "RoCE v2 and an IP address"
     assert gids.choose_entry(V1_ONLY, None) == TABLE[2]
     assert gids.choose_entry(TABLE, 4) == TABLE[4]
@@ -106,10 +106,10 @@ def test_the_gid_of_a_port() -> None:
     assert gids.choose_entry([], None) is None
 
 
-# --- a device that fails --------------------------------------------------------------------------
+# --- failing devices ------------------------------------------------------------------------------
 
 
-class Refused(Exception):
+class FakeVerbsError(Exception):
     """The error that the fake verbs raise."""
 
     def __init__(self, text: str) -> None:
@@ -118,9 +118,9 @@ class Refused(Exception):
 
 
 class Device:
-    """Verbs of one device, as `pyverbs.Verbs` gives them; `closed` has what was closed."""
+    """Fake of `pyverbs.Verbs` for one device; `closed` lists the closed objects."""
 
-    error = Refused
+    error = FakeVerbsError
     port_active = 4
     fatal_events = frozenset({8})
     signaled, solicited, inline = 1, 2, 4
@@ -139,19 +139,19 @@ class Device:
     def refusals(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Refused as refused:
+        except FakeVerbsError as refused:
             raise self.refusal(what, refused) from refused
 
     refusal = staticmethod(pyverbs.Verbs.refusal)
 
     def do(self, result: object = None) -> Any:
         if self.gone:
-            raise Refused("no such device")
+            raise FakeVerbsError("no such device")
         return result
 
     def thing(self, name: str, **more: object) -> Any:
         def close() -> None:
-            if name != "request":  # the library's own memory
+            if name != "request":  # requests are memory of the library, not of the device
                 self.closed.append(name)
                 self.do()
 
@@ -201,7 +201,7 @@ class Device:
 
     def qp(self, pd: object, cq: object, *, inline: int, **more: object) -> tuple[Any, int]:
         if inline > self.most_inline:
-            raise Refused("so much is not sent inline")
+            raise FakeVerbsError("so much is not sent inline")
 
         def post_send(request: Any) -> None:
             self.posted.append(request.send_flags)
@@ -259,10 +259,10 @@ def test_a_queue_pair_takes_the_entry_of_its_peer(device: Device, rnic: VerbsRni
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, 0), (3, 1)])
-def test_one_more_gid_of_a_port(
+def test_with_gid_uses_another_gid_of_the_port(
     device: Device, tmp_path: Path, chosen: int | None, expected: int
 ) -> None:
-    """It is as fixed as the one that the user gave."""
+    """The other GID is fixed if the user has chosen one."""
     port = VerbsRnic("made_up0", gid_index=chosen)
     with closing(port.with_gid(1)) as rnic:
         rnic.open(tmp_path)
@@ -286,7 +286,7 @@ def to_peer(rnic: VerbsRnic, peer: bytes, mtu: int) -> None:
 def test_short_data_is_sent_inline(
     device: Device, rnic: VerbsRnic, most: int, expected: list[int]
 ) -> None:
-    """As far as the adapter grants it; messages are solicited in any case."""
+    """Data is sent inline if the adapter supports its length; messages are always solicited."""
     device.most_inline = most
     pd = rnic.alloc_pd()
     with closing(rnic.create_qp(pd)) as qp:
@@ -300,7 +300,7 @@ def test_short_data_is_sent_inline(
     assert device.posted == expected
 
 
-def test_events_of_a_port(device: Device, rnic: VerbsRnic) -> None:
+def test_port_events_update_the_port(device: Device, rnic: VerbsRnic) -> None:
     events: list[RnicEvent] = []
     rnic.on_event = events.append
     for state, mtu in ((1, 3), (1, 3), (4, 5), (4, 4)):
@@ -312,7 +312,7 @@ def test_events_of_a_port(device: Device, rnic: VerbsRnic) -> None:
 
 
 def test_completions_and_events_have_separate_descriptors(device: Device, rnic: VerbsRnic) -> None:
-    """The descriptor of completions does not report a port, nor the other way round."""
+    """The descriptor for completions does not report events of the port, and vice versa."""
     events: list[RnicEvent] = []
     rnic.on_event = events.append
     fd = rnic.completion_fd()
@@ -329,12 +329,12 @@ def test_completions_and_events_have_separate_descriptors(device: Device, rnic: 
     assert [each for each, _ in both.poll(0)] == [rnic.wait_fd()]
     rnic.service()
     assert events == [RnicEvent.FATAL]
-    assert not rnic.acknowledge(), "nothing comes from a device that failed"
+    assert not rnic.acknowledge(), "a failed device has no completions"
 
 
 @pytest.mark.parametrize("how", ["event", "event refused", "port", "arm", "poll"])
-def test_a_device_that_fails(device: Device, rnic: VerbsRnic, how: str) -> None:
-    """It is told once, nothing is raised, and what it had is given back."""
+def test_a_failed_device_is_reported_once(device: Device, rnic: VerbsRnic, how: str) -> None:
+    """The RNIC reports the failure once, raises no error, and can be closed."""
     events: list[RnicEvent] = []
     rnic.on_event = events.append
     pd = rnic.alloc_pd()
@@ -351,7 +351,7 @@ def test_a_device_that_fails(device: Device, rnic: VerbsRnic, how: str) -> None:
     elif how == "poll":
         assert rnic.poll() == []
         assert events == [], "a poll must not call `on_event`"
-        assert not rnic.arm(), "look again"
+        assert not rnic.arm(), "`arm` must let the caller poll again"
     else:
         assert not rnic.arm()
     device.gone = True
@@ -381,7 +381,7 @@ def test_a_refusal_of_a_device_that_works_is_raised(device: Device, rnic: VerbsR
     device.gone = False
 
 
-# --- news -----------------------------------------------------------------------------------------
+# --- uevents --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_a_refusal_of_a_device_that_works_is_raised(device: Device, rnic: VerbsR
         (b"", False),
     ],
 )
-def test_which_uevents_are_news(uevent: bytes, expected: bool) -> None:
+def test_uevents_of_rdma_devices_are_recognised(uevent: bytes, expected: bool) -> None:
     assert is_rdma_event(uevent) is expected
 
 
@@ -404,7 +404,7 @@ def test_which_uevents_are_news(uevent: bytes, expected: bool) -> None:
 
 
 class Kernel:
-    """A kernel with one route and one neighbour; `queried` lists the neighbours queried."""
+    """A kernel with one route and one neighbour; `queried` lists the queried neighbours."""
 
     def __init__(self, route: Message | OSError | None, state: int | OSError | None) -> None:
         self._route, self._state = route, state
@@ -428,14 +428,14 @@ class Kernel:
 
 
 def route(kind: int = 1, attributes: dict[int, bytes] | None = None) -> Message:
-    """The kernel's answer: an unicast route over the loopback interface, or a changed one."""
+    """The kernel's answer to a query of a route: unicast over the loopback interface by default."""
     head = struct.pack("=8BI", 2, 32, 0, 0, 254, 0, 0, kind, 0)
     return Message(head, {4: struct.pack("=I", LOOPBACK), **(attributes or {})})
 
 
 GATEWAY = {5: ipaddress.ip_address("192.0.2.254").packed}  # RTA_GATEWAY
 VIA = {18: struct.pack("=H", 10) + ipaddress.ip_address("fe80::9").packed}  # RTA_VIA
-LOOPBACK = 1  # where the made-up device's GIDs are
+LOOPBACK = 1  # the interface of the fake device's GIDs
 NO_ENTRY = OSError(errno.ENOENT, "no such neighbour")
 UNKNOWN = OSError(errno.EOPNOTSUPP, "no such question")
 
@@ -444,20 +444,20 @@ UNKNOWN = OSError(errno.EOPNOTSUPP, "no such question")
     ("route", "neighbour", "known", "queried"),
     [
         (route(), 0x02, True, ["192.0.2.9"]),
-        (route(), 0x04, True, ["192.0.2.9"]),  # stale: the kernel takes it as it is
+        (route(), 0x04, True, ["192.0.2.9"]),  # stale: the kernel still uses it
         (route(), 0x80, True, ["192.0.2.9"]),
-        (route(), 0x20, False, ["192.0.2.9"]),  # no answer
+        (route(), 0x20, False, ["192.0.2.9"]),  # failed: the neighbour did not answer
         (route(), NO_ENTRY, False, ["192.0.2.9"]),
         (route(), 0x01, False, ["192.0.2.9"]),  # the query is pending
         (route(), UNKNOWN, True, ["192.0.2.9"]),  # Linux 4
         (route(attributes=GATEWAY), 0x02, True, ["192.0.2.254"]),
         (route(attributes=VIA), 0x20, False, ["fe80::9"]),
-        (route(2), NO_ENTRY, True, []),  # ourselves
+        (route(2), NO_ENTRY, True, []),  # a local address
         (OSError(errno.ENETUNREACH, "no route"), NO_ENTRY, True, []),
         (None, None, True, []),  # no netlink
     ],
 )
-def test_whether_an_address_is_known(
+def test_an_address_is_known_if_its_neighbour_is_resolved(
     monkeypatch: pytest.MonkeyPatch,
     device: Device,
     rnic: VerbsRnic,
@@ -466,16 +466,16 @@ def test_whether_an_address_is_known(
     known: bool,
     queried: list[str],
 ) -> None:
-    """Only a queue pair whose peer's address is known is given to the verbs."""
+    """A queue pair enters RTR only if the MAC address of its peer is known."""
     kernel = Kernel(route, neighbour)
-    looked_for: list[tuple[str, int]] = []
+    resolved: list[tuple[str, int]] = []
     monkeypatch.setattr(neighbours, "query_now", kernel.query)
-    monkeypatch.setattr(neighbours, "_resolve", lambda *whom: looked_for.append(whom))
-    monkeypatch.setattr(roce_device, "_RESOLVED_FOR", 60.0)  # however slow this machine is
+    monkeypatch.setattr(neighbours, "_resolve", lambda *target: resolved.append(target))
+    monkeypatch.setattr(roce_device, "_RESOLVED_FOR", 60.0)  # also on a slow machine
     peer = gid("192.0.2.9")
     assert rnic.address_known(peer) is known
     assert kernel.queried == [(each, LOOPBACK) for each in queried]
-    assert looked_for == ([] if known or neighbour == 0x01 else [("192.0.2.9", LOOPBACK)])
+    assert resolved == ([] if known or neighbour == 0x01 else [("192.0.2.9", LOOPBACK)])
     if known:
         to_peer(rnic, peer, mtu=1)
     else:
@@ -484,7 +484,7 @@ def test_whether_an_address_is_known(
         assert refused.value.errno == errno.EHOSTUNREACH
     assert len(device.modified) == int(known)
     if known:
-        assert len(kernel.queried) == len(queried), "it was known just now"
+        assert len(kernel.queried) == len(queried), "a known address was queried again"
 
 
 @pytest.mark.v2("v2.8/1")
@@ -492,14 +492,14 @@ def test_whether_an_address_is_known(
     ("route", "direct"),
     [
         (route(), True),
-        (route(2), True),  # ourselves
+        (route(2), True),  # a local address
         (route(attributes=GATEWAY), False),
         (route(attributes=VIA), False),
         (OSError(errno.ENETUNREACH, "no route"), None),
         (None, None),  # no netlink
     ],
 )
-def test_whether_a_gateway_is_between(
+def test_a_route_through_a_gateway_is_not_direct(
     monkeypatch: pytest.MonkeyPatch,
     rnic: VerbsRnic,
     route: Message | OSError | None,
@@ -511,12 +511,14 @@ def test_whether_a_gateway_is_between(
         try:
             return [read(message) for message in kernel.query(request) or ()]
         except OSError:
-            return []  # as `netlink.query` does
+            return []  # like `netlink.query`
 
     monkeypatch.setattr(neighbours, "query", query)
     assert rnic.is_direct(gid("192.0.2.9")) is direct
-    assert kernel.queried == [], "no MAC address is queried"
-    assert rnic.is_direct(gid("2001:db8::9")) is None, "another family than our GID's"
+    assert kernel.queried == [], "a MAC address was queried"
+    assert rnic.is_direct(gid("2001:db8::9")) is None, (
+        "the GID of the RNIC has another address family"
+    )
 
 
 @pytest.mark.v2("v2.9/7")
@@ -531,10 +533,10 @@ def test_a_queue_pair_of_version_2_has_fewer_and_longer_receives(rnic: VerbsRnic
 
 @pytest.mark.v2("v2.7/6")
 @pytest.mark.parametrize(("number", "routable"), [(0, False), (1, False), (2, False), (3, True)])
-def test_which_gids_serve_version_2(
+def test_only_an_ipv4_gid_of_roce_v2_serves_version_2(
     device: Device, tmp_path: Path, number: int, routable: bool
 ) -> None:
-    """One of RoCE version 2 that was made from an IPv4 address."""
+    """Version 2 needs an IPv4-mapped GID of RoCE v2."""
     port = VerbsRnic("made_up0", gid_index=number)
     port.open(tmp_path)
     assert port.routable is routable
@@ -542,7 +544,7 @@ def test_which_gids_serve_version_2(
 
 
 def test_registered_memory_keeps_its_pages(rnic: VerbsRnic) -> None:
-    """They are pinned: peers would write to those that the memory has no more."""
+    """The adapter pins the pages, and peers would still write to pages that were freed."""
     memory = rnic.alloc_memory(1 << 20)
     memory.view[:] = b"x" * len(memory.view)
     region = rnic.alloc_pd().register(memory)
@@ -564,19 +566,21 @@ def test_memory_that_is_closed_is_not_registered(rnic: VerbsRnic) -> None:
     assert refused.value.errno == errno.EFAULT
 
 
-def test_addresses_known_without_a_query(monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic) -> None:
+def test_some_addresses_are_known_without_a_query(
+    monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic
+) -> None:
     monkeypatch.setattr(neighbours, "query_now", lambda question: pytest.fail("a query"))
-    assert rnic.address_known(OTHER), "with RoCE v1 the GID tells the MAC address"
-    assert rnic.address_known(gid("2001:db8::9")), "refused at once from an IPv4 address"
+    assert rnic.address_known(OTHER), "with RoCE v1 the GID contains the MAC address"
+    assert rnic.address_known(gid("2001:db8::9")), "to_rtr refuses the other address family"
     rnic.close()
-    assert rnic.address_known(gid("192.0.2.9")), "refused at once"
+    assert rnic.address_known(gid("192.0.2.9")), "to_rtr refuses a closed RNIC"
 
 
-# --- pyverbs of each version ----------------------------------------------------------------------
+# --- versions of pyverbs --------------------------------------------------------------------------
 
 
 class Heap:
-    """Allocations of fake SGEs and requests.  A real double free would end the process."""
+    """Allocations of fake SGEs and requests, so that a double free is a KeyError."""
 
     def __init__(self) -> None:
         self.lists: dict[int, Any] = {}
@@ -594,7 +598,7 @@ class Heap:
 
 
 def requests_of(version: int, heap: Heap) -> ModuleType:
-    """``pyverbs.wr``, which owns memory as that of this version of rdma-core does."""
+    """Fake of ``pyverbs.wr``, which frees memory like this version of rdma-core."""
     frees_itself = version >= 65
 
     class SGE:
@@ -643,7 +647,7 @@ def requests_of(version: int, heap: Heap) -> ModuleType:
 
 
 def constants_of(version: int) -> ModuleType:
-    """The constants, as pyverbs of this version of rdma-core names them."""
+    """Fake module with the constants, named as in this version of rdma-core."""
     kinds = {
         "ibv_send_flags": {"IBV_SEND_SIGNALED": 2, "IBV_SEND_SOLICITED": 4, "IBV_SEND_INLINE": 8},
         "ibv_port_state": {"IBV_PORT_ACTIVE": 4},
@@ -661,10 +665,10 @@ def constants_of(version: int) -> ModuleType:
 
 @pytest.mark.parametrize("version", [44, 59, 63, 65])
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_request_has_an_entry_of_its_own(
+def test_no_request_frees_its_sge_twice(
     monkeypatch: pytest.MonkeyPatch, version: int, closed: bool
 ) -> None:
-    """In no version of pyverbs is anything freed twice, closed or only collected."""
+    """No version of pyverbs frees memory twice, at close or at garbage collection."""
     heap = Heap()
     for name in [each for each in sys.modules if each.partition(".")[0] == "pyverbs"]:
         monkeypatch.delitem(sys.modules, name)
@@ -672,7 +676,7 @@ def test_a_request_has_an_entry_of_its_own(
     monkeypatch.setitem(sys.modules, "pyverbs", package)
     parts = [ModuleType(f"pyverbs.{name}") for name in ("addr", "cq", "device", "mr", "pd", "qp")]
     errors = ModuleType("pyverbs.pyverbs_error")
-    vars(errors).update(PyverbsError=Refused)
+    vars(errors).update(PyverbsError=FakeVerbsError)
     for module in (*parts, errors, requests_of(version, heap), constants_of(version)):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         setattr(package, module.__name__.rpartition(".")[2], module)
@@ -696,21 +700,22 @@ def test_a_request_has_an_entry_of_its_own(
     requests.clear()
     del each
     gc.collect()
-    # Before 65 nothing is freed that was not closed.
+    # Before version 65, garbage collection frees no memory.
     assert len(heap.lists) == (2 if version < 65 and not closed else 0)
 
 
 @pytest.mark.rfc("C.7/2")
-def test_a_write_fails_before_the_time_of_a_first_contact_is_over() -> None:
-    """An RNIC may wait up to four times as long as it is told for each try.
-    What is left is for the Decline."""
+def test_a_write_fails_before_a_first_contact_times_out() -> None:
+    """An RNIC may wait up to four times as long as configured for each retry. The rest of the
+    timeout is for the Decline.
+    """
     tries = pyverbs._RETRY_COUNT + 1
     longest = 4 * 4.096e-6 * 2**pyverbs._ACK_TIMEOUT * tries
     assert longest + 1 < Config().first_contact_timeout
 
 
 def test_the_event_file_of_a_device_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that waited would do so with the GIL, and stop the whole process."""
+    """A blocking read would hold the GIL and stop the whole process."""
     ours: list[int] = []
     monkeypatch.setattr(pyverbs, "_open_event_files", lambda: set(ours))
 

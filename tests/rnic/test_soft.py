@@ -1,4 +1,4 @@
-"""The software RNIC alone: port faults, a second process, limits, what it leaves behind."""
+"""The software RNIC alone: port faults, a second process, limits, and its cleanup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 
 from tests.peers import open_pair
-from tests.rnic.contract import MEMORY, PACKETS, End, connect, got, make_end, nothing_comes, until
+from tests.rnic.contract import (
+    MEMORY,
+    PACKETS,
+    End,
+    assert_no_completions,
+    connect,
+    got,
+    make_end,
+    until,
+)
 from tests.rnic.soft_peer import BURST, Peer, pause
 from tests.timing import PATIENCE
 from trio_smc.rnic.memory import PROGRESS_WORDS
@@ -60,9 +69,9 @@ def state(qp: QueuePair) -> QpState:
     return qp.state
 
 
-def sweep(directory: Path) -> None:
-    """Opening an RNIC removes the sockets of dead processes."""
-    rnic = SoftRnic("broom")
+def remove_dead_sockets(directory: Path) -> None:
+    """Open an RNIC, which removes the sockets of dead processes."""
+    rnic = SoftRnic("cleaner")
     rnic.open(directory)
     rnic.close()
 
@@ -99,7 +108,7 @@ class TestRegions:
     def test_no_write_reaches_memory_behind_a_region(
         self, pair: tuple[End, End], offset: int
     ) -> None:
-        """The rest of its last page, and the page with the progress words."""
+        """A peer can write neither to the rest of the last page nor to the progress words."""
         a, b = pair
         memory = b.rnic.alloc_memory(5000)
         region = b.pd.register(memory)
@@ -136,7 +145,7 @@ class TestRegions:
         region.close()
         memory.close()
 
-    def test_a_sleeping_peer_is_seen(self, pair: tuple[End, End]) -> None:
+    def test_a_peer_sees_that_the_other_sleeps(self, pair: tuple[End, End]) -> None:
         a, b = pair
         until(lambda: a.qp.peer_asleep() is not AWAKE, a, b)
         word = a.qp.peer_asleep()
@@ -149,7 +158,7 @@ class TestRegions:
         with pytest.raises(ValueError, match="released"):
             word[0]
 
-    def test_a_domain_that_was_closed(self, rnic: SoftRnic) -> None:
+    def test_a_closed_domain_refuses_regions_and_queue_pairs(self, rnic: SoftRnic) -> None:
         pd, memory = rnic.alloc_pd(), rnic.alloc_memory(MEMORY)
         pd.close()
         with pytest.raises(RnicError, match="closed"):
@@ -160,7 +169,7 @@ class TestRegions:
 
 
 class TestPort:
-    def test_down_and_up_again(self, pair: tuple[End, End]) -> None:
+    def test_a_port_goes_down_and_up_again(self, pair: tuple[End, End]) -> None:
         a, b = pair
         events: list[RnicEvent] = []
         a.rnic.on_event = events.append
@@ -174,7 +183,7 @@ class TestPort:
         assert sleeper.poll(PATIENCE * 1000)
         a.rnic.service()
         assert events == [RnicEvent.PORT_DOWN]
-        nothing_comes(a, b)
+        assert_no_completions(a, b)
         assert state(a.qp) is state(b.qp) is QpState.RTS
         a.rnic.restore()
         a.rnic.service()
@@ -183,7 +192,9 @@ class TestPort:
         b.qp.post_send(1, b"and back")
         until(lambda: a.received == [b"and back"] and b.received == [b"there"], a, b)
 
-    def test_own_posts_are_flushed_and_the_peer_learns_nothing(self, pair: tuple[End, End]) -> None:
+    def test_own_posts_are_flushed_and_the_peer_is_not_notified(
+        self, pair: tuple[End, End]
+    ) -> None:
         a, b = pair
         assert isinstance(a.rnic, SoftRnic)
         b.qp.post_send(1, b"before")
@@ -194,17 +205,17 @@ class TestPort:
         assert a.received == [b"before"]
         assert state(a.qp) is QpState.ERR
         until(lambda: b.sent == [(1, 0)], b)
-        nothing_comes(a, b)
+        assert_no_completions(a, b)
         assert state(b.qp) is QpState.RTS
         a.qp.close()
-        nothing_comes(b)
+        assert_no_completions(b)
         assert state(b.qp) is QpState.RTS
         b.qp.post_send(2, b"lost too")
         until(lambda: len(b.sent) == 2, b)
         assert b.sent[1] == (2, WcStatus.RETRY_EXC_ERR)
         assert state(b.qp) is QpState.ERR
 
-    def test_the_peers_writes_end_too(self, pair: tuple[End, End]) -> None:
+    def test_writes_of_the_peer_fail_too(self, pair: tuple[End, End]) -> None:
         a, b = pair
         assert isinstance(a.rnic, SoftRnic)
         a.rnic.fail()
@@ -212,12 +223,14 @@ class TestPort:
         until(lambda: b.sent == [(1, WcStatus.RETRY_EXC_ERR)], b)
         assert bytes(a.memory.view[:4]) == bytes(4)
 
-    def test_a_stalled_send_ends_when_the_port_does(self, rnic: SoftRnic, other: SoftRnic) -> None:
+    def test_a_stalled_send_fails_when_a_port_goes_down(
+        self, rnic: SoftRnic, other: SoftRnic
+    ) -> None:
         for failing in (rnic, other):
             a, b = make_end(rnic), make_end(other)
             connect(a, b, receives=0)
             a.qp.post_send(1, b"waits")
-            nothing_comes(a, b)
+            assert_no_completions(a, b)
             failing.fail()
             until(lambda a=a: bool(a.sent), a, b)  # type: ignore[misc]
             own = failing is rnic
@@ -253,7 +266,7 @@ class TestPort:
 @pytest.mark.processes
 class TestSecondProcess:
     def test_no_wakeup_is_lost(self, rnic: SoftRnic, directory: Path, seed: int) -> None:
-        """Thousands of round trips; each side sleeps in between, after pauses of any length."""
+        """Thousands of round trips; each side sleeps in between, after pauses of random length."""
         rng = random.Random(seed)
         end = make_end(rnic)
         with Peer("echo", directory, seed & 0xFFFF) as peer:
@@ -284,7 +297,7 @@ class TestSecondProcess:
         end.qp.post_write(1, memoryview(b"x"), None, address=found["address"], rkey=found["rkey"])
         until(lambda: end.sent == [(1, WcStatus.WR_FLUSH_ERR)], end)
         end.close()
-        sweep(directory)
+        remove_dead_sockets(directory)
 
     def test_a_forked_child_does_not_hide_its_parents_end(
         self, rnic: SoftRnic, directory: Path
@@ -293,17 +306,17 @@ class TestSecondProcess:
         with Peer("fork", directory) as peer:
             peer.connect(end)
             assert peer.line() == "forked"
-            nothing_comes(end)
+            assert_no_completions(end)
             os.kill(peer.process.pid, signal.SIGKILL)
             peer.process.wait()
             until(lambda: bool(end.flushed), end)
         end.close()
-        sweep(directory)
+        remove_dead_sockets(directory)
 
     def test_posting_to_a_killed_process(self, rnic: SoftRnic, directory: Path) -> None:
-        """Noticed by the post, or as if the bytes had arrived just before: never an exception."""
+        """A post to a killed process succeeds or is flushed, and never raises."""
         end = make_end(rnic)
-        with Peer("deaf", directory) as peer:
+        with Peer("silent", directory) as peer:
             peer.connect(end)
             os.kill(peer.process.pid, signal.SIGKILL)
             peer.process.wait()
@@ -312,11 +325,13 @@ class TestSecondProcess:
             until(lambda: len(end.sent) == 19 and bool(end.flushed), end)
         assert {status for _, status in end.sent} <= {0, WcStatus.WR_FLUSH_ERR}
         end.close()
-        sweep(directory)
+        remove_dead_sockets(directory)
 
-    def test_its_socket_is_swept_away(self, rnic: SoftRnic, directory: Path) -> None:
+    def test_the_next_rnic_removes_the_socket_of_a_killed_process(
+        self, rnic: SoftRnic, directory: Path
+    ) -> None:
         end = make_end(rnic)
-        with Peer("deaf", directory) as peer:
+        with Peer("silent", directory) as peer:
             peer.connect(end)
             assert len(list(directory.iterdir())) == 2
             os.kill(peer.process.pid, signal.SIGKILL)
@@ -330,17 +345,17 @@ class TestSecondProcess:
         third.close()
         end.close()
 
-    def test_announcements_that_a_deaf_peer_does_not_read(
+    def test_announcements_that_a_silent_peer_does_not_read(
         self, rnic: SoftRnic, directory: Path
     ) -> None:
-        """They wait in this process, and what is sent after them waits behind them."""
+        """Announcements wait in this process, and later messages wait behind them."""
         end = make_end(rnic)
-        with Peer("deaf", directory) as peer:
+        with Peer("silent", directory) as peer:
             peer.connect(end)
             for _ in range(500):
                 end.pd.register(end.memory).close()
             end.qp.post_send(1, b"after all of them")
-            nothing_comes(end)
+            assert_no_completions(end)
             assert end.sent == []
         until(lambda: bool(end.flushed), end)
         assert end.sent == [(1, WcStatus.WR_FLUSH_ERR)]
@@ -369,7 +384,7 @@ class TestSecondProcess:
 
 
 class TestDevice:
-    def test_names(self, rnic: SoftRnic, other: SoftRnic) -> None:
+    def test_an_rnic_has_its_own_gid_and_mac_address(self, rnic: SoftRnic, other: SoftRnic) -> None:
         assert rnic.gid[:6] == bytes.fromhex("fd534d435200")
         assert rnic.gid != other.gid
         assert rnic.mac[0] & 3 == 2
@@ -392,7 +407,7 @@ class TestDevice:
             assert list(directory.iterdir()) == []
         assert len(gids) == 3
 
-    def test_closing_takes_everything_with_it(self, rnic: SoftRnic, other: SoftRnic) -> None:
+    def test_closing_an_rnic_ends_its_queue_pairs(self, rnic: SoftRnic, other: SoftRnic) -> None:
         a, b = make_end(rnic), make_end(other)
         connect(a, b)
         rnic.close()
@@ -400,14 +415,14 @@ class TestDevice:
         a.memory.close()
         b.close()
 
-    def test_a_region_of_closed_memory(self, rnic: SoftRnic) -> None:
+    def test_closed_memory_cannot_be_registered(self, rnic: SoftRnic) -> None:
         pd = rnic.alloc_pd()
         memory = rnic.alloc_memory(100)
         memory.close()
         with pytest.raises(RnicError):
             pd.register(memory)
 
-    def test_a_domain_holds_so_many_regions(self, rnic: SoftRnic) -> None:
+    def test_a_domain_holds_at_most_255_regions(self, rnic: SoftRnic) -> None:
         end = make_end(rnic)
         regions = [end.pd.register(end.memory) for _ in range(255)]
         with pytest.raises(RnicError):
@@ -419,7 +434,7 @@ class TestDevice:
             region.close()
         end.close()
 
-    def test_no_peer_at_the_address(self, rnic: SoftRnic) -> None:
+    def test_a_gid_without_an_rnic_is_unreachable(self, rnic: SoftRnic) -> None:
         end = make_end(rnic)
         with pytest.raises(RnicError, match="cannot reach"):
             end.qp.to_rtr(gid=bytes(16), qp_num=5, psn=1, mtu=5)
@@ -434,7 +449,7 @@ class TestDevice:
         assert refused.value.errno == errno.ENOTSUP
         assert not directory.exists()
 
-    def test_another_users_process(
+    def test_a_queue_pair_refuses_a_process_of_another_user(
         self, rnic: SoftRnic, other: SoftRnic, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(_fabric, "is_admitted", lambda _, group: False)
@@ -462,13 +477,13 @@ class TestDevice:
 
 
 class TestDirectory:
-    def test_it_is_made_private(self, directory: Path) -> None:
+    def test_a_new_directory_is_private(self, directory: Path) -> None:
         rnic = SoftRnic()
         rnic.open(directory / "below")
         assert stat.S_IMODE((directory / "below").stat().st_mode) == 0o700
         rnic.close()
 
-    def test_a_long_path(self, directory: Path) -> None:
+    def test_a_long_path_is_accepted(self, directory: Path) -> None:
         deep = directory / ("x" * 100) / ("y" * 100)
         first, second = SoftRnic(), SoftRnic()
         first.open(deep)
@@ -480,20 +495,22 @@ class TestDirectory:
         first.close()
         second.close()
 
-    def test_a_lax_mode(self, directory: Path) -> None:
+    def test_a_directory_that_others_can_read_is_refused(self, directory: Path) -> None:
         directory.mkdir()
         directory.chmod(0o755)
         with pytest.raises(RnicError, match="mode 755 where only 700"):
             SoftRnic().open(directory)
 
-    def test_a_foreign_owner(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_directory_of_another_user_is_refused(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         directory.mkdir(mode=0o700)
         real = os.geteuid()
         monkeypatch.setattr("os.geteuid", lambda: real + 1)
         with pytest.raises(RnicError, match="belongs to user"):
             SoftRnic().open(directory)
 
-    def test_a_symbolic_link(self, directory: Path) -> None:
+    def test_a_symbolic_link_is_refused(self, directory: Path) -> None:
         target = directory.with_name("elsewhere")
         target.mkdir(mode=0o700)
         directory.symlink_to(target)
@@ -501,13 +518,13 @@ class TestDirectory:
             SoftRnic().open(directory)
         directory.unlink()
 
-    def test_a_file(self, directory: Path) -> None:
+    def test_a_file_is_refused(self, directory: Path) -> None:
         directory.touch()
         with pytest.raises(RnicError):
             SoftRnic().open(directory)
         directory.unlink()
 
-    def test_only_old_unfinished_names_are_swept(self, directory: Path) -> None:
+    def test_only_old_unfinished_names_are_removed(self, directory: Path) -> None:
         directory.mkdir(mode=0o700)
         old, new = directory / ".rnic-old", directory / ".rnic-new"
         for path in (old, new):
@@ -522,8 +539,8 @@ class TestDirectory:
         new.unlink()
 
 
-def test_queue_pairs_leave_nothing(rnic: SoftRnic, other: SoftRnic) -> None:
-    """Descriptors and mappings are checked after each test; here for growth within one."""
+def test_closed_queue_pairs_leave_no_descriptors(rnic: SoftRnic, other: SoftRnic) -> None:
+    """A fixture checks each test for leaks; this test checks for growth within one RNIC."""
     levels = []
     for _ in range(4):
         for _ in range(50):

@@ -1,4 +1,4 @@
-"""Descriptors that peers of a software RNIC send, and that this process has no room for."""
+"""Descriptors that peers send to a software RNIC, also if the descriptor table is full."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def victim(rnic: SoftRnic) -> Iterator[End]:
 
 @pytest.fixture
 def pair(rnic: SoftRnic) -> Iterator[tuple[End, End]]:
-    """Two connected ends, which must work to the end."""
+    """Two connected ends, which must still work after the test."""
     with open_pair("link", rnic) as ends:
         yield ends
         before = len(ends[1].received)
@@ -65,17 +65,19 @@ def register(rkey: int, length: int = 4096) -> bytes:
 
 
 class TestLingering:
-    """The last close of what came waits: this thread must not be the one that closes it."""
+    """Closing a received descriptor may block, so this thread must not close it."""
 
     @pytest.mark.parametrize("count", [1, 253])
-    @pytest.mark.parametrize("data", ["hello", "garbage", "bell", "empty", "revoke", "register"])
-    def test_of_a_dialler(
+    @pytest.mark.parametrize(
+        "data", ["hello", "garbage", "doorbell", "empty", "revoke", "register"]
+    )
+    def test_descriptors_of_a_dialler(
         self, attacker: Attacker, victim: End, pair: tuple[End, End], data: str, count: int
     ) -> None:
         packets = {
             "hello": attacker.hello(victim),
             "garbage": b"garbage",
-            "bell": DOORBELL,
+            "doorbell": DOORBELL,
             "empty": b"",
             "revoke": Revoke(rkey=1).encode(),
             "register": register(1),
@@ -92,13 +94,13 @@ class TestLingering:
 
     @pytest.mark.parametrize("count", [1, 253])
     @pytest.mark.parametrize("which", [0, 1], ids=["where it listens", "where it speaks"])
-    @pytest.mark.parametrize("data", ["bell", "register", "empty"])
-    def test_of_a_peer(
+    @pytest.mark.parametrize("data", ["doorbell", "register", "empty"])
+    def test_descriptors_of_a_peer(
         self, attacker: Attacker, victim: End, pair: tuple[End, End], data: str, which: int,
         count: int,
     ) -> None:  # fmt: skip
         attacker.connect(victim)
-        packets = {"bell": DOORBELL, "register": register(1), "revoke": Revoke(rkey=1).encode()}
+        packets = {"doorbell": DOORBELL, "register": register(1), "revoke": Revoke(rkey=1).encode()}
         watch = Stopwatch()
         sock = attacker.open[-2:][which]
         with lingering() as fd:
@@ -112,8 +114,8 @@ class TestLingering:
         assert watch.seconds < AT_ONCE
         assert state(victim.qp) is QpState.ERR
 
-    def test_a_bell_before_it_is_taken(self, attacker: Attacker, victim: End) -> None:
-        """The descriptor lies behind a proper message."""
+    def test_a_descriptor_behind_a_valid_message(self, attacker: Attacker, victim: End) -> None:
+        """The peer sends the descriptor with its second message; the first one is valid."""
         sock = attacker.connect(victim)
         memory = Memory(4096)
         socket.send_fds(sock, [register(9)], [memory.fd])
@@ -129,7 +131,7 @@ class TestLingering:
         assert state(victim.qp) is QpState.ERR
 
     @pytest.mark.parametrize("empty", [False, True])
-    def test_unread_when_the_queue_pair_is_closed(
+    def test_unread_descriptors_when_the_queue_pair_is_closed(
         self, attacker: Attacker, victim: End, pair: tuple[End, End], empty: bool
     ) -> None:
         sock = attacker.connect(victim)
@@ -142,7 +144,9 @@ class TestLingering:
                 victim.qp.to_err()
         assert watch.seconds < AT_ONCE
 
-    def test_unread_when_the_port_is_down(self, attacker: Attacker, rnic: SoftRnic) -> None:
+    def test_unread_descriptors_when_the_port_is_down(
+        self, attacker: Attacker, rnic: SoftRnic
+    ) -> None:
         victim = make_end(rnic)
         sock = attacker.connect(victim)
         watch = Stopwatch()
@@ -155,7 +159,7 @@ class TestLingering:
         assert watch.seconds < AT_ONCE
 
     @pytest.mark.parametrize("accepted", [False, True])
-    def test_unread_when_the_rnic_is_closed(
+    def test_unread_descriptors_when_the_rnic_is_closed(
         self, attacker: Attacker, runtime_directory: Path, accepted: bool
     ) -> None:
         rnic = SoftRnic()
@@ -170,10 +174,10 @@ class TestLingering:
                 rnic.close()
         assert watch.seconds < AT_ONCE
 
-    def test_without_room_in_the_table(
+    def test_descriptors_without_room_in_the_table(
         self, attacker: Attacker, victim: End, pair: tuple[End, End]
     ) -> None:
-        """The kernel would drop, and so close, what there is no room for."""
+        """The kernel would close a descriptor for which the table has no room."""
         sock = attacker.connect(victim)
         watch = Stopwatch()
         with lingering() as fd:
@@ -186,7 +190,7 @@ class TestLingering:
     def test_a_full_closer_refuses_new_peers(
         self, attacker: Attacker, victim: End, pair: tuple[End, End]
     ) -> None:
-        """The closes that wait are bounded; older connections go on, and new ones come later."""
+        """Pending closes are bounded; older connections continue, and new ones wait."""
         intake = cast(SoftRnic, victim.rnic).intake
         stuck = threading.Event()
         intake.closer.run(stuck.wait)
@@ -203,7 +207,7 @@ class TestLingering:
         until(lambda: all(map(ended, socks)), victim)
 
     def test_memory_that_takes_long_to_free(self) -> None:
-        """The last process that maps it frees it: not in this thread."""
+        """The process that unmaps memory last frees its pages, but not in this thread."""
         memory = Memory(QUICK_TO_FREE + 4096)
         peer = PeerMemory.map_untrusted(memory.fd, memory.size)
         small = PeerMemory.map_untrusted(memory.fd, memory.size)
@@ -220,7 +224,7 @@ class TestLingering:
     def test_memory_with_pages_behind_its_end(
         self, attacker: Attacker, rnic: SoftRnic, victim: End, pair: tuple[End, End], message: str
     ) -> None:
-        """They count neither as its size nor as what was announced, and are freed with it."""
+        """Such pages do not count as size, but freeing them takes long, so a thread closes them."""
         fd = behind_its_end(4096)
         packets = {"hello": attacker.hello(victim), "register": register(1)}
         sock = attacker.dial(victim) if message == "hello" else attacker.connect(victim)
@@ -240,7 +244,7 @@ class TestLingering:
 
 
 def behind_its_end(size: int) -> int:
-    """A memfd sealed as a region is, with 64 MiB of pages behind its end."""
+    """Make a memfd that is sealed like a region, with many pages behind its end."""
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -251,7 +255,7 @@ def behind_its_end(size: int) -> int:
 
 
 class TestLack:
-    """An operation that lacks resources fails or waits, and no other does."""
+    """An operation that lacks resources fails or waits; other operations are not affected."""
 
     @pytest.mark.pure
     @pytest.mark.parametrize(
@@ -270,7 +274,7 @@ class TestLack:
                 pair[0].pd.register(memory)
         assert caught.value.errno == number
         assert len(cast(Any, pair[0].pd).regions) == 1
-        region = pair[0].pd.register(memory)  # and later it can be
+        region = pair[0].pd.register(memory)  # now the peer can be notified
         pair[1].qp.post_write(5, memoryview(b"x"), None, region.address, region.rkey, signaled=True)
         until(lambda: (5, 0) in pair[1].sent, *pair)
         region.close()
@@ -283,7 +287,7 @@ class TestLack:
     ) -> None:
         memory = Memory(4096)
         region = pair[0].pd.register(memory)
-        until(lambda: cast(Any, pair[1].qp).can_reach(region.rkey), *pair)
+        until(lambda: pair[1].qp.can_reach(region.rkey), *pair)
         failures = [number] * 3
         send = socket.send_fds
 
@@ -295,8 +299,7 @@ class TestLack:
         with monkeypatch.context() as patch:
             patch.setattr(socket, "send_fds", failing)
             region.close()
-            peer = attrgetter("_sockets.peer")(pair[1].qp)
-            until(lambda: region.rkey not in peer.regions, *pair)
+            until(lambda: not pair[1].qp.can_reach(region.rkey), *pair)
         assert not failures
         memory.close()
 
@@ -322,8 +325,10 @@ class TestLack:
         a.close()
         b.close()
 
-    def test_a_full_table_at_the_peer(self, attacker: Attacker, victim: End) -> None:
-        """Spare descriptors let a region in that needs none when it is mapped."""
+    def test_spare_descriptors_receive_a_region_into_a_full_table(
+        self, attacker: Attacker, victim: End
+    ) -> None:
+        """A region needs a descriptor only until it is mapped, so a few spare ones are enough."""
         sock = attacker.connect(victim)
         memory = Memory(4096)
         socket.send_fds(sock, [register(1)], [memory.fd])
@@ -338,10 +343,10 @@ class TestLack:
         memory.close()
         assert state(victim.qp) is QpState.RTS
 
-    def test_no_room_at_all_at_the_peer(
+    def test_a_region_waits_if_no_spare_descriptor_is_left(
         self, attacker: Attacker, victim: End, pair: tuple[End, End]
     ) -> None:
-        """Then the region waits, and is not used; what is behind it waits, too."""
+        """The region and all later announcements wait; messages do not."""
         sock = attacker.connect(victim)
         memory = Memory(4096)
         intake = cast(SoftRnic, victim.rnic).intake
@@ -410,7 +415,7 @@ class TestLack:
     def test_a_first_contact_that_cannot_be_accepted_now(
         self, attacker: Attacker, victim: End, pair: tuple[End, End]
     ) -> None:
-        """The dialler waits in the backlog, and requests wait for it."""
+        """The dialler waits in the backlog, and posted requests wait for the connection."""
         with full_table():
             pass
         victim.qp.post_receive(4)

@@ -1,4 +1,4 @@
-"""Many queue pairs on one software RNIC: those that are idle cost the busy ones nothing."""
+"""Many queue pairs on one software RNIC: idle ones do not slow down busy ones."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 from tests.rnic.contract import (
     HAS_RINGS,
     End,
+    clear_readiness,
     connect,
     got,
     make_end,
     needs_rings,
-    serve,
     sleep_on,
     until,
     use_completion_fd,
@@ -42,13 +42,13 @@ from trio_smc.rnic.verbs import QpState
 
 MANY = 40
 FEW = 8
-BELLS = 4 if HAS_RINGS else 0
-LOOKS = 600  # enough for idle rings to doze, twice
+DOORBELLS = 4 if HAS_RINGS else 0
+POLLS = 600  # more than twice the idle polls after which a ring enters interrupt mode
 
 
 @pytest.fixture(params=["thread", "trio"])
 def rnics(runtime_directory: Path, request: pytest.FixtureRequest) -> Iterator[list[SoftRnic]]:
-    """A server's and a client's, whose completions have a descriptor of their own or not."""
+    """The RNICs of a server and a client; "trio": completions have a descriptor of their own."""
     made = [SoftRnic("server"), SoftRnic("client")]
     for rnic in made:
         rnic.open(runtime_directory / "smc")
@@ -70,33 +70,35 @@ def pairs(rnics: list[SoftRnic]) -> Iterator[list[tuple[End, End]]]:
             end.close()
 
 
-def look(rnic: SoftRnic) -> None:
-    for _ in range(LOOKS):
+def poll_idle(rnic: SoftRnic) -> None:
+    for _ in range(POLLS):
         assert rnic.poll() == []
 
 
-def looked_at(rnic: SoftRnic) -> int:
+def count_polled(rnic: SoftRnic) -> int:
     return sum(not qp.ring.interrupt_mode for qp in rnic.queue_pairs())
 
 
-def test_idle_ones_are_not_looked_at(rnics: list[SoftRnic], pairs: list[tuple[End, End]]) -> None:
-    assert looked_at(rnics[0]) == MANY
-    look(rnics[0])
-    assert looked_at(rnics[0]) == 0
-    # A peer that sends something is polled from then on, asleep or awake.
+def test_idle_queue_pairs_are_not_polled(
+    rnics: list[SoftRnic], pairs: list[tuple[End, End]]
+) -> None:
+    assert count_polled(rnics[0]) == MANY
+    poll_idle(rnics[0])
+    assert count_polled(rnics[0]) == 0
+    # A queue pair whose peer sends a message is polled again.
     for server, client in pairs:
         client.qp.post_send(1, b"x")
         until(got(server, 1), server, client)
         assert isinstance(server.qp, SoftQueuePair)
         assert not server.qp.ring.interrupt_mode
-    look(rnics[0])
-    assert looked_at(rnics[0]) <= FEW
+    poll_idle(rnics[0])
+    assert count_polled(rnics[0]) <= FEW
 
 
-def test_messages_while_they_fall_asleep(
+def test_no_message_is_lost_while_queue_pairs_become_idle(
     rnics: list[SoftRnic], pairs: list[tuple[End, End]], rng: random.Random
 ) -> None:
-    """Whatever the order of looks, sleeps and messages, all of them arrive."""
+    """All messages arrive, in any order of polls, sleeps and messages."""
     sent = dict.fromkeys(range(MANY), 0)
     for _ in range(3000):
         which = rng.randrange(MANY) if rng.random() < 0.2 else 0
@@ -115,8 +117,10 @@ def test_messages_while_they_fall_asleep(
     assert sum(sent.values()) > 200
 
 
-def test_an_idle_one_that_ends(rnics: list[SoftRnic], pairs: list[tuple[End, End]]) -> None:
-    look(rnics[0])
+def test_the_end_of_an_idle_queue_pair_is_noticed(
+    rnics: list[SoftRnic], pairs: list[tuple[End, End]]
+) -> None:
+    poll_idle(rnics[0])
     server, client = pairs[3]
     client.qp.post_send(1, b"the last")
     client.qp.to_err()
@@ -126,33 +130,33 @@ def test_an_idle_one_that_ends(rnics: list[SoftRnic], pairs: list[tuple[End, End
 
 
 @needs_rings
-@pytest.mark.parametrize("bell", [False, True])
-def test_a_hostile_one_delays_only_itself(
-    rnics: list[SoftRnic], pairs: list[tuple[End, End]], runtime_directory: Path, *, bell: bool
+@pytest.mark.parametrize("doorbell", [False, True])
+def test_a_hostile_peer_delays_only_itself(
+    rnics: list[SoftRnic], pairs: list[tuple[End, End]], runtime_directory: Path, *, doorbell: bool
 ) -> None:
-    """It rings all the time, takes the words that ask for its rings away, and rings no more."""
-    if bell:  # a peer has gone, so there is one for this peer
+    """The peer rings continuously, overwrites the word ARMED, and finally stops ringing."""
+    if doorbell:  # close one pair, so that a doorbell is free for this peer
         for end in pairs.pop(0):
             end.close()
     victim, bystanders = make_end(rnics[0]), pairs[: FEW + 2]
     with Attacker(runtime_directory / "smc") as attacker:
         sock = attacker.connect(victim)
-        assert len(attacker.ropes) == bell
+        assert len(attacker.doorbells) == doorbell
         over = threading.Event()
 
-        def rage() -> None:
+        def flood() -> None:
             while not over.is_set():
                 for value in (0, 1, (1 << 64) - 1):
                     attacker.word(ARMED, value)
                 try:
                     sock.send(DOORBELL)
-                    for rope in attacker.ropes:
-                        os.write(rope, DOORBELL)
+                    for write_end in attacker.doorbells:
+                        os.write(write_end, DOORBELL)
                 except BlockingIOError:
                     time.sleep(0)
 
-        raging = threading.Thread(target=rage)
-        raging.start()
+        flooder = threading.Thread(target=flood)
+        flooder.start()
         try:
             for number in range(1, 31):
                 for server, client in bystanders:
@@ -160,18 +164,18 @@ def test_a_hostile_one_delays_only_itself(
                     until(got(server, number), server, client, seconds=10)
         finally:
             over.set()
-            raging.join()
-        # All that it has rung is heard, and the others are idle, too.
+            flooder.join()
+        # After all rings were read, the other queue pairs become idle, too.
         sleeper = sleep_on(rnics[0])
         while sleeper.poll(0):
-            serve(rnics[0])
-        look(rnics[0])
+            clear_readiness(rnics[0])
+        poll_idle(rnics[0])
         assert isinstance(victim.qp, SoftQueuePair)
         assert victim.qp.ring.interrupt_mode
-        # Only the messages of this peer wait until it rings.
+        # Messages of this peer wait until it rings; those of others do not.
         attacker.word(ARMED, 0)
         attacker.word(HEAD, 1)
-        look(rnics[0])
+        poll_idle(rnics[0])
         server, client = pairs[-1]
         client.qp.post_send(1, b"x")
         until(got(server, 1), server, client, seconds=10)
@@ -181,10 +185,10 @@ def test_a_hostile_one_delays_only_itself(
     victim.close()
 
 
-def test_descriptors(rnics: list[SoftRnic]) -> None:
-    """A socket for the pair, and a memfd for each region that further peers may be given.
+def test_a_queue_pair_keeps_few_descriptors(rnics: list[SoftRnic]) -> None:
+    """Each end has a socket, and a memfd for its region, which later peers may get.
 
-    The first few have a bell, and the rope of the peer's.
+    The ends of the first few pairs also have a doorbell and the write end of the peer's doorbell.
     """
 
     def count() -> int:
@@ -196,7 +200,7 @@ def test_descriptors(rnics: list[SoftRnic]) -> None:
         connect(*pair)
         pair[0].qp.post_send(1, b"there")
         until(got(pair[1], 1), *pair)
-    assert count() - before == len(made) * 2 * 2 + BELLS * 2 * 2
+    assert count() - before == len(made) * 2 * 2 + DOORBELLS * 2 * 2
     for pair in made:
         for end in pair:
             end.close()
@@ -204,11 +208,11 @@ def test_descriptors(rnics: list[SoftRnic]) -> None:
 
 
 @pytest.mark.parametrize("rnics", ["thread"], indirect=True)
-def test_both_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ends_may_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = make_end(rnics[0]), make_end(rnics[1])
     with monkeypatch.context() as patch:
         for rnic in rnics:
-            patch.setattr(rnic, "poll_sockets", lambda: None)  # neither has heard of the other
+            patch.setattr(rnic, "poll_sockets", lambda: None)  # no end accepts yet
         a.qp.post_receive(5)
         b.qp.post_receive(5)
         a.qp.to_rtr(gid=b.rnic.gid, qp_num=b.qp.qp_num, psn=9, mtu=5)
@@ -227,8 +231,10 @@ def test_both_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.pure
 @pytest.mark.parametrize("why", ["another user", "no /proc", "no descriptors"])
-def test_without_bells(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    """The sockets do."""
+def test_sockets_replace_missing_doorbells(
+    rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Without a doorbell, a packet on the socket wakes the peer."""
 
     def fail(*_: object) -> int:
         raise OSError(errno.EMFILE, "there is none")
@@ -242,8 +248,8 @@ def test_without_bells(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, w
     server, client = make_end(rnics[0]), make_end(rnics[1])
     connect(server, client)
     for number in range(1, 4):
-        look(rnics[0])
-        serve(rnics[0])
+        poll_idle(rnics[0])
+        clear_readiness(rnics[0])
         assert rnics[0].arm()
         sleeper = sleep_on(rnics[0])
         assert not sleeper.poll(0)
@@ -254,23 +260,23 @@ def test_without_bells(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, w
         end.close()
 
 
-def test_a_rope_outlives_its_bell() -> None:
-    """A process may have no handler of SIGPIPE."""
-    bell = Doorbell()
-    rope = open_doorbell_untrusted(bell.write_fd)
-    bell.close_write_end()
+def test_a_write_end_outlives_its_doorbell() -> None:
+    """A write must not raise SIGPIPE, because a process may not handle it."""
+    doorbell = Doorbell()
+    write_end = open_doorbell_untrusted(doorbell.write_fd)
+    doorbell.close_write_end()
     with pytest.raises(BlockingIOError):
-        os.read(bell.fd, DOORBELL_READ_SIZE)
-    os.write(rope, DOORBELL)
-    os.write(rope, DOORBELL)
-    assert os.read(bell.fd, DOORBELL_READ_SIZE) == 2 * DOORBELL
-    bell.close()
-    assert os.write(rope, DOORBELL) == 1
-    os.close(rope)
+        os.read(doorbell.fd, DOORBELL_READ_SIZE)
+    os.write(write_end, DOORBELL)
+    os.write(write_end, DOORBELL)
+    assert os.read(doorbell.fd, DOORBELL_READ_SIZE) == 2 * DOORBELL
+    doorbell.close()
+    assert os.write(write_end, DOORBELL) == 1
+    os.close(write_end)
 
 
-def test_a_doorbell_is_taken_where_it_is_all_there_is() -> None:
-    """Other packets stay in the socket, because they may have descriptors."""
+def test_take_doorbell_takes_only_a_lone_doorbell() -> None:
+    """Other packets stay in the socket, because they may carry descriptors."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         ours.setblocking(False)

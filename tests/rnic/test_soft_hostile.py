@@ -1,4 +1,4 @@
-"""Broken and hostile processes: the software RNIC ends their connections and no others."""
+"""Broken and hostile peers: the software RNIC ends only their own connections."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from tests.rnic.contract import (
     use_completion_fd,
 )
 from tests.rnic.packets import receive
+from tests.timing import PATIENCE
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
 from trio_smc.rnic.soft.device import SoftRnic
@@ -49,14 +50,14 @@ from trio_smc.rnic.soft.regions import MAX_MAPPED, MAX_REGIONS
 from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, RING_SIZE, SLOTS
 from trio_smc.rnic.verbs import RECEIVE_SIZE, QpState, QueuePair, WcStatus
 
-# Where the words of a ring are, written down once more on purpose.
+# Offsets in a ring; repeated here on purpose, so that the tests notice a change.
 HEAD, POSTED, ARMED, WAITING, FIRST_SLOT, KEY_PAGE = 0, 64, 128, 192, 4096, 4096 + 64 * 1024
 WORDS = (HEAD, POSTED, ARMED, WAITING)
 PSN = 3
 
 
 class Attacker:
-    """Speaks the software RNIC's protocol by hand; a context manager."""
+    """Implements the protocol of the software RNIC independently; a context manager."""
 
     def __init__(self, path: Path, *, packets: bool = False) -> None:
         self.gid = bytes.fromhex("fd534d4352000000") + secrets.token_bytes(8)
@@ -68,8 +69,8 @@ class Attacker:
         self.ring = Memory(RING_SIZE)
         self.open: list[socket.socket] = []
         self.victim_ring: PeerMemory | None = None
-        self.ropes: list[int] = []
-        """The write ends of the doorbells of its victims."""
+        self.doorbells: list[int] = []
+        """Write ends of the doorbells of its victims."""
 
     def __enter__(self) -> Self:
         return self
@@ -77,7 +78,7 @@ class Attacker:
     def __exit__(self, *_: object) -> None:
         for sock in self.open:
             sock.close()
-        close_all(self.ropes)
+        close_all(self.doorbells)
         if self.victim_ring is not None:
             self.victim_ring.close()
         self.listener.close()
@@ -108,20 +109,24 @@ class Attacker:
         return sock
 
     def connect(self, victim: End, *more: int) -> socket.socket:
-        """Get the victim's ring, and have it accept ours; returns the socket to speak on.
+        """Exchange Hellos and rings with the victim.
 
-        ``more``: descriptors that our Hello brings beside the ring.
+        Args:
+          more: descriptors that our Hello carries beside the ring.
+
+        Returns:
+          The socket for our messages.
         """
         victim.qp.post_receive(RECEIVES)
         victim.qp.to_rtr(gid=self.gid, qp_num=self.qp_num, psn=PSN, mtu=5)
         victim.qp.to_rts(psn=PSN)
-        hearer, _ = self.listener.accept()
-        self.open.append(hearer)
-        packet = receive(hearer)
+        accepted, _ = self.listener.accept()
+        self.open.append(accepted)
+        packet = receive(accepted)
         assert packet is not None
         self.victim_ring = PeerMemory.map_untrusted(packet[1][0], RING_SIZE)
         os.close(packet[1].pop(0))
-        self.ropes += packet[1]
+        self.doorbells += packet[1]
         self.put(self.ring.view, POSTED, SLOTS)
         sock = self.dial_and_send(victim, self.hello(victim), [*self.fds(), *more])
         victim.rnic.service()
@@ -147,7 +152,7 @@ def rnic(runtime_directory: Path) -> Iterator[SoftRnic]:
 
 @pytest.fixture
 def victim(rnic: SoftRnic) -> Iterator[End]:
-    """A queue pair in INIT; another pair on the same RNIC must work to the end."""
+    """A queue pair in INIT. Another pair on the same RNIC must still work after the test."""
     bystanders = make_end(rnic), make_end(rnic)
     connect(*bystanders)
     end = make_end(rnic)
@@ -170,7 +175,7 @@ def state(qp: QueuePair) -> QpState:
 
 
 def ended(sock: socket.socket) -> bool:
-    """True if the other side has closed it."""
+    """True if the other side has closed the socket."""
     packet = receive(sock)
     return packet is not None and packet[0] == b""
 
@@ -183,7 +188,7 @@ def unsealed(size: int) -> int:
 
 class TestHello:
     @needs_rings
-    def test_a_proper_one_is_accepted(self, attacker: Attacker, victim: End) -> None:
+    def test_a_valid_hello_is_accepted(self, attacker: Attacker, victim: End) -> None:
         sock = attacker.connect(victim)
         assert not ended(sock)
         victim.qp.post_send(1, b"hello")
@@ -204,7 +209,7 @@ class TestHello:
             lambda hello: Revoke(rkey=1).encode(),
         ],
     )
-    def test_a_mangled_one(
+    def test_a_mangled_hello_is_refused(
         self, attacker: Attacker, victim: End, mangle: Callable[[bytes], bytes]
     ) -> None:
         sock = attacker.dial_and_send(victim, mangle(attacker.hello(victim)), attacker.fds())
@@ -212,7 +217,7 @@ class TestHello:
         assert ended(sock)
 
     @pytest.mark.parametrize("count", [0, 3, 50, 250])
-    def test_a_wrong_number_of_descriptors(
+    def test_a_hello_with_a_wrong_number_of_descriptors_is_refused(
         self, attacker: Attacker, victim: End, count: int
     ) -> None:
         fds = (attacker.fds() * 100)[:count]
@@ -221,13 +226,15 @@ class TestHello:
         assert ended(sock)
 
     @needs_rings
-    @pytest.mark.parametrize("bad", ["bell", "ring"])
-    def test_a_bell_that_is_none(self, attacker: Attacker, victim: End, bad: str) -> None:
-        """Neither a memfd for a bell nor a bell for a ring; all that came is closed again."""
-        bell = Doorbell()
+    @pytest.mark.parametrize("bad", ["doorbell", "ring"])
+    def test_a_ring_is_no_doorbell_and_a_doorbell_no_ring(
+        self, attacker: Attacker, victim: End, bad: str
+    ) -> None:
+        """The RNIC refuses a memfd as a doorbell and a pipe as a ring, and closes both."""
+        doorbell = Doorbell()
         mixed = {
-            "bell": [attacker.ring.fd, attacker.ring.fd],
-            "ring": [bell.write_fd, bell.write_fd],
+            "doorbell": [attacker.ring.fd, attacker.ring.fd],
+            "ring": [doorbell.write_fd, doorbell.write_fd],
         }
         before = len(os.listdir("/proc/self/fd"))
         attacker.fds = lambda: mixed[bad]  # type: ignore[method-assign]
@@ -237,12 +244,14 @@ class TestHello:
         victim.qp.to_err()
         for each in attacker.open:
             each.close()
-        close_all(attacker.ropes)
-        # The victim's ring needs none since its own Hello.
+        close_all(attacker.doorbells)
+        # Since its Hello, the victim's ring has no descriptor any more.
         assert len(os.listdir("/proc/self/fd")) == before - 1
-        bell.close()
+        doorbell.close()
 
-    def test_to_a_queue_pair_that_does_not_exist(self, attacker: Attacker, victim: End) -> None:
+    def test_a_hello_to_a_missing_queue_pair_is_refused(
+        self, attacker: Attacker, victim: End
+    ) -> None:
         hello = Hello(gid=attacker.gid, qp_num=1, peer_qp_num=1, peer_psn=1).encode()
         sock = attacker.dial_and_send(victim, hello, attacker.fds())
         victim.rnic.service()
@@ -260,7 +269,7 @@ class TestHello:
         assert state(victim.qp) is QpState.RTS
 
     @pytest.mark.parametrize("qp_num", [None, 5], ids=["the same", "another name"])
-    def test_a_second_one_of_the_peer_ends_the_queue_pair(
+    def test_a_second_hello_of_the_peer_ends_the_queue_pair(
         self, attacker: Attacker, victim: End, qp_num: int | None
     ) -> None:
         sock = attacker.connect(victim)
@@ -299,7 +308,9 @@ class TestHello:
         stack.callback(os.close, fd)
         return fd
 
-    def test_many_silent_connections(self, attacker: Attacker, victim: End, rnic: SoftRnic) -> None:
+    def test_silent_connections_are_bounded(
+        self, attacker: Attacker, victim: End, rnic: SoftRnic
+    ) -> None:
         socks = [attacker.dial(victim) for _ in range(200)]
         rnic.service()
         while rnic.accepting_later:
@@ -309,7 +320,9 @@ class TestHello:
         victim.qp.post_send(1, b"x")
         until(lambda: victim.sent == [(1, 0)], victim)
 
-    def test_many_for_a_queue_pair_that_is_not_ready(self, attacker: Attacker, victim: End) -> None:
+    def test_connections_to_a_queue_pair_in_init_are_bounded(
+        self, attacker: Attacker, victim: End
+    ) -> None:
         socks = [
             attacker.dial_and_send(victim, attacker.hello(victim, qp_num=index), attacker.fds())
             for index in range(1, 20)
@@ -327,7 +340,7 @@ class TestHello:
         until(lambda: victim.sent == [(1, 0)], victim)
         assert ended(early)
 
-    def test_a_peer_that_was_early_is_not_dialled(self, attacker: Attacker, victim: End) -> None:
+    def test_a_peer_that_has_dialled_is_not_dialled(self, attacker: Attacker, victim: End) -> None:
         sock = attacker.dial_and_send(victim, attacker.hello(victim), attacker.fds())
         victim.rnic.service()
         victim.qp.to_rtr(gid=attacker.gid, qp_num=attacker.qp_num, psn=PSN, mtu=5)
@@ -343,22 +356,22 @@ class TestHello:
         assert isinstance(hello, Hello)
         assert (hello.qp_num, hello.peer_qp_num) == (victim.qp.qp_num, attacker.qp_num)
 
-    def test_a_flood_has_its_turn_and_no_more(
+    def test_a_flood_of_connections_is_accepted_in_turns(
         self, attacker: Attacker, victim: End, rnic: SoftRnic
     ) -> None:
-        """However many dial: a look lets some in, and the next look comes by itself."""
+        """Each call of `service` accepts some connections, and the RNIC requests another call."""
         sleeper = select.epoll()
         sleeper.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
         socks = [attacker.dial(victim) for _ in range(500)]
         attacker.connect(victim)
-        looks = 0
-        while rnic.accepting_later or not looks:
-            assert sleeper.poll(5), "the sockets would not be polled again"
+        turns = 0
+        while rnic.accepting_later or not turns:
+            assert sleeper.poll(PATIENCE), "the sockets would not be polled again"
             rnic.service()
-            looks += 1
-        assert 10 <= looks <= 20
+            turns += 1
+        assert 10 <= turns <= 20
         sleeper.close()
-        assert sum(ended(sock) for sock in socks) == 500 - 63, "the last took a place, too"
+        assert sum(ended(sock) for sock in socks) == 500 - 63, "the attacker's own counts, too"
         victim.qp.post_send(1, b"x")
         until(lambda: victim.sent == [(1, 0)], victim)
 
@@ -372,7 +385,9 @@ class TestHello:
         until(lambda: victim.sent == [(1, 0)], victim)
         assert len(flood) == 500
 
-    def test_dialling_and_leaving(self, attacker: Attacker, victim: End) -> None:
+    def test_connections_may_be_closed_before_they_are_accepted(
+        self, attacker: Attacker, victim: End
+    ) -> None:
         for index in range(20):
             sock = attacker.dial(victim)
             if index % 2:
@@ -381,13 +396,15 @@ class TestHello:
         victim.rnic.service()
 
     @given(st.binary(max_size=64), st.integers(0, 4))
-    def test_decoding_anything(self, data: bytes, fds: int) -> None:
+    def test_decoding_random_bytes_raises_only_protocol_errors(self, data: bytes, fds: int) -> None:
         with contextlib.suppress(ProtocolError):
             message = decode_untrusted(data, fds)
             assert message.encode() == data
 
     @given(st.binary(max_size=40), st.sampled_from([1, 2, 3]), st.integers(0, 3))
-    def test_decoding_anything_plausible(self, body: bytes, kind: int, fds: int) -> None:
+    def test_decoding_random_bodies_raises_only_protocol_errors(
+        self, body: bytes, kind: int, fds: int
+    ) -> None:
         data = b"SMCN\3" + bytes([kind]) + b"\0\0" + body
         with contextlib.suppress(ProtocolError):
             assert decode_untrusted(data, fds).encode() == data
@@ -398,7 +415,7 @@ class TestAnnouncements:
         ("rkey", "slot", "length"),
         [(0, 1, 4096), (1, 1024, 4096), (1, 1, 0), (1, 1, 4097), (1, 1, 1 << 63), (9, 1, 4096)],
     )
-    def test_regions_that_cannot_be(
+    def test_impossible_regions_end_the_queue_pair(
         self, attacker: Attacker, victim: End, rkey: int, slot: int, length: int
     ) -> None:
         sock = attacker.connect(victim)
@@ -413,10 +430,10 @@ class TestAnnouncements:
         assert ended(sock)
 
     @pytest.mark.parametrize("announced", [False, True])
-    def test_progress_words_that_are_not_there(
+    def test_missing_progress_words_end_the_queue_pair(
         self, attacker: Attacker, victim: End, announced: bool
     ) -> None:
-        """A memfd must have exactly the pages that were announced."""
+        """The memfd must have exactly the announced pages."""
         sock = attacker.connect(victim)
         memory = Memory(4096, progress=not announced)
         bad = Register(rkey=9, slot=0, address=4096, length=4096, progress=announced)
@@ -430,7 +447,7 @@ class TestAnnouncements:
     def test_more_regions_than_a_peer_may_have(
         self, attacker: Attacker, victim: End, count: int, length: int
     ) -> None:
-        """They cost this process address space, and no descriptors."""
+        """Mapped regions cost address space, which is bounded, and no descriptors."""
         sock = attacker.connect(victim)
         memory = Memory(length)
         before = len(os.listdir("/proc/self/fd"))
@@ -455,9 +472,9 @@ class TestAnnouncements:
     def test_a_region_closed_before_it_is_announced(
         self, attacker: Attacker, victim: End, tmp_path: Path
     ) -> None:
-        """A peer that reads late gets what was announced, not what has its number by then."""
+        """A peer that reads late gets the announced memory, not another file with its number."""
         attacker.connect(victim)
-        hearer = attacker.open[0]
+        accepted = attacker.open[0]
         for _ in range(500):
             memory = Memory(4096)
             region = victim.pd.register(memory)
@@ -469,7 +486,7 @@ class TestAnnouncements:
                 region.close()
         kept = [os.open(tmp_path / "secret", os.O_RDONLY) for _ in range(20)]
         announced = 0
-        while (packet := receive(hearer)) is not None:
+        while (packet := receive(accepted)) is not None:
             for fd in packet[1]:
                 assert "memfd:" in os.readlink(f"/proc/self/fd/{fd}")
                 os.close(fd)
@@ -479,7 +496,7 @@ class TestAnnouncements:
         for fd in kept:
             os.close(fd)
 
-    def test_a_flood_of_announcements_has_its_turn_and_no_more(
+    def test_a_flood_of_announcements_is_read_in_turns(
         self, attacker: Attacker, victim: End
     ) -> None:
         sock = attacker.connect(victim)
@@ -494,26 +511,28 @@ class TestAnnouncements:
         victim.rnic.service()
         with contextlib.suppress(BlockingIOError):
             sock.send(Revoke(rkey=1).encode())
-        looks = 0
-        unheard = struct.Struct("i")
-        while unheard.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]:
-            assert sleeper.poll(5), "the sockets would not be polled again"
+        turns = 0
+        unread = struct.Struct("i")
+        while unread.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]:
+            assert sleeper.poll(PATIENCE), "the sockets would not be polled again"
             victim.rnic.service()
-            looks += 1
-        assert looks >= announced // 64 - 2
+            turns += 1
+        assert turns >= announced // 64 - 2
         sleeper.close()
         assert state(victim.qp) is QpState.RTS
 
-    @pytest.mark.parametrize("what", ["unsealed", "hello", "garbage", "revoke with descriptor"])
-    def test_messages_that_cannot_be(self, attacker: Attacker, victim: End, what: str) -> None:
+    @pytest.mark.parametrize("kind", ["unsealed", "hello", "garbage", "revoke with descriptor"])
+    def test_impossible_messages_end_the_queue_pair(
+        self, attacker: Attacker, victim: End, kind: str
+    ) -> None:
         sock = attacker.connect(victim)
         fd = unsealed(4096)
-        if what == "unsealed":
+        if kind == "unsealed":
             data = Register(rkey=1, slot=1, address=4096, length=4096).encode()
             socket.send_fds(sock, [data], [fd])
-        elif what == "hello":
+        elif kind == "hello":
             socket.send_fds(sock, [attacker.hello(victim)], attacker.fds())
-        elif what == "garbage":
+        elif kind == "garbage":
             socket.send_fds(sock, [b"garbage"], [fd] * 200)
         else:
             socket.send_fds(sock, [Revoke(rkey=1).encode()], [fd])
@@ -527,7 +546,7 @@ class TestAnnouncements:
         until(lambda: victim.sent == [(1, WcStatus.REM_ACCESS_ERR)], victim, seconds=5)
 
     @pytest.mark.parametrize("which", [0, 1], ids=["where it listens", "where it speaks"])
-    def test_a_peer_that_hangs_up_on_one_of_its_sockets(
+    def test_a_peer_that_closes_one_of_its_sockets(
         self, attacker: Attacker, victim: End, which: int
     ) -> None:
         attacker.connect(victim)
@@ -550,7 +569,7 @@ class TestAnnouncements:
     def test_the_key_page_lists_exactly_the_registered_regions(
         self, attacker: Attacker, victim: End
     ) -> None:
-        """A slot without a region is 0, which is never an RKey."""
+        """A slot without a region contains 0, which is never an RKey."""
         attacker.connect(victim)
         assert attacker.victim_ring is not None
         keys = attacker.victim_ring.view[KEY_PAGE:].cast("Q")
@@ -591,7 +610,9 @@ class TestRing:
         assert victim.received == []
         assert state(victim.qp) is QpState.ERR
 
-    def test_going_backwards(self, attacker: Attacker, victim: End) -> None:
+    def test_a_head_that_goes_backwards_ends_the_queue_pair(
+        self, attacker: Attacker, victim: End
+    ) -> None:
         attacker.connect(victim)
         attacker.word(HEAD, 2)
         until(got(victim, 2), victim)
@@ -617,7 +638,7 @@ class TestRing:
             (CLOSED, WcStatus.RETRY_EXC_ERR),
         ],
     )
-    def test_credits_that_cannot_be(
+    def test_impossible_credits_end_the_queue_pair(
         self, attacker: Attacker, victim: End, posted: int, status: WcStatus
     ) -> None:
         attacker.connect(victim)
@@ -626,7 +647,7 @@ class TestRing:
         until(lambda: victim.sent == [(1, status)], victim)
         assert state(victim.qp) is QpState.ERR
 
-    def test_credits_taken_back(self, attacker: Attacker, victim: End) -> None:
+    def test_withdrawn_credits_fail_the_next_send(self, attacker: Attacker, victim: End) -> None:
         attacker.connect(victim)
         victim.qp.post_send(1, b"x")
         victim.qp.post_send(2, b"x")
@@ -635,11 +656,11 @@ class TestRing:
         until(lambda: len(victim.sent) == 3, victim)
         assert victim.sent[-1] == (3, WcStatus.GENERAL_ERR)
 
-    def test_a_doorbell_that_is_full(self, attacker: Attacker, victim: End) -> None:
-        """It has each message ring, and takes none of the rings."""
+    def test_a_full_doorbell_does_not_delay_sends(self, attacker: Attacker, victim: End) -> None:
+        """The attacker requests a ring for each message, and reads none of them."""
         attacker.connect(victim)
-        hearer = attacker.open[0]
-        hearer.setblocking(True)  # of its own end only
+        accepted = attacker.open[0]
+        accepted.setblocking(True)  # affects only the end of the attacker
         start = time.monotonic()
         for number in range(1, 1001):
             attacker.put(attacker.ring.view, ARMED, 1)
@@ -647,27 +668,29 @@ class TestRing:
         assert time.monotonic() - start < 2
         until(lambda: len(victim.sent) == 1000, victim)
         assert {status for _, status in victim.sent} == {0}
-        hearer.setblocking(False)
+        accepted.setblocking(False)
         rung = 0
-        while (packet := receive(hearer)) is not None:
+        while (packet := receive(accepted)) is not None:
             rung += packet[0] == DOORBELL
             close_all(packet[1])
-        assert 100 < rung < 1000, "it was never full"
+        assert 100 < rung < 1000, "the doorbell was never full"
 
     @pytest.mark.parametrize("how", ["full", "waits", "gone"])
-    def test_a_bell_that_is_bad(self, attacker: Attacker, victim: End, how: str) -> None:
-        """It has each message ring, and its bell takes no ring, or has no listener."""
-        bell = Doorbell()
-        attacker.connect(victim, bell.write_fd)
+    def test_a_bad_doorbell_does_not_delay_sends(
+        self, attacker: Attacker, victim: End, how: str
+    ) -> None:
+        """The attacker requests a ring for each message on a doorbell that is full or closed."""
+        doorbell = Doorbell()
+        attacker.connect(victim, doorbell.write_fd)
         if how == "full":
             with contextlib.suppress(BlockingIOError):
                 while True:
-                    os.write(bell.write_fd, bytes(4096))
+                    os.write(doorbell.write_fd, bytes(4096))
         if how == "waits":
-            os.set_blocking(bell.write_fd, True)  # the victim has opened the pipe again
-            os.set_blocking(bell.fd, True)
+            os.set_blocking(doorbell.write_fd, True)  # the victim has an open file of its own
+            os.set_blocking(doorbell.fd, True)
         if how == "gone":
-            bell.close()
+            doorbell.close()
         handler = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         try:
             start = time.monotonic()
@@ -681,27 +704,29 @@ class TestRing:
         until(lambda: len(victim.sent) >= 100, victim)
         assert {status for _, status in victim.sent} == {0}
         if how != "gone":
-            bell.close()
+            doorbell.close()
 
-    def test_a_bell_that_never_stops(self, attacker: Attacker, victim: End) -> None:
-        """All of it is taken, a little at a time."""
+    def test_an_endless_doorbell_is_read_in_turns(self, attacker: Attacker, victim: End) -> None:
+        """The RNIC reads the doorbell in small parts until it is empty."""
         use_completion_fd(victim.rnic)
         attacker.connect(victim)
-        [rope] = attacker.ropes
+        [write_end] = attacker.doorbells
         with contextlib.suppress(BlockingIOError):
             while True:
-                os.write(rope, bytes(4096))
-        looker = select.poll()
-        looker.register(cast(int, victim.rnic.completion_fd()), select.POLLIN)
+                os.write(write_end, bytes(4096))
+        sleeper = select.poll()
+        sleeper.register(cast(int, victim.rnic.completion_fd()), select.POLLIN)
         times = 0
-        while looker.poll(0):
+        while sleeper.poll(0):
             assert victim.rnic.acknowledge()
             times += 1
         assert 10 < times < 10_000
         assert state(victim.qp) is QpState.RTS
 
-    def test_random_words(self, attacker: Attacker, rnic: SoftRnic, rng: random.Random) -> None:
-        """Any words at any time: completions that are well formed, or the end of that one."""
+    def test_random_words_affect_only_their_queue_pair(
+        self, attacker: Attacker, rnic: SoftRnic, rng: random.Random
+    ) -> None:
+        """Random words cause valid completions, or the end of the queue pair that reads them."""
         ends = 0
         for _ in range(150):
             end = make_end(rnic)
@@ -738,7 +763,7 @@ class TestMapping:
         os.close(fd)
 
     def test_huge_pages(self) -> None:
-        """They can run out, and the access would then be a SIGBUS."""
+        """Huge pages can run out, and an access would then raise SIGBUS."""
         try:
             fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
         except OSError as problem:
@@ -778,10 +803,10 @@ class TestMapping:
         memory.view[:] = b"\xff" * 200_000
         at = start
         while at < end:
-            went_on = memory.wipe(at, end, 50_000)
-            assert at < went_on <= min(end, at + 50_000)
-            at = went_on
-        # A look at what is not there makes pages, too: so this comes first.
+            reached = memory.wipe(at, end, 50_000)
+            assert at < reached <= min(end, at + 50_000)
+            at = reached
+        # Reading a hole allocates pages, so count them before.
         kept = os.fstat(memory.fd).st_blocks * 512
         whole = (end // 4096 - -(-start // 4096)) * 4096
         steps = (end - start) // 50_000

@@ -1,4 +1,4 @@
-"""Busy-waiting for a peer, and when it is given up."""
+"""Busy-waiting for a peer, and the conditions under which it stops."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def nothing() -> bool:
 
 
 async def test_an_arrival_ends_the_spin() -> None:
-    looks = iter([False] * 20 + [True])
-    assert Spinner(PATIENT, nothing).until(lambda: next(looks))
-    assert not list(looks)
+    polls = iter([False] * 20 + [True])
+    assert Spinner(PATIENT, nothing).until(lambda: next(polls))
+    assert not list(polls)
 
 
 async def test_the_spin_ends_in_time() -> None:
@@ -33,10 +33,10 @@ async def test_the_spin_ends_in_time() -> None:
 @pytest.mark.parametrize("why", ["off", "another handshake", "another task"])
 async def test_other_tasks_are_not_delayed(why: str) -> None:
     spinner = Spinner(0.0 if why == "off" else PATIENT, nothing)
-    looks: list[int] = []
+    polls: list[int] = []
 
-    def look() -> bool:
-        looks.append(1)
+    def poll() -> bool:
+        polls.append(1)
         return True
 
     async with trio.open_nursery() as nursery:
@@ -44,8 +44,8 @@ async def test_other_tasks_are_not_delayed(why: str) -> None:
             spinner.sleeping = 1
         if why == "another task":
             nursery.start_soon(trio.lowlevel.checkpoint)
-        assert not spinner.until(look)
-    assert not looks
+        assert not spinner.until(poll)
+    assert not polls
 
 
 @pytest.mark.parametrize("woken", ["a task", "no task"])
@@ -59,15 +59,15 @@ async def test_completions_end_the_spin_if_they_wake_a_task(woken: str) -> None:
                 nursery.start_soon(trio.lowlevel.checkpoint)
             return len(drained) == 2
 
-        looks = iter([False] * 20 + [True])
-        assert Spinner(PATIENT, drain).until(lambda: next(looks, False)) is (woken == "no task")
+        polls = iter([False] * 20 + [True])
+        assert Spinner(PATIENT, drain).until(lambda: next(polls, False)) is (woken == "no task")
     if woken == "a task":
         assert len(drained) == 2
 
 
 @pytest.mark.parametrize("soon", [False, True])
 async def test_an_answer_that_is_due_does_not_wait_for_other_connections(soon: bool) -> None:
-    """A drain may end other connections; it comes first only if the peer has work to do."""
+    """If the answer is expected soon, the spin polls for it before it drains other connections."""
     order: list[str] = []
 
     def drain() -> bool:
@@ -75,7 +75,7 @@ async def test_an_answer_that_is_due_does_not_wait_for_other_connections(soon: b
         return False
 
     def ready() -> bool:
-        order.append("look")
+        order.append("poll")
         return "drain" in order
 
     assert Spinner(PATIENT, drain).until(ready, soon=soon)
@@ -88,22 +88,22 @@ async def test_an_answer_that_is_due_does_not_wait_for_other_connections(soon: b
 
 async def test_failures_make_spins_rare() -> None:
     spinner = Spinner(QUICK, nothing)
-    looked = 0
+    polled = 0
 
-    def look() -> bool:
-        nonlocal looked
-        looked = 1
+    def poll() -> bool:
+        nonlocal polled
+        polled = 1
         return False
 
     tries = 0
     for _ in range(600):
-        looked = 0
-        spinner.until(look)
-        tries += looked
+        polled = 0
+        spinner.until(poll)
+        tries += polled
     assert 5 <= tries <= 8
     while not spinner.until(lambda: True):
         pass
-    assert spinner.until(lambda: True), "a success brings it back"
+    assert spinner.until(lambda: True), "spins are frequent again after a success"
 
 
 def test_a_spin_is_as_long_as_waits_that_are_a_little_longer_than_it() -> None:
@@ -135,8 +135,8 @@ def test_one_long_wait_makes_a_spin_short_again() -> None:
     assert spin.ns == 50_000
 
 
-def test_a_peer_that_makes_pauses_discourages_soon() -> None:
-    """Two pauses are enough and one is not; otherwise it takes eight failures."""
+def test_pauses_of_the_peer_discourage_spins_soon() -> None:
+    """Two failed spins before pauses are enough; without pauses it takes eight failures."""
     spin = AdaptiveSpin(50e-6, max_failures=8, retry_every=64)
     for _ in range(2):
         assert spin.should_spin()
@@ -157,7 +157,7 @@ def test_one_success_outweighs_two_failures(failures: int, given_up: bool) -> No
     assert gave_up is given_up
 
 
-def test_failing_tries_are_made_less_and_less_often() -> None:
+def test_failing_spins_are_retried_less_and_less_often() -> None:
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     spin.spin_failed()
     spin.spin_failed()
@@ -190,7 +190,7 @@ def test_skipped_spins_discourage_too() -> None:
 def test_the_processor_is_yielded_to_a_peer_that_takes_a_short_turn(
     turn: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If no process ran: after 64 times only each 65th time; if one ran for long: at once."""
+    """Yields become rare after 64 that no process used, or after one long turn of a process."""
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     now, yields = 0, 0
 
@@ -231,7 +231,7 @@ def test_a_longer_spin_that_fails_is_tried_less_and_less_often(succeeds: bool) -
         assert waits == [3, 8, 16, 32, 64, 128, 256, 512, 1024, 1024]
 
 
-def test_no_spin_stays_none() -> None:
+def test_a_disabled_spin_stays_disabled() -> None:
     spin = AdaptiveSpin(0.0, max_failures=2, retry_every=64)
     for _ in range(6):
         spin.slept(1)
@@ -265,45 +265,45 @@ async def test_a_failing_accept_spin_ends(seconds: float) -> None:
 
 async def test_failing_accept_spins_become_rare_and_come_back() -> None:
     accept_spin = AcceptSpin(QUICK)
-    looked = 0
+    polled = 0
 
-    def look() -> bool:
-        nonlocal looked
-        looked = 1
-        return came
+    def poll() -> bool:
+        nonlocal polled
+        polled = 1
+        return arrived
 
     async def tried() -> int:
-        nonlocal looked
-        looked = 0
-        await accept_spin.spin(look)
-        return looked
+        nonlocal polled
+        polled = 0
+        await accept_spin.spin(poll)
+        return polled
 
-    came = False
+    arrived = False
     tries = [await tried() for _ in range(200)]
     assert tries[:5] == [1, 1, 1, 1, 0]
     assert 5 <= sum(tries) <= 8
-    came = True
+    arrived = True
     while not await tried():
         pass
-    assert await tried(), "a success brings it back"
+    assert await tried(), "spins are frequent again after a success"
 
 
 async def test_one_task_at_a_time_makes_an_accept_spin() -> None:
-    accept_spin, came = AcceptSpin(PATIENT), trio.Event()
-    looks = 0
+    accept_spin, arrived = AcceptSpin(PATIENT), trio.Event()
+    polls = 0
 
-    def look() -> bool:
-        nonlocal looks
-        looks += 1
-        return came.is_set()
+    def poll() -> bool:
+        nonlocal polls
+        polls += 1
+        return arrived.is_set()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(accept_spin.spin, look)
-        while not looks:
+        nursery.start_soon(accept_spin.spin, poll)
+        while not polls:
             await trio.lowlevel.checkpoint()
 
-        def unasked() -> bool:
-            raise AssertionError("a second one looks")
+        def refuse() -> bool:
+            raise AssertionError("a second one polls")
 
-        await accept_spin.spin(unasked)
-        came.set()
+        await accept_spin.spin(refuse)
+        arrived.set()

@@ -1,4 +1,4 @@
-"""The variants of shared words, and the machine code of the native one."""
+"""The variants of shared words, and the machine code of the native variant."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ except RnicError as error:
 """
 
 
-def made(memory: bytearray) -> Words:
+def make_words(memory: bytearray) -> Words:
     return shared_words(memoryview(memory))
 
 
 def test_words_are_8_bytes_each() -> None:
     memory = bytearray(32)
-    some = made(memory)
+    some = make_words(memory)
     some[1] = 2**64 - 1
     some[3] = 5
     assert (some[0], some[1], some[3]) == (0, 2**64 - 1, 5)
@@ -63,15 +63,15 @@ def test_words_are_8_bytes_each() -> None:
 def test_misuse_changes_nothing(misuse: Callable[[Words], object]) -> None:
     memory = bytearray(32)
     with pytest.raises((IndexError, ValueError, OverflowError, TypeError)):
-        misuse(made(memory))
+        misuse(make_words(memory))
     assert memory == bytes(32)
 
 
 def test_released_words_refuse_each_access() -> None:
     memory = bytearray(16)
-    some = made(memory)
+    some = make_words(memory)
     with pytest.raises(BufferError):
-        memory.append(0)  # the words hold the memory
+        memory.append(0)  # the words export the buffer
     some.release()
     some.release()
     for access in (lambda: some[0], lambda: some.__setitem__(0, 1)):
@@ -80,7 +80,7 @@ def test_released_words_refuse_each_access() -> None:
     memory.append(0)
 
 
-def test_memory_that_cannot_be_words() -> None:
+def test_read_only_memory_cannot_be_words() -> None:
     with pytest.raises((TypeError, BufferError)):
         shared_words(memoryview(bytes(8)))[0] = 1
 
@@ -135,7 +135,7 @@ def test_a_variant_that_does_not_work_is_refused(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("variant", ["x86-64", VARIANT])
 def test_threads_do_not_share_fences(variant: str) -> None:
-    """Each thread may have a stack of its own."""
+    """Threads with a stack each do not disturb one another."""
     assert run(THREADS, **{VARIABLE: variant}) == "[]"
 
 
@@ -170,14 +170,14 @@ def test_the_source_is_short() -> None:
 
 
 def machine_code(tmp_path: Path, *flags: str) -> dict[str, set[str]]:
-    """The instructions of each function, compiled for ARM64."""
+    """Compile the native module for ARM64. Returns the instructions of each function."""
     if not shutil.which(f"{CROSS}gcc"):
         pytest.skip("needs Debian's gcc-aarch64-linux-gnu")
-    made = tmp_path / "words.o"
+    object_file = tmp_path / "words.o"
     headers = f"-I{sysconfig.get_path('include')}"
-    source = [headers, "-c", str(ROOT / SOURCE), "-o", str(made)]
+    source = [headers, "-c", str(ROOT / SOURCE), "-o", str(object_file)]
     subprocess.run([f"{CROSS}gcc", *FLAGS, "-Werror", *flags, *source], check=True)
-    command = [f"{CROSS}objdump", "-d", "--no-show-raw-insn", str(made)]
+    command = [f"{CROSS}objdump", "-d", "--no-show-raw-insn", str(object_file)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     functions: dict[str, set[str]] = {}
     for part in re.split(r"^[0-9a-f]+ <", listing, flags=re.MULTILINE)[1:]:
@@ -189,7 +189,7 @@ def machine_code(tmp_path: Path, *flags: str) -> dict[str, set[str]]:
 
 
 def test_instructions_of_arm64(tmp_path: Path) -> None:
-    """ARMv8.0: exclusive loads and stores."""
+    """ARMv8.0 has exclusive loads and stores."""
     code = machine_code(tmp_path, "-march=armv8-a", "-mno-outline-atomics")
     assert "ldar" in code["load_acquire"]
     assert "stlr" in code["store_release"]
@@ -198,6 +198,6 @@ def test_instructions_of_arm64(tmp_path: Path) -> None:
 
 
 def test_instructions_of_arm64_with_atomics(tmp_path: Path) -> None:
-    """ARMv8.1: one instruction exchanges."""
+    """ARMv8.1 exchanges by a single instruction."""
     code = machine_code(tmp_path, "-march=armv8.1-a")
     assert "swpal" in code["exchange"]

@@ -1,4 +1,4 @@
-"""The budget of amortised checkpoints, without streams and without a real clock."""
+"""`Budget` of amortised checkpoints, without streams and with a simulated clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class World:
         self.now = 0
         self.deadline = NO_DEADLINE
         self.requests = 0
-        self.request_ns = 0  # the time that a request for the deadline takes
+        self.request_ns = 0  # duration of a request for the next deadline
         self.pump: Any = SimpleNamespace(passes=1, machine=SimpleNamespace(state=state))
         self.budget = Budget(cast(Any, self.pump))
         monkeypatch.setattr(module, "_now", lambda: self.now)
@@ -39,8 +39,8 @@ class World:
         self.now += self.request_ns
         return SimpleNamespace(seconds_to_next_deadline=seconds)
 
-    def length_of_pass(self) -> int:
-        """Nanoseconds until a call yields."""
+    def run_pass(self) -> int:
+        """Run calls until one yields. Returns the duration in nanoseconds."""
         start = self.now
         while not self.budget.is_exceeded():
             self.now += CALL_NS
@@ -51,7 +51,7 @@ class World:
         """Let other tasks run."""
         self._task.custom_sleep_data = None
         if self.pump.machine.state == "BUSY":
-            self.pump.passes += 1  # the hooks count passes
+            self.pump.passes += 1  # the hook of the pump counts passes
 
 
 @pytest.fixture(params=["BUSY", "SOLO"])
@@ -59,21 +59,21 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wo
     return World(monkeypatch, request.param)
 
 
-def test_a_pass_is_as_long_as_it_may_be(world: World) -> None:
-    world.length_of_pass()
-    assert MAX_PASS_NS <= world.length_of_pass() <= MAX_PASS_NS + CALL_NS
+def test_a_pass_uses_its_budget(world: World) -> None:
+    world.run_pass()
+    assert MAX_PASS_NS <= world.run_pass() <= MAX_PASS_NS + CALL_NS
     assert world.requests <= 2
 
 
 @pytest.mark.parametrize("due", [30_000, 100_000, 390_000])
 def test_a_deadline_ends_a_pass(world: World, due: int) -> None:
-    world.length_of_pass()
+    world.run_pass()
     world.deadline = world.now + due
-    assert due <= world.length_of_pass() <= due + CALL_NS
-    # Tasks run in random order, so the task of the deadline may come after this one.
-    assert world.length_of_pass() == 0
+    assert due <= world.run_pass() <= due + CALL_NS
+    # Trio runs tasks in random order, so the task with the deadline may not have run yet.
+    assert world.run_pass() == 0
     world.deadline = NO_DEADLINE
-    assert MAX_PASS_NS <= world.length_of_pass() <= MAX_PASS_NS + CALL_NS
+    assert MAX_PASS_NS <= world.run_pass() <= MAX_PASS_NS + CALL_NS
 
 
 def test_short_passes_do_not_request_the_deadline(world: World) -> None:
@@ -87,20 +87,20 @@ def test_short_passes_do_not_request_the_deadline(world: World) -> None:
 
 @pytest.mark.parametrize("request_ns", [1_000, 5_000, 100_000])
 def test_requests_for_the_deadline_take_little_time(world: World, request_ns: int) -> None:
-    """Their duration grows with the number of sockets that the run waits for."""
+    """Requests take at most 5 % of the time; their duration grows with the number of sockets."""
     world.request_ns = request_ns
     start, passes = world.now, 0
     while world.now - start < 50_000_000:
-        world.length_of_pass()
+        world.run_pass()
         passes += 1
     assert 1 <= world.requests <= passes
     assert world.requests * request_ns < 0.05 * (world.now - start)
 
 
-def test_a_deadline_ends_a_pass_although_the_last_request_was_not_long_ago(world: World) -> None:
+def test_a_deadline_ends_a_pass_shortly_after_the_last_request(world: World) -> None:
     world.request_ns = 5_000
-    world.length_of_pass()
+    world.run_pass()
     for _ in range(20):
         world.deadline = world.now + 300_000
-        assert 300_000 <= world.length_of_pass() <= 300_000 + CALL_NS
-        assert world.length_of_pass() == 0
+        assert 300_000 <= world.run_pass() <= 300_000 + CALL_NS
+        assert world.run_pass() == 0

@@ -1,4 +1,4 @@
-"""If the system refuses memory, the connection is TCP with that reason; nothing is left behind."""
+"""If the system refuses memory, a connection falls back to TCP and leaks nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import trio
 
 import trio_smc
+from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, Mode, SoftRnic
 from trio_smc.host import overcommit, private_directory
 from trio_smc.host.descriptors import Closer
@@ -25,7 +26,7 @@ TEXT = b"bytes" * 1000
 
 
 class Limit:
-    """A commit limit that refuses allocations of ``refused`` bytes or more."""
+    """A commit limit that refuses allocations of exactly ``refused`` bytes."""
 
     def __init__(self) -> None:
         self.refused = 0
@@ -41,7 +42,7 @@ class Limit:
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
-    """Make the software RNIC see vm.overcommit_memory as 2."""
+    """Let the software RNIC assume that vm.overcommit_memory is 2."""
     limit = Limit()
     monkeypatch.setattr(memory, "may_refuse_pages", lambda: True)
     monkeypatch.setattr(os, "posix_fallocate", limit)
@@ -51,13 +52,17 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
 async def pair(
     listener: trio_smc.SmcListener, port: int
 ) -> tuple[trio_smc.SmcStream, trio_smc.SmcStream]:
-    """The client's stream and the server's, after data was sent in both directions."""
+    """Open a connection and send data in both directions.
+
+    Returns:
+      The client's stream and the server's.
+    """
     found: list[trio_smc.SmcStream] = []
 
     async def accept() -> None:
         found.append(await listener.accept())
 
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(accept)
             client = await trio_smc.open_stream("127.0.0.1", port)
@@ -71,7 +76,7 @@ async def pair(
 
 
 @pytest.mark.parametrize("refused", [RING_SIZE, 1 << 20])
-async def test_a_first_contact_is_tcp(limit: Limit, refused: int) -> None:
+async def test_a_first_contact_without_memory_uses_tcp(limit: Limit, refused: int) -> None:
     async with trio_smc.open_stack(CONFIG) as stack:
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
         port = listener.socket.getsockname()[1]
@@ -90,7 +95,7 @@ async def test_a_first_contact_is_tcp(limit: Limit, refused: int) -> None:
         await listener.aclose()
 
 
-async def test_a_further_connection_is_tcp_and_the_others_continue(limit: Limit) -> None:
+async def test_a_later_connection_without_memory_uses_tcp(limit: Limit) -> None:
     async with trio_smc.open_stack(CONFIG):
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
         port = listener.socket.getsockname()[1]
@@ -112,7 +117,7 @@ async def test_a_further_connection_is_tcp_and_the_others_continue(limit: Limit)
 
 
 def test_other_users_are_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user could punch holes into shared memory."""
+    """Under a commit limit another user could punch holes into shared memory."""
     one, other = socket.socketpair(socket.AF_UNIX)
     with one, other:
         group = os.getegid()
@@ -128,7 +133,7 @@ def test_other_users_are_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_thread_is_started_without_memory(
     monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
 ) -> None:
-    """`threading.Thread.start` would wait for ever if the thread has no memory to start."""
+    """`threading.Thread.start` would wait forever for a thread that has no memory to start."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "no memory")

@@ -1,4 +1,4 @@
-"""`Endpoint`: when the TCP connection of an aborted connection is reset."""
+"""`Endpoint` resets the TCP connection of an aborted connection at the right time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trio_smc.stack.connection_host import Endpoint
 
 
 def no_op(*_: object) -> None:
-    """Do nothing."""
+    """No-op."""
 
 
 async def tcp_pair() -> tuple[trio.socket.SocketType, trio.socket.SocketType]:
@@ -32,8 +32,8 @@ def is_reset(peer: trio.socket.SocketType) -> bool:
 
 @pytest.mark.rfc("4.8.2/3")
 @pytest.mark.parametrize("kind", ["software", "roce"])
-async def test_tcps_reset_does_not_overtake_data_of_a_roce_port(kind: str) -> None:
-    """On RoCE the writes and A are in flight when they are posted, and RST takes another way."""
+async def test_a_tcp_reset_does_not_overtake_data_of_a_roce_port(kind: str) -> None:
+    """On RoCE, posted writes and the abort message are in flight, and RST could overtake them."""
     timer = SimpleNamespace(cancel=no_op)
     stack: Any = SimpleNamespace(
         tcp_watch=SimpleNamespace(add=no_op, remove=no_op),

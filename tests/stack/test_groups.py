@@ -1,4 +1,4 @@
-"""The counters of link groups and connections."""
+"""Statistics of link groups and connections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MANY = 10_000
 
 
 def test_statistics_of_many_connections_start_no_garbage_collection() -> None:
-    """A collection scans all objects of the process: a tenth of a second for so many."""
+    """A garbage collection scans all objects of the process: a tenth of a second for so many."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)

@@ -1,12 +1,12 @@
-"""A lack of descriptors, epoll watches or threads is retried, and has no other consequence."""
+"""If descriptors, epoll watches or threads are missing, the operation is retried or fails."""
 
 from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import threading
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from tests.lingering import full_table
+from tests.timing import PATIENCE
 from trio_smc._base import resources
 from trio_smc.host import private_directory
 from trio_smc.rnic.poller import NoThread, Poller
@@ -35,7 +36,7 @@ def test_an_error_means_a_lack_or_the_end_of_the_peer() -> None:
 
 
 def test_a_full_table_does_not_remove_devices(tmp_path: Path) -> None:
-    """A device that cannot be listed has not disappeared: its links would be lost."""
+    """Listing fails instead of omitting a device, because the stack would close its links."""
     (tmp_path / "infiniband_verbs" / "uverbs0").mkdir(parents=True)
     (tmp_path / "infiniband_verbs" / "uverbs0" / "ibdev").write_text("rxe0\n")
     assert present_devices(tmp_path) == {"rxe0"}
@@ -48,7 +49,7 @@ def test_a_full_table_does_not_remove_devices(tmp_path: Path) -> None:
 
 async def test_a_tcp_connection_is_watched_later(monkeypatch: pytest.MonkeyPatch) -> None:
     class Epoll:
-        """Has no watches at first."""
+        """An epoll object that refuses its first two watches."""
 
         def __init__(self, epoll: Any) -> None:
             self.epoll = epoll
@@ -73,8 +74,10 @@ async def test_a_tcp_connection_is_watched_later(monkeypatch: pytest.MonkeyPatch
         def tcp_data(self) -> None:
             self.reported.set()
 
-    watch: Any = TcpWatch()
-    monkeypatch.setattr(watch, "_epoll", Epoll(attrgetter("_epoll")(watch)))
+    epoll = select.epoll
+    with monkeypatch.context() as patch:
+        patch.setattr(select, "epoll", lambda: Epoll(epoll()))
+        watch = TcpWatch()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = trio.socket.from_stdlib_socket(socket.create_connection(listener.getsockname()))
         theirs, _ = listener.accept()
@@ -84,7 +87,7 @@ async def test_a_tcp_connection_is_watched_later(monkeypatch: pytest.MonkeyPatch
                 nursery.start_soon(watch.run)
                 watch.add(ours, watcher)
                 theirs.send(b"x")
-                with trio.fail_after(10):
+                with trio.fail_after(PATIENCE):
                     await watcher.reported.wait()
                 nursery.cancel_scope.cancel()
             watch.remove(ours)
@@ -107,7 +110,7 @@ def test_a_thread_that_cannot_be_started(
         with pytest.raises(NoThread, match="thread"):
             Poller(rnic, lambda: None)
         assert os.listdir("/proc/self/fd") == before
-        # Descriptors that wait for a thread are closed later.
+        # The RNIC closes a descriptor later if no thread can be started for it.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.send(b"x")
         rnic.intake.discard(ours)
@@ -118,7 +121,7 @@ def test_a_thread_that_cannot_be_started(
 
 
 def test_a_full_table_admits_no_other_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The overflow uid stands for all unknown users, and is not accepted as this user."""
+    """The overflow user ID represents all unknown users, and is not accepted as this user."""
     monkeypatch.setattr(private_directory, "_overflow_id", lambda kind: os.geteuid())
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs, full_table():

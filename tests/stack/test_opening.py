@@ -1,4 +1,4 @@
-"""Failures while a stack opens: a clear error or a fallback; nothing hangs or is left behind."""
+"""A failure while a stack opens causes an error or a fallback, no hang and no leak."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import trio
 
 import trio_smc
+from tests.timing import PATIENCE
 from trio_smc import Config, _api
 from trio_smc._stack import Stack
 from trio_smc.capture import sinks
@@ -30,7 +31,6 @@ from trio_smc.stack.runtime import Runtime
 from trio_smc.stack.tcp_watch import TcpWatch
 
 HOST = "127.0.0.1"
-QUICK = 10.0
 STEPS: dict[str, tuple[Any, str]] = {
     "directory": (Config, "private_directory"),
     "PNET table": (pnet, "table_of"),
@@ -57,7 +57,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "report's task": (RunReport, "run"),
 }
 FALLS_BACK = {"ports", "RNIC", "pump", "port watch", "control socket"}
-"""Steps without which a stack goes on, where the system refuses them."""
+"""Steps that a stack can do without if the system refuses them."""
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, step: str, error: Exception) -> None:
@@ -68,7 +68,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, step: str, error: Exception) -> None:
 
 
 def causes(error: BaseException | None) -> list[BaseException]:
-    """The exception and its causes."""
+    """Return the exception, its causes, and those of an exception group."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)
@@ -81,26 +81,26 @@ def causes(error: BaseException | None) -> list[BaseException]:
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "injected"), RuntimeError("injected")])
 @pytest.mark.parametrize("step", STEPS)
-async def test_an_explicit_stack(
+async def test_an_explicit_stack_raises_or_falls_back(
     step: str, error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRIO_SMC_RUN", str(tmp_path / "missing"))
     config = Config(log_events=True, capture=tmp_path / "capture.pcapng")
     fail(monkeypatch, step, error)
-    met: Exception | None = None
+    raised: Exception | None = None
     opened: Stack | None = None
-    with trio.fail_after(QUICK):
+    with trio.fail_after(PATIENCE):
         try:
             async with trio_smc.open_stack(config) as opened:
                 await trio.testing.wait_all_tasks_blocked()
         except Exception as caught:
-            met = caught
+            raised = caught
     if step in FALLS_BACK and isinstance(error, OSError):
-        assert met is None
+        assert raised is None
         assert opened is not None
     else:
-        assert error in causes(met)
-    with trio.fail_after(QUICK):
+        assert error in causes(raised)
+    with trio.fail_after(PATIENCE):
         monkeypatch.undo()
         async with trio_smc.open_stack(config):
             pass
@@ -108,7 +108,7 @@ async def test_an_explicit_stack(
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "injected"), RuntimeError("injected")])
 @pytest.mark.parametrize("step", sorted(STEPS.keys() - {"capture", "observer"}))
-async def test_the_default_stack(
+async def test_the_default_stack_raises_or_falls_back(
     step: str, error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRIO_SMC_RUN", str(tmp_path / "missing"))
@@ -117,16 +117,16 @@ async def test_the_default_stack(
     fail(monkeypatch, step, error)
     async with listener:
         for _ in range(2):
-            with trio.fail_after(QUICK):
-                met: Exception | None = None
+            with trio.fail_after(PATIENCE):
+                raised: Exception | None = None
                 try:
                     stream = await trio_smc.open_stream(HOST, port)
                 except (OSError, trio.ClosedResourceError) as caught:
-                    met = caught
+                    raised = caught
                 else:
                     assert stream.mode == "tcp"
                     await stream.aclose()
-                assert met is None or error in causes(met)
+                assert raised is None or error in causes(raised)
 
 
 PROGRAM = """
@@ -152,8 +152,8 @@ trio.run(main)
 
 
 @pytest.mark.parametrize("step", ["control", "RNIC"])
-async def test_under_trio_smc_run(step: str) -> None:
-    """The program reports the error, and Ctrl-C ends it."""
+async def test_a_program_under_run_reports_the_error(step: str) -> None:
+    """The program under `trio-smc run` reports the error, and Ctrl-C ends it."""
     [listener] = await trio.open_tcp_listeners(0, host=HOST)
     port = str(listener.socket.getsockname()[1])
     command = ["-m", "trio_smc.tools", "run", "--", sys.executable, "-c", PROGRAM, port, step]
@@ -162,7 +162,7 @@ async def test_under_trio_smc_run(step: str) -> None:
             [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         assert process.stdout is not None
-        with trio.fail_after(6 * QUICK):
+        with trio.fail_after(2 * PATIENCE):
             output = await process.stdout.receive_some()
             process.send_signal(signal.SIGINT)
             await process.wait()

@@ -41,7 +41,7 @@ async def listening(config: Config | None = None) -> AsyncIterator[SmcListener]:
 
 
 async def connect(listener: SmcListener, config: Config | None = None) -> list[SmcStream]:
-    """Open a connection; returns the client's end and the server's."""
+    """Open a connection. Returns the client's end and the server's."""
     ends: list[SmcStream] = []
 
     async def accept() -> None:
@@ -54,7 +54,7 @@ async def connect(listener: SmcListener, config: Config | None = None) -> list[S
 
 
 async def fallbacks(listener: SmcListener, config: Config | None = None) -> list[Fallback | None]:
-    """The fallback of each end; None: SMC-R."""
+    """Open a connection. Returns the fallback of each end, which is None for SMC-R."""
     ends = await connect(listener, config)
     for each in ends:
         each.abort()
@@ -76,19 +76,21 @@ async def fallbacks(listener: SmcListener, config: Config | None = None) -> list
         ({"allow": (81, 80)}, True),
     ],
 )
-def test_lists(lists: dict[str, tuple[str | int, ...]], permitted: bool) -> None:
+def test_permits_follows_the_lists(
+    lists: dict[str, tuple[str | int, ...]], permitted: bool
+) -> None:
     assert replace(Config(), **lists).permits(PEER) is permitted  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("entry", [0, 65536, True, "nowhere", ("host",), ("host", 0), 1.5, None])
 @pytest.mark.parametrize("name", ["allow", "deny"])
-def test_bad_entries(name: str, entry: object) -> None:
+def test_bad_list_entries_are_refused(name: str, entry: object) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         Config(**{name: (entry,)})  # type: ignore[arg-type]
 
 
 @pytest.mark.rfc("5/3")
-async def test_a_client_that_is_not_permitted() -> None:
+async def test_a_client_that_is_not_permitted_uses_tcp() -> None:
     config = Config(deny=("127.0.0.0/8",))
     async with trio_smc.open_stack(), listening() as listener:
         client, server = await fallbacks(listener, config)
@@ -98,7 +100,7 @@ async def test_a_client_that_is_not_permitted() -> None:
 
 
 @pytest.mark.rfc("5/3")
-async def test_a_server_that_is_not_permitted() -> None:
+async def test_a_server_that_is_not_permitted_uses_tcp() -> None:
     config = Config(allow=("192.0.2.0/24",))
     async with trio_smc.open_stack(), listening(config) as listener:
         client, server = await fallbacks(listener)
@@ -108,7 +110,7 @@ async def test_a_server_that_is_not_permitted() -> None:
 
 
 async def test_a_server_that_is_not_permitted_declines_a_proposal() -> None:
-    """Under "assume" the client sends its Proposal without an agreement."""
+    """With discovery "assume" the client sends its Proposal without asking, and gets a Decline."""
     config = Config(discovery="assume", deny=(HOST + "/32",))
     async with trio_smc.open_stack(), listening(config) as listener:
         client, server = await fallbacks(listener, Config(discovery="assume"))
@@ -117,7 +119,7 @@ async def test_a_server_that_is_not_permitted_declines_a_proposal() -> None:
     assert client.peer_code == server.code
 
 
-async def test_too_many_handshakes() -> None:
+async def test_handshakes_beyond_the_limit_use_tcp() -> None:
     async with trio_smc.open_stack(), listening(Config(handshake_limit=0)) as listener:
         client, server = await fallbacks(listener)
     assert server == Fallback.local(FallbackReason.HANDSHAKE_LIMIT)
@@ -133,17 +135,17 @@ async def test_one_handshake_at_a_time_is_within_a_limit_of_one() -> None:
 
 @pytest.fixture
 def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The local address of each call of `rnic_for`."""
+    """List with the local address of each call of `rnic_for`."""
     addresses: list[str] = []
     rnic_for = Runtime.rnic_for
 
-    def noted(
+    def recorded(
         runtime: Runtime, local: str, remote: str, *, near: bool = False
     ) -> Rnic | FallbackReason:
         addresses.append(local)
         return rnic_for(runtime, local, remote, near=near)
 
-    monkeypatch.setattr(Runtime, "rnic_for", noted)
+    monkeypatch.setattr(Runtime, "rnic_for", recorded)
     return addresses
 
 
@@ -178,15 +180,15 @@ def test_short_connections_in_a_row_are_avoided() -> None:
     assert short.avoids(PEER)
     assert not short.avoids(("192.0.2.1", 81))
     clock.now += RETRY_AFTER
-    assert not short.avoids(PEER), "one connection tries again"
+    assert not short.avoids(PEER), "one connection may retry SMC-R"
     assert not short.avoids(PEER), "`avoids` changes nothing"
     short.opened("trying", PEER)
-    assert short.avoids(PEER), "the others wait for its result"
+    assert short.avoids(PEER), "other connections use TCP until it ends"
     short.closed("trying", SHORT_SIZE)
-    assert not short.avoids(PEER), "it was long"
+    assert not short.avoids(PEER), "the retried connection was long"
 
 
-def test_a_long_connection_ends_the_row() -> None:
+def test_a_long_connection_resets_the_count() -> None:
     short = ShortConnections(Clock())
     for number in range(3 * SHORT_AFTER):
         short.opened(number, PEER)
@@ -214,14 +216,14 @@ async def test_short_connections_become_tcp() -> None:
             modes.append(client.mode)
             if client.fallback is not None:
                 assert client.fallback.reason is FallbackReason.SHORT_CONNECTIONS
-    # Both ends count, under the same port of the server.
+    # Both ends count the connection for the same port of the server.
     assert modes.count(Mode.SMC_R) <= SHORT_AFTER
     assert modes[-1] is Mode.TCP
 
 
 @pytest.mark.parametrize("learned", [True, False], ids=["server-learned", "server-did-not"])
-async def test_short_connections_have_one_reason_at_both_ends(learned: bool) -> None:
-    """Also if the server has seen fewer of them, like one of several workers."""
+async def test_both_ends_report_short_connections(learned: bool) -> None:
+    """The server may have counted fewer connections, for example as one of several workers."""
     async with trio_smc.open_stack(Config(learn_short=learned)) as server:
         [listener] = await server.open_listeners(0, host=HOST)
         port = listener.socket.getsockname()[1]
@@ -240,7 +242,7 @@ async def test_short_connections_have_one_reason_at_both_ends(learned: bool) -> 
                 await theirs.aclose()
 
 
-async def test_a_mark_of_short_connections_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mark_of_short_connections_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "_MARK_HOLDS", 0.0)
     async with trio_smc.open_stack() as server:
         [listener] = await server.open_listeners(0, host=HOST)
@@ -273,21 +275,21 @@ async def test_a_client_tries_again_later(monkeypatch: pytest.MonkeyPatch) -> No
     assert second == [None, None]
 
 
-async def _answer(stream: SmcStream) -> None:
+async def _echo_once(stream: SmcStream) -> None:
     await stream.send_all(await stream.receive_some() or b"nothing")
 
 
 @asynccontextmanager
 async def _serving(config: Config, port: int = 0) -> AsyncIterator[int]:
-    """A server with a stack of its own; yields its port."""
+    """Run a server with a stack of its own. Yields its port."""
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
-        listeners = await nursery.start(partial(stack.serve, _answer, port, host=HOST))
+        listeners = await nursery.start(partial(stack.serve, _echo_once, port, host=HOST))
         yield listeners[0].socket.getsockname()[1]
         nursery.cancel_scope.cancel()
 
 
 async def _modes(stack: trio_smc.Stack, port: int, count: int) -> list[Mode]:
-    """The modes of ``count`` short connections."""
+    """Open ``count`` short connections. Returns their modes."""
     modes = []
     for _ in range(count):
         async with await stack.open_stream(HOST, port) as stream:
@@ -306,7 +308,7 @@ async def test_connections_with_a_peer_that_requires_smc_do_not_count(requires: 
 
 
 async def test_a_client_that_requires_smc_at_an_avoided_address() -> None:
-    """The server avoids the client's address, but a client that requires SMC-R gets SMC-R."""
+    """The server avoids SMC-R with the client's address, unless a client there requires SMC-R."""
     async with (
         _serving(Config(learn_short=True)) as port,
         trio_smc.open_stack() as client,
@@ -318,7 +320,7 @@ async def test_a_client_that_requires_smc_at_an_avoided_address() -> None:
 
 
 async def test_a_new_process_at_an_avoided_port_may_require_smc() -> None:
-    """The count for a listening process ends with the process."""
+    """The count of short connections ends with the listening process."""
     async with trio_smc.open_stack(Config(learn_short=True)) as client:
         async with _serving(Config()) as port:
             assert (await _modes(client, port, SHORT_AFTER + 1))[-1] is Mode.TCP

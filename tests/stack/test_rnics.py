@@ -17,6 +17,7 @@ import trio.testing
 
 import trio_smc
 from tests.rnic.port_world import HOST, FakePort, World
+from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason
 from trio_smc.host import pnet
 from trio_smc.rnic.pump import Pump
@@ -37,7 +38,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 class FollowedRnics:
-    """The RNICs of a stack that follows changes, and the notifications of link groups."""
+    """The RNICs of a stack that follows hotplug changes, and its reports to link groups."""
 
     def __init__(self, config: Config) -> None:
         self.reported: list[tuple[str, RnicChange]] = []
@@ -62,34 +63,36 @@ async def followed(world: World, *named: Rnic) -> AsyncIterator[FollowedRnics]:
         yield made
         nursery.cancel_scope.cancel()
     made.rnics.close()
-    assert world.opened == [], "all were closed"
+    assert world.opened == [], "a port was not closed"
 
 
 async def announce(world: World) -> None:
-    world.news.set()
+    world.change.set()
     await trio.testing.wait_all_tasks_blocked()
 
 
 async def test_a_port_appears_and_disappears(world: World, autojump_clock: trio.abc.Clock) -> None:
     async with followed(world) as stack:
         assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
-        world.come("rxe0", "rxe1")
+        world.add_devices("rxe0", "rxe1")
         await announce(world)
         assert stack.names() == ["rxe0", "rxe1"]
         assert stack.reported == [("rxe0", AVAILABLE), ("rxe1", AVAILABLE)]
         served = stack.rnics.serving(*ADDRESSES)
         assert isinstance(served, Rnic)
         assert served.name == "rxe0#1"
-        await announce(world)  # of another change
+        await announce(world)  # a change that does not concern these ports
         assert len(world.opened) == 3
         stack.reported.clear()
-        world.go("rxe0")
+        world.remove_devices("rxe0")
         await announce(world)
         assert stack.names() == ["rxe1"]
         assert stack.reported == [("rxe0", LOST), ("rxe0#1", LOST)]
-        assert [each.name for each in world.opened] == ["rxe1"], "the kernel waits for this"
+        assert [each.name for each in world.opened] == ["rxe1"], (
+            "the kernel waits until a removed device is closed"
+        )
         assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
-        world.come("rxe0")
+        world.add_devices("rxe0")
         await announce(world)
         assert stack.rnics.serving(*ADDRESSES) is not FallbackReason.NO_RNIC
 
@@ -100,7 +103,7 @@ async def test_a_port_that_appears_while_a_stack_is_opened(
     """The port appears between the first listing and the subscription."""
 
     def subscribe() -> AbstractContextManager[World]:
-        world.come("rxe0")
+        world.add_devices("rxe0")
         return world.watch()
 
     monkeypatch.setattr(PortWatch, "open", subscribe)
@@ -108,8 +111,8 @@ async def test_a_port_that_appears_while_a_stack_is_opened(
         assert stack.names() == ["rxe0"]
 
 
-async def test_a_port_that_is_down_stays(world: World, autojump_clock: trio.abc.Clock) -> None:
-    world.come("rxe0")
+async def test_a_port_that_is_down_stays_open(world: World, autojump_clock: trio.abc.Clock) -> None:
+    world.add_devices("rxe0")
     async with followed(world) as stack:
         world.active.clear()
         await announce(world)
@@ -117,11 +120,12 @@ async def test_a_port_that_is_down_stays(world: World, autojump_clock: trio.abc.
         assert stack.reported == []
 
 
-async def test_a_device_that_cannot_be_opened_yet(
+async def test_a_device_that_cannot_be_opened_is_retried(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
-    """udev has not set the permissions of the node yet. Opening is retried without further
-    notifications, but not for ever."""
+    """Opening fails until udev has set the permissions of the node. It is retried without further
+    notifications, a limited number of times.
+    """
     tried: list[float] = []
     ready = 1.0
 
@@ -135,15 +139,15 @@ async def test_a_device_that_cannot_be_opened_yet(
     monkeypatch.setattr(FakePort, "open", open_later)
     async with followed(world) as stack:
         start = trio.current_time()
-        world.come("rxe0")
+        world.add_devices("rxe0")
         await announce(world)
         assert stack.names() == []
         await trio.sleep(100)
         assert stack.names() == ["rxe0"]
         assert tried == pytest.approx([0, 0.3, 1.3])
-        world.go("rxe0")
+        world.remove_devices("rxe0")
         await announce(world)
-        world.come("rxe0")
+        world.add_devices("rxe0")
         ready, start = 1e9, trio.current_time()
         tried.clear()
         await announce(world)
@@ -155,25 +159,27 @@ async def test_a_device_that_cannot_be_opened_yet(
 async def test_a_port_that_follows_its_interface(
     delay: float, world: World, autojump_clock: trio.abc.Clock
 ) -> None:
-    """The notification may come before the port is active, on a busy host by seconds."""
+    """A notification may come some seconds before the port is active."""
     async with followed(world) as stack:
         await announce(world)
         await trio.sleep(delay)
-        world.come("rxe0")
+        world.add_devices("rxe0")
         await trio.sleep(100)
         assert stack.names() == ["rxe0"]
 
 
-async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock) -> None:
-    """Only the device reports the failure. It is opened again after the kernel's next report."""
-    world.come("rxe0", "rxe1")
+async def test_a_failed_device_is_opened_again(
+    world: World, autojump_clock: trio.abc.Clock
+) -> None:
+    """The device reports its own failure, and is opened again at the kernel's next notification."""
+    world.add_devices("rxe0", "rxe1")
     async with followed(world) as stack:
         [port, _] = world.opened
         port.failed, port.port_active = True, False
         assert port.on_event is not None
         port.on_event(RnicEvent.FATAL)
         assert stack.reported == [("rxe0", LOST)]
-        assert port in world.opened, "not in a call from the device"
+        assert port in world.opened, "a callback of the device must not close it"
         await trio.testing.wait_all_tasks_blocked()
         assert stack.names() == ["rxe1"]
         assert port not in world.opened
@@ -183,11 +189,11 @@ async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock)
         assert stack.names() == ["rxe1", "rxe0"]
 
 
-async def test_a_device_that_is_replaced_at_once(
+async def test_a_replaced_device_is_opened_at_once(
     world: World, autojump_clock: trio.abc.Clock
 ) -> None:
-    """Its failure and the notification of its successor are handled together."""
-    world.come("rxe0")
+    """The failure of a device and the notification of its successor are handled together."""
+    world.add_devices("rxe0")
     async with followed(world) as stack:
         [port] = world.opened
         port.failed, port.port_active = True, False
@@ -203,13 +209,13 @@ async def test_a_device_that_is_replaced_at_once(
 async def test_a_kernel_without_notifications(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
-    """A failed device is closed without notifications."""
+    """A failed device is closed although the kernel sends no notifications."""
 
     def refuse() -> AbstractContextManager[World]:
         raise PermissionError(errno.EPERM, "no netlink")
 
     monkeypatch.setattr(PortWatch, "open", refuse)
-    world.come("rxe0", "rxe1")
+    world.add_devices("rxe0", "rxe1")
     async with followed(world) as stack:
         [port, _] = world.opened
         port.failed = True
@@ -222,7 +228,7 @@ async def test_a_kernel_without_notifications(
 async def test_a_device_that_cannot_be_closed(
     world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other RNICs are not affected."""
+    """An error at closing a device does not affect other RNICs."""
 
     def refuse(port: FakePort) -> None:
         close(port)
@@ -230,9 +236,9 @@ async def test_a_device_that_cannot_be_closed(
 
     close = FakePort.close
     monkeypatch.setattr(FakePort, "close", refuse)
-    world.come("rxe0", "rxe1")
+    world.add_devices("rxe0", "rxe1")
     async with followed(world) as stack:
-        world.go("rxe0")
+        world.remove_devices("rxe0")
         await announce(world)
         assert stack.names() == ["rxe1"]
         monkeypatch.setattr(FakePort, "close", close)
@@ -242,11 +248,11 @@ async def test_companions_after_the_first_rnic_has_disappeared(
     world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first RNIC of a group disappears with its interface. The others remain companions."""
-    world.come("rxe2", "rxe3")
+    world.add_devices("rxe2", "rxe3")
     async with followed(world) as stack:
         first, second = stack.rnics.opened[-2:]
         assert stack.rnics.companions(first) == [first, second]
-        world.go("rxe2")
+        world.remove_devices("rxe2")
         left = {index: each for index, each in HOST.items() if each.name != "eth2"}
         monkeypatch.setattr(pnet, "interfaces", lambda: left)
         await announce(world)
@@ -254,24 +260,24 @@ async def test_companions_after_the_first_rnic_has_disappeared(
         assert stack.rnics.companions(second) == [second]
 
 
-async def test_an_rnic_of_the_list_returns(world: World, autojump_clock: trio.abc.Clock) -> None:
-    """It is the same object, and no RNIC outside the list is opened."""
+async def test_a_listed_rnic_is_opened_again(world: World, autojump_clock: trio.abc.Clock) -> None:
+    """The same RNIC object is opened again, and no RNIC outside the list."""
     named = world.port("rxe0")
-    world.come("rxe0", "rxe1")
+    world.add_devices("rxe0", "rxe1")
     async with followed(world, named) as stack:
         for _ in range(2):
-            world.go("rxe0")
+            world.remove_devices("rxe0")
             await announce(world)
             assert stack.names() == []
             assert world.opened == []
-            world.come("rxe0")
+            world.add_devices("rxe0")
             await announce(world)
             assert stack.rnics.opened == [named]
 
 
-async def test_nothing_to_follow(world: World) -> None:
-    """With software RNICs alone there is no task and no socket."""
-    with trio.fail_after(5):
+async def test_follow_returns_if_no_port_can_appear(world: World) -> None:
+    """With software RNICs alone, `follow` needs no task and no socket."""
+    with trio.fail_after(PATIENCE):
         made = FollowedRnics(Config(rnics=(SoftRnic(),)))
         await made.rnics.follow()
 
@@ -287,15 +293,15 @@ async def test_listeners_offer_the_option_once_there_is_a_port(
         [closed] = await stack.open_listeners(0, host="127.0.0.1")
         await closed.aclose()
         assert offered == []
-        world.come("rxe0")
+        world.add_devices("rxe0")
         await announce_and_wait(world, lambda: bool(offered))
         assert offered == [listener.socket]
         await listener.aclose()
 
 
 async def announce_and_wait(world: World, condition: Callable[[], bool]) -> None:
-    world.news.set()
-    with trio.fail_after(5):
+    world.change.set()
+    with trio.fail_after(PATIENCE):
         while not condition():
             await trio.lowlevel.checkpoint()
 
@@ -319,11 +325,11 @@ sys.stdin.read()
 def test_two_processes_on_one_port_have_different_peer_ids(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both processes draw the same number."""
+    """Both processes draw the same random number, and the second one draws again."""
     mac = b"\x02" + secrets.token_bytes(5)  # not used by another run
     draws = iter((b"\x11\x11", b"\x11\x11", b"\x22\x22"))
     monkeypatch.setattr(secrets, "token_bytes", lambda count: next(draws))
-    world.come("rxe0")
+    world.add_devices("rxe0")
     rnics = FollowedRnics(Config(rnics=(world.port("rxe0"),))).rnics
     rnics.open()
     rnics.opened[0].mac = mac

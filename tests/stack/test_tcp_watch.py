@@ -1,4 +1,4 @@
-"""`TcpWatch` alone: its notifications, and that it keeps no watcher alive."""
+"""`TcpWatch` alone: it notifies watchers, and keeps none alive after its removal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import trio.testing
 
 from tests.peers import connect_sockets
 from tests.reused_numbers import reusing
+from tests.timing import PATIENCE
 from trio_smc.stack.tcp_watch import TcpWatch
 
 
@@ -41,18 +42,18 @@ async def _watch() -> AsyncIterator[TcpWatch]:
 
 
 async def test_a_notified_and_removed_watcher_is_not_kept_alive() -> None:
-    """A stream refers to its link group, with the memory of a dead peer."""
+    """A watcher would keep its link group alive, including the memory of a dead peer."""
     async with _watch() as watch:
         client, server = await connect_sockets()
         watcher = Watcher()
         watch.add(server.socket, watcher)
         await client.send_all(b"x")
-        with trio.fail_after(60):
+        with trio.fail_after(PATIENCE):
             await watcher.data.wait()
         watch.remove(server.socket)
         await server.aclose()
         await client.aclose()
-        # After one more run the watch sleeps again.
+        # Let the watch sleep again, so that no local variable refers to the watcher.
         await trio.testing.wait_all_tasks_blocked()
         gone = weakref.ref(watcher)
         del watcher
@@ -67,7 +68,7 @@ async def test_a_reset_notifies_the_watcher() -> None:
         watch.add(server.socket, watcher)
         client.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         await client.aclose()
-        with trio.fail_after(60):
+        with trio.fail_after(PATIENCE):
             await watcher.reset.wait()
         assert not watcher.data.is_set()
         watch.remove(server.socket)
@@ -83,7 +84,7 @@ async def test_data_on_a_registered_connection_notifies_the_watcher(
         watch.add(server.socket, watcher)
         await trio.sleep(1)  # the clock jumps, so new connections are registered
         await client.send_all(b"x")
-        with trio.fail_after(60):
+        with trio.fail_after(PATIENCE):
             await watcher.data.wait()
         watch.remove(server.socket)
         watch.remove(server.socket)
@@ -91,7 +92,7 @@ async def test_data_on_a_registered_connection_notifies_the_watcher(
         await client.aclose()
 
 
-async def test_one_of_two_ends_before_they_are_registered(
+async def test_a_connection_may_end_before_it_is_registered(
     autojump_clock: trio.abc.Clock,
 ) -> None:
     async with _watch() as watch:
@@ -102,7 +103,7 @@ async def test_one_of_two_ends_before_they_are_registered(
         watch.remove(gone.socket)
         await gone.send_all(b"x")
         await gone.aclose()
-        with trio.fail_after(60):
+        with trio.fail_after(PATIENCE):
             await watcher.data.wait()
         assert not early.data.is_set()
         watch.remove(stays.socket)
@@ -113,7 +114,7 @@ async def test_one_of_two_ends_before_they_are_registered(
 async def test_the_number_of_a_socket_that_the_program_closed_may_be_reused(
     registered: bool, mock_clock: trio.testing.MockClock
 ) -> None:
-    """The program closes the TCP connection of a stream, and another file gets the number."""
+    """A program closes the TCP socket of a stream, and its number is reused for another file."""
     async with _watch() as watch:
         client, server = await connect_sockets()
         watcher = Watcher()
@@ -129,7 +130,7 @@ async def test_the_number_of_a_socket_that_the_program_closed_may_be_reused(
             await trio.testing.wait_all_tasks_blocked()
             assert not watcher.data.is_set()
             assert not watcher.reset.is_set()
-            # The number is watched for its new owner.
+            # The watch can watch the new socket with the same number.
             later = Watcher()
             owner = trio.socket.from_stdlib_socket(other)
             watch.add(owner, later)

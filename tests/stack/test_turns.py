@@ -1,4 +1,4 @@
-"""Work that is due together is done in turns, in order and completely."""
+"""Timers that are due together run in bounded turns, in order and completely."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trio_smc._base.timers import Timers
 
 COUNT = 200
 EACH = 0.0002
-"""Seconds that a callback takes."""
+"""Processor time of a callback in seconds."""
 LONGEST = 0.003
 
 
@@ -95,13 +95,13 @@ def test_a_single_timer_is_called_at_once(timers: Timers) -> None:
     assert timers.next_deadline() > 1e9
 
 
-def test_many_ends_take_turns(clock: Clock, timers: Timers) -> None:
+def test_the_ends_of_many_connections_take_turns(clock: Clock, timers: Timers) -> None:
     called: list[int] = []
 
     def end(number: int) -> None:
         work()
         called.append(number)
-        timers.in_turn(lambda: called.append(number))  # part of it
+        timers.in_turn(lambda: called.append(number))  # the second part of this end
 
     start = time.thread_time()
     for number in range(COUNT):

@@ -21,7 +21,7 @@ def page_tables() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmPTE:"))
 
 
-async def _answer(stream: SmcStream) -> None:
+async def _echo_once(stream: SmcStream) -> None:
     await stream.send_all(await stream.receive_some() or b"nothing")
 
 
@@ -31,7 +31,7 @@ async def test_page_tables_of_unused_rings_cost_nothing() -> None:
         trio.open_nursery() as nursery,
         AsyncExitStack() as streams,
     ):
-        listeners = await nursery.start(partial(stack.serve, _answer, 0, host=HOST))
+        listeners = await nursery.start(partial(stack.serve, _echo_once, 0, host=HOST))
         port = listeners[0].socket.getsockname()[1]
 
         async def connect() -> SmcStream:

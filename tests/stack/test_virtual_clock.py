@@ -1,4 +1,4 @@
-"""A stack under a virtual clock: its own waits neither slow the clock down nor are shortened."""
+"""A stack under a virtual clock: its timers run in real time and do not stop the clock's jumps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ YEAR = 365 * 24 * 3600.0
 
 
 def run(main: Callable[[], Awaitable[object]]) -> list[float]:
-    """Run with a clock that jumps after a call of `let_jump`; the times that it jumped to."""
+    """Run with a clock that jumps after a call of `let_jump`. Returns the times of its jumps."""
     clock = trio.testing.MockClock()
     stops: list[float] = []
 
@@ -43,7 +43,7 @@ def let_jump() -> None:
     clock.autojump_threshold = 0.0
 
 
-async def sleep_beside(pairs: Pairs) -> None:
+async def sleep_with_idle_connection(pairs: Pairs) -> None:
     pair = a, b = await pairs.make()
     let_jump()
     await a.send_all(b"before")
@@ -55,11 +55,11 @@ async def sleep_beside(pairs: Pairs) -> None:
 
 
 @pytest.mark.parametrize("stacks", [1, 2])
-def test_a_long_sleep_beside_an_idle_connection(stacks: int) -> None:
+def test_a_long_sleep_with_an_idle_connection(stacks: int) -> None:
     async def main() -> None:
         async with open_pairs(smc_config(), stacks=stacks) as pairs:
             assert pairs.mode is trio_smc.Mode.SMC_R
-            await sleep_beside(pairs)
+            await sleep_with_idle_connection(pairs)
 
     stops = run(main)
     assert stops[-1] == pytest.approx(YEAR, rel=0.001)
@@ -67,7 +67,7 @@ def test_a_long_sleep_beside_an_idle_connection(stacks: int) -> None:
 
 
 def test_a_long_sleep_of_an_unmodified_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `trio-smc run`: with a control socket, listeners and a report each second."""
+    """As under `trio-smc run`: a control socket, listeners and a report each second."""
     monkeypatch.setenv("TRIO_SMC_RUN", "/nowhere")
     for module in (server, publication):
         monkeypatch.setattr(module, "_NAME_INTERVAL", 1.0)
@@ -92,7 +92,7 @@ def test_a_long_sleep_of_an_unmodified_program(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_data_arrives_although_the_clock_has_jumped() -> None:
-    """A close, and a stack that is left, wait for the peer in real time."""
+    """Closing a stream, and leaving a stack, waits for the peer in real time."""
     data = bytes(5_000_000)
     got = bytearray()
 
@@ -116,7 +116,7 @@ def test_data_arrives_although_the_clock_has_jumped() -> None:
 
 
 def test_timers_run_in_real_time_on_a_clock_that_stands_still() -> None:
-    """Without a jump no deadline of the Trio run comes."""
+    """Timers of the stack expire although no deadline of the Trio run does."""
 
     async def main() -> None:
         async with trio_smc.open_stack() as stack:
@@ -131,7 +131,7 @@ def test_timers_run_in_real_time_on_a_clock_that_stands_still() -> None:
     trio.run(main, clock=trio.testing.MockClock())
 
 
-async def test_both_clocks_show_the_same_time_usually() -> None:
+async def test_timers_and_trio_have_the_same_time() -> None:
     async with trio_smc.open_stack() as stack:
         for _ in range(100):
             assert abs(stack.runtime.timers.now() - trio.current_time()) < 0.05

@@ -1,4 +1,4 @@
-"""`trio-smc capture`: a running stack's messages through its control socket."""
+"""`trio-smc capture` records the messages of a running stack through its control socket."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import trio.testing
 import trio_smc
 from tests.capture.test_capture import SECRET, echo_port, talk
 from tests.streams.stream_pairs import smc_config
+from tests.timing import PATIENCE
 from trio_smc.capture import pcapng, sinks
 from trio_smc.capture.dissection import dissect
 from trio_smc.tools.cli import main
@@ -25,8 +26,12 @@ COMMAND = (sys.executable, "-m", "trio_smc.tools", "capture")
 
 
 async def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Run the command in a thread, beside the stack that it queries; its exit code and stderr."""
-    with trio.fail_after(30):
+    """Run the command in a thread; the stack that it queries runs in this one.
+
+    Returns:
+      The exit code and stderr.
+    """
+    with trio.fail_after(PATIENCE):
         code = await trio.to_thread.run_sync(main, ["capture", *arguments])
     return code, capsys.readouterr().err
 
@@ -35,7 +40,7 @@ def own_arguments(stack: trio_smc.Stack) -> list[str]:
     return [str(os.getpid()), "--stack", stack.peer_id.hex()]
 
 
-async def test_a_capture_until_the_stack_ends() -> None:
+async def test_a_capture_ends_with_its_stack() -> None:
     """The capture contains all messages after its start, up to the end of the stack."""
     received = bytearray()
     async with trio.open_nursery() as nursery, echo_port() as port:
@@ -46,11 +51,11 @@ async def test_a_capture_until_the_stack_ends() -> None:
             )
             process: trio.Process = await nursery.start(start)
             assert process.stdout is not None
-            with trio.fail_after(30):
+            with trio.fail_after(2 * PATIENCE):
                 received += await process.stdout.receive_some()
             assert received.startswith(b"\n\r\r\n")
             await talk(stack, port, SECRET)
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE):
             async for piece in process.stdout:
                 received += piece
     count = Counter(
@@ -60,12 +65,14 @@ async def test_a_capture_until_the_stack_ends() -> None:
     assert SECRET not in received
 
 
-async def test_a_file_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_capture_writes_a_file_for_some_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "capture.pcapng"
     async with trio_smc.open_stack(smc_config()) as stack:
         arguments = own_arguments(stack)
         assert await run_command(capsys, *arguments, "-o", str(path), "--seconds", "0.2") == (0, "")
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             # The stack notices that the client has disconnected.
             while stack.runtime.groups.observer is not None:
                 await trio.testing.wait_all_tasks_blocked()
@@ -74,7 +81,7 @@ async def test_a_file_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFix
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-async def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_capture_needs_one_stack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "capture.pcapng"
     async with trio_smc.open_stack(smc_config()) as one, trio_smc.open_stack(smc_config()):
         [pid, *_] = own_arguments(one)
@@ -90,19 +97,22 @@ async def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (await run_command(capsys, pid, "-o", str(path)))[0] == 2
 
 
-async def test_a_receiver_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The receiver costs a bounded amount of memory, and does not delay the stack or its end."""
+async def test_an_unread_capture_does_not_delay_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stack buffers a bounded number of bytes, and neither its streams nor its end wait.
+
+    The receiver here is blocked in its first send.
+    """
     monkeypatch.setattr(sinks, "_MOST_UNSENT", 3000)
     monkeypatch.setattr(sinks, "_PATIENCE", 0.1)
     ours, theirs = trio.testing.memory_stream_pair()
     taken = bytearray()
 
-    async def never_send() -> None:
+    async def block_forever() -> None:
         await trio.sleep_forever()
 
-    ours.send_stream.send_all_hook = never_send
+    ours.send_stream.send_all_hook = block_forever
     async with echo_port() as port, trio_smc.open_stack(smc_config()) as stack:
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(sinks.send_capture, stack, ours)
                 for _ in range(5):

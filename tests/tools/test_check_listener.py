@@ -1,4 +1,4 @@
-"""`trio-smc check` explains a listener of this host that does not speak SMC-R."""
+"""`trio-smc check` explains why a listener on this host does not use SMC-R."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.timing import PATIENCE
 from trio_smc import Config
 from trio_smc.tools.processes import explain_listener
 
-HERE = Config().private_directory
+own_directory = Config().private_directory
 ASYNCIO = """
 import asyncio
 async def main():
@@ -54,7 +54,7 @@ trio.run(main)
 def server(
     program: str, python: str = sys.executable, *before: str, **environment: str
 ) -> Iterator[tuple[int, int]]:
-    """A process that prints its port: port and process number."""
+    """Run a program that prints its port. Yields the port and the process number."""
     with subprocess.Popen(
         [*before, python, "-c", program],
         stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
@@ -63,12 +63,12 @@ def server(
             assert process.stdout is not None
             yield int(process.stdout.readline()), process.pid
         finally:
-            process.send_signal(signal.SIGINT)  # a stack removes its names
+            process.send_signal(signal.SIGINT)  # the stack removes its sockets
             process.wait(2 * PATIENCE)
 
 
 def check(port: int) -> str:
-    """The text that the command prints; JSON has the same."""
+    """Run `trio-smc check`, as text and as JSON, which must agree. Returns the text."""
     command = [sys.executable, "-m", "trio_smc.tools", "check", "127.0.0.1", str(port)]
     output = subprocess.run(
         command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False
@@ -111,7 +111,7 @@ def test_a_private_directory_elsewhere(tmp_path: Path) -> None:
     program = WITH_STACK.format(module="trio_smc", kind="")
     with server(program, XDG_RUNTIME_DIR=str(tmp_path)) as (port, pid):
         output = check(port)
-    theirs, ours = tmp_path / "trio-smc", HERE()
+    theirs, ours = tmp_path / "trio-smc", own_directory()
     assert (
         f"private directory of process {pid} is {theirs}, that of this process is {ours}\n"
         in output
@@ -132,7 +132,7 @@ def test_a_stopped_process() -> None:
         os.kill(pid, signal.SIGSTOP)
         try:
             os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-            found = explain_listener("127.0.0.1", port, HERE())
+            found = explain_listener("127.0.0.1", port, own_directory())
         finally:
             os.kill(pid, signal.SIGCONT)
     assert found.text == f"process {pid} is stopped, by a signal or a debugger"
@@ -151,7 +151,7 @@ def test_a_listener_that_is_no_python_process(tmp_path: Path) -> None:
                     with contextlib.suppress(ConnectionRefusedError):
                         socket.create_connection(("127.0.0.1", port)).close()
                         break
-                found = explain_listener("127.0.0.1", port, HERE())
+                found = explain_listener("127.0.0.1", port, own_directory())
             finally:
                 process.kill()
     assert found.pid == process.pid
@@ -160,10 +160,10 @@ def test_a_listener_that_is_no_python_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_another_users_listener() -> None:
+def test_a_listener_of_another_user() -> None:
     as_nobody = f"import os, socket, time; os.setuid(65534)\n{PLAIN}"
     with server(as_nobody) as (port, _):
-        found = explain_listener("127.0.0.1", port, HERE())
+        found = explain_listener("127.0.0.1", port, own_directory())
     assert (found.uid, found.pid) == (65534, None)
     assert found.text == f"the listener belongs to user 65534, this process to {os.geteuid()}"
     assert found.remedy.startswith("run both processes as one user, or let a group")
@@ -176,14 +176,14 @@ def test_a_network_namespace_of_its_own(tmp_path: Path) -> None:
         pytest.skip("no network namespaces here")
     begin = "listens in a network namespace of its own"
     with server(PLAIN, sys.executable, "unshare", "-rn") as (port, pid):
-        found = explain_listener("127.0.0.1", port, HERE())
+        found = explain_listener("127.0.0.1", port, own_directory())
     assert found.text == f"process {pid} {begin}, without a stack of trio_smc"
     assert found.remedy == "start it with 'trio-smc run' and a shared Config(directory=...)"
     program = WITH_STACK.format(module="stack", kind="").replace(
         "open_stack()", "open_stack() as stack"
     )
     with server(program, sys.executable, "unshare", "-rn") as (port, pid):
-        found = explain_listener("127.0.0.1", port, HERE())
+        found = explain_listener("127.0.0.1", port, own_directory())
         assert found.text == f"process {pid} {begin}, and shares the directory"
         assert found.remedy.startswith("name the directory in Config(directory=...) at both ends")
         found = explain_listener("127.0.0.1", port, tmp_path)
@@ -193,16 +193,16 @@ def test_a_network_namespace_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("runtime_directory")
 def test_a_mount_namespace_of_its_own() -> None:
-    """As in a container: the private directories have one path, and are two."""
+    """As in a container: both processes use the same path, but see different directories."""
     mounting = 'mount -t tmpfs -o mode=700 x "$XDG_RUNTIME_DIR" && exec "$@"'
     own = ("unshare", "-rm", "sh", "-c", mounting, "sh")
     if subprocess.run([*own, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
     program = WITH_STACK.format(module="trio_smc", kind="")
     with server(program, sys.executable, *own) as (port, pid):
-        found = explain_listener("127.0.0.1", port, HERE())
+        found = explain_listener("127.0.0.1", port, own_directory())
     assert found.text == (
-        f"process {pid} has a private directory of its own at the same path, {HERE()}: "
+        f"process {pid} has a private directory of its own at the same path, {own_directory()}: "
         "it is in another mount namespace"
     )
     assert found.remedy == "mount one directory at both ends, and name it in TRIO_SMC_DIRECTORY"
@@ -210,6 +210,6 @@ def test_a_mount_namespace_of_its_own() -> None:
 
 def test_no_process_listens() -> None:
     with reserved_port() as port:
-        found = explain_listener("127.0.0.1", port, HERE())
+        found = explain_listener("127.0.0.1", port, own_directory())
     assert found.pid is None
     assert found.text.startswith("no process in this network namespace listens there")

@@ -1,4 +1,7 @@
-"""Every reason for a fallback is brought about; `trio-smc check` explains it and its remedy."""
+"""`trio-smc check` explains each reason for a fallback, and its remedy.
+
+Each case sets up a server and a checking stack so that the connection falls back for its reason.
+"""
 
 from __future__ import annotations
 
@@ -38,47 +41,47 @@ Reason = FallbackReason
 LOCAL, PEER = Origin.LOCAL, Origin.PEER
 Patch = pytest.MonkeyPatch
 Server = Callable[[Patch], AbstractAsyncContextManager[int]]
-"""Arranges everything; yields the port to check."""
+"""Applies patches, starts a server, and yields the port to check."""
 
 # --- servers -------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def ours(
+async def smc_server(
     patch: Patch,
     config: Config = QUICK,
     prepare: Callable[[Patch, Stack], None] = lambda patch, stack: None,
 ) -> AsyncIterator[int]:
-    """A server with trio_smc, on a stack of its own."""
+    """A server over SMC-R, on a stack of its own."""
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
-        listeners = await nursery.start(partial(stack.serve, until_its_end, 0, host=HOST))
+        listeners = await nursery.start(partial(stack.serve, read_until_eof, 0, host=HOST))
         prepare(patch, stack)
         yield listeners[0].socket.getsockname()[1]
         nursery.cancel_scope.cancel()
 
 
-async def until_its_end(stream: trio.abc.ReceiveStream) -> None:
+async def read_until_eof(stream: trio.abc.ReceiveStream) -> None:
     """Handle a connection: wait until the peer ends it."""
     async for _ in stream:
         pass
 
 
 @asynccontextmanager
-async def plain_tcp(patch: Patch) -> AsyncIterator[int]:
-    """A server that has never heard of SMC-R."""
+async def tcp_server(patch: Patch) -> AsyncIterator[int]:
+    """A server without SMC-R."""
     async with plain_server() as listener:
         yield listener.socket.getsockname()[1]
 
 
 @asynccontextmanager
-async def by_hand(patch: Patch, answer: clc.Message) -> AsyncIterator[int]:
-    """A server that answers the Proposal with this message."""
+async def scripted_server(patch: Patch, answer: clc.Message) -> AsyncIterator[int]:
+    """A server that answers the CLC Proposal with this message."""
     async with plain_server() as listener, trio.open_nursery() as nursery:
 
         async def handle(stream: trio.SocketStream) -> None:
             await read_clc(stream)
             await stream.send_all(answer.encode())
-            await until_its_end(stream)
+            await read_until_eof(stream)
 
         nursery.start_soon(trio.serve_listeners, handle, [listener])
         yield listener.socket.getsockname()[1]
@@ -86,28 +89,28 @@ async def by_hand(patch: Patch, answer: clc.Message) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def bored(patch: Patch) -> AsyncIterator[int]:
-    """A server of ours that learns, and has seen nothing but short connections."""
-    async with ours(patch, Config(receive_buffer=16384, learn_short=True)) as port:
+async def learned_server(patch: Patch) -> AsyncIterator[int]:
+    """A server with `learn_short` that has served only short connections."""
+    async with smc_server(patch, Config(receive_buffer=16384, learn_short=True)) as port:
         async with trio_smc.open_stack(QUICK) as stack:
             for _ in range(SHORT_AFTER):
-                stream = await stream_of_mode(stack, port)
+                stream = await open_smc_stream(stack, port)
                 await stream.aclose()
         yield port
 
 
-async def stream_of_mode(stack: Stack, port: int) -> trio_smc.SmcStream:
-    """A connection that is SMC-R."""
+async def open_smc_stream(stack: Stack, port: int) -> trio_smc.SmcStream:
+    """Open a connection, which must use SMC-R."""
     stream = await stack.open_stream(HOST, port)
     assert stream.fallback is None
     return stream
 
 
-# --- what is wrong with the side that checks -----------------------------------------------------
+# --- faults of the checking side -----------------------------------------------------------------
 
 
-def checking_with(server: Server, **settings: Any) -> Server:
-    """With these settings of the stack that checks."""
+def with_config(server: Server, **settings: Any) -> Server:
+    """Give the checking stack these settings."""
 
     def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
         patch.setattr(check, "Config", partial(Config, **settings))
@@ -116,24 +119,24 @@ def checking_with(server: Server, **settings: Any) -> Server:
     return arrange
 
 
-def checking_after(server: Server, prepare: Callable[[Patch, Stack], None]) -> Server:
-    """With this done to the stack that checks before it connects."""
+def with_prepared_stack(server: Server, prepare: Callable[[Patch, Stack], None]) -> Server:
+    """Change the checking stack before it connects."""
 
     def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
-        connect = check._connect
+        open_stream = Stack.open_stream
 
-        async def prepared(report: Any, stack: Stack, directory: Any) -> None:
+        async def prepared(stack: Stack, *arguments: Any) -> trio_smc.SmcStream:
             prepare(patch, stack)
-            await connect(report, stack, directory)
+            return await open_stream(stack, *arguments)
 
-        patch.setattr(check, "_connect", prepared)
+        patch.setattr(Stack, "open_stream", prepared)
         return server(patch)
 
     return arrange
 
 
-def changed(server: Server, change: Callable[[Patch], None]) -> Server:
-    """With something else changed."""
+def with_patch(server: Server, change: Callable[[Patch], None]) -> Server:
+    """Patch something in this process before the server starts."""
 
     def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
         change(patch)
@@ -143,14 +146,14 @@ def changed(server: Server, change: Callable[[Patch], None]) -> Server:
 
 
 def fail_rnic(patch: Patch, stack: Stack) -> None:
-    """The port goes down."""
+    """Take the RNIC's port down."""
     [rnic] = stack.rnics
     assert isinstance(rnic, SoftRnic)
     rnic.fail()
 
 
-def no_memory(patch: Patch, stack: Stack) -> None:
-    """There is no memory for RMBs."""
+def exhaust_memory(patch: Patch, stack: Stack) -> None:
+    """Let the allocation of RMBs fail."""
 
     def full(size: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -159,8 +162,8 @@ def no_memory(patch: Patch, stack: Stack) -> None:
     patch.setattr(rnic, "alloc_memory", full)
 
 
-def no_option(number: int) -> Callable[[Patch], None]:
-    """The kernel does not take the program that sends the TCP option."""
+def refuse_tcp_option(number: int) -> Callable[[Patch], None]:
+    """Let the kernel refuse the BPF program that sends the TCP option."""
 
     def change(patch: Patch) -> None:
         def refuse(cgroup: object) -> None:
@@ -171,15 +174,15 @@ def no_option(number: int) -> Callable[[Patch], None]:
     return change
 
 
-def open_to_all(patch: Patch) -> None:
-    """The private directory is not private."""
+def make_directory_public(patch: Patch) -> None:
+    """Let other users read the private directory."""
     directory = Config().private_directory()
     directory.mkdir(parents=True)
     directory.chmod(0o755)
 
 
-def full_directory(patch: Patch) -> None:
-    """The file system of the private directory has no inodes left."""
+def fill_directory(patch: Patch) -> None:
+    """Let the file system of the private directory have no inodes left."""
 
     def full(self: Names, name: str, *, required: bool = False) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -188,8 +191,8 @@ def full_directory(patch: Patch) -> None:
 
 
 @asynccontextmanager
-async def never_accepting(patch: Patch) -> AsyncIterator[int]:
-    """A listener that has its name and does not accept."""
+async def unaccepting_server(patch: Patch) -> AsyncIterator[int]:
+    """A listener that is published in the private directory and never accepts."""
     with socket.create_server((HOST, 0)) as listening:
         async with trio.open_nursery() as nursery:
             discovery = Discovery(Config().private_directory())
@@ -199,15 +202,15 @@ async def never_accepting(patch: Patch) -> AsyncIterator[int]:
         discovery.close()
 
 
-def another_user(patch: Patch) -> None:
-    """The process that listens is another user's."""
+def make_another_user(patch: Patch) -> None:
+    """Let the listening process belong to another user."""
     patch.setattr(lookup, "admits_user", lambda user, group: False)
 
 
-def another_network(patch: Patch) -> None:
-    """The listener is in another network namespace, which does not have the address."""
+def separate_networks(patch: Patch) -> None:
+    """Let the listener be in another network namespace, which does not have the address."""
 
-    def not_mine(connection: bytes, user: int) -> None:
+    def refuse_address(connection: bytes, user: int) -> None:
         raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
 
     for place in ("connecting.dial", "stack.rnics"):
@@ -215,23 +218,23 @@ def another_network(patch: Patch) -> None:
     for module in (announcing, directory):
         patch.setattr(module, "is_named", lambda path: True)
     patch.setattr(directory, "other_namespaces", lambda root, but: [f"{directory.TOP}/{but}"])
-    patch.setattr(publication, "Probe", not_mine)
+    patch.setattr(publication, "Probe", refuse_address)
 
 
-def another_release(patch: Patch) -> None:
-    """The other side answers as another release would do."""
+def answer_as_newer_release(patch: Patch) -> None:
+    """Let the other side answer with the protocol version of a newer release."""
     accepted = messages.accepted
 
-    def from_the_future(token: bytes, rnic_version: int, *, required: bool) -> bytes:
+    def newer_accepted(token: bytes, rnic_version: int, *, required: bool) -> bytes:
         message = bytearray(accepted(token, rnic_version, required=required))
         message[4:6] = b"\xfe\xff"
         return bytes(message)
 
-    patch.setattr(messages, "accepted", from_the_future)
+    patch.setattr(messages, "accepted", newer_accepted)
 
 
-def without_gil(patch: Patch) -> None:
-    """The software RNIC needs the GIL."""
+def disable_gil(patch: Patch) -> None:
+    """Run without the GIL, which the software RNIC needs."""
     patch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
 
 
@@ -240,7 +243,12 @@ def without_gil(patch: Patch) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A reason, which side decides it, as the checking side sees it, and how it comes about."""
+    """A reason, and the server that causes it.
+
+    Attributes:
+      origin: the side that decides, as the checking side reports it.
+      arguments: options of the command.
+    """
 
     reason: FallbackReason
     origin: Origin
@@ -251,78 +259,85 @@ class Case:
         return f"{self.reason.value}-{self.origin.value}"
 
 
-def declined(reason: FallbackReason, word: int) -> Case:
+def declined_by_server(reason: FallbackReason, word: int) -> Case:
     """The server declines with this diagnosis word."""
-    server = partial(by_hand, answer=decline(word))
+    server = partial(scripted_server, answer=decline(word))
     return Case(reason, PEER, server, ("--discovery", "assume"))
 
 
-def seen(reason: FallbackReason, answer: clc.Message) -> Case:
-    """The server's answer makes this side decline."""
-    return Case(reason, LOCAL, partial(by_hand, answer=answer), ("--discovery", "assume"))
+def declined_locally(reason: FallbackReason, answer: clc.Message) -> Case:
+    """The checking side declines because of this answer."""
+    return Case(reason, LOCAL, partial(scripted_server, answer=answer), ("--discovery", "assume"))
 
 
-def served(reason: FallbackReason, **settings: Any) -> Case:
-    """A server of ours with these settings stays on TCP."""
-    return Case(reason, PEER, partial(ours, config=Config(receive_buffer=16384, **settings)))
+def configured(reason: FallbackReason, **settings: Any) -> Case:
+    """A server with these settings stays on TCP."""
+    return Case(reason, PEER, partial(smc_server, config=Config(receive_buffer=16384, **settings)))
 
 
 OPTION = ("--discovery", "tcp-option")
-NOWHERE = checking_with(plain_tcp, tcp_option="/nowhere")
+MISSING_CGROUP = with_config(tcp_server, tcp_option="/nowhere")
 CASES = [
-    Case(Reason.PEER_NOT_CAPABLE, LOCAL, plain_tcp),
-    declined(Reason.PEER_NOT_CAPABLE, Diagnosis.PEER_NOT_CAPABLE),
-    Case(Reason.NO_RNIC, LOCAL, checking_with(ours, rnics=())),
-    served(Reason.NO_RNIC, rnics=()),
-    Case(Reason.RNIC_DOWN, LOCAL, checking_after(ours, fail_rnic)),
-    Case(Reason.RNIC_DOWN, PEER, partial(ours, prepare=fail_rnic)),
+    Case(Reason.PEER_NOT_CAPABLE, LOCAL, tcp_server),
+    declined_by_server(Reason.PEER_NOT_CAPABLE, Diagnosis.PEER_NOT_CAPABLE),
+    Case(Reason.NO_RNIC, LOCAL, with_config(smc_server, rnics=())),
+    configured(Reason.NO_RNIC, rnics=()),
+    Case(Reason.RNIC_DOWN, LOCAL, with_prepared_stack(smc_server, fail_rnic)),
+    Case(Reason.RNIC_DOWN, PEER, partial(smc_server, prepare=fail_rnic)),
     Case(
         Reason.PREFIX_MISMATCH, PEER,
-        partial(by_hand, answer=decline(Diagnosis.PREFIX_MISMATCH)), ("--discovery", "assume"),
+        partial(scripted_server, answer=decline(Diagnosis.PREFIX_MISMATCH)),
+        ("--discovery", "assume"),
     ),
-    Case(Reason.OUT_OF_RESOURCES, LOCAL, checking_after(ours, no_memory)),
-    Case(Reason.OUT_OF_RESOURCES, PEER, partial(ours, prepare=no_memory)),
-    seen(Reason.OUT_OF_SYNC, accept(first_contact=False)),
-    declined(Reason.OUT_OF_SYNC, Diagnosis.OUT_OF_SYNC),
-    seen(Reason.RESERVED_VALUE, accept(qp_mtu=9)),
-    declined(Reason.VERSION_MISMATCH, Diagnosis.VERSION_MISMATCH),
-    declined(Reason.MODE_MISMATCH, Diagnosis.MODE_MISMATCH),
-    declined(Reason.NO_COMMON_UEID, Diagnosis.NO_UEID),
-    declined(Reason.NO_ROUTE, Diagnosis.NO_ROUTE),
-    declined(Reason.ROUTE_MISMATCH, Diagnosis.ROUTE_MISMATCH),
-    declined(Reason.RELEASE_MISMATCH, Diagnosis.RELEASE_MISMATCH),
-    declined(Reason.CONNECTION_LIMIT, Diagnosis.MAX_CONNECTIONS),
-    declined(Reason.LINK_LIMIT, Diagnosis.MAX_LINKS),
-    declined(Reason.EYE_CATCHER, Diagnosis.EYE_CATCHER),
-    seen(Reason.LINK_FAILED, accept()),
-    declined(Reason.LINK_FAILED, Diagnosis.CONFIRM_LINK_TIMEOUT),
-    served(Reason.HANDSHAKE_LIMIT, handshake_limit=0),
-    Case(Reason.TCP_OPTION_UNAVAILABLE, LOCAL, changed(NOWHERE, no_option(errno.ENOSYS)), OPTION),
-    Case(Reason.TCP_OPTION_NOT_PERMITTED, LOCAL, changed(NOWHERE, no_option(errno.EPERM)), OPTION),
-    Case(Reason.DIRECTORY_UNUSABLE, LOCAL, changed(plain_tcp, open_to_all)),
-    Case(Reason.DIRECTORY_FULL, LOCAL, changed(ours, full_directory)),
-    Case(Reason.OTHER_USER, LOCAL, changed(ours, another_user)),
-    Case(Reason.PATH_NOT_PROVEN, LOCAL, changed(ours, another_network)),
-    Case(Reason.NOT_ACCEPTED, LOCAL, never_accepting),
-    Case(Reason.LOCAL_VERSION_MISMATCH, LOCAL, changed(ours, another_release)),
-    Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, changed(plain_tcp, without_gil)),
-    Case(Reason.NOT_PERMITTED, LOCAL, checking_with(ours, deny=("127.0.0.0/8",))),
-    served(Reason.NOT_PERMITTED, allow=("192.0.2.0/24",)),
-    Case(Reason.SHORT_CONNECTIONS, PEER, bored),
-    declined(Reason.DECLINED, 0x12345678),
+    Case(Reason.OUT_OF_RESOURCES, LOCAL, with_prepared_stack(smc_server, exhaust_memory)),
+    Case(Reason.OUT_OF_RESOURCES, PEER, partial(smc_server, prepare=exhaust_memory)),
+    declined_locally(Reason.OUT_OF_SYNC, accept(first_contact=False)),
+    declined_by_server(Reason.OUT_OF_SYNC, Diagnosis.OUT_OF_SYNC),
+    declined_locally(Reason.RESERVED_VALUE, accept(qp_mtu=9)),
+    declined_by_server(Reason.VERSION_MISMATCH, Diagnosis.VERSION_MISMATCH),
+    declined_by_server(Reason.MODE_MISMATCH, Diagnosis.MODE_MISMATCH),
+    declined_by_server(Reason.NO_COMMON_UEID, Diagnosis.NO_UEID),
+    declined_by_server(Reason.NO_ROUTE, Diagnosis.NO_ROUTE),
+    declined_by_server(Reason.ROUTE_MISMATCH, Diagnosis.ROUTE_MISMATCH),
+    declined_by_server(Reason.RELEASE_MISMATCH, Diagnosis.RELEASE_MISMATCH),
+    declined_by_server(Reason.CONNECTION_LIMIT, Diagnosis.MAX_CONNECTIONS),
+    declined_by_server(Reason.LINK_LIMIT, Diagnosis.MAX_LINKS),
+    declined_by_server(Reason.EYE_CATCHER, Diagnosis.EYE_CATCHER),
+    declined_locally(Reason.LINK_FAILED, accept()),
+    declined_by_server(Reason.LINK_FAILED, Diagnosis.CONFIRM_LINK_TIMEOUT),
+    configured(Reason.HANDSHAKE_LIMIT, handshake_limit=0),
+    Case(
+        Reason.TCP_OPTION_UNAVAILABLE, LOCAL,
+        with_patch(MISSING_CGROUP, refuse_tcp_option(errno.ENOSYS)), OPTION,
+    ),
+    Case(
+        Reason.TCP_OPTION_NOT_PERMITTED, LOCAL,
+        with_patch(MISSING_CGROUP, refuse_tcp_option(errno.EPERM)), OPTION,
+    ),
+    Case(Reason.DIRECTORY_UNUSABLE, LOCAL, with_patch(tcp_server, make_directory_public)),
+    Case(Reason.DIRECTORY_FULL, LOCAL, with_patch(smc_server, fill_directory)),
+    Case(Reason.OTHER_USER, LOCAL, with_patch(smc_server, make_another_user)),
+    Case(Reason.PATH_NOT_PROVEN, LOCAL, with_patch(smc_server, separate_networks)),
+    Case(Reason.NOT_ACCEPTED, LOCAL, unaccepting_server),
+    Case(Reason.LOCAL_VERSION_MISMATCH, LOCAL, with_patch(smc_server, answer_as_newer_release)),
+    Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, with_patch(tcp_server, disable_gil)),
+    Case(Reason.NOT_PERMITTED, LOCAL, with_config(smc_server, deny=("127.0.0.0/8",))),
+    configured(Reason.NOT_PERMITTED, allow=("192.0.2.0/24",)),
+    Case(Reason.SHORT_CONNECTIONS, PEER, learned_server),
+    declined_by_server(Reason.DECLINED, 0x12345678),
 ]  # fmt: skip
 
 
-# Where it is for the other side to do something, if that side decided.
-AT_THE_PEER = {
+# Reasons whose remedy concerns the peer if the peer decided.
+PEER_REMEDIES = {
     Reason.NO_RNIC, Reason.RNIC_DOWN, Reason.OUT_OF_RESOURCES, Reason.HANDSHAKE_LIMIT,
     Reason.NOT_PERMITTED,
 }  # fmt: skip
 
 
-def test_no_reason_is_missing() -> None:
-    # The command opens its connection itself, so it is never a socket of a program, or an MPTCP
-    # socket: tests/sockets/test_enable_sockets.py.
+def test_every_reason_has_a_case() -> None:
+    # Only sockets of programs have these reasons (tests/sockets/test_enable_sockets.py): the
+    # command opens its own connection.
     sockets_only = {Reason.ALREADY_CONNECTED, Reason.ALREADY_SHUT_DOWN, Reason.MULTIPATH}
     assert {case.reason for case in CASES} == set(FallbackReason) - sockets_only
 
@@ -330,7 +345,7 @@ def test_no_reason_is_missing() -> None:
 @pytest.mark.learns_short
 @pytest.mark.v2("v2.6/4")
 @pytest.mark.parametrize("case", CASES, ids=str)
-async def test_check_explains(case: Case, monkeypatch: Patch) -> None:
+async def test_check_explains_each_reason(case: Case, monkeypatch: Patch) -> None:
     local = Fallback.local(case.reason)
     with trio.fail_after(PATIENCE):
         async with case.arrange(monkeypatch) as port:
@@ -342,8 +357,8 @@ async def test_check_explains(case: Case, monkeypatch: Patch) -> None:
     assert ("(reported by the peer" in output) is (case.origin is PEER)
     assert f"  reason     {case.reason}, decided by {decider}\n" in output
     if case.reason is Reason.PEER_NOT_CAPABLE and case.origin is LOCAL:
-        # The command looks at the listener itself; see test_check_listener.py.
+        # The command inspects the listening process in this case: test_check_listener.py.
         assert f"  listener   process {os.getpid()} " in output
         return
-    elsewhere = case.origin is PEER and case.reason in AT_THE_PEER
+    elsewhere = case.origin is PEER and case.reason in PEER_REMEDIES
     assert f"  remedy     {'at the peer: ' * elsewhere}{local.remedy}\n" in output

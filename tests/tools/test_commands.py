@@ -1,4 +1,4 @@
-"""`trio-smc ss, lg, rnic, stats, top, check, reasons`: real processes that look at real ones."""
+"""`trio-smc ss, lg, rnic, stats, top, check, reasons` against real processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_ss_shows_every_connection_with_its_mode_and_queues() -> None:
         assert (server["mode"], server["state"]) == ("smc-r", "ACTIVE")
         assert (server["local"], server["peer"]) == (here, there)
         assert (client["local"], client["peer"]) == (there, here)
-        # 1500 bytes were sent to the server, which took 500; the 200 of its own were taken.
+        # The server read 500 of the client's 1500 bytes, the client all 200 of the server's.
         assert server["receive_queue"] == 1000
         assert server["cursors"]["received"] == client["cursors"]["produced"] == 1500
         assert server["cursors"]["consumed"] == 500
@@ -88,7 +88,7 @@ async def test_the_table_of_ss() -> None:
 def test_tables_are_not_squeezed_into_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Cells stay whole, sentences are wrapped, and nothing can steer the terminal."""
+    """Cells are not cut, sentences are wrapped, and escape sequences are escaped."""
     monkeypatch.setenv("COLUMNS", "30")
     monkeypatch.setenv("LINES", "20")
     monkeypatch.setenv("TERM", "xterm")
@@ -103,10 +103,10 @@ def test_tables_are_not_squeezed_into_a_narrow_terminal(
     assert "\\x1b[31mred" in capsys.readouterr().out
 
 
-def test_tables_need_no_other_library(
+def test_tables_do_not_need_rich(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wide characters count twice, sentences share the room, and what is TCP has a colour."""
+    """Wide characters count twice, sentences share the width, and TCP is coloured."""
     monkeypatch.setitem(sys.modules, "rich", None)
     assert command_here(capsys, "reasons", "no-rnic").out.startswith("reason   no-rnic\n")
     rows: list[list[object]] = [
@@ -136,7 +136,7 @@ def test_tables_need_no_other_library(
     "words", [("reasons",), ("--help",), ("ss", "--help"), ("reasons", "--json"), ("--version",)]
 )
 def test_output_that_cannot_be_written(words: tuple[str, ...]) -> None:
-    """One line, and nothing of the interpreter; also of help, which argparse prints."""
+    """The error is one line without a traceback, also for help, which argparse prints."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "trio_smc.tools", *words], stdout=full, stderr=subprocess.PIPE,
@@ -280,7 +280,7 @@ async def test_check_of_a_server_that_speaks_smc_r() -> None:
         assert "received Accept\n" in text.out
 
 
-async def test_check_of_a_server_that_does_not() -> None:
+async def test_check_of_a_server_without_smc_r() -> None:
     async with plain_server() as listener:
         port = listener.socket.getsockname()[1]
         done = await quick_command("check", "127.0.0.1", port)
@@ -289,12 +289,12 @@ async def test_check_of_a_server_that_does_not() -> None:
     expected = Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
     assert f"SMC-R is not used: {expected.message}." in done.out
     assert "decided by this side" in done.out
-    # The server is this process, of whom more is known than the reason's own remedy says.
+    # The server is this process, so the command also explains its listener.
     assert f"listener   process {os.getpid()} " in done.out
 
 
 async def test_check_of_an_address_in_brackets() -> None:
-    """As it stands before a port."""
+    """`check` accepts an IPv6 address in the form that is used before a port."""
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
         done = await quick_command("check", "[::1]", server.getsockname()[1], "--json")
     assert done.code == 1, done.err
@@ -302,14 +302,14 @@ async def test_check_of_an_address_in_brackets() -> None:
 
 
 async def test_check_of_another_address_of_this_host() -> None:
-    """The client's own address is 127.0.0.1 then."""
+    """The client's local address is 127.0.0.1, which is not the server's address."""
     with socket.create_server(("127.0.0.5", 0)) as server:
         done = await quick_command("check", "127.0.0.5", server.getsockname()[1], "--json")
     assert json.loads(done.out)["listener"]["pid"] == os.getpid(), done.out
 
 
 async def test_check_prints_the_reason_of_a_decline() -> None:
-    """A Decline over the TCP connection: the words of both sides, and the side that decided."""
+    """The output has the diagnosis words of both sides, and the side that decided."""
     from tests.api.api_peers import decline, read_clc
 
     async with plain_server() as listener, trio.open_nursery() as nursery:
@@ -338,17 +338,17 @@ async def test_check_prints_the_reason_of_a_decline() -> None:
 async def test_check_of_a_server_that_resets_at_once(
     rnics: Any, code: int, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a proxy does whose target is not there.  The kernel forgets the server's address."""
+    """As by a proxy without a target. The kernel then does not know the address of the server."""
     open_stream = trio_smc.Stack.open_stream
     connected = threading.Event()
 
-    async def until_the_reset(
+    async def wait_for_reset(
         stack: trio_smc.Stack, *arguments: Any, **options: Any
     ) -> trio_smc.SmcStream:
         stream = await open_stream(stack, *arguments, **options)
         connected.set()
         with contextlib.suppress(OSError):
-            # No event reports it.
+            # Trio has no event for a reset.
             while stream.socket.fileno() >= 0 and stream.socket.getpeername():  # noqa: ASYNC110
                 await trio.sleep(0.01)
         return stream
@@ -357,7 +357,7 @@ async def test_check_of_a_server_that_resets_at_once(
         await trio.to_thread.run_sync(connected.wait)
         stream.abort()
 
-    monkeypatch.setattr(trio_smc.Stack, "open_stream", until_the_reset)
+    monkeypatch.setattr(trio_smc.Stack, "open_stream", wait_for_reset)
     config = trio_smc.Config(rnics=rnics, receive_buffer=16384)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
         [listener] = await stack.open_listeners(0, host="127.0.0.1")
@@ -382,7 +382,7 @@ async def test_check_without_a_server() -> None:
 # --- reasons -------------------------------------------------------------------------------------
 
 
-async def test_reasons_explains_all_of_them() -> None:
+async def test_reasons_explains_every_reason() -> None:
     everything = (await quick_command("reasons", "--json")).json
     assert [each["reason"] for each in everything["reasons"]] == list(FallbackReason)
     assert [int(each["word"], 0) for each in everything["words"]] == list(Diagnosis)
@@ -436,7 +436,7 @@ async def test_reasons_explains_all_of_them() -> None:
         ([], "COMMAND"),
     ],
 )
-def test_one_line_and_code_2(
+def test_bad_input_gives_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
     assert error in one_line(command_here(capsys, *arguments))
@@ -452,7 +452,7 @@ async def test_a_stack_without_control_socket(runtime_directory: Path) -> None:
         assert "Config(control=False)" in one_line(await quick_command("ss", "--pid", peer.pid))
 
 
-async def test_a_process_whose_loop_stands_still(
+async def test_a_process_whose_event_loop_is_blocked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trio_smc.tools.client.TIMEOUT", 0.5)
@@ -460,7 +460,7 @@ async def test_a_process_whose_loop_stands_still(
         error = one_line(command_here(capsys, "ss", "--pid", str(blocked.pid)))
         assert "does not answer" in error
         async with running("server") as peer:
-            # Other processes are not delayed, although they may be slow on a busy machine.
+            # The blocked process does not delay the other, which may be slow on a busy machine.
             with trio.fail_after(LIMIT):
                 while not json.loads((done := command_here(capsys, "ss", "--json")).out):
                     await trio.lowlevel.checkpoint()
@@ -470,22 +470,24 @@ async def test_a_process_whose_loop_stands_still(
             assert f"process {blocked.pid} does not answer" in done.err
 
 
-def sockets(directory: Path) -> set[str]:
+def sockets_below(directory: Path) -> set[str]:
     """The paths of all sockets below a directory."""
     return {str(path) for path in directory.rglob("*") if path.is_socket()}
 
 
-async def test_a_killed_process_leaves_a_name_that_is_cleaned_up(runtime_directory: Path) -> None:
+async def test_commands_and_stacks_remove_names_of_killed_processes(
+    runtime_directory: Path,
+) -> None:
     control = runtime_directory / "trio-smc" / "control"
     async with running("server") as peer, running("server") as alive:
-        before = sockets(runtime_directory)
+        before = sockets_below(runtime_directory)
         peer.process.send_signal(signal.SIGKILL)
         with trio.fail_after(LIMIT):
             await peer.process.wait()
         [stack] = (await quick_command("ss", "--json")).json
         assert stack["pid"] == alive.pid
-        # Those of its listener and its RNIC as well; the other process keeps its own.
-        left = sockets(runtime_directory)
+        # The command also removes the sockets of the listener and the RNIC, of that process only.
+        left = sockets_below(runtime_directory)
         assert {name for name in left if f"{peer.pid}-" in name} == set()
         assert {name for name in before if f"{alive.pid}-" in name} <= left
         assert len(left) == len(before) // 2
@@ -500,7 +502,7 @@ async def test_a_killed_process_leaves_a_name_that_is_cleaned_up(runtime_directo
     async with running("idle") as peer:
         peer.process.send_signal(signal.SIGKILL)
     async with trio_smc.open_stack():
-        # The next stack does it as well.
+        # A new stack removes them, too.
         assert all(name.startswith(f"{os.getpid()}-") for name in os.listdir(control))
 
 

@@ -1,4 +1,4 @@
-"""Events as a channel and as log records, and metrics: what programs and operators are told."""
+"""Events as a channel, events as log records, and metrics."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trio_smc import Config, EventStream, Stack, StackEvent
 from trio_smc.tools.metrics import SmcCollector
 
 
-async def until(events: EventStream, **wanted: object) -> StackEvent:
-    """The next event with these values."""
+async def wait_for_event(events: EventStream, **wanted: object) -> StackEvent:
+    """Return the next event with these values."""
     with trio.fail_after(PATIENCE):
         async for event in events:
             if all(getattr(event, name) == value for name, value in wanted.items()):
@@ -39,15 +39,15 @@ async def test_modes_and_link_groups_are_reported() -> None:
         [listener] = await server.open_listeners(0, host=HOST)
         with trio_smc.open_events(server) as events:
             stream, accepted = await connect(client, listener)
-            active = await until(events, subject="link", new="ACTIVE")
+            active = await wait_for_event(events, subject="link", new="ACTIVE")
             assert (active.role, active.peer_id) == ("server", client.peer_id)
             assert (active.link, active.rnic) == (1, server.rnics[0].name)
-            mode = await until(events, subject="mode")
+            mode = await wait_for_event(events, subject="mode")
             assert (mode.new, mode.fallback) == ("smc-r", None)
             assert mode.local_address == listener.socket.getsockname()
             assert mode.peer_address == stream.socket.getsockname()
             async with await plain_client(listener) as plain, await listener.accept() as tcp:
-                last = await until(events, subject="mode")
+                last = await wait_for_event(events, subject="mode")
                 assert (last.new, last.fallback) == ("tcp", tcp.fallback)
                 assert last.peer_address == plain.socket.getsockname()
             for each in (stream, accepted):
@@ -67,7 +67,9 @@ async def test_an_abort_is_reported_with_its_addresses() -> None:
                     break
             assert (event.subject, event.old, event.cause) == ("connection", "ACTIVE", "abort")
             assert (event.local_address, event.peer_address) == ends
-            answer = await until(events, subject="connection", cause="peer_abort", old="ACTIVE")
+            answer = await wait_for_event(
+                events, subject="connection", cause="peer_abort", old="ACTIVE"
+            )
             assert answer.aborted
             assert (answer.peer_address, answer.local_address) == ends
             await accepted.aclose()
@@ -81,26 +83,29 @@ async def test_orderly_closes_are_no_aborts() -> None:
             await stream.aclose()
             await accepted.aclose()
             for _ in range(2):
-                await until(events, subject="connection", new="CLOSED")
+                await wait_for_event(events, subject="connection", new="CLOSED")
         assert not any([event.aborted async for event in events])
 
 
 async def test_events_beyond_the_limit_are_dropped_and_counted() -> None:
     async with trio_smc.open_stack(QUICK) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
-        with trio_smc.open_events(stack, limit=2) as events, trio_smc.open_events(stack) as all_:
+        with (
+            trio_smc.open_events(stack, limit=2) as events,
+            trio_smc.open_events(stack) as all_events,
+        ):
             stream, accepted = await connect(stack, listener)
             stream.abort()
             await accepted.aclose()
         kept = [replace(event, time=0) async for event in events]
-        everything = [replace(event, time=0) async for event in all_]
+        everything = [replace(event, time=0) async for event in all_events]
         assert kept == everything[:2]
         assert events.dropped == len(everything) - 2 > 0
         with pytest.raises(trio.EndOfChannel):
             await events.receive()
 
 
-async def test_leaving_the_block_takes_the_observer_away() -> None:
+async def test_leaving_the_block_removes_the_observer() -> None:
     async with trio_smc.open_stack(QUICK) as stack:
         with trio_smc.open_events(stack):
             assert is_observed(stack)
@@ -157,7 +162,7 @@ async def test_a_refused_connection_is_a_warning(caplog: pytest.LogCaptureFixtur
         assert "refused: the peer did not announce SMC-R" in record.getMessage()
 
 
-async def test_nothing_observes_without_the_setting() -> None:
+async def test_a_stack_without_log_events_has_no_observer() -> None:
     async with trio_smc.open_stack(QUICK) as stack:
         assert not is_observed(stack)
 
@@ -166,7 +171,7 @@ async def test_nothing_observes_without_the_setting() -> None:
 
 
 def scrape(collector: SmcCollector) -> dict[str, float]:
-    """The samples for Prometheus, by name and values of labels, in the order of the labels."""
+    """Return the samples for Prometheus by name and label values, sorted by label."""
     registry = CollectorRegistry()
     registry.register(collector)
     text = generate_latest(registry).decode()
@@ -212,17 +217,17 @@ async def test_every_counter_is_a_metric() -> None:
                 assert f"trio_smc_{name}_total" in names
 
 
-async def test_a_run_that_stands_still_or_is_over_costs_a_scrape_its_stack() -> None:
+async def test_a_scrape_omits_stacks_of_blocked_and_ended_runs() -> None:
     stacks: list[Stack] = []
     ready, done = threading.Event(), threading.Event()
 
-    async def elsewhere() -> None:
+    async def run_blocked_stack() -> None:
         async with trio_smc.open_stack(QUICK) as stack:
             stacks.append(stack)
             ready.set()
-            done.wait(PATIENCE)  # the event loop stands still, on purpose
+            done.wait(PATIENCE)  # block the event loop on purpose
 
-    thread = threading.Thread(target=trio.run, args=(elsewhere,))
+    thread = threading.Thread(target=trio.run, args=(run_blocked_stack,))
     thread.start()
     try:
         assert await trio.to_thread.run_sync(ready.wait, PATIENCE)
@@ -238,26 +243,26 @@ async def test_a_run_that_stands_still_or_is_over_costs_a_scrape_its_stack() -> 
 
 
 class _StoppedRun:
-    """A stack whose Trio run stands still (`Stack.trio_token`)."""
+    """A stack whose Trio run is blocked (`Stack.trio_token`)."""
 
     def __init__(self) -> None:
         self.trio_token = self
-        self.asked: list[object] = []
+        self.scheduled: list[object] = []
 
     def run_sync_soon(self, function: object) -> None:
-        self.asked.append(function)
+        self.scheduled.append(function)
 
 
-async def test_runs_that_stand_still_cost_a_scrape_one_deadline(
+async def test_blocked_runs_delay_a_scrape_by_one_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stopped = [_StoppedRun() for _ in range(10)]
     monkeypatch.setattr(trio_smc, "stacks", lambda: stopped)
     before = trio.current_time()
     found = await trio.to_thread.run_sync(scrape, SmcCollector(patience=0.5))
-    assert trio.current_time() - before < 5 * 0.5  # one after the other it would be ten
+    assert trio.current_time() - before < 5 * 0.5  # in sequence: ten times the patience
     assert found["trio_smc_scrape_failures_total"] == 10
-    assert all(len(each.asked) == 1 for each in stopped)
+    assert all(len(each.scheduled) == 1 for each in stopped)
 
 
 async def test_stacks_are_listed_while_they_are_open() -> None:

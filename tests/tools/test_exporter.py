@@ -1,4 +1,4 @@
-"""Metrics of all processes without touching them: `trio-smc exporter`, `stats --prometheus`."""
+"""Metrics of all processes: `trio-smc exporter` and `trio-smc stats --prometheus`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import trio_smc
 from tests.ports import reserved_port
-from tests.tools.test_foreign_text import Liar
-from tests.tools.test_operating import until
+from tests.tools.test_foreign_text import HostileSocket
+from tests.tools.test_operating import read_until
 from tests.tools.tools_processes import LIMIT, ROOT, one_line, quick_command, running
 from trio_smc.tools import metric_help
 from trio_smc.tools.client import SHAPES, Snapshot, check_untrusted
@@ -33,8 +33,8 @@ from trio_smc.tools.exposition import exposition
 EXAMPLES = ROOT / "examples" / "prometheus"
 
 
-def need(program: str) -> None:
-    """Skip the test without the program, but fail under `make prometheus`."""
+def require_program(program: str) -> None:
+    """Skip the test if the program is missing; under `make prometheus`, fail."""
     if not shutil.which(program):
         if os.environ.get("TRIO_SMC_FULL") == "1":
             pytest.fail(f"{program} is not installed (apt-get install prometheus)")
@@ -42,8 +42,8 @@ def need(program: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(*command: object) -> AsyncIterator[trio.Process]:
-    """A server; it ends with the block, by SIGTERM."""
+async def running_server(*command: object) -> AsyncIterator[trio.Process]:
+    """Run a server; SIGTERM ends the server after the block."""
     process = await trio.lowlevel.open_process(
         [str(each) for each in command], cwd=ROOT, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -60,16 +60,16 @@ async def serving(*command: object) -> AsyncIterator[trio.Process]:
 
 @contextlib.asynccontextmanager
 async def exporter() -> AsyncIterator[int]:
-    """A running exporter: its port."""
+    """Run an exporter. Yields its port."""
     command = (sys.executable, "-m", "trio_smc.tools", "exporter", "--listen", "127.0.0.1:0")
-    async with serving(*command) as process:
+    async with running_server(*command) as process:
         assert process.stdout is not None
-        yield int((await until(process.stdout, r"http://127\.0\.0\.1:(\d+)/metrics"))[1])
+        yield int((await read_until(process.stdout, r"http://127\.0\.0\.1:(\d+)/metrics"))[1])
     assert process.returncode == 0
 
 
 async def get(port: int, path: str, request: bytes | None = None) -> tuple[int, str]:
-    """The status and the body of an HTTP answer."""
+    """Return the status and the body of an HTTP response."""
     with trio.fail_after(LIMIT):
         async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
             text = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
@@ -80,7 +80,7 @@ async def get(port: int, path: str, request: bytes | None = None) -> tuple[int, 
 
 
 def values(text: str) -> dict[str, float]:
-    """All values, by the name and the values of the labels without the process."""
+    """Return all values by metric name and label values, without the label `pid`."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -89,7 +89,7 @@ def values(text: str) -> dict[str, float]:
     return found
 
 
-async def test_rude_clients_and_the_result_of_a_scrape() -> None:
+async def test_bad_clients_do_not_disturb_a_scrape() -> None:
     async with running("pair") as peer, exporter() as port, trio.open_nursery() as nursery:
         silent = await trio.open_tcp_stream("127.0.0.1", port)
         for request, status in (
@@ -98,10 +98,10 @@ async def test_rude_clients_and_the_result_of_a_scrape() -> None:
         ):  # fmt: skip
             assert (await get(port, "", request))[0] == status
         for _ in range(3):
-            rude = await trio.open_tcp_stream("127.0.0.1", port)
-            await rude.send_all(b"GET /metrics HTTP/1.1\r\n\r\n")
-            rude.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            await rude.aclose()
+            resetting = await trio.open_tcp_stream("127.0.0.1", port)
+            await resetting.send_all(b"GET /metrics HTTP/1.1\r\n\r\n")
+            resetting.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            await resetting.aclose()
         answers: list[tuple[int, str]] = []
 
         async def scrape() -> None:
@@ -143,12 +143,12 @@ async def test_rude_clients_and_the_result_of_a_scrape() -> None:
 
 
 async def test_a_real_prometheus_scrapes_the_exporter(tmp_path: Path) -> None:
-    need("prometheus")
+    require_program("prometheus")
     with reserved_port() as web:
-        await _scraped(tmp_path, web)
+        await _check_scrape_by_prometheus(tmp_path, web)
 
 
-async def _scraped(tmp_path: Path, web: int) -> None:
+async def _check_scrape_by_prometheus(tmp_path: Path, web: int) -> None:
     async with running("pair") as peer, exporter() as port:
         config = yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())
         config["global"]["scrape_interval"] = "1s"
@@ -160,7 +160,7 @@ async def _scraped(tmp_path: Path, web: int) -> None:
             f"--storage.tsdb.path={tmp_path / 'db'}",
             f"--web.listen-address=127.0.0.1:{web}",
         )  # fmt: skip
-        async with serving("prometheus", *options):
+        async with running_server("prometheus", *options):
             found: list[Any] = []
             with trio.fail_after(LIMIT):
                 while not found:
@@ -178,12 +178,12 @@ async def _scraped(tmp_path: Path, web: int) -> None:
 
 
 def _http_10(path: str) -> bytes:
-    """A request whose answer is not chunked."""
+    """An HTTP/1.0 request, whose response is not chunked."""
     return f"GET {path} HTTP/1.0\r\nHost: x\r\n\r\n".encode()
 
 
 def test_the_examples_are_valid(tmp_path: Path) -> None:
-    """promtool parses the configuration, the alerts and each expression of the dashboard."""
+    """promtool accepts the configuration, the alerts and each expression of the dashboard."""
     known = {f"trio_smc_{name}" for name in metric_help.HELP}
     dashboard = json.loads((EXAMPLES / "dashboard.json").read_text())
     targets = [each for panel in dashboard["panels"] for each in panel["targets"]]
@@ -197,7 +197,7 @@ def test_the_examples_are_valid(tmp_path: Path) -> None:
     for rule in rules:
         assert rule["annotations"]["summary"]
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
-    need("promtool")
+    require_program("promtool")
     expressions = [
         each["expr"].replace("$__rate_interval", "5m").replace("$instance", ".*")
         for each in targets
@@ -221,13 +221,14 @@ def test_the_examples_are_valid(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_hostile_values() -> None:
-    """Texts of a process are escaped, and a process has a bounded number of series."""
+def test_hostile_values_are_escaped_and_bounded() -> None:
+    """Strings of a process are escaped, and its number of series is bounded."""
     statistics: dict[str, Any] = {}
     check_untrusted(statistics, SHAPES["statistics"], "statistics")
-    nasty = 'a"b\\c\nd} 1\n# TYPE x counter'
+    hostile = 'a"b\\c\nd} 1\n# TYPE x counter'
     statistics["fallbacks"] = [
-        {"origin": nasty * 50, "reason": f"{nasty}{number}", "count": 1} for number in range(5000)
+        {"origin": hostile * 50, "reason": f"{hostile}{number}", "count": 1}
+        for number in range(5000)
     ]
     snapshot = Snapshot(7, "x", None, None, statistics=statistics)
     text = exposition([snapshot], silent=3)
@@ -236,13 +237,13 @@ def test_hostile_values() -> None:
     assert sum(name.startswith("trio_smc_fallbacks_total") for name in found) == 500
     assert "trio_smc_writes_total" not in found  # the value is unknown, and not 0
     assert len(text) < 300_000
-    # Large counters keep all digits.
+    # A large counter keeps all its digits.
     statistics |= {"bytes_sent": (1 << 60) + 1, "fallbacks": None}
     assert f'bytes_sent_total{{pid="7"}} {(1 << 60) + 1}\n' in exposition([snapshot], silent=0)
 
 
-async def test_a_directory_that_becomes_unusable() -> None:
-    """The answer has the reason, and the exporter goes on."""
+async def test_the_exporter_reports_an_unusable_directory() -> None:
+    """The response has status 500 and the reason; later requests succeed."""
     async with running("pair") as peer, exporter() as port:
         assert (await get(port, "/metrics"))[0] == 200
         private = Path(os.environ["XDG_RUNTIME_DIR"], "trio-smc")
@@ -260,19 +261,19 @@ async def test_a_directory_that_becomes_unusable() -> None:
 
 @pytest.fixture
 def damaged_stacks() -> Iterator[None]:
-    """Two control sockets of this process that give answers without any part."""
+    """Two control sockets of this process whose answers have no parts."""
     private = Path(os.environ["XDG_RUNTIME_DIR"], "trio-smc")
     private.mkdir(mode=0o700)
     with contextlib.ExitStack() as exits:
         for name in "12":
-            liar = Liar(private, name)
-            exits.callback(liar.close)
-            liar.parts = ()
+            socket_ = HostileSocket(private, name)
+            exits.callback(socket_.close)
+            socket_.parts = ()
         yield
 
 
 async def test_a_process_whose_answers_are_all_damaged(damaged_stacks: None) -> None:
-    """It counts as silent; an unusable directory is an answer with status 500."""
+    """The process counts as silent, and the scrape still succeeds."""
     async with exporter() as port:
         for scrapes in (1, 2):
             status, text = await get(port, "/metrics")
@@ -282,7 +283,7 @@ async def test_a_process_whose_answers_are_all_damaged(damaged_stacks: None) -> 
             assert found["trio_smc_scrape_failures_total"] == scrapes
 
 
-async def test_addresses_of_the_exporter() -> None:
+async def test_the_exporter_refuses_a_used_port_and_a_missing_directory() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         done = await quick_command("exporter", "--listen", f"127.0.0.1:{port}")

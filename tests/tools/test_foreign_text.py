@@ -1,4 +1,4 @@
-"""Text of other processes reaches a terminal, a pipe or a log only as harmless characters."""
+"""Text from other processes is escaped before a terminal, a pipe or a log gets it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from trio_smc.tools.commands import MODULES
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
+# Characters that control a terminal, or that a reader cannot see.
 STEERING = (
     "\x1b[2J\x1b]0;title\x07\x00\r\n\x0b\x0c\x1c\x7f\x85\x9b31m"  # C0, DEL, C1
     "\u061c\u200b\u200d\u200e\u202a\u202e\u2028\u2029\u2066\ufeff\ufff9"  # lines, direction, width
@@ -44,20 +45,23 @@ ARGUMENT = HOSTILE[:100].replace("\0", "").replace("\ud800", "")
 
 
 def assert_harmless(text: str, *, terminal: bool = False) -> None:
-    """No character of a foreign string steers anything; the markup was not interpreted."""
+    """Assert that the text has no control characters and a bounded length.
+
+    Args:
+      terminal: allow the colours and line ends of the command itself.
+    """
     if terminal:
-        # Colours and line ends that the command itself has written.
         text = re.sub(r"\x1b\[[0-9;]*m", "", text).replace("\r\n", "\n")
     found = {each for each in text if each in DANGEROUS or not each.isprintable()} - {"\n"}
     assert not found, ascii(found)
     assert len(text) < 300_000
 
 
-# --- a process that answers whatever it likes --------------------------------------------------
+# --- a process with hostile answers --------------------------------------------------------------
 
 
 def hostile(shape: Any) -> Any:
-    """A value of the shape; each string, and the name of one more field, is hostile."""
+    """Return a value of the shape whose strings, and one more field name, are hostile."""
     match shape:
         case Maybe():
             return hostile(shape.shape)
@@ -72,16 +76,16 @@ def hostile(shape: Any) -> Any:
     return {str: HOSTILE, int: 2, bool: False}[shape]
 
 
-class Liar:
+class HostileSocket:
     """A control socket of this process that gives hostile answers."""
 
     def __init__(self, directory: Path, name: str = "1", refuse: bool = False) -> None:
         below = directory / control.DIRECTORY
         below.mkdir(mode=0o700, exist_ok=True)
         self.ends: tuple[Any, Any] | None = None
-        self.is_ready = threading.Event()  # until then no answer is given
+        self.is_ready = threading.Event()  # answers wait for it
         self.is_ready.set()
-        self.parts: Sequence[str] | None = None  # only these, whatever is wanted
+        self.parts: Sequence[str] | None = None  # sent in place of the requested parts
         self._refuse = refuse
         self._name = name
         self._path = below / f"{os.getpid()}-{name}"
@@ -140,8 +144,8 @@ def private(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def liar(private: Path) -> Iterator[Liar]:
-    made = Liar(private)
+def hostile_socket(private: Path) -> Iterator[HostileSocket]:
+    made = HostileSocket(private)
     yield made
     made.close()
 
@@ -158,24 +162,30 @@ QUERIES = (
 
 
 @pytest.mark.parametrize("words", QUERIES, ids=" ".join)
-def test_answers(
-    words: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+def test_queries_escape_hostile_answers(
+    words: tuple[str, ...],
+    private: Path,
+    hostile_socket: HostileSocket,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each command that asks running processes shows the text, and its markup as it is."""
+    """Each command that queries processes escapes the text, and does not interpret markup."""
     done = command_here(capsys, *words, "--directory", str(private))
     assert done.code == 0, done.err
     assert_harmless(done.out)
     assert_harmless(done.err)
-    if words[0] not in ("top", "report") and len(words) < 2:  # others show few strings
+    if words[0] not in ("top", "report") and len(words) < 2:  # the others print few strings
         assert "[red]" in done.out
 
 
 @pytest.mark.parametrize("words", QUERIES, ids=" ".join)
 def test_answers_without_the_wanted_parts(
-    words: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    private: Path,
+    hostile_socket: HostileSocket,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The process is named; the command does not end by a KeyError."""
-    liar.parts = ()
+    """The command names the process with the damaged answer; no exception ends it."""
+    hostile_socket.parts = ()
     done = command_here(capsys, *words, "--directory", str(private))
     if "--sizes" in words:
         assert (done.code, done.out) == (2, "")
@@ -186,7 +196,7 @@ def test_answers_without_the_wanted_parts(
     elif "drain" in words[0]:
         assert (done.code, done.out) == (2, "")
         assert_harmless(done.err)
-    elif words[0] == "report":  # which has the problem in it
+    elif words[0] == "report":  # the report contains the error
         assert done.code == 1
         assert "silent.json" in done.out
         assert "sent a damaged answer: the answer has no statistics" in done.err
@@ -197,7 +207,10 @@ def test_answers_without_the_wanted_parts(
 
 
 def test_a_capture_does_not_go_to_a_terminal(
-    private: Path, liar: Liar, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    private: Path,
+    hostile_socket: HostileSocket,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     done = command_here(capsys, "capture", str(os.getpid()), "-o", "-", "--directory", str(private))
@@ -206,11 +219,11 @@ def test_a_capture_does_not_go_to_a_terminal(
 
 
 @pytest.mark.parametrize("words", [*QUERIES, ("capture", "PID", "-o", "-")], ids=" ".join)
-def test_refusals(
+def test_queries_escape_hostile_errors(
     words: tuple[str, ...], private: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A process that answers by a sentence of its own."""
-    made = Liar(private, refuse=True)
+    """The process answers with an error message of its own choice."""
+    made = HostileSocket(private, refuse=True)
     try:
         if words[0] != "capture":
             words = (*words, "--pid", "PID")
@@ -225,10 +238,10 @@ def test_refusals(
     assert len(done.err.splitlines()) == 1
 
 
-def test_captures_of_several_stacks(
-    private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+def test_capture_escapes_the_names_of_several_stacks(
+    private: Path, hostile_socket: HostileSocket, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    second = Liar(private, "2")
+    second = HostileSocket(private, "2")
     try:
         done = command_here(
             capsys, "capture", str(os.getpid()), "-o", "-", "--directory", str(private)
@@ -241,17 +254,20 @@ def test_captures_of_several_stacks(
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_check(
-    options: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+def test_check_escapes_the_view_of_the_server(
+    options: tuple[str, ...],
+    private: Path,
+    hostile_socket: HostileSocket,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The server's own view of the connection is what its process says."""
-    liar.is_ready.clear()  # the command may ask before the server has accepted
+    """`check` prints the connection as the server's process describes it."""
+    hostile_socket.is_ready.clear()  # the command may query before the server has accepted
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             connection, address = server.accept()
-            liar.ends = list(connection.getsockname()), list(address)
-            liar.is_ready.set()
+            hostile_socket.ends = list(connection.getsockname()), list(address)
+            hostile_socket.is_ready.set()
             with connection:
                 connection.recv(1)
 
@@ -268,8 +284,8 @@ def test_check(
     assert_harmless(done.err)
 
 
-def test_reports_of_run(tmp_path: Path) -> None:
-    """Messages that a process of the tree made up."""
+def test_run_escapes_hostile_reports(tmp_path: Path) -> None:
+    """A process below `trio-smc run` sends reports with hostile strings."""
     counts = {
         **dict.fromkeys(("connections", "refused", "bytes_sent", "bytes_received"), 1),
         **dict.fromkeys(("tcp_bytes_sent", "tcp_bytes_received"), 1),
@@ -299,16 +315,16 @@ for text in {[json.dumps(each) for each in messages]!r}:
     assert_harmless(errors)
 
 
-@pytest.mark.parametrize("shown", ["text", "svg"])
-def test_ladders(
-    shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("form", ["text", "svg"])
+def test_ladders_escape_hostile_titles(
+    form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever a capture may name; the decoders yield no such names today."""
+    """Ladders escape all text, although no decoder returns hostile text today."""
     for module in (ladder_text, ladder_svg):
         monkeypatch.setattr(module, "title", lambda row: HOSTILE)
         monkeypatch.setattr(module, "details", lambda row: [HOSTILE])
     [path, *_] = sorted(GOLDEN.rglob("*.pcapng"))
-    done = command_here(capsys, "ladder", str(path), *(("--svg", "-") if shown == "svg" else ()))
+    done = command_here(capsys, "ladder", str(path), *(("--svg", "-") if form == "svg" else ()))
     assert done.code == 0, done.err
     text = re.sub(r"&#\d+;", "", done.out)
     assert {each for each in text if each in DANGEROUS} == set()
@@ -328,8 +344,10 @@ def test_ladders(
     ],
     ids=lambda words: words[0][:8].strip("[") if isinstance(words, tuple) else None,
 )  # fmt: skip
-def test_arguments(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """A script may pass on a name that another user chose."""
+def test_commands_escape_hostile_arguments(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script may pass a name that another user chose."""
     done = _run_here(capsys, *words)
     assert done.code != 130
     assert_harmless(done.out)
@@ -345,8 +363,8 @@ def _run_here(capsys: pytest.CaptureFixture[str], *words: str) -> Done:
         os.environ.update(environment)
 
 
-def test_every_command_is_here() -> None:
-    """A new command needs a case of its own."""
+def test_every_command_has_a_case() -> None:
+    """A new command needs a case in this module."""
     named = {
         *(words[0] for words in QUERIES), "capture", "check", "ladder", "run", "reasons", "proxy",
         "setup", "teardown", "exporter",
@@ -355,7 +373,9 @@ def test_every_command_is_here() -> None:
 
 
 @pytest.mark.parametrize("words", QUERIES[:3], ids=" ".join)
-def test_locales_that_have_none_of_it(words: tuple[str, ...], private: Path, liar: Liar) -> None:
+def test_queries_print_ascii_in_the_c_locale(
+    words: tuple[str, ...], private: Path, hostile_socket: HostileSocket
+) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trio_smc.tools", *words, "--directory", private],
         env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
@@ -368,8 +388,10 @@ def test_locales_that_have_none_of_it(words: tuple[str, ...], private: Path, lia
 
 
 @pytest.mark.parametrize("words", [QUERIES[1], ("top", "--interval", "0.1", "--count", "1")])
-def test_terminals(words: tuple[str, ...], private: Path, liar: Liar) -> None:
-    """A terminal gets colours of the command itself, and nothing else that steers it."""
+def test_a_terminal_gets_only_escapes_of_the_command(
+    words: tuple[str, ...], private: Path, hostile_socket: HostileSocket
+) -> None:
+    """The only escape sequences on a terminal are those of the command itself."""
     ours, theirs = pty.openpty()
     try:
         with subprocess.Popen(
@@ -379,7 +401,7 @@ def test_terminals(words: tuple[str, ...], private: Path, liar: Liar) -> None:
         ) as process:  # fmt: skip
             os.close(theirs)
             errors = b""
-            with contextlib.suppress(OSError):  # EIO: the other end was closed
+            with contextlib.suppress(OSError):  # EIO: the process has closed its end
                 while select.select([ours], [], [], PATIENCE)[0] and (
                     piece := os.read(ours, 65536)
                 ):
@@ -390,7 +412,7 @@ def test_terminals(words: tuple[str, ...], private: Path, liar: Liar) -> None:
     text = errors.decode()
     assert "title" not in text or "\x1b]0" not in text
     if words[0] == "top":
-        # The alternative screen, the cursor, and where it is.
+        # Switch to the alternative screen, hide the cursor, move it.
         text = re.sub(r"\x1b\[(\?1049[hl]|\?25[hl]|H|2J\x1b\[H)", "", text, count=20)
         text = text.replace("\r", "")
     else:
@@ -401,8 +423,8 @@ def test_terminals(words: tuple[str, ...], private: Path, liar: Liar) -> None:
 # --- the functions -----------------------------------------------------------------------------
 
 
-def test_every_character() -> None:
-    """Escapes tell what was there; what people write stays as it is."""
+def test_printable_escapes_every_unprintable_character() -> None:
+    """An escape identifies the original character; printable text of any script is unchanged."""
     for text in ("", "plain text 7", "Grüße → 日本語", "עברית", "[red]"):
         assert printable(text) == text
     assert printable("a\x1b\u202e\ud800\U000e0041") == r"a\x1b\u202e\ud800\U000e0041"
@@ -419,13 +441,13 @@ def test_every_character() -> None:
 
 @pytest.mark.parametrize("value", [10**400, -(10**30), float("inf"), float("nan"), 1e300])
 def test_numbers_of_answers_are_bounded(value: float, private: Path) -> None:
-    """Sizes and times are computed from them."""
+    """The commands compute sizes and times from these numbers."""
     with pytest.raises(ProtocolError):
         client.check_untrusted({"uptime": value}, {"uptime": (int, float)}, "process")
 
 
-def test_versions_in_a_log() -> None:
-    """A client's words get into the log of a running process."""
+def test_a_hostile_version_is_escaped_in_the_error() -> None:
+    """The log of a running process contains this error about a client."""
     body = json.dumps({"version": "\n\x1b[2J"}).encode()
     with pytest.raises(ProtocolError) as caught:
         control.decode_untrusted(body)
@@ -433,7 +455,7 @@ def test_versions_in_a_log() -> None:
 
 
 def test_only_one_module_prints() -> None:
-    """All others print by it, so that nothing is forgotten."""
+    """Only `output` prints, so that no module can print unescaped text."""
     found = set()
     for path in Path(tools.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -444,5 +466,5 @@ def test_only_one_module_prints() -> None:
                 assert path.name in (
                     "output.py", "cli.py", "capture.py", "ladder.py", "processes.py"
                 ), path  # fmt: skip
-    assert found <= {"output.py", "ladder.py"}  # the latter an SVG picture, escaped
+    assert found <= {"output.py", "ladder.py"}  # `ladder` prints an SVG picture, which is escaped
     assert output.__file__.endswith("output.py")

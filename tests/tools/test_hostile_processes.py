@@ -1,4 +1,6 @@
-"""Processes that lie in /proc to `trio-smc check`: nothing they name is executed or waited for."""
+"""Processes with misleading entries in /proc: `trio-smc check` executes none of the files that they
+name, and waits for none of them.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ from trio_smc.tools.processes import Obstacle, explain_container, explain_listen
 from trio_smc.tools.sock_diag import Listener, candidates
 from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
 
-HERE = Config().private_directory
+own_directory = Config().private_directory
 QUICK = 10.0
-"""Seconds for what must not wait for another process, on a busy machine."""
+"""Upper bound in seconds for a check that waits for no other process, on a busy machine."""
 OTHER_USER = 65534
 PYTHON: str = getattr(sys, "_base_executable", sys.executable)
-"""The executable itself, outside of any environment."""
+"""The Python executable outside of any virtual environment."""
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 
 LISTEN = """
@@ -59,20 +61,20 @@ while True:
 
 @dataclass
 class Started:
-    """A process, and the number that it has printed: its port."""
+    """A process, and the number that it has printed, usually its port."""
 
     popen: subprocess.Popen[str]
     port: int
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process number."""
         return self.popen.pid
 
 
 @contextlib.contextmanager
 def process(command: Sequence[str], **options: Any) -> Iterator[Started]:
-    """A process that has printed a number; it is killed at the end."""
+    """Run a process until it has printed a number; kill the process after the block."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as popen:
         try:
             assert popen.stdout is not None
@@ -85,7 +87,7 @@ def listener(
     family: str, host: str, port: int = 0, *, v6_only: bool = False, user: str = "",
     before: tuple[str, ...] = (), called: str | None = None, **options: Any,
 ) -> contextlib.AbstractContextManager[Started]:  # fmt: skip
-    """A process that listens and holds what it accepts."""
+    """Run a process that listens and keeps each accepted connection open."""
     arguments = [family, host, str(port), str(int(v6_only)), user]
     command = [*before, called or sys.executable, "-c", LISTEN, *arguments]
     if called is not None and not before:
@@ -94,15 +96,15 @@ def listener(
 
 
 def explain(host: str, port: int, client: tuple[str, int] | None = None) -> Obstacle:
-    """Return the obstacle, found in time."""
+    """Return the obstacle; assert that the search took less than `QUICK`."""
     start = time.monotonic()
-    found = explain_listener(host, port, HERE(), client)
+    found = explain_listener(host, port, own_directory(), client)
     assert time.monotonic() - start < QUICK
     return found
 
 
-def trap(place: Path) -> tuple[str, Path]:
-    """A file named python3 that leaves a mark when it is executed, and the mark."""
+def place_trap(place: Path) -> tuple[str, Path]:
+    """Make an executable python3 that creates a file when it runs. Returns both paths."""
     place.mkdir(exist_ok=True)
     mark, python = place / "executed", place / "python3"
     python.write_text(f"#!/bin/sh\n: > {mark}\necho False\n")
@@ -114,7 +116,7 @@ def trap(place: Path) -> tuple[str, Path]:
 
 
 def test_a_process_of_this_user_names_a_file(tmp_path: Path) -> None:
-    python, mark = trap(tmp_path / "bin")
+    python, mark = place_trap(tmp_path / "bin")
     hostile = {**os.environ, "PATH": str(tmp_path / "bin"), "PYTHONPATH": str(tmp_path)}
     for called in (python, "python3", "./python3"):
         with (
@@ -129,7 +131,7 @@ def test_a_process_of_this_user_names_a_file(tmp_path: Path) -> None:
 
 @root_only
 def test_another_user_names_a_file_beside_our_port(tmp_path: Path) -> None:
-    python, mark = trap(tmp_path / "bin")
+    python, mark = place_trap(tmp_path / "bin")
     with (
         reserved_port() as port,
         listener("AF_INET6", "::", port, v6_only=True, user=f"before:{OTHER_USER}", called=python),
@@ -147,7 +149,7 @@ import os, sys
 started = []
 def audit(event, arguments):
     if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork"):
-        if arguments[0] != "/sbin/ldconfig":  # by which `ctypes.util` finds a library
+        if arguments[0] != "/sbin/ldconfig":  # `ctypes.util` runs it to find a library
             started.append((event, arguments))
     elif event == "open" and "HOSTILE" in str(arguments[0]):
         checked = os.O_PATH | os.O_NOFOLLOW
@@ -162,9 +164,9 @@ print("started:", started)
 
 
 def test_check_starts_no_process_and_opens_no_path_by_name(tmp_path: Path) -> None:
-    """An audit hook sees each process that is started and each path that is opened."""
+    """An audit hook records each started process and each opened path."""
     hostile = tmp_path / "HOSTILE"
-    python, _ = trap(hostile)
+    python, _ = place_trap(hostile)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", hostile / "venv"], check=True)
     environment = {**os.environ, "PYTHONPATH": str(hostile), "PATH": str(hostile)}
     for called in (python, str(hostile / "venv" / "bin" / "python")):
@@ -185,7 +187,7 @@ def test_check_starts_no_process_and_opens_no_path_by_name(tmp_path: Path) -> No
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """A virtual environment without packages; it need not work."""
+    """A virtual environment without packages; no test runs its Python."""
     place = tmp_path / "venv"
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     (place / "lib" / name / "site-packages").mkdir(parents=True)
@@ -201,10 +203,10 @@ def site_of(venv: Path) -> Path:
 
 
 def run_in(venv: Path, change: Callable[[], object] = lambda: None) -> Obstacle:
-    """Return the obstacle of a process that says it runs this environment's Python.
+    """Return the obstacle of a process whose command line names this environment's Python.
 
     Args:
-      change: what happens to the environment while the process runs.
+      change: called while the process runs, to change the environment.
     """
     called = str(venv / "bin" / "python")
     environment = {"PATH": os.environ["PATH"], "HOME": str(venv)}
@@ -241,29 +243,31 @@ def test_a_python_with_the_package(venv: Path, kind: str) -> None:
     assert run_in(venv).text.endswith("is a Python program without a stack of trio_smc")
 
 
-def fifo(path: Path) -> None:
+def make_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def huge(path: Path) -> None:
+def make_huge_file(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)
 
 
-def to_device(path: Path) -> None:
+def link_to_device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def to_itself(path: Path) -> None:
+def link_to_itself(path: Path) -> None:
     path.symlink_to(path)
 
 
-def others_may_write(path: Path) -> None:
+def make_writable_by_others(path: Path) -> None:
     path.touch()
     path.chmod(0o666)
 
 
-@pytest.mark.parametrize("make", [fifo, huge, to_device, to_itself, others_may_write])
+@pytest.mark.parametrize(
+    "make", [make_fifo, make_huge_file, link_to_device, link_to_itself, make_writable_by_others]
+)
 @pytest.mark.parametrize("name", ["pyvenv.cfg", "site-packages/evil.pth"])
 def test_a_file_that_must_not_be_read(venv: Path, name: str, make: Callable[[Path], None]) -> None:
     path = site_of(venv).parent / name if "/" in name else venv / name
@@ -278,7 +282,7 @@ def test_a_file_that_must_not_be_read(venv: Path, name: str, make: Callable[[Pat
     assert path.name in text
 
 
-@pytest.mark.parametrize("make", [fifo, to_device, to_itself])
+@pytest.mark.parametrize("make", [make_fifo, link_to_device, link_to_itself])
 def test_site_packages_that_are_no_directory(venv: Path, make: Callable[[Path], None]) -> None:
     site = site_of(venv)
 
@@ -291,7 +295,7 @@ def test_site_packages_that_are_no_directory(venv: Path, make: Callable[[Path], 
     assert text.startswith("process ")
 
 
-def test_directories_without_end(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_with_too_many_names(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trio_smc.tools.interpreters._MAX_NAMES", 50)
     for number in range(51):
         (site_of(venv) / f"package{number}").mkdir()
@@ -322,7 +326,7 @@ def test_names_that_another_user_placed(venv: Path, what: str) -> None:
 
 @contextlib.contextmanager
 def silent_fuse(place: Path) -> Iterator[None]:
-    """A FUSE file system that answers nothing, not even `stat`."""
+    """Mount a FUSE file system that never answers a request, not even `stat`."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
@@ -337,7 +341,7 @@ def silent_fuse(place: Path) -> Iterator[None]:
         finally:
             libc.umount2(os.fsencode(place), 2)  # MNT_DETACH
     finally:
-        os.close(device)  # ends all that waits
+        os.close(device)  # ends all waiting requests
 
 
 @root_only
@@ -375,7 +379,7 @@ def test_a_file_system_that_never_answers(tmp_path: Path, venv: Path, where: str
         ("/\0", "is not an absolute path"),
     ],
 )
-def test_paths_that_are_not_looked_at(path: str, why: str) -> None:
+def test_untrusted_paths_are_refused(path: str, why: str) -> None:
     with pytest.raises(UntrustedPathError, match=why):
         TrustedFiles(QUICK).is_file(path)
 
@@ -398,7 +402,7 @@ def test_the_walk_follows_names_as_the_kernel_does(tmp_path: Path) -> None:
 
 
 def test_links_cost_no_descriptors(tmp_path: Path) -> None:
-    """Each link of a chain leads through a deep directory and back."""
+    """The walk keeps few descriptors: each link here leads through a deep directory and back."""
     deep = "/".join(["d"] * 100)
     (tmp_path / deep).mkdir(parents=True)
     (tmp_path / "0").touch()
@@ -413,7 +417,7 @@ def test_links_cost_no_descriptors(tmp_path: Path) -> None:
         TrustedFiles(QUICK).is_file(f"{tmp_path}/{deep}/{deep}")
 
 
-def test_a_lease_delays_nothing(tmp_path: Path) -> None:
+def test_a_lease_does_not_delay_a_read(tmp_path: Path) -> None:
     """An `open` that breaks a lease waits for the other process, up to 45 seconds."""
     path = tmp_path / "file"
     path.touch()
@@ -432,10 +436,10 @@ def test_a_lease_delays_nothing(tmp_path: Path) -> None:
         assert time.monotonic() - start < QUICK
 
 
-# --- which socket, which process --------------------------------------------------------------
+# --- finding the socket and its process ----------------------------------------------------------
 
 
-def wild(
+def wildcard_listener(
     inode: str, *, is_ipv6: bool, v6_only: bool | None = False, interface: int = 0
 ) -> Listener:
     address = "::" if is_ipv6 else "0.0.0.0"
@@ -448,18 +452,18 @@ def wild(
 )
 def test_a_socket_of_the_address_comes_first(address: str, expected: str) -> None:
     sockets = [
-        wild("a", is_ipv6=False),
+        wildcard_listener("a", is_ipv6=False),
         Listener("127.0.0.1", 7, False, False, 0, 0, "b"),
-        wild("c", is_ipv6=True),
+        wildcard_listener("c", is_ipv6=True),
         Listener("127.0.0.1", 8, False, False, 0, 0, "d"),
-        wild("e", is_ipv6=False, interface=7),
+        wildcard_listener("e", is_ipv6=False, interface=7),
     ]
     assert [each.inode for each in candidates(sockets, address, 7)] == [expected]
 
 
 @pytest.mark.parametrize(("v6_only", "expected"), [(False, 1), (None, 1), (True, 0)])
 def test_a_socket_of_both_families(v6_only: bool | None, expected: int) -> None:
-    sockets = [wild("a", is_ipv6=True, v6_only=v6_only)]
+    sockets = [wildcard_listener("a", is_ipv6=True, v6_only=v6_only)]
     assert len(candidates(sockets, "127.0.0.1", 7)) == expected
     assert len(candidates(sockets, "::1", 7)) == 1
 
@@ -477,7 +481,7 @@ def test_a_socket_of_both_families(v6_only: bool | None, expected: int) -> None:
 def test_the_process_that_the_kernel_chooses(
     theirs: tuple[str, str, bool], ours: tuple[str, str]
 ) -> None:
-    """The kernel is asked, too: it connects."""
+    """`check` finds the same process as a real connection does."""
     with (
         reserved_port() as port,
         listener(theirs[0], theirs[1], port, v6_only=theirs[2]),
@@ -529,7 +533,7 @@ def test_a_port_that_processes_of_this_user_share() -> None:
 @root_only
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_is_judged_by_its_own_user(when: str) -> None:
-    """A socket keeps the user that made it."""
+    """A socket keeps the user that created it, although its process may change its user."""
     with (
         reserved_port() as port,
         listener("AF_INET", "127.0.0.1", port, user=f"{when}:{OTHER_USER}"),
@@ -542,7 +546,7 @@ def test_a_process_is_judged_by_its_own_user(when: str) -> None:
 def test_a_process_in_another_user_namespace(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-U", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no user namespaces here")
-    python, mark = trap(tmp_path / "bin")
+    python, mark = place_trap(tmp_path / "bin")
     hostile = ("unshare", "-U", "bash", "-c", 'exec -a "$0" "$@"', python)
     with (
         reserved_port() as port,
@@ -554,8 +558,8 @@ def test_a_process_in_another_user_namespace(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_a_file_system_of_its_own(tmp_path: Path) -> None:
-    """Its paths mean other files than ours."""
+def test_a_process_in_another_mount_namespace(tmp_path: Path) -> None:
+    """In another mount namespace the same path may be another file."""
     command = ("unshare", "-rm")
     if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
@@ -606,7 +610,7 @@ for host in ("192.0.2.9", "127.0.0.1"):
 @root_only
 @pytest.mark.parametrize("user", [0, OTHER_USER])
 def test_sockets_that_are_bound_to_interfaces(user: int) -> None:
-    """Within the host, too, a connection arrives by the interface that has the address."""
+    """A connection within the host arrives on the interface that has the address."""
     alone = ["unshare", "-n", "--kill-child", "-pf", "--mount-proc"]
     make = [*alone, "ip", "link", "add", "one", "type", "veth", "peer", "name", "two"]
     try:
@@ -643,7 +647,7 @@ input()
 
 @root_only
 def test_an_ipv6_listener_in_another_network_namespace() -> None:
-    """It serves no IPv4, so the other user's process beside it is judged."""
+    """For an IPv4 address `check` finds the other user's IPv4 listener on the same port."""
     try:
         made = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
         if subprocess.run([*made, "true"], capture_output=True, check=False).returncode:
@@ -652,8 +656,8 @@ def test_an_ipv6_listener_in_another_network_namespace() -> None:
         pytest.skip("no unshare here")
     command = [*made, sys.executable, "-c", ANOTHER_NETWORK, str(OTHER_USER)]
     with process(command, stdin=subprocess.PIPE) as started:
-        ipv4 = explain_container("127.0.0.1", 7000, HERE())
-        ipv6 = explain_container("::1", 7000, HERE())
+        ipv4 = explain_container("127.0.0.1", 7000, own_directory())
+        ipv6 = explain_container("::1", 7000, own_directory())
     assert ipv4 is not None
     assert ipv6 is not None
     assert (ipv4.pid, ipv4.uid) == (started.port, OTHER_USER)
@@ -661,11 +665,11 @@ def test_an_ipv6_listener_in_another_network_namespace() -> None:
     assert "without a stack of trio_smc" in ipv6.text
 
 
-# --- names ---------------------------------------------------------------------------------
+# --- names ---------------------------------------------------------------------------------------
 
 
 def test_a_path_that_looks_like_the_socket_of_another_process(tmp_path: Path) -> None:
-    """Any user may bind a Unix socket to a path with a line feed."""
+    """A path of a Unix socket may contain a line feed, which /proc/net/unix does not escape."""
     with (
         reserved_port() as port,
         listener("AF_INET", "127.0.0.1", port) as started,
@@ -711,7 +715,7 @@ ctypes.CDLL(None).prctl(15, sys.argv.pop(1).encode(), 0, 0, 0)  # PR_SET_NAME
 
 @pytest.mark.parametrize("name", ["a\rUid:\t0 0", "a\rUid:\tx", "a\rNSpid:\tx", "a\nUid:\t7"])
 def test_a_name_that_looks_like_another_field(name: str) -> None:
-    """The name of a process stands before its users in /proc/PID/status."""
+    """In /proc/PID/status the name of a process precedes its user IDs."""
     program = f"{RENAMED}\nprint(1, flush=True); input()"
     with (
         process([sys.executable, "-c", program, name], stdin=subprocess.PIPE) as started,
@@ -736,8 +740,8 @@ def test_a_process_that_claims_this_user_by_its_name() -> None:
     assert found.text == f"the listener belongs to user {OTHER_USER}, this process to 0"
 
 
-def test_a_number_that_is_used_again_is_another_process() -> None:
-    """An open directory of /proc stays that of the process that has ended."""
+def test_a_reused_process_number_is_another_process() -> None:
+    """An open /proc/PID directory belongs to the ended process even if its number is reused."""
     program = "print(1, flush=True); input()"
     with process([sys.executable, "-c", program], stdin=subprocess.PIPE) as started:
         seen = Process(started.pid)
@@ -749,8 +753,8 @@ def test_a_number_that_is_used_again_is_another_process() -> None:
         assert (seen.environment(), seen.sockets(), list(seen.mapped())) == ({}, set(), [])
 
 
-def test_a_long_line_of_descendants() -> None:
-    """As deep as a program likes: a recursion would have its limit."""
+def test_a_deep_process_tree_is_not_searched_recursively() -> None:
+    """A recursive search would raise RecursionError here."""
     deep = 60
     program = (
         "import os, sys, time\n"
@@ -763,7 +767,7 @@ def test_a_long_line_of_descendants() -> None:
     )
     with process([sys.executable, "-c", program, str(deep)], start_new_session=True) as started:
         limit = sys.getrecursionlimit()
-        depth = len(_stack())
+        depth = len(_stack_frames())
         sys.setrecursionlimit(depth + deep // 2)
         try:
             found = list(process_tree(started.pid))
@@ -773,7 +777,7 @@ def test_a_long_line_of_descendants() -> None:
     assert len(found) == deep + 1
 
 
-def _stack() -> list[object]:
+def _stack_frames() -> list[object]:
     import inspect
 
     return list(inspect.stack(0))

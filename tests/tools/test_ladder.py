@@ -1,4 +1,4 @@
-"""`trio-smc ladder`: what it draws of two kernels' conversation, of ours, and of damaged files."""
+"""`trio-smc ladder` draws captures of two kernels, of this implementation, and damaged files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_first_contact_of_two_kernels() -> None:
 
 @pytest.mark.v2("v2.13/2")
 def test_two_kernels_of_version_2() -> None:
-    """Titles and details of what only version 2 says."""
+    """The ladder has titles and details for the fields of version 2."""
     [ladder] = read_ladders(dissect(packets_of(GOLDEN_V2)))
     assert len(ladder.rows) == 118
     assert titles(ladder.rows[:9]) == [
@@ -107,7 +107,7 @@ def test_two_kernels_of_version_2() -> None:
 
 @pytest.mark.v2("v2.13/3")
 def test_writes_between_two_kernels_of_version_2() -> None:
-    """The second connection is on link 2, which is lost, and goes on over link 1."""
+    """The second connection moves from link 2, which fails, to link 1."""
     [ladder] = read_ladders(dissect(packets_of(GOLDEN_V2)))
     writes = [row for row in ladder.rows if isinstance(row.event, Write)]
     offers = [
@@ -123,7 +123,7 @@ def test_writes_between_two_kernels_of_version_2() -> None:
 @pytest.mark.v2("v2.13/3")
 @pytest.mark.parametrize("number", [2, 3, 4])
 def test_add_link_of_version_2_has_the_rtokens(number: int) -> None:
-    """A write by any RToken of ADD LINK or its reply is found on the new link."""
+    """A write with any RToken of ADD LINK or of its reply is assigned to the new link."""
     seen = list(dissect(packets_of(GOLDEN_V2)))
     offers = [
         each.event for each in seen
@@ -150,7 +150,7 @@ def test_add_link_of_version_2_has_the_rtokens(number: int) -> None:
 
 
 def test_kernels_without_peer_id_are_distinguished() -> None:
-    """Declined Proposals of version 2 alone, without a peer ID, of two clients."""
+    """Two clients propose only version 2, without a peer ID, and are declined."""
     server = End(b"\x0a\0\0\1", 5000)
     proposal = clc.Proposal(
         peer_id=bytes(8), version=2, flags=clc.proposal_flags(v1=False, v2=True), gid=bytes(16),
@@ -168,7 +168,7 @@ def test_kernels_without_peer_id_are_distinguished() -> None:
     ]
 
 
-def test_everything_of_two_kernels_has_its_place() -> None:
+def test_every_message_of_two_kernels_is_assigned() -> None:
     """Five connections alternate between two links; each write lies in a known RMB element."""
     [ladder] = read_ladders(golden())
     assert len(ladder.rows) == 160
@@ -185,11 +185,11 @@ def test_everything_of_two_kernels_has_its_place() -> None:
     }  # fmt: skip
 
 
-def test_one_connection() -> None:
+def test_connection_filter_keeps_the_messages_of_the_group() -> None:
     [whole], [second] = read_ladders(golden()), read_ladders(golden(), 2)
     assert {row.connection.number for row in second.rows if row.connection} == {2}
     count, of_whole = (Counter(kind(r.event) for r in each.rows) for each in (second, whole))
-    assert count["LLC"] == of_whole["LLC"]  # those of the group
+    assert count["LLC"] == of_whole["LLC"]  # LLC messages belong to the group
     assert (count["CLC"], count["write"]) == (3, 4)
     assert read_ladders(golden(), 6) == []
 
@@ -204,7 +204,7 @@ def test_text_has_straight_edges(width: int) -> None:
     assert len(arrows) == len(ladder.rows)
 
 
-def test_limit() -> None:
+def test_limit_counts_the_omitted_messages() -> None:
     [ladder] = read_ladders(golden())
     drawn = text(ladder, limit=3)
     assert sum("->|" in line or "|<-" in line for line in drawn) == 3
@@ -224,7 +224,7 @@ def test_svg_shows_every_message() -> None:
 
 
 def test_svg_breaks_long_details() -> None:
-    """The address of each of eight RNICs is shown, and none beyond the lines of the peers."""
+    """The picture contains all eight addresses, and no line exceeds its width."""
     [ladder] = read_ladders(golden())
     request = next(row for row in ladder.rows if isinstance(row.event, llc.ConfirmLink))
     gids = [bytes((0xFD, *range(101, 115), number)) for number in range(1, 9)]
@@ -239,8 +239,8 @@ def test_svg_breaks_long_details() -> None:
 
 
 @pytest.mark.parametrize("missing", range(1, 60, 7))
-def test_a_capture_that_began_late(missing: int) -> None:
-    """Unknown parts are omitted; directions and links are still right."""
+def test_a_capture_without_its_beginning(missing: int) -> None:
+    """The ladder omits unknown parts; directions and links are still correct."""
     late = golden()[missing:]
     drawn = read_ladders(late)
     assert sum(len(each.rows) for each in drawn) == len(late)
@@ -251,7 +251,7 @@ def test_a_capture_that_began_late(missing: int) -> None:
     assert all(row.to_server is row.event.reply for row in confirms)  # type: ignore[union-attr]
 
 
-def test_anything_can_be_drawn(rng: random.Random) -> None:
+def test_damaged_packets_can_be_drawn(rng: random.Random) -> None:
     whole = packets_of(GOLDEN)
     unreadable = 0
     for _ in range(60):
@@ -270,8 +270,8 @@ def test_anything_can_be_drawn(rng: random.Random) -> None:
     assert unreadable > 0
 
 
-async def test_a_failover_of_ours(tmp_path: Path) -> None:
-    """The example of docs/capture.md: writes of both sides, before and after an RNIC fails."""
+async def test_a_failover_of_this_implementation(tmp_path: Path) -> None:
+    """The example of docs/capture.md: both sides write before and after an RNIC fails."""
     first_contact, failover = await ladders.record(tmp_path / "private")
     assert titles(first_contact.rows)[:3] == titles(read_ladders(golden())[0].rows)[:3]
     assert {row.link_number for row in first_contact.rows} == {None, 1, 2}
@@ -292,7 +292,7 @@ def test_the_page_shows_the_ladders() -> None:
     assert "failover validation [F]" in page
 
 
-# --- words -------------------------------------------------------------------------------------
+# --- titles and details --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_the_page_shows_the_ladders() -> None:
         (Unreadable("too short"), "unreadable", ["too short"]),
     ],
 )  # fmt: skip
-def test_words(
+def test_titles_and_details(
     event: cdc.CdcMessage | llc.Message | Unreadable, words: str, more: list[str]
 ) -> None:
     row = Row(0, True, event)
@@ -333,7 +333,9 @@ def test_words(
 # --- the command -------------------------------------------------------------------------------
 
 
-async def test_our_own_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_capture_of_this_implementation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "capture.pcapng"
     await captured(path, data=bytes(1000))
     assert main(["ladder", str(path), "--connection", "2"]) == 0
@@ -355,7 +357,7 @@ def test_a_file_whose_open_could_block_is_refused(
     path = tmp_path / "capture.pcapng"
     if kind == "fifo":
         os.mkfifo(path)
-        # With a writer, so that an open of the FIFO would not wait.
+        # A writer has the FIFO open, so opening it for reading would not block.
         writer = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         os.write(writer, b"no capture, but more than four bytes")
     else:
@@ -370,7 +372,7 @@ def test_a_file_whose_open_could_block_is_refused(
 
 
 def test_a_pipe_that_the_shell_opened(capsys: pytest.CaptureFixture[str]) -> None:
-    """As bash passes the name of one for <(zcat capture.gz)."""
+    """For <(zcat capture.gz) bash passes a name below /dev/fd."""
     reader, writer = os.pipe()
     with os.fdopen(writer, "wb") as file:
         file.write(GOLDEN.read_bytes()[:4096])
@@ -413,7 +415,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         out, err = capsys.readouterr()
         assert message in err
         assert err.count("\n") == 1
-        assert ("Proposal" in out) is (path is cut)  # what could be read is drawn
+        assert ("Proposal" in out) is (path is cut)  # messages before the damage are drawn
     assert main(["ladder", str(GOLDEN), "--connection", "9"]) == 1
     assert main(["ladder", str(GOLDEN), "--svg", str(tmp_path / "no" / "x.svg")]) == 2
 

@@ -1,4 +1,4 @@
-"""The columns, filters and counters that smc-tools show: `ss`, `lg`, `rnic`, `ueid`, `stats`."""
+"""`ss`, `lg`, `rnic`, `ueid`, `stats` have the columns, filters and counters of smc-tools."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_columns_and_filters_of_ss() -> None:
         assert text.count(" tests.tools.tools_peer ") == 4
 
         async def shown(*words: object) -> list[str]:
-            """The states of listeners and connections that these options leave."""
+            """Return the states of the listeners and connections that match these options."""
             [stack] = (await quick_command("ss", "--json", *words)).json
             assert (stack["uid"], stack["user"]) == (os.getuid(), USER)
             return sorted(
@@ -55,7 +55,7 @@ async def test_columns_and_filters_of_ss() -> None:
         )
         text = (await quick_command("ss", "-v", "--smc", "--port", client)).out
         assert text.count("  interface lo\n") == 2
-        # A ring has 16384 bytes, so nothing has wrapped.
+        # 1500 bytes are fewer than a ring of 16384, so the wrap counts are 0.
         assert "  tx cursor producer 0:1500, consumer 0:500\n" in text
         assert "  rx cursor producer 0:1500, consumer 0:500\n" in text
         assert "  flags     sent -, received -; shut down -\n" in text
@@ -66,7 +66,7 @@ async def test_columns_and_filters_of_ss() -> None:
 
 
 async def test_flags_and_shutdown_states() -> None:
-    """After a half-close of the client; the server does not read, so the client waits."""
+    """The server has half-closed and does not read, so the client's writer is blocked."""
     config = Config(receive_buffer=16384)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
         [listener] = await stack.open_listeners(0, host="127.0.0.1")
@@ -141,8 +141,8 @@ def test_the_pci_address_of_a_device(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_rnics_of_an_interface_and_why() -> None:
-    """The PNET table first; else GIDs of the interface, or of the members of a bond."""
+def test_explain_interface_names_rnics_with_reasons() -> None:
+    """The PNET table decides; without an entry, GIDs of the interface or of its bond members."""
     known = {
         each.index: each
         for each in (
@@ -220,7 +220,7 @@ async def test_sums_rows_and_differences_of_stats(
         assert [line[2] for line in lines] in (["2", "0", "2"], ["0", "2", "2"])
         monkeypatch.setattr(stats, "_MOST_COLUMNS", 1)
         assert (await quick_command("stats")).rows()[0] == head
-        # One more connection of the server, and nothing else, since the file was written.
+        # Since the file was written, the server had one more connection, the others none.
         assert (await quick_command("check", "127.0.0.1", server.details["port"])).code == 0
         added = (await quick_command("stats", "--since", file, "--json")).json
         counts = {each["pid"]: each["counters"]["connections"] for each in added}
@@ -239,7 +239,7 @@ async def test_sums_rows_and_differences_of_stats(
 
 
 async def test_histograms_of_sizes() -> None:
-    """They are counted while a command waits, and not before or afterwards."""
+    """A stack counts sizes only while the command runs."""
     config = Config(receive_buffer=1 << 17)
     async with trio_smc.open_stack(config) as one, trio_smc.open_stack(config) as two:
         [listener] = await one.open_listeners(0, host="127.0.0.1")
@@ -254,7 +254,7 @@ async def test_histograms_of_sizes() -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count)
-            # No event reports an observer.
+            # There is no event for a new observer.
             while one.runtime.groups.observer is None or two.runtime.groups.observer is None:  # noqa: ASYNC110
                 await trio.sleep(0.01)
             for size in (100, 100, 5000):

@@ -1,4 +1,4 @@
-"""For operators: settings of the environment, a test server, drains, and reports for bugs."""
+"""Commands for operators: settings from the environment, `check --listen`, drains, bug reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHOW = (
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory and a file that the environment names."""
+    """Name a private directory and a settings file in the environment."""
     directory, file = tmp_path / "smc", tmp_path / "smc.toml"
     directory.mkdir(mode=0o700)
     file.write_text("receive_buffer = 65536\n")
@@ -49,7 +49,10 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.asynccontextmanager
 async def started(*arguments: object) -> AsyncIterator[tuple[trio.Process, trio.abc.ReceiveStream]]:
-    """A command that goes on, and its lines; it ends with the block, by SIGTERM."""
+    """Run a command until the end of the block, which sends SIGTERM.
+
+    Yields the process and its standard output.
+    """
     process = await trio.lowlevel.open_process(
         [*RUN, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE
     )
@@ -64,8 +67,8 @@ async def started(*arguments: object) -> AsyncIterator[tuple[trio.Process, trio.
             await process.stdout.aclose()
 
 
-async def until(stream: trio.abc.ReceiveStream, pattern: str) -> re.Match[str]:
-    """The first match in the output."""
+async def read_until(stream: trio.abc.ReceiveStream, pattern: str) -> re.Match[str]:
+    """Read until the output matches the pattern."""
     data = b""
     with trio.fail_after(LIMIT):
         while not (found := re.search(pattern, data.decode())):
@@ -79,7 +82,7 @@ async def until(stream: trio.abc.ReceiveStream, pattern: str) -> re.Match[str]:
 
 
 async def test_the_environment_reaches_every_command(settings: Path, tmp_path: Path) -> None:
-    """Programs, the program of `run`, `proxy`, and the commands that look for them."""
+    """Stacks, `run`, `proxy`, and the commands that query them use the same settings."""
     other = tmp_path / "other"
     other.mkdir(mode=0o700)
     async with running("server") as peer:
@@ -107,7 +110,7 @@ async def test_the_environment_reaches_every_command(settings: Path, tmp_path: P
         (tmp_path / "own.toml").write_text("require_smc = true\n")
         own = ("--directory", other, "--config", tmp_path / "own.toml")
         async with started("proxy", listen, target, *own) as (process, lines):
-            await until(lines, "listening on .* port")
+            await read_until(lines, "listening on .* port")
             [found] = (await quick_command("report", "--directory", other, "--json")).json[2:3]
             assert found["file"] == "processes.json"
             [proxy] = (await quick_command("ss", "--json", "--directory", other)).json
@@ -146,7 +149,7 @@ async def test_the_environment_reaches_every_command(settings: Path, tmp_path: P
     ],
     ids=lambda value: " ".join(value)[:20] if isinstance(value, tuple) else "",
 )
-async def test_one_line_for_wrong_settings(
+async def test_wrong_settings_give_one_line(
     words: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRIO_SMC_DIRECTORY", "/nowhere/smc")
@@ -160,28 +163,28 @@ async def test_one_line_for_wrong_settings(
 # --- the test server -----------------------------------------------------------------------------
 
 
-async def test_a_test_server(settings: Path) -> None:
-    """Each client is reported with its mode; a rude one ends nothing but its connection."""
+async def test_check_listen_reports_each_client(settings: Path) -> None:
+    """The server reports each client with its mode, and continues after a client resets."""
     async with started("check", "--listen", "0", "127.0.0.1") as (process, lines):
-        port = (await until(lines, r"listening on 127\.0\.0\.1:(\d+)\n"))[1]
+        port = (await read_until(lines, r"listening on 127\.0\.0\.1:(\d+)\n"))[1]
         report = (await quick_command("check", "127.0.0.1", port, "--json")).json
         assert (report["mode"], report["server"]["pid"]) == ("smc-r", process.pid)
-        await until(lines, r"127\.0\.0\.1:\d+  smc-r, version 1, single link group\n")
+        await read_until(lines, r"127\.0\.0\.1:\d+  smc-r, version 1, single link group\n")
         for _ in range(2):
             plain = await trio.open_tcp_stream("127.0.0.1", int(port))
             await plain.send_all(b"\x1b[31m" * 100_000)
             plain.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             await plain.aclose()
-        found = await until(lines, r"(?s)(tcp: .*\n.*){2}")
+        found = await read_until(lines, r"(?s)(tcp: .*\n.*){2}")
         assert "\x1b" not in found[0]
         assert "peer-not-capable, decided by this side" in found[0]
         assert "remedy: " in found[0]
     assert process.returncode == 0
     async with started("check", "--listen", "0", "--count", "1", "--json") as (process, lines):
-        listening = json.loads((await until(lines, r"(?s)\{.*\n\}\n"))[0])
+        listening = json.loads((await read_until(lines, r"(?s)\{.*\n\}\n"))[0])
         port = listening["listening"][0][1]
         assert (await quick_command("check", "localhost", port)).code == 0
-        assert '"mode": "smc-r"' in (await until(lines, r"(?s)\{.*\n\}\n"))[0]
+        assert '"mode": "smc-r"' in (await read_until(lines, r"(?s)\{.*\n\}\n"))[0]
         with trio.fail_after(LIMIT):
             assert await process.wait() == 0
 
@@ -190,9 +193,9 @@ async def test_a_test_server(settings: Path) -> None:
 
 
 async def test_drains_through_the_control_socket() -> None:
-    """An RNIC and a link group, while connections use them and afterwards."""
+    """`drain` reports the connections that still use an RNIC or a link group."""
     async with running("pair") as peer, running("server") as server:
-        # The RNIC: its connections have no other one, so they stay.
+        # The connections have no other RNIC, so they stay on this one.
         done = await quick_command("drain", "soft0", "--pid", peer.pid, "--timeout", "0.3")
         assert (done.code, done.err) == (1, "")
         line = "soft0 takes no new connections; open ones that still use it: 2"
@@ -201,14 +204,14 @@ async def test_drains_through_the_control_socket() -> None:
         assert [each["drained"] for each in stack["rnics"]] == [True]
         check = await quick_command("check", "127.0.0.1", peer.details["port"], "--timeout", "5")
         assert "rnic-down, decided by the server" in check.out
-        # All processes; one of them has nothing that uses it.
+        # Drain in all processes; one of them has no connections.
         done = await quick_command("drain", "soft0", "--timeout", "0.3", "--json")
         assert done.code == 1
         found = {each["pid"]: each for each in json.loads(done.out)}
         assert (found[peer.pid]["done"], found[peer.pid]["connections"]) == (False, 2)
         assert (found[server.pid]["done"], found[server.pid]["connections"]) == (True, 0)
         assert (await quick_command("undrain", "soft0", "--json")).code == 0
-        # A link group of the server side: the next connection forms another one.
+        # Drain a link group of the server side.
         [stack] = (await quick_command("lg", "--pid", peer.pid, "--json")).json
         number = {each["role"]: each["number"] for each in stack["link_groups"]}["server"]
         group = ("--group", number, "--pid", peer.pid)
@@ -228,7 +231,7 @@ async def test_drains_through_the_control_socket() -> None:
 
 @pytest.mark.parametrize("role", ["server", "client"])
 async def test_a_drained_link_group(role: str) -> None:
-    """Its open connection goes on; no new one uses the group; then it ends."""
+    """The open connection continues, no new one uses the group, and the group ends with it."""
     config = trio_smc.Config(receive_buffer=16384, shutdown_timeout=2)
     async with trio_smc.open_stack(config) as one, trio_smc.open_stack(config) as two:
         [listener] = await one.open_listeners(0, host="127.0.0.1")
@@ -242,20 +245,20 @@ async def test_a_drained_link_group(role: str) -> None:
             await trio.testing.wait_all_tasks_blocked()
             assert group.drained
             second = await two.open_stream(*address)
-            beside = await listener.accept()
+            accepted = await listener.accept()
             if role == "server":
                 assert second.mode == "smc-r"
                 assert second.link_group != first.link_group
             else:
                 assert second.fallback is not None
                 assert second.fallback.reason == trio_smc.FallbackReason.RNIC_DOWN
-            for stream, peer in ((first, other), (second, beside)):
+            for stream, peer in ((first, other), (second, accepted)):
                 await stream.send_all(b"x" * 1000)
                 assert await peer.receive_some(1000) == b"x" * 1000
             assert group.state == "SINGLE"
-            for each in (first, other, second, beside):
+            for each in (first, other, second, accepted):
                 await each.aclose()
-            # The nursery waits for the drain.
+            # The end of the nursery block waits for the drain.
         assert group.state == "GONE"
         with pytest.raises(ValueError, match="the stack has no link group"):
             stack.undrain_link_group(group)
@@ -274,7 +277,7 @@ async def test_a_drained_link_group(role: str) -> None:
     ids=str,
 )  # fmt: skip
 async def test_requests_that_drain_nothing(request_: dict[str, Any]) -> None:
-    """A stack answers with one sentence, and goes on."""
+    """The stack answers with an error, and drains nothing."""
     async with trio_smc.open_stack() as stack:
         root = stack.config.private_directory() / control.DIRECTORY
         [name] = os.listdir(root)
@@ -323,7 +326,7 @@ async def test_a_report_explains_and_has_no_secret(
     assert found["kernel.json"]["release"] == os.uname().release
     assert found["directory.json"]["mode"] == "0700"
     everything = b"".join(texts.values())
-    for secret in (b"hunter2", b"tools_peer", b"DATABASE"):  # a variable, a command line
+    for secret in (b"hunter2", b"tools_peer", b"DATABASE"):  # of a variable, and of a command line
         assert secret not in everything
     assert "cannot write" in (await quick_command("report", "-o", "/nowhere/x")).err
 
@@ -335,7 +338,7 @@ async def test_a_report_explains_and_has_no_secret(
 def test_run_with_a_release_that_has_no_load_settings(
     knows: bool, settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PROGRAM's Python may have an older trio_smc."""
+    """The Python of the program may have an older trio_smc."""
     source = (ROOT / "trio_smc" / "tools" / "site" / "sitecustomize.py").read_text()
     [function] = re.findall(r"^def _settings\(.*?\n(?=\n\n)", source, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"os": os, "Any": Any}

@@ -1,7 +1,7 @@
 """The commands read answers of processes that run another release of trio_smc.
 
-`tests/golden/release-0.1.0-control.json` has the answer of a process of release 0.1.0 (commit
-3290ec0) to a request for all parts: it was connected to itself over SMC-R and TCP.
+`tests/golden/release-0.1.0-control.json` is the answer of a process of release 0.1.0 (commit
+3290ec0) to a request for all parts. The process had connections to itself over SMC-R and TCP.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NOTE = (
 
 
 @contextlib.contextmanager
-def answering(directory: Path, messages: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """A control socket of this process that sends the requested ones of these messages."""
+def serving_messages(directory: Path, messages: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """A control socket of this process that sends those of the messages that a client requests."""
     below = directory / control.DIRECTORY
     below.mkdir(parents=True)
     directory.chmod(0o700)
@@ -78,7 +78,7 @@ def run(
     capsys: pytest.CaptureFixture[str],
 ) -> Done:
     directory = tmp_path / "private"
-    with answering(directory, messages):
+    with serving_messages(directory, messages):
         return command_here(capsys, *words, "--directory", str(directory))
 
 
@@ -103,7 +103,7 @@ def test_missing_fields_are_dashes(tmp_path: Path, capsys: pytest.CaptureFixture
         (tmp_path / name).mkdir()
     assert ["version", "-"] in rows("ss", "-v")
     heads, group, *_ = rows("lg")
-    assert group[heads.index("VERSION") - 1] == "-", "PEER ID is two words"
+    assert group[heads.index("VERSION") - 1] == "-", "PEER ID counts as two words"
     assert ["tcp", "bytes", "sent", "-"] in rows("stats")
     done = run(OLDER, ("stats", "--sum"), tmp_path / "sum", capsys)
     assert ["tcp", "bytes", "sent", "-"] in done.rows()
@@ -129,7 +129,7 @@ def test_missing_fields_are_null_in_json(
 
 
 def value(shape: Any, depth: int) -> Any:
-    """A value of the shape, without the optional fields of objects at this depth."""
+    """Return a value of the shape, without the optional fields of objects at this depth."""
     match shape:
         case Maybe():
             return value(shape.shape, depth)
@@ -175,7 +175,7 @@ def test_any_field_may_be_missing(
 def test_a_newer_process(
     words: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has more fields and parts than this release, and names itself."""
+    """The newer process sends more fields and parts than this release knows, and its release."""
     messages = answer(9, release="9.9")
     for each in messages[:-1]:
         data = each["data"]
@@ -194,7 +194,7 @@ def test_this_release_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_processes_of_several_releases(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line for each release, and each process once."""
+    """The note has one line for each release, and names each process once."""
     noted = client.SilentProcesses()
     for _ in range(2):
         noted.note_releases([client.Snapshot(pid, release=None) for pid in range(1, 11)])

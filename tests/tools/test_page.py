@@ -1,4 +1,4 @@
-"""docs/cli.md shows what `trio-smc` prints, and names every one of its commands."""
+"""docs/cli.md shows the real output of `trio-smc`, for each of its commands."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_every_command_that_queries_a_process_has_an_example() -> None:
     }  # fmt: skip
 
 
-def test_a_process_may_have_any_number() -> None:
-    """It is no part of a port, and no count of bytes."""
+def test_a_process_number_is_not_replaced_elsewhere() -> None:
+    """A process number may also occur as digits of a port, or as a number of bytes."""
     numbers = cli_page.Numbers(200, {20012: 7000, 20034: 40001})
     expected = {
         "pid": 200,

@@ -1,4 +1,4 @@
-"""`trio-smc run`: what it says of programs that are not all SMC-R, and that it ends as they do."""
+"""`trio-smc run` reports programs that do not use SMC-R, and returns the program's exit code."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def both():
 def run(
     directory: Path, program: str, *options: str, python: tuple[str, ...] = (sys.executable,)
 ) -> tuple[int, str]:
-    """The exit code and what was said on stderr."""
+    """Run a program under `trio-smc run`. Returns the exit code and stderr."""
     (directory / "program.py").write_text(program)
     done = subprocess.run(
         [*RUN, *options, "--", *python, "program.py"],
@@ -134,7 +134,10 @@ def test_a_trio_program_is_silent_and_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_service_that_is_killed_is_reported(number: int, tmp_path: Path) -> None:
-    """The counters that it reported while it ran; old enough when it has served."""
+    """The report has the last counters that the service sent before it was killed.
+
+    The program waits for 1.5 s because a stack sends its counters periodically.
+    """
     private = tmp_path / "private"
     (tmp_path / "smc.toml").write_text(f'directory = "{private}"')
     (tmp_path / "program.py").write_text(
@@ -159,15 +162,15 @@ trio.run(service)
         _, report = process.communicate(timeout=2 * PATIENCE)
     assert process.returncode == -number
     for left in (*private.glob("rnic-*"), *private.glob("control/*")):
-        left.unlink()  # the killed process could not do it
+        left.unlink()  # the killed process could not remove it
     lines = report.splitlines()
     assert re.match(r"trio-smc run: +10 SMC-R, sent 9.8 KiB", lines[1]), report
     assert lines[-1].startswith("trio-smc run:   1 of 1 stacks ended with a killed process: ")
 
 
 @pytest.mark.parametrize("name", ["trio", "trio_smc"])
-def test_a_program_that_only_looks_for_trio(name: str, tmp_path: Path) -> None:
-    """As frameworks do that can work with several libraries."""
+def test_a_program_may_look_for_trio_before_its_import(name: str, tmp_path: Path) -> None:
+    """Frameworks that support several async libraries call `find_spec`."""
     program = f"import importlib.util; assert importlib.util.find_spec({name!r})\n{TRIO}"
     code, report = run(tmp_path, f"{program}\ntrio.run(main)", "--report", "--require-smc")
     assert code == 0
@@ -205,32 +208,32 @@ def test_short_connections_become_tcp_unless_smc_is_required(tmp_path: Path) -> 
 
 
 EITHER_END = f"""{TRIO}
-async def answer():
+async def run_server():
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(trio.serve_tcp, serve, 0)
         print(listeners[0].socket.getsockname()[1], flush=True)
         await trio.lowlevel.wait_readable(0)
         nursery.cancel_scope.cancel()
 
-def run(ask):
+def run(run_client):
     # With a port as argument the client, otherwise the server.
-    trio.run(*((ask, int(sys.argv[1])) if sys.argv[1:] else (answer,)))
+    trio.run(*((run_client, int(sys.argv[1])) if sys.argv[1:] else (run_server,)))
 """
 
 
 APART = f"""{EITHER_END}
-async def ask(port):
+async def run_client(port):
     for _ in range(40):
         async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
             await stream.send_all(bytes(1000))
             assert await stream.receive_some()
 
-run(ask)
+run(run_client)
 """
 
 
 COUNTED = f"""{EITHER_END}
-async def ask(port):
+async def run_client(port):
     for number in range(3):  # closed in three ways
         stream = await trio.open_tcp_stream("127.0.0.1", port)
         await stream.send_all(bytes(200_000))
@@ -252,12 +255,12 @@ async def ask(port):
         print("counted", flush=True)
         await trio.sleep_forever()
 
-run(ask)
+run(run_client)
 """
 
 
 def test_bytes_of_connections_that_stay_tcp(tmp_path: Path) -> None:
-    """At both ends, however a connection ends, and of one that is open when its process ends."""
+    """Both ends count the bytes, however a connection is closed or left open."""
     (tmp_path / "program.py").write_text(COUNTED)
     (tmp_path / "smc.toml").write_text('deny = ["127.0.0.0/8"]')
     program = [*RUN, "--report", "--config", "smc.toml", "--", sys.executable, "program.py"]
@@ -282,8 +285,8 @@ def test_bytes_of_connections_that_stay_tcp(tmp_path: Path) -> None:
         ), report
 
 
-def test_short_connections_with_a_program_that_requires_smc(tmp_path: Path) -> None:
-    """It would refuse TCP, and says so before anything is learned."""
+def test_short_connections_to_a_peer_that_requires_smc_stay_smc_r(tmp_path: Path) -> None:
+    """The server requires SMC-R, so the client does not learn to use TCP for short connections."""
     (tmp_path / "program.py").write_text(APART)
     program = ["--", sys.executable, "program.py"]
     with subprocess.Popen(
@@ -311,7 +314,7 @@ def test_two_workers_and_helpers_have_one_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["fromfd(number)", "socket(fileno=number)"])
 def test_a_service_gets_its_listening_socket_as_a_descriptor(tmp_path: Path, way: str) -> None:
-    """As from systemd (LISTEN_FDS)."""
+    """systemd passes listening sockets this way (LISTEN_FDS)."""
     (tmp_path / "service.py").write_text(f"""
 import sys, trio, trio.testing
 
@@ -398,7 +401,7 @@ def test_a_loop_of_asyncio_inside_a_trio_run_without_connections(tmp_path: Path)
 
 
 def test_connections_of_asyncio_in_a_worker(tmp_path: Path) -> None:
-    """Said at once, not when the server ends, and once."""
+    """The warning comes when the worker connects, not when the program ends, and only once."""
     program = f"""{ASYNCIO}
 import subprocess, time
 if sys.argv[1:]:
@@ -436,7 +439,7 @@ def test_a_python_that_does_not_load_the_hook(tmp_path: Path) -> None:
     code, report = run(tmp_path, f"{TRIO}\ntrio.run(main)", python=(sys.executable, "-I"))
     assert code == 0
     assert re.fullmatch(r"trio-smc run: warning: process \d+ runs .* without the hook .*\n", report)
-    # In the middle of a tree it is found by its sockets, while it runs.
+    # Deeper in the process tree, the command finds it by its sockets while it runs.
     server = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(60)"
     program = f"""
 import signal, subprocess, sys
@@ -469,7 +472,7 @@ def test_a_python_without_trio_smc(tmp_path: Path) -> None:
         )  # fmt: skip
         assert (done.returncode, done.stdout) == (code, printed)
         pattern = rf"trio-smc run: {level}: process \d+ uses Trio, .*No module named 'trio_smc'.*\n"
-        assert re.fullmatch(pattern, done.stderr), done.stderr  # and not a line of each process
+        assert re.fullmatch(pattern, done.stderr), done.stderr  # one line in all
 
 
 def test_exit_codes_and_signals_are_the_programs(tmp_path: Path) -> None:
@@ -502,7 +505,7 @@ except* SystemExit as group:
 
 
 def test_a_caller_that_ignores_sigchld(tmp_path: Path) -> None:
-    """Python and sh inherit that; the kernel would keep no exit code of PROGRAM."""
+    """SIG_IGN for SIGCHLD is inherited, and the kernel then keeps no exit codes of children."""
     (tmp_path / "program.py").write_text(
         "import signal, sys, time; time.sleep(0.2)\n"
         "sys.exit(6 if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN else 1)"
@@ -532,7 +535,7 @@ def test_the_program_does_not_outlive_the_command(tmp_path: Path) -> None:
             process.wait(2 * PATIENCE)
             _, status = os.waitpid(pid, 0)
         for left in tmp_path.glob("trio-smc-run-*/*"):
-            left.unlink()  # the killed process could not do it
+            left.unlink()  # the killed process could not remove it
     finally:
         libc.prctl(SUBREAPER, 0, 0, 0, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -540,13 +543,13 @@ def test_the_program_does_not_outlive_the_command(tmp_path: Path) -> None:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A directory in which the path of a Unix socket fits into its address."""
+    """A directory with a path short enough for the address of a Unix socket."""
     with tempfile.TemporaryDirectory(prefix="smc-") as path:
         yield Path(path)
 
 
-def test_a_killed_command_leaves_nothing_after_the_next_one(short_path: Path) -> None:
-    """Neither an empty directory, nor one that listens, nor a file is removed."""
+def test_the_next_command_removes_the_files_of_a_killed_one(short_path: Path) -> None:
+    """The command keeps an empty directory, one that is in use, and one with a plain file."""
     program = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
     environment = {**os.environ, "TMPDIR": str(short_path)}
 
@@ -562,7 +565,7 @@ def test_a_killed_command_leaves_nothing_after_the_next_one(short_path: Path) ->
     killed = start()
     [left] = directories()
     killed.kill()
-    killed.communicate()  # until the program has ended, too
+    killed.communicate()  # returns after the program has ended, too
     empty, file = short_path / "trio-smc-run-empty", short_path / "trio-smc-run-file"
     empty.mkdir()
     file.mkdir()

@@ -1,4 +1,4 @@
-"""`trio-smc run` beside processes that attack the socket on which PROGRAM's processes report."""
+"""Attacks on the socket through which the processes below `trio-smc run` send their reports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ACCUSATION = json.dumps({"kind": "asyncio", "pid": 1}).encode()
 
 
 def send(path: str, data: bytes) -> bool:
-    """Send one message as the hook does; False if it was refused."""
+    """Send one message as the hook does. Returns False if the connection was refused."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.setblocking(False)
         try:
@@ -57,22 +57,22 @@ def send(path: str, data: bytes) -> bool:
 
 
 class Inbox:
-    """A report socket, and the messages that it has received."""
+    """A report socket that records the messages it receives."""
 
     def __init__(self) -> None:
-        self.socket = ReportSocket(self._take)
+        self.socket = ReportSocket(self._record)
         self.messages: list[tuple[bytes, int]] = []
         self.proven: dict[bytes, bool] = {}
         self._changed = threading.Condition()
 
-    def _take(self, data: bytes, pid: int, proven: bool) -> None:
+    def _record(self, data: bytes, pid: int, proven: bool) -> None:
         with self._changed:
             self.proven[data] = proven
             self.messages.append((data, pid))
             self._changed.notify_all()
 
     def wait(self, condition: Callable[[], bool], seconds: float = 10) -> None:
-        """Wait until a condition on the messages holds."""
+        """Wait until the condition is true; the condition is checked after each message."""
         with self._changed:
             assert self._changed.wait_for(condition, seconds), self.messages[:10]
 
@@ -122,8 +122,8 @@ def test_invalid_packets_are_ignored(data: bytes) -> None:
     assert not tree.hooked
 
 
-def test_damaged_messages_raise_nothing_else(rng: random.Random) -> None:
-    """Bytes changed, values replaced, in messages that would be good."""
+def test_damaged_messages_raise_only_protocol_errors(rng: random.Random) -> None:
+    """The messages are valid ones with changed bytes and replaced values."""
     values: list[Any] = [
         None,
         True,
@@ -164,8 +164,8 @@ def test_damaged_messages_raise_nothing_else(rng: random.Random) -> None:
     assert min(seen.values()) > 100
 
 
-def test_tables_are_bounded() -> None:
-    """One process that claims stacks without end, and reasons without end."""
+def test_the_tables_of_a_tree_are_bounded() -> None:
+    """A process reports 20,000 stacks, each with a reason of its own."""
     tree = Tree(require=True)
     for number in range(20_000):
         fallbacks = [{"origin": "x", "reason": f"{number}", "count": 1}]
@@ -192,7 +192,7 @@ def test_no_conclusion_from_messages_that_may_be_missing() -> None:
 
 
 def test_messages_wait_for_a_reader_that_was_stopped(inbox: Inbox) -> None:
-    """A hundred children that start at once, and more; no sender waits."""
+    """The backlog is large enough for 300 messages; no sender waits."""
     for number in range(300):
         assert send(inbox.socket.path, b"%d" % number)
     inbox.socket.start(os.getpid())
@@ -202,7 +202,9 @@ def test_messages_wait_for_a_reader_that_was_stopped(inbox: Inbox) -> None:
 
 
 def test_a_full_backlog_is_counted_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook of a new interpreter neither waits nor fails, and says later what was lost."""
+    """The hook of a new interpreter neither waits nor fails, and later reports the number of lost
+    messages.
+    """
     monkeypatch.setattr(report_socket, "_BACKLOG", 8)
     inbox = Inbox()
     with inbox.socket:
@@ -233,7 +235,7 @@ def test_a_full_backlog_is_counted_at_both_ends(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_sender_that_stops_between_connect_and_send(inbox: Inbox) -> None:
-    """It costs a connection for a while; others are heard."""
+    """The reader keeps the connection for a limited time, and receives the messages of others."""
     inbox.socket.start(os.getpid())
     stopped = []
     try:
@@ -247,17 +249,19 @@ def test_a_sender_that_stops_between_connect_and_send(inbox: Inbox) -> None:
         inbox.wait(lambda: (b"other", os.getpid()) in inbox.messages)
         stopped[-1].send(b"late")
         inbox.wait(lambda: (b"late", os.getpid()) in inbox.messages)
-        assert len(os.listdir("/proc/self/fd")) < before + 200 + 80, "too many are kept"
+        assert len(os.listdir("/proc/self/fd")) < before + 200 + 80, "too many connections are kept"
     finally:
         for sock in stopped:
             sock.close()
 
 
 @pytest.mark.parametrize("refusable", [True, False])
-def test_descriptors_in_messages(refusable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TCP sockets whose close would block for minutes (SO_LINGER): nothing waits for them."""
+def test_descriptors_in_messages_do_not_delay_the_reader(
+    refusable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptors are TCP sockets whose close would block for minutes (SO_LINGER)."""
     if not refusable:
-        monkeypatch.setattr(report_socket, "_SO_PASSRIGHTS", 9999)  # an older kernel
+        monkeypatch.setattr(report_socket, "_SO_PASSRIGHTS", 9999)  # as on an older kernel
     inbox = Inbox()
     with (
         inbox.socket,
@@ -284,17 +288,17 @@ def test_descriptors_in_messages(refusable: bool, monkeypatch: pytest.MonkeyPatc
                 assert refusable
                 lingering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
             sender.close()
-            lingering.close()  # the one in the message is the last one
+            lingering.close()  # the message has the last reference
             descriptors = len(os.listdir("/proc/self/fd"))
             inbox.socket.start(os.getpid())
             assert send(inbox.socket.path, b"behind")
             inbox.wait(lambda: (b"behind", os.getpid()) in inbox.messages, 2)
             assert ((b"rights", os.getpid()) in inbox.messages) == taken
-            assert len(os.listdir("/proc/self/fd")) <= descriptors + 4, "it was received"
+            assert len(os.listdir("/proc/self/fd")) <= descriptors + 4, "a descriptor was received"
             begun = time.monotonic()
             inbox.socket.finish()
             assert time.monotonic() - begun < 5
-    # The last reader of the TCP connection has gone, which ends a close that blocks.
+    # The other end of the TCP connection is closed now, so a blocked close returns.
     for thread in threading.enumerate():
         if thread.name == "trio-smc run":
             thread.join(2 * PATIENCE)
@@ -302,7 +306,7 @@ def test_descriptors_in_messages(refusable: bool, monkeypatch: pytest.MonkeyPatc
 
 # --- the command -------------------------------------------------------------------------------
 
-PROGRAM = """
+PROGRAM = f"""
 import os, sys, trio
 
 async def main():
@@ -310,7 +314,7 @@ async def main():
         listeners = await nursery.start(trio.serve_tcp, trio.sleep_forever, 0)
         print(os.environ["TRIO_SMC_RUN"], flush=True)
         worst, before = 0.0, trio.current_time()
-        with trio.move_on_after(60) as scope:
+        with trio.move_on_after({2 * PATIENCE}) as scope:
             async with trio.open_nursery() as inner:
                 inner.start_soon(until_line, inner.cancel_scope)
                 while True:
@@ -368,7 +372,7 @@ print(sent)
 
 
 def run_sender(*arguments: object, user: int | None = OTHER) -> int:
-    """Run SENDER; returns the number of messages that it could send."""
+    """Run SENDER. Returns the number of messages that it could send."""
     python = sys.executable if user is None else PUBLIC_PYTHON
     assert python is not None
     done = subprocess.run(
@@ -383,7 +387,7 @@ def run_sender(*arguments: object, user: int | None = OTHER) -> int:
 def command(
     directory: Path, *options: str, program: str = PROGRAM, temporary: str | None = None
 ) -> Iterator[Any]:
-    """`trio-smc run` of a program that has printed its first line."""
+    """Run a program under `trio-smc run`; kill the command after the block."""
     (directory / "program.py").write_text(program)
     with subprocess.Popen(
         [*RUN, *options, "--", sys.executable, "program.py"],
@@ -399,7 +403,7 @@ def command(
 
 @pytest.fixture
 def public_directory() -> Iterator[str]:
-    """A directory that other users can list, of this test alone."""
+    """A new directory that other users can list."""
     directory = tempfile.mkdtemp(dir="/tmp")
     os.chmod(directory, 0o755)
     yield directory
@@ -407,7 +411,7 @@ def public_directory() -> Iterator[str]:
 
 
 def memory_of(pid: int) -> int:
-    """The most memory that a process has had, in KiB."""
+    """Peak resident memory of a process in KiB."""
     [peak] = re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     return int(peak)
 
@@ -417,7 +421,7 @@ def memory_of(pid: int) -> int:
 def test_a_flood_from_another_user(
     knows_the_name: bool, tmp_path: Path, public_directory: str
 ) -> None:
-    """It finds no name that it can use; and one that it was given does not help it."""
+    """Another user can neither find the socket nor, if the path is known, change the report."""
     with command(
         tmp_path, "--require-smc", "--report", temporary=public_directory
     ) as process:  # fmt: skip
@@ -440,7 +444,7 @@ def test_a_flood_from_another_user(
 
 
 def test_a_flood_from_the_same_user(tmp_path: Path) -> None:
-    """The sender does not descend from PROGRAM: nothing that it sends counts."""
+    """The sender does not descend from the program, so its messages are ignored."""
     with command(tmp_path, "--require-smc", "--report") as process:
         path = process.stdout.readline().strip()
         before = memory_of(process.pid)
@@ -457,7 +461,7 @@ def test_a_flood_from_the_same_user(tmp_path: Path) -> None:
 
 
 def test_senders_of_the_same_user_that_have_ended(tmp_path: Path) -> None:
-    """The command is stopped while they send, so it cannot look at their parents."""
+    """The command is stopped while they send, and afterwards cannot find their parents."""
     with command(tmp_path, "--require-smc", "--report") as process:
         path = process.stdout.readline().strip()
         process.send_signal(signal.SIGSTOP)
@@ -471,7 +475,7 @@ def test_senders_of_the_same_user_that_have_ended(tmp_path: Path) -> None:
 
 
 def test_packets_of_an_orphan_are_received(tmp_path: Path) -> None:
-    """As a daemon: its parent has ended, and the command has adopted it."""
+    """The parent of a daemon has ended, and the command, a subreaper, has adopted the daemon."""
     program = """
 import json, os, socket, sys, time
 starter = os.getpid()
@@ -515,7 +519,7 @@ sys.exit(4)
         children = Path(f"/proc/{parent}/task/{parent}/children")
         end = time.monotonic() + PATIENCE
         while len(children.read_text().split()) > 1:
-            assert time.monotonic() < end, "ended processes are left"
+            assert time.monotonic() < end, "ended children were not reaped"
             time.sleep(0.02)
         process.communicate("\n", timeout=PATIENCE)
     assert process.returncode == 4
@@ -528,7 +532,7 @@ def _processor_time(pid: int) -> float:
 
 @needs_root
 def test_a_worker_that_changed_its_user(tmp_path: Path) -> None:
-    """It is of the tree: what its stack has counted is in the report."""
+    """The worker descends from the program, so the report includes its stack."""
     program = """
 import os, sys, trio, trio_smc
 async def main():
@@ -562,24 +566,24 @@ sys.exit(os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_status)
 
 
 @needs_root
-@pytest.mark.parametrize("related", [True, False])
-def test_another_user_must_descend_from_the_program(related: bool, inbox: Inbox) -> None:
-    """Both processes know the name; the parent of the second one has ended."""
+@pytest.mark.parametrize("descends", [True, False])
+def test_another_user_must_descend_from_the_program(descends: bool, inbox: Inbox) -> None:
+    """Both senders know the path; the parent of the unrelated one has ended."""
     inbox.socket.start(os.getpid())
     code = f"""
 import os, socket, sys
 starter = os.getpid()
-if not {related} and os.fork():
+if not {descends} and os.fork():
     os._exit(0)
 os.setresuid({OTHER}, {OTHER}, {OTHER})
-while not {related} and os.getppid() == starter:
+while not {descends} and os.getppid() == starter:
     pass
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect(sys.argv[1])
 try:
     sock.send(b"hello")
 except BrokenPipeError:
-    pass  # refused already
+    pass  # the reader has already closed the connection
 print("sent", flush=True)
 sys.stdin.readline()
 """
@@ -593,12 +597,12 @@ sys.stdin.readline()
         inbox.wait(lambda: (b"own", os.getpid()) in inbox.messages)
         received = [pid for data, pid in inbox.messages if data == b"hello"]
         process.communicate("\n", timeout=2 * PATIENCE)
-    assert received == ([process.pid] if related else [])
-    assert inbox.socket.refused == (not related)
+    assert received == ([process.pid] if descends else [])
+    assert inbox.socket.refused == (not descends)
 
 
 def test_a_grandchild_that_outlives_the_program(tmp_path: Path) -> None:
-    """The command ends with PROGRAM, and the report says that a stack goes on."""
+    """The command ends with the program, and reports that a stack is still open."""
     program = """
 import subprocess, sys
 child = '''
@@ -628,8 +632,8 @@ sys.exit(9)
     assert "1 of 1 stacks are still open" in errors, errors
 
 
-def test_a_stopped_worker_is_not_accused(tmp_path: Path) -> None:
-    """It has a socket, but was stopped before its hook ran."""
+def test_a_stopped_worker_is_not_reported(tmp_path: Path) -> None:
+    """The worker has a socket, but was stopped before its hook could run."""
     program = """
 import signal, socket, subprocess, sys, time
 sock = socket.create_server(("127.0.0.1", 0))
@@ -649,7 +653,7 @@ child.wait()
 
 
 def test_a_hundred_children_while_the_command_is_stopped(tmp_path: Path) -> None:
-    """None of them waits for it, and none is accused."""
+    """No child waits for the command, and the command reports none as without hook."""
     program = """
 import subprocess, sys, trio
 print("ready", flush=True)
@@ -674,8 +678,8 @@ sys.exit(3)
     assert "incomplete" not in errors, errors
 
 
-def test_a_full_pipe_on_stderr_does_not_stop_the_reader(tmp_path: Path) -> None:
-    """A stderr that nothing reads any more: the exit code stays PROGRAM's."""
+def test_a_closed_stderr_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    """The reading end of stderr is closed; the exit code is still the program's."""
     (tmp_path / "program.py").write_text("import sys; sys.exit(5)")
     reading, writing = os.pipe()
     os.close(reading)
@@ -689,8 +693,8 @@ def test_a_full_pipe_on_stderr_does_not_stop_the_reader(tmp_path: Path) -> None:
     assert done.returncode == 5
 
 
-def test_a_place_for_temporary_files_that_others_may_change(tmp_path: Path) -> None:
-    """The socket is made in /tmp instead."""
+def test_a_temporary_directory_that_others_may_change_is_not_used(tmp_path: Path) -> None:
+    """The command creates the socket in /tmp instead."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     program = "import os; print(os.environ['TRIO_SMC_RUN'])"
@@ -703,15 +707,16 @@ def test_a_place_for_temporary_files_that_others_may_change(tmp_path: Path) -> N
     assert not list((tmp_path / "open").iterdir())
 
 
-def test_a_tmp_without_the_sticky_bit(tmp_path: Path) -> None:
-    """As the volume of a container may be: the socket is elsewhere, and the program runs."""
+def test_a_tmp_without_the_sticky_bit_is_not_used(tmp_path: Path) -> None:
+    """/tmp may lack the bit in a container; the command then creates the socket elsewhere."""
     alone = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     mount = "mount -t tmpfs -o mode=777 none /tmp"
     if subprocess.run([*alone, "sh", "-c", mount], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
-    look = "import os; print(os.environ['TRIO_SMC_RUN'])"
+    show_path = "import os; print(os.environ['TRIO_SMC_RUN'])"
     done = subprocess.run(
-        [*alone, "sh", "-c", f'{mount} && exec "$@"', "sh", *RUN, "--", sys.executable, "-c", look],
+        [*alone, "sh", "-c", f'{mount} && exec "$@"', "sh", *RUN, "--", sys.executable, "-c",
+         show_path],
         cwd="/", capture_output=True, text=True, check=False, timeout=2 * PATIENCE,
         env={**os.environ, "TMPDIR": "/tmp", "PYTHONPATH": str(Path.cwd())},
     )  # fmt: skip
@@ -720,8 +725,8 @@ def test_a_tmp_without_the_sticky_bit(tmp_path: Path) -> None:
     assert not Path(done.stdout.strip()).parent.exists()
 
 
-def test_the_longest_chain_of_processes() -> None:
-    """Each a child of the one before: the search does not recurse."""
+def test_a_chain_of_processes_is_not_searched_recursively() -> None:
+    """Each process is a child of the one before; a recursive search would raise RecursionError."""
     limit = sys.getrecursionlimit()
     shell = 'n=$1; [ $n -gt 0 ] && { sh -c "$0" "$0" $((n-1)); exit; }; echo ready; read line'
     with subprocess.Popen(
@@ -744,14 +749,14 @@ def _depth() -> int:
     return len(inspect.stack(0))
 
 
-def test_a_stop_and_a_continue(tmp_path: Path) -> None:
-    """Ctrl-Z and `fg`: the command waits on, and its exit code is PROGRAM's."""
+def test_a_stopped_command_waits_on_when_it_continues(tmp_path: Path) -> None:
+    """As after Ctrl-Z and `fg`: the command still returns the program's exit code."""
     program = "import sys; print(flush=True); sys.stdin.readline(); sys.exit(6)"
     with command(tmp_path, program=program) as process:
         assert process.stdout.readline() == "\n"
         for _ in range(2):
             process.send_signal(signal.SIGSTOP)
-            time.sleep(0.7)  # longer than until the tree is searched again
+            time.sleep(0.7)  # longer than the interval between searches of the tree
             process.send_signal(signal.SIGCONT)
         time.sleep(0.2)
         _, errors = process.communicate("\n", timeout=2 * PATIENCE)

@@ -1,4 +1,4 @@
-"""Shell completion and the manual page, as docs/cli.md makes them from the command's own parser."""
+"""Shell completion and the manual page, made by the command lines of docs/cli.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ BIN = Path(sys.executable).parent
 
 
 def made(program: str, *with_words: str) -> str:
-    """The output of the page's command line with this program and these words."""
+    """Run the command line of docs/cli.md with this program and these words.
+
+    Returns:
+      Its output.
+    """
     [line] = [
         line for line in re.findall(rf"^{program} .*$", PAGE.read_text(), re.MULTILINE)
         if all(word in line for word in with_words)
@@ -68,7 +72,7 @@ def test_the_manual_page_has_every_command_and_option() -> None:
 
 
 def test_the_files_of_the_wheel_match_the_parser() -> None:
-    """The manual page is compared; completions also depend on the release of their generator."""
+    """The manual page must be equal; completions also depend on the release of shtab."""
     made = shell_files.files()
     [page] = [path for path in made if path.suffix == ".1"]
     assert page.read_text(encoding="utf-8") == made[page], "make cli-page"
@@ -80,7 +84,7 @@ def test_the_files_of_the_wheel_match_the_parser() -> None:
 
 @pytest.mark.skipif(shutil.which("man") is None, reason="needs man")
 def test_the_manual_page_as_man_shows_it() -> None:
-    """Tables are not broken, and examples and exit codes are there."""
+    """man prints no warning, breaks no table, and shows examples and exit codes."""
     done = subprocess.run(
         ["man", "--warnings", "-l", shell_files.SHARE / "man/man1/trio-smc.1"],
         env={**os.environ, "MANWIDTH": "80", "LC_ALL": "C.UTF-8", "MANPAGER": "cat"},

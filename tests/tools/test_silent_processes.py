@@ -1,4 +1,4 @@
-"""Processes that do not answer: each is named, and all of them together cost one deadline."""
+"""Commands name each process that does not answer, and wait once for all of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import load
 
 TIMEOUT = 1.0
-"""Seconds that the commands of these tests wait, in place of `client.PATIENCE`."""
+"""Seconds that the commands wait in these tests, in place of the default of `client.TIMEOUT`."""
 MANY = 10
 FIRST = 1 << 22
-"""Above the numbers of all processes."""
+"""A process number above those of all real processes."""
 QUERIES = {
     "ss": ("ss", "--json"),
     "lg": ("lg", "--json"),
@@ -39,13 +39,15 @@ QUERIES = {
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "TIMEOUT", TIMEOUT)
 
 
 @contextlib.contextmanager
-def mute(runtime_directory: Path, count: int = MANY, backlog: int = 8) -> Iterator[list[int]]:
-    """Control sockets whose processes are stopped, as a client sees them: their numbers."""
+def silent_sockets(
+    runtime_directory: Path, count: int = MANY, backlog: int = 8
+) -> Iterator[list[int]]:
+    """Control sockets that accept connections and never answer. Yields their process numbers."""
     directory = runtime_directory / "trio-smc" / control.DIRECTORY
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.parent.chmod(0o700)
@@ -61,14 +63,14 @@ def mute(runtime_directory: Path, count: int = MANY, backlog: int = 8) -> Iterat
 
 
 def timed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Done, float]:
-    """A command, and the seconds that it took."""
+    """Run a command. Returns its result and its duration in seconds."""
     start = time.monotonic()
     done = command_here(capsys, *arguments)
     return done, time.monotonic() - start
 
 
 def assert_names_each(done: Done, numbers: list[int]) -> None:
-    """The command has failed, and each of these processes has one line on stderr."""
+    """Assert that the command failed and printed one line about each of these processes."""
     assert done.code == 1
     lines = done.err.splitlines()
     assert len(lines) == len(numbers), done.err
@@ -77,16 +79,16 @@ def assert_names_each(done: Done, numbers: list[int]) -> None:
         assert line == f"trio-smc: process {number} {why}"
 
 
-def test_all_commands_that_query_processes_are_tested_here() -> None:
+def test_every_command_that_queries_processes_has_a_case() -> None:
     querying = {each.NAME for each in load() if hasattr(each, "take_snapshots")}
-    assert querying == {*QUERIES, "check", "exporter"}  # the latter in tests/tools/test_exporter.py
+    assert querying == {*QUERIES, "check", "exporter"}  # `exporter`: tests/tools/test_exporter.py
 
 
 @pytest.mark.parametrize("name", QUERIES)
 def test_each_silent_process_is_named(
     name: str, runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mute(runtime_directory) as numbers:
+    with silent_sockets(runtime_directory) as numbers:
         done, seconds = timed(capsys, *QUERIES[name])
     if name == "drain":  # none of them has the RNIC
         assert (done.code, done.out) == (2, "")
@@ -102,7 +104,7 @@ async def test_processes_that_answer_are_still_shown(name: str, runtime_director
     async with running("server") as peer, running("server") as other:
         os.kill(other.pid, signal.SIGSTOP)
         try:
-            with mute(runtime_directory, 1) as numbers:
+            with silent_sockets(runtime_directory, 1) as numbers:
                 start = trio.current_time()
                 done = await quick_command(*QUERIES[name])
                 seconds = trio.current_time() - start
@@ -123,7 +125,7 @@ async def test_processes_that_answer_are_still_shown(name: str, runtime_director
 def test_a_silent_process_delays_only_the_first_frame(
     runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mute(runtime_directory) as numbers:
+    with silent_sockets(runtime_directory) as numbers:
         done, seconds = timed(capsys, "top", "--json", "--count", "4", "--interval", "0.01")
         assert seconds < 3 * TIMEOUT  # five rounds
         assert_names_each(done, numbers)
@@ -135,18 +137,24 @@ def test_a_silent_process_delays_only_the_first_frame(
 def test_a_frame_on_a_terminal_names_silent_processes(
     runtime_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
-    with mute(runtime_directory, 2) as numbers, mock.patch("sys.stdout.isatty", return_value=True):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # print colours as on a terminal
+    with (
+        silent_sockets(runtime_directory, 2) as numbers,
+        mock.patch("sys.stdout.isatty", return_value=True),
+    ):
         done = command_here(capsys, "top", "--count", "1", "--interval", "0.01")
     for number in numbers:
         assert f"process {number} does not answer" in done.out
     assert_names_each(done, numbers)
 
 
-def test_a_full_backlog_is_not_waited_for_in_connect(
+def test_connect_does_not_wait_for_a_full_backlog(
     runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mute(runtime_directory, 3, backlog=0) as numbers, contextlib.ExitStack() as exits:
+    with (
+        silent_sockets(runtime_directory, 3, backlog=0) as numbers,
+        contextlib.ExitStack() as exits,
+    ):
         for number in numbers:
             path = runtime_directory / "trio-smc" / control.DIRECTORY / f"{number}-0"
             exits.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
@@ -158,8 +166,8 @@ def test_a_full_backlog_is_not_waited_for_in_connect(
 def test_a_capture_names_a_silent_process(
     runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first command fills the backlog of the socket."""
-    with mute(runtime_directory, 1, backlog=0) as [number]:
+    """The first command's connection fills the backlog, so the second cannot connect."""
+    with silent_sockets(runtime_directory, 1, backlog=0) as [number]:
         for _ in range(2):
             done, seconds = timed(capsys, "capture", str(number), "-o", "-", "--seconds", "1")
             assert one_line(done).endswith(
@@ -168,9 +176,9 @@ def test_a_capture_names_a_silent_process(
             assert TIMEOUT <= seconds < 2 * TIMEOUT
 
 
-async def test_an_answer_without_end_costs_no_more(runtime_directory: Path) -> None:
-    """A process sends a byte now and then, so that each single wait is short."""
-    with mute(runtime_directory, 1) as [number]:
+async def test_an_endless_answer_costs_one_deadline(runtime_directory: Path) -> None:
+    """The process sends a byte at short intervals, so no single read times out."""
+    with silent_sockets(runtime_directory, 1) as [number]:
         path = runtime_directory / "trio-smc" / control.DIRECTORY / f"{number}-1"
 
         async def trickle(stream: trio.SocketStream) -> None:
@@ -199,7 +207,7 @@ async def test_an_answer_without_end_costs_no_more(runtime_directory: Path) -> N
 def test_one_process_that_is_silent_is_bad_input(
     runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mute(runtime_directory, 2) as [number, _]:
+    with silent_sockets(runtime_directory, 2) as [number, _]:
         assert "does not answer" in one_line(command_here(capsys, "lg", "--pid", str(number)))
 
 
@@ -209,7 +217,7 @@ def test_more_processes_than_descriptors(
     from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 
     limits = getrlimit(RLIMIT_NOFILE)
-    with mute(runtime_directory) as numbers:
+    with silent_sockets(runtime_directory) as numbers:
         spare = os.dup(0)
         os.close(spare)
         setrlimit(RLIMIT_NOFILE, (spare + 8, limits[1]))
@@ -226,18 +234,21 @@ def test_more_processes_than_descriptors(
 def test_check_is_delayed_once(
     silent: int, runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The server's own view is looked for among processes that do not answer."""
-    with mute(runtime_directory, silent) as numbers, socket.create_server(("127.0.0.1", 0)) as own:
+    """`check` queries all processes for the server's view of the connection, once."""
+    with (
+        silent_sockets(runtime_directory, silent) as numbers,
+        socket.create_server(("127.0.0.1", 0)) as own,
+    ):
         done, seconds = timed(capsys, "check", "127.0.0.1", str(own.getsockname()[1]))
     assert_names_each(done, numbers)
     assert seconds < 6 * TIMEOUT
 
 
-def test_a_name_that_leads_elsewhere_is_not_queried(
+def test_a_link_to_another_socket_is_not_queried(
     runtime_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a shared directory another member may place a link to any socket of this user's."""
-    with mute(runtime_directory, 1), socket.socket(socket.AF_UNIX) as other:
+    """In a shared directory another user may create a link to any socket of this user."""
+    with silent_sockets(runtime_directory, 1), socket.socket(socket.AF_UNIX) as other:
         other.bind(str(tmp_path / "other"))
         other.listen()
         other.setblocking(False)

@@ -1,4 +1,4 @@
-"""RDMA devices as read from sysfs, with a fake sysfs."""
+"""`read_ports` reads RDMA devices from sysfs; the tests make a sysfs of their own."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import trio_smc
 from tests.api.api_peers import HOST, check_talk, close_all, connect
 from tests.rnic.routable import RoutableRnic, single_link
 from tests.timing import PATIENCE
-from tests.tools.test_events import scrape, until
+from tests.tools.test_events import scrape, wait_for_event
 from tests.tools.tools_processes import Done, command_here, one_line, quick_command
 from trio_smc import Agreed, Config, FallbackReason, Stack
 from trio_smc.connecting import accept as accepting
@@ -29,14 +29,14 @@ Patch = pytest.MonkeyPatch
 
 
 def config(*ueids: str, direct: bool = True, **settings: Any) -> Config:
-    """Settings of a stack that could speak version 2."""
+    """Settings of a stack with an RNIC that supports version 2."""
     rnics = (RoutableRnic(direct=direct),)
     return Config(receive_buffer=16384, rnics=rnics, ueids=ueids, **settings)
 
 
 @asynccontextmanager
 async def pair(**settings: Any) -> AsyncIterator[tuple[Stack, Stack, str]]:
-    """Server and client with an open connection of version 2, and the server's port."""
+    """Open a connection of version 2. Yields server stack, client stack and the server's port."""
     made = [config("PLANT-7", "OTHER", direct=False, **settings) for _ in range(2)]
     async with trio_smc.open_stack(made[0]) as server, trio_smc.open_stack(made[1]) as client:
         single_link(server)
@@ -47,11 +47,11 @@ async def pair(**settings: Any) -> AsyncIterator[tuple[Stack, Stack, str]]:
         await close_all(*ends)
 
 
-# --- what is there -------------------------------------------------------------------------------
+# --- open connections ----------------------------------------------------------------------------
 
 
 @pytest.mark.v2("v2.13/1")
-async def test_ss_lg_and_stats() -> None:
+async def test_ss_lg_and_stats_show_the_agreement() -> None:
     agreed = BY_GATEWAY._asdict()
     async with pair() as (server, client, _):
         for stack in (await quick_command("ss", "--json")).json:
@@ -82,7 +82,7 @@ async def test_ss_lg_and_stats() -> None:
 
 
 @pytest.mark.v2("v2.13/1")
-async def test_events_and_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_events_and_log_records_have_the_agreement(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "trio_smc.events")
     made = [config("PLANT-7", direct=False, log_events=number == 1) for number in range(2)]
     async with trio_smc.open_stack(made[0]) as server, trio_smc.open_stack(made[1]) as client:
@@ -91,7 +91,7 @@ async def test_events_and_log(caplog: pytest.LogCaptureFixture) -> None:
         with trio_smc.open_events(server) as events:
             ends = await connect(client, listener)
             for subject in ("link", "link_group", "mode"):
-                assert (await until(events, subject=subject)).agreed == BY_GATEWAY
+                assert (await wait_for_event(events, subject=subject)).agreed == BY_GATEWAY
         await close_all(*ends)
     [record] = [each for each in caplog.records if getattr(each, "smc_event", "") == "mode"]
     assert "is smc-r (version 2.1, UEID PLANT-7, through a gateway)" in record.getMessage()
@@ -101,15 +101,17 @@ async def test_events_and_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.v2("v2.13/1")
-async def test_metrics() -> None:
+async def test_metrics_count_the_agreement() -> None:
     async with pair():
         both = scrape(SmcCollector())
-    # In the order of the labels' names: release, route, ueid, version.
+    # The label values are sorted by label: release, route, ueid, version.
     assert both["trio_smc_connections_agreed_total 1 gateway PLANT-7 2"] == 2
 
 
 @pytest.mark.v2("v2.13/2")
-async def test_a_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_ladder_shows_the_agreement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "capture.pcapng"
     made = config("PLANT-7", direct=False), config("PLANT-7", direct=False, capture=path)
     async with trio_smc.open_stack(made[0]) as server, trio_smc.open_stack(made[1]) as client:
@@ -130,29 +132,29 @@ async def test_a_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 # --- check ---------------------------------------------------------------------------------------
 
 
-def checking(patch: Patch, *, routable: bool = True) -> None:
-    """Let the command's stack have an RNIC that serves version 2, or the usual one."""
+def set_rnics_of_check(patch: Patch, *, routable: bool = True) -> None:
+    """Give the command's stack an RNIC that supports version 2, or the default ones."""
     rnics: Any = (RoutableRnic(),) if routable else "auto"
     patch.setattr(check, "Config", partial(Config, rnics=rnics))
 
 
-def far_away(patch: Patch) -> None:
-    """As if client and server were in different subnets."""
+def separate_subnets(patch: Patch) -> None:
+    """Put client and server into different subnets."""
     patch.setattr(accepting, "_prefix_refusal", lambda *_: FallbackReason.PREFIX_MISMATCH)
 
 
-async def checked(*ueids: str, server: tuple[str, ...] = (), as_json: bool = False) -> Done:
-    """Run the command with these UEIDs, against a server with others."""
+async def run_check(*ueids: str, server: tuple[str, ...] = (), as_json: bool = False) -> Done:
+    """Run `trio-smc check` with these UEIDs against a server with the UEIDs ``server``."""
     with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(config(*server)) as stack, trio.open_nursery() as nursery:
             if server:
                 single_link(stack)
 
-            async def wait(stream: trio.abc.ReceiveStream) -> None:
+            async def read_until_eof(stream: trio.abc.ReceiveStream) -> None:
                 async for _ in stream:
                     pass
 
-            [listener] = await nursery.start(partial(stack.serve, wait, 0, host=HOST))
+            [listener] = await nursery.start(partial(stack.serve, read_until_eof, 0, host=HOST))
             port = listener.socket.getsockname()[1]
             named = [part for ueid in ueids for part in ("--ueid", ueid)]
             done = await quick_command("check", HOST, port, *named, *["--json"] * as_json)
@@ -161,8 +163,8 @@ async def checked(*ueids: str, server: tuple[str, ...] = (), as_json: bool = Fal
 
 
 async def test_check_shows_the_agreement(monkeypatch: Patch) -> None:
-    checking(monkeypatch)
-    done = await checked("PLANT-7", "OTHER", server=("OTHER",))
+    set_rnics_of_check(monkeypatch)
+    done = await run_check("PLANT-7", "OTHER", server=("OTHER",))
     assert (done.code, done.err) == (0, "")
     steps = {" ".join(line.split()) for line in done.out.splitlines()}
     assert steps >= {
@@ -175,10 +177,10 @@ async def test_check_shows_the_agreement(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.v2("v2.13/4", "v2.6/5")
-async def test_check_finds_that_there_is_no_ueid_in_common(monkeypatch: Patch) -> None:
-    checking(monkeypatch)
-    far_away(monkeypatch)
-    done = await checked("PLANT-7", server=("ELSE", "OTHER"))
+async def test_check_reports_that_no_ueid_is_in_common(monkeypatch: Patch) -> None:
+    set_rnics_of_check(monkeypatch)
+    separate_subnets(monkeypatch)
+    done = await run_check("PLANT-7", server=("ELSE", "OTHER"))
     assert (done.code, done.err) == (1, "")
     assert "  reason     no-common-ueid, decided by the server\n" in done.out
     assert "  UEIDs      this side's: PLANT-7; the server's: ELSE, OTHER\n" in done.out
@@ -187,43 +189,43 @@ async def test_check_finds_that_there_is_no_ueid_in_common(monkeypatch: Patch) -
 
 
 async def test_check_of_a_server_without_ueids(monkeypatch: Patch) -> None:
-    """Version 1 fits within the subnet; beyond it the server has nothing to offer."""
-    checking(monkeypatch)
-    done = await checked("PLANT-7", as_json=True)
+    """Within a subnet both sides use version 1; across subnets the server declines."""
+    set_rnics_of_check(monkeypatch)
+    done = await run_check("PLANT-7", as_json=True)
     assert done.code == 0
     assert "version 1 (the server accepts none of the UEIDs), single link group" in done.out
-    far_away(monkeypatch)
-    checking(monkeypatch)
-    done = await checked("PLANT-7")
+    separate_subnets(monkeypatch)
+    set_rnics_of_check(monkeypatch)
+    done = await run_check("PLANT-7")
     assert done.code == 1
     assert "  reason     prefix-mismatch, decided by the server\n" in done.out
 
 
 @pytest.mark.v2("v2.13/4")
-async def test_check_finds_that_by_itself_where_the_kernel_has_ueids(monkeypatch: Patch) -> None:
-    checking(monkeypatch)
-    far_away(monkeypatch)
+async def test_check_uses_the_ueids_of_the_kernel_by_default(monkeypatch: Patch) -> None:
+    set_rnics_of_check(monkeypatch)
+    separate_subnets(monkeypatch)
     monkeypatch.setattr(groups, "kernel_ueids", lambda: (b"PLANT-7".ljust(32),))
-    done = await checked(server=("ELSE",))
+    done = await run_check(server=("ELSE",))
     assert (done.code, done.err) == (1, "")
     assert "  reason     no-common-ueid, decided by the server\n" in done.out
     assert "  UEIDs      this side's: PLANT-7; the server's: ELSE\n" in done.out
 
 
 async def test_check_without_ueids(monkeypatch: Patch) -> None:
-    checking(monkeypatch)
+    set_rnics_of_check(monkeypatch)
     monkeypatch.setattr(groups, "kernel_ueids", lambda: None)
-    done = await checked(server=("PLANT-7",))
+    done = await run_check(server=("PLANT-7",))
     assert done.code == 0
     assert "info  the kernel has no SMC (modprobe smc), so version 2 is not offered" in done.out
     assert "version 2." not in done.out
-    checking(monkeypatch, routable=False)
-    assert "UEIDs" not in (await checked()).out
+    set_rnics_of_check(monkeypatch, routable=False)
+    assert "UEIDs" not in (await run_check()).out
 
 
 async def test_check_with_rnics_that_do_not_serve_version_2(monkeypatch: Patch) -> None:
-    checking(monkeypatch, routable=False)
-    done = await checked("PLANT-7", server=("PLANT-7",))
+    set_rnics_of_check(monkeypatch, routable=False)
+    done = await run_check("PLANT-7", server=("PLANT-7",))
     assert "PLANT-7, but none of these RNICs supports version 2" in done.out
     assert done.code == 0
 
@@ -240,9 +242,9 @@ async def test_check_with_rnics_that_do_not_serve_version_2(monkeypatch: Patch) 
 async def test_check_with_the_ueids_of_the_kernel(
     monkeypatch: Patch, kernel: tuple[bytes, ...] | None, expected: str
 ) -> None:
-    checking(monkeypatch)
+    set_rnics_of_check(monkeypatch)
     monkeypatch.setattr(groups, "kernel_ueids", lambda: kernel)
-    done = await checked("kernel", server=("OTHER",))
+    done = await run_check("kernel", server=("OTHER",))
     assert done.code == 0
     assert expected in done.out
     assert ("version 2.1 OTHER" in done.out) is bool(kernel)
@@ -250,12 +252,12 @@ async def test_check_with_the_ueids_of_the_kernel(
 
 @pytest.mark.v2("v2.1/2")
 @pytest.mark.parametrize("bad", ["", "a", "PLANT_7", "X" * 33, "-A"])
-def test_check_takes_no_bad_ueid(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_refuses_a_bad_ueid(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     done = command_here(capsys, "check", HOST, "1", f"--ueid={bad}")
     assert f"ueids: {bad!r} is not a name of 1 to 32 characters" in one_line(done)
 
 
-def test_check_takes_eight_ueids_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_accepts_at_most_eight_ueids(capsys: pytest.CaptureFixture[str]) -> None:
     named = [f"--ueid=N{number}" for number in range(9)]
     done = command_here(capsys, "check", HOST, "1", *named)
     assert "is not 'kernel' or a tuple of at most 8 names" in one_line(done)

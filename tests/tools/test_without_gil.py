@@ -1,7 +1,6 @@
-"""A free-threaded Python that runs without its GIL: TCP only, and every command says why.
+"""A free-threaded Python without the GIL uses TCP only, and the commands print the reason.
 
-Where the Python that runs the tests has no such build, its processes are told that
-they have no GIL.
+If this Python is not free-threaded, the tests replace `sys._is_gil_enabled` in their processes.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def python(environment: dict[str, str]) -> Python:
 
 
 def test_the_software_rnic_refuses_with_a_reason(python: Python) -> None:
-    """The import of everything leaves the GIL off: nothing compiled asks for it."""
+    """Importing trio_smc does not enable the GIL: no extension module requires it."""
     done = python("-c", BY_NAME)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{WHY}\n", "")
 

@@ -1,6 +1,6 @@
-"""A process for tests of the tools: a server of each kind and a client of its own.
+"""A process with a stack, which the tests of the tools query.
 
-Prints one line of JSON with the ports, then runs until its standard input ends.
+The process prints one line of JSON with its ports, then runs until its standard input ends.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import trio
 import trio_smc
 
 
-async def hold(stream: trio.abc.Stream) -> None:
-    """Take a first piece and answer nothing until the peer is done."""
+async def read_once_and_wait(stream: trio.abc.Stream) -> None:
+    """Read up to 1000 bytes, then keep the connection open and send nothing."""
     await stream.receive_some(1000)
     await trio.sleep_forever()
 
@@ -26,9 +26,13 @@ def print_json(values: dict[str, object]) -> None:
 
 
 async def main(mode: str) -> None:
-    """``mode``: "pair": an SMC-R connection with data each way and a TCP one; "server": listen;
-    "require": listen with require_smc; "idle": do not listen; "off": without control socket;
-    "blocked": stand still."""
+    """Run the process.
+
+    Args:
+      mode: "pair": an SMC-R connection with data in both directions, and a TCP connection;
+        "server": listen; "require": listen with require_smc; "idle": do not listen; "off": listen
+        without a control socket; "blocked": listen and block the event loop.
+    """
     config = trio_smc.Config(
         receive_buffer=16384, control=mode != "off", require_smc=mode == "require"
     )
@@ -52,14 +56,14 @@ async def main(mode: str) -> None:
                 "client": mine.socket.getsockname()[1],
                 "plain": plain.socket.getsockname()[1],
             }
-            # Nothing is under way when the process is looked at.
+            # No data is in flight when a test queries the process.
             await mine.receive_some(1000)
             await accepted.receive_some(1000)
         else:
-            nursery.start_soon(trio.serve_listeners, hold, [listener])
+            nursery.start_soon(trio.serve_listeners, read_once_and_wait, [listener])
         print_json(values)
         if mode == "blocked":
-            sys.stdin.read()  # the event loop stands still, on purpose
+            sys.stdin.read()  # block the event loop on purpose
         await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
         nursery.cancel_scope.cancel()
 
@@ -67,6 +71,6 @@ async def main(mode: str) -> None:
 if __name__ == "__main__":
     import warnings
 
-    # Streams left open are what this process is for.
+    # This process leaves streams open on purpose.
     warnings.simplefilter("ignore", ResourceWarning)
     trio.run(main, sys.argv[1])

@@ -1,4 +1,4 @@
-"""Running `trio-smc` and processes for it to look at."""
+"""Run `trio-smc`, and processes that it queries."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from typing import Any
 import pytest
 import trio
 
+from tests.timing import PATIENCE
 from trio_smc.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 40.0
-"""Seconds after which a test has failed."""
+LIMIT = 2 * PATIENCE
+"""Seconds after which a process that a test started has failed."""
 
 
 @dataclass
 class Peer:
-    """A process of `tests.tools.tools_peer`, and what it told."""
+    """A process of `tests.tools.tools_peer`, and the values that it printed."""
 
     process: trio.Process
     details: dict[str, Any]
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process number."""
         return self.process.pid
 
 
 @contextlib.asynccontextmanager
 async def running(mode: str, module: str = "tests.tools.tools_peer") -> AsyncIterator[Peer]:
-    """A process of `tests.tools.tools_peer`, ready; it ends with the block."""
+    """Run a process of `tests.tools.tools_peer` until the end of the block."""
     process = await trio.lowlevel.open_process(
         [sys.executable, "-m", module, mode],
         cwd=ROOT,
@@ -75,12 +76,12 @@ class Done:
 
     @property
     def json(self) -> Any:
-        """The output as JSON; it must have ended well."""
+        """The output as JSON. The exit code must be 0."""
         assert self.code == 0, self.err
         return json.loads(self.out)
 
     def rows(self) -> list[list[str]]:
-        """The output's lines as words."""
+        """The output, as words in lines."""
         return [line.split() for line in self.out.splitlines()]
 
 
@@ -109,7 +110,7 @@ async def quick_command(*arguments: object) -> Done:
 
 
 def command_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> Done:
-    """The same in this process, which is quicker; not where a Trio run is."""
+    """Run `trio-smc` in this thread, which must not have a Trio run. Faster than `command`."""
     try:
         code = main(arguments)
     except SystemExit as exit_:  # how argparse ends
@@ -119,7 +120,7 @@ def command_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> Done:
 
 
 def one_line(done: Done) -> str:
-    """The line on stderr of a command that was given bad input."""
+    """Return the only line on stderr of a command that rejected its input."""
     assert (done.code, done.out) == (2, ""), done
     [line] = done.err.splitlines()
     assert line.startswith("trio-smc")

@@ -1,4 +1,4 @@
-"""Without SMC-R connections a stack has no hooks in Trio's scheduler."""
+"""Without SMC-R connections the pump of a stack is idle: it has no hooks in Trio's scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trio_smc.wire import llc
 
 
 async def until_idle(stack: Stack) -> None:
-    """Let the scheduler run until the stack's pump is idle."""
+    """Wait until the stack's pump is idle."""
     while stack.runtime.pump.machine.state != "IDLE":
         await trio.lowlevel.checkpoint()
 
@@ -37,7 +37,7 @@ async def test_the_pump_is_idle_between_connections(wake: str) -> None:
                 for stack in (pairs.client, pairs.server):
                     await until_idle(stack)
                     assert not stack.statistics().open_connections
-        assert pairs.client.statistics().link_groups == 1  # the same link group all the time
+        assert pairs.client.statistics().link_groups == 1  # all connections used one link group
 
 
 async def test_tcp_connections_leave_the_pump_idle() -> None:
@@ -73,7 +73,7 @@ class TestLinkCounter(ObserverGroup):
 
 
 async def test_a_link_that_is_tested_while_the_pump_is_idle_stays_up() -> None:
-    """Timers send the requests, and the doorbell resumes the hooks of the stack that answers."""
+    """Timers send TEST LINK, and the doorbell resumes the hooks of the stack that replies."""
     async with open_pairs(smc_config(test_link_interval=0.05), stacks=2) as pairs:
         counter = TestLinkCounter()
         with trio.fail_after(PATIENCE):
