@@ -85,7 +85,7 @@ the previous one.  Chosen: the first connection to a plain server takes that muc
 (docs/decisions.md)."""
 _LONGEST_CHECK: Final = 1.0
 """Seconds between two such checks at most.  Chosen; no measurement is recorded."""
-_HELD_UP: Final = 0.005
+_CHECK_TOLERANCE: Final = 0.005
 """Seconds by which the first check may be late before it is put off once.  Chosen: without that,
 11 of 100 connections made the check at load 10 on two processors, because this process itself had
 not run."""
@@ -94,9 +94,9 @@ _LEAST_PATIENCE: Final = 0.2
 _MOST_PATIENCE: Final = 1.0
 """Seconds that a connection may wait in a backlog at most, and the limit for an address whose
 listeners have not answered yet.  Chosen."""
-_USUAL_ANSWERS: Final = 8
+_PATIENCE_FACTOR: Final = 8
 """Between these two limits: multiple of the usual time until an answer.  Chosen."""
-_USUAL_DECAY: Final = 0.875
+_ANSWER_TIME_DECAY: Final = 0.875
 """How much of the usual time remains after a faster answer, as in RFC 6298, 2."""
 _ACCEPTED_PATIENCE: Final = 0.1
 """Seconds after which a process that has accepted a connection does not answer any more.  Chosen: a
@@ -109,9 +109,9 @@ _CONNECT_TIME: Final = 127.0
 _LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _MOST_IGNORED: Final = 64
 """Datagrams other than ACCEPTED after which an announcement receives no more.  Chosen."""
-_REMEMBERED: Final = 256
+_CACHED_ADDRESSES: Final = 256
 """Addresses whose loopback address is cached.  Chosen."""
-_MOST_HISTORIES: Final = 1024
+_MOST_ADDRESSES: Final = 1024
 """Addresses whose usual time until an answer is remembered.  Chosen."""
 _MARK_INTERVAL: Final = 20.0
 """Seconds after which a mark is set again.  Chosen: a third of the time for which servers accept it
@@ -126,7 +126,7 @@ _DESCRIPTOR_SHARE: Final = 4
 program keeps most of them."""
 
 
-_SILENT: Final = {
+_REASONS_FOR_SILENCE: Final = {
     FarEnd.UNKNOWN: FallbackReason.PEER_NOT_CAPABLE,
     FarEnd.MISSING: FallbackReason.PATH_NOT_PROVEN,
     FarEnd.LOST: FallbackReason.NOT_ACCEPTED,
@@ -211,7 +211,7 @@ class Announcement:
         if self._refusal is not None:
             return self._refusal.reason
         if self.is_lost:
-            return _SILENT[FarEnd.LOST]
+            return _REASONS_FOR_SILENCE[FarEnd.LOST]
         if silence is FallbackReason.PEER_NOT_CAPABLE and (
             self.found.reason is FallbackReason.LOCAL_VERSION_MISMATCH
         ):
@@ -255,11 +255,11 @@ class Announcement:
             # Empty datagrams are not counted, and must not keep the checks from being made.
             if readable and moment < until:
                 continue
-            if pause == _FIRST_CHECK and moment > until + _HELD_UP:
+            if pause == _FIRST_CHECK and moment > until + _CHECK_TOLERANCE:
                 # This process did not run, so the answer may be about to come.
                 pause *= 2
                 continue
-            if self._is_hopeless():
+            if self._cannot_be_answered():
                 return None
             if self._tcp is not None and has_news(self._tcp):
                 return self._reason_for_news(self._tcp)
@@ -272,7 +272,7 @@ class Announcement:
                 self.is_lost = True
                 return None
             if moment >= limit:
-                return _SILENT[far] if limit != deadline else None
+                return _REASONS_FOR_SILENCE[far] if limit != deadline else None
             if far is FarEnd.QUEUED:
                 self._owner.wake_listener(self)
             pause = min(2 * pause, _LONGEST_CHECK)
@@ -291,7 +291,7 @@ class Announcement:
             return True
         return False
 
-    def _is_hopeless(self) -> bool:
+    def _cannot_be_answered(self) -> bool:
         """True if no process can answer any more."""
         owner = self._owner
         if self._sock.fileno() < 0 or not owner.has_name(self):
@@ -319,7 +319,7 @@ class Announcement:
         if not is_open(tcp):
             return None
         is_missing = self._find_far_end() is FarEnd.MISSING
-        return _SILENT[FarEnd.MISSING if is_missing else FarEnd.ACCEPTED]
+        return _REASONS_FOR_SILENCE[FarEnd.MISSING if is_missing else FarEnd.ACCEPTED]
 
     def _last_moment(self, far: FarEnd, began: float, since: float, deadline: float) -> float:
         """When to stop waiting.
@@ -345,10 +345,10 @@ class Announcement:
         patience = self._owner.patience_for(self.destination)
         return min(deadline, max(began + patience, since + _LEAST_PATIENCE))
 
-    def _receive(self, *, everything: bool = False) -> bool:
+    def _receive(self, *, final: bool = False) -> bool:
         """Receive what has come; True if the server has answered.
 
-        ``everything``: nothing more can come.
+        ``final``: nothing more can come.
         """
         owner, sock = self._owner, self._sock
         try:
@@ -361,7 +361,7 @@ class Announcement:
                     if message.kind is Kind.REFUSED:
                         self._refusal = message
                 self._ignored += 1
-                if self._ignored >= _MOST_IGNORED and not everything:
+                if self._ignored >= _MOST_IGNORED and not final:
                     break
         except BlockingIOError:
             pass
@@ -385,7 +385,7 @@ class Announcement:
                 # With credentials an empty datagram differs from an empty queue.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
                 sock.shutdown(socket.SHUT_RD)
-                self._receive(everything=True)
+                self._receive(final=True)
             owner.closer.discard_datagrams(sock)
             owner.settled(self)
             self._committed |= self._acceptance is not None
@@ -456,10 +456,10 @@ class Announcer:
         # By address: if it is translated to one of this host, and until when that counts.
         self._translated: dict[tuple[str, int], tuple[bool, float]] = {}
         # By address: seconds until an answer, and when the last one came.
-        self._usual: dict[tuple[str, int], tuple[float, float]] = {}
+        self._answer_times: dict[tuple[str, int], tuple[float, float]] = {}
         self._open: set[Announcement] = set()
         self._most_open = _most_open()
-        self._places = trio.lowlevel.ParkingLot()
+        self._waiting_callers = trio.lowlevel.ParkingLot()
         self._warned = False
 
     # --- announcing --------------------------------------------------------------------------
@@ -476,7 +476,7 @@ class Announcer:
         """
         with move_on_after(self.timers, _CONNECT_TIME if required else _MOST_PATIENCE):
             while self.is_full:
-                await self._places.park()
+                await self._waiting_callers.park()
 
     def announce(
         self,
@@ -503,7 +503,7 @@ class Announcer:
         """
         if sys.platform != "linux":
             return FallbackReason.UNSUPPORTED_PLATFORM
-        destination = _reached(destination)
+        destination = _without_wildcard(destination)
         try:
             found = elsewhere
             if found is None:
@@ -557,7 +557,7 @@ class Announcer:
         """
         try:
             namespace = self._lookups.namespace(sock)
-            return self._lookups.has_ended(namespace, source, _reached(destination))
+            return self._lookups.has_ended(namespace, source, _without_wildcard(destination))
         except (DirectoryUnusable, OSError) as error:
             self.why_not(error)
             return False
@@ -565,11 +565,11 @@ class Announcer:
     def mark_short(self, source: str, destination: tuple[str, int]) -> None:
         """Let the servers at an address know that connections from ``source`` are TCP because they
         are too short for SMC-R."""
-        key = source, _reached(destination)
+        key = source, _without_wildcard(destination)
         moment = now(self.timers)
         if moment < self._marked.get(key, -math.inf) + _MARK_INTERVAL:
             return
-        if len(self._marked) >= _MOST_HISTORIES:
+        if len(self._marked) >= _MOST_ADDRESSES:
             self._marked.clear()
             self.names.remove_marks()
         self._marked[key] = moment
@@ -584,7 +584,7 @@ class Announcer:
         Costs a system call if this host tracks no connections, and otherwise about a millisecond,
         once a minute for each address.
         """
-        destination = _reached(destination)
+        destination = _without_wildcard(destination)
         if original_destination(sock) is None:
             return False
         moment = now(self.timers)
@@ -595,7 +595,7 @@ class Announcer:
         with contextlib.suppress(DirectoryUnusable, OSError):
             if self._lookups.has_listeners(self._lookups.namespace(sock)):
                 found = far_end(sock) is FarEnd.MISSING and has_local_end(sock)
-        if len(self._translated) >= _MOST_HISTORIES:
+        if len(self._translated) >= _MOST_ADDRESSES:
             self._translated.clear()
         self._translated[destination] = found, moment + _TRANSLATION_HOLDS
         return found
@@ -656,26 +656,26 @@ class Announcer:
 
     def patience_for(self, destination: tuple[str, int]) -> float:
         """Seconds that a connection to an address may wait in a backlog."""
-        known = self._usual.get(destination)
+        known = self._answer_times.get(destination)
         if known is None:
             return _MOST_PATIENCE
-        return min(max(_USUAL_ANSWERS * known[0], _LEAST_PATIENCE), _MOST_PATIENCE)
+        return min(max(_PATIENCE_FACTOR * known[0], _LEAST_PATIENCE), _MOST_PATIENCE)
 
     def has_answered(self, destination: tuple[str, int], since: float = -math.inf) -> bool:
         """True if a listener of this address has answered after a wait.
 
         since: the answer came later than that, by the clock of the stack's timers.
         """
-        known = self._usual.get(destination)
+        known = self._answer_times.get(destination)
         return known is not None and known[1] > since
 
     def note_answer(self, destination: tuple[str, int], seconds: float) -> None:
         """A listener has answered for a connection so many seconds after it was open."""
-        usual = self._usual
-        if len(usual) >= _MOST_HISTORIES:
-            usual.clear()
-        before, _ = usual.get(destination, (0.0, 0.0))
-        usual[destination] = max(seconds, _USUAL_DECAY * before), now(self.timers)
+        times = self._answer_times
+        if len(times) >= _MOST_ADDRESSES:
+            times.clear()
+        before, _ = times.get(destination, (0.0, 0.0))
+        times[destination] = max(seconds, _ANSWER_TIME_DECAY * before), now(self.timers)
 
     def wake_listener(self, announcement: Announcement) -> None:
         """A connection waits in the backlog, perhaps of a listener of the same stack."""
@@ -691,8 +691,8 @@ class Announcer:
     def settled(self, announcement: Announcement) -> None:
         """An announcement has been withdrawn."""
         self._open.discard(announcement)
-        if self._places:
-            self._places.unpark()
+        if self._waiting_callers:
+            self._waiting_callers.unpark()
 
     def deny(self, token: bytes, found: Found, destination: tuple[str, int]) -> None:
         """Send NOT_MINE to all listeners: only the one that made the token knows it."""
@@ -701,8 +701,8 @@ class Announcer:
                 self._lookups.send_to_all(found, destination, messages.not_mine(token))
 
 
-@functools.lru_cache(_REMEMBERED)
-def _reached(destination: tuple[str, int]) -> tuple[str, int]:
+@functools.lru_cache(_CACHED_ADDRESSES)
+def _without_wildcard(destination: tuple[str, int]) -> tuple[str, int]:
     """Connecting to a wildcard address connects to loopback."""
     host = plain_address(destination[0])
     return _LOOPBACK_OF.get(host, host), destination[1]

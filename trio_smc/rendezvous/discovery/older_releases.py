@@ -116,7 +116,7 @@ class Signpost:
         self._name = signpost_name(listener)
         self._clients: set[socket.socket] = set()
         self._closer = Closer("signpost")
-        self._runs = self._is_closed = self._is_abandoned = False
+        self._is_running = self._is_closed = self._is_abandoned = False
         self._socket = directory.listen(self._name, _BACKLOG)
 
     async def run(self, timers: Timers | None) -> None:
@@ -124,7 +124,7 @@ class Signpost:
 
         timers: of the stack.
         """
-        self._runs = True
+        self._is_running = True
         try:
             async with trio.open_nursery() as nursery:
                 while not self._is_closed:
@@ -137,7 +137,7 @@ class Signpost:
                     await trio.lowlevel.checkpoint()
                 nursery.cancel_scope.cancel()
         finally:
-            self._runs = False
+            self._is_running = False
             self._closer.join()
 
     async def _accept(self, timers: Timers | None) -> socket.socket | None:
@@ -184,7 +184,7 @@ class Signpost:
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._directory.remove(self._name)
-        if self._runs:
+        if self._is_running:
             end_waits(self._socket)
         self._closer.discard_listener(self._socket)
         self._closer.join()
