@@ -11,7 +11,7 @@ import trio
 
 import trio_smc
 from tests.api.api_peers import plain_server
-from tests.rendezvous.discovery.world import announce, bound, soon
+from tests.rendezvous.discovery.world import announce, bound, deadline_after
 from trio_smc import FallbackReason
 from trio_smc.connecting import accept, listener
 from trio_smc.host.private_directory import PrivateDirectory
@@ -111,7 +111,7 @@ async def test_a_client_is_refused_before_the_listener_is_full(
                 client = await silent.enter_async_context(bound())
                 announcement = silent.enter_context(await announce(discovery, client, address))
                 await client.connect(address)
-                assert await announcement.accepted(soon()) is None
+                assert await announcement.accepted(deadline_after()) is None
             config = trio_smc.Config(require_smc=required)
             async with await stack.open_stream(*address, config=config) as stream:
                 if required:

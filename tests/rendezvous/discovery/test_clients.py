@@ -14,14 +14,8 @@ import pytest
 import trio
 import trio.testing
 
-from tests.rendezvous.discovery.world import (
-    LONG,
-    agree,
-    claimed,
-    reached,
-    serving,
-    sockets_below,
-)
+from tests.rendezvous.discovery.world import agree, claimed, serving, short_path, sockets_below
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import announcing, messages
 from trio_smc.rendezvous.discovery.messages import Kind
@@ -31,7 +25,7 @@ from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 def send(private: Path, packet: bytes) -> None:
     """Send a datagram to the only listener."""
     (name,) = sockets_below(private)
-    with reached(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+    with short_path(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
         raw.setblocking(False)
         raw.sendto(packet, path)
 
@@ -76,7 +70,7 @@ async def test_a_sender_that_never_stops(private: Path) -> None:
                 await trio.lowlevel.checkpoint()
 
         nursery.start_soon(flood)
-        with trio.fail_after(LONG):
+        with trio.fail_after(PATIENCE):
             for _ in range(5):
                 await agree(private, server, server.address)
         nursery.cancel_scope.cancel()
@@ -135,8 +129,8 @@ async def test_a_handshake_that_is_over_keeps_no_other_from_spinning(private: Pa
 
 
 async def test_a_claim_that_is_refused_twice(private: Path) -> None:
-    async with claimed(private) as both:
-        both.claim.refuse(FallbackReason.NO_RNIC)
-        both.claim.refuse(FallbackReason.NO_RNIC)
-        assert await both.client_result() is FallbackReason.NO_RNIC
-        assert not await both.server_result()
+    async with claimed(private) as pair:
+        pair.claim.refuse(FallbackReason.NO_RNIC)
+        pair.claim.refuse(FallbackReason.NO_RNIC)
+        assert await pair.client_result() is FallbackReason.NO_RNIC
+        assert not await pair.server_result()

@@ -16,14 +16,14 @@ import trio
 from tests.rendezvous.discovery.world import (
     agree,
     announce,
-    both_go,
     bound,
     claimed,
+    deadline_after,
     names_below,
-    reached,
     serving,
+    short_path,
     sockets_below,
-    soon,
+    start_smc_r,
 )
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.private_directory import PrivateDirectory
@@ -44,8 +44,8 @@ async def test_a_client_of_another_user_is_refused(
         with connection:
             assert claim is not None
             assert not claim.accept()
-            assert not await claim.confirm(connection, soon())
-            assert await announcement.accepted(soon()) is FallbackReason.OTHER_USER
+            assert not await claim.confirm(connection, deadline_after())
+            assert await announcement.accepted(deadline_after()) is FallbackReason.OTHER_USER
 
 
 async def test_a_listener_of_another_user_is_not_believed(
@@ -65,7 +65,7 @@ def send_as_nobody(name: Path, message: bytes) -> None:
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)
-            with reached(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+            with short_path(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
                 raw.sendto(message, path)
         finally:
             os._exit(0)
@@ -145,16 +145,16 @@ def failure(call: Callable[..., object], *arguments: object) -> int:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_the_kernel_shows_the_sender_of_a_denial(private: Path) -> None:
     """Another user that knows the token cannot make a connection plain TCP."""
-    async with claimed(private) as both:
-        both.claim.accept()
-        [token] = both.claim.tokens
+    async with claimed(private) as pair:
+        pair.claim.accept()
+        [token] = pair.claim.tokens
         (name,) = sockets_below(private)
         name.chmod(0o777)
         for directory in name.parents:
             if directory.is_relative_to(private.parent.parent):
                 directory.chmod(0o755)
         await trio.to_thread.run_sync(send_as_nobody, name, messages.not_mine(token))
-        await both_go(both)
+        await start_smc_r(pair)
 
 
 async def unavailable(private: Path) -> FallbackReason:

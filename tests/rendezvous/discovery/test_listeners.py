@@ -13,15 +13,15 @@ import trio
 import trio.testing
 
 from tests.rendezvous.discovery.world import (
-    LONG,
     SHORT,
     announce,
     bound,
+    deadline_after,
     names_below,
-    reached,
     serving,
-    soon,
+    short_path,
 )
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import announcing, directory, messages
 from trio_smc.rendezvous.discovery.messages import Kind
@@ -43,7 +43,7 @@ class FakeListener:
         (self.name,) = names_below(private)
 
     def answer(self, *packets: bytes) -> None:
-        with reached(self.name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+        with short_path(self.name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
             for each in packets:
                 raw.sendto(each, path)
 
@@ -74,7 +74,7 @@ async def test_each_answer_of_a_listener(
 ) -> None:
     fake = FakeListener(private)
     fake.answer(answer)
-    assert await fake.announcement.accepted(soon(SHORT)) == reason
+    assert await fake.announcement.accepted(deadline_after(SHORT)) == reason
     fake.close()
 
 
@@ -99,7 +99,7 @@ async def test_an_acceptance_by_another_release(
     """The server still expects a CLC message, so the client has to send a Decline."""
     fake = FakeListener(private)
     fake.answer(answer)
-    assert await fake.announcement.accepted(soon()) is None
+    assert await fake.announcement.accepted(deadline_after()) is None
     assert fake.announcement.mismatch("software") is software
     assert fake.announcement.mismatch("roce") is roce
     fake.close()
@@ -108,7 +108,7 @@ async def test_an_acceptance_by_another_release(
 async def test_invalid_datagrams_are_ignored(private: Path) -> None:
     fake = FakeListener(private)
     fake.answer(b"", b"?", messages.not_mine(bytes(8)), ACCEPTED)
-    assert await fake.announcement.accepted(soon()) is None
+    assert await fake.announcement.accepted(deadline_after()) is None
     fake.close()
 
 
@@ -117,7 +117,7 @@ async def test_an_acceptance_behind_a_refusal_counts(private: Path) -> None:
     expects a CLC message."""
     fake = FakeListener(private)
     fake.answer(messages.refused(FallbackReason.NO_RNIC), ACCEPTED)
-    assert await fake.announcement.accepted(soon()) is None
+    assert await fake.announcement.accepted(deadline_after()) is None
     fake.close()
 
 
@@ -137,9 +137,9 @@ async def test_a_flood_ends_the_wait(private: Path) -> None:
     result: list[FallbackReason | None] = []
 
     async def wait() -> None:
-        result.append(await fake.announcement.accepted(soon(60)))
+        result.append(await fake.announcement.accepted(deadline_after()))
 
-    with trio.fail_after(LONG):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
             for _ in range(announcing._MOST_IGNORED + 1):
@@ -156,7 +156,7 @@ async def test_a_full_queue_is_no_answer(private: Path) -> None:
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
         (name,) = names_below(private)
-        with reached(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+        with short_path(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
             raw.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 while True:
@@ -166,8 +166,9 @@ async def test_a_full_queue_is_no_answer(private: Path) -> None:
         with connection:
             assert claim is not None
             assert not claim.accept()
-            assert not await claim.confirm(connection, soon())
-            assert await announcement.accepted(soon(SHORT)) is FallbackReason.PEER_NOT_CAPABLE
+            assert not await claim.confirm(connection, deadline_after())
+            reason = await announcement.accepted(deadline_after(SHORT))
+            assert reason is FallbackReason.PEER_NOT_CAPABLE
 
 
 async def test_a_listener_that_dies_ends_the_wait(private: Path) -> None:
@@ -175,9 +176,9 @@ async def test_a_listener_that_dies_ends_the_wait(private: Path) -> None:
     result: list[FallbackReason | None] = []
 
     async def wait() -> None:
-        result.append(await fake.announcement.accepted(soon(60)))
+        result.append(await fake.announcement.accepted(deadline_after()))
 
-    with trio.fail_after(LONG):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
             await trio.testing.wait_all_tasks_blocked()
@@ -202,8 +203,8 @@ async def test_the_wait_ends_when_no_answer_can_come(news: str, private: Path) -
             accepted.close()
         else:
             os.unlink(names_below(private)[0])
-        with accepted, trio.fail_after(LONG):
-            assert await announcement.accepted(soon(60)) is FallbackReason.PEER_NOT_CAPABLE
+        with accepted, trio.fail_after(PATIENCE):
+            assert await announcement.accepted(deadline_after()) is FallbackReason.PEER_NOT_CAPABLE
 
 
 async def test_the_server_that_has_the_connection_answers_after_the_first_checks(
@@ -219,7 +220,7 @@ async def test_the_server_that_has_the_connection_answers_after_the_first_checks
             connection, claim = await server.accept()
             nursery.start_soon(hold, connection)
             assert claim is not None
-            assert await claim.confirm(connection, soon())
+            assert await claim.confirm(connection, deadline_after())
 
         async def hold(connection: trio.socket.SocketType) -> None:
             with connection:
@@ -227,7 +228,7 @@ async def test_the_server_that_has_the_connection_answers_after_the_first_checks
 
         nursery.start_soon(answer)
         with announcement:
-            assert await announcement.accepted(soon()) is None
+            assert await announcement.accepted(deadline_after()) is None
         await client.send(b"C")
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()

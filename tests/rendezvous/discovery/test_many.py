@@ -16,16 +16,17 @@ import trio.testing
 
 from tests.lingering import full_table
 from tests.rendezvous.discovery.world import (
-    Both,
+    Pair,
     Server,
     agree,
     announce,
-    both_go,
     bound,
+    deadline_after,
     names_below,
     serving,
-    soon,
+    start_smc_r,
 )
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import announcing, directory
 from trio_smc.rendezvous.discovery.names import Names
@@ -37,7 +38,7 @@ COUNT = 600
 HOST = "127.0.0.1"
 
 
-async def test_many_at_once(private: Path) -> None:
+async def test_many_connections_at_once(private: Path) -> None:
     results: list[bool] = []
 
     async def serve(server: Server, nursery: trio.Nursery) -> None:
@@ -48,7 +49,7 @@ async def test_many_at_once(private: Path) -> None:
 
     async def confirm(connection: trio.socket.SocketType, claim: Claim) -> None:
         with connection:
-            results.append(await claim.confirm(connection, soon()))
+            results.append(await claim.confirm(connection, deadline_after()))
 
     discovery = Discovery(private)
 
@@ -58,7 +59,7 @@ async def test_many_at_once(private: Path) -> None:
             calling = announce(discovery, client, server.address, required=True)
             with await calling as announcement:
                 await client.connect(server.address)
-                results.append(await announcement.accepted(soon()) is None)
+                results.append(await announcement.accepted(deadline_after()) is None)
                 await client.send(b"C")
                 with contextlib.suppress(ConnectionResetError):
                     await client.recv(1)
@@ -142,7 +143,7 @@ def open_descriptors() -> set[int]:
     return {int(each) for each in listed if os.path.exists(f"/proc/self/fd/{each}")}
 
 
-async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> None:
+async def test_a_forked_child_abandons_discovery_and_its_parent_continues(private: Path) -> None:
     discovery = Discovery(private)
     async with trio.open_nursery() as nursery, serving(private) as server:
         before = open_descriptors()
@@ -161,7 +162,7 @@ async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> N
                 connection, claim = await server.accept()
                 with connection:
                     assert claim is not None
-                    await both_go(Both(client, announcement, connection, claim))
+                    await start_smc_r(Pair(client, announcement, connection, claim))
         await agree(discovery, server, server.address)
         publication.close()
 
@@ -180,13 +181,13 @@ async def test_a_cached_listener_that_has_ended_is_noticed(
         async with bound() as client:
             announcement = await announce(discovery, client, server.address)
             await client.connect(server.address)
-            with trio.fail_after(5):
-                reason = await announcement.accepted(soon(60))
+            with trio.fail_after(PATIENCE):
+                reason = await announcement.accepted(deadline_after())
             assert reason is FallbackReason.PEER_NOT_CAPABLE
             assert ended == [True]
             assert discovery.announce(("127.0.0.1", 1), server.address) is reason
     async with serving(private, port=port) as server:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE):
             while True:
                 found = discovery.announce(("127.0.0.1", 1), server.address)
                 if isinstance(found, Announcement):
@@ -224,7 +225,7 @@ async def test_a_full_table_does_not_hide_a_listener(private: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [0.001, 0.05])
-async def test_a_wait_costs_a_check_now_and_then(
+async def test_a_wait_makes_few_checks(
     first: float, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcing, "_FIRST_CHECK", first)
@@ -240,7 +241,7 @@ async def test_a_wait_costs_a_check_now_and_then(
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)
-        reason = await announcement.accepted(soon(1))
+        reason = await announcement.accepted(deadline_after(1))
         assert reason is FallbackReason.PEER_NOT_CAPABLE
     assert 2 <= checks <= 12
 
@@ -265,7 +266,7 @@ async def test_a_process_that_was_held_up_waits_before_its_first_check(
             async with trio.open_nursery() as nursery:
 
                 async def wait() -> None:
-                    reasons.append(await announcement.accepted(soon()))
+                    reasons.append(await announcement.accepted(deadline_after()))
 
                 nursery.start_soon(wait)
                 await trio.testing.wait_all_tasks_blocked()

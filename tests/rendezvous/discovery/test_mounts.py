@@ -21,7 +21,7 @@ from trio_smc.rendezvous.discovery.tcp_option import mounts, own_cgroup
 OTHER_USER = 65534
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
 
-LOOK = """
+REPORT_MOUNTS = """
 import json, os, subprocess, sys
 from pathlib import Path
 from trio_smc.rendezvous.discovery.option_setup import _mounted_type
@@ -54,7 +54,7 @@ def test_a_path_that_looks_like_another_line(tmp_path: Path, name: str) -> None:
         pytest.skip("no mount namespaces here")
     place = tmp_path / name.replace("/", "|")
     done = subprocess.run(
-        [*alone, sys.executable, "-c", LOOK, os.fsencode(place).hex()],
+        [*alone, sys.executable, "-c", REPORT_MOUNTS, os.fsencode(place).hex()],
         capture_output=True, text=True, check=False, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -20,11 +20,11 @@ import trio_smc
 from tests.rendezvous.discovery.test_processes import Worker, worker
 from tests.rendezvous.discovery.world import (
     bound,
-    reached,
+    deadline_after,
     serving,
+    short_path,
     signposts_below,
     sockets_below,
-    soon,
 )
 from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, SmcUnavailable
@@ -141,7 +141,7 @@ async def test_a_silent_older_process_on_a_shared_port(private: Path) -> None:
             assert isinstance(announced, Announcement)
             await client.connect(server.address)
             with server.plain.accept()[0]:
-                assert await announced.accepted(soon()) is MISMATCH
+                assert await announced.accepted(deadline_after()) is MISMATCH
             (place / "1-0").unlink()
 
 
@@ -222,7 +222,7 @@ async def test_the_signpost_of_a_killed_process_is_removed(private: Path) -> Non
 def connected(name: Path) -> socket.socket:
     """A Unix connection to a signpost."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with reached(name) as path:
+    with short_path(name) as path:
         sock.connect(path)
     sock.setblocking(False)
     return sock
@@ -295,7 +295,7 @@ async def test_a_directory_that_a_group_shares(
 def forged_listener(name: Path) -> Iterator[None]:
     """A listening socket like that of older releases."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        with reached(name) as path:
+        with short_path(name) as path:
             sock.bind(path)
         sock.listen()
         yield

@@ -18,6 +18,7 @@ import trio
 import trio.testing
 
 import trio_smc
+from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, Mode, SmcStream
 
 HOST = "127.0.0.1"
@@ -86,7 +87,7 @@ async def test_another_acceptor_gets_only_the_bytes_of_the_program(
             async def accept() -> None:
                 ends.append(await listener.accept())
 
-            with trio.fail_after(10):
+            with trio.fail_after(PATIENCE):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(accept)
                     ends.append(await stack.open_stream(HOST, port))

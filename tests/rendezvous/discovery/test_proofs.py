@@ -18,13 +18,15 @@ import trio
 
 from tests.rendezvous.discovery.world import (
     SHORT,
-    Both,
-    both_go,
+    Pair,
     bound,
-    reached,
+    deadline_after,
     serving,
+    short_path,
     sockets_below,
+    start_smc_r,
 )
+from tests.timing import PATIENCE
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.descriptors import Closer
@@ -62,7 +64,7 @@ async def raw_proof(private: Path, there: str = HOST) -> messages.Message:
     """The message that a client receives after a PROVE."""
     names, token, closer = Names(private), secrets.token_bytes(16), Closer("test")
     (listener,) = sockets_below(private)
-    with names.listen(reply_name(token)) as waiting, reached(listener) as path:
+    with names.listen(reply_name(token)) as waiting, short_path(listener) as path:
         key = messages.four_tuple((HOST, 0), (there, 0))
         waiting.sendto(messages.prove(key, token), path)
         await trio.lowlevel.wait_readable(waiting)
@@ -84,7 +86,7 @@ async def read_all(port: int, source: str = HOST) -> bytes:
         return got
 
 
-async def test_a_proven_path_is_announced_to(private: Path) -> None:
+async def test_a_client_announces_to_a_proven_listener(private: Path) -> None:
     discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
         found = await discovery.prove(HOST, server.address, client)
@@ -96,7 +98,7 @@ async def test_a_proven_path_is_announced_to(private: Path) -> None:
         connection, claim = await server.accept()
         with connection:
             assert claim is not None
-            await both_go(Both(client, announcement, connection, claim))
+            await start_smc_r(Pair(client, announcement, connection, claim))
 
 
 async def test_a_proven_path_on_which_another_process_accepts(private: Path) -> None:
@@ -109,7 +111,7 @@ async def test_a_proven_path_on_which_another_process_accepts(private: Path) -> 
         announcement = discovery.announce(source, server.address, client, elsewhere=found)
         assert isinstance(announcement, Announcement)
         await client.connect(server.address)
-        reason = await announcement.accepted(trio.current_time() + SHORT)
+        reason = await announcement.accepted(deadline_after(SHORT))
         assert reason is FallbackReason.PATH_NOT_PROVEN
         again = discovery.announce(source, server.address, client, elsewhere=found)
         assert again is FallbackReason.PATH_NOT_PROVEN
@@ -162,7 +164,7 @@ async def test_a_silent_listener_costs_only_the_timeout(private: Path, monkeypat
     monkeypatch.setattr(proofs, "_PROOF_PATIENCE", SHORT)
     monkeypatch.setattr(proofs.Probe, "answer", lambda self: False)
     async with serving(private) as server:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE):
             assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
 
 
@@ -186,7 +188,7 @@ async def test_a_probe_listens_until_the_client_has_connected(
         answer = await raw_proof(private)
         if comes:
             await read_all(answer.port)
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             while server.publication.probes:  # noqa: ASYNC110 - no event to wait for
                 await trio.sleep(0.01)
         with pytest.raises(ConnectionRefusedError):
@@ -205,7 +207,7 @@ async def test_no_proof_if_the_server_lacks_descriptors(private: Path, monkeypat
 
     monkeypatch.setattr(proofs.Probe, "answer", full)
     async with serving(private) as server:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE):
             assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
         assert not server.publication.probes
 

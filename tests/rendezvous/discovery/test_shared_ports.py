@@ -15,7 +15,15 @@ import pytest
 import trio
 import trio.testing
 
-from tests.rendezvous.discovery.world import LONG, Both, Server, announce, both_go, serving, soon
+from tests.rendezvous.discovery.world import (
+    Pair,
+    Server,
+    announce,
+    deadline_after,
+    serving,
+    start_smc_r,
+)
+from tests.timing import PATIENCE
 from trio_smc.rendezvous.discovery.same_host import Announcement, Claim
 
 HOST = "127.0.0.1"
@@ -58,7 +66,7 @@ async def test_a_connection_of_another_client_with_the_announced_addresses(
                 assert await agreement(mistaken, theirs) in ("plain", "ended")
             else:
                 nursery.start_soon(close_soon, announcement)
-                with trio.fail_after(LONG):
+                with trio.fail_after(PATIENCE):
                     assert await agreement(mistaken, theirs) == "plain"
             theirs.close()
 
@@ -71,7 +79,7 @@ async def close_soon(announcement: Announcement) -> None:
 async def agreement(claim: Claim, connection: trio.socket.SocketType) -> str:
     """The result for a server and a connection whose client was sent ACCEPTED."""
     try:
-        if await claim.confirm(connection, soon(60)) and claim.first_bytes():
+        if await claim.confirm(connection, deadline_after()) and claim.first_bytes():
             return "smc"
     except ConnectionResetError:
         return "ended"
@@ -99,7 +107,7 @@ async def test_an_announcement_that_another_connection_was_answered_for(
             await client.connect(server.address)
             ours, claim = await claimed(server)
             with theirs, ours:
-                await both_go(Both(client, announcement, ours, claim))
+                await start_smc_r(Pair(client, announcement, ours, claim))
 
 
 async def test_a_connection_that_has_ended_is_not_answered_for(private: Path) -> None:
@@ -115,7 +123,7 @@ async def test_a_connection_that_has_ended_is_not_answered_for(private: Path) ->
                 assert none is None
             ours, claim = await claimed(server)
             with ours:
-                await both_go(Both(client, announcement, ours, claim))
+                await start_smc_r(Pair(client, announcement, ours, claim))
 
 
 async def test_another_client_after_the_announced_connection(private: Path) -> None:
@@ -126,7 +134,7 @@ async def test_another_client_after_the_announced_connection(private: Path) -> N
                 await client.connect(server.address)
                 ours, claim = await claimed(server)
                 claim.accept()
-                assert await announcement.accepted(soon()) is None
+                assert await announcement.accepted(deadline_after()) is None
                 await client.send(b"\xe2\xd4\xc3\xd9")
             client.close()
             await other.connect(server.address)
@@ -148,6 +156,6 @@ async def test_an_answer_before_the_connection_is_open(private: Path) -> None:
             mistaken.accept()
             assert announcement.is_too_late()
             nursery.start_soon(close_soon, announcement)
-            with theirs, trio.fail_after(LONG):
+            with theirs, trio.fail_after(PATIENCE):
                 assert await agreement(mistaken, theirs) == "plain"
             assert server.publication.claims == {}

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.rendezvous.discovery.world import LONG, Server, announce, bound, serving, soon
+from tests.rendezvous.discovery.world import LONG, Server, announce, bound, deadline_after, serving
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import announcing, lookup
 from trio_smc.rendezvous.discovery.lookup import Lookups
@@ -35,7 +36,7 @@ async def unanswered(discovery: Discovery, server: Server) -> FallbackReason | N
         announcement = await announce(discovery, client, server.address)
         await client.connect(server.address)
         with trio.fail_after(AT_MOST):
-            return await announcement.accepted(soon(60))
+            return await announcement.accepted(deadline_after())
 
 
 def next_one(discovery: Discovery, server: Server) -> FallbackReason | None:
@@ -70,14 +71,14 @@ async def test_a_process_that_accepts_and_does_not_answer(private: Path) -> None
         announcement = await announce(discovery, client, server.address)
         await client.connect(server.address)
         accepted, _ = server.plain.accept()
-        began = trio.current_time()
+        longest, began = discovery.patience_for(server.address), trio.current_time()
         with accepted:
-            assert await announcement.accepted(soon(60)) is FallbackReason.PEER_NOT_CAPABLE
-        assert trio.current_time() - began < announcing._MOST_PATIENCE
+            assert await announcement.accepted(deadline_after()) is FallbackReason.PEER_NOT_CAPABLE
+        assert trio.current_time() - began < longest
         assert next_one(discovery, server) is FallbackReason.PEER_NOT_CAPABLE
 
 
-async def test_an_answer_is_remembered_instead(private: Path) -> None:
+async def test_an_answer_ends_the_memory_of_silence(private: Path) -> None:
     """A connection that requires SMC-R is still announced."""
     discovery = Discovery(private)
     async with serving(private) as server:
@@ -91,13 +92,13 @@ async def test_an_answer_is_remembered_instead(private: Path) -> None:
             with connection:
                 assert claim is not None
                 assert claim.accept()
-                assert await announcement.accepted(soon()) is None
+                assert await announcement.accepted(deadline_after()) is None
                 claim.forget()
             announcement.close()
         assert next_one(discovery, server) is None
 
 
-async def test_another_listener_ends_the_memory(private: Path) -> None:
+async def test_another_listener_ends_the_memory_of_silence(private: Path) -> None:
     """The silent process is replaced by another one; listeners at other addresses end nothing."""
     discovery = Discovery(private)
     async with serving(private) as server:
@@ -110,7 +111,7 @@ async def test_another_listener_ends_the_memory(private: Path) -> None:
             other.close()
 
 
-async def test_the_memory_is_short_and_bounded(
+async def test_the_memory_of_silence_is_short_and_bounded(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = Discovery(private).names
@@ -130,7 +131,7 @@ async def test_the_memory_is_short_and_bounded(
         assert not any(map(remembered, ports))
 
 
-async def test_a_client_that_takes_smc_or_nothing_waits_longer(private: Path) -> None:
+async def test_a_client_that_requires_smc_r_waits_longer(private: Path) -> None:
     """Like a TCP connect, the client waits for a process that is busy for more than a second."""
     discovery = Discovery(private)
     async with serving(private) as server, bound() as client, trio.open_nursery() as nursery:
@@ -142,17 +143,17 @@ async def test_a_client_that_takes_smc_or_nothing_waits_longer(private: Path) ->
             connection, claim = await server.accept()
             with connection:
                 assert claim is not None
-                assert await claim.confirm(connection, soon())
+                assert await claim.confirm(connection, deadline_after())
 
         nursery.start_soon(answer)
-        with trio.fail_after(LONG):
-            assert await announcement.accepted(soon(0.1)) is None
+        with trio.fail_after(PATIENCE):
+            assert await announcement.accepted(deadline_after(0.1)) is None
         announcement.close()
         await client.send(b"C")
 
 
 @pytest.mark.parametrize("before", ["no listener", "a listener that ends"])
-async def test_a_client_that_takes_smc_or_nothing_waits_for_a_listener(
+async def test_a_client_that_requires_smc_r_waits_for_a_listener(
     before: str, plain: socket.socket, private: Path
 ) -> None:
     """The connection waits in the backlog, as over TCP, until a new worker accepts it."""
@@ -173,20 +174,20 @@ async def test_a_client_that_takes_smc_or_nothing_waits_for_a_listener(
             connection, claim = await server.accept()
             with connection:
                 assert claim is not None
-                assert await claim.confirm(connection, soon())
+                assert await claim.confirm(connection, deadline_after())
             server.publication.close()
 
         nursery.start_soon(come)
         # After the first listener this client waits like TCP.
         patience = LONG if before == "no listener" else 0.1
-        with trio.fail_after(LONG):
-            assert await announcement.accepted(soon(patience)) is None
+        with trio.fail_after(PATIENCE):
+            assert await announcement.accepted(deadline_after(patience)) is None
         announcement.close()
         await client.send(b"C")
 
 
 @pytest.mark.parametrize("server", ["accepts", "is closed"])
-async def test_a_client_that_takes_smc_or_nothing_at_a_plain_server(
+async def test_a_client_that_requires_smc_r_gives_up_at_a_plain_server(
     plain: socket.socket, private: Path, server: str
 ) -> None:
     """As soon as a process has accepted the connection, or none can, it is known that none
@@ -200,7 +201,7 @@ async def test_a_client_that_takes_smc_or_nothing_at_a_plain_server(
                 accepted.enter_context(plain.accept()[0])
             else:
                 plain.close()
-            reason = await announcement.accepted(soon(60))
+            reason = await announcement.accepted(deadline_after())
         assert reason is FallbackReason.PEER_NOT_CAPABLE
 
 
@@ -211,11 +212,11 @@ async def test_the_wait_for_a_first_listener_ends(plain: socket.socket, private:
         announcement = await announce(private, client, address, required=True)
         await client.connect(address)
         with trio.fail_after(AT_MOST):
-            reason = await announcement.accepted(soon(0.5))
+            reason = await announcement.accepted(deadline_after(0.5))
         assert reason is FallbackReason.PEER_NOT_CAPABLE
 
 
-async def test_a_client_that_takes_tcp_too_does_not_wait_for_a_listener(
+async def test_a_client_that_accepts_tcp_does_not_wait_for_a_listener(
     plain: socket.socket, private: Path
 ) -> None:
     found = Discovery(private).announce(SOURCE, plain.getsockname()[:2])

@@ -100,7 +100,9 @@ def tcp(
 @pytest.mark.parametrize("host", [HOST, "::1"])
 @pytest.mark.parametrize("offers", [True, False])
 @pytest.mark.parametrize("accepts", [True, False])
-def test_on_the_wire(option: TcpOption, host: str, *, offers: bool, accepts: bool) -> None:
+def test_the_option_is_on_syn_and_syn_ack(
+    option: TcpOption, host: str, *, offers: bool, accepts: bool
+) -> None:
     """On the SYN when the client offers, on the SYN-ACK when both do, on no other segment."""
     with (
         Wire.open() as wire,
@@ -124,7 +126,7 @@ def test_on_the_wire(option: TcpOption, host: str, *, offers: bool, accepts: boo
 
 @pytest.mark.rfc("3.1/1", "A.1/1")
 @pytest.mark.tshark
-def test_as_tshark_reads_it(option: TcpOption, tmp_path: Path) -> None:
+def test_tshark_reads_the_option(option: TcpOption, tmp_path: Path) -> None:
     tshark_reader.require_tshark()
     with Wire.open() as wire:
         with tcp(option, option, wire=wire) as (_, _, port):
@@ -217,7 +219,7 @@ def test_another_program_that_wants_header_callbacks(option: TcpOption) -> None:
         os.close(program)
 
 
-def test_two_programs_of_ours(option: TcpOption) -> None:
+def test_two_processes_load_a_program_each(option: TcpOption) -> None:
     """Two processes of one cgroup that each loaded their own."""
     another = TcpOption(NOWHERE)
     try:
@@ -249,7 +251,7 @@ async def listening(config: Config = STRICT) -> AsyncIterator[tuple[Stack, SmcLi
 
 
 @pytest.mark.rfc("3.1/2")
-async def test_streams() -> None:
+async def test_streams_agree_by_the_option_alone() -> None:
     """SMC-R by the TCP option alone; a plain socket of this process carries nothing."""
     with Wire.open() as wire:
         async with listening() as (stack, listener), plain_server() as server:
@@ -267,7 +269,7 @@ async def test_streams() -> None:
     assert not any(254 in each.kinds for each in others)
 
 
-async def test_sockets_of_a_program_that_knows_nothing_of_it() -> None:
+async def test_an_unmodified_program_sends_the_option() -> None:
     """`enable`: Trio's own listeners and streams."""
     trio_smc.enable(STRICT)
     try:
@@ -419,7 +421,7 @@ def as_unprivileged(
     return done.stdout.split()
 
 
-def test_for_a_group(pins: Path) -> None:
+def test_a_group_may_use_the_option(pins: Path) -> None:
     assert trio_smc.set_up_tcp_option(group="daemon", pins=pins)
     with Wire.open() as wire, reserved_port() as port:
         wire.watch(port)
@@ -437,7 +439,7 @@ def test_for_a_group(pins: Path) -> None:
     assert results == [str(Reason.TCP_OPTION_NOT_PERMITTED)] * 4
 
 
-def test_for_a_cgroup(pins: Path) -> None:
+def test_only_a_process_in_the_cgroup_sends_the_option(pins: Path) -> None:
     """A process outside can mark its sockets, and gets the reason why that has no effect."""
     with cgroup("inside") as inside, cgroup("outside") as outside:
         assert trio_smc.set_up_tcp_option(group="daemon", cgroup=inside, pins=pins)
@@ -446,7 +448,7 @@ def test_for_a_cgroup(pins: Path) -> None:
         assert answers == ["None"] * 2 + [str(Reason.TCP_OPTION_UNAVAILABLE)] * 2
 
 
-def test_setting_up_again(pins: Path) -> None:
+def test_setup_may_run_again(pins: Path) -> None:
     assert trio_smc.set_up_tcp_option(pins=pins)
     inode = os.stat(pins / MAP_NAME).st_ino
     assert (os.stat(pins / MAP_NAME).st_mode & 0o777, os.stat(pins / MAP_NAME).st_gid) == (0o600, 0)
@@ -463,7 +465,7 @@ def test_setting_up_again(pins: Path) -> None:
     assert not pins.exists()
 
 
-def test_in_a_file_system_that_is_there(pins: Path) -> None:
+def test_setup_uses_a_mounted_file_system(pins: Path) -> None:
     assert trio_smc.set_up_tcp_option(pins=pins)
     below = pins / "below"
     assert trio_smc.set_up_tcp_option(pins=below)
@@ -507,7 +509,7 @@ def test_a_frozen_map_has_a_reason(pins: Path) -> None:
     assert as_unprivileged(pins, groups=[1]) == [str(Reason.TCP_OPTION_UNAVAILABLE)] * 4
 
 
-def test_torn_down_under_a_process(pins: Path) -> None:
+def test_a_process_continues_after_teardown(pins: Path) -> None:
     """The process continues with its own program if it may load one, else with plain TCP."""
     trio_smc.set_up_tcp_option(pins=pins)
     option = TcpOption(pins)
@@ -530,13 +532,15 @@ def test_torn_down_under_a_process(pins: Path) -> None:
         ({"cgroup": "/tmp"}, "/tmp is no cgroup"),
     ],
 )
-def test_bad_arguments(pins: Path, wrong: dict[str, str], text: str) -> None:
+def test_setup_refuses_bad_arguments(pins: Path, wrong: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         trio_smc.set_up_tcp_option(pins=pins, **wrong)
     assert not pins.exists()
 
 
-def test_no_program_can_be_loaded(pins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setup_needs_the_right_to_load_a_program(
+    pins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(code: bytes) -> int:
         raise OSError(errno.EPERM, "Operation not permitted")
 
