@@ -1,4 +1,4 @@
-"""Same-host discovery: cancellation, and deadlines that race."""
+"""Same-host discovery: cancellation, and deadlines of both ends that expire at the same time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trio_smc.rendezvous.discovery.same_host import Discovery
 
 
 class After:
-    """Cancels a scope after so many scheduler passes."""
+    """Cancels a scope after a number of scheduler passes."""
 
     def __init__(self, passes: int) -> None:
         self.passes = passes
@@ -39,7 +39,7 @@ class After:
 @pytest.mark.parametrize("side", ["client", "server"])
 @pytest.mark.parametrize("passes", range(14))
 async def test_cancellation_at_each_wait(side: str, passes: int, private: Path) -> None:
-    """A side that is cancelled ends its TCP connection, so the other side knows at once."""
+    """A cancelled side ends its TCP connection, so the other side notices this at once."""
     after = After(passes)
     async with serving(private) as server:
 
@@ -67,7 +67,7 @@ async def test_cancellation_at_each_wait(side: str, passes: int, private: Path) 
                         async with trio.open_nursery() as servers:
                             servers.start_soon(serve)
                             caller.start_soon(finish, call, serving_scope, side)
-        # After any cancellation the next connection is served.
+        # After any cancellation, the server serves the next connection.
         await agree_after_older_connections(private, server)
 
 
@@ -92,9 +92,9 @@ async def agree_after_older_connections(private: Path, server: Server) -> None:
 
 
 async def test_ends_in_parallel_always_agree(private: Path, rng: random.Random, full: bool) -> None:
-    """Deadlines that race on two threads, each with its own Trio: never two different answers.
+    """The ends run in two threads, each with its own Trio, and their deadlines are close together.
 
-    A server that has given up resets the connection, with any result of the client.
+    The two results never differ, except that a server which has given up resets the connection.
     """
     rounds = 5000 if full else 400
     outcomes: dict[str, dict[tuple[str, int], object]] = {"server": {}, "client": {}}
@@ -136,4 +136,4 @@ async def test_ends_in_parallel_always_agree(private: Path, rng: random.Random, 
                     assert await client.recv(1) == b"!"
     for peer, outcome in outcomes["client"].items():
         assert outcomes["server"][peer] in (outcome, None)
-    assert set(outcomes["client"].values()) == {True, False}, "the race was no race"
+    assert set(outcomes["client"].values()) == {True, False}, "one side was always faster"

@@ -1,4 +1,4 @@
-"""Same-host discovery: what other processes may send to a listener."""
+"""Same-host discovery: datagrams that other processes send to a listener."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_garbage_is_ignored(packet: bytes, private: Path) -> None:
 
 
 async def test_a_sender_that_never_stops(private: Path) -> None:
-    """A listener receives a limited number of datagrams at a time, and then other tasks run."""
+    """A listener receives a limited number of datagrams, and then lets other tasks run."""
     async with serving(private) as server, trio.open_nursery() as nursery:
 
         async def flood() -> None:
@@ -115,14 +115,14 @@ async def test_an_announcement_waits_for_a_place(
 async def test_a_program_that_can_import_nothing_more_listens(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a change of its user or its root, or without descriptors."""
+    """For example after a change of its user or its root directory, or without descriptors."""
     monkeypatch.setitem(sys.modules, "resource", None)
     async with serving(private) as server:
         await agree(private, server, server.address)
 
 
 async def test_a_handshake_that_is_over_keeps_no_other_from_spinning(private: Path) -> None:
-    """While one task sleeps no other one spins (`rnic.spinner.Spinner.sleeping`)."""
+    """While one task sleeps, no other task spins (`rnic.spinner.Spinner.sleeping`)."""
     async with serving(private) as server:
         await agree(private, server, server.address)
         assert server.publication.answerer.spinner.sleeping == 0

@@ -77,8 +77,8 @@ def send_as_nobody(name: Path, message: bytes) -> None:
 async def test_another_user_reaches_no_name_in_a_private_directory(
     namespace: bool, private: Path
 ) -> None:
-    """Not even as root of its own user namespace. So a datagram there needs no credentials, and the
-    owner of a name there needs no check."""
+    """The kernel refuses the other user, even as root of a user namespace.  So in a private
+    directory a datagram needs no credentials, and discovery need not check the owner of a name."""
     libc = ctypes.CDLL(None)
     async with serving(private) as server, bound() as client:
         with await announce(private, client, server.address):
@@ -97,10 +97,12 @@ async def test_another_user_reaches_no_name_in_a_private_directory(
 
 
 def attempts_of_nobody(name: Path, libc: ctypes.CDLL | None) -> list[int]:
-    """The errors of another user that sends to a name, binds another one, and sends to a name
-    beside the private directory, which it may enter; 0: none.
+    """Return the error numbers of three calls of another user; 0: no error.
 
-    libc: to enter a user namespace first.
+    The other user sends to ``name``, binds a name beside it, and sends to a name outside of the
+    private directory, in a directory that the user may enter.
+
+    libc: if given, the user first enters a user namespace of its own.
     """
     read, write = os.pipe()
     beside = name.parent.parent.parent
@@ -144,7 +146,7 @@ def failure(call: Callable[..., object], *arguments: object) -> int:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_the_kernel_shows_the_sender_of_a_denial(private: Path) -> None:
-    """Another user that knows the token cannot make a connection plain TCP."""
+    """Another user cannot make a connection plain TCP, even with the right token."""
     async with claimed(private) as pair:
         pair.claim.accept()
         [token] = pair.claim.tokens
@@ -158,7 +160,7 @@ async def test_the_kernel_shows_the_sender_of_a_denial(private: Path) -> None:
 
 
 async def unavailable(private: Path) -> FallbackReason:
-    """Publish and announce in a bad directory: the same reason for both, and no exception."""
+    """Publish and announce in a bad directory.  Returns the reason, which both calls report."""
     async with trio.open_nursery() as nursery:
         publication = Discovery(private).publish(("127.0.0.1", 9), nursery)
         assert publication.unavailable is not None

@@ -1,4 +1,4 @@
-"""Same-host discovery: both ends agree, whichever of them gives up."""
+"""Same-host discovery: one end gives up, and both ends come to the same result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_client_that_withdraws_before_the_answer(private: Path) -> None:
 
 
 async def test_a_client_that_withdraws_after_the_answer_must_send_clc(private: Path) -> None:
-    """The client may have no RNIC any more: it sends a Decline, for which the server waits."""
+    """The server waits for a CLC message.  If the client has lost its RNIC, it sends a Decline."""
     async with claimed(private) as pair:
         pair.claim.accept()
         assert pair.announcement.withdraw()
@@ -77,7 +77,7 @@ async def test_a_client_that_reaches_its_deadline(private: Path) -> None:
 
 
 async def test_a_server_that_reaches_its_deadline(private: Path) -> None:
-    """The server does not know the next bytes of the client: no fallback (RFC 7609, C.5)."""
+    """The server cannot know if the client's next bytes are CLC: no fallback (RFC 7609, C.5)."""
     async with claimed(private) as pair:
         with pytest.raises(TimeoutError):
             await pair.claim.confirm(pair.connection, deadline_after(SHORT))
@@ -86,8 +86,7 @@ async def test_a_server_that_reaches_its_deadline(private: Path) -> None:
 
 
 async def test_a_denial_is_known_before_the_bytes_behind_it(private: Path) -> None:
-    """Both have arrived when the server first reads the TCP connection; the bytes of the
-    application look like CLC."""
+    """The denial and application data that looks like CLC arrive before the server reads."""
     async with claimed(private) as pair:
         pair.claim.accept()
         pair.announcement.close()
@@ -100,7 +99,7 @@ async def test_a_denial_is_known_before_the_bytes_behind_it(private: Path) -> No
     [
         (FallbackReason.HANDSHAKE_LIMIT, FallbackReason.HANDSHAKE_LIMIT),
         (FallbackReason.DIRECTORY_UNUSABLE, FallbackReason.DIRECTORY_UNUSABLE),
-        (FallbackReason.DECLINED, FallbackReason.PEER_NOT_CAPABLE),  # has no code
+        (FallbackReason.DECLINED, FallbackReason.PEER_NOT_CAPABLE),  # DECLINED has no code
     ],
 )
 async def test_a_server_that_refuses(
@@ -138,7 +137,8 @@ async def test_a_publication_closed_before_its_task_ran(private: Path) -> None:
 
 @pytest.mark.parametrize("stacks", [1, 2])
 async def test_two_announcements_of_one_connection(stacks: int, private: Path) -> None:
-    """Sockets may share a port; the second one to announce it uses another port."""
+    """Two sockets may share a port.  The second announcement fails, and its socket uses another
+    port."""
     one = Discovery(private)
     other = one if stacks == 1 else Discovery(private)
     async with serving(private) as server, bound() as client:
@@ -153,7 +153,7 @@ async def test_two_announcements_of_one_connection(stacks: int, private: Path) -
 
 @pytest.mark.parametrize("impatient", [0, 1, 2])
 async def test_of_three_that_wait_one_gives_up(impatient: int, private: Path) -> None:
-    """Claims with the timers of a stack."""
+    """The waits use the timers of a stack."""
     timers = Timers(trio.current_time, lambda: None)
     discovery = Discovery(private, timers)
     answers: dict[int, FallbackReason | None] = {}

@@ -32,7 +32,7 @@ HERE, THERE = ("127.0.0.1", 1), ("127.0.0.1", 9)
 
 
 class FakeListener:
-    """A socket that a client takes for a published listener, and that client's announcement."""
+    """A socket that looks like a published listener, and a client's announcement to it."""
 
     def __init__(self, private: Path) -> None:
         name = directory.listener_name(*THERE, dual_stack=False)
@@ -113,8 +113,8 @@ async def test_invalid_datagrams_are_ignored(private: Path) -> None:
 
 
 async def test_an_acceptance_behind_a_refusal_counts(private: Path) -> None:
-    """The two answers belong to two connections with the same addresses; the server of the second
-    expects a CLC message."""
+    """The two answers belong to two connections with the same addresses.  The server that has sent
+    ACCEPTED expects a CLC message."""
     fake = FakeListener(private)
     fake.answer(messages.refused(FallbackReason.NO_RNIC), ACCEPTED)
     assert await fake.announcement.accepted(deadline_after()) is None
@@ -124,7 +124,7 @@ async def test_an_acceptance_behind_a_refusal_counts(private: Path) -> None:
 async def test_an_empty_datagram_does_not_hide_the_answer_from_a_client_that_gives_up(
     private: Path,
 ) -> None:
-    """The server expects a CLC message, and the client knows that when it withdraws."""
+    """The server expects a CLC message, and `withdraw` reports this to the client."""
     fake = FakeListener(private)
     fake.answer(b"", ACCEPTED)
     assert fake.announcement.withdraw()
@@ -132,7 +132,7 @@ async def test_an_empty_datagram_does_not_hide_the_answer_from_a_client_that_giv
 
 
 async def test_a_flood_ends_the_wait(private: Path) -> None:
-    """Then the connection is plain TCP, and the server knows that, because its send fails."""
+    """The connection becomes plain TCP.  The server notices this, because its send fails."""
     fake = FakeListener(private)
     result: list[FallbackReason | None] = []
 
@@ -152,7 +152,7 @@ async def test_a_flood_ends_the_wait(private: Path) -> None:
 
 
 async def test_a_full_queue_is_no_answer(private: Path) -> None:
-    """The server cannot send ACCEPTED, and both sides have plain TCP."""
+    """The server cannot send ACCEPTED, so both sides use plain TCP."""
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
         (name,) = names_below(private)
@@ -189,7 +189,7 @@ async def test_a_listener_that_dies_ends_the_wait(private: Path) -> None:
 
 @pytest.mark.parametrize("news", ["bytes", "reset", "no name"])
 async def test_the_wait_ends_when_no_answer_can_come(news: str, private: Path) -> None:
-    """A plain server sends first, the process that has accepted ends, or a cleaner removes the
+    """A plain server sends data, the process that has accepted ends, or a cleaner removes the
     name."""
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
@@ -210,7 +210,7 @@ async def test_the_wait_ends_when_no_answer_can_come(news: str, private: Path) -
 async def test_the_server_that_has_the_connection_answers_after_the_first_checks(
     private: Path,
 ) -> None:
-    """A client checks at intervals if an answer may still come, and continues to wait."""
+    """The client checks at intervals that an answer is still possible, and continues to wait."""
     async with serving(private) as server, bound() as client, trio.open_nursery() as nursery:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)

@@ -1,4 +1,4 @@
-"""Mounts whose paths another user has chosen, and paths that another user can change."""
+"""Mount points that another user has named, and paths that another user can change."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def theirs() -> Iterator[Path]:
 
 @pytest.fixture
 def mounted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Where a file system would have been mounted."""
+    """The paths at which the tested code tried to mount a file system."""
     found: list[Path] = []
     monkeypatch.setattr(bpf, "mount_bpffs", found.append)
     return found
@@ -117,7 +117,7 @@ def test_root_pins_nowhere_that_another_user_could_replace(
 def test_a_directory_that_another_user_makes_first(
     mounted: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the check of the path and `mkdir`, in a directory like /tmp."""
+    """The other user acts between the check of the path and `mkdir`, in a directory like /tmp."""
     with tempfile.TemporaryDirectory(prefix="smc-") as directory:
         os.chmod(directory, 0o1777)
         pins = Path(directory, "pins")

@@ -57,7 +57,7 @@ def name_of(client: trio.socket.SocketType, address: tuple[str, int]) -> str:
 async def test_only_the_socket_of_a_client_is_an_announcement(
     kind: str, private: Path, tmp_path: Path
 ) -> None:
-    """The server never waits, has plain TCP, and sends nothing to another service."""
+    """The server does not wait, uses plain TCP, and sends nothing to another service."""
     with (
         serving_socket(tmp_path) as stream,
         socket.socket(socket.AF_UNIX, DATAGRAM) as other,
@@ -96,7 +96,7 @@ async def test_only_the_socket_of_a_client_is_an_announcement(
 
 
 class serving_socket:  # noqa: N801 - a context manager
-    """A listening Unix socket of another type; entering gives its path."""
+    """A listening Unix socket of another type.  The context manager returns its path."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "stream"
@@ -113,7 +113,7 @@ class serving_socket:  # noqa: N801 - a context manager
 
 @contextlib.contextmanager
 def open_names(private: Path) -> Iterator[Names]:
-    """All directories of announcements, open."""
+    """Open all directories of announcements."""
     names = Names(private)
     names.open()
     try:
@@ -162,7 +162,7 @@ async def test_names_of_a_killed_process_are_removed(
         before.close()
         await trio.to_thread.run_sync(killed_after_announcing, private, server.address)
         assert len(names_below(private)) == 3
-        # Not at once: for a moment a name that is being bound looks like that of a dead process.
+        # A new name looks for a moment like that of a dead process, so none is removed at once.
         assert client.announce(("127.0.0.1", 1), server.address) is None
         monkeypatch.setattr(private_directory, "_STALE_AFTER", 0.0)
         if finder == "the next client":
@@ -210,7 +210,7 @@ async def test_connections_after_a_cleaner_are_smc_r(
                     assert reason is FallbackReason.PEER_NOT_CAPABLE
         else:
             place = private / names.KIND
-            kept = os.open(place, os.O_PATH)  # so that the inode number is not used again
+            kept = os.open(place, os.O_PATH)  # so that the kernel does not reuse the inode number
             shutil.rmtree(place if removed == "directory" else private)
             with trio.fail_after(PATIENCE):
                 while not (sockets_below(private) and place.exists()):  # noqa: ASYNC110
@@ -221,7 +221,7 @@ async def test_connections_after_a_cleaner_are_smc_r(
 
 
 async def test_a_full_directory(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system is full or read-only: the connection is TCP, and the next one SMC-R."""
+    """If a file system is full or read-only, a connection is TCP; afterwards the next is SMC-R."""
 
     def full(number: int, *_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -302,7 +302,7 @@ UNREAD = 8
 
 
 def test_answers_that_are_not_read_keep_no_other_client_from_its_answer(private: Path) -> None:
-    """The sending socket is charged for each of them; its buffer has room for about 278."""
+    """The kernel charges the sending socket for each unread answer; its buffer holds about 278."""
     with open_names(private) as found, contextlib.ExitStack() as clients:
         for name in map(str, range(60)):
             clients.enter_context(found.listen(name))
@@ -333,7 +333,7 @@ async def test_a_server_that_has_become_another_user(private: Path) -> None:
 
 
 async def test_a_flood_of_empty_datagrams_does_not_keep_a_client_waiting(private: Path) -> None:
-    """Also if the timers of the stack are late."""
+    """The deadline holds even if the timers of the stack never fire."""
     discovery = Discovery(private, Timers(trio.current_time, lambda: None))
     async with claimed(private, discovery=discovery) as pair, trio.open_nursery() as nursery:
         [name] = names_below(private)
@@ -412,8 +412,8 @@ async def test_members_of_a_group_agree(private: Path) -> None:
 
 
 async def test_a_name_of_another_member_for_the_same_connection(shared: Path) -> None:
-    """Both get the answer, so the announced connection is SMC-R, and no denial of the other one
-    makes it plain TCP."""
+    """Both names receive the answer, so the announced connection is SMC-R.  A denial of the other
+    member does not make the connection plain TCP."""
     place = member(shared, 64201)
     async with serving(shared) as server, bound() as client:
         name = place / name_of(client, server.address)
@@ -436,8 +436,8 @@ async def test_a_name_of_another_member_for_the_same_connection(shared: Path) ->
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "dead", "inner link", "open", "stolen"])
 async def test_a_hostile_member(kind: str, shared: Path, tmp_path: Path) -> None:
-    """With any file in its directory, or in place of it, connections of others are SMC-R, and no
-    other service gets a message."""
+    """The member puts any file into its directory, or replaces the directory.  Connections of other
+    members are SMC-R, and no other service receives a message."""
     place = member(shared, 64201)
     with socket.socket(socket.AF_UNIX, DATAGRAM) as other:
         other.bind(str(tmp_path / "other"))
@@ -474,14 +474,14 @@ async def test_a_hostile_member(kind: str, shared: Path, tmp_path: Path) -> None
 
 
 def empty(place: Path, tmp_path: Path) -> None:
-    """Remove what a hostile member has made."""
+    """Remove the files of the hostile member."""
     for each in (*place.glob("*"), *tmp_path.iterdir()):
         each.unlink(missing_ok=True)
     place.unlink() if place.is_symlink() else place.rmdir()
 
 
 async def test_a_member_without_a_listener_cannot_answer(shared: Path) -> None:
-    """Its datagram is ignored, although it may send one."""
+    """The client ignores the member's datagram, although the kernel lets the member send it."""
     async with serving(shared) as server, bound() as client:
         announcement = await announce(shared, client, server.address)
         (name,) = names_below(shared)

@@ -1,4 +1,4 @@
-"""Announcements that are open: datagrams without end, a client that is closed, a forked child."""
+"""Open announcements: endless datagrams, a closed client, a forked child."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_datagrams_that_never_end(
 
 
 async def test_an_announcement_that_outlives_its_client(private: Path) -> None:
-    """A closed client keeps no announcement."""
+    """The end of the client withdraws the announcement."""
     async with serving(private) as server, bound() as client:
         before = len(os.listdir("/proc/self/fd"))
         discovery = Discovery(private)
@@ -69,7 +69,7 @@ async def test_a_forked_child_leaves_the_block_of_an_announcement(private: Path)
     with contextlib.closing(Discovery(private)) as discovery:
         async with claimed(private, discovery=discovery) as pair:
             assert pair.claim.accept()
-            assert pair.announcement.is_too_late()  # ACCEPTED was received, before the handshake
+            assert pair.announcement.is_too_late()  # this call receives ACCEPTED
             child = os.fork()
             if child == 0:
                 status = 1

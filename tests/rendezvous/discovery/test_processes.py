@@ -114,7 +114,8 @@ async def test_of_several_processes_the_accepting_one_answers(private: Path) -> 
         for _ in range(30):
             assert await call_worker(private, port) == (True, b"smc-r")
         for each in (first, second):
-            # Both had connections: 30 hashes that all pick one process come once in 2^29 runs.
+            # Each process accepted some: the kernel's hash picks one process for all 30 connections
+            # only once in 2^29 runs.
             assert await each.line() == "smc-r"
 
 
@@ -218,7 +219,7 @@ async def test_a_worker_that_is_killed(shared: str, private: Path) -> None:
                 each.process.send_signal(signal.SIGSTOP)
                 stopped.callback(each.process.send_signal, signal.SIGCONT)
             async with trio.open_nursery() as nursery:
-                # Much sooner than the time-out of the handshake.
+                # Sooner than the deadline of each call.
                 nursery.cancel_scope.deadline = deadline_after(PATIENCE)
                 for _ in range(16):
                     nursery.start_soon(call, port)
@@ -228,7 +229,7 @@ async def test_a_worker_that_is_killed(shared: str, private: Path) -> None:
                 await first.process.wait()
                 second.process.send_signal(signal.SIGCONT)
             assert len(results) == 16
-            # Sixteen hashes that all pick one process come once in 32,768 runs.
+            # The kernel's hash picks one process for all 16 connections once in 32,768 runs.
             ended = {(False, b"")} if shared == "port" else set()
             assert set(results) == {(True, b"smc-r")} | ended
             for _ in range(10):
@@ -258,7 +259,7 @@ trio.run(main)
 
 
 async def test_two_releases_side_by_side(runtime_directory: Path) -> None:
-    """Their software RNICs differ: both processes have TCP, and know why."""
+    """Their software RNICs differ, so both processes use TCP, and know the reason."""
     environment = os.environ | {"PYTHONPATH": str(WORKER.parents[3])}
     command = [sys.executable, "-c", OTHER_RELEASE]
     async with trio_smc.open_stack() as stack, trio.open_nursery() as nursery:

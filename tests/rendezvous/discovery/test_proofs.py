@@ -1,7 +1,7 @@
 """Proofs that an address leads to a listener of another network namespace, message by message.
 
-These tests imitate the namespaces: they rename the namespace of a listener, so that this process
-takes it for another one.  `tests/e2e/test_networks.py` has real ones, with bridges and NAT.
+These tests imitate a second namespace: the client treats the listener's namespace as another one.
+`tests/e2e/test_networks.py` uses real namespaces, with bridges and NAT.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def two_namespaces(monkeypatch: Patch) -> None:
-    """A client takes the namespace of a listener for another one, in a directory that is named."""
+    """Let clients treat the listener's namespace as another one, and the directory as a configured
+    one."""
     monkeypatch.setattr(directory, "other_namespaces", directory.namespace_paths)
     for module in (directory, announcing):
         monkeypatch.setattr(module, "is_named", lambda path: True)
@@ -133,7 +134,7 @@ async def test_an_address_of_another_host(private: Path) -> None:
 
 @pytest.mark.parametrize("change", ["nonce", "source", "destination", "short", "silent"])
 async def test_a_proof_that_is_not_valid(change: str, private: Path, monkeypatch: Patch) -> None:
-    """Another process is behind the address, or NAT translates the address."""
+    """Another process uses the address, or NAT translates the address."""
     proof = messages.proof
 
     def other(nonce: bytes, source: tuple[str, int], destination: tuple[str, int]) -> bytes:
@@ -169,7 +170,7 @@ async def test_a_silent_listener_costs_only_the_timeout(private: Path, monkeypat
 
 
 async def test_another_client_is_sent_nothing(private: Path) -> None:
-    """The client connects from another address than the one that is to be proven."""
+    """The client connects from another address than the one in its request."""
     async with serving(private):
         answer = await raw_proof(private)
         assert answer.kind is Kind.LISTENING

@@ -75,7 +75,7 @@ async def test_a_wildcard_listener_does_not_serve_other_hosts(private: Path) -> 
 async def test_no_listener_is_published(private: Path) -> None:
     outcome = Discovery(private).announce(("127.0.0.1", 1), ("127.0.0.1", 2))
     assert outcome is FallbackReason.PEER_NOT_CAPABLE
-    assert os.listdir(private.parent) == [], "a client makes no directory"
+    assert os.listdir(private.parent) == [], "the client made a directory"
 
 
 async def test_names_hold_the_network_namespace(private: Path) -> None:

@@ -1,6 +1,7 @@
-"""Same-host discovery where connections of several sockets have the same port, one after another.
+"""Same-host discovery if several client sockets use the same port one after another.
 
-The server answers the announcement for the connection of another client, which had the port first.
+The server finds the announcement when it accepts the connection of another client, which had the
+port first, and sends its answer to the wrong client.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ RESET = struct.pack("ii", 1, 0)
 
 @contextmanager
 def sharing(port: int = 0) -> Iterator[trio.socket.SocketType]:
-    """A client's socket, bound to a port that others may be bound to; its end is a reset."""
+    """A client's socket on a port that other sockets may share.  Closing it resets the
+    connection."""
     plain = socket.socket()
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
@@ -51,7 +53,7 @@ async def claimed(server: Server) -> tuple[trio.socket.SocketType, Claim]:
 async def test_a_connection_of_another_client_with_the_announced_addresses(
     private: Path, then: str
 ) -> None:
-    """The announced connection fails; the server is notified, and has plain TCP at once."""
+    """The announced connection fails.  The client notifies the server, which uses plain TCP."""
     async with serving(private) as server, trio.open_nursery() as nursery:
         with sharing() as other, sharing(other.getsockname()[1]) as client:
             announcement = await announce(private, client, server.address)
@@ -77,7 +79,7 @@ async def close_soon(announcement: Announcement) -> None:
 
 
 async def agreement(claim: Claim, connection: trio.socket.SocketType) -> str:
-    """The result for a server and a connection whose client was sent ACCEPTED."""
+    """The server's result for a connection, after it has sent ACCEPTED."""
     try:
         if await claim.confirm(connection, deadline_after()) and claim.first_bytes():
             return "smc"
@@ -90,7 +92,7 @@ async def agreement(claim: Claim, connection: trio.socket.SocketType) -> str:
 async def test_an_announcement_that_another_connection_was_answered_for(
     private: Path, ends: str
 ) -> None:
-    """Then the client connects, and the server answers for that connection as well."""
+    """The client connects afterwards, and the server answers for that connection as well."""
     async with serving(private) as server:
         with sharing() as other, sharing(other.getsockname()[1]) as client:
             announcement = await announce(private, client, server.address)
@@ -145,8 +147,8 @@ async def test_another_client_after_the_announced_connection(private: Path) -> N
 
 
 async def test_an_answer_before_the_connection_is_open(private: Path) -> None:
-    """It is about another connection, and the server is told although the client has not failed to
-    connect yet."""
+    """The answer belongs to another connection.  The client notifies the server before its own
+    attempt to connect fails."""
     async with serving(private) as server, trio.open_nursery() as nursery:
         with sharing() as other, sharing(other.getsockname()[1]) as client:
             announcement = await announce(private, client, server.address)

@@ -1,4 +1,4 @@
-"""A client whose announcement no process answers: its waiting time, and its memory of that."""
+"""An announcement without an answer: how long the client waits, and how long it remembers that."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trio_smc.rendezvous.discovery.lookup import Lookups
 from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
 AT_MOST = 2.0
-"""Seconds after which a connection is late; the longest patience is one second and a quarter."""
+"""Time limit in seconds.  A client waits for an answer for at most one second and a quarter."""
 SOURCE = "127.0.0.1", 1
 
 
@@ -31,7 +31,7 @@ def plain() -> Iterator[socket.socket]:
 
 
 async def unanswered(discovery: Discovery, server: Server) -> FallbackReason | None:
-    """Connect; returns the reason for TCP, which must be known soon."""
+    """Connect and return the reason for TCP.  Fails after `AT_MOST`."""
     async with bound() as client:
         announcement = await announce(discovery, client, server.address)
         await client.connect(server.address)
@@ -49,7 +49,7 @@ def next_one(discovery: Discovery, server: Server) -> FallbackReason | None:
 
 
 async def test_a_connection_that_stays_queued(private: Path) -> None:
-    """The process is stopped, or busy."""
+    """No process accepts the connection, as if the server were stopped or busy."""
     discovery = Discovery(private)
     async with serving(private) as server:
         assert await unanswered(discovery, server) is FallbackReason.NOT_ACCEPTED
@@ -65,7 +65,7 @@ async def test_a_listener_that_waits_for_data(private: Path) -> None:
 
 
 async def test_a_process_that_accepts_and_does_not_answer(private: Path) -> None:
-    """The client knows soon, and does not wait as for a process that may be busy."""
+    """The client gives up sooner than for a process that may be busy."""
     discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
         announcement = await announce(discovery, client, server.address)
@@ -99,7 +99,7 @@ async def test_an_answer_ends_the_memory_of_silence(private: Path) -> None:
 
 
 async def test_another_listener_ends_the_memory_of_silence(private: Path) -> None:
-    """The silent process is replaced by another one; listeners at other addresses end nothing."""
+    """A new listener at the same address ends the memory; one at another address does not."""
     discovery = Discovery(private)
     async with serving(private) as server:
         assert await unanswered(discovery, server) is FallbackReason.NOT_ACCEPTED
@@ -132,7 +132,7 @@ async def test_the_memory_of_silence_is_short_and_bounded(
 
 
 async def test_a_client_that_requires_smc_r_waits_longer(private: Path) -> None:
-    """Like a TCP connect, the client waits for a process that is busy for more than a second."""
+    """The process is busy for more than a second, and the client waits, like a TCP connect."""
     discovery = Discovery(private)
     async with serving(private) as server, bound() as client, trio.open_nursery() as nursery:
         announcement = await announce(discovery, client, server.address, required=True)
@@ -178,7 +178,7 @@ async def test_a_client_that_requires_smc_r_waits_for_a_listener(
             server.publication.close()
 
         nursery.start_soon(come)
-        # After the first listener this client waits like TCP.
+        # If there has been a listener, the client waits like TCP, beyond its deadline.
         patience = LONG if before == "no listener" else 0.1
         with trio.fail_after(PATIENCE):
             assert await announcement.accepted(deadline_after(patience)) is None
@@ -190,8 +190,7 @@ async def test_a_client_that_requires_smc_r_waits_for_a_listener(
 async def test_a_client_that_requires_smc_r_gives_up_at_a_plain_server(
     plain: socket.socket, private: Path, server: str
 ) -> None:
-    """As soon as a process has accepted the connection, or none can, it is known that none
-    answers."""
+    """The client gives up when a process without SMC-R accepts, or when no process can accept."""
     async with bound() as client:
         address = plain.getsockname()[:2]
         announcement = await announce(private, client, address, required=True)
@@ -206,7 +205,7 @@ async def test_a_client_that_requires_smc_r_gives_up_at_a_plain_server(
 
 
 async def test_the_wait_for_a_first_listener_ends(plain: socket.socket, private: Path) -> None:
-    """At a server without SMC-R that does not accept."""
+    """The server speaks no SMC-R and does not accept, so the client waits until its deadline."""
     async with bound() as client:
         address = plain.getsockname()[:2]
         announcement = await announce(private, client, address, required=True)

@@ -94,7 +94,7 @@ async def announce(
 
 
 async def agree(discovery: Path | Discovery, server: Server, destination: tuple[str, int]) -> None:
-    """Open one TCP connection and see both ends start SMC-R on it."""
+    """Open one TCP connection, and check that both ends start SMC-R on it."""
     async with bound("::1" if ":" in destination[0] else "127.0.0.1") as client:
         announcement = await announce(discovery, client, destination)
         await client.connect(destination)
@@ -113,13 +113,13 @@ class Pair(NamedTuple):
     claim: Claim
 
     async def client_result(self, patience: float = LONG) -> FallbackReason | None:
-        """The client's result; it sends CLC, or as an application."""
+        """Wait for the client's result, and send "C" for CLC, or "A" for application data."""
         reason = await self.announcement.accepted(deadline_after(patience))
         await self.client.send(b"C" if reason is None else b"A")
         return reason
 
     async def server_result(self, patience: float = LONG) -> bool:
-        """The server's result; the client must have sent the bytes that go with it."""
+        """Wait for the server's result, and check that the client has sent the matching byte."""
         agreed = await self.claim.confirm(self.connection, deadline_after(patience))
         assert await self.connection.recv(1) == (b"C" if agreed else b"A")
         return agreed
@@ -155,7 +155,7 @@ def names_below(private: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def short_path(name: Path) -> Iterator[str]:
-    """An address of a socket, whose path may be too long for one."""
+    """A path to a socket that is short enough for the address of a Unix socket."""
     directory = os.open(name.parent, os.O_PATH)
     try:
         yield f"/proc/self/fd/{directory}/{name.name}"
