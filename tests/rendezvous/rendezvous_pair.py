@@ -33,7 +33,7 @@ from trio_smc.wire import clc
 from trio_smc.wire.clc import ClcReader
 
 __all__ = [
-    "SIZE", "Call", "Clock", "Complaints", "Recorder", "Side", "Tcp", "World", "admitted",
+    "SIZE", "Call", "Clock", "ErrorLog", "Recorder", "Side", "Tcp", "World", "admitted",
     "exchange", "proposal_of",
 ]  # fmt: skip
 
@@ -54,7 +54,7 @@ class Clock:
         return self.now
 
 
-class Complaints(logging.Handler):
+class ErrorLog(logging.Handler):
     """Collects tracebacks in the log: a healthy side has none."""
 
     def __init__(self) -> None:
@@ -135,9 +135,9 @@ class Tcp:
       cut: how this end was ended: "", "fin" or "rst".
     """
 
-    def __init__(self, news: deque[Tcp]) -> None:
+    def __init__(self, changes: deque[Tcp]) -> None:
         self.peer: Tcp = self
-        self.news = news
+        self.tcp_changes = changes
         self.inbox = bytearray()
         self._arriving: deque[bytes | str] = deque()
         self.taken = bytearray()
@@ -178,9 +178,9 @@ class Tcp:
 
     def wake(self) -> None:
         """Note a change; `World` processes it later."""
-        self.news.append(self)
+        self.tcp_changes.append(self)
 
-    def look(self) -> None:
+    def process_change(self) -> None:
         """Deliver sent bytes; on an SMC-R connection notify it, like `TcpWatch`."""
         if self._arriving:
             what = self._arriving.popleft()
@@ -327,7 +327,7 @@ class End:
             return False
         negotiation = self.negotiation
         if negotiation.outcome is not None:
-            self._over()
+            self._finish()
             return True
         if negotiation.outgoing:
             self._flush()
@@ -379,7 +379,7 @@ class End:
             self.deadline = float("inf")
             self.negotiation.timed_out()
 
-    def _over(self) -> None:
+    def _finish(self) -> None:
         outcome = self.outcome = self.negotiation.outcome
         stack = self.side.stack
         if isinstance(outcome, Established):
@@ -435,7 +435,7 @@ class Call:
         proposal: clc.Proposal | None = None,
         refusal: FallbackReason | None = None,
     ) -> None:
-        self.tcp = (Tcp(world.news), Tcp(world.news))
+        self.tcp = (Tcp(world.tcp_changes), Tcp(world.tcp_changes))
         self.tcp[0].peer, self.tcp[1].peer = self.tcp[1], self.tcp[0]
         ours = client.serving()
         self.proposal = proposal or proposal_of(client)
@@ -481,8 +481,8 @@ class World:
         self.work_clock: Callable[[], float] = _no_work
         self.sides: list[Side] = []
         self.calls: list[Call] = []
-        self.complaints = Complaints()
-        self.news: deque[Tcp] = deque()
+        self.error_log = ErrorLog()
+        self.tcp_changes: deque[Tcp] = deque()
 
     def side(self, config: Config | None = None, **rnic: Any) -> Side:
         """A new stack; ``rnic`` as `Side` and `MemoryRnic`."""
@@ -509,8 +509,8 @@ class World:
         for call in self.calls:
             for end in call.ends:
                 moved |= end.step(self.clock.now)
-        if self.news:
-            self.news.popleft().look()
+        if self.tcp_changes:
+            self.tcp_changes.popleft().process_change()
             moved = True
         moved |= self.fabric.deliver(1) > 0
         for side in self.sides:
@@ -553,7 +553,7 @@ class World:
                 for each in call.ends:
                     each.time_out(self.clock.now)
 
-    def until_time(self, condition: Callable[[], object]) -> None:
+    def pass_time_until(self, condition: Callable[[], object]) -> None:
         """Let time pass, from timer to timer, until ``condition()``."""
         for _ in range(1000):
             if condition():
@@ -586,14 +586,14 @@ class World:
         self.calls.clear()
 
     def __enter__(self) -> Self:
-        self.complaints.__enter__()
+        self.error_log.__enter__()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.complaints.__exit__()
+        self.error_log.__exit__()
         if kind is None:
             self.close()
-            records = [record.getMessage() for record in self.complaints.records]
+            records = [record.getMessage() for record in self.error_log.records]
             assert not records, records
             return
         for side in self.sides:

@@ -17,10 +17,10 @@ from trio_smc.datapath.connection import Connection
 pytestmark = pytest.mark.pure  # compiled classes have no such subclasses
 
 
-def lies(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def make_dishonest(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the connections that ``stack`` opens from now on by dishonest ones."""
 
-    class Liar(Connection):
+    class DishonestConnection(Connection):
         """Announces bytes far behind the peer's element as soon as it may send."""
 
         __slots__ = ()
@@ -32,12 +32,12 @@ def lies(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
 
     open_connection = stack.runtime.groups.open_connection
 
-    def open_lying(*arguments: Any) -> Connection:
+    def open_dishonest(*arguments: Any) -> Connection:
         connection = open_connection(*arguments)
-        connection.__class__ = Liar
+        connection.__class__ = DishonestConnection
         return connection
 
-    monkeypatch.setattr(stack.runtime.groups, "open_connection", open_lying)
+    monkeypatch.setattr(stack.runtime.groups, "open_connection", open_dishonest)
 
 
 def wake_late(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ async def test_a_bad_cursor_right_behind_the_rendezvous_ends_tcp_at_once(
         trio.open_nursery() as nursery,
     ):
         server, client = (ours, theirs) if honest == "server" else (theirs, ours)
-        lies(theirs, monkeypatch)
+        make_dishonest(theirs, monkeypatch)
         if late:
             wake_late(accept if honest == "server" else connect, monkeypatch)
         [listener] = await server.open_listeners(0, host="127.0.0.1")

@@ -161,7 +161,7 @@ def test_a_client_may_decline_instead_of_proposing() -> None:
 
 @pytest.mark.rfc("C.1/3")
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_decline_may_not_chase_another_message(end: int) -> None:
+def test_a_decline_must_wait_for_the_answer(end: int) -> None:
     """C.1.  Proposal or Accept, and then a Decline before the answer."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -173,7 +173,7 @@ def test_a_decline_may_not_chase_another_message(end: int) -> None:
 
 
 @pytest.mark.rfc("C.1/3")
-def test_a_decline_chasing_confirm_on_a_subsequent_contact_resets() -> None:
+def test_a_decline_right_after_confirm_resets_a_subsequent_contact() -> None:
     """C.3: the server is established, and the client's bytes on TCP are a violation."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -189,7 +189,7 @@ def test_a_decline_chasing_confirm_on_a_subsequent_contact_resets() -> None:
 
 
 @pytest.mark.parametrize("state", ["PROPOSED", "CONFIRMING_LINK"])
-def test_the_server_may_decline_where_it_is_waited_for(state: str) -> None:
+def test_the_server_may_decline_while_the_client_waits(state: str) -> None:
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -205,7 +205,7 @@ def test_the_server_may_decline_where_it_is_waited_for(state: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["ACCEPTED", "CONFIRMING_LINK"])
-def test_the_client_may_decline_where_it_is_waited_for(state: str) -> None:
+def test_the_client_may_decline_while_the_server_waits(state: str) -> None:
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -333,7 +333,7 @@ def test_a_wrong_confirm_link_reply_is_a_protocol_error(place: int) -> None:
     ],
     ids=lambda message: type(message).__name__,
 )  # fmt: skip
-def test_nothing_comes_before_confirm_link(message: llc.Message) -> None:
+def test_a_message_before_confirm_link_ends_the_connection(message: llc.Message) -> None:
     """3.5.1.5; the client cannot answer, because its queue pair cannot send yet."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -345,7 +345,7 @@ def test_nothing_comes_before_confirm_link(message: llc.Message) -> None:
 
 
 @pytest.mark.rfc("3.3/3")
-def test_optional_messages_may_come_even_then() -> None:
+def test_an_optional_message_may_precede_confirm_link() -> None:
     with World() as world:
         client, server = world.side(), world.side()
         optional = bytes((0x85, 44)) + bytes(42)
@@ -362,7 +362,7 @@ def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
         client, server = world.side(), world.side()
         first = world.connect(client, server)
         client.group.machine.send("links_lost")
-        world.news.clear()  # the server has not noticed it
+        world.tcp_changes.clear()  # the server has not noticed it
         record = client.record()
         call = world.connect(client, server)
         data = record.messages()[-1][2]
@@ -464,7 +464,7 @@ def test_a_client_with_a_new_rnic_is_recognised() -> None:
         assert len(server.groups) == 1
 
 
-def test_out_of_sync_at_first_contact_means_nothing_more() -> None:
+def test_out_of_sync_at_first_contact_is_a_plain_decline() -> None:
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -507,7 +507,7 @@ def test_a_confirm_that_does_not_come() -> None:
 
 
 @pytest.mark.rfc("C.5/1")
-def test_a_message_in_drops_does_not_get_more_time() -> None:
+def test_a_slow_message_gets_no_more_time() -> None:
     """One deadline holds for the whole message, also if single bytes arrive."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -523,7 +523,7 @@ def test_a_message_in_drops_does_not_get_more_time() -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 7])
-def test_messages_in_pieces_are_as_good_as_whole_ones(pieces: int) -> None:
+def test_messages_may_arrive_in_pieces(pieces: int) -> None:
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)

@@ -165,7 +165,7 @@ def test_receives_are_posted_before_the_peer_may_send() -> None:
 
 
 @pytest.mark.rfc("3.5.1.2/2")
-def test_the_client_has_nothing_before_accept_came() -> None:
+def test_the_client_allocates_nothing_before_accept() -> None:
     """3.5.1.2: at this point the client makes no local commitments of resources."""
     with World() as world:
         client, server = world.side(), world.side()

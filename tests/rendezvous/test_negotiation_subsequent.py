@@ -531,7 +531,7 @@ def test_many_first_contacts_at_once_are_one() -> None:
         assert all(works(world, call) for call in calls)
 
 
-def test_when_the_first_contact_fails_the_next_one_makes_it() -> None:
+def test_if_the_first_contact_fails_the_next_connection_makes_one() -> None:
     with World() as world:
         client, server = world.side(), world.side()
         calls = [world.call(client, server) for _ in range(4)]
@@ -619,7 +619,7 @@ def test_a_group_that_ends_after_accept(knows: bool) -> None:
             call.tcp[0].tamper = hold(held)
             world.until(lambda: call.client.outcome)
             server.group.machine.send("links_lost")
-            world.news.clear()
+            world.tcp_changes.clear()
             call.tcp[1].inbox += held[0]
             world.settle()
             assert call.server.state == "FAILED"

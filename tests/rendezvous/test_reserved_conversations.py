@@ -27,21 +27,23 @@ SEEN = {
 ONE_WAY = {"REQUEST_ADD_LINK"}  # ADD LINK is the answer
 
 
-def noisy_llc(_: PlainQueuePair, message: bytes) -> list[bytes]:
+def set_reserved_bits(_: PlainQueuePair, message: bytes) -> list[bytes]:
     kind = "cdc" if message[0] == cdc.CDC_TYPE else "llc"
     return [with_all_set(kind, message)]
 
 
-def opened(world: World, client: Side, server: Side, *, noisy: bool, **options: Any) -> Call:
+def connect(
+    world: World, client: Side, server: Side, *, reserved_set: bool, **options: Any
+) -> Call:
     call = world.call(client, server, **options)
-    if noisy:
+    if reserved_set:
         for tcp in call.tcp:
             tcp.tamper = lambda data: with_all_set("clc", data)
     world.settle()
     return call
 
 
-def converse(world: World, version: int, *, noisy: bool) -> tuple[Side, Side]:
+def exchange_all_messages(world: World, version: int, *, reserved_set: bool) -> tuple[Side, Side]:
     """Exchange all types of messages; checks that each operation works."""
     count = 4 if version == 1 else 2
     client, server = (
@@ -49,12 +51,14 @@ def converse(world: World, version: int, *, noisy: bool) -> tuple[Side, Side]:
     )
     client.record()
     server.record()
-    if noisy:
-        world.fabric.tamper = noisy_llc
-    refused = opened(world, client, server, noisy=noisy, refusal=FallbackReason.NO_RNIC)
+    if reserved_set:
+        world.fabric.tamper = set_reserved_bits
+    refused = connect(
+        world, client, server, reserved_set=reserved_set, refusal=FallbackReason.NO_RNIC
+    )
     assert refused.states == ("FALLEN_BACK", "FALLEN_BACK")
     refused.tcp[0].end("fin")
-    calls = [opened(world, client, server, noisy=noisy) for _ in range(4)]
+    calls = [connect(world, client, server, reserved_set=reserved_set) for _ in range(4)]
     assert {call.states for call in calls} == {("ESTABLISHED", "ESTABLISHED")}
     assert client.group.terms.version == server.group.terms.version == version
     for call in calls:
@@ -146,7 +150,7 @@ def sent(*sides: Side) -> set[str]:
 @pytest.mark.parametrize("version", [1, 2])
 def test_no_reserved_bit_is_set_in_a_conversation(version: int) -> None:
     with World(announces_end=False) as world:
-        plain = sent(*converse(world, version, noisy=False))
+        plain = sent(*exchange_all_messages(world, version, reserved_set=False))
         wanted = {"PROPOSAL", "ACCEPT", "CONFIRM", "DECLINE", "CDC", *SEEN[version]}
         wanted |= {f"{name} reply" for name in SEEN[version] if name not in ONE_WAY}
         assert plain == wanted
@@ -157,7 +161,7 @@ def test_no_reserved_bit_is_set_in_a_conversation(version: int) -> None:
 def test_with_all_reserved_bits_set_a_conversation_goes_the_same_way(version: int) -> None:
     """No reply repeats a reserved bit of its request."""
     with World(announces_end=False) as world:
-        sides = converse(world, version, noisy=True)
+        sides = exchange_all_messages(world, version, reserved_set=True)
         received = [(kind, data) for side in sides for kind, way, data in side.recorder.messages()
                     if way == "in"]  # fmt: skip
         assert all(wrongly_set(EXCEPTIONS, kind, data) for kind, data in received if kind != "clc")

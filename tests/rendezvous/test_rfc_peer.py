@@ -138,7 +138,7 @@ def world() -> Iterator[World]:
 
 
 def tcp_pair(world: World) -> tuple[Tcp, Tcp]:
-    one, other = Tcp(world.news), Tcp(world.news)
+    one, other = Tcp(world.tcp_changes), Tcp(world.tcp_changes)
     one.peer, other.peer = other, one
     return one, other
 
@@ -166,7 +166,7 @@ def talk(world: World, peer: RfcPeer, end: End) -> None:
 
 
 @pytest.mark.rfc("4.2/2", "A.4/10", "A.3.1/7")
-def test_as_the_server_of_a_peer_that_has_only_the_rfc(world: World) -> None:
+def test_a_server_serves_a_peer_without_extensions(world: World) -> None:
     side = world.side()
     theirs, ours = tcp_pair(world)
     negotiation = ServerNegotiation(
@@ -193,7 +193,7 @@ def test_as_the_server_of_a_peer_that_has_only_the_rfc(world: World) -> None:
 
 
 @pytest.mark.rfc("4.2/2", "A.4/10", "A.3.1/7")
-def test_as_the_client_of_a_peer_that_has_only_the_rfc(world: World) -> None:
+def test_a_client_uses_a_server_without_extensions(world: World) -> None:
     side = world.side()
     theirs, ours = tcp_pair(world)
     negotiation = ClientNegotiation(host=side.stack.groups, receive_buffer=SIZE)

@@ -11,7 +11,7 @@ from trio_smc.rendezvous.links.link import Link
 from trio_smc.rnic.verbs import QpState
 from trio_smc.wire.cdc import CDC_TYPE
 
-__all__ = ["agreement", "is_sound", "kind_of", "known", "partners", "registered"]
+__all__ = ["check_agreement", "is_sound", "kind_of", "known", "partners", "registered"]
 
 
 def kind_of(group: LinkGroup) -> str:
@@ -76,7 +76,7 @@ def _links(group: LinkGroup) -> list[str]:
     ]
 
 
-def agreement(world: GroupWorld) -> None:
+def check_agreement(world: GroupWorld) -> None:
     """Raise AssertionError unless both sides mean the same links, RTokens and connections."""
     pairs = partners(world)
     for pair in pairs:

@@ -242,8 +242,8 @@ class GroupWorld(World):
                         self.execute(qp)
         elif pick < 0.8:
             rng.choice(self.sides).stack.pump.drain()
-        elif self.news and pick < 0.87:
-            self.news.popleft().look()
+        elif self.tcp_changes and pick < 0.87:
+            self.tcp_changes.popleft().process_change()
         elif self.calls:
             rng.choice(rng.choice(self.calls).ends).step(self.clock.now)
 
@@ -254,8 +254,8 @@ class GroupWorld(World):
             for end in call.ends:
                 while end.step(self.clock.now):
                     moved = True
-        while self.news:
-            self.news.popleft().look()
+        while self.tcp_changes:
+            self.tcp_changes.popleft().process_change()
             moved = True
         for qp in self.deliverable():
             while qp.work and not _waits(qp):

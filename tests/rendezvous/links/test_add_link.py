@@ -122,7 +122,7 @@ def test_a_first_contact_makes_the_links_that_the_rnics_allow(
     "A.3.3/1",
     "A.3.3/5",
 )
-def test_figure_9() -> None:
+def test_a_second_link_at_first_contact_follows_figure_9() -> None:
     """Second link at first contact, byte by byte where the figure names a value."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)

@@ -39,7 +39,7 @@ def test_a_link_is_found_after_its_end() -> None:
     assert find(links, 1) is one
 
 
-def test_not_for_ever() -> None:
+def test_the_oldest_gone_link_is_forgotten() -> None:
     links = Links()
     for number in range(1, GONE_LINKS + 2):
         links[number] = link(number)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rendezvous.links.rkey_links import known_alike
+from tests.rendezvous.links.rkey_links import knows_all_rmbs
 from tests.rendezvous.links.test_rkeys import BIG, SMALL, all_messages, elements, with_links
 from tests.rendezvous.rendezvous_pair import SIZE, Call, Side, World, exchange
 from tests.rendezvous.transcripts import messages, transcript
@@ -24,7 +24,7 @@ from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rnic.verbs import RnicError
 from trio_smc.wire import llc
 
-LOOK = 15.0
+CHECK_INTERVAL = 15.0
 """Seconds that an RMB may stay longer."""
 
 
@@ -82,13 +82,13 @@ def test_rmbs_of_a_burst_stay_a_minute(links: int) -> None:
         world.pass_time(RMB_IDLE - 1)
         assert client.group.own_rmbs.pool.rmbs == rmbs
         assert deletions(client) == deletions(server) == []
-        world.pass_time(1 + LOOK)
+        world.pass_time(1 + CHECK_INTERVAL)
         for side, peer in ((client, server), (server, client)):
             left = side.group.own_rmbs.pool.rmbs
             assert [rmb.element_size for rmb in left] == [SIZE, BIG]
             assert [len(each.rkeys) for each in deletions(side)] == [8, len(rmbs) - 2 - 8]
             assert len(side.group.own_rmbs) == 2
-            assert known_alike(side.group, peer.group)
+            assert knows_all_rmbs(side.group, peer.group)
         gone = 2 * (len(rmbs) - 2)
         assert world.fabric.held["memory"] == held["memory"] - gone
         assert world.fabric.held["region"] == held["region"] - gone * links
@@ -122,7 +122,7 @@ def test_the_last_rmb_of_a_size_stays_as_long_as_an_idle_group(end: int) -> None
         world.pass_time(599.0)
         assert len(side.group.own_rmbs.pool.rmbs) == 2
         assert deletions(side) == []
-        world.pass_time(1 + LOOK)
+        world.pass_time(1 + CHECK_INTERVAL)
         assert len(side.group.own_rmbs) == 1
         assert len(deletions(side)) == 1
 
@@ -138,7 +138,7 @@ def test_a_group_without_connections_ends_as_a_whole() -> None:
         world.pass_time(500.0)
         assert deletions(client) == deletions(server) == []
         calls = [world.connect(client, server, size=BIG)]
-        world.pass_time(LOOK)
+        world.pass_time(CHECK_INTERVAL)
         # Now the group continues, and deletes the RMBs that were idle for long enough.
         assert len(client.group.own_rmbs) == len(server.group.own_rmbs) == 1
         close(world, calls)
@@ -156,7 +156,7 @@ def test_an_rmb_is_freed_after_the_reply_and_not_used_meanwhile() -> None:
         client, server, _ = with_links(world, 2)
         close(world, [world.connect(client, server, size=BIG) for _ in range(3)])
         keeper = Keeper(world, server, llc.MessageType.DELETE_RKEY)
-        world.until_time(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
+        world.pass_time_until(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
         leaving = client.group.own_rmbs.leaving
         before = len(client.group.own_rmbs)
         assert len(leaving) == before - 2
@@ -174,7 +174,7 @@ def test_an_rmb_is_freed_after_the_reply_and_not_used_meanwhile() -> None:
         assert all(call.states == ("ESTABLISHED", "ESTABLISHED") for call in calls)
         assert not any(rmb.memory.size for rmb in leaving)
         assert all(call.client.connection.rmbe.rmb not in leaving for call in calls)
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
 
 
 @pytest.mark.rfc("A.3.7/4")
@@ -190,7 +190,7 @@ def test_a_negative_reply_is_only_logged(caplog: pytest.LogCaptureFixture) -> No
             assert known is not None
             server.group.peer_rmbs.remove(known)
         client.record()
-        world.pass_time(RMB_IDLE + LOOK)
+        world.pass_time(RMB_IDLE + CHECK_INTERVAL)
         (reply,) = [each for each in all_messages(client) if _is_answer(each)]
         count = len(reply.rkeys)
         assert (reply.negative, reply.error_mask) == (True, 0xFF << 8 - count & 0xFF)
@@ -204,12 +204,12 @@ def _is_answer(message: Any) -> bool:
 
 
 @pytest.mark.parametrize("how", ["terminate", "links lost", "stack"])
-def test_the_groups_end_in_the_middle_of_it(how: str) -> None:
+def test_a_group_may_end_during_delete_rkey(how: str) -> None:
     with World() as world:
         client, server, _ = with_links(world, 2)
         close(world, [world.connect(client, server, size=BIG) for _ in range(12)])
         keeper = Keeper(world, server, llc.MessageType.DELETE_RKEY)
-        world.until_time(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
+        world.pass_time_until(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
         group = client.group
         if how == "terminate":
             group.terminate()
@@ -218,7 +218,7 @@ def test_the_groups_end_in_the_middle_of_it(how: str) -> None:
                 link.machine.send("failed")
         else:
             client.free()
-        world.pass_time(RMB_IDLE + 2 * LOOK)
+        world.pass_time(RMB_IDLE + 2 * CHECK_INTERVAL)
         assert not client.groups
         assert len(group.own_rmbs) == 0
 
@@ -229,18 +229,18 @@ def test_a_deletion_whose_reply_was_lost_is_repeated() -> None:
         client, server, _ = with_links(world, 2)
         close(world, [world.connect(client, server, size=BIG) for _ in range(3)])
         keeper = Keeper(world, server, llc.MessageType.DELETE_RKEY)
-        world.until_time(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
+        world.pass_time_until(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
         leaving = client.group.own_rmbs.leaving
         world.fabric.tamper = None
         carrier = client.group.rkey_exchanges.carrier
         assert carrier is not None
         client.record()
         carrier.machine.send("failed")
-        world.pass_time(LOOK + 1)
+        world.pass_time(CHECK_INTERVAL + 1)
         (again,) = deletions(client)
         assert len(again.rkeys) == len(leaving)
         assert not any(rmb.memory.size for rmb in leaving)
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
 
 
 def test_a_new_rmb_that_the_peer_may_know_after_all_is_taken_back() -> None:
@@ -258,14 +258,14 @@ def test_a_new_rmb_that_the_peer_may_know_after_all_is_taken_back() -> None:
         carrier.machine.send("failed")
         server.group.exchanges.begin("add_link", server.group.links[other])
         server.group.exchanges.stop_reply_timer()
-        world.until_time(lambda: bool(done))
+        world.pass_time_until(lambda: bool(done))
         assert done == [None]
         server.group.exchanges.machine.send("refused")
         client.record()
-        world.pass_time(LOOK + 1)
+        world.pass_time(CHECK_INTERVAL + 1)
         assert [len(each.rkeys) for each in deletions(client)] == [1]
         assert len(client.group.own_rmbs) == len(server.group.peer_rmbs) == 1
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
 
 
 # --- RMBs made ahead ------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_an_unused_spare_is_deleted() -> None:
         for _ in range(3):
             world.connect(client, server)
         assert len(client.group.own_rmbs) == 2
-        world.pass_time(RMB_IDLE + LOOK)
+        world.pass_time(RMB_IDLE + CHECK_INTERVAL)
         assert len(client.group.own_rmbs) == len(server.group.own_rmbs) == 1
 
 

@@ -97,7 +97,7 @@ def test_a_test_without_reply_ends_the_group_on_both_sides(end: int, lost: str) 
         call = world.connect(client, server)
         world.fabric.tamper = lose(TEST_LINK, reply=lost == "reply")
         start = world.clock.now
-        world.until_time(lambda: not (client, server)[end].groups)
+        world.pass_time_until(lambda: not (client, server)[end].groups)
         assert world.clock.now - start == pytest.approx(39.5)
         assert not client.groups
         assert not server.groups
@@ -150,7 +150,7 @@ def test_a_reply_without_a_request_answers_no_test() -> None:
         client, server = world.side(alternative()), world.side()
         call = world.connect(client, server)
         world.fabric.tamper = lose(TEST_LINK, reply=False)
-        world.until_time(lambda: link_of(server).state == "TESTING")
+        world.pass_time_until(lambda: link_of(server).state == "TESTING")
         link_of(client).send_llc(llc.TestLink(reply=True, user_data=bytes(16)))
         world.settle()
         assert not server.groups
@@ -287,7 +287,7 @@ def test_idle_groups_end(end: int, seconds: float) -> None:
             connection.close()
         world.settle()
         start = world.clock.now
-        world.until_time(lambda: not client.groups)
+        world.pass_time_until(lambda: not client.groups)
         assert world.clock.now - start == pytest.approx(seconds)
         assert not server.groups
         # The next connection is a first contact.
@@ -409,7 +409,7 @@ def test_the_server_deletes_the_only_link() -> None:
 
 
 @pytest.mark.rfc("3.5.5.1.4/1", "3.5.5.3/5", "A.3.4/2", "2.2.3/4")
-def test_the_client_requests_it() -> None:
+def test_the_client_requests_the_deletion_of_the_only_link() -> None:
     """Figure 11."""
     with World() as world:
         client, server = world.side(), world.side()

@@ -192,7 +192,7 @@ def test_a_lost_link_is_deleted_at_both_ends_and_replaced(end: int) -> None:
 
 
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_port_that_goes_down_takes_its_links(end: int) -> None:
+def test_a_port_that_goes_down_ends_its_links(end: int) -> None:
     """The remaining links are as redundant as possible; the second path returns with the port."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
@@ -209,7 +209,7 @@ def test_a_port_that_goes_down_takes_its_links(end: int) -> None:
 
 @pytest.mark.rfc("3.5.5.1.4/2", "A.3.4/4", "2.3/9")
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_drained_rnic_is_left_in_order(end: int) -> None:
+def test_links_leave_a_drained_rnic_in_order(end: int) -> None:
     """3.5.5.1.3: DELETE LINK, orderly; with one path at that end an asymmetric link remains."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)

@@ -220,7 +220,7 @@ def test_a_cdc_message_that_cannot_be_read_costs_the_connection_that_it_names(
 
 
 @pytest.mark.parametrize("orderly", [False, True])
-def test_a_closed_queue_pair_is_nothing_to_the_pump(world: World, orderly: bool) -> None:
+def test_the_pump_removes_a_closed_queue_pair(world: World, orderly: bool) -> None:
     stage = Stage(world, (2, 2))
     gone = [side.group.links[2] for side in (stage.client, stage.server)]
     stage.server.group.delete_link(2, orderly=orderly)

@@ -314,7 +314,7 @@ def test_delete_link_of_a_lost_link_is_sent_again_over_the_last_one(
 # --- a client that takes its agreement back, as Linux does ----------------------------------------
 
 
-def take_back(stage: Stage, lost: str) -> None:
+def reject_after_agreement(stage: Stage, lost: str) -> None:
     """The client does what Linux's does when it cannot have a link that it agreed to: instead of
     listening to ``lost`` it forgets the link and rejects it."""
 
@@ -341,7 +341,7 @@ def test_a_link_that_the_client_agreed_to_and_then_rejects(world: World, lost: s
     stage = later(world)
     if "DELETE" in lost:
         stage.wire.fail("S3 CONFIRM_LINK")
-    take_back(stage, lost)
+    reject_after_agreement(stage, lost)
     stage.server.rnics[1].port_up()
     world.pass_time(1.5)  # no reply time-out is needed
     assert any(each.startswith("C1 ADD_LINK 3 reply negative") for each in stage.log), stage.log
@@ -439,7 +439,7 @@ def test_test_link_without_reply_fails_its_link(world: World, way: str, place: i
     configs[place] = None
     stage = Stage(world, (2, 2), configs=(configs[0], configs[1]))
     provoke(stage, way, f"{'CS'[place]}1 TEST_LINK")
-    world.until_time(lambda: 1 not in stage.end(place).group.links)
+    world.pass_time_until(lambda: 1 not in stage.end(place).group.links)
     world.settle()
     assert any(name.endswith("2 DELETE_LINK 1") for name in stage.log), stage.log
     assert 1 not in stage.links()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rendezvous.links.rkey_links import add_link, known_alike, ping_pong
+from tests.rendezvous.links.rkey_links import add_link, exchange_rtokens, knows_all_rmbs
 from tests.rendezvous.rendezvous_pair import SIZE, Call, Side, World, exchange
 from tests.rendezvous.transcripts import messages, transcript
 from tests.rnic.memory_rnic import PlainQueuePair
@@ -109,7 +109,7 @@ def test_a_refused_set_of_tokens_leaves_nothing_behind() -> None:
     assert len(peer) == 2
 
 
-def test_a_links_tokens_go_with_it() -> None:
+def test_the_end_of_a_link_removes_its_tokens() -> None:
     peer = PeerRmbs()
     both = peer.learn_untrusted({1: RToken(1, 1), 2: RToken(2, 1)})
     peer.learn_untrusted({2: RToken(5, 5)})
@@ -149,8 +149,8 @@ def test_a_new_rmb_is_announced_on_all_links(end: int, links: int) -> None:
         assert sorted(transcript(side)) == sorted(out + back)
         assert transcript(side)[0] == out[0]
         assert not any(each.negative for each in all_messages(side))
-        assert known_alike(side.group, peer.group)
-        assert known_alike(peer.group, side.group)
+        assert knows_all_rmbs(side.group, peer.group)
+        assert knows_all_rmbs(peer.group, side.group)
         (rmb,) = side.group.own_rmbs.pool.rmbs[1:]
         assert len(side.group.own_rmbs.tokens(rmb)) == links
         assert [each is not None and each.rmb for each in done] == [rmb]
@@ -202,7 +202,7 @@ def test_links_that_change_meanwhile_are_in_the_second_try(end: int) -> None:
         world.pass_time(1.0)
         assert [each.other_tokens for each in all_messages(side)] == [2, 2]
         assert len(done) == 1
-        assert known_alike(side.group, peer.group)
+        assert knows_all_rmbs(side.group, peer.group)
 
 
 @pytest.mark.rfc("A.3.5/5")
@@ -245,7 +245,7 @@ def test_a_continuation_that_runs_into_a_change_is_tried_again() -> None:
         server.group.exchanges.machine.send("refused")
         world.pass_time(1.0)
         assert done[0] is not None
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
 
 
 def test_a_peer_that_is_always_changing_gets_no_endless_requests() -> None:
@@ -288,10 +288,10 @@ def test_a_link_added_while_the_reply_was_in_flight_is_announced() -> None:
         done = elements(client, 1)
         world.until(lambda: len(server.group.peer_rmbs) == 2)
         add_link(client.group, server.group, 3, old=2)
-        assert not known_alike(client.group, server.group)
+        assert not knows_all_rmbs(client.group, server.group)
         world.settle()
         assert len(done) == 1
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
 
 
 @pytest.mark.rfc("C.7.1/time-outs/16", "C.7.1/time-outs/17")
@@ -316,7 +316,7 @@ def test_a_confirm_rkey_without_reply_fails_its_link_and_begins_again(end: int) 
         world.pass_time(5.0)
         assert done[0] is not None
         assert link.number not in peer.group.links
-        assert known_alike(side.group, peer.group)
+        assert knows_all_rmbs(side.group, peer.group)
 
 
 @pytest.mark.rfc("C.7.1/messages/8")
@@ -462,7 +462,7 @@ def test_pairs_of_a_link_that_is_not_added_are_forgotten() -> None:
         for side, link in zip((client, server), new, strict=True):
             side.group.rkeys.register_on(link)
         elements(client, 3)  # made in the meantime: registered there, too
-        ping_pong(client.group, server.group, old=2, ends=(new[0], new[1]))
+        exchange_rtokens(client.group, server.group, old=2, ends=(new[0], new[1]))
         assert server.group.peer_rmbs.covers(3)
         for side, link in zip((client, server), new, strict=True):
             side.group.rkeys.drop_link(3)
@@ -471,7 +471,7 @@ def test_pairs_of_a_link_that_is_not_added_are_forgotten() -> None:
         world.settle()
         assert not server.group.peer_rmbs.covers(3)
         assert world.fabric.held["region"] == before + 2 * (len(client.group.own_rmbs) - 1)
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
@@ -523,7 +523,7 @@ def test_both_sides_have_equal_tables(
             spare = 1
             assert 0 <= len(side.group.own_rmbs) - 1 - counts[place] <= spare
             assert len(side.group.own_rmbs) <= MAX_RMBS
-            assert known_alike(side.group, sides[1 - place].group)
+            assert knows_all_rmbs(side.group, sides[1 - place].group)
 
 
 @pytest.mark.rfc("3.5.1.6.3/1", "3.5.5.2.3/2", "A.3.3/5")
@@ -567,7 +567,7 @@ def test_links_added_and_deleted_keep_both_sides_equal(
                 world.settle()
             for place, side in enumerate(sides):
                 assert set(side.group.links) == set(sides[1 - place].group.links)
-                assert known_alike(side.group, sides[1 - place].group)
+                assert knows_all_rmbs(side.group, sides[1 - place].group)
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
@@ -594,8 +594,8 @@ def test_the_longer_list_decides_the_number_of_continuations(here: int, there: i
             counts = [max(0, count - 2 * each) for each in range(rounds)]
             assert [each.tokens_left for each in mine] == counts
             assert [len(each.pairs) for each in mine] == [min(2, each) for each in counts]
-        assert known_alike(client.group, server.group)
-        assert known_alike(server.group, client.group)
+        assert knows_all_rmbs(client.group, server.group)
+        assert knows_all_rmbs(server.group, client.group)
 
 
 def remove_link(client: Side, server: Side, number: int) -> None:
