@@ -18,10 +18,11 @@ pytestmark = pytest.mark.pure  # compiled classes have no such subclasses
 
 
 def make_dishonest(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the connections that ``stack`` opens from now on by dishonest ones."""
+    """Replace all further connections of ``stack`` by dishonest ones."""
 
     class DishonestConnection(Connection):
-        """Announces bytes far behind the peer's element as soon as it may send."""
+        """A connection that announces bytes far behind the peer's element as soon as it may
+        send."""
 
         __slots__ = ()
 
@@ -41,7 +42,10 @@ def make_dishonest(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wake_late(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task of a handshake wakes when its connection has ended; ``module``: of the caller."""
+    """Let the task of a handshake wake only after its connection has ended.
+
+    module: the module that calls `run_negotiation`.
+    """
     run = module.run_negotiation
 
     async def run_and_wait(*arguments: Any) -> Any:
@@ -68,9 +72,9 @@ async def carry(source: trio.SocketStream, sink: trio.SocketStream) -> type[Base
 async def test_a_bad_cursor_right_behind_the_rendezvous_ends_tcp_at_once(
     honest: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The honest side's TCP connection is reset, although the liar's stays open.
+    """The honest side's TCP connection is reset, although the dishonest side's stays open.
 
-    ``late``: the liar has answered the abort before the task of the handshake wakes up.
+    late: the dishonest side has answered the abort before the task of the handshake wakes up.
     """
     async with (
         open_stack(ASSUME) as ours,

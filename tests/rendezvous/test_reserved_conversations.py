@@ -1,5 +1,5 @@
-"""Reserved bits in whole conversations of two stacks, in both versions: no sent message has one,
-and if all of them are set on the way, the result is the same (RFC 7609, A.2, A.3, A.4).
+"""Reserved bits in whole conversations of two stacks, in both versions.  No sent message has a
+reserved bit, and a receiver ignores all of them (RFC 7609, A.2, A.3, A.4).
 `tests.wire.test_reserved_bits` has the same checks for single messages."""
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def connect(
 
 
 def exchange_all_messages(world: World, version: int, *, reserved_set: bool) -> tuple[Side, Side]:
-    """Exchange all types of messages; checks that each operation works."""
+    """Exchange messages of all types, and check that each operation works.
+
+    reserved_set: True to set all reserved bits of each message on its way.
+    """
     count = 4 if version == 1 else 2
     client, server = (
         world.side(CONFIGS[version], rnics=count, routable=version == 2) for _ in range(2)
@@ -76,7 +79,7 @@ def exchange_all_messages(world: World, version: int, *, reserved_set: bool) -> 
 
 
 def send_much(world: World, call: Call) -> None:
-    """Urgent data; and more than a ring, so that the writer is blocked."""
+    """Send urgent data, and more data than a ring holds, so that the writer is blocked."""
     here, there = call.connections
     here.send_urgent(memoryview(b"ab!"))
     world.settle()
@@ -93,7 +96,7 @@ def send_much(world: World, call: Call) -> None:
 
 
 def change_group(world: World, client: Side, server: Side, call: Call) -> None:
-    """RMBs and links are made and deleted, and silent links are tested."""
+    """Make and delete RMBs and links, and let the sides test silent links."""
     elements: list[Any] = []
     for side in (client, server):
         side.group.request_element(4 * SIZE, elements.append)
@@ -101,7 +104,7 @@ def change_group(world: World, client: Side, server: Side, call: Call) -> None:
         side.group.own_rmbs.release(elements[-1], 0)
     world.pass_time(1000.0)
 
-    # A link fails while it carries a message; another one is deleted in order; new ones are added.
+    # A link fails while it carries a message, another one is deleted in order, new ones are added.
     here, there = call.connections
     link = here.channel
     assert isinstance(link, Link)
@@ -120,7 +123,7 @@ def change_group(world: World, client: Side, server: Side, call: Call) -> None:
 
 
 def end_all(world: World, calls: list[Call]) -> None:
-    """Each way to end a connection."""
+    """End three connections, each in another way."""
     here, there = calls[0].connections
     calls[0].client.connection.shutdown_write()
     world.settle()
@@ -136,7 +139,7 @@ def end_all(world: World, calls: list[Call]) -> None:
 
 
 def sent(*sides: Side) -> set[str]:
-    """The names of the messages that these sides have sent; checks the reserved bits of each."""
+    """Check the reserved bits of all messages that these sides have sent; returns their names."""
     names: set[str] = set()
     for side in sides:
         for kind, way, data in side.recorder.messages():

@@ -65,7 +65,7 @@ def test_first_contact() -> None:
             "out ADD_LINK reply",
         ]
         assert len(at_client.messages()) == len(at_server.messages())
-        # Two EIDs and version 1 too; first contact; one GID.
+        # Proposal with two EIDs and both versions, first-contact Accept, Confirm with one GID.
         sizes = [len(data) for what, _, data in at_client.messages() if what == "clc"]
         assert sizes == [132 + 64, 160, 180]
         assert client.group.terms == server.group.terms
@@ -79,7 +79,7 @@ def test_first_contact() -> None:
 
 @pytest.mark.v2("v2.4/1", "v2.12/5")
 def test_subsequent_contact_and_rkeys() -> None:
-    """Further connections use the group; new RMBs are announced and deleted."""
+    """Further connections use the group, and the sides announce new RMBs."""
     with World() as world:
         client, server = pair(world, replace(V2, link_group_idle=1000))
         first = world.connect(client, server)
@@ -205,7 +205,7 @@ def test_the_seventeenth_connection_opens_a_second_group() -> None:
 @pytest.mark.v2("v2.7/5")
 @pytest.mark.parametrize("limited", [0, 1])
 def test_a_limit_of_one_link_prevents_a_second_link(limited: int) -> None:
-    """max_links of 1: no ADD LINK, formed at once, and no further RNIC changes that."""
+    """With max_links of 1 there is no ADD LINK, even if further RNICs appear."""
     with World() as world:
         sides = pair(world, rnics=2)
         client, server = sides
@@ -281,7 +281,7 @@ def test_many_rmbs_are_announced_at_once() -> None:
 
 @pytest.mark.v2("v2.11/1", "v2.11/2")
 def test_a_client_requests_a_link() -> None:
-    """The client's second RNIC appears: REQUEST ADD LINK, which the server answers by ADD LINK."""
+    """When its second RNIC appears, the client sends REQUEST ADD LINK, and the server ADD LINK."""
     with World() as world:
         client, server = world.side(V2, routable=True), world.side(V2, routable=True, rnics=2)
         world.connect(client, server)
@@ -325,7 +325,7 @@ def test_a_group_of_version_2_uses_only_routable_rnics() -> None:
 
 
 def refusal(world: World, call: Call) -> FallbackReason:
-    """Both sides stay on TCP, and both have the reason of the side that decided."""
+    """Check that both sides use TCP for the same reason, and return the reason."""
     world.settle()
     ends = call.ends
     assert {end.state for end in ends} == {"FALLEN_BACK"}, call.states
@@ -389,7 +389,7 @@ def test_both_reach_each_other_through_a_gateway() -> None:
 
 
 def first_accept(**changes: Any) -> Callable[[clc.Message], clc.Message]:
-    """A wrong value in a field that version 2 adds to Accept."""
+    """Return a function that changes fields that version 2 adds to Accept."""
 
     def change(message: clc.Message) -> clc.Message:
         if not isinstance(message, clc.Accept) or message.v2 is None or message.v2.first is None:
@@ -486,7 +486,7 @@ def confirm(**changes: Any) -> Callable[[clc.Message], clc.Message]:
 def test_a_confirm_with_wrong_terms(
     change: Callable[[clc.Message], clc.Message], reason: FallbackReason
 ) -> None:
-    """The server declines; the test does not check the client."""
+    """The server declines.  The test does not check the client."""
     with World() as world:
         client, server = pair(world)
         healthy = world.connect(server, client)
@@ -575,7 +575,7 @@ def test_an_add_link_with_wrong_rtokens_fails_the_new_link(
 
 
 def test_rtokens_of_unknown_rmbs_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """With any number of them, the log has one line."""
+    """The log has one line for any number of unknown RTokens."""
 
     def strange(message: llc.Message) -> llc.Message:
         assert isinstance(message, llc.AddLink)
@@ -644,7 +644,7 @@ def test_offers_stay_within_their_bounds() -> None:
         assert len(proposal.encode()) == 132 + 8 * 32
 
 
-# --- what one message says ------------------------------------------------------------------------
+# --- fields of messages ---------------------------------------------------------------------------
 
 
 @pytest.mark.v2("v2.2/8")
@@ -679,7 +679,7 @@ def test_a_proposal_of_ours_names_both_versions_and_itself(
 
 @pytest.mark.v2("v2.10/5")
 def test_a_rejection_has_44_bytes() -> None:
-    """With one RNIC each a second link would be parallel to the first."""
+    """Each side has one RNIC, so a second link would be parallel to the first."""
     with World() as world:
         client, server = pair(world)
         client.record()
@@ -757,7 +757,7 @@ def test_receives_hold_the_longest_message_of_the_groups_version() -> None:
 
 
 def declines(side: Side) -> list[tuple[int, int, bool, int]]:
-    """Length, version, whether out of sync, and system of each Decline."""
+    """Length, version, out-of-sync flag and system of each Decline."""
     return [
         (len(each.encode()), each.version, each.out_of_sync, each.system)
         for each in sent_messages(side, clc.Decline)

@@ -1,4 +1,4 @@
-"""More links for a group of two stacks, without ADD LINK: tests of RKeys choose their number."""
+"""Further links for a group of two stacks, without ADD LINK, so that a test chooses the numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["add_link", "exchange_rtokens", "knows_all_rmbs", "seen_by_peer"]
 
 
 def seen_by_peer(link: Link) -> PeerQueuePair:
-    """This end of a link as the other end is told of it."""
+    """The data of this end of a link that the other end receives."""
     rnic = link.rnic
     return PeerQueuePair(
         gid=rnic.gid, mac=rnic.mac, qp_number=link.qp.qp_num, mtu=rnic.mtu, psn=link.psn
@@ -20,7 +20,7 @@ def seen_by_peer(link: Link) -> PeerQueuePair:
 def add_link(
     client: LinkGroup, server: LinkGroup, number: int, *, old: int = 1
 ) -> tuple[Link, Link]:
-    """One more link, ACTIVE at both ends, with the RKeys exchanged over link ``old``."""
+    """Add a link that is ACTIVE at both ends, and exchange its RKeys over link ``old``."""
     ends = []
     for group in (client, server):
         link = Link(group, number, group.rnic)
@@ -40,9 +40,9 @@ def add_link(
 def exchange_rtokens(
     client: LinkGroup, server: LinkGroup, *, old: int, ends: tuple[Link, Link]
 ) -> int:
-    """ADD LINK CONTINUATION by turns, the server first, until both counts are 0 (A.3.3).
+    """Exchange ADD LINK CONTINUATION, the server first, until both counts are 0 (A.3.3).
 
-    Returns how many messages went each way.
+    Returns the number of messages of each side.
     """
     sides = [(server, client, ends[1], ends[0]), (client, server, ends[0], ends[1])]
     left = [group.rkeys.pairs_for(group.links[old], link) for group, _, link, _ in sides]

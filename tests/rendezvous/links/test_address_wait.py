@@ -1,5 +1,5 @@
-"""A queue pair must be connected while the peer's address is unknown: timers check again, nothing
-else waits, and a dead address harms only the peer that names it."""
+"""A side connects a queue pair while the peer's address is unknown.  Timers repeat the query, no
+other connection waits, and an unreachable address affects only the peer that has named it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NEVER = 1 << 30
 QUERIES = (1, 2, 7, 17)
 
 
-# --- looking --------------------------------------------------------------------------------------
+# --- queries --------------------------------------------------------------------------------------
 
 
 class SlowAddress(MemoryRnic):
-    """Knows every address after this number of queries; `times` has the time of each query."""
+    """An RNIC that knows an address after ``left`` queries; `times` has the time of each query."""
 
     def __init__(self, clock: Clock, left: int) -> None:
         super().__init__(Fabric())
@@ -41,7 +41,7 @@ class SlowAddress(MemoryRnic):
 
 
 def waits(queries: int, *, cancel_after: float | None = None) -> tuple[list[float], list[float]]:
-    """The times of the queries, and the end of the wait."""
+    """Wait for an address; returns the times of the queries, and of the end of the wait."""
     clock = Clock()
     timers = Timers(clock, lambda: None)
     rnic, over = SlowAddress(clock, queries), list[float]()
@@ -108,7 +108,7 @@ def test_a_first_contact_waits_for_the_address(place: str, queries: int) -> None
 
 @pytest.mark.parametrize("place", ["client", "server"])
 def test_an_address_that_is_never_answered(place: str) -> None:
-    """C.1, C.2: a side that cannot connect declines; existing connections continue."""
+    """C.1, C.2: the side that cannot connect declines, and existing connections continue."""
     with World() as world:
         client, server = world.side(), world.side()
         other = world.side()
@@ -163,15 +163,15 @@ def test_everything_ends_while_a_first_contact_waits(
             assert isinstance(end.outcome, (Failed, FellBack))
         checks = dict(world.fabric.looks)
         world.pass_time(2 * PATIENCE)
-        assert world.fabric.looks == checks, "it still waits for the address"
+        assert world.fabric.looks == checks, "a side still queries the address"
 
 
 # --- further links --------------------------------------------------------------------------------
 
 
 def with_late_link(world: World, place: str, queries: int, *, rnics: int = 2) -> Call:
-    """A group in which link 3 has replaced link 2, whose RNIC had failed.  That RNIC is back now,
-    and link 4 waits for an address."""
+    """Make a group in which link 3 has replaced link 2 after its RNIC had failed.  The RNIC works
+    again, and link 4 waits for an address."""
     client, server = world.side(rnics=rnics), world.side(rnics=rnics)
     call = world.connect(client, server)
     assert server.group.kind == "symmetric"
@@ -198,7 +198,7 @@ def exchange_states(world: World) -> tuple[str, ...]:
 @pytest.mark.parametrize("queries", QUERIES)
 @pytest.mark.parametrize("place", ["client", "server"])
 def test_a_link_waits_for_the_address(place: str, queries: int) -> None:
-    """Data flows meanwhile, and nothing else is lost."""
+    """Data flows while the link waits, and the other links stay."""
     with World() as world:
         call = with_late_link(world, place, queries)
         client, server = world.sides
@@ -213,7 +213,7 @@ def test_a_link_waits_for_the_address(place: str, queries: int) -> None:
 @pytest.mark.parametrize("queries", [3, NEVER])
 @pytest.mark.parametrize("place", ["client", "server"])
 def test_the_second_link_of_a_first_contact_waits(place: str, queries: int) -> None:
-    """3.5.1.6.2: without it the group is formed all the same."""
+    """3.5.1.6.2: the first contact succeeds even without the second link."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         far = server if place == "client" else client
@@ -229,7 +229,7 @@ def test_the_second_link_of_a_first_contact_waits(place: str, queries: int) -> N
 
 @pytest.mark.parametrize("place", ["client", "server"])
 def test_a_link_to_an_address_that_is_never_answered(place: str) -> None:
-    """C.8: the link is given up and tried again later."""
+    """C.8: the sides give the link up, and try again later."""
     with World() as world:
         call = with_late_link(world, place, NEVER)
         client, server = world.sides
@@ -288,7 +288,7 @@ def test_only_the_newest_offer_is_answered(change: dict[str, int], rejected: boo
         (offer,) = messages(client, llc.AddLink)
         newer = replace(offer, **change)  # type: ignore[arg-type]
         client.group.adding.on_message_untrusted(client.group.links[1], newer)
-        world.fabric.tamper = lambda qp, message: []  # the server has not sent the other one
+        world.fabric.tamper = lambda qp, message: []  # the server has not sent this offer
         world.pass_time(PATIENCE / 2)
         replies = [each for each in messages(client, llc.AddLink) if each.reply]
         assert [(each.link_number, each.rejected) for each in replies] == [
@@ -298,7 +298,7 @@ def test_only_the_newest_offer_is_answered(change: dict[str, int], rejected: boo
 
 
 def test_a_client_may_reject_a_link_after_its_reply() -> None:
-    """As Linux does when anything fails after it."""
+    """Linux does so if an error occurs after its reply."""
     with World() as world:
         with_late_link(world, "server", NEVER)
         _, server = world.sides
@@ -329,7 +329,7 @@ def delete_the_link(world: World, place: str) -> None:
 
 
 def confirm_rkey(world: World, place: str) -> None:
-    """A connection that needs an RMB of its own (3.5.5.2.1)."""
+    """Open a connection that needs a new RMB (3.5.5.2.1)."""
     world.call(*world.sides, size=1 << 22)
 
 
@@ -343,7 +343,7 @@ EVENTS = [links_fail, end_group, lose_the_rnic, delete_the_link, confirm_rkey]
 def test_everything_may_happen_while_a_link_waits(
     place: str, rnics: int, queries: int, event: Callable[[World, str], None]
 ) -> None:
-    """Nothing raises, nothing hangs, and both sides agree afterwards."""
+    """No call raises an exception, no side waits for ever, and both sides agree afterwards."""
     with World() as world:
         call = with_late_link(world, place, queries, rnics=rnics)
         assert exchange_states(world) == waiting_states(place)
