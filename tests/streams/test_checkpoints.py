@@ -99,7 +99,7 @@ async def test_the_deadline_of_another_task_ends_a_long_pass() -> None:
     assert sorted(late)[len(late) // 4] < 200e-6
 
 
-async def _turns(stream: SmcStream, calls: int) -> int:
+async def _count_steps(stream: SmcStream, calls: int) -> int:
     """Steps of this task in some calls of `send_all` that need not wait."""
     counter = _Steps()
     trio.lowlevel.add_instrument(counter)
@@ -125,5 +125,5 @@ async def test_the_default_is_amortised(settings: dict[str, Any], least: int, mo
     async with open_pairs(smc_config(**settings)) as pairs:
         pair = await pairs.make()
         await trio.lowlevel.checkpoint()
-        assert least <= await _turns(pair[0], 10) <= most
+        assert least <= await _count_steps(pair[0], 10) <= most
         await close_both(pair)

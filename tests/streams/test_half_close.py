@@ -50,9 +50,9 @@ async def _one_after_the_other(stream: Any) -> None:
 
 
 SENDS: dict[str, Send] = {
-    "bytes": lambda it: it.send_all(bytes(MUCH)),
-    "buffer": lambda it: it.send_all(bytearray(MUCH)),
-    "urgent": lambda it: it.send_urgent(bytes(MUCH)),
+    "bytes": lambda stream: stream.send_all(bytes(MUCH)),
+    "buffer": lambda stream: stream.send_all(bytearray(MUCH)),
+    "urgent": lambda stream: stream.send_urgent(bytes(MUCH)),
     "behind urgent": _one_after_the_other,
     "pieces": _in_pieces,
     "might not block": _when_it_might_not_block,
@@ -79,7 +79,7 @@ async def _read_shut(stream: Any) -> None:
 
 
 CLOSES: dict[str, Close] = {
-    "aclose": lambda it: it.aclose(),
+    "aclose": lambda stream: stream.aclose(),
     "cancelled": _cancelled,
     "forceful": _forceful,
     "read shut": _read_shut,
@@ -161,7 +161,7 @@ async def test_the_window_is_closed_before_the_peer_half_closes(send: str) -> No
 
 
 @pytest.mark.parametrize("reading", ["wait_urgent", "receive_urgent", "receive_some"])
-async def test_nothing_is_waited_for_behind_the_end_of_both_directions(reading: str) -> None:
+async def test_no_wait_outlasts_the_end_of_both_directions(reading: str) -> None:
     """shutdown(SHUT_RDWR) by another task; the peer never answers."""
 
     async def handler(stream: Any) -> None:
@@ -275,9 +275,9 @@ async def _wait_until_writable(stream: trio.SocketStream) -> None:
 
 
 @pytest.mark.parametrize(
-    "send", [lambda it: it.send_all(bytes(MUCH)), _send_on_socket, _wait_until_writable]
+    "send", [lambda stream: stream.send_all(bytes(MUCH)), _send_on_socket, _wait_until_writable]
 )
-def test_through_sockets_of_an_enabled_program(enabled: None, send: Send) -> None:
+def test_sockets_of_an_enabled_program_notice_the_end(enabled: None, send: Send) -> None:
     async def serve(server: trio.SocketStream) -> None:
         async for _ in server:
             pass
@@ -298,7 +298,7 @@ def test_through_sockets_of_an_enabled_program(enabled: None, send: Send) -> Non
     trio.run(main)
 
 
-async def test_through_tls() -> None:
+async def test_a_tls_stream_notices_the_end() -> None:
     authority = trustme.CA()
     server_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("localhost").configure_cert(server_context)

@@ -23,7 +23,7 @@ CONNECTIONS = 10
 FEW = 4
 ROUNDS = 20
 CheckpointMode = Literal["strict", "amortised"]
-LONG = 0.001
+LONG_TURN = 0.001
 """Seconds; longer than a turn with amortised checkpoints may last."""
 
 
@@ -163,12 +163,12 @@ async def test_the_turn_of_another_task_does_not_use_up_the_budget() -> None:
             [listener] = await stack.open_listeners(0, host=HOST)
             here, there = await connect(stack, listener)
             await here.send_all(b"x")
-            time.sleep(LONG)  # noqa: ASYNC251  # stands for the turns of other tasks
+            time.sleep(LONG_TURN)  # noqa: ASYNC251  # stands for the turns of other tasks
             await trio.lowlevel.checkpoint()
             passes = stack.runtime.pump.passes
             await here.send_all(b"x")
             assert stack.runtime.pump.passes == passes
-            time.sleep(LONG)  # noqa: ASYNC251
+            time.sleep(LONG_TURN)  # noqa: ASYNC251
             await here.send_all(b"x")
             assert stack.runtime.pump.passes == passes + 1
             await close_all(here, there)
@@ -185,7 +185,7 @@ async def test_in_a_long_pass_each_task_makes_one_call() -> None:
 
             async def write(stream: SmcStream) -> None:
                 for _ in range(turns):
-                    time.sleep(LONG / writers)  # noqa: ASYNC251
+                    time.sleep(LONG_TURN / writers)  # noqa: ASYNC251
                     await stream.send_all(b"x")
 
             await trio.lowlevel.checkpoint()

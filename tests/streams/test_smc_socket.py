@@ -10,6 +10,7 @@ import struct
 import pytest
 import trio
 
+from tests.timing import PATIENCE
 from trio_smc.streams.stream import SmcSocket
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
@@ -26,7 +27,7 @@ async def test_the_peers_name_outlives_a_reset(kept: bool) -> None:
     ours = SmcSocket(client)
     accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     accepted.close()
-    with trio.fail_after(5), pytest.raises(ConnectionResetError):
+    with trio.fail_after(PATIENCE), pytest.raises(ConnectionResetError):
         await client.recv(1)
     with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
         client.getpeername()

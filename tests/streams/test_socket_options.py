@@ -17,6 +17,7 @@ from scripts import socket_options
 from tests.datapath.datapath_pair import Pair
 from tests.peers import endpoint_of, open_pair
 from tests.streams.stream_pairs import SMALL_RING, Pairs, open_pairs, read, smc_config, tcp_config
+from tests.timing import PATIENCE
 from trio_smc import SmcStream
 from trio_smc._base.observer import ObserverGroup
 from trio_smc._base.timers import Timers
@@ -64,7 +65,7 @@ def test_the_page_in_docs_is_the_table() -> None:
         assert f"`{row.name}`" in text
 
 
-def test_each_option_stands_once_in_the_table() -> None:
+def test_the_table_has_each_option_once() -> None:
     keys = [row.key for row in OPTIONS]
     assert None not in keys
     assert len(set(keys)) == len(keys)
@@ -214,7 +215,7 @@ async def test_the_usable_ring_is_at_least_so_rcvbuf(eye_catcher: bool) -> None:
             assert isinstance(client, RdmaStream)
             assert isinstance(server, RdmaStream)
             assert endpoint_of(stack, server).rmbe.first == (4 if eye_catcher else 0)
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE):
                 await client.send_all(bytes(size))
             for stream in (client, server):
                 stream.abort()
@@ -295,7 +296,7 @@ async def test_a_cork_holds_for_a_bounded_time(
     client.setsockopt(TCP, socket.TCP_CORK, 1)
     for word in (b"one", b"two"):
         await client.send_all(word)
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             assert await server.receive_some() == word
 
 
@@ -304,7 +305,7 @@ async def test_corked_data_comes_before_the_end(pair: tuple[RdmaStream, RdmaStre
     client, server = pair
     for stream in pair:
         stream.setsockopt(TCP, socket.TCP_CORK, 1)
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         await client.send_all(b"request")
         await client.send_eof()
         assert await read(server, 7) == b"request"
@@ -324,7 +325,7 @@ async def test_large_writes_are_not_held(
     client, server = pair
     client.setsockopt(TCP, *option)
     data = bytes(range(256)) * 1024
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.send_all, bytearray(data))
             assert await read(server, len(data) - SMALL_RING) == data[:-SMALL_RING]
@@ -340,7 +341,7 @@ async def test_without_nodelay_small_writes_still_need_no_timer(checkpoints: str
         client, server = await pairs.make()
         assert client.getsockopt(TCP, socket.TCP_NODELAY) == 1
         client.setsockopt(TCP, socket.TCP_NODELAY, 0)
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             for number in range(200):
                 await client.send_all(bytes([number]))
             assert await read(server, 200) == bytes(range(200))
@@ -387,7 +388,7 @@ async def test_keepalive_probes_of_tcp_are_answered(pair: tuple[RdmaStream, Rdma
     ):
         sock.setsockopt(TCP, name, value)
     sock.setsockopt(SOL, socket.SO_KEEPALIVE, 1)
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         while True:
             # struct tcp_info: milliseconds since data was sent, and since an ACK was received.
             info = struct.unpack_from("8x13I", sock.getsockopt(TCP, socket.TCP_INFO, 60))
@@ -449,7 +450,7 @@ async def test_an_idle_link_is_tested_once_for_all_its_connections() -> None:
             stream.setsockopt(TCP, socket.TCP_KEEPIDLE, 1)
         pairs.client.runtime.groups.observer = observer = TestLinks()
         start = trio.current_time()
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE):
             await observer.second.wait()
         assert observer.times[0] - start >= 0.99
         assert observer.times[1] - observer.times[0] >= 0.99
@@ -526,7 +527,7 @@ async def test_closing_with_linger_on_is_no_reset(
 async def test_a_send_that_the_peer_does_not_read_times_out(smc: Pairs) -> None:
     client, server = await smc.clogged()
     client.setsockopt(TCP, socket.TCP_USER_TIMEOUT, 50)
-    with trio.fail_after(10), pytest.raises(trio.BrokenResourceError) as caught:
+    with trio.fail_after(PATIENCE), pytest.raises(trio.BrokenResourceError) as caught:
         await client.send_all(b"more")
     assert isinstance(caught.value.__cause__, TimeoutError)
     assert caught.value.__cause__.errno == errno.ETIMEDOUT

@@ -39,7 +39,7 @@ def pump_of(stack: trio_smc.Stack) -> Pump:
 
 
 @dataclass
-class Echoing:
+class EchoConnection:
     """A connection to an echo server, which is a solo reader after `until_solo`."""
 
     pairs: Pairs
@@ -72,12 +72,14 @@ async def passes() -> AsyncIterator[Passes]:
 
 
 @asynccontextmanager
-async def solo_server(checkpoints: str = "strict", **settings: object) -> AsyncIterator[Echoing]:
+async def solo_server(
+    checkpoints: str = "strict", **settings: object
+) -> AsyncIterator[EchoConnection]:
     config = smc_config(spin=0, wake="trio", checkpoints=checkpoints, **settings)
     with trio.fail_after(PATIENCE):
         async with open_pairs(config, stacks=2) as pairs:
             pair = await pairs.make()
-            connection = Echoing(pairs, *pair)
+            connection = EchoConnection(pairs, *pair)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(echo, connection.there)
                 await connection.until_solo()
@@ -87,7 +89,7 @@ async def solo_server(checkpoints: str = "strict", **settings: object) -> AsyncI
 
 
 @pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
-async def test_requests_are_answered(checkpoints: str) -> None:
+async def test_a_solo_reader_answers_requests(checkpoints: str) -> None:
     async with solo_server(checkpoints) as connection:
         pump = connection.pump
         before = pump.passes
@@ -129,7 +131,7 @@ async def test_a_reader_that_finds_only_completions_for_others_lets_them_run(
         await connection.request()
 
 
-async def test_much_data() -> None:
+async def test_a_solo_server_echoes_much_data() -> None:
     async with solo_server() as connection:
         data = bytes(range(256)) * (SMALL_RING // 16)
         async with trio.open_nursery() as nursery:
@@ -233,7 +235,7 @@ async def test_a_writer_ends_solo_mode() -> None:
         await connection.until_solo()
 
 
-async def test_two_tasks_on_one_stream() -> None:
+async def test_another_task_may_send_in_solo_mode() -> None:
     """While one of them is the solo reader, the other one's messages leave at once."""
     async with solo_server("amortised") as connection:
         for _ in range(3):
@@ -244,7 +246,7 @@ async def test_two_tasks_on_one_stream() -> None:
         await connection.request()
 
 
-async def test_a_task_that_sends_now_and_then_does_not_end_solo_mode(
+async def test_a_task_that_sends_occasionally_does_not_end_solo_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No hook counts passes meanwhile: a call long after the last one is not in a long pass."""
@@ -267,10 +269,10 @@ async def test_a_task_that_has_yielded_need_not_yield_in_its_next_call(passes: P
     """While no hook counts the passes of the scheduler."""
     async with solo_server("amortised") as connection:
         before = 0
-        for let in trio.lowlevel.checkpoint, partial(trio.sleep, 2 * PAUSE):
+        for give_way in trio.lowlevel.checkpoint, partial(trio.sleep, 2 * PAUSE):
             for _ in range(4):
                 work()
-                await let()
+                await give_way()
                 before = passes.count
                 await connection.there.send_all(b"x")
                 assert passes.count == before
@@ -368,9 +370,9 @@ async def test_the_watchdog_does_not_wake_an_idle_server(
     """While the solo reader waits, there is nothing to check."""
     async with solo_server() as connection:
         monkeypatch.setattr(solo, "WATCHDOG_INTERVAL", PAUSE)
-        term = connection.pump.solo.watchdog
-        assert term is not None
-        term.deadline = trio.current_time()
+        watchdog = connection.pump.solo.watchdog
+        assert watchdog is not None
+        watchdog.deadline = trio.current_time()
         await trio.testing.wait_all_tasks_blocked(10 * PAUSE)
         assert connection.pump.machine.state == "SOLO"
         before = passes.count
@@ -398,7 +400,7 @@ async def test_the_end_of_the_stream_ends_the_wait(how: str) -> None:
         with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(wait)
-                await Echoing(pairs, *pair).until_solo()
+                await EchoConnection(pairs, *pair).until_solo()
                 if how == "close":
                     await pair[1].aclose()
                 elif how == "shut down":
@@ -446,7 +448,7 @@ async def test_leaving_the_stack_ends_the_wait() -> None:
 async def test_a_failing_rnic_ends_the_wait() -> None:
     async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
         pair = await pairs.make()
-        connection = Echoing(pairs, *pair)
+        connection = EchoConnection(pairs, *pair)
         failed = trio.Event()
 
         async def wait() -> None:

@@ -42,7 +42,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_trio_accepts_it_as_a_stream(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trio_accepts_an_smc_stream(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, stacks = KINDS[kind]
     if config.checkpoints == "amortised" and kind != "tcp":
         # Over SMC-R not every call yields; everything else must hold.
@@ -123,7 +123,7 @@ class _Index:
         return 3
 
 
-async def test_sizes_of_every_kind(smc: Pairs) -> None:
+async def test_receive_some_accepts_sizes_of_every_kind(smc: Pairs) -> None:
     a, b = pair = await smc.make()
     await a.send_all(b"abcdefgh")
     assert await b.receive_some(_Index()) == b"abc"  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ async def test_data_of_a_wrong_type(pairs: Pairs, wrong: object) -> None:
     await close_both(pair)
 
 
-async def test_nothing_sent_is_nothing_received(pairs: Pairs) -> None:
+async def test_empty_data_wakes_no_reader(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     for empty in (b"", bytearray(), memoryview(b"")):
         await a.send_all(empty)
@@ -328,7 +328,7 @@ async def test_a_send_during_a_half_close_is_refused(pairs: Pairs) -> None:
     await close_both(pair)
 
 
-async def test_sending_and_receiving_at_once_is_fine(pairs: Pairs) -> None:
+async def test_two_tasks_may_send_and_receive_at_once(pairs: Pairs) -> None:
     pair = await pairs.make()
     async with trio.open_nursery() as nursery:
         for stream in pair:
@@ -371,14 +371,14 @@ async def test_a_parked_call_wakes_when_another_task_closes(
 ) -> None:
     a, b = await pairs.clogged()
     if call == "receive_some":
-        await read_all_there_is(a)
+        await read_until_blocked(a)
     calls = {**_senders(a), "receive_some": a.receive_some}
 
     async def parked() -> None:
         with pytest.raises(trio.ClosedResourceError):
             await calls[call]()
 
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(parked)
             await wait_all_tasks_blocked()
@@ -386,7 +386,7 @@ async def test_a_parked_call_wakes_when_another_task_closes(
     await trio.aclose_forcefully(b)
 
 
-async def read_all_there_is(stream: SmcStream) -> None:
+async def read_until_blocked(stream: SmcStream) -> None:
     async def read_for_ever() -> None:
         while True:
             await stream.receive_some()
@@ -406,7 +406,7 @@ async def test_a_cancelled_close_still_ends_the_stream(pairs: Pairs) -> None:
     await b.aclose()
 
 
-async def test_the_end_stays_the_end(pairs: Pairs) -> None:
+async def test_receive_some_returns_the_end_again(pairs: Pairs) -> None:
     a, b = await pairs.make()
     await a.send_all(b"x")
     await a.aclose()
@@ -439,7 +439,7 @@ async def test_half_close_keeps_the_other_direction(pairs: Pairs) -> None:
 # --- the peer's end ----------------------------------------------------------------------------
 
 
-async def test_broken_stays_broken(pairs: Pairs) -> None:
+async def test_a_broken_stream_stays_broken(pairs: Pairs) -> None:
     a, b = await pairs.make()
     await b.aclose()
     with pytest.raises(trio.BrokenResourceError):
@@ -473,7 +473,7 @@ async def test_a_reset_is_broken_with_its_reason(smc: Pairs) -> None:
 async def test_a_parked_call_ends_with_the_peer(pairs: Pairs, call: str) -> None:
     a, b = await pairs.clogged()
     if call == "receive_some":
-        await read_all_there_is(a)
+        await read_until_blocked(a)
     calls = {**_senders(a), "receive_some": a.receive_some}
 
     async def parked() -> None:
@@ -484,7 +484,7 @@ async def test_a_parked_call_ends_with_the_peer(pairs: Pairs, call: str) -> None
         with pytest.raises(trio.BrokenResourceError):
             await send_for_ever(a)
 
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(parked)
             await wait_all_tasks_blocked()
@@ -560,7 +560,7 @@ async def test_a_forgotten_stream_warns_and_loses_nothing(pairs: Pairs) -> None:
     del made
     with pytest.warns(ResourceWarning):
         _drop(dropped)
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         assert await read(b, 1) == b"x"
         assert await b.receive_some() == b""
     await b.aclose()
@@ -575,7 +575,7 @@ async def test_a_forgotten_stream_with_unread_data_is_reset(pairs: Pairs) -> Non
     del made
     with pytest.warns(ResourceWarning):
         _drop(dropped)
-    with trio.fail_after(10), pytest.raises(trio.BrokenResourceError):
+    with trio.fail_after(PATIENCE), pytest.raises(trio.BrokenResourceError):
         await read(b, 2)
     await b.aclose()
 
