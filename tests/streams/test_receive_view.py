@@ -1,4 +1,4 @@
-"""`SmcStream.receive_view`: a view of the receive ring, over SMC-R, or of a copy, over TCP."""
+"""`SmcStream.receive_view`: a view of the receive ring over SMC-R, or of a copy over TCP."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ async def test_a_view_at_the_end_of_the_stream_is_empty(pairs: Pairs) -> None:
 
 
 async def test_all_bytes_arrive_in_order(pairs: Pairs) -> None:
-    """More than a ring: it wraps again and again, and the writer waits for the reader."""
+    """The data is larger than the ring, so the ring wraps many times, and the writer waits for the
+    reader."""
     a, b = pair = await pairs.make()
     sent = np.random.default_rng(7609).bytes(20 * RING)
     got = bytearray()
@@ -144,14 +145,14 @@ async def test_a_view_waits_for_data_and_can_be_cancelled(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     with trio.move_on_after(0.01) as scope:
         async with b.receive_view():
-            pytest.fail("there is nothing to view")
+            pytest.fail("the call did not wait for data")
     assert scope.cancelled_caught
     await a.send_all(b"data")
     await wait_until_arrived(b, 4)
     with trio.CancelScope() as scope:
         scope.cancel()
         async with b.receive_view():
-            pytest.fail("the scope is cancelled")
+            pytest.fail("the call ignored the cancellation")
     assert scope.cancelled_caught
     assert await b.receive_some() == b"data"
     await close_both(pair)
@@ -188,7 +189,7 @@ def _array(view: memoryview) -> Any:
     [_array, lambda view: view[1:3], memoryview, lambda view: view.cast("c")],
 )
 async def test_a_view_must_not_outlive_its_block(pairs: Pairs, keep: Any) -> None:
-    """Leaving the block fails, and the bytes stay unread."""
+    """If another view of the data exists, the end of the block fails, and the bytes stay unread."""
     a, b = await pairs.make()
     await a.send_all(b"0123456789")
     await wait_until_arrived(b, 10)
@@ -261,7 +262,7 @@ async def test_errors_match_receive_some(smc: Pairs) -> None:
 
 
 async def test_a_ring_is_not_reused_while_a_part_of_it_is_lent(smc: Pairs) -> None:
-    """Neither by other connections, nor wiped, although its own connection is over."""
+    """After the end of the connection, no other connection uses the ring, and it is not cleared."""
     a, b = await smc.make()
     data = bytes(range(200))
     await a.send_all(data)
@@ -275,7 +276,7 @@ async def test_a_ring_is_not_reused_while_a_part_of_it_is_lent(smc: Pairs) -> No
             await pair[1].receive_some()
             await close_both(pair)
         assert bytes(view) == data
-    # Afterwards the element is free again.
+    # After the block, the element is free again.
     before = [group.rmbs for group in smc.server.link_groups]
     for _ in range(5):
         await close_both(await smc.make())
@@ -283,7 +284,7 @@ async def test_a_ring_is_not_reused_while_a_part_of_it_is_lent(smc: Pairs) -> No
 
 
 async def test_a_view_outlives_its_stack() -> None:
-    """The view stays valid, and leaving the block raises nothing."""
+    """The view stays valid, and the end of the block raises no exception."""
     data = bytes(range(100))
 
     async def leave_it(exits: contextlib.AsyncExitStack) -> tuple[SmcStream, memoryview]:

@@ -45,7 +45,7 @@ KINDS = {
 async def test_trio_accepts_an_smc_stream(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, stacks = KINDS[kind]
     if config.checkpoints == "amortised" and kind != "tcp":
-        # Over SMC-R not every call yields; everything else must hold.
+        # Over SMC-R with amortised checkpoints, not every call yields.  All other rules hold.
         monkeypatch.setattr(
             "trio.testing._check_streams.assert_checkpoints", contextlib.nullcontext
         )
@@ -54,7 +54,7 @@ async def test_trio_accepts_an_smc_stream(kind: str, monkeypatch: pytest.MonkeyP
 
 
 async def test_a_blocked_stream_stays_blocked() -> None:
-    """Also after the kernel has probed TCP's window, as on a machine that pauses."""
+    """The stream stays blocked after the kernel has probed TCP's window, as on a slow machine."""
     async with open_pairs(tcp_config()) as pairs:
         pair = await pairs.clogged()
         await trio.sleep(0.5)
@@ -134,7 +134,7 @@ async def test_receive_some_accepts_sizes_of_every_kind(smc: Pairs) -> None:
 
 @pytest.mark.parametrize("shape", SENT)
 async def test_data_of_every_shape_and_format(pairs: Pairs, shape: str, rng: random.Random) -> None:
-    """All of it arrives, also if the buffers of the connection hold only a part."""
+    """All data arrives, even if the buffers of the connection hold only a part."""
     a, b = pair = await pairs.make()
     for size in (ALIGNMENT, 20_000 * ALIGNMENT):
         data = rng.randbytes(size)
@@ -237,7 +237,7 @@ async def test_a_buffer_may_change_after_send_all(pairs: Pairs, size: int) -> No
 
 
 async def aclose_in_background(a: SmcStream, b: SmcStream) -> None:
-    """Close one end while the other reads: the data is all ones, then comes the end."""
+    """Close one end while the other reads.  The reader receives only ones, and then the end."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(a.aclose)
         while data := await b.receive_some():
@@ -249,7 +249,7 @@ async def test_a_buffer_may_change_after_a_cancelled_send(pairs: Pairs) -> None:
 
 
 async def test_a_large_buffer_may_change_after_a_cancelled_send() -> None:
-    # Pieces of this size are not copied, but borrowed while send_all runs.
+    # The stream does not copy pieces of this size; it borrows them while send_all runs.
     async with open_pairs(smc_config(receive_buffer=1 << 20), stacks=2) as pairs:
         await check_cancelled_send(pairs, 3 << 20)
 
@@ -322,7 +322,7 @@ async def test_a_send_during_a_half_close_is_refused(pairs: Pairs) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call, "send_eof")
         nursery.start_soon(call, "send_all")
-    # The second call is refused, unless a send without a yield ends before the half close begins.
+    # One call is refused, unless a send without a yield ends before the half close begins.
     assert len(refused) == 1 or (not refused and pairs.client.config.checkpoints == "amortised")
     assert await b.receive_some() == (b"" if refused == ["send_all"] else b"x")
     await close_both(pair)
@@ -463,7 +463,7 @@ async def test_a_reset_is_broken_with_its_reason(smc: Pairs) -> None:
             await call()
         assert isinstance(caught.value.__cause__, OSError)
         assert caught.value.__cause__.errno == number
-    assert await a.receive_some() == b"", "the error was reported"
+    assert await a.receive_some() == b"", "the error was reported twice"
     await a.send_all(b"")
     await a.wait_send_all_might_not_block()
     await a.aclose()
@@ -526,7 +526,7 @@ async def test_a_cancelled_receive_loses_nothing(pairs: Pairs) -> None:
 
 
 async def test_a_loop_of_calls_lets_others_run(pairs: Pairs) -> None:
-    """Also if no call has to wait, and with every kind of checkpoint."""
+    """Other tasks run even if no call has to wait, with every kind of checkpoint."""
     a, b = pair = await pairs.make()
     await b.send_all(bytes(2000))
     turns = 0

@@ -326,7 +326,7 @@ async def test_after_send_eof_nothing_is_urgent(smc: Pairs) -> None:
 
 
 async def test_tcp_sends_one_urgent_byte() -> None:
-    """A plain TCP program receives it."""
+    """A plain TCP program receives the byte."""
     async with open_pairs(tcp_config()) as pairs:
         a, b = pair = await pairs.make()
         assert isinstance(b.socket, trio.socket.SocketType)
@@ -340,7 +340,7 @@ async def test_tcp_sends_one_urgent_byte() -> None:
 
 
 async def test_tcp_reports_pending_data_only_at_a_call() -> None:
-    """The announcement arrives with a probe of the window; the kernel wakes no task for it."""
+    """A probe of the window brings the announcement, and the kernel wakes no task for it."""
     async with open_pairs(tcp_config()) as pairs:
         a, b = pair = await pairs.make()
         a.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_SNDBUF, 1 << 18)

@@ -1,10 +1,10 @@
 """No task waits for an event that can no longer happen.
 
 These tests combine every state of a connection that has a stream, every event of the state table
-and of the host, and every kind of call that waits.  After the event, a call may still wait only if
-the same call would wait if it were made now.  There are two checks.  Waking all tasks explicitly
-changes nothing, so no wakeup is missing.  And the event that each waiting call needs is still
-possible: data can be sent, the peer may send more, or an answer to the end may arrive.
+and of the host, and every kind of call that waits.  After the event, a call may continue to wait
+only if a new call would wait as well.  There are two checks.  First, waking all tasks explicitly
+changes nothing, so no wakeup is missing.  Second, the event that each waiting call needs is still
+possible: the stream can send data, the peer may send more, or an answer to the end may arrive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MUCH = bytes(3 * SIZE)
 
 
 class Socket:
-    """A closed TCP connection: its options do not matter here."""
+    """A closed TCP connection; these tests do not use its options."""
 
     def fileno(self) -> int:
         return -1
@@ -44,7 +44,7 @@ class Socket:
 
 
 class Endpoint:
-    """As `rdma_stream.StreamEndpoint`."""
+    """A minimal `rdma_stream.StreamEndpoint`."""
 
     closed_by_user = lingers = abandoned = False
     group: Any = None
@@ -64,7 +64,7 @@ class Owner:
 
 
 class Holder:
-    """A failover that has not finished (`failover.replay`)."""
+    """A failover in progress (`failover.replay`)."""
 
     def connection_ended(self) -> None:
         pass
@@ -130,7 +130,7 @@ def blocked_by_urgent(side: Streamed) -> None:
 
 
 def blocked_by_failover(side: Streamed) -> None:
-    """Lost data is being written again (4.6)."""
+    """A failover writes lost data again (4.6)."""
     if side.it.channel is not None and not side.it.messenger.final_posted:
         side.it.hold(Holder())
 
@@ -143,7 +143,7 @@ BLOCKS = (
 # --- calls that wait -----------------------------------------------------------------------------
 
 
-# Calls that wait on one stream at the same time, by the kind of event that each waits for.
+# Calls that wait on one stream at the same time, by the kind of event that each call waits for.
 Waits = dict[str, Callable[[RdmaStream], Awaitable[object]]]
 
 CALLS: dict[str, Waits] = {
@@ -234,7 +234,7 @@ def walk(side: Streamed, path: tuple[str, ...]) -> None:
 
 
 def facts(side: Streamed) -> tuple[object, ...]:
-    """All conditions that can change the result of a call."""
+    """All conditions that can influence the result of a call."""
     core = side.it
     return (
         core.state, *(bool(getattr(core, guard)) for guard in CONNECTION.guards),
@@ -247,7 +247,7 @@ PATHS: list[tuple[str, ...]] = []
 
 
 async def paths() -> list[tuple[str, ...]]:
-    """One shortest path into each combination of facts."""
+    """A shortest path into each combination of facts."""
     if not PATHS:
         PATHS.extend(await find_paths())
     return PATHS
@@ -271,7 +271,7 @@ async def find_paths() -> list[tuple[str, ...]]:
 
 
 class Waiting:
-    """The calls that were made, and those of them that still wait."""
+    """Starts calls, and records which of them still wait."""
 
     def __init__(self, side: Streamed, calls: Waits, nursery: trio.Nursery) -> None:
         self.side = side
@@ -289,7 +289,7 @@ class Waiting:
         return sorted(self.kinds), self.side.it.messenger.produced, self.side.it.receiver.consumed
 
     def check_possible(self, description: str) -> None:
-        """The event that each call waits for can still come."""
+        """Check that the event that each waiting call needs is still possible."""
         core = self.side.it
         receiver, sender = core.receiver, core.sender
         if "writes" in self.kinds:
@@ -346,7 +346,7 @@ async def test_no_event_leaves_a_task_waiting_for_ever(
 
 @pytest.mark.rfc("4.8.1/7")
 async def test_no_event_leaves_a_link_waiting_for_a_connection() -> None:
-    """The deletion of a link waits until its connections have no data in flight there."""
+    """The deletion of a link waits until its connections have no data in flight on this link."""
     waited = 0
     for path in await paths():
         for event, happens in EVENTS.items():
