@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import trio
 
 import trio_smc
-from tests.timing import PATIENCE as PATIENCE  # noqa: PLC0414  # test_tcp_option takes it here
+from tests.timing import PATIENCE
 from trio_smc import Config, SmcListener, SmcStream, Stack
 from trio_smc.wire import clc
 
@@ -83,7 +83,7 @@ async def check_serves(stack: Stack, listener: SmcListener, config: Config | Non
     await close_all(stream, accepted)
 
 
-async def all_freed(stack: Stack) -> None:
+async def wait_until_freed(stack: Stack) -> None:
     """Wait until the stack has no connection, closing ones included."""
     with trio.fail_after(PATIENCE):
         while stack.statistics().open_connections:  # noqa: ASYNC110  # a counter has no event

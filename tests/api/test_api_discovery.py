@@ -45,7 +45,7 @@ from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.wire import clc
 
 EYE = clc.EYE_CATCHER
-SOON = 0.05  # a handshake time-out that expires, seconds
+SHORT_TIMEOUT = 0.05  # a handshake time-out that expires, seconds
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +125,7 @@ async def test_a_plain_server_on_an_address_and_a_listener_on_the_wildcard(
 ) -> None:
     monkeypatch.setattr(lookup, "_SILENCE_HOLDS", 0.0)
     trio.socket.set_custom_socket_factory(ReusePort())
-    impatient = replace(QUICK, handshake_timeout=SOON)
+    impatient = replace(QUICK, handshake_timeout=SHORT_TIMEOUT)
     async with listening(QUICK, "0.0.0.0") as (stack, listener):
         async with plain_server(port=address_of(listener)[1]) as plain:
             stream = await stack.open_stream(*address_of(listener), config=impatient)
@@ -137,7 +137,7 @@ async def test_a_plain_server_on_an_address_and_a_listener_on_the_wildcard(
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "::1", HOST])
-async def test_addresses(host: str) -> None:
+async def test_listeners_on_each_kind_of_address(host: str) -> None:
     async with listening(QUICK, host) as (stack, listener):
         await check_serves(stack, listener)
 
@@ -170,7 +170,7 @@ async def expect_tcp(
         await close_all(mine, other)
 
 
-async def test_two_directories(runtime_directory: Path) -> None:
+async def test_stacks_without_a_common_directory_use_tcp(runtime_directory: Path) -> None:
     """Processes without a common directory cannot find each other."""
     await expect_tcp(
         Config(directory=runtime_directory / "one"),
@@ -225,7 +225,7 @@ async def test_a_directory_that_cannot_be_used_by_named_rnics(runtime_directory:
             raise AssertionError("opened")
 
 
-async def test_the_directory_vanishes(runtime_directory: Path) -> None:
+async def test_a_link_group_outlives_its_directory(runtime_directory: Path) -> None:
     """A cleaner removes it: new connections of the same link group are SMC-R."""
     directory = runtime_directory / "private"
     async with listening(Config(directory=directory)) as (stack, listener):
@@ -343,15 +343,15 @@ async def test_a_stream_shorter_than_an_eye_catcher(count: int) -> None:
     assert await bytes_read_under_assume([EYE[:count]], end=True) == EYE[:count]
 
 
-async def test_no_byte_at_all() -> None:
-    assert await bytes_read_under_assume([], end=False, patience=SOON) is None
+async def test_a_client_that_sends_no_byte() -> None:
+    assert await bytes_read_under_assume([], end=False, patience=SHORT_TIMEOUT) is None
     assert await bytes_read_under_assume([], end=True) == b""  # as over TCP
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 async def test_an_incomplete_eye_catcher(count: int) -> None:
     """It could be the beginning of a Proposal, which must never reach an application."""
-    assert await bytes_read_under_assume([EYE[:count]], end=False, patience=SOON) is None
+    assert await bytes_read_under_assume([EYE[:count]], end=False, patience=SHORT_TIMEOUT) is None
 
 
 async def test_a_proposal_byte_by_byte() -> None:
@@ -381,7 +381,7 @@ async def test_assumed_by_the_client_only() -> None:
 
 
 @pytest.mark.parametrize("kind", ["network", "address", "name", "own address", "bound address"])
-async def test_the_assume_list(kind: str) -> None:
+async def test_each_kind_of_entry_in_the_assume_list(kind: str) -> None:
     async with plain_server("0.0.0.0") as free:
         port = address_of(free)[1]
     entry: dict[str, tuple[str, int] | str] = {
@@ -457,7 +457,7 @@ async def test_the_tcp_option_cannot_be_used(
     await expect_tcp(config, QUICK, reason, FallbackReason.PEER_NOT_CAPABLE)
 
 
-async def test_the_tcp_option_strictly(
+async def test_only_the_option_counts_under_tcp_option(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under "tcp-option" nothing else counts, not even the assume list."""

@@ -20,7 +20,7 @@ from tests.api.api_peers import (
     QUICK,
     accept,
     address_of,
-    all_freed,
+    wait_until_freed,
     check_serves,
     check_talk,
     close_all,
@@ -46,10 +46,10 @@ class Resolver(trio.abc.HostnameResolver):
 
     def __init__(self, *addresses: str) -> None:
         self.addresses = addresses
-        self.asked: list[bytes | None] = []
+        self.queried: list[bytes | None] = []
 
     async def getaddrinfo(self, host, port, family=0, type=0, proto=0, flags=0):  # type: ignore[no-untyped-def]
-        self.asked.append(host)
+        self.queried.append(host)
         if not self.addresses:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return [
@@ -101,14 +101,14 @@ async def test_unknown_name(stack: Stack) -> None:
     assert caught.value.errno == socket.EAI_NONAME
 
 
-async def test_host_as_bytes(stack: Stack, listener: SmcListener) -> None:
+async def test_open_stream_accepts_a_host_as_bytes(stack: Stack, listener: SmcListener) -> None:
     _, port = address_of(listener)
     async with await stack.open_stream(b"127.0.0.1", port) as stream:
         assert stream.mode is Mode.SMC_R
         await close_all(await listener.accept())
 
 
-async def test_wrong_arguments(stack: Stack) -> None:
+async def test_open_stream_checks_its_arguments(stack: Stack) -> None:
     with pytest.raises(ValueError, match="host"):
         await stack.open_stream(None, 80)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="port"):
@@ -241,7 +241,7 @@ async def test_cancelled_at_every_step(contact: str, caplog: pytest.LogCaptureFi
                 counters = client.statistics()
                 failed = counters.handshakes - counters.connections
                 assert counters.handshakes_failed == failed, f"step {step}"
-            await all_freed(server)
+            await wait_until_freed(server)
             if not cancelled:
                 break
             step += 1
@@ -288,7 +288,7 @@ async def test_garbage_is_an_error() -> None:
     assert isinstance(outcome.error.__cause__, trio_smc.ProtocolError)
 
 
-async def test_message_out_of_turn() -> None:
+async def test_a_message_out_of_turn_is_an_error() -> None:
     async def peer(stream: trio.SocketStream) -> None:
         again = await read_clc(stream)
         await stream.send_all(again.encode())
@@ -309,7 +309,7 @@ async def test_a_silent_peer_is_a_timeout() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", clc.EYE_CATCHER, accept().encode()[:-1]])
-async def test_the_peer_leaves(sent: bytes) -> None:
+async def test_a_peer_that_closes_is_an_error(sent: bytes) -> None:
     async def peer(stream: trio.SocketStream) -> None:
         await read_clc(stream)
         await stream.send_all(sent)
@@ -337,7 +337,7 @@ async def test_a_defect_is_an_error_too(
 # --- policy --------------------------------------------------------------------------------------
 
 
-async def test_require_smc() -> None:
+async def test_a_client_that_requires_smc_r_refuses_tcp() -> None:
     config = Config(require_smc=True)
     async with plain_server() as server, trio_smc.open_stack(config) as stack:
 
@@ -419,5 +419,5 @@ async def test_a_stream_that_is_aborted_at_once_is_freed(contact: str, serving: 
                 nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):
                 streams[0].abort()
-                await all_freed(client)
+                await wait_until_freed(client)
         nursery.cancel_scope.cancel()

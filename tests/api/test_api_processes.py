@@ -97,17 +97,17 @@ FORK = """
                 await (await listener.accept()).aclose()
             await mine.aclose()
             await other.aclose()
-        print("the parent goes on")
+        print("the parent continues")
 
     trio.run(main)
 """
 
 
-async def test_use_in_a_forked_child() -> None:
-    assert await run(FORK) == "the parent goes on\n"
+async def test_a_forked_child_may_use_no_object_of_its_parent() -> None:
+    assert await run(FORK) == "the parent continues\n"
 
 
-FORK_AND_GO_ON = """
+LASTING_CHILD = """
     import gc, hashlib, multiprocessing, os, pathlib, signal, sys, threading, time, warnings
     import trio, trio_smc
     from trio_smc import Config
@@ -125,7 +125,7 @@ FORK_AND_GO_ON = """
     def files():
         return sorted(str(each) for each in private.parent.rglob("*"))
 
-    async def go_on():
+    async def let_time_pass():
         # Everything that waits for a time or a descriptor has its turn.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -152,7 +152,7 @@ FORK_AND_GO_ON = """
                 os.write(ready[1], b"x")
                 os.read(go[0], 1)
                 before = files()
-                await go_on()
+                await let_time_pass()
                 os._exit(0 if files() == before else 7)
             process = None
             if HOW == "multiprocessing":
@@ -188,7 +188,7 @@ FORK_AND_GO_ON = """
         assert files() == before, (files(), before)
         assert hashlib.sha256(capture.read_bytes()).digest() == digest
         capture.unlink()
-        print("the parent goes on")
+        print("the parent continues")
 
     if LOCKED:
         # A thread of the parent holds the capture's lock at the moment of each fork.
@@ -224,7 +224,7 @@ FORK_AND_GO_ON = """
 @pytest.mark.parametrize("how", ["fork", "multiprocessing"])
 async def test_a_forked_child_that_keeps_running_touches_nothing(how: str, held: str) -> None:
     """The child changes no names, files or shared memory, before and after the parent closes."""
-    assert await run(FORK_AND_GO_ON, how, held) == "the parent goes on\n"
+    assert await run(LASTING_CHILD, how, held) == "the parent continues\n"
 
 
 FORK_BETWEEN_RUNS = """
@@ -310,7 +310,7 @@ ELSEWHERE = """
 """
 
 
-async def test_other_systems() -> None:
+async def test_other_systems_use_tcp() -> None:
     expected = "tcp unsupported-platform tcp unsupported-platform\n"
     for platform in ("darwin", "win32", "freebsd14"):
         output = await run(ELSEWHERE.format(platform=platform))

@@ -17,7 +17,7 @@ from tests.api.api_peers import (
     QUICK,
     accept,
     address_of,
-    all_freed,
+    wait_until_freed,
     check_serves,
     close_all,
     connect,
@@ -45,7 +45,7 @@ LOCAL, PEER = Origin.LOCAL, Origin.PEER
 
 
 @pytest.mark.parametrize("reason", Reason)
-def test_texts(reason: Reason) -> None:
+def test_each_reason_has_texts(reason: Reason) -> None:
     fallback = Fallback.local(reason)
     for text in (fallback.message, fallback.remedy):
         assert re.fullmatch(r"(?!\s).{15,120}[^.!\s]", text), text
@@ -132,7 +132,7 @@ async def test_a_client_declines() -> None:
             assert await read_exactly(stream, 11) == b"application"
             await stream.aclose()
         assert stack.statistics().fallbacks == {(PEER, Reason.OUT_OF_RESOURCES): 1}
-        await all_freed(stack)
+        await wait_until_freed(stack)
         await listener.aclose()
 
 
@@ -228,7 +228,7 @@ async def test_no_rnic() -> None:
     )
 
 
-async def test_no_rnic_under_assume() -> None:
+async def test_a_server_without_an_rnic_declines_under_assume() -> None:
     """Under "assume" the server answers with a CLC message."""
     fallbacks = await both(ASSUME, Config(rnics=(), discovery="assume"))
     assert fallbacks == (Fallback.from_peer(0x03030000), local(Reason.NO_RNIC))

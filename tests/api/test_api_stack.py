@@ -21,7 +21,7 @@ from tests.api.api_peers import (
     HOST,
     QUICK,
     address_of,
-    all_freed,
+    wait_until_freed,
     check_serves,
     check_talk,
     close_all,
@@ -88,7 +88,7 @@ async def test_peer_ids_are_new_at_every_start() -> None:
     assert len(seen) == 6
 
 
-async def test_rnics() -> None:
+async def test_named_rnics_belong_to_one_stack_at_a_time() -> None:
     names = (SoftRnic("left"), SoftRnic("right"))
     async with trio_smc.open_stack(Config(rnics=names)) as stack:
         assert stack.rnics == names
@@ -134,7 +134,7 @@ def test_a_stream_left_open_on_the_default_stack() -> None:
     assert pollers() == []
 
 
-def test_no_default_stack_and_then_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_default_stack_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         with monkeypatch.context() as patch:
             patch.setattr("os.eventfd", no_descriptors)
@@ -153,7 +153,7 @@ def test_no_default_stack_and_then_one(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- views ---------------------------------------------------------------------------------------
 
 
-async def test_link_groups() -> None:
+async def test_views_of_link_groups() -> None:
     async with two_stacks() as (client, server, listener):
         assert not [*client.link_groups, *server.link_groups]
         streams = [*await connect(client, listener), *await connect(client, listener)]
@@ -183,7 +183,7 @@ async def test_link_groups() -> None:
         assert "ACTIVE" in repr(mine.links[0])
         assert "16384" in repr(mine.rmbs[0])
         await close_all(*streams)
-        await all_freed(client)
+        await wait_until_freed(client)
         assert mine.links[0].connections == 0
         assert sum(rmb.in_use for rmb in mine.rmbs) == 0
     assert mine.state == "GONE"
@@ -203,7 +203,7 @@ async def test_a_stack_connected_to_itself() -> None:
 
 
 @pytest.mark.parametrize("side", ["client", "server"])
-async def test_terminate(side: str) -> None:
+async def test_terminate_breaks_the_streams_of_a_group(side: str) -> None:
     async with two_stacks() as (client, server, listener):
         mine, other = await connect(client, listener)
         [group] = (client if side == "client" else server).link_groups
@@ -255,8 +255,8 @@ async def test_statistics_agree() -> None:
             assert here.writes >= 1
             assert here.cdcs_sent >= 1
             await close_all(mine, other)
-            await all_freed(client)
-            await all_freed(server)
+            await wait_until_freed(client)
+            await wait_until_freed(server)
         tcp = await plain_client(listener)
         await close_all(tcp, await listener.accept())
         here_all, there_all = client.statistics(), server.statistics()
@@ -351,7 +351,7 @@ async def test_open_streams_are_closed_as_sockets_are(unread: bool) -> None:
             with pytest.raises(trio.ClosedResourceError):
                 await stream.receive_some()
         await close_all(mine, other, plain, accepted)
-        await all_freed(server)
+        await wait_until_freed(server)
     assert pollers() == []
 
 
@@ -418,10 +418,10 @@ async def test_closed_streams_are_finished_in_time() -> None:
         with contextlib.suppress(trio.BrokenResourceError):
             assert await other.receive_some() == b""
         await other.aclose()
-        await all_freed(server)
+        await wait_until_freed(server)
 
 
-async def test_calls_afterwards() -> None:
+async def test_calls_fail_after_the_end_of_the_stack() -> None:
     async with trio_smc.open_stack(QUICK) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
     with pytest.raises(trio.ClosedResourceError):
@@ -572,7 +572,7 @@ async def test_the_socket_of_an_smc_stream() -> None:
             assert not hasattr(mine.socket, what), what
         assert "127.0.0.1" in repr(mine.socket)
         await close_all(mine, other)
-        await all_freed(client)
+        await wait_until_freed(client)
         assert mine.socket.fileno() == -1
         with pytest.raises(OSError, match="Bad file descriptor"):
             mine.socket.getpeername()
@@ -612,13 +612,13 @@ class Recorder:
         return {name for name, _ in self.events}
 
 
-async def test_observers(caplog: pytest.LogCaptureFixture) -> None:
+async def test_observers_see_all_events(caplog: pytest.LogCaptureFixture) -> None:
     broken, whole = Recorder(broken=True), Recorder()
     async with two_stacks() as (client, _, listener):
         client.add_observer(broken)  # type: ignore[arg-type]
         client.add_observer(whole)  # type: ignore[arg-type]
         await check_serves(client, listener)
-        await all_freed(client)
+        await wait_until_freed(client)
         assert whole.kinds() == {"clc", "llc", "cdc", "rdma_write", "state", "mode"}
         assert whole.events == broken.events
         assert "an observer failed" in caplog.text

@@ -14,7 +14,7 @@ import pytest
 import trio
 
 import trio_smc
-from tests.api.api_peers import HOST, QUICK, address_of, all_freed, check_serves
+from tests.api.api_peers import HOST, QUICK, address_of, wait_until_freed, check_serves
 from tests.peers import check_echo, echo_until_reset
 from tests.timing import PATIENCE
 from trio_smc import SmcListener, SmcStream, Stack
@@ -58,7 +58,9 @@ async def open_and_close(stack: Stack, address: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("contact", ["first", "subsequent"])
-async def test_the_listener_is_closed(contact: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_listener_may_close_at_each_step(
+    contact: str, caplog: pytest.LogCaptureFixture
+) -> None:
     step, early = 1, True
     async with trio_smc.open_stack(QUICK) as server:
         while early:
@@ -81,8 +83,8 @@ async def test_the_listener_is_closed(contact: str, caplog: pytest.LogCaptureFix
                 [other] = await server.open_listeners(0, host=HOST)
                 await check_serves(client, other)
                 await other.aclose()
-                await all_freed(client)
-            await all_freed(server)
+                await wait_until_freed(client)
+            await wait_until_freed(server)
             step += 1
     assert step > 10
     check_log(caplog)
@@ -90,7 +92,7 @@ async def test_the_listener_is_closed(contact: str, caplog: pytest.LogCaptureFix
 
 @pytest.mark.filterwarnings("ignore:.* was open when its stack was closed:ResourceWarning")
 @pytest.mark.parametrize("side", ["client", "server"])
-async def test_the_stack_is_left(side: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stack_may_end_at_each_step(side: str, caplog: pytest.LogCaptureFixture) -> None:
     step, early = 1, True
     while early:
         async with trio_smc.open_stack(QUICK) as survivor:
@@ -126,7 +128,7 @@ async def test_the_stack_is_left(side: str, caplog: pytest.LogCaptureFixture) ->
                     nursery.cancel_scope.cancel()
             if side == "client":
                 await check_serves(survivor, listener)
-            await all_freed(survivor)
+            await wait_until_freed(survivor)
         step += 1
     assert step > 20
     check_log(caplog)
@@ -192,7 +194,7 @@ async def test_a_connection_with_few_descriptors(
                     with contextlib.suppress(trio.BrokenResourceError):
                         await use(stream)
                 await use(await client.open_stream(*address_of(listener)))
-            await all_freed(server)
+            await wait_until_freed(server)
             assert len(outcomes) < 100
         nursery.cancel_scope.cancel()
     assert outcomes[0] == "error"

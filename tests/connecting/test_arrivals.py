@@ -12,6 +12,7 @@ import trio
 import trio_smc
 from tests.api.api_peers import plain_server
 from tests.rendezvous.discovery.world import announce, bound, deadline_after
+from tests.timing import PATIENCE
 from trio_smc import FallbackReason
 from trio_smc.connecting import accept, listener
 from trio_smc.host.private_directory import PrivateDirectory
@@ -33,7 +34,7 @@ async def test_a_client_in_another_namespace(monkeypatch: pytest.MonkeyPatch) ->
         return choose_route(*args, near=near, **options)
 
     monkeypatch.setattr(accept, "choose_route", choose)
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(), trio.open_nursery() as nursery:
             [listener] = await trio_smc.open_listeners(0, host=HOST)
 
@@ -57,7 +58,7 @@ async def test_a_dead_name_does_not_keep_a_client_from_being_assumed(
     directory = PrivateDirectory.open(runtime_directory / "trio-smc", create=True)
     monkeypatch.setattr(Names, "find", lambda self, name: [directory])
     config = trio_smc.Config(assume=(HOST,))
-    with contextlib.closing(directory), trio.fail_after(10):
+    with contextlib.closing(directory), trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(config) as stack:
             [listener] = await stack.open_listeners(0, host=HOST)
             async with listener, trio.open_nursery() as nursery:
@@ -101,7 +102,7 @@ async def test_a_client_is_refused_before_the_listener_is_full(
     """So its connection is TCP, and is not reset to make room. One that requires SMC-R waits."""
     monkeypatch.setattr(listener, "MOST_WAITING", 1)  # so 4 handshakes
     discovery = Discovery(runtime_directory / "trio-smc")
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack() as stack, contextlib.AsyncExitStack() as silent:
             silent.callback(discovery.close)
             [served] = await stack.open_listeners(0, host=HOST)

@@ -38,7 +38,7 @@ def reset(stream: trio.SocketStream) -> None:
     stream.socket.close()
 
 
-async def arrived(stream: trio.SocketStream) -> None:
+async def wait_until_acknowledged(stream: trio.SocketStream) -> None:
     """Wait until the peer's kernel has acknowledged the data, so that a reset comes later."""
     with trio.fail_after(PATIENCE):
         while fcntl.ioctl(stream.socket.fileno(), termios.TIOCOUTQ, bytes(4)) != bytes(4):
@@ -81,7 +81,7 @@ async def test_a_client_that_resets_before_an_eye_catcher_is_handed_over(count: 
         raw = await trio.open_tcp_stream(*address_of(listener))
         if count:
             await raw.send_all(clc.EYE_CATCHER[:count])
-            await arrived(raw)
+            await wait_until_acknowledged(raw)
         reset(raw)
         with trio.fail_after(PATIENCE):
             stream = await listener.accept()
@@ -101,7 +101,7 @@ async def test_a_client_that_sends_something_else_is_handed_over(count: int) -> 
         raw = await trio.open_tcp_stream(*address_of(listener))
         for byte in clc.EYE_CATCHER[:count]:
             await raw.send_all(bytes((byte,)))
-            await arrived(raw)
+            await wait_until_acknowledged(raw)
         await raw.send_all(b"!")
         with trio.fail_after(PATIENCE):
             stream = await listener.accept()
@@ -120,7 +120,7 @@ async def test_an_urgent_byte_within_an_eye_catcher_is_handed_over(count: int) -
     async with open_listener() as (_, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         await raw.send_all(clc.EYE_CATCHER[:count])
-        await arrived(raw)
+        await wait_until_acknowledged(raw)
         await raw.socket.send(b"!", socket.MSG_OOB)
         await raw.send_all(clc.EYE_CATCHER[count:])
         with trio.fail_after(PATIENCE):
@@ -144,7 +144,7 @@ async def test_part_of_a_header_ends_the_connection(count: int, how: str) -> Non
         raw = await trio.open_tcp_stream(*address_of(listener))
         for byte in header[:count]:
             await raw.send_all(bytes((byte,)))
-            await arrived(raw)
+            await wait_until_acknowledged(raw)
         if how == "eof":
             await raw.send_eof()
         elif how == "reset":

@@ -17,6 +17,7 @@ import trio
 
 import trio_smc
 from tests.peers import check_echo, echo
+from tests.timing import PATIENCE
 from trio_smc import Config
 from trio_smc.connecting.pending import GRACE, PendingHandshakes
 from trio_smc.host.addresses import address_block
@@ -257,7 +258,7 @@ async def clients(port: int, count: int, addresses: int, kind: str) -> AsyncIter
     )
     try:
         assert process.stdout is not None
-        with trio.fail_after(30):
+        with trio.fail_after(2 * PATIENCE):
             assert (await process.stdout.receive_some()).startswith(b"connected")
         yield
     finally:

@@ -23,7 +23,6 @@ import trio
 import trio_smc
 from tests.api.api_peers import (
     HOST,
-    PATIENCE,
     address_of,
     check_talk,
     close_all,
@@ -34,6 +33,7 @@ from tests.api.api_peers import (
 )
 from tests.ports import reserved_port
 from tests.rendezvous.discovery.option_wire import SYN, SYN_ACK, Wire, cgroup, cgroup2, requires_bpf
+from tests.timing import PATIENCE
 from tests.wire import tshark_reader
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, SmcListener, SoftRnic, Stack
 from trio_smc.rendezvous.discovery import bpf as _bpf
