@@ -1,4 +1,4 @@
-"""`open_listeners` and `serve`: like Trio's functions, and no client disturbs the others."""
+"""`open_listeners` and `serve`: they work like Trio's functions, and no client affects another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.api.api_peers import (
     QUICK,
     accept,
     address_of,
-    wait_until_freed,
     check_serves,
     check_talk,
     close_all,
@@ -31,6 +30,7 @@ from tests.api.api_peers import (
     proposal,
     read_clc,
     read_to_end,
+    wait_until_freed,
 )
 from tests.peers import check_echo, echo
 from tests.timing import PATIENCE
@@ -228,7 +228,7 @@ async def test_the_program_closes_the_socket(
 
 
 async def test_the_socket_is_shut_down(stack: Stack, listener: SmcListener) -> None:
-    """As with `trio.SocketListener`: `accept` raises EINVAL, and the socket stays open."""
+    """Like `trio.SocketListener.accept`, `accept` raises EINVAL, and the socket stays open."""
     sock = listener.socket
     sock.shutdown(socket.SHUT_RDWR)
     for _ in range(2):
@@ -342,7 +342,7 @@ async def test_a_defect_ends_one_connection(
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Every attempt to open one fails with EMFILE."""
+    """Let every attempt to open a descriptor fail with EMFILE."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = os.dup(0)
     os.close(probe)
@@ -354,7 +354,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 async def accept_after_errors(listener: SmcListener) -> tuple[SmcStream, int]:
-    """The next stream, and the number of errors before it."""
+    """Accept the next stream.  Returns the stream, and the number of errors before it."""
     errors = 0
     with trio.fail_after(PATIENCE):
         while True:
@@ -422,13 +422,14 @@ async def test_serve_continues_after_capacity_errors(
 
 @pytest.fixture
 def two_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two streams of a listener may wait for `accept`, and eight clients be in a handshake."""
+    """Allow two streams of a listener to wait for `accept`, and eight handshakes."""
     monkeypatch.setattr("trio_smc.connecting.listener.MOST_WAITING", 2)
 
 
 @pytest.mark.usefixtures("two_may_wait")
 async def test_silent_clients_do_not_delay_others() -> None:
-    """Twice as many clients are silent as may wait for `accept`; others are served at once."""
+    """Twice as many clients are silent as may wait for `accept`; the listener serves others at
+    once."""
     config = Config(receive_buffer=16384, discovery="assume")
     async with trio_smc.open_stack(config) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
@@ -476,7 +477,7 @@ async def test_an_address_with_many_handshakes_does_not_displace_others() -> Non
                     await each.receive_some()
         with trio.move_on_after(0.1) as waiting:
             await alone.receive_some()
-        assert waiting.cancelled_caught, "the oldest handshake, but its address has only one"
+        assert waiting.cancelled_caught, "the only handshake of its address was displaced"
         await close_all(alone, *many, listener)
 
 
@@ -507,7 +508,7 @@ async def test_a_full_listener_is_closed_as_it_gets_room(stack: Stack) -> None:
     clients = [await plain_client(listener) for _ in range(3)]
     await trio.testing.wait_all_tasks_blocked(0.05)
     stream = await listener.accept()
-    listener.close()  # before the accepting task runs again
+    listener.close()  # the task that accepts has not run yet
     await trio.testing.wait_all_tasks_blocked()
     assert stack.runtime.running
     await close_all(*clients, stream)

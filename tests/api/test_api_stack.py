@@ -21,7 +21,6 @@ from tests.api.api_peers import (
     HOST,
     QUICK,
     address_of,
-    wait_until_freed,
     check_serves,
     check_talk,
     close_all,
@@ -30,6 +29,7 @@ from tests.api.api_peers import (
     plain_server,
     read_exactly,
     read_to_end,
+    wait_until_freed,
 )
 from tests.peers import check_echo, echo
 from tests.timing import PATIENCE
@@ -50,7 +50,7 @@ from trio_smc._base.reasons import Diagnosis
 
 @contextlib.asynccontextmanager
 async def two_stacks() -> AsyncIterator[tuple[Stack, Stack, SmcListener]]:
-    """A client's stack, a server's stack, and a listener of the server."""
+    """Open a client's stack, a server's stack, and a listener of the server."""
     async with trio_smc.open_stack(QUICK) as server, trio_smc.open_stack(QUICK) as client:
         [listener] = await server.open_listeners(0, host=HOST)
         yield client, server, listener
@@ -60,7 +60,7 @@ def pollers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "trio_smc" in thread.name]
 
 
-# --- which stack ---------------------------------------------------------------------------------
+# --- the stack of a call -------------------------------------------------------------------------
 
 
 async def test_calls_use_the_stack_around_them() -> None:
@@ -290,7 +290,7 @@ async def test_bytes_over_tcp_are_counted_without_the_handshakes() -> None:
             await mine.send_all(bytes(1000))
             await read_exactly(other, 1000)
             await other.send_all(bytes(7))
-            await mine.send_eof()  # whose FIN is no byte
+            await mine.send_eof()  # a FIN does not count as a byte
             assert await other.receive_some() == b""
             both = (
                 (client, mine, StreamStatistics(bytes_sent=1000, bytes_received=7)),
@@ -317,7 +317,7 @@ async def test_statistics_are_frozen() -> None:
         assert statistics == stack.statistics()
 
 
-# --- leaving -------------------------------------------------------------------------------------
+# --- the end of a stack --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unread", [False, True], ids=["all-read", "unread"])
@@ -376,7 +376,7 @@ async def test_streams_waiting_when_the_stack_is_left() -> None:
 
 
 async def test_warnings_that_are_errors_are_raised_last() -> None:
-    """The stack is closed completely before the warning is raised."""
+    """`open_stack` raises the warning only after the stack is closed completely."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ResourceWarning):
@@ -389,7 +389,7 @@ async def test_warnings_that_are_errors_are_raised_last() -> None:
 
 @pytest.mark.rfc("4.8.3/1")
 async def test_closed_streams_are_finished() -> None:
-    """Sent data arrives although the stack is left at once."""
+    """Sent data arrives although the stack ends at once."""
     async with trio_smc.open_stack(QUICK) as server:
         [listener] = await server.open_listeners(0, host=HOST)
         async with trio.open_nursery() as nursery:
@@ -407,7 +407,8 @@ async def test_closed_streams_are_finished() -> None:
 
 
 async def test_closed_streams_are_finished_in_time() -> None:
-    """A peer that neither reads nor closes costs at most shutdown_timeout."""
+    """The end of a stack waits at most shutdown_timeout for a peer that neither reads nor
+    closes."""
     config = Config(receive_buffer=16384, shutdown_timeout=0.05)
     async with trio_smc.open_stack(QUICK) as server:
         [listener] = await server.open_listeners(0, host=HOST)
@@ -436,7 +437,7 @@ async def test_calls_fail_after_the_end_of_the_stack() -> None:
 
 
 async def test_a_task_that_outlives_the_stack() -> None:
-    """The task has inherited the context, and so the stack."""
+    """The task has inherited the stack with its context."""
     left = trio.Event()
 
     async def late() -> None:
@@ -511,7 +512,7 @@ async def test_cancelled_before_it_opens() -> None:
 
 
 async def test_a_stack_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is no ExceptionGroup, and nothing is left behind."""
+    """The error is not an ExceptionGroup, and the failed stack has freed everything."""
 
     def no_descriptors(*args: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -591,7 +592,10 @@ async def test_the_socket_of_a_tcp_stream() -> None:
 
 
 class Recorder:
-    """Records its calls; with ``broken`` each call raises."""
+    """An observer that records its calls.
+
+    broken: True if each call raises an exception.
+    """
 
     def __init__(self, *, broken: bool = False) -> None:
         self.events: list[tuple[str, tuple[object, ...]]] = []
@@ -642,7 +646,7 @@ async def test_observers_of_fallbacks() -> None:
         await close_all(stream, accepted)
 
 
-# --- nothing is kept -----------------------------------------------------------------------------
+# --- memory --------------------------------------------------------------------------------------
 
 
 async def test_a_stack_is_garbage_after_it_was_left() -> None:

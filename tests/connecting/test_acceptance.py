@@ -1,4 +1,4 @@
-"""When a listener accepts a connection that another process could accept, too."""
+"""The time at which a listener accepts a connection that another process could also accept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trio_smc.states.engine import IllegalEvent
 
 
 async def time_left_to_others(acceptance: Acceptance) -> float:
-    """Seconds that the listener leaves a connection to other processes."""
+    """Seconds for which the listener leaves a connection to other processes."""
     began = trio.current_time()
     if acceptance.is_later:
         await acceptance.leave_to_others(None)
@@ -49,7 +49,7 @@ async def test_a_call_ends_the_wait_for_other_processes(
 
     nursery.start_soon(wait)
     await trio.sleep(0.004)
-    acceptance.client_waits()  # does not end it
+    acceptance.client_waits()  # does not end the wait
     await trio.sleep(0.002)
     acceptance.begin_call()
     await trio.testing.wait_all_tasks_blocked()

@@ -1,4 +1,4 @@
-"""Accepted TCP connections before their handshake."""
+"""Accepted TCP connections before the handshake."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 
 @pytest.mark.usefixtures("runtime_directory")
 async def test_a_client_in_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No RNIC serves the client's address. The server finds the RNIC with the announcement."""
+    """No RNIC serves the client's address, but the announcement shows that the client is near."""
 
     def choose(*args: Any, near: bool, **options: Any) -> Route:
         if not near:
@@ -54,7 +54,8 @@ async def test_a_client_in_another_namespace(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_dead_name_does_not_keep_a_client_from_being_assumed(
     monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
 ) -> None:
-    """A killed client left the name; this one has the same port, and sends CLC unannounced."""
+    """A killed client has left the name.  This client has the same port, and sends CLC without an
+    announcement."""
     directory = PrivateDirectory.open(runtime_directory / "trio-smc", create=True)
     monkeypatch.setattr(Names, "find", lambda self, name: [directory])
     config = trio_smc.Config(assume=(HOST,))
@@ -76,7 +77,7 @@ async def test_a_dead_name_does_not_keep_a_client_from_being_assumed(
 async def test_no_plain_connection_waits_for_a_place_of_an_announcement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As many connections as may be are announced; those to a plain server are not."""
+    """The limit of announcements is reached, but a connection to a plain server needs none."""
     waits: list[bool] = []
 
     async def wait(self: Announcer, *, required: bool) -> None:
@@ -99,8 +100,9 @@ async def test_no_plain_connection_waits_for_a_place_of_an_announcement(
 async def test_a_client_is_refused_before_the_listener_is_full(
     required: bool, monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
 ) -> None:
-    """So its connection is TCP, and is not reset to make room. One that requires SMC-R waits."""
-    monkeypatch.setattr(listener, "MOST_WAITING", 1)  # so 4 handshakes
+    """The refused connection is TCP, and is not reset later to make room.  A client that requires
+    SMC-R waits instead."""
+    monkeypatch.setattr(listener, "MOST_WAITING", 1)  # allows 4 handshakes
     discovery = Discovery(runtime_directory / "trio-smc")
     with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack() as stack, contextlib.AsyncExitStack() as silent:

@@ -1,6 +1,6 @@
 """Clients under `discovery="assume"` that end the connection early, or send no CLC message.
 
-If no CLC message has begun, the application gets the connection, like any TCP connection."""
+Unless a CLC message has begun, the application gets the connection like any TCP connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trio_smc import Mode, SmcListener, Stack, open_stack
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.wire import clc
 
-# Longer than any wait of these tests, so that the bytes decide and not the time.
+# Longer than any wait of these tests, so that the received bytes decide, not the time.
 LATER = replace(ASSUME, handshake_timeout=10 * PATIENCE)
 
 
@@ -76,7 +76,7 @@ async def test_a_client_that_ends_before_an_eye_catcher_is_handed_over(
 
 @pytest.mark.parametrize("count", range(4))
 async def test_a_client_that_resets_before_an_eye_catcher_is_handed_over(count: int) -> None:
-    """The application reads the data and then gets the error, as with TCP."""
+    """The application reads the data, and then gets the error, like over TCP."""
     async with open_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         if count:
@@ -116,7 +116,8 @@ async def test_a_client_that_sends_something_else_is_handed_over(count: int) -> 
 
 @pytest.mark.parametrize("count", range(1, 4))
 async def test_an_urgent_byte_within_an_eye_catcher_is_handed_over(count: int) -> None:
-    """`recv` stops before an urgent byte and the socket stays readable. This must not spin."""
+    """`recv` stops before an urgent byte, and the socket stays readable.  The server must not
+    spin."""
     async with open_listener() as (_, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         await raw.send_all(clc.EYE_CATCHER[:count])
@@ -138,7 +139,7 @@ async def test_an_urgent_byte_within_an_eye_catcher_is_handed_over(count: int) -
 @pytest.mark.parametrize("count", range(4, 8))
 @pytest.mark.parametrize("how", ["eof", "reset", "something else"])
 async def test_part_of_a_header_ends_the_connection(count: int, how: str) -> None:
-    """After a complete eye catcher the bytes are CLC. They never reach an application."""
+    """After a complete eye catcher, the bytes are CLC, and never reach an application."""
     header = proposal().encode()[:8]
     async with open_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
