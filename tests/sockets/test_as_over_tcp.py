@@ -45,7 +45,7 @@ class Ends:
     """The two ends of a connection, and what the calls of a case have returned or raised."""
 
     def __init__(self) -> None:
-        self.seen: list[object] = []
+        self.records: list[object] = []
         self.listener: Any = trio.socket.socket()
         self.client: Any = trio.socket.socket()
         self.server: Any = None
@@ -60,9 +60,9 @@ class Ends:
     async def accept_one(self) -> None:
         self.server, _ = await self.listener.accept()
 
-    async def see(self, call: Callable[..., Any], *arguments: Any) -> None:
+    async def record(self, call: Callable[..., Any], *arguments: Any) -> None:
         """Make a call and note its outcome, or that it waits."""
-        self.seen.append(await self.outcome(call, *arguments))
+        self.records.append(await self.outcome(call, *arguments))
 
     async def outcome(self, call: Callable[..., Any], *arguments: Any) -> object:
         """The outcome of a call."""
@@ -84,7 +84,7 @@ class Ends:
             nursery.cancel_scope.cancel()
         return outcomes[0] if outcomes else "waits"
 
-    async def during(self, waiting: Callable[[], Any], then: Callable[[], Any]) -> None:
+    async def record_during(self, waiting: Callable[[], Any], then: Callable[[], Any]) -> None:
         """Note the outcome of a call that waits while ``then`` is called."""
         outcomes: list[object] = []
 
@@ -97,12 +97,12 @@ class Ends:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
             await wait_all_tasks_blocked(_QUIET)
-            self.seen.append("waits" if not outcomes else outcomes.pop())
+            self.records.append("waits" if not outcomes else outcomes.pop())
             result = then()
             if isinstance(result, Awaitable):
                 await result
             await wait_all_tasks_blocked(_QUIET)
-            self.seen.append(outcomes[0] if outcomes else "still waits")
+            self.records.append(outcomes[0] if outcomes else "still waits")
             nursery.cancel_scope.cancel()
 
     async def settle(self) -> None:
@@ -255,11 +255,11 @@ def _receiving_case(prepare: Any, receive: Any, size: Any, flags: Any) -> Case:
     async def receiving(ends: Ends) -> None:
         await prepare(ends)
         await ends.settle()
-        await ends.see(receive, ends.server, size, flags)
+        await ends.record(receive, ends.server, size, flags)
         # The rest, but no lost or discarded urgent byte: see docs/programs.md.
         if prepare not in (_urgent, _urgent_inline) or flags == 0:
-            await ends.see(ends.server.recv, 100)
-        await ends.see(ends.server.is_readable)
+            await ends.record(ends.server.recv, 100)
+        await ends.record(ends.server.is_readable)
 
     return receiving
 
@@ -284,10 +284,10 @@ async def receive_into_a_structure(ends: Ends) -> None:
 
     await ends.client.send(b"\1\0\2\0rest")
     header = Header()
-    await ends.see(ends.server.recv_into, header)
-    ends.seen.append((header.kind, header.length))
+    await ends.record(ends.server.recv_into, header)
+    ends.records.append((header.kind, header.length))
     for buffer in (array.array("I", [0]), b"read-only", memoryview(bytearray(8))[::2], None):
-        await ends.see(ends.server.recv_into, buffer)
+        await ends.record(ends.server.recv_into, buffer)
 
 
 @case
@@ -303,8 +303,8 @@ async def resize_a_buffer_during_a_call(ends: Ends) -> None:
             async def receive(buffer: bytearray = buffer, method: str = method) -> object:
                 return await getattr(ends.server, method)(buffer), bytes(buffer)
 
-            await ends.during(receive, change_and_send)
-            await ends.see(ends.server.recv, 100)
+            await ends.record_during(receive, change_and_send)
+            await ends.record(ends.server.recv, 100)
 
 
 @case
@@ -315,8 +315,8 @@ async def request_more_than_a_buffer_holds_during_a_call(ends: Ends) -> None:
         del buffer[4:]
         await ends.client.send(b"0123456789")
 
-    await ends.during(lambda: ends.server.recv_into(buffer, 8), change_and_send)
-    await ends.see(ends.server.recv, 100)
+    await ends.record_during(lambda: ends.server.recv_into(buffer, 8), change_and_send)
+    await ends.record(ends.server.recv, 100)
 
 
 @case
@@ -324,22 +324,22 @@ async def stop_at_the_mark(ends: Ends) -> None:
     ends.server.setsockopt(stdlib.SOL_SOCKET, stdlib.SO_OOBINLINE, 1)
     await ends.client.send(b"abc!", stdlib.MSG_OOB)
     await ends.settle()
-    await ends.see(ends.server.recv, 100, stdlib.MSG_PEEK)
-    await ends.see(ends.server.recv, 2)
-    await ends.see(ends.server.recv, 100)
-    await ends.see(ends.server.recv, 100, stdlib.MSG_PEEK)
-    await ends.see(ends.server.recv, 100)
+    await ends.record(ends.server.recv, 100, stdlib.MSG_PEEK)
+    await ends.record(ends.server.recv, 2)
+    await ends.record(ends.server.recv, 100)
+    await ends.record(ends.server.recv, 100, stdlib.MSG_PEEK)
+    await ends.record(ends.server.recv, 100)
     await ends.client.send(b"later")
-    await ends.see(ends.server.recv, 100)
+    await ends.record(ends.server.recv, 100)
 
 
 @case
 async def wait_for_an_urgent_byte_that_was_taken(ends: Ends) -> None:
-    await ends.see(ends.server.recv, 1, stdlib.MSG_OOB)
+    await ends.record(ends.server.recv, 1, stdlib.MSG_OOB)
     await ends.client.send(b"!", stdlib.MSG_OOB)
     await ends.settle()
     for _ in range(2):
-        await ends.see(ends.server.recv, 1, stdlib.MSG_OOB)
+        await ends.record(ends.server.recv, 1, stdlib.MSG_OOB)
 
 
 # --- sending -------------------------------------------------------------------------------------
@@ -380,10 +380,10 @@ SENT: Final[dict[str, Callable[[], Any]]] = {
 def _sending_case(prepare: Any, send: Callable[[Any], Any]) -> Case:
     async def sending(ends: Ends) -> None:
         await prepare(ends)
-        await ends.see(send, ends.client)
+        await ends.record(send, ends.client)
         await ends.settle()
         if prepare is not _sender_closed:
-            await ends.see(ends.server.recv, 100, stdlib.MSG_DONTWAIT)
+            await ends.record(ends.server.recv, 100, stdlib.MSG_DONTWAIT)
 
     return sending
 
@@ -446,30 +446,30 @@ for _state in SENDERS_STATES:
 
 @case
 async def more_to_come(ends: Ends) -> None:
-    await ends.see(ends.client.send, b"a", stdlib.MSG_MORE)
-    await ends.see(ends.client.sendmsg, [b"b"], [], stdlib.MSG_MORE)
-    await ends.see(ends.server.is_readable)
-    await ends.see(ends.client.send, b"c")
+    await ends.record(ends.client.send, b"a", stdlib.MSG_MORE)
+    await ends.record(ends.client.sendmsg, [b"b"], [], stdlib.MSG_MORE)
+    await ends.record(ends.server.is_readable)
+    await ends.record(ends.client.send, b"c")
     await ends.settle()
-    await ends.see(ends.server.recv, 100)
+    await ends.record(ends.server.recv, 100)
     for finish in (
         lambda: ends.client.send(b"", stdlib.MSG_MORE),
         lambda: ends.client.shutdown(stdlib.SHUT_WR),
     ):
-        await ends.see(ends.client.send, b"d", stdlib.MSG_MORE)
-        await ends.see(finish)
+        await ends.record(ends.client.send, b"d", stdlib.MSG_MORE)
+        await ends.record(finish)
     with trio.fail_after(PATIENCE):
         rest = b""
         while piece := await ends.server.recv(100):
             rest += piece
-    ends.seen.append(rest)
+    ends.records.append(rest)
 
 
 @case
 async def more_to_come_and_nothing_comes(ends: Ends) -> None:
-    await ends.see(ends.client.send, b"a", stdlib.MSG_MORE)
+    await ends.record(ends.client.send, b"a", stdlib.MSG_MORE)
     with trio.fail_after(PATIENCE):
-        ends.seen.append(await ends.server.recv(100))
+        ends.records.append(await ends.server.recv(100))
 
 
 # --- shutting down, closing, waiting -------------------------------------------------------------
@@ -527,10 +527,10 @@ def _ending_case(wait: Any, end: Any, *, full: bool) -> Case:
     async def ending(ends: Ends) -> None:
         if full:
             await _fill(ends.client)
-        await ends.during(lambda: wait(ends.client), lambda: end(ends.client))
+        await ends.record_during(lambda: wait(ends.client), lambda: end(ends.client))
         if not full:
-            await ends.see(wait, ends.client)
-            await ends.see(ends.client.send, b"x")
+            await ends.record(wait, ends.client)
+            await ends.record(ends.client.send, b"x")
 
     return ending
 
@@ -545,8 +545,8 @@ for _name, _end_it in ENDINGS.items():
 
 @case
 async def close_a_listener_during_accept(ends: Ends) -> None:
-    await ends.during(ends.listener.accept, ends.listener.close)
-    await ends.see(ends.listener.accept)
+    await ends.record_during(ends.listener.accept, ends.listener.close)
+    await ends.record(ends.listener.accept)
 
 
 @case
@@ -554,7 +554,7 @@ async def accept_twice(ends: Ends) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ends.outcome, ends.listener.accept)
         await trio.testing.wait_all_tasks_blocked()
-        await ends.see(ends.listener.accept)
+        await ends.record(ends.listener.accept)
 
 
 @case
@@ -569,14 +569,14 @@ async def shut_down_again(ends: Ends) -> None:
         "x",
         None,
     ):
-        await ends.see(ends.client.shutdown, flag)
-        ends.seen.append(ends.client.did_shutdown_SHUT_WR)
-    await ends.see(ends.server.recv, 10)
+        await ends.record(ends.client.shutdown, flag)
+        ends.records.append(ends.client.did_shutdown_SHUT_WR)
+    await ends.record(ends.server.recv, 10)
     ends.server.shutdown(stdlib.SHUT_WR)
     await ends.settle()
     for sock in (ends.client, ends.server):
-        await ends.see(sock.shutdown, stdlib.SHUT_WR)
-        await ends.see(sock.recv, 10)
+        await ends.record(sock.shutdown, stdlib.SHUT_WR)
+        await ends.record(sock.recv, 10)
 
 
 @case
@@ -584,10 +584,10 @@ async def shut_down_both_with_unread_data(ends: Ends) -> None:
     await ends.client.send(b"unread")
     await ends.settle()
     ends.server.shutdown(stdlib.SHUT_RDWR)
-    await ends.see(ends.client.recv, 10)
-    await ends.see(ends.server.send, b"x")
+    await ends.record(ends.client.recv, 10)
+    await ends.record(ends.server.send, b"x")
     for _ in range(2):
-        await ends.see(ends.server.recv, 10)
+        await ends.record(ends.server.recv, 10)
 
 
 # What happens at a socket that has shut down both directions, and what each end sees of it.
@@ -644,7 +644,7 @@ def _late_case(flags: tuple[int, ...], act: Any, first: int, *, unread: bool) ->
         for flag in flags:
             ends.server.shutdown(flag)
         await ends.settle()
-        await ends.see(act, ends)
+        await ends.record(act, ends)
         await ends.settle()
         for sock in (ends.server, ends.client):
             calls = [
@@ -657,7 +657,7 @@ def _late_case(flags: tuple[int, ...], act: Any, first: int, *, unread: bool) ->
                 lambda sock=sock: sock.getsockname()[0],
             ]
             for call in calls[first:] + calls[:first] + calls:
-                await ends.see(call)
+                await ends.record(call)
 
     return late
 
@@ -681,9 +681,9 @@ def _eof_case(*names: str) -> Case:
             "send": lambda: stream.send_all(b"x"),
         }
         for name in names:
-            await ends.see(calls[name])
+            await ends.record(calls[name])
             await ends.settle()
-            ends.seen.append(ends.client.did_shutdown_SHUT_WR)
+            ends.records.append(ends.client.did_shutdown_SHUT_WR)
 
     return eof
 
@@ -698,7 +698,7 @@ for _names in (
 @case
 async def wrap_what_is_no_socket(ends: Ends) -> None:
     for wrong in (1, None, "x", ends.client):
-        await ends.see(trio.socket.from_stdlib_socket, wrong)
+        await ends.record(trio.socket.from_stdlib_socket, wrong)
 
 
 @case
@@ -717,7 +717,7 @@ async def use_a_closed_socket(ends: Ends) -> None:
         lambda: client.send(b"x"), lambda: client.sendto(b"x", (HOST, 1)),
         lambda: client.sendmsg([b"x"]), lambda: client.recv(0),
     ):  # fmt: skip
-        await ends.see(call)
+        await ends.record(call)
 
 
 @case
@@ -730,19 +730,19 @@ async def use_a_connected_socket_as_a_new_one(ends: Ends) -> None:
         lambda: ends.server.send(b"x", stdlib.MSG_FASTOPEN),
         client.get_inheritable, lambda: client.set_inheritable(True), client.get_inheritable,
     ):  # fmt: skip
-        await ends.see(call)
+        await ends.record(call)
 
 
 @case
 async def use_names_and_kinds(ends: Ends) -> None:
     for sock in (ends.client, ends.server, ends.listener):
-        ends.seen.append((sock.family, sock.type, sock.proto, sock.did_shutdown_SHUT_WR))
-        ends.seen.append(isinstance(sock.fileno(), int) and sock.fileno() >= 0)
-    ends.seen.append(ends.client.getsockname() == ends.server.getpeername())
-    ends.seen.append(ends.server.getsockname() == ends.client.getpeername())
+        ends.records.append((sock.family, sock.type, sock.proto, sock.did_shutdown_SHUT_WR))
+        ends.records.append(isinstance(sock.fileno(), int) and sock.fileno() >= 0)
+    ends.records.append(ends.client.getsockname() == ends.server.getpeername())
+    ends.records.append(ends.server.getsockname() == ends.client.getpeername())
     with ends.client as same:
-        ends.seen.append(same is ends.client)
-    ends.seen.append(ends.client.fileno())
+        ends.records.append(same is ends.client)
+    ends.records.append(ends.client.fileno())
 
 
 @case
@@ -756,15 +756,15 @@ async def use_options(ends: Ends) -> None:
         (stdlib.SOL_SOCKET, stdlib.SO_LINGER, struct.pack("ii", 1, 5)),
         (stdlib.IPPROTO_TCP, stdlib.TCP_NODELAY, 1),
     ):
-        await ends.see(client.setsockopt, level, option, value)
-        await ends.see(client.getsockopt, level, option, 16)
+        await ends.record(client.setsockopt, level, option, value)
+        await ends.record(client.getsockopt, level, option, 16)
     readings: tuple[tuple[Any, ...], ...] = (
         (stdlib.SOL_SOCKET, stdlib.SO_ERROR), (stdlib.SOL_SOCKET, stdlib.SO_ERROR, 4),
         (stdlib.SOL_SOCKET, stdlib.SO_TYPE), (stdlib.SOL_SOCKET, stdlib.SO_ACCEPTCONN),
         ("x", 1), (1, 99999), (1,), (),
     )  # fmt: skip
     for reading in readings:
-        await ends.see(client.getsockopt, *reading)
+        await ends.record(client.getsockopt, *reading)
     writings: tuple[tuple[Any, ...], ...] = (
         (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE), (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, None),
         (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, 1, 4),
@@ -772,8 +772,10 @@ async def use_options(ends: Ends) -> None:
         (stdlib.SOL_SOCKET, 99999, 1),
     )  # fmt: skip
     for writing in writings:
-        await ends.see(client.setsockopt, *writing)
-    await ends.during(lambda: client.recv(10), lambda: ends.server.send(b"later than a second"))
+        await ends.record(client.setsockopt, *writing)
+    await ends.record_during(
+        lambda: client.recv(10), lambda: ends.server.send(b"later than a second")
+    )
 
 
 @case
@@ -782,12 +784,12 @@ async def use_two_tasks(ends: Ends) -> None:
     client, server = ends.client, ends.server
 
     async def second() -> None:
-        await ends.see(server.recv, 1)
+        await ends.record(server.recv, 1)
         await client.send(b"ab")
         await ends.settle()
-        await ends.see(server.recv, 1)
+        await ends.record(server.recv, 1)
 
-    await ends.during(lambda: server.recv(1), second)
+    await ends.record_during(lambda: server.recv(1), second)
     outcomes: list[object] = []
 
     async def repeat(call: Callable[[], Any]) -> None:
@@ -802,7 +804,7 @@ async def use_two_tasks(ends: Ends) -> None:
     async with trio.open_nursery() as nursery:
         for _ in range(2):
             nursery.start_soon(repeat, lambda: server.recv(1))
-    ends.seen.append(outcomes)
+    ends.records.append(outcomes)
 
 
 @case
@@ -826,7 +828,7 @@ async def change_a_buffer_that_waits_to_be_sent(ends: Ends) -> None:
             if scope.cancelled_caught or scope.cancel_called:
                 return
 
-    await ends.during(lambda: ends.client.send(data), change_and_read)
+    await ends.record_during(lambda: ends.client.send(data), change_and_read)
 
 
 # --- SO_LINGER with 0 s --------------------------------------------------------------------------
@@ -863,7 +865,7 @@ for _close in (_close_socket, _close_stream, _close_forcefully, _leave_block, _c
             sock.setsockopt(*_LINGER_0)
             await close(ends.client)
             await ends.settle()
-            await ends.see(ends.server.recv, 10)
+            await ends.record(ends.server.recv, 10)
 
         CASES[f"linger-0-by{_close.__name__.replace('_', '-')}-set-by-{_through}"] = _reset
 
@@ -883,7 +885,7 @@ async def inherit_linger_0(ends: Ends) -> None:
     accepted[0].close()
     await ends.settle()
     with client:
-        await ends.see(client.recv, 10)
+        await ends.record(client.recv, 10)
 
 
 # --- connecting ----------------------------------------------------------------------------------
@@ -910,10 +912,10 @@ async def connect_after_a_refusal(ends: Ends) -> None:
         name = free.getsockname()
     sock = trio.socket.socket()
     with sock:
-        await ends.see(sock.connect, name)
-        ends.seen.append(sock.fileno() >= 0)
-        ends.seen.append(await _connect_again(ends, sock))
-        ends.seen.append(sock.getpeername() == ends.listener.getsockname())
+        await ends.record(sock.connect, name)
+        ends.records.append(sock.fileno() >= 0)
+        ends.records.append(await _connect_again(ends, sock))
+        ends.records.append(sock.getpeername() == ends.listener.getsockname())
 
 
 @case
@@ -925,23 +927,23 @@ async def connect_from_a_bound_port_after_a_refusal(ends: Ends) -> None:
     for local in (("127.0.0.2", 0), chosen):
         with trio.socket.socket() as sock:
             await sock.bind(local)
-            await ends.see(sock.connect, name)
+            await ends.record(sock.connect, name)
             outcome = await _connect_again(ends, sock)
-            ends.seen.append((outcome, sock.getsockname()[0], sock.getsockname() == chosen))
+            ends.records.append((outcome, sock.getsockname()[0], sock.getsockname() == chosen))
 
 
 @case
 async def connect_again_after_a_connect(ends: Ends) -> None:
     name = ends.listener.getsockname()
     for sock in (ends.client, ends.client, ends.client, ends.server):
-        await ends.see(sock.connect, "x")
-        await ends.see(sock.connect, name)
+        await ends.record(sock.connect, "x")
+        await ends.record(sock.connect, name)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_accept_and_close, ends)
         with trio.socket.socket() as sock:
             await sock.connect(name)
             sock.shutdown(stdlib.SHUT_WR)
-            await ends.see(sock.connect, name)
+            await ends.record(sock.connect, name)
         nursery.cancel_scope.cancel()
 
 
@@ -959,8 +961,8 @@ async def connect_again_after_an_end_and_a_shutdown(ends: Ends) -> None:
                     await sock.send(b"!")  # the peer answers with a reset
                     await ends.settle()
                     for _ in range(times):
-                        await ends.see(sock.shutdown, how)
-                        await ends.see(sock.connect, name)
+                        await ends.record(sock.shutdown, how)
+                        await ends.record(sock.connect, name)
                 nursery.cancel_scope.cancel()
 
 
@@ -968,16 +970,16 @@ async def connect_again_after_an_end_and_a_shutdown(ends: Ends) -> None:
 async def connect_to_what_is_no_address(ends: Ends) -> None:
     with trio.socket.socket() as sock:
         for address in ("x", (HOST,), (HOST, 1, 2), (HOST, -1), (HOST, 70000), None):
-            await ends.see(sock.connect, address)
+            await ends.record(sock.connect, address)
         for call in (sock.getpeername, lambda: sock.recv(1), lambda: sock.send(b"x"), sock.accept):
-            await ends.see(call)
+            await ends.record(call)
 
 
 @case
 async def close_while_connecting(ends: Ends) -> None:
     full = stdlib.create_server((HOST, 0), backlog=0)
     with full, stdlib.create_connection(full.getsockname()), trio.socket.socket() as sock:
-        await ends.during(lambda: sock.connect(full.getsockname()), sock.close)
+        await ends.record_during(lambda: sock.connect(full.getsockname()), sock.close)
 
 
 # --- the comparison ------------------------------------------------------------------------------
@@ -1017,8 +1019,8 @@ async def _observe(
                 with trio.fail_after(PATIENCE):
                     await case(ends)
             except Exception as error:
-                ends.seen.append(repr(error))
-            observed[name] = ends.seen
+                ends.records.append(repr(error))
+            observed[name] = ends.records
     return observed
 
 
@@ -1079,7 +1081,7 @@ async def failing_calls_let_other_tasks_run(ends: Ends) -> None:
             ending(again)
             await again.settle()
             outcomes = [await _fails_at_a_checkpoint(call) for _ in range(3)]
-            ends.seen.append((ending.__name__, name, outcomes))
+            ends.records.append((ending.__name__, name, outcomes))
             again.close()
 
 
@@ -1094,7 +1096,7 @@ async def two_tasks_call_accept_of_a_closed_listener(ends: Ends) -> None:
     async with trio.open_nursery() as nursery:
         for _ in range(2):
             nursery.start_soon(accept)
-    ends.seen += outcomes
+    ends.records += outcomes
 
 
 @case
@@ -1116,7 +1118,7 @@ async def wait_beside_a_call_that_does_not_wait(ends: Ends) -> None:
         nursery.start_soon(wait)
         nursery.start_soon(send)
     await stream.send_eof()
-    ends.seen.append(outcomes)
+    ends.records.append(outcomes)
 
 
 @case
@@ -1132,7 +1134,7 @@ async def send_after_the_end_beside_another_send_eof(ends: Ends) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stream.send_eof)
             nursery.start_soon(send)
-    ends.seen.append(outcomes)
+    ends.records.append(outcomes)
 
 
 # --- tasks that accept, and listeners that are shut down -----------------------------------------
@@ -1168,7 +1170,7 @@ async def five_tasks_accept_three_connections(ends: Ends) -> None:
         nursery.cancel_scope.cancel()
     for client in clients:
         client.close()
-    ends.seen += sorted(map(str, outcomes))
+    ends.records += sorted(map(str, outcomes))
 
 
 @case
@@ -1182,7 +1184,7 @@ async def an_accept_that_is_cancelled_loses_no_connection(ends: Ends) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.connect, ends.listener.getsockname())
             sock, _ = await ends.listener.accept()
-        ends.seen.append(sock.getpeername() == client.getsockname())
+        ends.records.append(sock.getpeername() == client.getsockname())
         sock.close()
 
 
@@ -1193,7 +1195,7 @@ async def _listening() -> Any:
     return listener
 
 
-async def _see_a_connection(ends: Ends, listener: Any) -> None:
+async def _record_a_connection(ends: Ends, listener: Any) -> None:
     accepted: list[Any] = []
 
     async def accept() -> None:
@@ -1206,36 +1208,36 @@ async def _see_a_connection(ends: Ends, listener: Any) -> None:
             await client.connect(listener.getsockname())
         with accepted[0] as server:
             await client.send(b"x")
-            await ends.see(server.recv, 10)
+            await ends.record(server.recv, 10)
 
 
 for _flag in (stdlib.SHUT_RD, stdlib.SHUT_RDWR):
 
     async def _shut_down(ends: Ends, flag: int = _flag) -> None:
         with await _listening() as listener:
-            await ends.see(listener.shutdown, stdlib.SHUT_WR)
-            await _see_a_connection(ends, listener)
-            await ends.during(listener.accept, lambda: listener.shutdown(flag))
+            await ends.record(listener.shutdown, stdlib.SHUT_WR)
+            await _record_a_connection(ends, listener)
+            await ends.record_during(listener.accept, lambda: listener.shutdown(flag))
             for call in (listener.accept, listener.accept):
-                await ends.see(call)
+                await ends.record(call)
             for option in (stdlib.SO_ACCEPTCONN, stdlib.SO_ERROR):
-                await ends.see(listener.getsockopt, stdlib.SOL_SOCKET, option)
-            ends.seen.append((listener.fileno() >= 0, listener.getsockname()[0]))
+                await ends.record(listener.getsockopt, stdlib.SOL_SOCKET, option)
+            ends.records.append((listener.fileno() >= 0, listener.getsockname()[0]))
             for _ in range(2):
                 listener.listen()
-                await _see_a_connection(ends, listener)
+                await _record_a_connection(ends, listener)
                 listener.shutdown(flag)
                 listener.listen()  # at once
-                await _see_a_connection(ends, listener)
+                await _record_a_connection(ends, listener)
                 listener.shutdown(flag)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_accept_and_close, ends)
-                await ends.see(listener.connect, ends.listener.getsockname())
+                await ends.record(listener.connect, ends.listener.getsockname())
                 nursery.cancel_scope.cancel()
-        await ends.see(listener.accept)
+        await ends.record(listener.accept)
         with await _listening() as listener:
             listener.shutdown(flag)
-            await ends.see(listener.shutdown, flag)
+            await ends.record(listener.shutdown, flag)
 
     CASES[f"shut-down-a-listener-by-{_flag}"] = _shut_down
 
@@ -1246,10 +1248,10 @@ async def shut_down_a_listener_by_another_descriptor(ends: Ends) -> None:
         await _listening() as listener,
         stdlib.fromfd(listener.fileno(), stdlib.AF_INET, stdlib.SOCK_STREAM) as other,
     ):
-        await ends.during(listener.accept, lambda: other.shutdown(stdlib.SHUT_RD))
-        await ends.see(listener.accept)
+        await ends.record_during(listener.accept, lambda: other.shutdown(stdlib.SHUT_RD))
+        await ends.record(listener.accept)
         other.listen()
-        await _see_a_connection(ends, listener)
+        await _record_a_connection(ends, listener)
 
 
 @case
@@ -1260,8 +1262,8 @@ async def shut_down_a_listener_that_serves(ends: Ends) -> None:
     async def serve() -> None:
         await trio.serve_listeners(trio.SocketStream.aclose, [served])
 
-    await ends.during(serve, lambda: listener.shutdown(stdlib.SHUT_RD))
-    ends.seen.append(listener.fileno())
+    await ends.record_during(serve, lambda: listener.shutdown(stdlib.SHUT_RD))
+    ends.records.append(listener.fileno())
 
 
 _SHUT_FIRST: Final[dict[str, Case]] = {}
@@ -1270,28 +1272,28 @@ _SHUT_FIRST: Final[dict[str, Case]] = {}
 
 async def _talk(ends: Ends) -> None:
     client, server = ends.client, ends.server
-    await ends.see(client.send, b"ab")
-    await ends.see(server.recv, 10)
-    await ends.see(server.send, b"cd")
+    await ends.record(client.send, b"ab")
+    await ends.record(server.recv, 10)
+    await ends.record(server.send, b"cd")
     await ends.settle()
     for sock in (client, client, server):
-        await ends.see(sock.recv, 10)
-    await ends.see(client.shutdown, stdlib.SHUT_WR)
-    await ends.see(server.recv, 10)
+        await ends.record(sock.recv, 10)
+    await ends.record(client.shutdown, stdlib.SHUT_WR)
+    await ends.record(server.recv, 10)
     server.close()
     await ends.settle()
-    await ends.see(client.recv, 10)
-    await ends.see(client.send, b"e")
+    await ends.record(client.recv, 10)
+    await ends.record(client.send, b"e")
 
 
 def _shut_first_case(flags: tuple[int, ...], place: str) -> Case:
     async def run(ends: Ends) -> None:
         sock = ends.listener if place == "listener" else ends.client
         for flag in flags:
-            await ends.see(sock.shutdown, flag)
+            await ends.record(sock.shutdown, flag)
         if place == "after a failed connect":
             for _ in range(2):  # ECONNREFUSED, then ECONNABORTED
-                await ends.see(sock.connect, (HOST, 1))
+                await ends.record(sock.connect, (HOST, 1))
         await ends.connect()
         await _talk(ends)
         if place == "listener":
@@ -1329,7 +1331,9 @@ _SEVERAL_CALLS: Final = [
     ("group", "checkpoints"),
     [(group, "amortised") for group in GROUPS] + [(group, "strict") for group in _SEVERAL_CALLS],
 )
-def test_same_as_over_tcp(group: str, checkpoints: Literal["amortised", "strict"]) -> None:
+def test_calls_have_the_same_results_as_over_tcp(
+    group: str, checkpoints: Literal["amortised", "strict"]
+) -> None:
     cases = {name: case for name, case in CASES.items() if _group(name) == group}
     _compare(cases, trio_smc.Config(checkpoints=checkpoints, require_smc=True))
 

@@ -119,7 +119,7 @@ def test_trios_own_streams_keep_their_contract(
 
 
 @pytest.mark.rfc("B/1", "B/2")
-def test_bytes_and_names(enabled: None, seed: int) -> None:
+def test_bytes_and_names_of_both_ends(enabled: None, seed: int) -> None:
     data = random.Random(seed).randbytes(1_000_000)
 
     async def main() -> None:
@@ -270,7 +270,7 @@ def test_a_call_can_be_replaced_for_all_sockets(
         trio_smc.disable()
 
 
-def test_shut_for_reading(enabled: None) -> None:
+def test_a_socket_that_is_shut_for_reading(enabled: None) -> None:
     async def main() -> None:
         async with drop_ins() as (client, server):
             await client.send(b"has arrived")
@@ -283,7 +283,7 @@ def test_shut_for_reading(enabled: None) -> None:
     trio.run(main)
 
 
-def test_shut_for_reading_while_a_task_reads(enabled: None) -> None:
+def test_a_socket_is_shut_for_reading_while_a_task_reads(enabled: None) -> None:
     async def main() -> None:
         for way in ("recv", "receive_some"):
             async with drop_ins() as (client, _):
@@ -532,7 +532,7 @@ def test_operations_that_smc_r_does_not_support(enabled: None) -> None:
     trio.run(main)
 
 
-def test_urgent_data(enabled: None) -> None:
+def test_a_socket_sends_urgent_data(enabled: None) -> None:
     async def main() -> None:
         async with drop_ins() as (client, server):
             assert await client.send(b"!", stdlib_socket.MSG_OOB) == 1
@@ -629,7 +629,7 @@ def test_a_peer_that_knows_only_tcp(enabled: None) -> None:
     trio.run(main)
 
 
-def test_required(enabled: None) -> None:
+def test_connect_raises_if_smc_r_is_required(enabled: None) -> None:
     trio_smc.enable(trio_smc.Config(require_smc=True, handshake_timeout=0.5))
 
     async def main() -> None:
@@ -663,7 +663,7 @@ def test_pyverbs_is_imported_before_the_run(
     assert loaded_in_run == ([False] if ports and rnics == "auto" else [])
 
 
-def test_a_guest_run(enabled: None) -> None:
+def test_a_guest_run_uses_smc_r(enabled: None) -> None:
     """A host loop that runs Trio beside its own work, as graphical programs do."""
     todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
     done: list[Outcome[str]] = []
@@ -696,7 +696,7 @@ async def test_enabled_inside_a_run() -> None:
         assert not isinstance(plain, DropInSocket)
 
 
-def test_disabled_again() -> None:
+def test_disable_restores_trio() -> None:
     run, wrap = trio.run, trio.socket.from_stdlib_socket
     trio_smc.enable()
     assert trio.run is not run
@@ -932,7 +932,7 @@ def test_a_shutdown_of_both_directions_is_a_close(enabled: None, answered: bool)
             name = client.getsockname()
             await client.send(b"last")
             client.shutdown(stdlib_socket.SHUT_RDWR)
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE):
                 assert await server.recv(10) == b"last"
                 assert await server.recv(10) == b""
                 # C and not D: the peer may not send any more either (RFC 7609, 4.8.1, 4A).
@@ -988,7 +988,7 @@ def test_a_connection_that_was_reset_is_accepted_with_its_name(enabled: None) ->
             linger = struct.pack("ii", 1, 0)
             client.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_LINGER, linger)
             client.close()
-            with trio.fail_after(20):
+            with trio.fail_after(PATIENCE):
                 accepted, peer = await listener.accept()
             with accepted:
                 assert peer == name

@@ -367,7 +367,7 @@ def test_closing_the_listener_ends_the_server(run: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_listeners_are_a_mistake(run: Any, kind: str) -> None:
+def test_serving_no_listener_is_an_error(run: Any, kind: str) -> None:
     async def main() -> None:
         await trio.serve_listeners(echo, [])
 
@@ -404,7 +404,7 @@ class MemoryListener(trio.abc.Listener[Any]):
         await self._receive.aclose()
 
 
-def test_all_is_as_before_when_it_is_disabled() -> None:
+def test_disable_restores_trios_functions() -> None:
     before = trio.open_tcp_stream, trio.serve_listeners
     trio_smc.enable()
     assert (trio.open_tcp_stream, trio.serve_listeners) != before

@@ -75,7 +75,7 @@ _CDC = (
     Field("B, P, U, R, F", 24, mask=0xF8), Field("D, C, A", 25, mask=0xE0),
 )  # fmt: skip
 
-NOT_OURS = ("SMC-D", "vendor options")
+UNUSED = ("SMC-D", "vendor options")
 """Prefixes of the names of fields that we do not use: we send zeros there."""
 
 # (kind, type, byte): the bits, and why.
@@ -95,18 +95,18 @@ KERNELS: Exceptions = EXCEPTIONS | {
 """Reserved bits that kernels set."""
 
 
-def reserved_bits(kind: str, data: bytes, *, not_ours: bool = False) -> bytes:
+def reserved_bits(kind: str, data: bytes, *, count_unused: bool = False) -> bytes:
     """For each byte of a message a mask of its reserved bits.
 
     Args:
       kind: "clc", "llc" or "cdc".
       data: a well-formed message.
-      not_ours: count the fields of `NOT_OURS` as reserved.
+      count_unused: count the fields of `UNUSED` as reserved.
     """
     fields = {"clc": _clc_fields, "llc": _llc_fields, "cdc": _cdc_fields}[kind](data)
     mask = bytearray(b"\xff" * len(data))
     for field in fields:
-        if not (not_ours and field.name.startswith(NOT_OURS)):
+        if not (count_unused and field.name.startswith(UNUSED)):
             for at in range(field.offset, field.offset + field.size):
                 mask[at] &= ~field.mask
     return bytes(mask)
@@ -141,8 +141,8 @@ def without_reserved(kind: str, data: bytes) -> bytes:
 
 
 def wrongly_set(exceptions: Exceptions, kind: str, data: bytes) -> dict[int, int]:
-    """Reserved bits that are set in a message, by byte.  `NOT_OURS` count as reserved."""
-    mask = bytearray(reserved_bits(kind, data, not_ours=True))
+    """Reserved bits that are set in a message, by byte.  `UNUSED` count as reserved."""
+    mask = bytearray(reserved_bits(kind, data, count_unused=True))
     for at, bits in excepted(exceptions, kind, data).items():
         mask[at] &= ~bits
     return {at: had & bits for at, (had, bits) in enumerate(zip(data, mask, strict=True))

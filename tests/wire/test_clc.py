@@ -96,7 +96,7 @@ def test_round_trip(message: clc.Message) -> None:
 
 
 @given(wire.CLC_MESSAGES, st.data())
-def test_any_damage_is_seen_or_makes_a_message(message: clc.Message, data: st.DataObject) -> None:
+def test_a_damaged_message_is_refused_or_valid(message: clc.Message, data: st.DataObject) -> None:
     raw = bytearray(message.encode())
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -196,7 +196,7 @@ def test_malformed(data: bytes) -> None:
 
 
 @pytest.mark.rfc("A.2.2/5")
-def test_nine_prefixes() -> None:
+def test_nine_prefixes_are_refused() -> None:
     prefix = bytes(16) + b"\x40"
     body = patch(PROPOSAL[:48], 47, b"\x09") + 9 * prefix + clc.EYE_CATCHER
     with pytest.raises(
@@ -312,7 +312,7 @@ def test_application_data_is_no_header(header: bytes) -> None:
 
 @pytest.mark.rfc("A.2/4")
 @pytest.mark.parametrize("nibble", [1, 2, 15])
-def test_version(nibble: int) -> None:
+def test_the_version_nibble_is_read(nibble: int) -> None:
     for data in (PROPOSAL, ACCEPT, CONFIRM, DECLINE):
         message = clc.decode_untrusted(patch(data, 7, bytes((nibble << 4,))))
         assert message.version == nibble

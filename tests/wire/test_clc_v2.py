@@ -212,7 +212,7 @@ HOSTILE = {
 
 @pytest.mark.v2("v2.2/6", "v2.4/9", "v2.5/6")
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_hostile(data: bytes) -> None:
+def test_hostile_messages_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="CLC"):
         clc.decode_untrusted(data)
 
@@ -239,7 +239,7 @@ def test_an_extension_that_begins_in_the_area_that_names_it_is_refused() -> None
             clc.decode_untrusted(patched(earlier, 50, (28 - less).to_bytes(2, "big")))
 
 
-def test_the_most_that_fits() -> None:
+def test_the_longest_messages_fit() -> None:
     data = _gids(53, 53)
     message = clc.decode_untrusted(data)
     assert isinstance(message, clc.Confirm)
@@ -313,7 +313,7 @@ def test_invalid_messages_cannot_be_built(build: Callable[[], object], text: str
 
 @pytest.mark.v2("v2.1/1")
 @pytest.mark.parametrize("name", ["A", "0", "SMCLAB", "A.B-C.9", "X" * 32, "PAD  "])
-def test_ueid(name: str) -> None:
+def test_valid_ueids_are_padded(name: str) -> None:
     assert encode_ueid(name) == name.encode() + b" " * (32 - len(name))
     assert eid_name(encode_ueid(name)) == name.rstrip()
 

@@ -75,7 +75,7 @@ def test_any_body_is_a_message(kind: llc.MessageType, body: bytes) -> None:
 
 
 @given(st.binary(max_size=100))
-def test_random_bytes(data: bytes) -> None:
+def test_random_bytes_are_a_message_or_an_error(data: bytes) -> None:
     try:
         message = llc.decode_untrusted(data)
     except ProtocolError:
@@ -123,14 +123,14 @@ def test_types(kind: int) -> None:
 @pytest.mark.rfc("3.3/1")
 @pytest.mark.parametrize("size", [0, 1, 2, 43, 45, 48, 1000])
 @pytest.mark.parametrize("kind", [1, 7, 0x80])
-def test_size(size: int, kind: int) -> None:
+def test_other_sizes_are_refused(size: int, kind: int) -> None:
     data = (bytes((kind, llc.MESSAGE_SIZE)) + bytes(998))[:size]
     with pytest.raises(ProtocolError, match=f"of {size} bytes"):
         llc.decode_untrusted(data)
 
 
 @pytest.mark.rfc("3.3/1")
-def test_length_byte() -> None:
+def test_the_length_byte_is_checked() -> None:
     with pytest.raises(ProtocolError, match="length byte 43"):
         llc.decode_untrusted(b"\x07\x2b" + bytes(42))
     # The format of an optional message is unknown, so its length byte is not checked.

@@ -64,7 +64,7 @@ def test_reserved_bits_are_sent_as_zeros(sent: tuple[str, bytes]) -> None:
 
 @pytest.mark.rfc("A.2/2")
 @given(SENT, st.data())
-def test_reserved_bits_are_not_looked_at(sent: tuple[str, bytes], choice: st.DataObject) -> None:
+def test_reserved_bits_are_ignored(sent: tuple[str, bytes], choice: st.DataObject) -> None:
     kind, data = sent
     every = with_all_set(kind, data)
     assert decoded(kind, every) == decoded(kind, data)
@@ -77,7 +77,7 @@ def test_reserved_bits_are_not_looked_at(sent: tuple[str, bytes], choice: st.Dat
 
 @pytest.mark.rfc("A.2/1", "A.2/2")
 @pytest.mark.parametrize(("name", "hand"), vectors.CLC.items(), ids=vectors.CLC)
-def test_of_each_clc_message(name: str, hand: tuple[clc.Message, bytes]) -> None:
+def test_reserved_bits_of_each_clc_message(name: str, hand: tuple[clc.Message, bytes]) -> None:
     """Hand-typed messages, so that no kind of message depends on chance."""
     message, data = hand
     assert wrongly_set(EXCEPTIONS, "clc", message.encode()) == {}
@@ -125,14 +125,14 @@ CAPTURED = {
 
 
 @pytest.mark.parametrize(("kind", "data"), CAPTURED.values(), ids=CAPTURED)
-def test_kernels_set_the_listed_ones_only(kind: str, data: bytes) -> None:
+def test_kernels_set_only_the_listed_reserved_bits(kind: str, data: bytes) -> None:
     """And each of their messages can be decoded."""
     assert wrongly_set(KERNELS, kind, data) == {}
     assert decoded(kind, with_all_set(kind, data)) == decoded(kind, data)
 
 
 @pytest.mark.parametrize("where", EXCEPTIONS, ids=str)
-def test_each_exception_is_one(where: tuple[str, int, int]) -> None:
+def test_each_exception_is_used(where: tuple[str, int, int]) -> None:
     """Its bits are reserved in the table, a message of ours sets them, and it has a reason."""
     kind, number, at = where
     bits, why = EXCEPTIONS[where]

@@ -18,7 +18,7 @@ from trio_smc.wire import cdc, clc, llc
 
 # tshark reads more of these than our codec does: version 2's extension, and SMC-D's part of a
 # Proposal that offers it.  Of the optional message it shows nothing.
-BEYOND = {
+TSHARK_SHOWS_MORE = {
     "Proposal, version 2 that offers SMC-R in both versions",
     "Proposal, both versions and an IPv6 prefix",
     "Proposal, version 2 without an offer of version 1",
@@ -39,7 +39,7 @@ def test_hand_typed_messages(tmp_path: Path) -> None:
         name: message
         for group in vectors.ALL.values()
         for name, (message, _) in group.items()
-        if name not in BEYOND
+        if name not in TSHARK_SHOWS_MORE
     }
     readings = tshark.read([message.encode() for message in chosen.values()], tmp_path)
     for (name, message), reading in zip(chosen.items(), readings, strict=True):
@@ -126,7 +126,7 @@ def test_a_flag_is_a_number_whichever_tshark_shows_it(shown: str, value: int) ->
         ("CI", "", pytest.skip.Exception),
     ],
 )
-def test_a_missing_tshark_is_no_secret(
+def test_a_missing_tshark_is_reported(
     name: str, value: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CI", raising=False)
