@@ -1,8 +1,8 @@
 """The calls of `trio.socket` over SMC-R and over TCP: the same results, the same errors.
 
-Each case is a sequence of calls at the two ends of a connection.  It runs once over TCP, on sockets
-of Trio, and once over SMC-R, and what the calls return and raise is compared.  docs/programs.md
-lists the differences that remain; no case here has one of them.
+Each case is a sequence of calls at the two ends of a connection.  A test runs each case once over
+TCP, on sockets of Trio, and once over SMC-R, and compares the results and exceptions of the calls.
+docs/programs.md lists the differences that remain; these cases avoid them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES: Final[dict[str, Case]] = {}
 
 
 class OpenEnds(Protocol):
-    """Makes two ends and closes them."""
+    """Makes two ends, and closes them at the end of the block."""
 
     def __call__(self, *, smc: bool) -> AbstractAsyncContextManager[Ends]: ...
 
@@ -42,7 +42,12 @@ _QUIET: Final = 0.002
 
 
 class Ends:
-    """The two ends of a connection, and what the calls of a case have returned or raised."""
+    """The two ends of a connection, and the outcomes of the calls of a case.
+
+    Attributes:
+      records: the outcomes, and other observations of the case.
+      listener, client, server: the sockets.
+    """
 
     def __init__(self) -> None:
         self.records: list[object] = []
@@ -61,11 +66,11 @@ class Ends:
         self.server, _ = await self.listener.accept()
 
     async def record(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Make a call and note its outcome, or that it waits."""
+        """Make a call, and record its outcome."""
         self.records.append(await self.outcome(call, *arguments))
 
     async def outcome(self, call: Callable[..., Any], *arguments: Any) -> object:
-        """The outcome of a call."""
+        """Make a call.  Returns its result, the kind of its exception, or "waits"."""
         outcomes: list[object] = []
 
         async def make() -> None:
@@ -85,7 +90,7 @@ class Ends:
         return outcomes[0] if outcomes else "waits"
 
     async def record_during(self, waiting: Callable[[], Any], then: Callable[[], Any]) -> None:
-        """Note the outcome of a call that waits while ``then`` is called."""
+        """Record the outcome of a call that waits, before and after a call of ``then``."""
         outcomes: list[object] = []
 
         async def wait() -> None:
@@ -106,7 +111,7 @@ class Ends:
             nursery.cancel_scope.cancel()
 
     async def settle(self) -> None:
-        """Wait until everything sent has arrived."""
+        """Wait until all sent data has arrived."""
         await wait_all_tasks_blocked(_QUIET)
 
     def close(self) -> None:
@@ -118,7 +123,8 @@ class Ends:
 def kind(error: BaseException) -> tuple[str, int | None, object]:
     """The class of an exception, its error number, and the kind of its cause.
 
-    The OSErrors of a socket have no cause over TCP, and those of the stream below over SMC-R.
+    The cause of an OSError does not count: over TCP there is none, and over SMC-R it is an error of
+    the stream.
     """
     cause = None if isinstance(error, OSError) else error.__cause__
     if cause is error:
@@ -215,7 +221,7 @@ SIZES: Final = {"3": 3, "0": 0, "all": 100, "-1": -1, "huge": 2**70, "wrong": "x
 
 
 def _hide_discarded(data: bytes, flags: object) -> object:
-    """MSG_TRUNC returns bytes of an undefined value."""
+    """Replace the data of a call with MSG_TRUNC, which is undefined, by its length."""
     return len(data) if isinstance(flags, int) and flags & stdlib.MSG_TRUNC else data
 
 
@@ -256,7 +262,7 @@ def _receiving_case(prepare: Any, receive: Any, size: Any, flags: Any) -> Case:
         await prepare(ends)
         await ends.settle()
         await ends.record(receive, ends.server, size, flags)
-        # The rest, but no lost or discarded urgent byte: see docs/programs.md.
+        # Read the rest, unless an urgent byte is lost or discarded (docs/programs.md).
         if prepare not in (_urgent, _urgent_inline) or flags == 0:
             await ends.record(ends.server.recv, 100)
         await ends.record(ends.server.is_readable)
@@ -392,7 +398,7 @@ for _state in SENDERS_STATES:
     for _name, _make in SENT.items():
         for _flags, _number in SEND_FLAGS.items():
             if _flags == "none" or _name in ("bytes", "nothing"):
-                # A second send, because the first one may leave its data to it.
+                # With some flags, only a second send posts the data of the first one.
                 async def _send(sock: Any, make: Any = _make, flags: Any = _number) -> object:
                     sent = await sock.send(make(), flags)
                     return sent, await sock.send(b"-")
@@ -476,7 +482,7 @@ async def more_to_come_and_nothing_comes(ends: Ends) -> None:
 
 
 async def _fill(sock: Any) -> None:
-    """Send until nothing more can be sent; see `tests.streams.stream_pairs` for the options."""
+    """Send until a send waits.  `tests.streams.stream_pairs` explains the options."""
     sock.setsockopt(stdlib.SOL_SOCKET, stdlib.SO_SNDBUF, 1 << 18)
     with trio.CancelScope() as scope:
 
@@ -539,7 +545,7 @@ for _name, _end_it in ENDINGS.items():
     for _wait, _call in WAITS.items():
         CASES[f"{_wait}-during-{_name}"] = _ending_case(_call, _end_it, full=False)
     for _wait, _call in FULL_WAITS.items():
-        if _name != "SHUT_RD":  # has no effect on sending
+        if _name != "SHUT_RD":  # SHUT_RD has no effect on sending
             CASES[f"{_wait}-during-{_name}"] = _ending_case(_call, _end_it, full=True)
 
 
@@ -590,7 +596,7 @@ async def shut_down_both_with_unread_data(ends: Ends) -> None:
         await ends.record(ends.server.recv, 10)
 
 
-# What happens at a socket that has shut down both directions, and what each end sees of it.
+# Events at a socket that has shut down both directions, and the later results at both ends.
 _SHUT_BOTH: Final = {
     "RDWR": (stdlib.SHUT_RDWR,),
     "RD-WR": (stdlib.SHUT_RD, stdlib.SHUT_WR),
@@ -780,7 +786,7 @@ async def use_options(ends: Ends) -> None:
 
 @case
 async def use_two_tasks(ends: Ends) -> None:
-    """A second call is an error only if both have to wait."""
+    """A second call is an error only if both calls have to wait."""
     client, server = ends.client, ends.server
 
     async def second() -> None:
@@ -897,9 +903,9 @@ async def _accept_and_close(ends: Ends) -> None:
 
 
 async def _connect_again(ends: Ends, sock: Any) -> object:
-    """Connect after a failure, to a program that accepts."""
+    """After a failed connect, connect to a listener whose task accepts."""
     async with trio.open_nursery() as nursery:
-        # If no task accepted, the connection would wait for another process (docs/programs.md).
+        # Without this task, the connect would wait for another process (docs/programs.md).
         nursery.start_soon(_accept_and_close, ends)
         outcomes = [await ends.outcome(sock.connect, ends.listener.getsockname()) for _ in range(2)]
         nursery.cancel_scope.cancel()
@@ -949,7 +955,7 @@ async def connect_again_after_a_connect(ends: Ends) -> None:
 
 @case
 async def connect_again_after_an_end_and_a_shutdown(ends: Ends) -> None:
-    """The shutdown fails, and ends the connect all the same."""
+    """The shutdown fails, but ends the call of `connect`."""
     name = ends.listener.getsockname()
     for how in (stdlib.SHUT_RD, stdlib.SHUT_WR, stdlib.SHUT_RDWR):
         for times in (1, 2):
@@ -958,7 +964,7 @@ async def connect_again_after_an_end_and_a_shutdown(ends: Ends) -> None:
                 with trio.socket.socket() as sock:
                     await sock.connect(name)
                     await ends.settle()
-                    await sock.send(b"!")  # the peer answers with a reset
+                    await sock.send(b"!")  # the closed peer answers with a reset
                     await ends.settle()
                     for _ in range(times):
                         await ends.record(sock.shutdown, how)
@@ -1024,7 +1030,7 @@ async def _observe(
     return observed
 
 
-# --- calls that fail, and tasks that meet in them ------------------------------------------------
+# --- calls that fail, and calls of two tasks -----------------------------------------------------
 
 
 def _calls_that_fail(sock: Any, stream: trio.SocketStream) -> dict[str, Callable[[], Any]]:
@@ -1056,7 +1062,8 @@ def _be_reset(ends: Ends) -> None:
 
 
 async def _fails_at_a_checkpoint(call: Callable[[], Any]) -> object:
-    """The error of a call, and whether it was a checkpoint; None if the call does not fail."""
+    """Make a call.  Returns its error, and True if the call was a checkpoint; None if there is no
+    error."""
     outcome = None
     is_checkpoint = True
     try:
@@ -1142,7 +1149,7 @@ async def send_after_the_end_beside_another_send_eof(ends: Ends) -> None:
 
 @case
 async def five_tasks_accept_three_connections(ends: Ends) -> None:
-    """TCP serves three; of the others one waits, and a second one may not wait."""
+    """Three tasks get a connection, one task waits, and one task gets an error."""
     outcomes: list[object] = []
     clients = [trio.socket.socket() for _ in range(3)]
 
@@ -1227,7 +1234,7 @@ for _flag in (stdlib.SHUT_RD, stdlib.SHUT_RDWR):
                 listener.listen()
                 await _record_a_connection(ends, listener)
                 listener.shutdown(flag)
-                listener.listen()  # at once
+                listener.listen()  # directly after the shutdown
                 await _record_a_connection(ends, listener)
                 listener.shutdown(flag)
             async with trio.open_nursery() as nursery:
@@ -1267,7 +1274,7 @@ async def shut_down_a_listener_that_serves(ends: Ends) -> None:
 
 
 _SHUT_FIRST: Final[dict[str, Case]] = {}
-"""Cases of sockets without a connection that are shut down; those that connect then stay TCP."""
+"""Cases in which a socket is shut down before the connection, which then stays TCP."""
 
 
 async def _talk(ends: Ends) -> None:
@@ -1297,7 +1304,7 @@ def _shut_first_case(flags: tuple[int, ...], place: str) -> Case:
         await ends.connect()
         await _talk(ends)
         if place == "listener":
-            ends.listener.shutdown(stdlib.SHUT_RD)  # ends the other shutdown, too
+            ends.listener.shutdown(stdlib.SHUT_RD)  # also ends the effect of the first shutdown
             ends.client.close()
             ends.client = trio.socket.socket()
             ends.listener.listen()
@@ -1315,7 +1322,7 @@ for _calls in ((0,), (1,), (2,), (0, 1)):
 
 
 def _group(name: str) -> str:
-    """The first word, for cases that one test runs together."""
+    """The first word of a case's name.  One test runs all cases of a group."""
     return name.split("-", maxsplit=1)[0]
 
 
@@ -1352,7 +1359,7 @@ def _compare(
         over_smc = trio.run(lambda: _observe(cases, smc=True, open_ends=open_ends))
     finally:
         trio_smc.disable()
-    assert all(over_tcp.values()), "a case that notes nothing cannot fail"
+    assert all(over_tcp.values()), "a case has recorded no outcome, so it cannot fail"
     different = {
         name: (over_tcp[name], over_smc[name]) for name in names if over_tcp[name] != over_smc[name]
     }

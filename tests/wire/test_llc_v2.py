@@ -1,4 +1,4 @@
-"""LLC messages of SMC-R version 2: sent by kernels, and hostile ones."""
+"""The LLC codec with messages of SMC-R version 2: from kernels, and hostile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIR = llc.RTokenPair(reference_rkey=1, new_rkey=2, new_address=3)
 
 
 def sized(data: bytes, size: int) -> bytes:
-    """The message truncated or padded to this size, with the length field of that size."""
+    """Cut or pad a message to ``size`` bytes, and set its length field to ``size``."""
     data = data[:size].ljust(size, b"\0")
     return data[:1] + size.to_bytes(2, sys.byteorder) + data[3:]
 
@@ -31,7 +31,7 @@ def sized(data: bytes, size: int) -> bytes:
 
 
 def _flat(m: Any) -> dict[str, Any]:
-    """The fields by their names in the golden file."""
+    """The fields of a message by their names in the golden file."""
     found: dict[str, Any] = {"reply": int(m.reply), "length_le": len(llc.V2.encode(m))}
     numbers = ("qp_number", "link_number", "qp_mtu", "initial_psn", "max_links", "other_tokens")
     found |= {name: getattr(m, name) for name in (*numbers, "rkey") if hasattr(m, name)}

@@ -1,4 +1,4 @@
-"""Reserved bits of all messages: sent as zero, ignored when received (A.2, A.3).
+"""Reserved bits of all messages: the encoder sends zeros, and the decoder ignores them (A.2, A.3).
 
 `tests.wire.layouts` lists the reserved bits, independently of the codecs.
 """
@@ -16,7 +16,7 @@ from tests.wire import vectors
 from tests.wire.layouts import EXCEPTIONS, KERNELS, reserved_bits, with_all_set, wrongly_set
 from trio_smc.wire import cdc, clc, llc
 
-# The flags that have names.  The codec keeps the others as well, but senders never set them.
+# Messages with defined flags only.  The codec keeps undefined ones, but senders never set them.
 CDC_SENT = st.builds(
     cdc.CdcMessage,
     sequence=wire.U16,
@@ -45,7 +45,7 @@ SENT: st.SearchStrategy[tuple[str, bytes]] = st.one_of(
 
 
 def decoded(kind: str, data: bytes) -> Any:
-    """A message as the receiving side reads it; of a CDC message only the flags with names."""
+    """Decode a message; for a CDC message, keep only the defined flags."""
     if kind == "clc":
         return clc.decode_untrusted(data)
     if kind == "llc":
@@ -78,7 +78,7 @@ def test_reserved_bits_are_ignored(sent: tuple[str, bytes], choice: st.DataObjec
 @pytest.mark.rfc("A.2/1", "A.2/2")
 @pytest.mark.parametrize(("name", "hand"), vectors.CLC.items(), ids=vectors.CLC)
 def test_reserved_bits_of_each_clc_message(name: str, hand: tuple[clc.Message, bytes]) -> None:
-    """Hand-typed messages, so that no kind of message depends on chance."""
+    """Hand-typed messages cover each kind of message, independently of chance."""
     message, data = hand
     assert wrongly_set(EXCEPTIONS, "clc", message.encode()) == {}
     assert decoded("clc", with_all_set("clc", data)) == message
@@ -126,14 +126,15 @@ CAPTURED = {
 
 @pytest.mark.parametrize(("kind", "data"), CAPTURED.values(), ids=CAPTURED)
 def test_kernels_set_only_the_listed_reserved_bits(kind: str, data: bytes) -> None:
-    """And each of their messages can be decoded."""
+    """The decoder accepts each message of a kernel."""
     assert wrongly_set(KERNELS, kind, data) == {}
     assert decoded(kind, with_all_set(kind, data)) == decoded(kind, data)
 
 
 @pytest.mark.parametrize("where", EXCEPTIONS, ids=str)
 def test_each_exception_is_used(where: tuple[str, int, int]) -> None:
-    """Its bits are reserved in the table, a message of ours sets them, and it has a reason."""
+    """The bits of an exception are reserved, a message of trio_smc sets them, and the exception has
+    a reason."""
     kind, number, at = where
     bits, why = EXCEPTIONS[where]
     assert kind == "llc"
