@@ -326,7 +326,7 @@ async def test_a_defect_is_an_error_too(
         raise LookupError("a defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr("trio_smc.connecting.connect._proposal", broken)
+        patch.setattr("trio_smc.connecting.connect.interface_prefixes", broken)
         with pytest.raises(ConnectionResetError) as caught:
             await stack.open_stream(*address_of(listener))
     assert isinstance(caught.value.__cause__, LookupError)

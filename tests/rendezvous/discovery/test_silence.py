@@ -13,7 +13,7 @@ import trio
 from tests.rendezvous.discovery.world import LONG, Server, announce, bound, deadline_after, serving
 from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import announcing, lookup
+from trio_smc.rendezvous.discovery import lookup
 from trio_smc.rendezvous.discovery.lookup import Lookups
 from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
@@ -139,7 +139,7 @@ async def test_a_client_that_requires_smc_r_waits_longer(private: Path) -> None:
         await client.connect(server.address)
 
         async def answer() -> None:
-            await trio.sleep(announcing._REPEATED_SYN_ACK + 0.2)
+            await trio.sleep(AT_MOST)
             connection, claim = await server.accept()
             with connection:
                 assert claim is not None
@@ -225,14 +225,16 @@ async def test_a_client_that_accepts_tcp_does_not_wait_for_a_listener(
 def test_the_patience_follows_the_usual_answer(private: Path) -> None:
     discovery = Discovery(private)
     there = ("127.0.0.1", 9)
-    assert discovery.patience_for(there) == announcing._MOST_PATIENCE
+    longest = discovery.patience_for(there)
+    assert longest <= 1.0
 
     async def note(*seconds: float) -> float:
         for each in seconds:
             discovery.note_answer(there, each)
         return discovery.patience_for(there)
 
-    assert trio.run(note, 0.001) == announcing._LEAST_PATIENCE
+    shortest = trio.run(note, 0.001)
+    assert 8 * 0.001 < shortest < 8 * 0.05
     assert trio.run(note, 0.05) == pytest.approx(8 * 0.05)
-    assert trio.run(note, 5.0) == announcing._MOST_PATIENCE
-    assert trio.run(note, *[0.001] * 100) == announcing._LEAST_PATIENCE
+    assert trio.run(note, 5.0) == longest < 8 * 5.0
+    assert trio.run(note, *[0.001] * 100) == shortest
