@@ -427,7 +427,7 @@ def test_declines_count_only_in_a_row() -> None:
 
 
 def test_a_peer_id_that_two_clients_have_is_not_enough() -> None:
-    """Their GIDs differ."""
+    """The two clients differ by their GIDs."""
     with World() as world:
         client, other, server = world.side(), world.side(), world.side()
         first = world.connect(client, server)

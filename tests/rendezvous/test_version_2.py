@@ -812,7 +812,7 @@ def test_a_decline_in_place_of_a_proposal() -> None:
 @pytest.mark.parametrize("long", [True, False])
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_side_accepts_both_forms_of_decline(long: bool, end: int) -> None:
-    """In place of Confirm, and in place of Accept."""
+    """A Decline may replace Confirm or Accept."""
 
     def decline(message: clc.Message) -> clc.Message:
         if not isinstance(message, clc.Accept | clc.Confirm):

@@ -162,7 +162,7 @@ async def test_names_of_a_killed_process_are_removed(
         before.close()
         await trio.to_thread.run_sync(killed_after_announcing, private, server.address)
         assert len(names_below(private)) == 3
-        # A new name looks for a moment like that of a dead process, so none is removed at once.
+        # For a moment, a new name looks like that of a dead process, so no name is removed at once.
         assert client.announce(("127.0.0.1", 1), server.address) is None
         monkeypatch.setattr(private_directory, "_STALE_AFTER", 0.0)
         if finder == "the next client":

@@ -111,7 +111,7 @@ def test_at_the_maximum_no_side_requests_or_offers() -> None:
         server.add_rnic()
         world.pass_time(1.0)
         assert transcript(client) == []
-        # If the client requests a link all the same, the server does not answer.
+        # If the client nevertheless requests a link, the server does not answer.
         link = client.group.links.oldest()
         assert link is not None
         link.send_llc(llc.AddLink(mac=bytes(6), gid=bytes(range(16))))

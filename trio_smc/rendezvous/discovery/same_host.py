@@ -87,7 +87,7 @@ class Discovery(Announcer):
         spinner: Spinner = NEVER,
         ended: Callable[[], object] = lambda: None,
     ) -> None:
-        """As `Announcer`."""
+        """The parameters are those of `Announcer`."""
         super().__init__(private, timers, spinner, ended)
         self._answerer = Answerer(self.names, timers, spinner, self._is_named)
         self._publications: weakref.WeakSet[Publication] = weakref.WeakSet()
