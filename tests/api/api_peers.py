@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import trio
 
 import trio_smc
-from tests.timing import PATIENCE as PATIENCE  # noqa: PLC0414  # test_tcp_option takes it here
+from tests.timing import PATIENCE
 from trio_smc import Config, SmcListener, SmcStream, Stack
 from trio_smc.wire import clc
 
@@ -83,18 +83,18 @@ async def check_serves(stack: Stack, listener: SmcListener, config: Config | Non
     await close_all(stream, accepted)
 
 
-async def all_freed(stack: Stack) -> None:
+async def wait_until_freed(stack: Stack) -> None:
     """Wait until the stack has no connection, closing ones included."""
     with trio.fail_after(PATIENCE):
         while stack.statistics().open_connections:  # noqa: ASYNC110  # a counter has no event
             await trio.sleep(0.001)
 
 
-# --- peers that speak CLC ----------------------------------------------------------------------
+# --- CLC messages ------------------------------------------------------------------------------
 
 
 async def read_exactly(stream: trio.abc.ReceiveStream, count: int) -> bytes:
-    """Receive exactly so many bytes."""
+    """Receive exactly ``count`` bytes."""
     data = b""
     with trio.fail_after(PATIENCE):
         while len(data) < count:
@@ -112,7 +112,7 @@ async def read_clc(stream: trio.abc.ReceiveStream) -> clc.Message:
 
 
 async def read_to_end(stream: trio.abc.ReceiveStream) -> bytes | OSError:
-    """Receive all bytes; the error if the connection is reset."""
+    """Receive all bytes.  Returns the error instead if the connection is reset."""
     data = b""
     with trio.fail_after(PATIENCE):
         try:
@@ -160,7 +160,8 @@ async def open_to(
 ) -> Outcome:
     """Call `open_stream` to a server whose connection ``peer`` handles.
 
-    The connection is closed when both have returned. A peer that checks its end waits for it.
+    The connection is closed when ``peer`` and the client have finished.  A peer that checks the
+    end of the stream waits for it.
     """
     outcome = Outcome()
     async with plain_server() as listener, trio_smc.open_stack(config) as stack:

@@ -1,4 +1,5 @@
-"""Correct ways to compare a mode: mypy checks them here, pyright in test_api_types."""
+"""Correct ways to compare a mode.  mypy checks this file, and pyright checks it in
+test_api_types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which peers get CLC messages: discovery as users see it, with the bytes on the wire."""
+"""Which peers get CLC messages: discovery through the public API, and the bytes that peers
+receive."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.wire import clc
 
 EYE = clc.EYE_CATCHER
-SOON = 0.05  # a handshake time-out that expires, seconds
+SHORT_TIMEOUT = 0.05  # a handshake time-out that expires, seconds
 
 
 @contextlib.asynccontextmanager
@@ -82,7 +83,7 @@ async def test_a_plain_client_gets_no_clc_and_its_bytes_stay_unchanged(first: by
 
 
 class ReusePort(trio.abc.SocketFactory):
-    """Lets several sockets listen on one port."""
+    """Makes sockets with SO_REUSEPORT, so that several of them can listen on one port."""
 
     def socket(self, family=None, type=None, proto=None):  # type: ignore[no-untyped-def]
         sock = socket.socket(family, type, proto)
@@ -94,7 +95,7 @@ async def test_a_port_shared_with_a_plain_tcp_process(monkeypatch: pytest.Monkey
     """Only the process that accepts a connection answers; the plain process gets no CLC byte."""
     monkeypatch.setattr(lookup, "_SILENCE_HOLDS", 0.0)
     trio.socket.set_custom_socket_factory(ReusePort())
-    # Expires once or twice, and is long enough for handshakes on a busy machine.
+    # This timeout expires once or twice, and is long enough for handshakes on a busy machine.
     config = Config(receive_buffer=16384, handshake_timeout=0.6)
     modes: set[Mode] = set()
     async with listening(config) as (stack, listener), trio.open_nursery() as nursery:
@@ -125,7 +126,7 @@ async def test_a_plain_server_on_an_address_and_a_listener_on_the_wildcard(
 ) -> None:
     monkeypatch.setattr(lookup, "_SILENCE_HOLDS", 0.0)
     trio.socket.set_custom_socket_factory(ReusePort())
-    impatient = replace(QUICK, handshake_timeout=SOON)
+    impatient = replace(QUICK, handshake_timeout=SHORT_TIMEOUT)
     async with listening(QUICK, "0.0.0.0") as (stack, listener):
         async with plain_server(port=address_of(listener)[1]) as plain:
             stream = await stack.open_stream(*address_of(listener), config=impatient)
@@ -137,13 +138,13 @@ async def test_a_plain_server_on_an_address_and_a_listener_on_the_wildcard(
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "::1", HOST])
-async def test_addresses(host: str) -> None:
+async def test_listeners_on_each_kind_of_address(host: str) -> None:
     async with listening(QUICK, host) as (stack, listener):
         await check_serves(stack, listener)
 
 
 async def test_two_stacks_on_one_port() -> None:
-    """SO_REUSEPORT: the client announces to both, and the one that accepts answers."""
+    """With SO_REUSEPORT, the client announces to both stacks, and the accepting one answers."""
     trio.socket.set_custom_socket_factory(ReusePort())
     async with listening(QUICK) as (stack, listener), trio_smc.open_stack(QUICK) as other:
         [second] = await other.open_listeners(address_of(listener)[1], host=HOST)
@@ -170,8 +171,8 @@ async def expect_tcp(
         await close_all(mine, other)
 
 
-async def test_two_directories(runtime_directory: Path) -> None:
-    """Processes without a common directory cannot find each other."""
+async def test_stacks_without_a_common_directory_use_tcp(runtime_directory: Path) -> None:
+    """Same-host discovery needs a common directory."""
     await expect_tcp(
         Config(directory=runtime_directory / "one"),
         Config(directory=str(runtime_directory / "two")),
@@ -225,8 +226,8 @@ async def test_a_directory_that_cannot_be_used_by_named_rnics(runtime_directory:
             raise AssertionError("opened")
 
 
-async def test_the_directory_vanishes(runtime_directory: Path) -> None:
-    """A cleaner removes it: new connections of the same link group are SMC-R."""
+async def test_a_link_group_outlives_its_directory(runtime_directory: Path) -> None:
+    """A cleaner removes the directory, and new connections of the same link group are SMC-R."""
     directory = runtime_directory / "private"
     async with listening(Config(directory=directory)) as (stack, listener):
         mine, other = await connect(stack, listener)
@@ -243,7 +244,7 @@ OTHER_USERS_SERVER = """
     sys.path[:0] = {path!r}
     import trio, trio_smc
 
-    # Only now: that user may not be able to read the modules.
+    # After the imports, because the other user may be unable to read the modules.
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
@@ -260,7 +261,7 @@ OTHER_USERS_SERVER = """
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_a_process_of_another_user() -> None:
-    # Readable for another user, unlike the test's own directory.
+    # Another user can read this directory, unlike the test's own one.
     directory = Path("/tmp") / f"smc-api-{os.getpid()}"
     config = Config(directory=directory)
     try:
@@ -289,9 +290,12 @@ async def test_a_process_of_another_user() -> None:
 async def bytes_read_under_assume(
     pieces: list[bytes], *, end: bool, patience: float = PATIENCE
 ) -> bytes | OSError | None:
-    """The bytes that an application under "assume" reads from a client that sends these pieces.
+    """Send ``pieces`` to a server under "assume".  Returns the bytes that its application reads.
 
-    None: the connection was closed before the application saw it.
+    end: True if the client then ends its direction.
+    patience: the handshake timeout of the server.
+
+    Returns an error if the connection is reset, and None if the application does not get it.
     """
     config = Config(receive_buffer=16384, discovery="assume", handshake_timeout=patience)
     async with listening(config) as (stack, listener), trio.open_nursery() as nursery:
@@ -309,7 +313,7 @@ async def bytes_read_under_assume(
         if end:
             await plain.send_eof()
         elif results == [] and patience == PATIENCE:
-            # The stream was handed over without a wait for more.
+            # The application got the stream without a wait for further bytes.
             assert stack.statistics().fallbacks
             await plain.send_eof()
         answer = await read_to_end(plain)
@@ -343,15 +347,15 @@ async def test_a_stream_shorter_than_an_eye_catcher(count: int) -> None:
     assert await bytes_read_under_assume([EYE[:count]], end=True) == EYE[:count]
 
 
-async def test_no_byte_at_all() -> None:
-    assert await bytes_read_under_assume([], end=False, patience=SOON) is None
+async def test_a_client_that_sends_no_byte() -> None:
+    assert await bytes_read_under_assume([], end=False, patience=SHORT_TIMEOUT) is None
     assert await bytes_read_under_assume([], end=True) == b""  # as over TCP
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 async def test_an_incomplete_eye_catcher(count: int) -> None:
-    """It could be the beginning of a Proposal, which must never reach an application."""
-    assert await bytes_read_under_assume([EYE[:count]], end=False, patience=SOON) is None
+    """The bytes could begin a Proposal, which must never reach an application."""
+    assert await bytes_read_under_assume([EYE[:count]], end=False, patience=SHORT_TIMEOUT) is None
 
 
 async def test_a_proposal_byte_by_byte() -> None:
@@ -368,7 +372,7 @@ async def test_assumed_at_both_ends() -> None:
 
 
 async def test_assumed_by_the_client_only() -> None:
-    """The wrong assumption is visible: the server's application gets the Proposal."""
+    """The assumption is wrong, so the server's application gets the Proposal."""
     async with listening(QUICK) as (stack, listener), trio.open_nursery() as nursery:
 
         async def serve() -> None:
@@ -381,7 +385,7 @@ async def test_assumed_by_the_client_only() -> None:
 
 
 @pytest.mark.parametrize("kind", ["network", "address", "name", "own address", "bound address"])
-async def test_the_assume_list(kind: str) -> None:
+async def test_each_kind_of_entry_in_the_assume_list(kind: str) -> None:
     async with plain_server("0.0.0.0") as free:
         port = address_of(free)[1]
     entry: dict[str, tuple[str, int] | str] = {
@@ -398,13 +402,13 @@ async def test_the_assume_list(kind: str) -> None:
     client = Config(receive_buffer=16384, assume=(here_entry,))
     async with trio_smc.open_stack(server) as there, trio_smc.open_stack(client) as here:
         [listener] = await there.open_listeners(port, host="0.0.0.0")
-        # Without announcement only the list decides.
+        # Without an announcement, only the list decides.
         listener.publication.close()
         name = "localhost" if kind == "name" else HOST
         async with await here.open_stream(name, port, happy_eyeballs_delay=1000) as stream:
             assert stream.mode is Mode.SMC_R
             await close_all(await listener.accept())
-        # Another client, which is not on the list.
+        # A client that is not on the list connects next.
         if kind == "network":
             async with await here.open_stream(HOST, port, local_address="127.0.0.9"):
                 await close_all(await listener.accept())
@@ -421,7 +425,7 @@ async def test_the_assume_list_does_not_concern_other_peers() -> None:
 
 
 async def test_random_first_bytes(rng: random.Random) -> None:
-    """However the bytes are split, CLC goes to the handshake and the rest to the application."""
+    """The application gets bytes that are not CLC, in whatever pieces they arrive."""
     for _ in range(20):
         first = bytes(rng.choice([EYE[i], rng.randrange(256)]) for i in range(4))
         if first == EYE:
@@ -445,7 +449,7 @@ async def test_random_first_bytes(rng: random.Random) -> None:
 async def test_the_tcp_option_cannot_be_used(
     number: int, reason: FallbackReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is pinned, and the kernel refuses our BPF program."""
+    """No program is pinned, and the kernel refuses to load one."""
 
     def refuse(cgroup: Path) -> NoReturn:
         raise OSError(number, os.strerror(number))
@@ -457,11 +461,11 @@ async def test_the_tcp_option_cannot_be_used(
     await expect_tcp(config, QUICK, reason, FallbackReason.PEER_NOT_CAPABLE)
 
 
-async def test_the_tcp_option_strictly(
+async def test_only_the_option_counts_under_tcp_option(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under "tcp-option" nothing else counts, not even the assume list."""
-    monkeypatch.setattr(TcpOption, "offer", lambda self, sock: None)  # and nothing goes out
+    """Under "tcp-option", the assume list has no effect."""
+    monkeypatch.setattr(TcpOption, "offer", lambda self, sock: None)  # sends no option
     config = Config(discovery="tcp-option", assume=("127.0.0.0/8",))
     async with listening(config) as (stack, listener):
         published = os.listdir(runtime_directory / "trio-smc")

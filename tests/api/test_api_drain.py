@@ -1,4 +1,4 @@
-"""`Stack.drain_rnic` and `undrain_rnic`: what a drain waits for, and that no data is lost."""
+"""`Stack.drain_rnic` and `undrain_rnic`: when a drain ends, and that no data is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trio_smc import Config, FallbackReason, Mode, SmcListener, SoftRnic, Stack
 
 @contextlib.asynccontextmanager
 async def stacks(rnics: int) -> AsyncIterator[tuple[Stack, Stack, SmcListener]]:
-    """A client's stack, a server's stack, and a listener of the server."""
+    """Open a client's stack, a server's stack, and a listener of the server."""
 
     def config(side: str) -> Config:
         names = [f"{side}{number}" for number in range(rnics)]
@@ -35,18 +35,18 @@ async def stacks(rnics: int) -> AsyncIterator[tuple[Stack, Stack, SmcListener]]:
 
 
 def used(stack: Stack) -> set[str]:
-    """Names of the RNICs with links."""
+    """Names of the RNICs that have links."""
     return {link.rnic.name for group in stack.link_groups for link in group.links}
 
 
 async def until_used(stack: Stack, names: set[str]) -> None:
-    """Wait for links on exactly these RNICs, all of them confirmed."""
+    """Wait until exactly these RNICs have links, and all links are confirmed."""
 
     def there() -> bool:
         states = {link.state for group in stack.link_groups for link in group.links}
         return used(stack) == names and states == {"ACTIVE"}
 
-    while not there():  # noqa: ASYNC110  # links have no event for everybody
+    while not there():  # noqa: ASYNC110  # links have no public event
         await trio.sleep(0.001)
 
 
@@ -63,7 +63,7 @@ async def test_connections_move_and_continue() -> None:
         assert client.statistics().failovers == 2
         assert sum(pair[0].statistics().failovers for pair in pairs) == 2
         stream, accepted = await connect(client, listener)
-        assert stream.mode is Mode.SMC_R, "the other RNIC serves"
+        assert stream.mode is Mode.SMC_R, "the other RNIC did not serve"
         client.undrain_rnic("c0")
         client.undrain_rnic("c0")
         await until_used(client, {"c0", "c1"})
@@ -86,7 +86,7 @@ async def test_a_link_that_returns_gets_its_share_and_no_more(
         caplog.clear()
         client.undrain_rnic("c1")
         await until_used(client, {"c0", "c1"})
-        # The two sides learn of added and deleted links in different orders.
+        # The two sides notice added and deleted links in different orders.
         for stack in (client, server):
             while _uneven(stack):  # noqa: ASYNC110
                 await trio.sleep(0.001)
@@ -176,7 +176,7 @@ async def test_wrong_names_and_closed_stacks() -> None:
             await client.drain_rnic("x")
         with pytest.raises(ValueError, match="no RNIC 'x'"):
             client.undrain_rnic("x")
-        await client.drain_rnic("c0")  # without any link
+        await client.drain_rnic("c0")  # the RNIC has no link
     with pytest.raises(trio.ClosedResourceError):
         await client.drain_rnic("c0")
     with pytest.raises(trio.ClosedResourceError):

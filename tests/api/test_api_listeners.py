@@ -1,4 +1,4 @@
-"""`open_listeners` and `serve`: like Trio's functions, and no client disturbs the others."""
+"""`open_listeners` and `serve`: they work like Trio's functions, and no client affects another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.api.api_peers import (
     QUICK,
     accept,
     address_of,
-    all_freed,
     check_serves,
     check_talk,
     close_all,
@@ -31,6 +30,7 @@ from tests.api.api_peers import (
     proposal,
     read_clc,
     read_to_end,
+    wait_until_freed,
 )
 from tests.peers import check_echo, echo
 from tests.timing import PATIENCE
@@ -40,7 +40,7 @@ from trio_smc.wire import clc
 # --- like Trio -----------------------------------------------------------------------------------
 
 
-async def test_all_addresses(stack: Stack) -> None:
+async def test_listeners_on_all_addresses(stack: Stack) -> None:
     listeners = await stack.open_listeners(0)
     families = {listener.socket.family for listener in listeners}
     assert families == {socket.AF_INET, socket.AF_INET6}
@@ -51,14 +51,14 @@ async def test_all_addresses(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", b"127.0.0.1", "localhost"])
-async def test_one_host(host: str | bytes, stack: Stack) -> None:
+async def test_listeners_on_one_host(host: str | bytes, stack: Stack) -> None:
     listeners = await stack.open_listeners(0, host=host, backlog=7)
     for listener in listeners:
         await check_serves(stack, listener)
     await close_all(*listeners)
 
 
-async def test_an_ipv6_wildcard_that_takes_ipv4(stack: Stack) -> None:
+async def test_an_ipv6_wildcard_socket_accepts_ipv4(stack: Stack) -> None:
     with trio.socket.socket(socket.AF_INET6) as sock:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         await sock.bind(("::", 0))
@@ -72,21 +72,21 @@ async def test_an_ipv6_wildcard_that_takes_ipv4(stack: Stack) -> None:
                 await close_all(accepted)
 
 
-async def test_the_port_is_taken(stack: Stack, listener: SmcListener) -> None:
+async def test_a_port_in_use_is_an_error(stack: Stack, listener: SmcListener) -> None:
     host, port = address_of(listener)
     with pytest.raises(OSError, match="in use") as caught:
         await stack.open_listeners(port, host=host)
     assert caught.value.errno == errno.EADDRINUSE
 
 
-async def test_wrong_arguments(stack: Stack) -> None:
+async def test_open_listeners_checks_its_arguments(stack: Stack) -> None:
     with pytest.raises(TypeError):
         await stack.open_listeners("80")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="directory belongs to the stack"):
         await stack.open_listeners(0, config=Config(directory="/nowhere"))
 
 
-async def test_serve(stack: Stack) -> None:
+async def test_serve_handles_smc_r_and_tcp_clients(stack: Stack) -> None:
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(partial(trio_smc.serve, echo, 0, host=HOST))
         assert [type(listener) for listener in listeners] == [SmcListener]
@@ -175,7 +175,7 @@ async def test_closed_while_serving_a_handshake(stack: Stack, sent: str) -> None
             await client.receive_some()
         await client.aclose()
         nursery.cancel_scope.cancel()
-    await all_freed(stack)
+    await wait_until_freed(stack)
 
 
 # --- accept --------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ async def test_the_program_closes_the_socket(
 
 
 async def test_the_socket_is_shut_down(stack: Stack, listener: SmcListener) -> None:
-    """As with `trio.SocketListener`: `accept` raises EINVAL, and the socket stays open."""
+    """Like `trio.SocketListener.accept`, `accept` raises EINVAL, and the socket stays open."""
     sock = listener.socket
     sock.shutdown(socket.SHUT_RDWR)
     for _ in range(2):
@@ -251,7 +251,7 @@ async def test_closing_resets_unaccepted_streams(stack: Stack, listener: SmcList
         await stream.receive_some()
     assert isinstance(await read_to_end(plain), ConnectionResetError)
     await close_all(stream, plain)
-    await all_freed(stack)
+    await wait_until_freed(stack)
 
 
 async def test_closing_resets_handshakes() -> None:
@@ -263,7 +263,7 @@ async def test_closing_resets_handshakes() -> None:
         await listener.aclose()
         assert isinstance(await read_to_end(plain), ConnectionResetError)
         await plain.aclose()
-        await all_freed(stack)
+        await wait_until_freed(stack)
 
 
 # --- connections that fail -----------------------------------------------------------------------
@@ -292,7 +292,7 @@ async def test_a_failed_handshake_does_not_disturb_others(
         await plain.aclose()
         await check_serves(stack, listener)
         assert stack.statistics().handshakes_failed == 1
-        await all_freed(stack)
+        await wait_until_freed(stack)
         await listener.aclose()
     assert not [record for record in caplog.records if record.exc_info]
 
@@ -318,7 +318,7 @@ async def test_random_bytes_do_not_disturb_others(
                     await plain.send_all(data[: rng.randrange(1, len(data) + 1)])
         async with await stack.open_stream(*address_of(listener)) as stream:
             assert stream.mode is Mode.SMC_R
-        await all_freed(stack)
+        await wait_until_freed(stack)
         nursery.cancel_scope.cancel()
     for handed in received:
         assert not handed.startswith(clc.EYE_CATCHER), "CLC bytes reached the application"
@@ -342,7 +342,7 @@ async def test_a_defect_ends_one_connection(
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Every attempt to open one fails with EMFILE."""
+    """Let every attempt to open a descriptor fail with EMFILE."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = os.dup(0)
     os.close(probe)
@@ -354,7 +354,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 async def accept_after_errors(listener: SmcListener) -> tuple[SmcStream, int]:
-    """The next stream, and the number of errors before it."""
+    """Accept the next stream.  Returns the stream, and the number of errors before it."""
     errors = 0
     with trio.fail_after(PATIENCE):
         while True:
@@ -364,7 +364,7 @@ async def accept_after_errors(listener: SmcListener) -> tuple[SmcStream, int]:
                 errors += 1
 
 
-async def test_out_of_descriptors(stack: Stack, listener: SmcListener) -> None:
+async def test_accept_raises_without_descriptors(stack: Stack, listener: SmcListener) -> None:
     with socket.socket() as plain:
         with no_descriptors():
             plain.connect(address_of(listener))
@@ -422,13 +422,14 @@ async def test_serve_continues_after_capacity_errors(
 
 @pytest.fixture
 def two_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two streams of a listener may wait for `accept`, and eight clients be in a handshake."""
+    """Allow two streams of a listener to wait for `accept`, and eight handshakes."""
     monkeypatch.setattr("trio_smc.connecting.listener.MOST_WAITING", 2)
 
 
 @pytest.mark.usefixtures("two_may_wait")
 async def test_silent_clients_do_not_delay_others() -> None:
-    """Twice as many clients are silent as may wait for `accept`; others are served at once."""
+    """Twice as many clients are silent as may wait for `accept`; the listener serves others at
+    once."""
     config = Config(receive_buffer=16384, discovery="assume")
     async with trio_smc.open_stack(config) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
@@ -476,7 +477,7 @@ async def test_an_address_with_many_handshakes_does_not_displace_others() -> Non
                     await each.receive_some()
         with trio.move_on_after(0.1) as waiting:
             await alone.receive_some()
-        assert waiting.cancelled_caught, "the oldest handshake, but its address has only one"
+        assert waiting.cancelled_caught, "the only handshake of its address was displaced"
         await close_all(alone, *many, listener)
 
 
@@ -507,13 +508,13 @@ async def test_a_full_listener_is_closed_as_it_gets_room(stack: Stack) -> None:
     clients = [await plain_client(listener) for _ in range(3)]
     await trio.testing.wait_all_tasks_blocked(0.05)
     stream = await listener.accept()
-    listener.close()  # before the accepting task runs again
+    listener.close()  # the task that accepts has not run yet
     await trio.testing.wait_all_tasks_blocked()
     assert stack.runtime.running
     await close_all(*clients, stream)
 
 
-async def test_require_smc(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_listener_that_requires_smc_r_refuses_tcp(caplog: pytest.LogCaptureFixture) -> None:
     async with trio_smc.open_stack(Config(receive_buffer=16384, require_smc=True)) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
         async with await plain_client(listener) as plain:

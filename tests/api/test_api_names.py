@@ -1,4 +1,4 @@
-"""The public names: all exist and are documented, and there are no others."""
+"""The public names: all of them exist and are documented, and no other name is public."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_names_are_in_all_for_type_checkers() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_documented(name: str) -> None:
+def test_each_name_is_documented(name: str) -> None:
     thing = getattr(trio_smc, name)
     assert inspect.getdoc(thing)
-    assert thing.__doc__ is not None, "its own, not inherited"
+    assert thing.__doc__ is not None, "the docstring is inherited"
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_methods_documented(name: str) -> None:
+def test_each_method_is_documented(name: str) -> None:
     for method, member in public_methods(getattr(trio_smc, name)):
         assert inspect.getdoc(member), f"{name}.{method}"
 

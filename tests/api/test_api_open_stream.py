@@ -1,4 +1,4 @@
-"""`open_stream`: its results and errors, and that it leaves nothing behind."""
+"""`open_stream`: its results and errors, and that it frees everything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.api.api_peers import (
     QUICK,
     accept,
     address_of,
-    all_freed,
     check_serves,
     check_talk,
     close_all,
@@ -30,6 +29,7 @@ from tests.api.api_peers import (
     read_clc,
     read_exactly,
     read_to_end,
+    wait_until_freed,
 )
 from tests.peers import check_echo, echo_until_reset
 from tests.ports import reserved_port
@@ -46,10 +46,10 @@ class Resolver(trio.abc.HostnameResolver):
 
     def __init__(self, *addresses: str) -> None:
         self.addresses = addresses
-        self.asked: list[bytes | None] = []
+        self.queried: list[bytes | None] = []
 
     async def getaddrinfo(self, host, port, family=0, type=0, proto=0, flags=0):  # type: ignore[no-untyped-def]
-        self.asked.append(host)
+        self.queried.append(host)
         if not self.addresses:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return [
@@ -101,14 +101,14 @@ async def test_unknown_name(stack: Stack) -> None:
     assert caught.value.errno == socket.EAI_NONAME
 
 
-async def test_host_as_bytes(stack: Stack, listener: SmcListener) -> None:
+async def test_open_stream_accepts_a_host_as_bytes(stack: Stack, listener: SmcListener) -> None:
     _, port = address_of(listener)
     async with await stack.open_stream(b"127.0.0.1", port) as stream:
         assert stream.mode is Mode.SMC_R
         await close_all(await listener.accept())
 
 
-async def test_wrong_arguments(stack: Stack) -> None:
+async def test_open_stream_checks_its_arguments(stack: Stack) -> None:
     with pytest.raises(ValueError, match="host"):
         await stack.open_stream(None, 80)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="port"):
@@ -144,7 +144,7 @@ async def test_unusable_local_address(local: str, stack: Stack, listener: SmcLis
 
 @contextlib.asynccontextmanager
 async def silent_server(host: str, port: int) -> AsyncIterator[None]:
-    """A server whose backlog is full: clients wait."""
+    """A server with a full backlog, so that clients wait."""
     with trio.socket.socket() as sock, contextlib.ExitStack() as callers:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await sock.bind((host, port))
@@ -165,7 +165,7 @@ async def test_happy_eyeballs(stack: Stack, listener: SmcListener) -> None:
         assert stream.mode is Mode.SMC_R
         assert stream.socket.getpeername() == (HOST, port)
         await close_all(stream, await listener.accept())
-    # The leak check of each test proves that the losers are closed.
+    # The leak check of each test proves that the other sockets are closed.
 
 
 async def test_happy_eyeballs_continue_at_once_after_a_failure(
@@ -207,7 +207,7 @@ class CancelAtStep(trio.abc.Instrument):
 
 
 async def cancel_at(step: int, stack: Stack, listener: SmcListener) -> bool:
-    """Cancel `open_stream` at this step; False if it returned before."""
+    """Cancel `open_stream` at this step.  False if the call had already returned."""
     with trio.CancelScope() as scope:
         instrument = CancelAtStep(step, scope)
         trio.lowlevel.add_instrument(instrument)
@@ -228,7 +228,7 @@ async def check_serves_echo(stack: Stack, listener: SmcListener) -> None:
 
 @pytest.mark.parametrize("contact", ["first", "subsequent"])
 async def test_cancelled_at_every_step(contact: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Wherever the client waits, both sides free everything and continue."""
+    """At each place where the client may wait, both sides free everything and continue."""
     step = 1
     async with trio_smc.open_stack(QUICK) as server, trio.open_nursery() as nursery:
         [listener] = await nursery.start(partial(server.serve, echo_until_reset, 0, host=HOST))
@@ -241,7 +241,7 @@ async def test_cancelled_at_every_step(contact: str, caplog: pytest.LogCaptureFi
                 counters = client.statistics()
                 failed = counters.handshakes - counters.connections
                 assert counters.handshakes_failed == failed, f"step {step}"
-            await all_freed(server)
+            await wait_until_freed(server)
             if not cancelled:
                 break
             step += 1
@@ -288,7 +288,7 @@ async def test_garbage_is_an_error() -> None:
     assert isinstance(outcome.error.__cause__, trio_smc.ProtocolError)
 
 
-async def test_message_out_of_turn() -> None:
+async def test_a_message_out_of_turn_is_an_error() -> None:
     async def peer(stream: trio.SocketStream) -> None:
         again = await read_clc(stream)
         await stream.send_all(again.encode())
@@ -309,7 +309,7 @@ async def test_a_silent_peer_is_a_timeout() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", clc.EYE_CATCHER, accept().encode()[:-1]])
-async def test_the_peer_leaves(sent: bytes) -> None:
+async def test_a_peer_that_closes_is_an_error(sent: bytes) -> None:
     async def peer(stream: trio.SocketStream) -> None:
         await read_clc(stream)
         await stream.send_all(sent)
@@ -326,7 +326,7 @@ async def test_a_defect_is_an_error_too(
         raise LookupError("a defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr("trio_smc.connecting.connect._proposal", broken)
+        patch.setattr("trio_smc.connecting.connect.interface_prefixes", broken)
         with pytest.raises(ConnectionResetError) as caught:
             await stack.open_stream(*address_of(listener))
     assert isinstance(caught.value.__cause__, LookupError)
@@ -337,7 +337,7 @@ async def test_a_defect_is_an_error_too(
 # --- policy --------------------------------------------------------------------------------------
 
 
-async def test_require_smc() -> None:
+async def test_a_client_that_requires_smc_r_refuses_tcp() -> None:
     config = Config(require_smc=True)
     async with plain_server() as server, trio_smc.open_stack(config) as stack:
 
@@ -347,7 +347,7 @@ async def test_require_smc() -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(serve)
-            # Until a process accepts the connection, one that speaks SMC-R may still come.
+            # The client waits only until a process accepts: 2 s are less than its time limits.
             with trio.fail_after(2), pytest.raises(SmcUnavailable) as caught:
                 await stack.open_stream(*address_of(server))
         assert caught.value.errno == errno.EPROTONOSUPPORT
@@ -384,7 +384,7 @@ async def test_a_plain_server_gets_application_bytes_only(stack: Stack) -> None:
 async def test_a_server_that_resets_after_the_connect(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with TCP, the connection was established, so the call returns a stream that is broken."""
+    """The connection was established, so the call returns a broken stream, like over TCP."""
     async with plain_server() as server:
         connect_tcp = _dial.connect_tcp
 
@@ -404,7 +404,7 @@ async def test_a_server_that_resets_after_the_connect(
 @pytest.mark.parametrize("contact", ["first", "subsequent"])
 @pytest.mark.parametrize("serving", [True, False], ids=["served", "cancelled"])
 async def test_a_stream_that_is_aborted_at_once_is_freed(contact: str, serving: bool) -> None:
-    """The server may not have read SMC Confirm yet. It answers A, or resets TCP."""
+    """The server may not have read SMC Confirm yet.  It answers the abort (A), or resets TCP."""
     async with trio_smc.open_stack(QUICK) as server, trio.open_nursery() as nursery:
         serve = partial(server.serve, echo_until_reset, 0, host=HOST)
         [listener] = await nursery.start(serve)
@@ -419,5 +419,5 @@ async def test_a_stream_that_is_aborted_at_once_is_freed(contact: str, serving: 
                 nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):
                 streams[0].abort()
-                await all_freed(client)
+                await wait_until_freed(client)
         nursery.cancel_scope.cancel()

@@ -13,7 +13,7 @@ from tests.timing import PATIENCE
 
 
 async def run(program: str, *arguments: str) -> str:
-    """The output of a program, which must exit with 0."""
+    """Run a program that must exit with 0, and return its output."""
     with trio.fail_after(PATIENCE):
         done = await trio.run_process(
             [sys.executable, "-W", "error", "-c", textwrap.dedent(program), *arguments],
@@ -37,7 +37,7 @@ FORK = """
         try:
             result = call(*args, **options)
             if hasattr(result, "send"):
-                for _ in range(5):  # a schedule point may come first
+                for _ in range(5):  # the call may yield before the error
                     result.send(outcome.Value(None) if _ else None)
         except RuntimeError as error:
             assert "forked child" in str(error), error
@@ -63,7 +63,7 @@ FORK = """
         refuses(group.terminate)
         refuses(stack.statistics)
         stack.runtime.pump.drain()
-        # Leaving takes nothing away from the parent.
+        # The end of the stack in the child changes nothing for the parent.
         try:
             stack.runtime.shut_down().send(None)
         except StopIteration:
@@ -97,24 +97,24 @@ FORK = """
                 await (await listener.accept()).aclose()
             await mine.aclose()
             await other.aclose()
-        print("the parent goes on")
+        print("the parent continues")
 
     trio.run(main)
 """
 
 
-async def test_use_in_a_forked_child() -> None:
-    assert await run(FORK) == "the parent goes on\n"
+async def test_a_forked_child_may_use_no_object_of_its_parent() -> None:
+    assert await run(FORK) == "the parent continues\n"
 
 
-FORK_AND_GO_ON = """
+LASTING_CHILD = """
     import gc, hashlib, multiprocessing, os, pathlib, signal, sys, threading, time, warnings
     import trio, trio_smc
     from trio_smc import Config
     from trio_smc.control import server
     from trio_smc.rendezvous.discovery import publication
 
-    # Since Python 3.12 a fork warns where there are threads.
+    # Since Python 3.12, a fork warns if the process has several threads.
     warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
     HOW, LOCKED = sys.argv[1], sys.argv[2] == "locked"
     server._NAME_INTERVAL = publication._NAME_INTERVAL = 0.05
@@ -125,8 +125,8 @@ FORK_AND_GO_ON = """
     def files():
         return sorted(str(each) for each in private.parent.rglob("*"))
 
-    async def go_on():
-        # Everything that waits for a time or a descriptor has its turn.
+    async def let_time_pass():
+        # Let each timer fire, and each task run that waits for a descriptor.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             await trio.sleep(0.6)
@@ -148,11 +148,11 @@ FORK_AND_GO_ON = """
             other = await listener.accept()
             child = os.fork() if HOW == "fork" else 0
             if HOW == "fork" and child == 0:
-                # Trio's epoll instance is shared, so the child runs when the parent does not.
+                # Parent and child share Trio's epoll instance, so only one of them may run.
                 os.write(ready[1], b"x")
                 os.read(go[0], 1)
                 before = files()
-                await go_on()
+                await let_time_pass()
                 os._exit(0 if files() == before else 7)
             process = None
             if HOW == "multiprocessing":
@@ -174,7 +174,7 @@ FORK_AND_GO_ON = """
             await listener.aclose()
         left = [each for each in files() if pathlib.Path(each).is_socket()]
         assert left == [], left
-        # The child has the descriptor that it inherited no more, so the file is not locked.
+        # The child has closed the descriptor that it inherited, so the file is not locked.
         async with trio_smc.open_stack(Config(rnics=(), control=False, capture=capture)):
             pass
         digest = hashlib.sha256(capture.read_bytes()).digest()
@@ -188,7 +188,7 @@ FORK_AND_GO_ON = """
         assert files() == before, (files(), before)
         assert hashlib.sha256(capture.read_bytes()).digest() == digest
         capture.unlink()
-        print("the parent goes on")
+        print("the parent continues")
 
     if LOCKED:
         # A thread of the parent holds the capture's lock at the moment of each fork.
@@ -223,8 +223,9 @@ FORK_AND_GO_ON = """
 @pytest.mark.parametrize("held", ["free", "locked"])
 @pytest.mark.parametrize("how", ["fork", "multiprocessing"])
 async def test_a_forked_child_that_keeps_running_touches_nothing(how: str, held: str) -> None:
-    """The child changes no names, files or shared memory, before and after the parent closes."""
-    assert await run(FORK_AND_GO_ON, how, held) == "the parent goes on\n"
+    """The child changes no name, file or shared memory, before and after the parent's stack
+    closes."""
+    assert await run(LASTING_CHILD, how, held) == "the parent continues\n"
 
 
 FORK_BETWEEN_RUNS = """
@@ -260,7 +261,7 @@ ELSEWHERE = """
     import encodings.idna
     import trio
 
-    # As far as this can be pretended: Trio itself needs its epoll and a socket pair.
+    # Imitate another system as far as possible: Trio itself needs epoll and a socket pair.
     sys.platform = {platform!r}
     for module, names in {{
         os: ("eventfd", "eventfd_read", "eventfd_write", "memfd_create", "getuid", "geteuid",
@@ -310,7 +311,7 @@ ELSEWHERE = """
 """
 
 
-async def test_other_systems() -> None:
+async def test_other_systems_use_tcp() -> None:
     expected = "tcp unsupported-platform tcp unsupported-platform\n"
     for platform in ("darwin", "win32", "freebsd14"):
         output = await run(ELSEWHERE.format(platform=platform))

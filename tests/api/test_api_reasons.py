@@ -1,4 +1,4 @@
-"""Every reason for a fallback: its cause and its text."""
+"""Every reason for a fallback: the cause of the reason, and its text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.api.api_peers import (
     QUICK,
     accept,
     address_of,
-    all_freed,
     check_serves,
     close_all,
     connect,
@@ -28,6 +27,7 @@ from tests.api.api_peers import (
     proposal,
     read_clc,
     read_exactly,
+    wait_until_freed,
 )
 from tests.timing import PATIENCE
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, SoftRnic
@@ -45,7 +45,7 @@ LOCAL, PEER = Origin.LOCAL, Origin.PEER
 
 
 @pytest.mark.parametrize("reason", Reason)
-def test_texts(reason: Reason) -> None:
+def test_each_reason_has_texts(reason: Reason) -> None:
     fallback = Fallback.local(reason)
     for text in (fallback.message, fallback.remedy):
         assert re.fullmatch(r"(?!\s).{15,120}[^.!\s]", text), text
@@ -105,7 +105,7 @@ async def test_a_server_declines(word: int) -> None:
     async def peer(stream: trio.SocketStream) -> None:
         assert isinstance(await read_clc(stream), clc.Proposal)
         await stream.send_all(decline(word).encode())
-        assert await read_exactly(stream, 11) == b"application", "a Decline is not answered"
+        assert await read_exactly(stream, 11) == b"application", "the client answered a Decline"
 
     outcome = await open_to(peer)
     assert outcome.stream is not None
@@ -132,7 +132,7 @@ async def test_a_client_declines() -> None:
             assert await read_exactly(stream, 11) == b"application"
             await stream.aclose()
         assert stack.statistics().fallbacks == {(PEER, Reason.OUT_OF_RESOURCES): 1}
-        await all_freed(stack)
+        await wait_until_freed(stack)
         await listener.aclose()
 
 
@@ -140,7 +140,7 @@ async def test_a_client_declines() -> None:
 
 
 async def answer_of_our_client(answer: clc.Message) -> tuple[Fallback | None, clc.Message]:
-    """The fallback of the client after an answer to its Proposal, and the client's message."""
+    """Answer the Proposal of the stack; returns the client's fallback, and its next message."""
     sent: list[clc.Message] = []
 
     async def peer(stream: trio.SocketStream) -> None:
@@ -206,7 +206,7 @@ async def both(
     server: Config,
     prepare: Callable[[trio_smc.Stack, trio_smc.Stack], None] = lambda client, server: None,
 ) -> tuple[Fallback | None, Fallback | None]:
-    """The fallbacks of the two ends of a connection."""
+    """Open a connection between two stacks; returns the fallbacks of its two ends."""
     async with trio_smc.open_stack(server) as there, trio_smc.open_stack(client) as here:
         [listener] = await there.open_listeners(0, host=HOST)
         prepare(here, there)
@@ -228,7 +228,7 @@ async def test_no_rnic() -> None:
     )
 
 
-async def test_no_rnic_under_assume() -> None:
+async def test_a_server_without_an_rnic_declines_under_assume() -> None:
     """Under "assume" the server answers with a CLC message."""
     fallbacks = await both(ASSUME, Config(rnics=(), discovery="assume"))
     assert fallbacks == (Fallback.from_peer(0x03030000), local(Reason.NO_RNIC))
@@ -309,7 +309,7 @@ async def test_a_software_rnic_of_another_version(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_no_directory_for_the_software_rnic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There were no more descriptors when the stack was opened."""
+    """The process has no free descriptors when the stack opens."""
 
     def full(self: SoftRnic, directory: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -331,7 +331,7 @@ async def test_a_python_without_the_gil(monkeypatch: pytest.MonkeyPatch) -> None
             await stream.aclose()
 
 
-# The tests of the reasons that this file does not cover.
+# Tests in other files, for the reasons that this file does not cover.
 ELSEWHERE = {
     Reason.HANDSHAKE_LIMIT: "stack.test_policy.test_handshakes_beyond_the_limit_use_tcp",
     Reason.DIRECTORY_UNUSABLE: "api.test_api_discovery.test_a_hostile_directory",
@@ -351,7 +351,7 @@ ELSEWHERE = {
 
 
 def test_every_reason_has_a_test() -> None:
-    """A test names each reason, here or in the place that the table gives."""
+    """A test of this file or of the table names each reason."""
     with open(__file__) as file:
         text = file.read()
     for reason in Reason:

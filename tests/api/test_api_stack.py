@@ -21,7 +21,6 @@ from tests.api.api_peers import (
     HOST,
     QUICK,
     address_of,
-    all_freed,
     check_serves,
     check_talk,
     close_all,
@@ -30,6 +29,7 @@ from tests.api.api_peers import (
     plain_server,
     read_exactly,
     read_to_end,
+    wait_until_freed,
 )
 from tests.peers import check_echo, echo
 from tests.timing import PATIENCE
@@ -50,7 +50,7 @@ from trio_smc._base.reasons import Diagnosis
 
 @contextlib.asynccontextmanager
 async def two_stacks() -> AsyncIterator[tuple[Stack, Stack, SmcListener]]:
-    """A client's stack, a server's stack, and a listener of the server."""
+    """Open a client's stack, a server's stack, and a listener of the server."""
     async with trio_smc.open_stack(QUICK) as server, trio_smc.open_stack(QUICK) as client:
         [listener] = await server.open_listeners(0, host=HOST)
         yield client, server, listener
@@ -60,7 +60,7 @@ def pollers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "trio_smc" in thread.name]
 
 
-# --- which stack ---------------------------------------------------------------------------------
+# --- the stack of a call -------------------------------------------------------------------------
 
 
 async def test_calls_use_the_stack_around_them() -> None:
@@ -88,7 +88,7 @@ async def test_peer_ids_are_new_at_every_start() -> None:
     assert len(seen) == 6
 
 
-async def test_rnics() -> None:
+async def test_named_rnics_belong_to_one_stack_at_a_time() -> None:
     names = (SoftRnic("left"), SoftRnic("right"))
     async with trio_smc.open_stack(Config(rnics=names)) as stack:
         assert stack.rnics == names
@@ -134,7 +134,7 @@ def test_a_stream_left_open_on_the_default_stack() -> None:
     assert pollers() == []
 
 
-def test_no_default_stack_and_then_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_default_stack_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         with monkeypatch.context() as patch:
             patch.setattr("os.eventfd", no_descriptors)
@@ -153,7 +153,7 @@ def test_no_default_stack_and_then_one(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- views ---------------------------------------------------------------------------------------
 
 
-async def test_link_groups() -> None:
+async def test_views_of_link_groups() -> None:
     async with two_stacks() as (client, server, listener):
         assert not [*client.link_groups, *server.link_groups]
         streams = [*await connect(client, listener), *await connect(client, listener)]
@@ -183,7 +183,7 @@ async def test_link_groups() -> None:
         assert "ACTIVE" in repr(mine.links[0])
         assert "16384" in repr(mine.rmbs[0])
         await close_all(*streams)
-        await all_freed(client)
+        await wait_until_freed(client)
         assert mine.links[0].connections == 0
         assert sum(rmb.in_use for rmb in mine.rmbs) == 0
     assert mine.state == "GONE"
@@ -203,7 +203,7 @@ async def test_a_stack_connected_to_itself() -> None:
 
 
 @pytest.mark.parametrize("side", ["client", "server"])
-async def test_terminate(side: str) -> None:
+async def test_terminate_breaks_the_streams_of_a_group(side: str) -> None:
     async with two_stacks() as (client, server, listener):
         mine, other = await connect(client, listener)
         [group] = (client if side == "client" else server).link_groups
@@ -255,8 +255,8 @@ async def test_statistics_agree() -> None:
             assert here.writes >= 1
             assert here.cdcs_sent >= 1
             await close_all(mine, other)
-            await all_freed(client)
-            await all_freed(server)
+            await wait_until_freed(client)
+            await wait_until_freed(server)
         tcp = await plain_client(listener)
         await close_all(tcp, await listener.accept())
         here_all, there_all = client.statistics(), server.statistics()
@@ -290,7 +290,7 @@ async def test_bytes_over_tcp_are_counted_without_the_handshakes() -> None:
             await mine.send_all(bytes(1000))
             await read_exactly(other, 1000)
             await other.send_all(bytes(7))
-            await mine.send_eof()  # whose FIN is no byte
+            await mine.send_eof()  # a FIN does not count as a byte
             assert await other.receive_some() == b""
             both = (
                 (client, mine, StreamStatistics(bytes_sent=1000, bytes_received=7)),
@@ -317,7 +317,7 @@ async def test_statistics_are_frozen() -> None:
         assert statistics == stack.statistics()
 
 
-# --- leaving -------------------------------------------------------------------------------------
+# --- the end of a stack --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unread", [False, True], ids=["all-read", "unread"])
@@ -351,7 +351,7 @@ async def test_open_streams_are_closed_as_sockets_are(unread: bool) -> None:
             with pytest.raises(trio.ClosedResourceError):
                 await stream.receive_some()
         await close_all(mine, other, plain, accepted)
-        await all_freed(server)
+        await wait_until_freed(server)
     assert pollers() == []
 
 
@@ -376,7 +376,7 @@ async def test_streams_waiting_when_the_stack_is_left() -> None:
 
 
 async def test_warnings_that_are_errors_are_raised_last() -> None:
-    """The stack is closed completely before the warning is raised."""
+    """`open_stack` raises the warning only after the stack is closed completely."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ResourceWarning):
@@ -389,7 +389,7 @@ async def test_warnings_that_are_errors_are_raised_last() -> None:
 
 @pytest.mark.rfc("4.8.3/1")
 async def test_closed_streams_are_finished() -> None:
-    """Sent data arrives although the stack is left at once."""
+    """Sent data arrives although the stack ends at once."""
     async with trio_smc.open_stack(QUICK) as server:
         [listener] = await server.open_listeners(0, host=HOST)
         async with trio.open_nursery() as nursery:
@@ -407,7 +407,8 @@ async def test_closed_streams_are_finished() -> None:
 
 
 async def test_closed_streams_are_finished_in_time() -> None:
-    """A peer that neither reads nor closes costs at most shutdown_timeout."""
+    """The end of a stack waits at most shutdown_timeout for a peer that neither reads nor
+    closes."""
     config = Config(receive_buffer=16384, shutdown_timeout=0.05)
     async with trio_smc.open_stack(QUICK) as server:
         [listener] = await server.open_listeners(0, host=HOST)
@@ -418,10 +419,10 @@ async def test_closed_streams_are_finished_in_time() -> None:
         with contextlib.suppress(trio.BrokenResourceError):
             assert await other.receive_some() == b""
         await other.aclose()
-        await all_freed(server)
+        await wait_until_freed(server)
 
 
-async def test_calls_afterwards() -> None:
+async def test_calls_fail_after_the_end_of_the_stack() -> None:
     async with trio_smc.open_stack(QUICK) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
     with pytest.raises(trio.ClosedResourceError):
@@ -436,7 +437,7 @@ async def test_calls_afterwards() -> None:
 
 
 async def test_a_task_that_outlives_the_stack() -> None:
-    """The task has inherited the context, and so the stack."""
+    """The task has inherited the stack with its context."""
     left = trio.Event()
 
     async def late() -> None:
@@ -511,7 +512,7 @@ async def test_cancelled_before_it_opens() -> None:
 
 
 async def test_a_stack_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is no ExceptionGroup, and nothing is left behind."""
+    """The error is not an ExceptionGroup, and the failed stack has freed everything."""
 
     def no_descriptors(*args: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -572,7 +573,7 @@ async def test_the_socket_of_an_smc_stream() -> None:
             assert not hasattr(mine.socket, what), what
         assert "127.0.0.1" in repr(mine.socket)
         await close_all(mine, other)
-        await all_freed(client)
+        await wait_until_freed(client)
         assert mine.socket.fileno() == -1
         with pytest.raises(OSError, match="Bad file descriptor"):
             mine.socket.getpeername()
@@ -591,7 +592,10 @@ async def test_the_socket_of_a_tcp_stream() -> None:
 
 
 class Recorder:
-    """Records its calls; with ``broken`` each call raises."""
+    """An observer that records its calls.
+
+    broken: True if each call raises an exception.
+    """
 
     def __init__(self, *, broken: bool = False) -> None:
         self.events: list[tuple[str, tuple[object, ...]]] = []
@@ -612,13 +616,13 @@ class Recorder:
         return {name for name, _ in self.events}
 
 
-async def test_observers(caplog: pytest.LogCaptureFixture) -> None:
+async def test_observers_see_all_events(caplog: pytest.LogCaptureFixture) -> None:
     broken, whole = Recorder(broken=True), Recorder()
     async with two_stacks() as (client, _, listener):
         client.add_observer(broken)  # type: ignore[arg-type]
         client.add_observer(whole)  # type: ignore[arg-type]
         await check_serves(client, listener)
-        await all_freed(client)
+        await wait_until_freed(client)
         assert whole.kinds() == {"clc", "llc", "cdc", "rdma_write", "state", "mode"}
         assert whole.events == broken.events
         assert "an observer failed" in caplog.text
@@ -642,7 +646,7 @@ async def test_observers_of_fallbacks() -> None:
         await close_all(stream, accepted)
 
 
-# --- nothing is kept -----------------------------------------------------------------------------
+# --- memory --------------------------------------------------------------------------------------
 
 
 async def test_a_stack_is_garbage_after_it_was_left() -> None:

@@ -1,5 +1,5 @@
-"""An event at each step of the scheduler, or with each number of free descriptors: nothing is left
-behind, and tasks that are not concerned continue."""
+"""An event at each step of the scheduler, or with each number of free descriptors: the stacks free
+everything, and tasks without a part in the event continue."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 import trio
 
 import trio_smc
-from tests.api.api_peers import HOST, QUICK, address_of, all_freed, check_serves
+from tests.api.api_peers import HOST, QUICK, address_of, check_serves, wait_until_freed
 from tests.peers import check_echo, echo_until_reset
 from tests.timing import PATIENCE
 from trio_smc import SmcListener, SmcStream, Stack
 
 
 class AtStep(trio.abc.Instrument):
-    """Calls a function once, after a number of task steps."""
+    """Calls a function after a number of task steps."""
 
     def __init__(self, step: int, function: Callable[[], None]) -> None:
         self.left = step
@@ -49,7 +49,7 @@ def check_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def open_and_close(stack: Stack, address: tuple[str, int]) -> None:
-    """Any result is accepted, and each documented error."""
+    """Open a stream and close it.  Accepts any result, and each documented error."""
     with contextlib.suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError):
         stream = await stack.open_stream(*address)
         async with stream:
@@ -58,7 +58,9 @@ async def open_and_close(stack: Stack, address: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("contact", ["first", "subsequent"])
-async def test_the_listener_is_closed(contact: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_listener_may_close_at_each_step(
+    contact: str, caplog: pytest.LogCaptureFixture
+) -> None:
     step, early = 1, True
     async with trio_smc.open_stack(QUICK) as server:
         while early:
@@ -81,8 +83,8 @@ async def test_the_listener_is_closed(contact: str, caplog: pytest.LogCaptureFix
                 [other] = await server.open_listeners(0, host=HOST)
                 await check_serves(client, other)
                 await other.aclose()
-                await all_freed(client)
-            await all_freed(server)
+                await wait_until_freed(client)
+            await wait_until_freed(server)
             step += 1
     assert step > 10
     check_log(caplog)
@@ -90,7 +92,7 @@ async def test_the_listener_is_closed(contact: str, caplog: pytest.LogCaptureFix
 
 @pytest.mark.filterwarnings("ignore:.* was open when its stack was closed:ResourceWarning")
 @pytest.mark.parametrize("side", ["client", "server"])
-async def test_the_stack_is_left(side: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stack_may_end_at_each_step(side: str, caplog: pytest.LogCaptureFixture) -> None:
     step, early = 1, True
     while early:
         async with trio_smc.open_stack(QUICK) as survivor:
@@ -126,7 +128,7 @@ async def test_the_stack_is_left(side: str, caplog: pytest.LogCaptureFixture) ->
                     nursery.cancel_scope.cancel()
             if side == "client":
                 await check_serves(survivor, listener)
-            await all_freed(survivor)
+            await wait_until_freed(survivor)
         step += 1
     assert step > 20
     check_log(caplog)
@@ -134,7 +136,7 @@ async def test_the_stack_is_left(side: str, caplog: pytest.LogCaptureFixture) ->
 
 @contextlib.contextmanager
 def few_descriptors(count: int) -> Iterator[None]:
-    """Limit the number of further descriptors."""
+    """Let the process open only ``count`` further descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = [os.dup(0) for _ in range(count + 1)]
     highest = max(free)
@@ -149,7 +151,7 @@ def few_descriptors(count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("named", [False, True])
 async def test_a_stack_with_few_descriptors(named: bool) -> None:
-    """The stack opens, perhaps without its RNIC, or raises an OSError."""
+    """The stack opens, perhaps without its RNIC, or `open_stack` raises an OSError."""
     outcomes: list[int] = []
     for count in range(24):
         rnics = (trio_smc.SoftRnic(),)
@@ -169,8 +171,8 @@ async def test_a_stack_with_few_descriptors(named: bool) -> None:
 async def test_a_connection_with_few_descriptors(
     contact: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The result is SMC-R, TCP with a reason, or an OSError. Afterwards everything works."""
-    hurried = replace(QUICK, handshake_timeout=0.2)  # for a server that cannot accept
+    """The result is SMC-R, TCP with a reason, or an OSError.  The next connection works."""
+    hurried = replace(QUICK, handshake_timeout=0.2)  # in case the server cannot accept
     outcomes: list[str] = []
 
     async with trio_smc.open_stack(QUICK) as server, trio.open_nursery() as nursery:
@@ -192,7 +194,7 @@ async def test_a_connection_with_few_descriptors(
                     with contextlib.suppress(trio.BrokenResourceError):
                         await use(stream)
                 await use(await client.open_stream(*address_of(listener)))
-            await all_freed(server)
+            await wait_until_freed(server)
             assert len(outcomes) < 100
         nursery.cancel_scope.cancel()
     assert outcomes[0] == "error"

@@ -1,4 +1,4 @@
-"""Type checkers find a misspelled mode, and all public names have types."""
+"""A type checker finds a misspelled mode, and all public names have types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 COMPARISONS = Path(__file__).with_name("comparisons.py").read_text()
 COMPLETE = 0.95
 
-pytestmark = pytest.mark.timeout(300)  # a type checker, on a busy machine
+pytestmark = pytest.mark.timeout(300)  # a type checker takes long on a busy machine
 
 
 def site_packages() -> list[str]:
@@ -24,14 +24,14 @@ def site_packages() -> list[str]:
 
 
 def pyright(place: Path, *arguments: str) -> Any:
-    """The strict output of pyright for this interpreter and this tree."""
+    """Run pyright in strict mode for this interpreter and this tree; returns its output."""
     settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "pythonVersion": "3.11"}
     (place / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "basedpyright", "--outputjson"]
     done = subprocess.run(
         [*command, "--pythonpath", sys.executable, *arguments],
         cwd=place,
-        # pyright does not see an editable installation and its dependencies.
+        # Without this path, pyright does not find an editable installation and its dependencies.
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *site_packages()))},
         capture_output=True,
         text=True,
@@ -42,7 +42,7 @@ def pyright(place: Path, *arguments: str) -> Any:
 
 
 def errors(place: Path, text: str) -> list[str]:
-    """The rules that a program breaks, with line numbers."""
+    """Check a program; returns the violated rules with line numbers."""
     (place / "program.py").write_text(text)
     found = pyright(place)["generalDiagnostics"]
     return [
@@ -60,7 +60,7 @@ def test_a_misspelled_mode_is_an_error(tmp_path: Path) -> None:
 
 
 def test_every_public_name_has_a_type(tmp_path: Path) -> None:
-    """Checks the whole package, of which users see the exports of `trio_smc`."""
+    """pyright checks all names that `trio_smc` exports."""
     report = pyright(tmp_path, "--verifytypes", "trio_smc", "--ignoreexternal")["typeCompleteness"]
     unclear = [
         each["name"]

@@ -296,8 +296,8 @@ class Case:
                 world.fabric.deliver(rng.choice((1, 2)))
             else:
                 rng.choice(world.sides).stack.pump.drain()
-                if world.news:
-                    world.news.popleft().look()
+                if world.tcp_changes:
+                    world.tcp_changes.popleft().process_change()
         for _, late in self._later:
             late()
 

@@ -52,7 +52,7 @@ from typing import Self
 from tests.campaigns._cases import Outcome, print_outcome, run_cases
 from tests.campaigns._link_group_faults import FAULTS, GENTLE, Faults
 from tests.campaigns._options import parse
-from tests.rendezvous.links.link_group_rules import agreement, kind_of
+from tests.rendezvous.links.link_group_rules import check_agreement, kind_of
 from tests.rendezvous.links.link_group_world import SIZES, GroupWorld, Stream
 from tests.rnic.memory_rnic import Fate
 from trio_smc.config.config import Config
@@ -155,7 +155,7 @@ class Case(Faults):
             self._repair()
             self._settle()
             self._use_streams()
-            agreement(world)
+            check_agreement(world)
             self._note_ending()
             self._close_streams()
 

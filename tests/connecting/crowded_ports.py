@@ -1,7 +1,8 @@
-"""Runs for `test_ports` in a network namespace with few ports, and prints the results.
+"""The programs of `test_ports`, which run in a network namespace with few ports.
 
-Arguments: "count", "reserved", "wanted" or "share", first and last of the system's ports, and, for
-"share", how many clients. With BEFORE_6_3 in the environment there is no IP_LOCAL_PORT_RANGE.
+Arguments: "count", "reserved", "wanted" or "share"; the first and the last local port of the
+system; and for "reserved" and "wanted" a range of ports, for "share" the number of clients.  If the
+environment contains BEFORE_6_3, the program does not use IP_LOCAL_PORT_RANGE.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def plain_servers(count: int) -> list[socket.socket]:
 
 
 def count_tcp(addresses: list[tuple[str, int]]) -> list[int]:
-    """The number of connections that TCP makes to each address."""
+    """Make as many TCP connections to each address as possible; returns their numbers."""
     opened: list[socket.socket] = []
     counts = []
     for address in addresses:
@@ -67,7 +68,7 @@ def count_tcp(addresses: list[tuple[str, int]]) -> list[int]:
                 break
             opened.append(sock)
         counts.append(len(opened) - before)
-    for sock in opened:  # no TIME_WAIT
+    for sock in opened:  # a reset leaves no TIME_WAIT
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sock.close()
     return counts
@@ -182,14 +183,14 @@ async def client(number: int) -> None:
                 except OSError as error:
                     if error.errno != errno.EADDRNOTAVAIL:
                         raise
-                    await trio.sleep(0.01)  # like TCP: other clients have all ports
+                    await trio.sleep(0.01)  # other clients use all ports, as over TCP
                     continue
                 break
             await stream.send_all(word)
             answer = b""
             while len(answer) < len(word):
                 piece = await stream.receive_some()
-                assert piece, "the end came too early"
+                assert piece, "the stream ended too early"
                 answer += piece
             assert answer == word
             stream.abort()

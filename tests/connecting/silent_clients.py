@@ -1,9 +1,9 @@
 """A process with clients that connect and then stall.
 
 ``python -m tests.connecting.silent_clients HOST PORT COUNT ADDRESSES KIND`` keeps COUNT connections
-from ADDRESSES addresses of 127.0.0.0/8 and replaces each one that the server resets. KIND is
-"silent", "drip" (one byte per second of a Proposal) or "proposal" (nothing after a Proposal). When
-all have connected once, it prints a line.
+from ADDRESSES addresses of 127.0.0.0/8, and replaces each connection that the server resets.  KIND
+is "silent", "drip" (one byte per second of a Proposal) or "proposal" (a Proposal, and then
+nothing).  When all clients have connected once, the process prints a line.
 """
 
 from __future__ import annotations

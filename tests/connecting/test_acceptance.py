@@ -1,4 +1,4 @@
-"""When a listener accepts a connection that another process could accept, too."""
+"""The time at which a listener accepts a connection that another process could also accept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from trio_smc.connecting.acceptance import Acceptance
 from trio_smc.states.engine import IllegalEvent
 
 
-async def left_after(acceptance: Acceptance) -> float:
-    """Seconds that the listener leaves a connection to other processes."""
+async def time_left_to_others(acceptance: Acceptance) -> float:
+    """Seconds for which the listener leaves a connection to other processes."""
     began = trio.current_time()
     if acceptance.is_later:
         await acceptance.leave_to_others(None)
@@ -23,7 +23,7 @@ async def test_a_connection_is_left_to_others_while_no_task_waits(
 ) -> None:
     acceptance = Acceptance(on_demand=False)
     assert not acceptance.is_on_demand
-    assert await left_after(acceptance) == pytest.approx(0.01)
+    assert await time_left_to_others(acceptance) == pytest.approx(0.01)
 
 
 async def test_a_connection_is_accepted_at_once_while_a_call_waits(
@@ -33,9 +33,9 @@ async def test_a_connection_is_accepted_at_once_while_a_call_waits(
     acceptance.begin_call()
     acceptance.begin_call()
     acceptance.end_call()
-    assert await left_after(acceptance) == 0
+    assert await time_left_to_others(acceptance) == 0
     acceptance.end_call()
-    assert await left_after(acceptance) == pytest.approx(0.01)
+    assert await time_left_to_others(acceptance) == pytest.approx(0.01)
 
 
 async def test_a_call_ends_the_wait_for_other_processes(
@@ -45,11 +45,11 @@ async def test_a_call_ends_the_wait_for_other_processes(
     waited: list[float] = []
 
     async def wait() -> None:
-        waited.append(await left_after(acceptance))
+        waited.append(await time_left_to_others(acceptance))
 
     nursery.start_soon(wait)
     await trio.sleep(0.004)
-    acceptance.client_waits()  # does not end it
+    acceptance.client_waits()  # does not end the wait
     await trio.sleep(0.002)
     acceptance.begin_call()
     await trio.testing.wait_all_tasks_blocked()

@@ -1,4 +1,4 @@
-"""Accepted TCP connections before their handshake."""
+"""Accepted TCP connections before the handshake."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import trio
 
 import trio_smc
 from tests.api.api_peers import plain_server
-from tests.rendezvous.discovery.world import announce, bound, soon
+from tests.rendezvous.discovery.world import announce, bound, deadline_after
+from tests.timing import PATIENCE
 from trio_smc import FallbackReason
 from trio_smc.connecting import accept, listener
 from trio_smc.host.private_directory import PrivateDirectory
@@ -25,7 +26,7 @@ HOST = "127.0.0.1"
 
 @pytest.mark.usefixtures("runtime_directory")
 async def test_a_client_in_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No RNIC serves the client's address. The server finds the RNIC with the announcement."""
+    """No RNIC serves the client's address, but the announcement shows that the client is near."""
 
     def choose(*args: Any, near: bool, **options: Any) -> Route:
         if not near:
@@ -33,7 +34,7 @@ async def test_a_client_in_another_namespace(monkeypatch: pytest.MonkeyPatch) ->
         return choose_route(*args, near=near, **options)
 
     monkeypatch.setattr(accept, "choose_route", choose)
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(), trio.open_nursery() as nursery:
             [listener] = await trio_smc.open_listeners(0, host=HOST)
 
@@ -53,11 +54,12 @@ async def test_a_client_in_another_namespace(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_dead_name_does_not_keep_a_client_from_being_assumed(
     monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
 ) -> None:
-    """A killed client left the name; this one has the same port, and sends CLC unannounced."""
+    """A killed client has left the name.  This client has the same port, and sends CLC without an
+    announcement."""
     directory = PrivateDirectory.open(runtime_directory / "trio-smc", create=True)
     monkeypatch.setattr(Names, "find", lambda self, name: [directory])
     config = trio_smc.Config(assume=(HOST,))
-    with contextlib.closing(directory), trio.fail_after(10):
+    with contextlib.closing(directory), trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(config) as stack:
             [listener] = await stack.open_listeners(0, host=HOST)
             async with listener, trio.open_nursery() as nursery:
@@ -75,7 +77,7 @@ async def test_a_dead_name_does_not_keep_a_client_from_being_assumed(
 async def test_no_plain_connection_waits_for_a_place_of_an_announcement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As many connections as may be are announced; those to a plain server are not."""
+    """The limit of announcements is reached, but a connection to a plain server needs none."""
     waits: list[bool] = []
 
     async def wait(self: Announcer, *, required: bool) -> None:
@@ -98,10 +100,11 @@ async def test_no_plain_connection_waits_for_a_place_of_an_announcement(
 async def test_a_client_is_refused_before_the_listener_is_full(
     required: bool, monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
 ) -> None:
-    """So its connection is TCP, and is not reset to make room. One that requires SMC-R waits."""
-    monkeypatch.setattr(listener, "MOST_WAITING", 1)  # so 4 handshakes
+    """The refused connection is TCP, and is not reset later to make room.  A client that requires
+    SMC-R waits instead."""
+    monkeypatch.setattr(listener, "MOST_WAITING", 1)  # allows 4 handshakes
     discovery = Discovery(runtime_directory / "trio-smc")
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack() as stack, contextlib.AsyncExitStack() as silent:
             silent.callback(discovery.close)
             [served] = await stack.open_listeners(0, host=HOST)
@@ -111,7 +114,7 @@ async def test_a_client_is_refused_before_the_listener_is_full(
                 client = await silent.enter_async_context(bound())
                 announcement = silent.enter_context(await announce(discovery, client, address))
                 await client.connect(address)
-                assert await announcement.accepted(soon()) is None
+                assert await announcement.accepted(deadline_after()) is None
             config = trio_smc.Config(require_smc=required)
             async with await stack.open_stream(*address, config=config) as stream:
                 if required:

@@ -1,6 +1,6 @@
 """Clients under `discovery="assume"` that end the connection early, or send no CLC message.
 
-If no CLC message has begun, the application gets the connection, like any TCP connection."""
+Unless a CLC message has begun, the application gets the connection like any TCP connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trio_smc import Mode, SmcListener, Stack, open_stack
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.wire import clc
 
-# Longer than any wait of these tests, so that the bytes decide and not the time.
+# Longer than any wait of these tests, so that the received bytes decide, not the time.
 LATER = replace(ASSUME, handshake_timeout=10 * PATIENCE)
 
 
@@ -38,7 +38,7 @@ def reset(stream: trio.SocketStream) -> None:
     stream.socket.close()
 
 
-async def arrived(stream: trio.SocketStream) -> None:
+async def wait_until_acknowledged(stream: trio.SocketStream) -> None:
     """Wait until the peer's kernel has acknowledged the data, so that a reset comes later."""
     with trio.fail_after(PATIENCE):
         while fcntl.ioctl(stream.socket.fileno(), termios.TIOCOUTQ, bytes(4)) != bytes(4):
@@ -76,12 +76,12 @@ async def test_a_client_that_ends_before_an_eye_catcher_is_handed_over(
 
 @pytest.mark.parametrize("count", range(4))
 async def test_a_client_that_resets_before_an_eye_catcher_is_handed_over(count: int) -> None:
-    """The application reads the data and then gets the error, as with TCP."""
+    """The application reads the data, and then gets the error, like over TCP."""
     async with open_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         if count:
             await raw.send_all(clc.EYE_CATCHER[:count])
-            await arrived(raw)
+            await wait_until_acknowledged(raw)
         reset(raw)
         with trio.fail_after(PATIENCE):
             stream = await listener.accept()
@@ -101,7 +101,7 @@ async def test_a_client_that_sends_something_else_is_handed_over(count: int) -> 
         raw = await trio.open_tcp_stream(*address_of(listener))
         for byte in clc.EYE_CATCHER[:count]:
             await raw.send_all(bytes((byte,)))
-            await arrived(raw)
+            await wait_until_acknowledged(raw)
         await raw.send_all(b"!")
         with trio.fail_after(PATIENCE):
             stream = await listener.accept()
@@ -116,11 +116,12 @@ async def test_a_client_that_sends_something_else_is_handed_over(count: int) -> 
 
 @pytest.mark.parametrize("count", range(1, 4))
 async def test_an_urgent_byte_within_an_eye_catcher_is_handed_over(count: int) -> None:
-    """`recv` stops before an urgent byte and the socket stays readable. This must not spin."""
+    """`recv` stops before an urgent byte, and the socket stays readable.  The server must not
+    spin."""
     async with open_listener() as (_, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         await raw.send_all(clc.EYE_CATCHER[:count])
-        await arrived(raw)
+        await wait_until_acknowledged(raw)
         await raw.socket.send(b"!", socket.MSG_OOB)
         await raw.send_all(clc.EYE_CATCHER[count:])
         with trio.fail_after(PATIENCE):
@@ -138,13 +139,13 @@ async def test_an_urgent_byte_within_an_eye_catcher_is_handed_over(count: int) -
 @pytest.mark.parametrize("count", range(4, 8))
 @pytest.mark.parametrize("how", ["eof", "reset", "something else"])
 async def test_part_of_a_header_ends_the_connection(count: int, how: str) -> None:
-    """After a complete eye catcher the bytes are CLC. They never reach an application."""
+    """After a complete eye catcher, the bytes are CLC, and never reach an application."""
     header = proposal().encode()[:8]
     async with open_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         for byte in header[:count]:
             await raw.send_all(bytes((byte,)))
-            await arrived(raw)
+            await wait_until_acknowledged(raw)
         if how == "eof":
             await raw.send_eof()
         elif how == "reset":

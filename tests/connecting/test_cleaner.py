@@ -19,7 +19,7 @@ from trio_smc.rendezvous.discovery import publication
 @pytest.mark.usefixtures("runtime_directory")
 @pytest.mark.parametrize("everything", [False, True])
 async def test_removed_sockets_return(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections between new processes are SMC-R again, even if the directories were removed."""
+    """Connections between new processes are SMC-R again, even after the loss of the directories."""
     for module in (publication, server):
         monkeypatch.setattr(module, "_NAME_INTERVAL", 0.05)
     private = Config().private_directory()

@@ -1,4 +1,4 @@
-"""The versions of SMC-R that a client offers, and the agreed one, between two stacks."""
+"""The versions of SMC-R that a client offers, and the version that two stacks agree on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handshakes that wait for their clients: which of them give way, and the cost of this."""
+"""Handshakes that wait for their clients: which of them a full listener cancels, and the cost."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import trio
 
 import trio_smc
 from tests.peers import check_echo, echo
+from tests.timing import PATIENCE
 from trio_smc import Config
 from trio_smc.connecting.pending import GRACE, PendingHandshakes
 from trio_smc.host.addresses import address_block
@@ -78,7 +79,7 @@ def test_no_handshake_gives_way_below_the_limit_or_in_its_grace() -> None:
 
 
 def test_a_batch_gives_way_across_addresses() -> None:
-    """Here each address has one handshake."""
+    """Each address has one handshake."""
     pending, made = filled(512, 512)
     assert pending.give_way(GRACE) == GRACE
     assert [each.cancelled for each in made] == [True] * 16 + [False] * 496
@@ -100,12 +101,12 @@ def test_the_largest_address_loses_its_oldest_handshakes_first() -> None:
         pending.give_way(0.2 + GRACE)
         flood(pending, 0.2 + GRACE)
     gone = [each.cancelled for each in many]
-    assert gone == sorted(gone, reverse=True), "oldest first"
-    assert gone.count(False) == 15, "down to the size of the smaller address"
+    assert gone == sorted(gone, reverse=True), "a younger handshake was cancelled first"
+    assert gone.count(False) == 15, "the two addresses do not have the same share"
 
 
 def test_a_slow_client_with_an_address_of_its_own_is_spared() -> None:
-    """The flood from one address is younger than the client's handshake."""
+    """The handshakes of the flood, from one address, are younger than the client's handshake."""
     pending, alone = PendingHandshakes(64), Handshake("192.0.2.1", 0.0)
     pending.add(alone)
     flood(pending, 0.5)
@@ -121,7 +122,7 @@ def test_a_slow_client_with_an_address_of_its_own_is_spared() -> None:
 
 
 def test_many_addresses_are_not_spared_beside_a_large_one() -> None:
-    """At most an eighth of the limit is spared. The others give way after a second."""
+    """At most an eighth of the limit is spared; all other handshakes give way after a second."""
     pending = PendingHandshakes(512)
     single = [Handshake(f"10.0.{n // 250}.{n % 250}", 0.0) for n in range(500)]
     for each in single:
@@ -142,13 +143,13 @@ def test_complete_messages_and_unread_bytes_are_progress() -> None:
     assert pending.give_way(GRACE) == GRACE
     assert [each.cancelled for each in made[:4]] == [False, False, True, False]
     pending.renew(made[2], GRACE)
-    assert made[2].progressed == 0.0, "no longer pending"
+    assert made[2].progressed == 0.0, "a cancelled handshake was renewed"
     assert len(pending) == 31
 
 
 @pytest.mark.parametrize("limit", [4, 8, 64])
 def test_counts_agree_with_a_count_of_all_handshakes(rng: random.Random, limit: int) -> None:
-    """Only overdue and silent handshakes give way, and in the end all of them."""
+    """Only overdue and silent handshakes give way, and all of these give way in the end."""
     pending, alive, now, lost_in_all = PendingHandshakes(limit), dict[Handshake, None](), 0.0, 0
     for _ in range(3000):
         now += rng.random() * GRACE / limit * 2
@@ -228,15 +229,15 @@ def test_addresses_are_counted_again_whenever_the_listener_is_busy() -> None:
 
 @pytest.mark.parametrize("addresses", [1, 500])
 def test_the_cost_of_giving_way_does_not_depend_on_addresses(addresses: int) -> None:
-    """10,000 handshakes are added, become overdue and give way: 3 microseconds each, without
-    sockets. With a loop over all 512 for each of them it would be a hundred times as long."""
+    """10,000 handshakes are added, become overdue and give way, in 3 microseconds each without
+    sockets.  A loop over all 512 handshakes for each of them would take a hundred times as long."""
     pending, made = filled(512, addresses)
     now, gone = 0.0, 0
     begun = time.thread_time()
     while gone < 10_000:
         now = max(pending.give_way(now), now)
         if now == math.inf:
-            raise AssertionError("full, and none is to give way")
+            raise AssertionError("the listener is full, but no handshake gives way")
         for _ in range(512 - len(pending)):
             gone += 1
             made.append(Handshake(f"192.0.2.{gone % addresses}", now))
@@ -248,7 +249,7 @@ def test_the_cost_of_giving_way_does_not_depend_on_addresses(addresses: int) -> 
 
 @contextlib.asynccontextmanager
 async def clients(port: int, count: int, addresses: int, kind: str) -> AsyncIterator[None]:
-    """Start a process with clients that stall. All have connected when the block begins."""
+    """Start a process with clients that stall.  When the block begins, all have connected."""
     arguments = ["127.0.0.1", port, count, addresses, kind]
     process = await trio.lowlevel.open_process(
         [sys.executable, "-m", "tests.connecting.silent_clients", *map(str, arguments)],
@@ -257,7 +258,7 @@ async def clients(port: int, count: int, addresses: int, kind: str) -> AsyncIter
     )
     try:
         assert process.stdout is not None
-        with trio.fail_after(30):
+        with trio.fail_after(2 * PATIENCE):
             assert (await process.stdout.receive_some()).startswith(b"connected")
         yield
     finally:
@@ -275,14 +276,14 @@ async def clients(port: int, count: int, addresses: int, kind: str) -> AsyncIter
 async def test_stalled_clients_do_not_keep_good_clients_out(
     monkeypatch: pytest.MonkeyPatch, addresses: int, kind: str
 ) -> None:
-    """1,500 clients stall, and each is replaced as soon as it is reset; 512 give way per second. A
-    client from another address has its turn after those that connected before it, long before the
-    handshakes time out."""
+    """1,500 clients stall, and each is replaced as soon as the server resets it; 512 give way per
+    second.  The server serves a client from another address after the clients that connected
+    before it, long before the handshakes time out."""
     config = Config(
         receive_buffer=16384, discovery="assume", learn_short=False, handshake_timeout=20
     )
     if kind == "proposal":
-        # A Proposal costs what a first contact costs: queue pair, RMB and receive ring.
+        # A Proposal costs the resources of a first contact: queue pair, RMB and receive ring.
         monkeypatch.setattr("trio_smc.connecting.listener.MOST_WAITING", 32)
     count = 200 if kind == "proposal" else 1500
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:

@@ -11,7 +11,7 @@ from tests.timing import PATIENCE
 
 
 def in_namespace(*arguments: str) -> list[list[str]]:
-    """The output of `crowded_ports`, as words of lines."""
+    """Run `crowded_ports` in a network namespace; returns its output as lines of words."""
     made = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False)
     if made.returncode:
         pytest.skip("making a network namespace needs privileges")
@@ -26,12 +26,12 @@ def in_namespace(*arguments: str) -> list[list[str]]:
 
 @pytest.mark.usefixtures("runtime_directory")
 def test_as_many_connections_as_tcp() -> None:
-    """Each server, with SMC-R or plain TCP, can have all 400 ports."""
+    """Connections to each server, with SMC-R or plain TCP, can use all 400 local ports."""
     tcp, ours, modes = in_namespace("count", "40000", "40399")
     assert tcp[1:] == ["400", "400", "400"]
     assert ours[1:] == tcp[1:]
     by_mode = dict(each.split("=") for each in modes[1:])
-    # Random draws miss the last free ports of a destination. The kernel finds them, for TCP.
+    # Random draws miss the last free ports of a destination; the kernel finds these for TCP.
     assert int(by_mode["smc-r"]) >= 700
 
 
@@ -53,7 +53,7 @@ def test_the_program_chooses_the_ports() -> None:
 
 @pytest.fixture
 def before_6_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel without IP_LOCAL_PORT_RANGE."""
+    """Imitate a kernel without IP_LOCAL_PORT_RANGE."""
     monkeypatch.setenv("BEFORE_6_3", "")
 
 
@@ -80,6 +80,6 @@ def test_processes_that_want_the_same_ports_before_linux_6_3() -> None:
 
 @pytest.mark.usefixtures("runtime_directory")
 def test_processes_that_want_the_same_ports() -> None:
-    """No client gets the bytes of another, and both ends of a connection have the same mode."""
+    """No client gets the bytes of another one, and both ends of a connection have the same mode."""
     [[served, some_smc]] = in_namespace("share", "40000", "40002", "3")
     assert (served, some_smc) == ("60", "True")

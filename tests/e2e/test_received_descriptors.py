@@ -18,7 +18,7 @@ import trio_smc
 from tests.api.api_peers import QUICK
 from tests.lingering import AT_ONCE, full_table, give_away, join_closers, lingering
 from tests.peers import check_echo, echo_until_reset
-from tests.rendezvous.discovery.world import reached
+from tests.rendezvous.discovery.world import short_path
 from trio_smc import SmcStream, Stack
 from trio_smc.control import protocol as control
 from trio_smc.host import descriptors
@@ -194,7 +194,7 @@ async def test_of_a_process_that_answers(runtime_directory: Path, way: str) -> N
                 await trio.lowlevel.wait_readable(plain)
                 (name,) = (path / names.KIND).iterdir()
                 with (
-                    reached(name) as address,
+                    short_path(name) as address,
                     socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw,
                 ):
                     raw.connect(address)

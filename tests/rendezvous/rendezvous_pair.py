@@ -1,8 +1,8 @@
-"""Two whole stacks back to back: no sockets, no threads, no clock, nothing hidden.
+"""Two whole stacks back to back, without sockets, threads and a real clock.
 
-A `Side` is a real stack (its cores, link groups, pump and timers) on RNICs of plain memory; a
-`Call` is one TCP connection between two of them, with a negotiation at each end.  The test decides
-when each message is delivered, may change it, and lets time pass.
+A `Side` is a real stack (cores, link groups, pump and timers) on RNICs of plain memory.  A `Call`
+is one TCP connection between two sides, with a negotiation at each end.  The test delivers each
+message, may change it, and advances the clock.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from trio_smc.wire import clc
 from trio_smc.wire.clc import ClcReader
 
 __all__ = [
-    "SIZE", "Call", "Clock", "Complaints", "Recorder", "Side", "Tcp", "World", "admitted",
+    "SIZE", "Call", "Clock", "ErrorLog", "Recorder", "Side", "Tcp", "World", "admitted",
     "exchange", "proposal_of",
 ]  # fmt: skip
 
 SIZE = 1 << 20
 """Bytes of an RMB element: four in an RMB of 4 MiB."""
 HANDSHAKE_TIMEOUT = 6.0
-"""Seconds, of the test's clock, that an end waits in one state of its negotiation."""
+"""Time limit for one state of a negotiation, in seconds of the test's clock."""
 _DIRECTORY = "/nonexistent"  # plain RNICs have no files
 
 
@@ -54,8 +54,8 @@ class Clock:
         return self.now
 
 
-class Complaints(logging.Handler):
-    """Collects tracebacks in the log: a healthy side has none."""
+class ErrorLog(logging.Handler):
+    """Collects errors and tracebacks in the log; a test expects none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ class Complaints(logging.Handler):
 class Recorder:
     """An observer that records all events in order.
 
-    `events` has (what, in or out, bytes or names); a `Call`'s negotiation is not told apart from
-    another's.
+    `events` has tuples (kind, "in" or "out", bytes or names).  Events of different calls are not
+    distinguished.
     """
 
     def __init__(self) -> None:
@@ -130,22 +130,22 @@ class Tcp:
     """One end of a TCP connection.
 
     Attributes:
-      taken: all bytes that were read.
-      tamper: called with each piece that is sent; returns what arrives in its place.
-      cut: how this end was ended: "", "fin" or "rst".
+      taken: all bytes that this end has read.
+      tamper: called with each sent piece; returns the bytes that arrive.
+      cut: how this end has ended the connection: "", "fin" or "rst".
     """
 
-    def __init__(self, news: deque[Tcp]) -> None:
+    def __init__(self, changes: deque[Tcp]) -> None:
         self.peer: Tcp = self
-        self.news = news
+        self.tcp_changes = changes
         self.inbox = bytearray()
         self._arriving: deque[bytes | str] = deque()
         self.taken = bytearray()
         self.tamper: Callable[[bytes], bytes] = lambda piece: piece
         self.watcher: Any = None
-        self.ended = ""  # how the peer ended its direction, as seen here
+        self.ended = ""  # how the peer has ended its direction, as far as it has arrived
         self.cut = ""
-        self.silent = False  # sent bytes do not arrive any more
+        self.silent = False  # True if sent bytes no longer arrive
 
     def send(self, data: bytes) -> None:
         """Send; the bytes arrive later."""
@@ -154,7 +154,7 @@ class Tcp:
         self._transmit(self.tamper(data))
 
     def receive(self, most: int) -> bytes | None:
-        """Bytes, b"" at the end, or None when there is nothing yet."""
+        """Receive bytes.  Returns b"" at the end, and None if no bytes have arrived."""
         if self.ended == "rst":
             raise ConnectionResetError("reset by the peer")
         if self.inbox:
@@ -165,9 +165,9 @@ class Tcp:
         return b"" if self.ended else None
 
     def end(self, how: str) -> None:
-        """This side closes ("fin") or resets ("rst")."""
+        """Close ("fin") or reset ("rst") the connection from this end."""
         if not self.cut:
-            # As on a real socket: if bytes are unread, a close is a reset.
+            # As with a real socket, closing with unread bytes resets the connection.
             self.cut = "rst" if self.inbox else how
             self._transmit(self.cut)
 
@@ -177,11 +177,11 @@ class Tcp:
             self.peer.wake()
 
     def wake(self) -> None:
-        """Note a change; `World` processes it later."""
-        self.news.append(self)
+        """Queue a change, which `World` processes later."""
+        self.tcp_changes.append(self)
 
-    def look(self) -> None:
-        """Deliver sent bytes; on an SMC-R connection notify it, like `TcpWatch`."""
+    def process_change(self) -> None:
+        """Deliver sent bytes, and notify an SMC-R connection, like `TcpWatch`."""
         if self._arriving:
             what = self._arriving.popleft()
             if isinstance(what, bytes):
@@ -219,7 +219,7 @@ class Side:
 
     Attributes:
       directory: the private directory.
-      rnics: the RNICs; `rnic` is the first one, memory0, which first contacts use.
+      rnics: the RNICs.  `rnic` is the first one, memory0, which first contacts use.
     """
 
     def __init__(self, world: World, config: Config, *, rnics: int = 1, **rnic: Any) -> None:
@@ -240,12 +240,12 @@ class Side:
         return self.rnics[0]
 
     def serving(self) -> MemoryRnic:
-        """The RNIC that a new connection's rendezvous names."""
+        """The RNIC that the rendezvous of a new connection names."""
         usable = self.stack.rnic_set.usable(self.rnic.kind)
         return next((rnic for rnic in self.rnics if rnic in usable), self.rnic)
 
     def add_rnic(self) -> MemoryRnic:
-        """A further RNIC appears while the stack runs."""
+        """Add an RNIC while the stack runs."""
         rnic = self.open_rnic()
         self.stack.rnic_set.on_change(rnic, RnicChange.AVAILABLE)
         return rnic
@@ -279,15 +279,15 @@ class Side:
         return cast(list[Connection], list(self.stack.groups.endpoints))
 
     def free(self) -> None:
-        """Free the stack without waiting for a peer."""
+        """Free the stack at once, without waiting for a peer."""
         self.stack.free()
 
 
 class End:
-    """One end of a call: a negotiation and the shell around it, `rendezvous.handshake` in small.
+    """One end of a call: a negotiation, and a synchronous replacement of `rendezvous.handshake`.
 
     Attributes:
-      pieces: the most bytes that are read at once.
+      pieces: maximum number of bytes that the end reads at once.
     """
 
     def __init__(
@@ -322,12 +322,12 @@ class End:
         return self.outcome.error
 
     def step(self, now: float) -> bool:
-        """Do one thing; False when there is nothing to do."""
+        """Do one step.  Returns False if there is nothing to do."""
         if self.outcome is not None:
             return False
         negotiation = self.negotiation
         if negotiation.outcome is not None:
-            self._over()
+            self._finish()
             return True
         if negotiation.outgoing:
             self._flush()
@@ -339,7 +339,7 @@ class End:
     def _flush(self) -> None:
         negotiation = self.negotiation
         if self.reader.halfway or self.tcp.inbox:
-            negotiation.protocol_error(ProtocolError("spoke out of turn"))
+            negotiation.protocol_error(ProtocolError("bytes before the answer"))
             return
         messages = list(negotiation.outgoing)
         negotiation.outgoing.clear()
@@ -370,7 +370,7 @@ class End:
         return True
 
     def due(self) -> float:
-        """When the CLC timer ends."""
+        """The time at which the CLC timer expires."""
         waits = self.outcome is None and self.negotiation.awaits_clc
         return self.deadline if waits and self._state == self.state else float("inf")
 
@@ -379,7 +379,7 @@ class End:
             self.deadline = float("inf")
             self.negotiation.timed_out()
 
-    def _over(self) -> None:
+    def _finish(self) -> None:
         outcome = self.outcome = self.negotiation.outcome
         stack = self.side.stack
         if isinstance(outcome, Established):
@@ -415,7 +415,7 @@ def proposal_of(client: Side) -> clc.Proposal:
 
 
 def admitted(proposal: clc.Proposal, server: Side) -> tuple[MemoryRnic, Terms] | FallbackReason:
-    """The server's check of the Proposal, as in `connecting.accept`; the prefix always matches."""
+    """Check a Proposal like `connecting.accept`, except that the prefix always matches."""
     rnic, groups = server.serving(), server.stack.groups
     direct = None if proposal.v2 is None else rnic.is_direct(proposal.v2.gid)
     terms = answer(proposal, groups.offer if rnic.routable else None, None, direct)
@@ -423,7 +423,7 @@ def admitted(proposal: clc.Proposal, server: Side) -> tuple[MemoryRnic, Terms] |
 
 
 class Call:
-    """One TCP connection, client and server."""
+    """One TCP connection between a client and a server, and its two negotiations."""
 
     def __init__(
         self,
@@ -435,7 +435,7 @@ class Call:
         proposal: clc.Proposal | None = None,
         refusal: FallbackReason | None = None,
     ) -> None:
-        self.tcp = (Tcp(world.news), Tcp(world.news))
+        self.tcp = (Tcp(world.tcp_changes), Tcp(world.tcp_changes))
         self.tcp[0].peer, self.tcp[1].peer = self.tcp[1], self.tcp[0]
         ours = client.serving()
         self.proposal = proposal or proposal_of(client)
@@ -472,8 +472,10 @@ def _no_work() -> float:
 
 
 class World:
-    """Stacks, the fabric and the calls between them; a context manager that frees everything and
-    checks that nothing is left."""
+    """Stacks, the fabric, and the calls between the stacks.
+
+    As a context manager, it frees everything at the end, and checks that nothing is left.
+    """
 
     def __init__(self, *, announces_end: bool = True) -> None:
         self.fabric = Fabric(announces_end=announces_end)
@@ -481,11 +483,14 @@ class World:
         self.work_clock: Callable[[], float] = _no_work
         self.sides: list[Side] = []
         self.calls: list[Call] = []
-        self.complaints = Complaints()
-        self.news: deque[Tcp] = deque()
+        self.error_log = ErrorLog()
+        self.tcp_changes: deque[Tcp] = deque()
 
     def side(self, config: Config | None = None, **rnic: Any) -> Side:
-        """A new stack; ``rnic`` as `Side` and `MemoryRnic`."""
+        """Make a stack.
+
+        rnic: parameters of `Side` and of its `MemoryRnic` objects.
+        """
         settings = config or Config()
         fields = {name: getattr(settings, name) for name in settings.__slots__}
         fields |= {"rnics": (), "directory": _DIRECTORY, "spin": 0}
@@ -494,23 +499,26 @@ class World:
         return side
 
     def call(self, client: Side, server: Side, **options: Any) -> Call:
-        """A new TCP connection; see `Call`."""
+        """Open a TCP connection; the parameters are those of `Call`."""
         return Call(self, client, server, **options)
 
     def connect(self, client: Side, server: Side, **options: Any) -> Call:
-        """A TCP connection whose rendezvous runs to its end."""
+        """Open a TCP connection, and run until nothing changes any more."""
         call = self.call(client, server, **options)
         self.settle()
         return call
 
     def step(self) -> bool:
-        """One round: each end does one thing, one message travels; False when nothing moved."""
+        """Run one round: each end does one step, and one message is delivered.
+
+        Returns False if nothing has changed.
+        """
         moved = False
         for call in self.calls:
             for end in call.ends:
                 moved |= end.step(self.clock.now)
-        if self.news:
-            self.news.popleft().look()
+        if self.tcp_changes:
+            self.tcp_changes.popleft().process_change()
             moved = True
         moved |= self.fabric.deliver(1) > 0
         for side in self.sides:
@@ -529,11 +537,11 @@ class World:
         for _ in range(10_000):
             if condition():
                 return
-            assert self.step(), f"it stopped in {[call.states for call in self.calls]}"
+            assert self.step(), f"nothing changes any more in {[c.states for c in self.calls]}"
         raise AssertionError("this never ends")
 
     def next_deadline(self) -> float:
-        """When a timer is due: seconds on the clock."""
+        """The time at which the next timer expires, in seconds of the clock."""
         timers = (side.stack.timers.next_deadline() for side in self.sides)
         ends = (end.due() for call in self.calls for end in call.ends)
         return min(itertools.chain(timers, ends), default=float("inf"))
@@ -553,16 +561,16 @@ class World:
                 for each in call.ends:
                     each.time_out(self.clock.now)
 
-    def until_time(self, condition: Callable[[], object]) -> None:
-        """Let time pass, from timer to timer, until ``condition()``."""
+    def pass_time_until(self, condition: Callable[[], object]) -> None:
+        """Let time pass, from timer to timer, until ``condition()`` is true."""
         for _ in range(1000):
             if condition():
                 return
             self.pass_time(max(0.0, self.next_deadline() - self.clock.now))
-        raise AssertionError("this takes for ever")
+        raise AssertionError("the condition did not become true within 1000 timers")
 
     def finish(self) -> float:
-        """Let time pass until every call has its outcome; returns the seconds it took."""
+        """Let time pass until every call has its outcome.  Returns the passed seconds."""
         start = self.clock.now
         self.settle()
         while any(end.outcome is None for call in self.calls for end in call.ends):
@@ -573,11 +581,11 @@ class World:
         return self.clock.now - start
 
     def close(self) -> None:
-        """Free everything and check that it is gone."""
+        """Free everything, and check that nothing is left."""
         for side in self.sides:
             side.free()
             while side.stack.timers.next_deadline() <= self.clock.now:
-                side.stack.timers.run_due()  # ends that were still queued
+                side.stack.timers.run_due()  # runs ends that are still queued
         for side in self.sides:
             assert not side.groups
             assert not side.connections
@@ -586,14 +594,14 @@ class World:
         self.calls.clear()
 
     def __enter__(self) -> Self:
-        self.complaints.__enter__()
+        self.error_log.__enter__()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.complaints.__exit__()
+        self.error_log.__exit__()
         if kind is None:
             self.close()
-            records = [record.getMessage() for record in self.complaints.records]
+            records = [record.getMessage() for record in self.error_log.records]
             assert not records, records
             return
         for side in self.sides:
@@ -602,7 +610,10 @@ class World:
 
 
 def exchange(world: World, call: Call, data: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
-    """Send ``data[0]`` from the client and ``data[1]`` from the server; what each received."""
+    """Send ``data[0]`` from the client and ``data[1]`` from the server.
+
+    Returns the bytes that the client and the server have received.
+    """
     received = [b"", b""]
     for connection, piece in zip(call.connections, data, strict=True):
         connection.send(memoryview(piece))

@@ -1,5 +1,5 @@
-"""Bytes that are no CLC message, at each place and in each phase of the handshake (RFC 7609, C.6):
-the connection ends when they arrive, and not only after the time-out."""
+"""Bytes that do not belong to a CLC message, at each place and in each phase of the handshake
+(RFC 7609, C.6): the connection ends as soon as they arrive, not after the time-out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.rendezvous.rendezvous_pair import Call, World
 from trio_smc.wire import clc
 
 PHASES = {
-    # The end that the bytes are sent to, its state, and the types that it waits for.
+    # The end that receives the bytes, its state, and the message types that it waits for.
     "server waits for Proposal": (1, "LISTENING", {1, 4}),
     "client waits for Accept": (0, "PROPOSED", {2, 4}),
     "server waits for Confirm": (1, "ACCEPTED", {3, 4}),
@@ -95,7 +95,7 @@ def test_a_type_out_of_turn_ends_the_connection_as_it_arrives(
 def test_a_wrong_end_ends_the_connection_as_it_arrives(
     world: World, phase: str, place: int
 ) -> None:
-    """A Decline whose last eye catcher begins wrong; the byte behind it never comes."""
+    """A Decline whose last eye catcher has a wrong byte; no further byte arrives."""
     end = PHASES[phase][0]
     call, send = in_phase(world, phase)
     decline = clc.Decline(peer_id=bytes(8), diagnosis=1).encode()
@@ -120,7 +120,7 @@ def test_a_message_may_come_byte_by_byte(world: World, phase: str) -> None:
 @pytest.mark.rfc("C.1/2", "C.6/1")
 @pytest.mark.parametrize("data", [b"x", clc.EYE_CATCHER])
 def test_nothing_may_come_while_this_side_prepares_its_answer(world: World, data: bytes) -> None:
-    """A second connection of a client waits for a slow first contact."""
+    """The server delays its answer to a second connection because of a slow first contact."""
     client, server = world.side(), world.side()
     first = world.call(client, server)
     world.until(lambda: first.server.state == "ACCEPTED")

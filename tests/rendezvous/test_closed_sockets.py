@@ -1,8 +1,8 @@
-"""Sockets that another task closes while a handshake or a claim waits for them.
+"""Another task closes a socket while a handshake or a claim waits for it.
 
-The kernel gives their descriptor numbers to other files at once.  A timer, an answer or an event of
-a link for the closed socket must not reach those files.  Each case is repeated, because the order
-of tasks in one pass of Trio's scheduler is random.
+The kernel reuses the descriptor number for another file at once.  A timer, an answer or an event of
+a link that is meant for the closed socket must not reach that file.  Each test repeats its case,
+because the order of tasks in one pass of Trio's scheduler is random.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from trio_smc.states.engine import Machine
 from trio_smc.states.tables import CLC_CLIENT
 
 REPEATS = 60
-"""One order in six is the dangerous one: chance misses it once in 50,000 runs."""
+"""One order in six is the dangerous one.  60 random orders miss it once in 50,000 runs."""
 LATE = 1000.0
-"""Seconds; the test fires the timer itself."""
+"""Timeout in seconds, which never passes; the test fires the timer itself."""
 
 
 class Negotiation:
@@ -73,8 +73,8 @@ async def handshake(negotiation: Negotiation, sock: trio.socket.SocketType, cloc
 
 
 def start_both(nursery: trio.Nursery, victim: Victim, late: Callable[[], object]) -> None:
-    """Have ``victim`` begin to wait, and ``late`` called, in the pass of the scheduler in which the
-    task sees that its socket was closed."""
+    """In the pass of the scheduler in which the waiting task notices its closed socket, start
+    ``victim`` and call ``late``."""
 
     async def call() -> None:
         late()
@@ -118,7 +118,7 @@ async def test_an_answer_goes_to_no_other_socket() -> None:
                     nursery.start_soon(handshake, negotiation, sock, clock)
                     await wait_all_tasks_blocked()
                     number = sock.fileno()
-                    while True:  # now there is room, and the handshake runs in the next pass
+                    while True:  # make room, so that the handshake runs in the next pass
                         try:
                             theirs.recv(1 << 20)
                         except BlockingIOError:

@@ -17,11 +17,12 @@ from trio_smc.datapath.connection import Connection
 pytestmark = pytest.mark.pure  # compiled classes have no such subclasses
 
 
-def lies(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the connections that ``stack`` opens from now on by dishonest ones."""
+def make_dishonest(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace all further connections of ``stack`` by dishonest ones."""
 
-    class Liar(Connection):
-        """Announces bytes far behind the peer's element as soon as it may send."""
+    class DishonestConnection(Connection):
+        """A connection that announces bytes far behind the peer's element as soon as it may
+        send."""
 
         __slots__ = ()
 
@@ -32,16 +33,19 @@ def lies(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
 
     open_connection = stack.runtime.groups.open_connection
 
-    def open_lying(*arguments: Any) -> Connection:
+    def open_dishonest(*arguments: Any) -> Connection:
         connection = open_connection(*arguments)
-        connection.__class__ = Liar
+        connection.__class__ = DishonestConnection
         return connection
 
-    monkeypatch.setattr(stack.runtime.groups, "open_connection", open_lying)
+    monkeypatch.setattr(stack.runtime.groups, "open_connection", open_dishonest)
 
 
 def wake_late(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task of a handshake wakes when its connection has ended; ``module``: of the caller."""
+    """Let the task of a handshake wake only after its connection has ended.
+
+    module: the module that calls `run_negotiation`.
+    """
     run = module.run_negotiation
 
     async def run_and_wait(*arguments: Any) -> Any:
@@ -68,9 +72,9 @@ async def carry(source: trio.SocketStream, sink: trio.SocketStream) -> type[Base
 async def test_a_bad_cursor_right_behind_the_rendezvous_ends_tcp_at_once(
     honest: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The honest side's TCP connection is reset, although the liar's stays open.
+    """The honest side's TCP connection is reset, although the dishonest side's stays open.
 
-    ``late``: the liar has answered the abort before the task of the handshake wakes up.
+    late: the dishonest side has answered the abort before the task of the handshake wakes up.
     """
     async with (
         open_stack(ASSUME) as ours,
@@ -79,7 +83,7 @@ async def test_a_bad_cursor_right_behind_the_rendezvous_ends_tcp_at_once(
         trio.open_nursery() as nursery,
     ):
         server, client = (ours, theirs) if honest == "server" else (theirs, ours)
-        lies(theirs, monkeypatch)
+        make_dishonest(theirs, monkeypatch)
         if late:
             wake_late(accept if honest == "server" else connect, monkeypatch)
         [listener] = await server.open_listeners(0, host="127.0.0.1")

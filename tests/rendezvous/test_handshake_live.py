@@ -1,9 +1,9 @@
-"""Handshakes over real sockets: a proxy on the TCP path damages CLC messages, and peers in the test
-are slow, send too much, send nothing or leave (RFC 7609, C.1, C.5, C.6).
+"""Handshakes over real sockets.  A proxy on the TCP path damages CLC messages, and peers written in
+the test are slow, send too much, send nothing, or close (RFC 7609, C.1, C.5, C.6).
 
-The proxy makes same-host discovery impossible, so both sides are configured to assume SMC-R.  Then
-a server checks only the first four bytes (other bytes than the eye catcher belong to another
-protocol), so the proxy leaves these unchanged.
+A proxy makes same-host discovery impossible, so both sides are configured to assume SMC-R.  In this
+mode a server recognises CLC by the first four bytes alone, the eye catcher, so the proxy does not
+change these.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Proxy:
         self.ending = rng.choice(ENDINGS)
         self.pieces = rng.choice((1 << 16, 1 << 16, 1))
         if self.kind in ("double", "extend"):
-            # What comes too much comes with the message: later it may come after an answer, and
-            # behind a Decline it would be the application's.
+            # Extra bytes arrive together with the message.  Later they might follow an answer, and
+            # behind a Decline they would belong to the application.
             self.pieces = 1 << 16
         self.name = f"{self.kind} then {self.ending}"
 
@@ -143,7 +143,7 @@ class Proxy:
                 await sink.send_all(data)
             await sink.send_eof()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            # As after a reset, nothing is carried any more.
+            # After a reset, the proxy carries no more bytes.
             for stream in (source, sink):
                 reset(stream)
             scope.cancel()
@@ -201,7 +201,7 @@ async def talk(stream: SmcStream, text: bytes, got: bytearray) -> None:
 async def _one_client(
     carry: Callable[[trio.SocketStream], Awaitable[None]],
 ) -> AsyncIterator[tuple[str, int]]:
-    """A port at which one connection is carried by ``carry``; until that is over."""
+    """Open a port, and call ``carry`` with the first connection."""
     with trio.socket.socket() as sock:
         await sock.bind((HOST, 0))
         sock.listen()
@@ -226,7 +226,7 @@ async def _one_damaged_handshake(client: Stack, proxy: Proxy) -> tuple[str, byte
             except OSError:
                 return "failed", b""
             mode = stream.mode.value
-            # A damaged SMC-R connection need not end by itself: its agreement is wrong.
+            # An SMC-R connection with damaged terms need not end by itself.
             with trio.move_on_after(1):
                 await talk(stream, FROM_CLIENT, got)
     return mode, bytes(got)
@@ -237,7 +237,7 @@ async def _one_damaged_handshake(client: Stack, proxy: Proxy) -> tuple[str, byte
 async def test_damaged_handshakes_through_a_proxy(
     rng: random.Random, full: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """300 damaged handshakes: no CLC byte reaches an application, and the listener serves."""
+    """No byte of CLC reaches an application, and the listener continues to serve."""
     cases = 3000 if full else 300
     at_server: list[bytearray] = []
     outcomes: Counter[tuple[str, str]] = Counter()
@@ -272,7 +272,7 @@ async def test_damaged_handshakes_through_a_proxy(
         async with trio.open_nursery() as handshakes:
             for number in range(cases):
                 handshakes.start_soon(one, number)
-        # The healthy listener serves as before.
+        # The listener serves a healthy client as before.
         for _ in range(5):
             stream = await healthy.open_stream(*address_of(listener))
             assert stream.fallback is None
@@ -308,7 +308,7 @@ async def a_listener() -> AsyncIterator[tuple[Stack, SmcListener]]:
     async with open_stack(QUICK) as stack:
         listeners = await stack.open_listeners(0, host=HOST)
         yield stack, listeners[0]
-        # The listener still serves.
+        # The listener continues to serve.
         stream = await stack.open_stream(*address_of(listeners[0]))
         assert stream.mode is Mode.SMC_R
         accepted = await listeners[0].accept()
@@ -394,7 +394,7 @@ async def test_a_server_declines_and_speaks_first(pieces: int) -> None:
     ids=["banner", "zeros", "part", "unknown"],
 )
 async def test_a_server_that_answers_something_else(data: bytes) -> None:
-    """C.6: an OSError, and never a stream with the bytes in it."""
+    """C.6: the client gets an OSError, and never a stream that contains the bytes."""
 
     async def behave(stream: trio.SocketStream) -> None:
         await stream.send_all(data)
@@ -414,7 +414,7 @@ async def test_a_server_that_closes_or_is_silent(how: str) -> None:
         elif how == "silence":
             await expect_reset(stream)
         elif how == "drip":
-            # Ten bytes a second: the header alone takes longer than the deadline.
+            # One byte each 0.3 s: the header alone takes longer than the deadline.
             with contextlib.suppress(trio.BrokenResourceError):
                 for byte in clc.EYE_CATCHER + b"\2\0\x44\x18" + bytes(60):
                     await stream.send_all(bytes((byte,)))
@@ -442,7 +442,8 @@ async def test_a_proposal_followed_at_once_by_something(tail: bytes) -> None:
 @pytest.mark.parametrize("how", ["fin", "rst"])
 @pytest.mark.parametrize("state", ["part", "LISTENING", "ACCEPTED", "CONFIRMING_LINK"])
 async def test_a_client_that_closes(state: str, how: str) -> None:
-    """In each state of the server no byte reaches an application, and the listener serves."""
+    """In each state of the server, no byte reaches an application, and the listener continues to
+    serve."""
     async with a_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         if state == "part":
@@ -470,7 +471,7 @@ async def test_a_client_that_closes(state: str, how: str) -> None:
 
 
 async def test_slow_clients_delay_no_other_client() -> None:
-    """One deadline holds for the whole message, and the server serves others meanwhile."""
+    """One deadline holds for a whole message, and the server serves other clients meanwhile."""
     async with a_listener() as (stack, listener):
         data = proposal()
 
@@ -497,7 +498,7 @@ async def test_slow_clients_delay_no_other_client() -> None:
 
 
 async def test_whole_handshakes_byte_by_byte(rng: random.Random) -> None:
-    """Both directions in pieces of one byte: the handshake is only slower."""
+    """Both directions deliver single bytes.  The handshake succeeds, but takes longer."""
     async with open_stack(QUICK) as server, open_stack(QUICK) as client:
         (listener,) = await server.open_listeners(0, host=HOST)
         proxy = Proxy(listener, rng)
@@ -541,8 +542,8 @@ class _LateNegotiation:
 async def test_an_answer_in_the_moment_of_the_time_out(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """The order of two tasks that wake at the same time is random; an answer that
-    is there when the handshake's own task runs counts."""
+    """Two tasks that wake at the same time run in random order.  An answer counts if it has arrived
+    when the task of the handshake runs."""
     outcomes: Counter[str] = Counter()
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -23,7 +23,10 @@ Tamper = Callable[[PlainQueuePair, bytes], "list[bytes] | None"]
 
 
 def on(kind: llc.MessageType, *, reply: bool, do: Callable[[bytes], Any]) -> Tamper:
-    """A tamperer of one LLC message: ``do`` returns what arrives, None fails the send."""
+    """Return a function that changes LLC messages of one type.
+
+    do: returns the messages that arrive; None fails the send.
+    """
 
     def tamper(_: PlainQueuePair, message: bytes) -> list[bytes] | None:
         if message[0] == kind and bool(message[3] & 0x80) is reply:
@@ -50,7 +53,7 @@ def decline(side: Side, **fields: Any) -> bytes:
 def check_both_fell_back(
     world: World, call: Call, *, by_client: bool, reason: FallbackReason, code: int
 ) -> None:
-    """Both sides are on TCP, name the side that decided, and carry their applications' bytes."""
+    """Check that both sides use TCP, know the side that declined, and carry application data."""
     assert call.states == ("FALLEN_BACK", "FALLEN_BACK")
     decider, other = call.ends if by_client else call.ends[::-1]
     assert decider.fallback.origin is Origin.LOCAL
@@ -114,7 +117,7 @@ def test_a_server_without_resources_declines(lack: str) -> None:
             world, call, by_client=False, reason=FallbackReason.OUT_OF_RESOURCES, code=0x01010000
         )
         assert not any(world.fabric.held.values())
-        # The next one is a first contact again (3.5.1.6.4).
+        # The next connection is a first contact again (3.5.1.6.4).
         server.rnic.no_memory, server.rnic.most_qps = False, None
         assert world.connect(client, server).states == ("ESTABLISHED", "ESTABLISHED")
 
@@ -161,8 +164,8 @@ def test_a_client_may_decline_instead_of_proposing() -> None:
 
 @pytest.mark.rfc("C.1/3")
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_decline_may_not_chase_another_message(end: int) -> None:
-    """C.1.  Proposal or Accept, and then a Decline before the answer."""
+def test_a_decline_must_wait_for_the_answer(end: int) -> None:
+    """C.1: a side sends Proposal or Accept, and then a Decline before the answer."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -173,7 +176,7 @@ def test_a_decline_may_not_chase_another_message(end: int) -> None:
 
 
 @pytest.mark.rfc("C.1/3")
-def test_a_decline_chasing_confirm_on_a_subsequent_contact_resets() -> None:
+def test_a_decline_right_after_confirm_resets_a_subsequent_contact() -> None:
     """C.3: the server is established, and the client's bytes on TCP are a violation."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -189,7 +192,7 @@ def test_a_decline_chasing_confirm_on_a_subsequent_contact_resets() -> None:
 
 
 @pytest.mark.parametrize("state", ["PROPOSED", "CONFIRMING_LINK"])
-def test_the_server_may_decline_where_it_is_waited_for(state: str) -> None:
+def test_the_server_may_decline_while_the_client_waits(state: str) -> None:
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -205,7 +208,7 @@ def test_the_server_may_decline_where_it_is_waited_for(state: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["ACCEPTED", "CONFIRMING_LINK"])
-def test_the_client_may_decline_where_it_is_waited_for(state: str) -> None:
+def test_the_client_may_decline_while_the_server_waits(state: str) -> None:
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -256,10 +259,10 @@ def test_the_point_of_no_return() -> None:
         world.fabric.tamper = note
         call = world.call(client, server)
         world.settle()
-        # CONFIRM LINK and its reply, ADD LINK and its rejection, each while it is on its way.
+        # At CONFIRM LINK and its reply, and at ADD LINK and its rejection, before each arrives.
         assert seen == [(True, True), (True, True), (True, True), (False, False)]
         assert call.states == ("ESTABLISHED", "CONFIRMING_LINK")
-        # Now it is too late for a Decline of either side.
+        # After this point neither side may decline.
         call.tcp[0].send(decline(client))
         world.settle()
         assert call.server.error.errno == RESET
@@ -333,8 +336,8 @@ def test_a_wrong_confirm_link_reply_is_a_protocol_error(place: int) -> None:
     ],
     ids=lambda message: type(message).__name__,
 )  # fmt: skip
-def test_nothing_comes_before_confirm_link(message: llc.Message) -> None:
-    """3.5.1.5; the client cannot answer, because its queue pair cannot send yet."""
+def test_a_message_before_confirm_link_ends_the_connection(message: llc.Message) -> None:
+    """3.5.1.5: the client cannot answer, because its queue pair cannot send yet."""
     with World() as world:
         client, server = world.side(), world.side()
         world.fabric.tamper = on(
@@ -345,7 +348,7 @@ def test_nothing_comes_before_confirm_link(message: llc.Message) -> None:
 
 
 @pytest.mark.rfc("3.3/3")
-def test_optional_messages_may_come_even_then() -> None:
+def test_an_optional_message_may_precede_confirm_link() -> None:
     with World() as world:
         client, server = world.side(), world.side()
         optional = bytes((0x85, 44)) + bytes(42)
@@ -362,7 +365,7 @@ def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
         client, server = world.side(), world.side()
         first = world.connect(client, server)
         client.group.machine.send("links_lost")
-        world.news.clear()  # the server has not noticed it
+        world.tcp_changes.clear()  # the server has not noticed it
         record = client.record()
         call = world.connect(client, server)
         data = record.messages()[-1][2]
@@ -424,7 +427,7 @@ def test_declines_count_only_in_a_row() -> None:
 
 
 def test_a_peer_id_that_two_clients_have_is_not_enough() -> None:
-    """Their GIDs differ."""
+    """The two clients differ by their GIDs."""
     with World() as world:
         client, other, server = world.side(), world.side(), world.side()
         first = world.connect(client, server)
@@ -464,7 +467,7 @@ def test_a_client_with_a_new_rnic_is_recognised() -> None:
         assert len(server.groups) == 1
 
 
-def test_out_of_sync_at_first_contact_means_nothing_more() -> None:
+def test_out_of_sync_at_first_contact_is_a_plain_decline() -> None:
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -482,7 +485,7 @@ def test_out_of_sync_at_first_contact_means_nothing_more() -> None:
 @pytest.mark.rfc("C.5/1", "C.5/2")
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_silent_peer_costs_six_seconds_and_the_connection(silent: int) -> None:
-    """No fallback, and the side sends nothing any more."""
+    """There is no fallback, and the other side sends no further message."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -507,7 +510,7 @@ def test_a_confirm_that_does_not_come() -> None:
 
 
 @pytest.mark.rfc("C.5/1")
-def test_a_message_in_drops_does_not_get_more_time() -> None:
+def test_a_slow_message_gets_no_more_time() -> None:
     """One deadline holds for the whole message, also if single bytes arrive."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -523,7 +526,7 @@ def test_a_message_in_drops_does_not_get_more_time() -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 7])
-def test_messages_in_pieces_are_as_good_as_whole_ones(pieces: int) -> None:
+def test_messages_may_arrive_in_pieces(pieces: int) -> None:
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -559,7 +562,7 @@ def test_messages_in_pieces_are_as_good_as_whole_ones(pieces: int) -> None:
     ],
 )
 def test_application_data_in_place_of_a_message(end: int, data: bytes) -> None:
-    """The side ends the TCP connection; no Decline, no fallback."""
+    """The receiver ends the TCP connection, without a Decline and without fallback."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -573,7 +576,8 @@ def test_application_data_in_place_of_a_message(end: int, data: bytes) -> None:
 @pytest.mark.rfc("C.6/1")
 @pytest.mark.parametrize("refusal", [None, FallbackReason.PREFIX_MISMATCH])
 def test_a_proposal_followed_at_once_by_data(refusal: FallbackReason | None) -> None:
-    """The client had to wait for the answer; a declining server must not hand over such bytes."""
+    """The client must wait for the answer.  A server that declines must not pass such bytes to its
+    application."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server, refusal=refusal)
@@ -597,7 +601,7 @@ def test_an_accept_followed_at_once_by_data_that_the_client_declines() -> None:
 @pytest.mark.parametrize("mtu", [0, 6, 15])
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_reserved_mtu_is_declined_at_first_contact(end: int, mtu: int) -> None:
-    """C.6: the exception.  The reader of SMC Accept or SMC Confirm declines."""
+    """C.6, an exception: the receiver of SMC Accept or SMC Confirm declines."""
 
     def change(data: bytes) -> bytes:
         if data[4] in (clc.MessageType.ACCEPT, clc.MessageType.CONFIRM):
@@ -622,7 +626,7 @@ def test_a_reserved_mtu_is_declined_at_first_contact(end: int, mtu: int) -> None
 @pytest.mark.rfc("A.2.3/6", "A.2.4/5")
 @pytest.mark.parametrize("end", [0, 1])
 def test_later_contacts_do_not_look_at_the_mtu(end: int) -> None:
-    """A.2.3: it counts on first contact only."""
+    """A.2.3: the MTU counts only at first contact."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -675,7 +679,7 @@ def test_the_tcp_connection_ends_in_each_state(end: int, state: str, how: str) -
 
 @pytest.mark.rfc("C.7/1", "C.7/4", "C.7.1/time-outs/1", "3.5.1.3/3")
 def test_confirm_link_from_the_server_is_lost() -> None:
-    """C.7: the client breaks the TCP connection after 5 s, the server (C.7.1) too."""
+    """C.7, C.7.1: client and server break the TCP connection after 5 s."""
     with World() as world:
         client, server = world.side(), world.side()
         world.fabric.tamper = on(CONFIRM_LINK, reply=False, do=lose)
@@ -710,7 +714,7 @@ def test_add_link_from_the_server_is_lost() -> None:
 
 @pytest.mark.rfc("C.7.1/time-outs/5", "C.8/1", "3.5.1.6.2/1")
 def test_add_link_reply_is_lost_and_the_server_continues_with_one_link() -> None:
-    """3.5.1.6.2, C.8 (and against C.7.1): the link group is allowed to continue."""
+    """3.5.1.6.2, C.8, in contradiction to C.7.1: the link group may continue."""
     with World() as world:
         client, server = world.side(), world.side()
         late: list[bytes] = []

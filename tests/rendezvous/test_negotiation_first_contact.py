@@ -1,5 +1,5 @@
-"""First contact of two whole stacks: figures 8 and 9 message by message, and what each side has
-committed when (RFC 7609, 3.5.1; A.2, A.3)."""
+"""First contact of two whole stacks: figures 8 and 9 message by message, and the resources that
+each side has committed at each message (RFC 7609, 3.5.1; A.2, A.3)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trio_smc.wire import clc, llc
 
 
 class QpRecorder(Recorder):
-    """Notes the states of the side's queue pairs at each message."""
+    """Records the states of the side's queue pairs at each message."""
 
     def __init__(self, side: Side) -> None:
         super().__init__()
@@ -127,8 +127,9 @@ def test_the_brackets_of_figure_8() -> None:
 
 @pytest.mark.rfc("3.5.1.2/6", "3.5.1.3/2", "3.5.1.4/1", "3.5.1.5/4")
 def test_queue_pairs_take_their_states_when_the_peer_counts_on_them() -> None:
-    """3.5.1.2-3.5.1.5: server INIT before Accept; client RTR before Confirm; server RTS on
-    Confirm; client RTS on CONFIRM LINK.  The spare of ADD LINK is freed with its rejection."""
+    """3.5.1.2-3.5.1.5: the server is in INIT before Accept, the client in RTR before Confirm, the
+    server in RTS on Confirm, and the client in RTS on CONFIRM LINK.  The server frees the queue
+    pair that it has offered by ADD LINK when the client rejects it."""
     with World() as world:
         client, server = world.side(), world.side()
         at_client = client.stack.groups.observer = QpRecorder(client)
@@ -165,8 +166,8 @@ def test_receives_are_posted_before_the_peer_may_send() -> None:
 
 
 @pytest.mark.rfc("3.5.1.2/2")
-def test_the_client_has_nothing_before_accept_came() -> None:
-    """3.5.1.2: at this point the client makes no local commitments of resources."""
+def test_the_client_allocates_nothing_before_accept() -> None:
+    """3.5.1.2: the client commits no local resources at this point."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.call(client, server)
@@ -179,7 +180,8 @@ def test_the_client_has_nothing_before_accept_came() -> None:
 @pytest.mark.rfc("4.2/2")
 @pytest.mark.parametrize("catchers", [(False, False), (True, False), (False, True), (True, True)])
 def test_both_sides_have_eye_catchers_or_neither(catchers: tuple[bool, bool]) -> None:
-    """The bits for "no eye catcher" are not in the RFC: they count only if both sides send them."""
+    """The RFC does not define the bits for "no eye catcher".  They count only if both sides send
+    them."""
     with World() as world:
         client, server = (world.side(Config(rmbe_eye_catcher=each)) for each in catchers)
         record = client.record()
@@ -197,7 +199,7 @@ def test_both_sides_have_eye_catchers_or_neither(catchers: tuple[bool, bool]) ->
             assert rmb.eye_catcher is any(catchers)
             assert all(each.first == 4 * any(catchers) for each in rmb.elements)
             assert all(each.check_eye_catcher() for each in rmb.elements)
-            # An RMB that is made later has them as well.
+            # The agreement also holds for later RMBs.
             side.group.request_element(4 * SIZE, lambda _: None)
         world.settle()
         for side in (client, server):
@@ -222,13 +224,13 @@ def test_the_server_numbers_links(number: int) -> None:
         assert list(client.group.links) == [number]
         assert client.group.links[number].number == number
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
-        # The RTokens have moved with the link: an existing RMB is found under the new number.
+        # The RTokens belong to the link: an existing RMB is found under the new number.
         again = world.connect(client, server)
         assert exchange(world, again, (b"one", b"two")) == (b"two", b"one")
 
 
 def answer(kind: llc.MessageType, change: Callable[[Any], Any]) -> Any:
-    """A tamperer that changes replies of one type."""
+    """Return a function that changes replies of one type."""
 
     def tamper(_: PlainQueuePair, message: bytes) -> list[bytes]:
         if message[0] == kind and message[3] & 0x80:
@@ -239,8 +241,8 @@ def answer(kind: llc.MessageType, change: Callable[[Any], Any]) -> Any:
 
 
 def test_an_accepted_second_link_is_deleted_before_data_flows() -> None:
-    """A peer with a second RNIC may accept; the server deletes the new link, and waits for the
-    reply to DELETE LINK before it opens the connection (C.7.1)."""
+    """A peer with a second RNIC may accept the link.  The server deletes it, and waits for the
+    reply to DELETE LINK before it establishes the connection (C.7.1)."""
     with World() as world:
         client, server = world.side(), world.side()
         record = server.record()

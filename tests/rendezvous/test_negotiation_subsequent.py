@@ -1,5 +1,6 @@
-"""Subsequent contacts of two whole stacks: figure 13, new RMBs, the race of 3.5.2.4, elements in
-use (4.4.2), and link groups that begin or end during a rendezvous (RFC 7609, 3.5.2, 3.5.5.2)."""
+"""Subsequent contacts of two whole stacks: figure 13, new RMBs, data before Confirm (3.5.2.4),
+elements in use (4.4.2), and link groups that begin or end during a rendezvous (RFC 7609, 3.5.2,
+3.5.5.2)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ BIG = 4 * SIZE
 
 
 def on_replies(do: Callable[[bytes], Any]) -> Any:
-    """A tamperer of CONFIRM RKEY replies."""
+    """Return a function that changes replies to CONFIRM RKEY by ``do``."""
 
     def tamper(_: PlainQueuePair, message: bytes) -> list[bytes] | None:
         if message[0] == CONFIRM_RKEY and message[3] & 0x80:
@@ -36,7 +37,7 @@ def on_replies(do: Callable[[bytes], Any]) -> Any:
 
 
 def hold(held: list[bytes]) -> Callable[[bytes], bytes]:
-    """A tamperer that keeps the sent message."""
+    """Return a function that holds back a sent message."""
 
     def keep(data: bytes) -> bytes:
         held.append(data)
@@ -63,7 +64,7 @@ def works(world: World, call: Call) -> bool:
     "A.2.3/2",
 )
 def test_a_subsequent_contact_with_room_in_the_rmbs() -> None:
-    """3.5.2: no LLC message at all."""
+    """3.5.2: the sides exchange no LLC message."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -143,7 +144,7 @@ def test_concurrent_confirm_rkeys_of_both_sides_are_no_collision() -> None:
 
 
 def test_many_connections_wait_for_one_new_rmb() -> None:
-    """40 connections of three sizes at once: one exchange for each RMB, and all have room."""
+    """39 connections of three sizes open at once.  Each new RMB needs one exchange."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -153,7 +154,8 @@ def test_many_connections_wait_for_one_new_rmb() -> None:
         assert all(call.states == ("ESTABLISHED", "ESTABLISHED") for call in calls)
         sent = [each for each in record.messages() if line(each) == "out CONFIRM_RKEY"]
         assert len(sent) == len(client.group.own_rmbs.pool.rmbs) - 1
-        assert len(sent) == 3 + 2 + 7  # four, eight and two in an RMB; three were free
+        # An RMB has four, eight or two elements of these sizes; three elements were free.
+        assert len(sent) == 3 + 2 + 7
         tokens = {
             connection.rmbe.rmb.memory: connection.rmbe.index for connection in client.connections
         }
@@ -216,7 +218,7 @@ def test_an_ending_that_outruns_confirm(how: str) -> None:
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_client_that_has_sent_and_gone_before_its_confirm_is_read(closes: bool) -> None:
-    """Over TCP the server's program would receive the client's bytes and the end."""
+    """The server's program receives the client's bytes and the end, as it would over TCP."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -265,7 +267,8 @@ def test_a_client_that_has_sent_nothing_before_its_end_is_not_accepted() -> None
 
 @pytest.mark.rfc("2.2/4", "2.2.3/2")
 def test_link_groups_are_separate_by_role() -> None:
-    """A group belongs to the client at first contact; the other direction has its own group."""
+    """The client of the first contact stays the client of the group.  Connections in the other
+    direction use another group."""
     with World() as world:
         one, two = world.side(), world.side()
         forth, back = world.connect(one, two), world.connect(two, one)
@@ -294,7 +297,7 @@ def test_every_peer_has_a_group_of_its_own() -> None:
 @pytest.mark.rfc("4.4.2/2", "4.4.2/3", "4.4.2/5", "3.5.2/10", "3.5.2/11")
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_element_in_use_given_again_resets_its_old_connection(end: int) -> None:
-    """4.4.2: the server does not write to the old connection; the new one continues."""
+    """4.4.2: the side does not write to the old connection, and the new one continues."""
     kind = (clc.MessageType.CONFIRM, clc.MessageType.ACCEPT)[end]
     with World() as world:
         client, server = world.side(), world.side()
@@ -319,7 +322,7 @@ def test_an_element_in_use_given_again_resets_its_old_connection(end: int) -> No
 @pytest.mark.parametrize("field", [slice(41, 45), slice(52, 60)], ids=["rkey", "address"])
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_rkey_that_was_never_confirmed(end: int, field: slice) -> None:
-    """3.5.5.2.1: on a subsequent contact a CLC message has no new RToken."""
+    """3.5.5.2.1: on a subsequent contact, a CLC message must not contain an unknown RToken."""
     kind = (clc.MessageType.CONFIRM, clc.MessageType.ACCEPT)[end]
 
     def change(data: bytes) -> bytes:
@@ -409,7 +412,8 @@ def test_an_rmb_that_is_deleted_between_accept_and_confirm() -> None:
 
 
 def test_a_negative_confirm_rkey_reply_declines() -> None:
-    """No error: the peer has no room for more RKeys; the next connection may have room again."""
+    """The peer has no room for another RKey.  This is no error, and the next connection may
+    succeed."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -424,7 +428,7 @@ def test_a_negative_confirm_rkey_reply_declines() -> None:
 
 
 def test_a_retry_reply_is_retried_a_little_later() -> None:
-    """3.5.5.3.1: the peer was changing its links."""
+    """3.5.5.3.1: the peer replies so while it changes its links."""
     replies = 0
 
     def refuse_twice(message: bytes) -> list[bytes]:
@@ -454,7 +458,7 @@ def test_a_peer_that_always_replies_retry_is_given_up() -> None:
 
 @pytest.mark.rfc("C.7.1/time-outs/17")
 def test_an_unanswered_confirm_rkey_fails_the_link_and_the_server_starts_over() -> None:
-    """C.7.1; without a group the connection is a first contact."""
+    """C.7.1: the connection becomes a first contact, because its group has ended."""
     lost: list[bytes] = []
 
     def lose_first(message: bytes) -> list[bytes]:
@@ -490,7 +494,7 @@ def test_a_server_with_all_its_rmbs_opens_a_parallel_group(
         assert len(server.groups) == 1
         calls.append(world.connect(client, server, size=BIG))
         assert len(server.groups) == len(client.groups) == 2
-        # The second group is used while it has room, the first when it has room again.
+        # Connections use the second group as long as it has room, then the first if it has room.
         calls.append(world.connect(client, server, size=BIG))
         assert len(server.groups) == 2
         assert all(call.states == ("ESTABLISHED", "ESTABLISHED") for call in calls)
@@ -519,7 +523,7 @@ def test_a_client_with_all_its_rmbs_declines(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_many_first_contacts_at_once_are_one() -> None:
-    """3.5.1.6: the others wait for the group and are subsequent contacts."""
+    """3.5.1.6: all other connections wait for the group, and are subsequent contacts."""
     with World() as world:
         client, server = world.side(), world.side()
         calls = [world.call(client, server) for _ in range(10)]
@@ -531,7 +535,7 @@ def test_many_first_contacts_at_once_are_one() -> None:
         assert all(works(world, call) for call in calls)
 
 
-def test_when_the_first_contact_fails_the_next_one_makes_it() -> None:
+def test_if_the_first_contact_fails_the_next_connection_makes_one() -> None:
     with World() as world:
         client, server = world.side(), world.side()
         calls = [world.call(client, server) for _ in range(4)]
@@ -603,7 +607,8 @@ def test_a_group_that_ends_while_the_client_prepares() -> None:
 @pytest.mark.rfc("C.1/4", "C.3/4")
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_group_that_ends_after_accept(knows: bool) -> None:
-    """The server cannot decline any more (C.1): the server resets, unless the client declines."""
+    """The server cannot decline any more (C.1).  It resets the connection, unless the client
+    declines."""
     with World(announces_end=knows) as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -619,7 +624,7 @@ def test_a_group_that_ends_after_accept(knows: bool) -> None:
             call.tcp[0].tamper = hold(held)
             world.until(lambda: call.client.outcome)
             server.group.machine.send("links_lost")
-            world.news.clear()
+            world.tcp_changes.clear()
             call.tcp[1].inbox += held[0]
             world.settle()
             assert call.server.state == "FAILED"

@@ -1,5 +1,5 @@
-"""Rules of the rendezvous that no single figure shows: the links of messages, access to RMBs, the
-settings that both queue pairs share, and waits before a Decline (RFC 7609, 2.1, 3.3, 3.5.1,
+"""Rules of the rendezvous that no single figure shows: the link of each message, access to RMBs,
+the settings that two queue pairs share, and the time of a Decline (RFC 7609, 2.1, 3.3, 3.5.1,
 3.5.2.2, appendix C)."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def world() -> Iterator[World]:
 
 @pytest.mark.rfc("3.3/2", "3.3/5")
 def test_a_reply_travels_on_the_link_of_its_request(world: World) -> None:
-    """Each request has a reply of the same type."""
+    """Each request gets a reply of the same type."""
     stage = Stage(world, (3, 3), down=1)
     world.connect(stage.client, stage.server, size=BIG)
     stage.server.rnics[2].port_up()
@@ -132,7 +132,7 @@ def test_confirm_link_and_test_link_travel_on_their_own_link(world: World) -> No
 @pytest.mark.rfc("A.2.3/5", "A.2.3/7", "A.2.4/3", "A.2.4/4")
 @pytest.mark.parametrize("place", [0, 1])
 def test_both_queue_pairs_of_the_first_link_agree(world: World, place: int) -> None:
-    """The smaller MTU counts, and each expects the sequence numbers that the other begins with."""
+    """Both use the smaller MTU, and each expects the first sequence number of the other."""
     sides = client, server = world.side(), world.side()
     sides[place].rnic.mtu = 3
     record = client.record()
@@ -221,7 +221,7 @@ def test_a_client_that_loses_its_rnic_waits_for_accept_before_it_declines(world:
 
 @pytest.mark.rfc("C.3/1", "C.3/2")
 def test_the_point_of_no_return_with_two_links(world: World) -> None:
-    """C.3: for the client that accepts the second link it is the completion of its reply."""
+    """C.3: if the client accepts the second link, this point is the completion of its reply."""
     stage = Stage(world, (2, 2), connect=False)
     seen: list[tuple[str, bool, bool]] = []
     listen = world.fabric.tamper
@@ -253,9 +253,9 @@ def test_the_point_of_no_return_with_two_links(world: World) -> None:
 async def declined_proposal(
     stack: Stack, listener: trio.SocketListener, more: bytes = b"", answer: bytes = b""
 ) -> clc.Proposal:
-    """The Proposal of our client to a server that declines.
+    """Let the stack connect to a server that declines; returns the client's Proposal.
 
-    The server's application then sends ``more``, and the client's ``answer``.
+    Then the application of the server sends ``more``, and that of the client sends ``answer``.
     """
     proposals: list[clc.Message] = []
 
@@ -343,7 +343,7 @@ async def test_a_server_needs_one_of_the_listed_prefixes(text: bytes, welcome: b
 
 @pytest.mark.rfc("C.6/3")
 async def test_application_data_that_looks_like_clc_is_application_data() -> None:
-    """Also in the segment of the Decline itself."""
+    """Even if the data is in the same segment as the Decline."""
     async with plain_server() as server, trio_smc.open_stack(ASSUME) as stack:
         theirs = proposal().encode() + decline(Diagnosis.OUT_OF_MEMORY).encode()
         ours = decline(Diagnosis.OUT_OF_SYNC).encode() + proposal().encode()

@@ -1,5 +1,5 @@
-"""Reserved bits in whole conversations of two stacks, in both versions: no sent message has one,
-and if all of them are set on the way, the result is the same (RFC 7609, A.2, A.3, A.4).
+"""Reserved bits in whole conversations of two stacks, in both versions.  No sent message has a
+reserved bit, and a receiver ignores all of them (RFC 7609, A.2, A.3, A.4).
 `tests.wire.test_reserved_bits` has the same checks for single messages."""
 
 from __future__ import annotations
@@ -27,34 +27,41 @@ SEEN = {
 ONE_WAY = {"REQUEST_ADD_LINK"}  # ADD LINK is the answer
 
 
-def noisy_llc(_: PlainQueuePair, message: bytes) -> list[bytes]:
+def set_reserved_bits(_: PlainQueuePair, message: bytes) -> list[bytes]:
     kind = "cdc" if message[0] == cdc.CDC_TYPE else "llc"
     return [with_all_set(kind, message)]
 
 
-def opened(world: World, client: Side, server: Side, *, noisy: bool, **options: Any) -> Call:
+def connect(
+    world: World, client: Side, server: Side, *, reserved_set: bool, **options: Any
+) -> Call:
     call = world.call(client, server, **options)
-    if noisy:
+    if reserved_set:
         for tcp in call.tcp:
             tcp.tamper = lambda data: with_all_set("clc", data)
     world.settle()
     return call
 
 
-def converse(world: World, version: int, *, noisy: bool) -> tuple[Side, Side]:
-    """Exchange all types of messages; checks that each operation works."""
+def exchange_all_messages(world: World, version: int, *, reserved_set: bool) -> tuple[Side, Side]:
+    """Exchange messages of all types, and check that each operation works.
+
+    reserved_set: True to set all reserved bits of each message on its way.
+    """
     count = 4 if version == 1 else 2
     client, server = (
         world.side(CONFIGS[version], rnics=count, routable=version == 2) for _ in range(2)
     )
     client.record()
     server.record()
-    if noisy:
-        world.fabric.tamper = noisy_llc
-    refused = opened(world, client, server, noisy=noisy, refusal=FallbackReason.NO_RNIC)
+    if reserved_set:
+        world.fabric.tamper = set_reserved_bits
+    refused = connect(
+        world, client, server, reserved_set=reserved_set, refusal=FallbackReason.NO_RNIC
+    )
     assert refused.states == ("FALLEN_BACK", "FALLEN_BACK")
     refused.tcp[0].end("fin")
-    calls = [opened(world, client, server, noisy=noisy) for _ in range(4)]
+    calls = [connect(world, client, server, reserved_set=reserved_set) for _ in range(4)]
     assert {call.states for call in calls} == {("ESTABLISHED", "ESTABLISHED")}
     assert client.group.terms.version == server.group.terms.version == version
     for call in calls:
@@ -72,7 +79,7 @@ def converse(world: World, version: int, *, noisy: bool) -> tuple[Side, Side]:
 
 
 def send_much(world: World, call: Call) -> None:
-    """Urgent data; and more than a ring, so that the writer is blocked."""
+    """Send urgent data, and more data than a ring holds, so that the writer is blocked."""
     here, there = call.connections
     here.send_urgent(memoryview(b"ab!"))
     world.settle()
@@ -89,7 +96,7 @@ def send_much(world: World, call: Call) -> None:
 
 
 def change_group(world: World, client: Side, server: Side, call: Call) -> None:
-    """RMBs and links are made and deleted, and silent links are tested."""
+    """Make and delete RMBs and links, and let the sides test silent links."""
     elements: list[Any] = []
     for side in (client, server):
         side.group.request_element(4 * SIZE, elements.append)
@@ -97,7 +104,7 @@ def change_group(world: World, client: Side, server: Side, call: Call) -> None:
         side.group.own_rmbs.release(elements[-1], 0)
     world.pass_time(1000.0)
 
-    # A link fails while it carries a message; another one is deleted in order; new ones are added.
+    # A link fails while it carries a message, another one is deleted in order, new ones are added.
     here, there = call.connections
     link = here.channel
     assert isinstance(link, Link)
@@ -116,7 +123,7 @@ def change_group(world: World, client: Side, server: Side, call: Call) -> None:
 
 
 def end_all(world: World, calls: list[Call]) -> None:
-    """Each way to end a connection."""
+    """End three connections, each in another way."""
     here, there = calls[0].connections
     calls[0].client.connection.shutdown_write()
     world.settle()
@@ -132,7 +139,7 @@ def end_all(world: World, calls: list[Call]) -> None:
 
 
 def sent(*sides: Side) -> set[str]:
-    """The names of the messages that these sides have sent; checks the reserved bits of each."""
+    """Check the reserved bits of all messages that these sides have sent; returns their names."""
     names: set[str] = set()
     for side in sides:
         for kind, way, data in side.recorder.messages():
@@ -146,7 +153,7 @@ def sent(*sides: Side) -> set[str]:
 @pytest.mark.parametrize("version", [1, 2])
 def test_no_reserved_bit_is_set_in_a_conversation(version: int) -> None:
     with World(announces_end=False) as world:
-        plain = sent(*converse(world, version, noisy=False))
+        plain = sent(*exchange_all_messages(world, version, reserved_set=False))
         wanted = {"PROPOSAL", "ACCEPT", "CONFIRM", "DECLINE", "CDC", *SEEN[version]}
         wanted |= {f"{name} reply" for name in SEEN[version] if name not in ONE_WAY}
         assert plain == wanted
@@ -157,7 +164,7 @@ def test_no_reserved_bit_is_set_in_a_conversation(version: int) -> None:
 def test_with_all_reserved_bits_set_a_conversation_goes_the_same_way(version: int) -> None:
     """No reply repeats a reserved bit of its request."""
     with World(announces_end=False) as world:
-        sides = converse(world, version, noisy=True)
+        sides = exchange_all_messages(world, version, reserved_set=True)
         received = [(kind, data) for side in sides for kind, way, data in side.recorder.messages()
                     if way == "in"]  # fmt: skip
         assert all(wrongly_set(EXCEPTIONS, kind, data) for kind, data in received if kind != "clc")

@@ -1,7 +1,7 @@
-"""A peer whose bytes are written by hand after RFC 7609, without extensions of implementations.
+"""A peer that implements only RFC 7609, byte by byte, without extensions of implementations.
 
-It treats the reserved bits of CONFIRM LINK as reserved, and uses the only layout of elements in the
-RFC: behind an eye catcher of four bytes (4.2, A.4).
+The peer ignores the reserved bits of CONFIRM LINK.  In its elements, data begins behind an eye
+catcher of four bytes, the only layout that the RFC defines (4.2, A.4).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ REJECTED = 0x40
 
 
 class RfcPeer:
-    """One end of a TCP connection, a queue pair and an element, driven by hand.
+    """One end of a TCP connection with a queue pair and one element; the test calls each step.
 
     Attributes:
-      memory: its one element.
+      memory: the memory of the element.
     """
 
     def __init__(self, world: World, tcp: Tcp) -> None:
@@ -67,7 +67,7 @@ class RfcPeer:
         return message
 
     def send_credentials(self, kind: int, first_contact: int) -> None:
-        """SMC Accept (2) or Confirm (3)."""
+        """Send SMC Accept (2) or SMC Confirm (3)."""
         head = EYE + struct.pack(">BHB", kind, 68, 0x10 | first_contact) + PEER_ID
         link = self._rnic.gid + self._rnic.mac + self._qp.qp_num.to_bytes(3, "big")
         element = struct.pack(">IBIBBQB", self._region.rkey, 1, TOKEN, 0x05, 0,
@@ -75,7 +75,7 @@ class RfcPeer:
         self._tcp.send(head + link + element + PSN.to_bytes(3, "big") + EYE)
 
     def connect(self, named: bytes) -> None:
-        """To the end that SMC Accept or Confirm names."""
+        """Connect the queue pair to the one that SMC Accept or SMC Confirm names."""
         qp_number = int.from_bytes(named[38:41], "big")
         self._rkey, index, self._token = struct.unpack(">IBI", named[41:50])
         address = int.from_bytes(named[52:60], "big")
@@ -105,7 +105,7 @@ class RfcPeer:
         self._qp.post_send(1, (head + number + b"USER\x02").ljust(44, b"\0"))
 
     def offer_link(self) -> None:
-        """ADD LINK over the RNIC in use, as a server with one does (3.5.1.6)."""
+        """Send ADD LINK for the RNIC in use, like a server with a single RNIC (3.5.1.6)."""
         head = b"\x02\x2c\0\0" + self._rnic.mac + b"\0\0" + self._rnic.gid
         self._qp.post_send(2, (head + b"\0\0\x99\x02\x05\0\0\x01").ljust(44, b"\0"))
 
@@ -115,7 +115,7 @@ class RfcPeer:
     # --- data: figures 16 and 41 ---------------------------------------------------------------
 
     def send_data(self, data: bytes) -> None:
-        """A write behind the eye catcher, and a CDC message."""
+        """Write the data behind the eye catcher, and send a CDC message."""
         view = memoryview(data)
         place = self._target + 4 + self._sent
         self._qp.post_write(3, view, None, address=place, rkey=self._rkey, signaled=True)
@@ -125,7 +125,7 @@ class RfcPeer:
         self._qp.post_send(4, (head + cursors).ljust(44, b"\0"))
 
     def received_data(self, cdc: bytes) -> bytes:
-        """The bytes that the peer has written, by its CDC message."""
+        """The bytes that the peer has written, up to the cursor of its CDC message."""
         token, wrap, cursor = struct.unpack(">I2xHI", cdc[4:16])
         assert (token, wrap) == (TOKEN, 0)
         return bytes(self.memory.view[4:cursor])
@@ -138,13 +138,13 @@ def world() -> Iterator[World]:
 
 
 def tcp_pair(world: World) -> tuple[Tcp, Tcp]:
-    one, other = Tcp(world.news), Tcp(world.news)
+    one, other = Tcp(world.tcp_changes), Tcp(world.tcp_changes)
     one.peer, other.peer = other, one
     return one, other
 
 
 class _Single:
-    """A call for `World`: one end of ours, whose peer is stepped by the test."""
+    """A call for `World` with one tested end; the test itself plays the peer."""
 
     def __init__(self, end: End) -> None:
         self.ends = (end,)
@@ -166,7 +166,7 @@ def talk(world: World, peer: RfcPeer, end: End) -> None:
 
 
 @pytest.mark.rfc("4.2/2", "A.4/10", "A.3.1/7")
-def test_as_the_server_of_a_peer_that_has_only_the_rfc(world: World) -> None:
+def test_a_server_serves_a_peer_without_extensions(world: World) -> None:
     side = world.side()
     theirs, ours = tcp_pair(world)
     negotiation = ServerNegotiation(
@@ -193,7 +193,7 @@ def test_as_the_server_of_a_peer_that_has_only_the_rfc(world: World) -> None:
 
 
 @pytest.mark.rfc("4.2/2", "A.4/10", "A.3.1/7")
-def test_as_the_client_of_a_peer_that_has_only_the_rfc(world: World) -> None:
+def test_a_client_uses_a_server_without_extensions(world: World) -> None:
     side = world.side()
     theirs, ours = tcp_pair(world)
     negotiation = ClientNegotiation(host=side.stack.groups, receive_buffer=SIZE)
@@ -211,7 +211,7 @@ def test_as_the_client_of_a_peer_that_has_only_the_rfc(world: World) -> None:
     peer.connect(confirm)
     peer.confirm_link(0)
     reply = peer.receive_llc()
-    # No bits of ours in the reply, as the request had none.
+    # The request had no extension bits, so the reply has none.
     assert reply[:4] == b"\x01\x2c\0" + bytes((REPLY,))
     peer.offer_link()
     rejection = peer.receive_llc()

@@ -75,7 +75,7 @@ def confirm(terms: Terms, *, first: bool = True) -> clc.Confirm:
         (ONLY_2, replace(OFFER, eids=(ELSE,)), None, Reason.NO_COMMON_UEID),
     ],
 )
-def test_the_answers_of_a_server(
+def test_a_server_answers_a_proposal_with_terms_or_a_reason(
     proposal: clc.Proposal, offer: Offer | None, v1: Reason | None, result: Terms | Reason
 ) -> None:
     assert answer(proposal, offer, v1, True) == result
@@ -99,7 +99,7 @@ def test_the_first_eid_of_the_proposal_counts() -> None:
         ((255, 0), (255, 2), Reason.LINK_LIMIT),
     ],
 )
-def test_limits(
+def test_the_lower_limits_count(
     theirs: tuple[int, int], ours: tuple[int, int], result: tuple[int, int] | Reason
 ) -> None:
     proposal = with_v2_offer(PLAIN, replace(OFFER, max_connections=theirs[0], max_links=theirs[1]))
@@ -126,7 +126,7 @@ def test_the_lower_release_counts(theirs: int, ours: int, release: int) -> None:
 @pytest.mark.parametrize(
     ("direct", "result"), [(True, True), (False, False), (None, Reason.NO_ROUTE)]
 )
-def test_routes(direct: bool | None, result: bool | Reason) -> None:
+def test_a_server_checks_the_route(direct: bool | None, result: bool | Reason) -> None:
     terms = answer(ONLY_2, OFFER, None, direct)
     assert (terms.direct if isinstance(terms, Terms) else terms) == result
 

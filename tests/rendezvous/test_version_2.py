@@ -31,7 +31,7 @@ def pair(world: World, config: Config = V2, **options: Any) -> tuple[Side, Side]
     return world.side(config, **options), world.side(config, **options)
 
 
-def offering(side: Side, **changes: Any) -> None:
+def change_offer(side: Side, **changes: Any) -> None:
     """Change the offer of a side."""
     assert side.stack.groups.offer is not None
     side.stack.groups.offer = replace(side.stack.groups.offer, **changes)
@@ -65,7 +65,7 @@ def test_first_contact() -> None:
             "out ADD_LINK reply",
         ]
         assert len(at_client.messages()) == len(at_server.messages())
-        # Two EIDs and version 1 too; first contact; one GID.
+        # Proposal with two EIDs and both versions, first-contact Accept, Confirm with one GID.
         sizes = [len(data) for what, _, data in at_client.messages() if what == "clc"]
         assert sizes == [132 + 64, 160, 180]
         assert client.group.terms == server.group.terms
@@ -79,7 +79,7 @@ def test_first_contact() -> None:
 
 @pytest.mark.v2("v2.4/1", "v2.12/5")
 def test_subsequent_contact_and_rkeys() -> None:
-    """Further connections use the group; new RMBs are announced and deleted."""
+    """Further connections use the group, and the sides announce new RMBs."""
     with World() as world:
         client, server = pair(world, replace(V2, link_group_idle=1000))
         first = world.connect(client, server)
@@ -94,7 +94,7 @@ def test_subsequent_contact_and_rkeys() -> None:
 
 
 @pytest.mark.v2("v2.12/2")
-def test_a_list_of_rkeys_is_taken_back_but_for_unknown_ones() -> None:
+def test_delete_rkey_of_unknown_rkeys_gets_a_negative_reply() -> None:
     with World() as world:
         client, server = pair(world)
         world.connect(client, server)
@@ -149,7 +149,7 @@ def test_groups_of_both_versions_beside_each_other() -> None:
 # --- Linux as client ------------------------------------------------------------------------------
 
 
-def nameless(client: Side) -> clc.Proposal:
+def without_peer_id(client: Side) -> clc.Proposal:
     """The Proposal of Linux over soft-RoCE: version 2 alone, without peer ID, GID and MAC."""
     return replace(
         proposal_of(client), peer_id=bytes(8), gid=bytes(16), mac=bytes(6), ipv4_subnet=bytes(4),
@@ -163,7 +163,7 @@ def test_clients_without_peer_ids_differ_by_their_gids() -> None:
         one, server = pair(world)
         other = world.side(V2, routable=True)
         calls = [
-            world.connect(client, server, proposal=nameless(client))
+            world.connect(client, server, proposal=without_peer_id(client))
             for client in (one, other, one, other)
         ]
         assert len(server.groups) == 2
@@ -174,12 +174,12 @@ def test_clients_without_peer_ids_differ_by_their_gids() -> None:
 
 
 @pytest.mark.v2("v2.7/2")
-def test_two_first_contacts_of_nameless_clients_at_once() -> None:
+def test_two_clients_without_peer_ids_make_first_contact_at_once() -> None:
     with World() as world:
         one, server = pair(world)
         other = world.side(V2, routable=True)
         calls = [
-            world.call(client, server, proposal=nameless(client))
+            world.call(client, server, proposal=without_peer_id(client))
             for client in (one, other, one, other)
         ]
         world.settle()
@@ -191,11 +191,11 @@ def test_two_first_contacts_of_nameless_clients_at_once() -> None:
 
 
 @pytest.mark.v2("v2.7/3")
-def test_max_connections() -> None:
+def test_the_seventeenth_connection_opens_a_second_group() -> None:
     """The seventeenth connection makes a second group."""
     with World() as world:
         client, server = pair(world)
-        offering(client, max_connections=16)
+        change_offer(client, max_connections=16)
         calls = [world.call(client, server, size=16384) for _ in range(17)]
         world.settle()
         assert sorted(len(group.connections) for group in server.groups) == [1, 16]
@@ -204,12 +204,12 @@ def test_max_connections() -> None:
 
 @pytest.mark.v2("v2.7/5")
 @pytest.mark.parametrize("limited", [0, 1])
-def test_a_single_link(limited: int) -> None:
-    """max_links of 1: no ADD LINK, formed at once, and no further RNIC changes that."""
+def test_a_limit_of_one_link_prevents_a_second_link(limited: int) -> None:
+    """With max_links of 1 there is no ADD LINK, even if further RNICs appear."""
     with World() as world:
         sides = pair(world, rnics=2)
         client, server = sides
-        offering(sides[limited], max_links=1)
+        change_offer(sides[limited], max_links=1)
         client.record()
         call = world.connect(client, server)
         for side in sides:
@@ -221,10 +221,10 @@ def test_a_single_link(limited: int) -> None:
 
 
 @pytest.mark.v2("v2.4/7", "v2.9/5")
-def test_release_0() -> None:
+def test_both_sides_may_agree_on_release_0() -> None:
     with World() as world:
         client, server = pair(world)
-        offering(client, release=0)
+        change_offer(client, release=0)
         client.record()
         call = world.connect(client, server)
         assert client.group.terms.release == server.group.terms.release == 0
@@ -281,7 +281,7 @@ def test_many_rmbs_are_announced_at_once() -> None:
 
 @pytest.mark.v2("v2.11/1", "v2.11/2")
 def test_a_client_requests_a_link() -> None:
-    """The client's second RNIC appears: REQUEST ADD LINK, which the server answers by ADD LINK."""
+    """When its second RNIC appears, the client sends REQUEST ADD LINK, and the server ADD LINK."""
     with World() as world:
         client, server = world.side(V2, routable=True), world.side(V2, routable=True, rnics=2)
         world.connect(client, server)
@@ -312,7 +312,7 @@ def test_a_server_that_adds_no_link_replies_so() -> None:
 
 
 @pytest.mark.v2("v2.7/6")
-def test_only_rnics_of_version_2_take_part() -> None:
+def test_a_group_of_version_2_uses_only_routable_rnics() -> None:
     with World() as world:
         client, server = pair(world)
         for side in (client, server):
@@ -324,8 +324,8 @@ def test_only_rnics_of_version_2_take_part() -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def refused(world: World, call: Call) -> FallbackReason:
-    """Both sides stay on TCP, and both have the reason of the side that decided."""
+def refusal(world: World, call: Call) -> FallbackReason:
+    """Check that both sides use TCP for the same reason, and return the reason."""
     world.settle()
     ends = call.ends
     assert {end.state for end in ends} == {"FALLEN_BACK"}, call.states
@@ -337,7 +337,7 @@ def refused(world: World, call: Call) -> FallbackReason:
 
 
 def only_v2(client: Side, **changes: Any) -> clc.Proposal:
-    proposal = nameless(client)
+    proposal = without_peer_id(client)
     assert proposal.v2 is not None
     return replace(proposal, v2=replace(proposal.v2, **changes))
 
@@ -360,7 +360,7 @@ def test_a_proposal_that_does_not_fit(changes: dict[str, Any], reason: FallbackR
         client.record()
         healthy = world.connect(client, server)
         call = world.call(client, server, proposal=only_v2(client, **changes))
-        assert refused(world, call) is reason
+        assert refusal(world, call) is reason
         [decline] = sent_messages(client, clc.Decline)
         assert len(decline.encode()) == 44
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
@@ -371,7 +371,7 @@ def test_a_client_beyond_all_routes() -> None:
     with World() as world:
         client, server = pair(world)
         world.fabric.direct[client.rnic.gid] = None
-        assert refused(world, world.call(client, server, proposal=nameless(client))) is (
+        assert refusal(world, world.call(client, server, proposal=without_peer_id(client))) is (
             FallbackReason.NO_ROUTE
         )
 
@@ -389,21 +389,21 @@ def test_both_reach_each_other_through_a_gateway() -> None:
 
 
 def first_accept(**changes: Any) -> Callable[[clc.Message], clc.Message]:
-    """A wrong value in a field that version 2 adds to Accept."""
+    """Return a function that changes fields that version 2 adds to Accept."""
 
-    def lie(message: clc.Message) -> clc.Message:
+    def change(message: clc.Message) -> clc.Message:
         if not isinstance(message, clc.Accept) or message.v2 is None or message.v2.first is None:
             return message
         return replace(message, v2=replace(message.v2, first=replace(message.v2.first, **changes)))
 
-    return lie
+    return change
 
 
-def tamper_with(call: Call, end: int, lie: Callable[[clc.Message], clc.Message]) -> None:
+def tamper_with(call: Call, end: int, change: Callable[[clc.Message], clc.Message]) -> None:
     """Change the messages of one end."""
 
     def tamper(piece: bytes) -> bytes:
-        return lie(clc.decode_untrusted(piece)).encode()
+        return change(clc.decode_untrusted(piece)).encode()
 
     call.tcp[end].tamper = tamper
 
@@ -428,7 +428,7 @@ def unmapped(message: clc.Message) -> clc.Message:
 
 @pytest.mark.v2("v2.4/2", "v2.4/3", "v2.4/4", "v2.4/5", "v2.4/6")
 @pytest.mark.parametrize(
-    ("lie", "reason"),
+    ("change", "reason"),
     [
         (first_accept(release=2), FallbackReason.RELEASE_MISMATCH),
         (first_accept(max_connections=15), FallbackReason.CONNECTION_LIMIT),
@@ -441,14 +441,14 @@ def unmapped(message: clc.Message) -> clc.Message:
     ],
 )
 def test_an_accept_with_wrong_terms(
-    lie: Callable[[clc.Message], clc.Message], reason: FallbackReason
+    change: Callable[[clc.Message], clc.Message], reason: FallbackReason
 ) -> None:
     with World() as world:
         client, server = pair(world)
         healthy = world.connect(server, client)
-        call = world.call(client, server, proposal=nameless(client))
-        tamper_with(call, 1, lie)
-        assert refused(world, call) is reason
+        call = world.call(client, server, proposal=without_peer_id(client))
+        tamper_with(call, 1, change)
+        assert refusal(world, call) is reason
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
 
 
@@ -459,22 +459,22 @@ def test_an_accept_on_an_existing_group_that_names_another_eid() -> None:
         healthy = world.connect(client, server)
         call = world.call(client, server)
         tamper_with(call, 1, other_eid)
-        assert refused(world, call) is FallbackReason.NO_COMMON_UEID
+        assert refusal(world, call) is FallbackReason.NO_COMMON_UEID
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
 
 
 def confirm(**changes: Any) -> Callable[[clc.Message], clc.Message]:
-    def lie(message: clc.Message) -> clc.Message:
+    def change(message: clc.Message) -> clc.Message:
         if not isinstance(message, clc.Confirm) or message.v2 is None or message.v2.first is None:
             return message
         return replace(message, v2=replace(message.v2, first=replace(message.v2.first, **changes)))
 
-    return lie
+    return change
 
 
 @pytest.mark.v2("v2.5/2", "v2.5/3")
 @pytest.mark.parametrize(
-    ("lie", "reason"),
+    ("change", "reason"),
     [
         (confirm(release=0), FallbackReason.RELEASE_MISMATCH),
         (confirm(max_connections=16), FallbackReason.CONNECTION_LIMIT),
@@ -484,14 +484,14 @@ def confirm(**changes: Any) -> Callable[[clc.Message], clc.Message]:
     ],
 )
 def test_a_confirm_with_wrong_terms(
-    lie: Callable[[clc.Message], clc.Message], reason: FallbackReason
+    change: Callable[[clc.Message], clc.Message], reason: FallbackReason
 ) -> None:
-    """The server declines; the test does not check the client."""
+    """The server declines.  The test does not check the client."""
     with World() as world:
         client, server = pair(world)
         healthy = world.connect(server, client)
         call = world.call(client, server)
-        tamper_with(call, 0, lie)
+        tamper_with(call, 0, change)
         world.finish()
         assert call.server.fallback.reason is reason
         assert call.server.fallback.origin is Origin.LOCAL
@@ -512,22 +512,22 @@ def late_confirm(message: clc.Message) -> clc.Message:
 
 
 @pytest.mark.v2("v2.5/4")
-@pytest.mark.parametrize("lie", [old_confirm, late_confirm])
-def test_a_confirm_of_another_kind(lie: Callable[[clc.Message], clc.Message]) -> None:
+@pytest.mark.parametrize("change", [old_confirm, late_confirm])
+def test_a_confirm_of_another_kind(change: Callable[[clc.Message], clc.Message]) -> None:
     with World() as world:
         client, server = pair(world)
         healthy = world.connect(server, client)
         call = world.call(client, server)
-        tamper_with(call, 0, lie)
+        tamper_with(call, 0, change)
         world.finish()
         assert call.server.state == "FAILED"
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
 
 
-# --- LLC messages that lie ------------------------------------------------------------------------
+# --- LLC messages with wrong fields ---------------------------------------------------------------
 
 
-def lying_llc(world: World, change: Callable[[llc.Message], llc.Message | bytes]) -> None:
+def change_llc(world: World, change: Callable[[llc.Message], llc.Message | bytes]) -> None:
     """Change ADD LINK and the later messages on their way."""
 
     def tamper(_: object, message: bytes) -> list[bytes]:
@@ -554,19 +554,19 @@ def contradicting(message: llc.Message) -> llc.Message:
 
 
 @pytest.mark.v2("v2.10/6")
-@pytest.mark.parametrize("lie", [without_rtokens, contradicting])
+@pytest.mark.parametrize("change", [without_rtokens, contradicting])
 @pytest.mark.parametrize("replies", [False, True])
 def test_an_add_link_with_wrong_rtokens_fails_the_new_link(
-    lie: Callable[[llc.Message], llc.Message], replies: bool
+    change: Callable[[llc.Message], llc.Message], replies: bool
 ) -> None:
     with World() as world:
         client, server = pair(world, rnics=2)
 
         def some(message: llc.Message) -> llc.Message:
             assert isinstance(message, llc.AddLink)
-            return lie(message) if message.reply is replies else message
+            return change(message) if message.reply is replies else message
 
-        lying_llc(world, some)
+        change_llc(world, some)
         call = world.call(client, server)
         world.finish()
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
@@ -575,7 +575,7 @@ def test_an_add_link_with_wrong_rtokens_fails_the_new_link(
 
 
 def test_rtokens_of_unknown_rmbs_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """With any number of them, the log has one line."""
+    """The log has one line for any number of unknown RTokens."""
 
     def strange(message: llc.Message) -> llc.Message:
         assert isinstance(message, llc.AddLink)
@@ -588,7 +588,7 @@ def test_rtokens_of_unknown_rmbs_are_ignored(caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.INFO, "trio_smc.link_group")
     with World() as world:
         client, server = pair(world, rnics=2)
-        lying_llc(world, strange)
+        change_llc(world, strange)
         call = world.connect(client, server)
         assert client.group.kind is server.group.kind is LinkGroupKind.SYMMETRIC
         logged = [each for each in caplog.messages if "name no RMB" in each]
@@ -607,13 +607,13 @@ def cut_off(message: llc.Message) -> bytes:
 
 
 @pytest.mark.v2("v2.9/6")
-@pytest.mark.parametrize("lie", [version_1_framing, cut_off])
-def test_framing_that_is_wrong_costs_the_connection(lie: Callable[[llc.Message], bytes]) -> None:
+@pytest.mark.parametrize("change", [version_1_framing, cut_off])
+def test_framing_that_is_wrong_costs_the_connection(change: Callable[[llc.Message], bytes]) -> None:
     with World() as world:
         client, server = pair(world, rnics=2)
         other = world.side(V2, routable=True)
         healthy = world.connect(other, server)
-        lying_llc(world, lie)
+        change_llc(world, change)
         call = world.call(client, server)
         world.finish()
         assert call.client.outcome is not None
@@ -644,7 +644,7 @@ def test_offers_stay_within_their_bounds() -> None:
         assert len(proposal.encode()) == 132 + 8 * 32
 
 
-# --- what one message says ------------------------------------------------------------------------
+# --- fields of messages ---------------------------------------------------------------------------
 
 
 @pytest.mark.v2("v2.2/8")
@@ -665,7 +665,7 @@ def test_a_proposal_of_ours_names_both_versions_and_itself(
 ) -> None:
     with World() as world:
         client, _ = pair(world)
-        offering(client, release=release)
+        change_offer(client, release=release)
         proposal = proposal_of(client)
         assert proposal.encode()[7] == 0x20
         assert proposal.offers_smc_r
@@ -679,7 +679,7 @@ def test_a_proposal_of_ours_names_both_versions_and_itself(
 
 @pytest.mark.v2("v2.10/5")
 def test_a_rejection_has_44_bytes() -> None:
-    """With one RNIC each a second link would be parallel to the first."""
+    """Each side has one RNIC, so a second link would be parallel to the first."""
     with World() as world:
         client, server = pair(world)
         client.record()
@@ -757,7 +757,7 @@ def test_receives_hold_the_longest_message_of_the_groups_version() -> None:
 
 
 def declines(side: Side) -> list[tuple[int, int, bool, int]]:
-    """Length, version, whether out of sync, and system of each Decline."""
+    """Length, version, out-of-sync flag and system of each Decline."""
     return [
         (len(each.encode()), each.version, each.out_of_sync, each.system)
         for each in sent_messages(side, clc.Decline)
@@ -785,15 +785,15 @@ def test_the_servers_decline(
 
 
 @pytest.mark.v2("v2.6/2")
-@pytest.mark.parametrize(("lie", "form"), [(other_eid, LONG), (version_1, SHORT)])
+@pytest.mark.parametrize(("change", "form"), [(other_eid, LONG), (version_1, SHORT)])
 def test_the_clients_decline(
-    lie: Callable[[clc.Message], clc.Message], form: tuple[int, int, bool, int]
+    change: Callable[[clc.Message], clc.Message], form: tuple[int, int, bool, int]
 ) -> None:
     with World() as world:
         client, server = pair(world)
         client.record()
-        call = world.call(client, server, proposal=nameless(client))
-        tamper_with(call, 1, lie)
+        call = world.call(client, server, proposal=without_peer_id(client))
+        tamper_with(call, 1, change)
         world.settle()
         assert declines(client) == [form]
 
@@ -811,8 +811,8 @@ def test_a_decline_in_place_of_a_proposal() -> None:
 @pytest.mark.v2("v2.6/3")
 @pytest.mark.parametrize("long", [True, False])
 @pytest.mark.parametrize("end", [0, 1])
-def test_both_forms_of_decline_are_taken(long: bool, end: int) -> None:
-    """In place of Confirm, and in place of Accept."""
+def test_a_side_accepts_both_forms_of_decline(long: bool, end: int) -> None:
+    """A Decline may replace Confirm or Accept."""
 
     def decline(message: clc.Message) -> clc.Message:
         if not isinstance(message, clc.Accept | clc.Confirm):
@@ -871,7 +871,7 @@ def test_a_confirm_of_another_peer_than_the_proposal() -> None:
 
 
 @pytest.mark.v2("v2.12/4")
-def test_a_reply_without_the_rkeys_is_taken() -> None:
+def test_a_delete_rkey_reply_without_rkeys_is_accepted() -> None:
     with World() as world:
         client, server = pair(world, replace(V2, link_group_idle=1000))
         call = world.connect(client, server)

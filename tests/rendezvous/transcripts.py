@@ -15,7 +15,7 @@ _TYPES = {**{kind.value: kind.name for kind in llc.MessageType}, 0xFE: "CDC"}
 
 
 def line(event: tuple[str, str, bytes]) -> str:
-    """One message of a transcript: direction, name, and the flags that matter."""
+    """One line of a transcript: direction, name of the message, and "reply" for a reply."""
     kind, way, data = event
     if kind == "clc":
         return f"{way} {clc.MessageType(data[4]).name}"
@@ -26,7 +26,7 @@ def line(event: tuple[str, str, bytes]) -> str:
 
 
 def transcript(side: Side) -> list[str]:
-    """The LLC messages, sent and received."""
+    """The LLC messages that the side has sent and received."""
     return [line(each) for each in side.recorder.messages() if each[0] == "llc"]
 
 

@@ -1,8 +1,8 @@
 """The calls of `trio.socket` over SMC-R and over TCP: the same results, the same errors.
 
-Each case is a sequence of calls at the two ends of a connection.  It runs once over TCP, on sockets
-of Trio, and once over SMC-R, and what the calls return and raise is compared.  docs/programs.md
-lists the differences that remain; no case here has one of them.
+Each case is a sequence of calls at the two ends of a connection.  A test runs each case once over
+TCP, on sockets of Trio, and once over SMC-R, and compares the results and exceptions of the calls.
+docs/programs.md lists the differences that remain; these cases avoid them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES: Final[dict[str, Case]] = {}
 
 
 class OpenEnds(Protocol):
-    """Makes two ends and closes them."""
+    """Makes two ends, and closes them at the end of the block."""
 
     def __call__(self, *, smc: bool) -> AbstractAsyncContextManager[Ends]: ...
 
@@ -43,10 +43,15 @@ _QUIET: Final = 0.002
 
 
 class Ends:
-    """The two ends of a connection, and what the calls of a case have returned or raised."""
+    """The two ends of a connection, and the outcomes of the calls of a case.
+
+    Attributes:
+      records: the outcomes, and other observations of the case.
+      listener, client, server: the sockets.
+    """
 
     def __init__(self) -> None:
-        self.seen: list[object] = []
+        self.records: list[object] = []
         self.listener: Any = trio.socket.socket()
         self.client: Any = trio.socket.socket()
         self.server: Any = None
@@ -61,12 +66,12 @@ class Ends:
     async def accept_one(self) -> None:
         self.server, _ = await self.listener.accept()
 
-    async def see(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Make a call and note its outcome, or that it waits."""
-        self.seen.append(await self.outcome(call, *arguments))
+    async def record(self, call: Callable[..., Any], *arguments: Any) -> None:
+        """Make a call, and record its outcome."""
+        self.records.append(await self.outcome(call, *arguments))
 
     async def outcome(self, call: Callable[..., Any], *arguments: Any) -> object:
-        """The outcome of a call."""
+        """Make a call.  Returns its result, the kind of its exception, or "waits"."""
         outcomes: list[object] = []
 
         async def make() -> None:
@@ -85,8 +90,8 @@ class Ends:
             nursery.cancel_scope.cancel()
         return outcomes[0] if outcomes else "waits"
 
-    async def during(self, waiting: Callable[[], Any], then: Callable[[], Any]) -> None:
-        """Note the outcome of a call that waits while ``then`` is called."""
+    async def record_during(self, waiting: Callable[[], Any], then: Callable[[], Any]) -> None:
+        """Record the outcome of a call that waits, before and after a call of ``then``."""
         outcomes: list[object] = []
 
         async def wait() -> None:
@@ -98,16 +103,16 @@ class Ends:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
             await wait_all_tasks_blocked(_QUIET)
-            self.seen.append("waits" if not outcomes else outcomes.pop())
+            self.records.append("waits" if not outcomes else outcomes.pop())
             result = then()
             if isinstance(result, Awaitable):
                 await result
             await wait_all_tasks_blocked(_QUIET)
-            self.seen.append(outcomes[0] if outcomes else "still waits")
+            self.records.append(outcomes[0] if outcomes else "still waits")
             nursery.cancel_scope.cancel()
 
     async def settle(self) -> None:
-        """Wait until everything sent has arrived."""
+        """Wait until all sent data has arrived."""
         await wait_all_tasks_blocked(_QUIET)
 
     def close(self) -> None:
@@ -119,7 +124,8 @@ class Ends:
 def kind(error: BaseException) -> tuple[str, int | None, object]:
     """The class of an exception, its error number, and the kind of its cause.
 
-    The OSErrors of a socket have no cause over TCP, and those of the stream below over SMC-R.
+    The cause of an OSError does not count: over TCP there is none, and over SMC-R it is an error of
+    the stream.
     """
     cause = None if isinstance(error, OSError) else error.__cause__
     if cause is error:
@@ -216,7 +222,7 @@ SIZES: Final = {"3": 3, "0": 0, "all": 100, "-1": -1, "huge": 2**70, "wrong": "x
 
 
 def _hide_discarded(data: bytes, flags: object) -> object:
-    """MSG_TRUNC returns bytes of an undefined value."""
+    """Replace the data of a call with MSG_TRUNC, which is undefined, by its length."""
     return len(data) if isinstance(flags, int) and flags & stdlib.MSG_TRUNC else data
 
 
@@ -256,11 +262,11 @@ def _receiving_case(prepare: Any, receive: Any, size: Any, flags: Any) -> Case:
     async def receiving(ends: Ends) -> None:
         await prepare(ends)
         await ends.settle()
-        await ends.see(receive, ends.server, size, flags)
-        # The rest, but no lost or discarded urgent byte: see docs/programs.md.
+        await ends.record(receive, ends.server, size, flags)
+        # Read the rest, unless an urgent byte is lost or discarded (docs/programs.md).
         if prepare not in (_urgent, _urgent_inline) or flags == 0:
-            await ends.see(ends.server.recv, 100)
-        await ends.see(ends.server.is_readable)
+            await ends.record(ends.server.recv, 100)
+        await ends.record(ends.server.is_readable)
 
     return receiving
 
@@ -285,10 +291,10 @@ async def receive_into_a_structure(ends: Ends) -> None:
 
     await ends.client.send(b"\1\0\2\0rest")
     header = Header()
-    await ends.see(ends.server.recv_into, header)
-    ends.seen.append((header.kind, header.length))
+    await ends.record(ends.server.recv_into, header)
+    ends.records.append((header.kind, header.length))
     for buffer in (array.array("I", [0]), b"read-only", memoryview(bytearray(8))[::2], None):
-        await ends.see(ends.server.recv_into, buffer)
+        await ends.record(ends.server.recv_into, buffer)
 
 
 @case
@@ -304,8 +310,8 @@ async def resize_a_buffer_during_a_call(ends: Ends) -> None:
             async def receive(buffer: bytearray = buffer, method: str = method) -> object:
                 return await getattr(ends.server, method)(buffer), bytes(buffer)
 
-            await ends.during(receive, change_and_send)
-            await ends.see(ends.server.recv, 100)
+            await ends.record_during(receive, change_and_send)
+            await ends.record(ends.server.recv, 100)
 
 
 @case
@@ -316,8 +322,8 @@ async def request_more_than_a_buffer_holds_during_a_call(ends: Ends) -> None:
         del buffer[4:]
         await ends.client.send(b"0123456789")
 
-    await ends.during(lambda: ends.server.recv_into(buffer, 8), change_and_send)
-    await ends.see(ends.server.recv, 100)
+    await ends.record_during(lambda: ends.server.recv_into(buffer, 8), change_and_send)
+    await ends.record(ends.server.recv, 100)
 
 
 @case
@@ -325,22 +331,22 @@ async def stop_at_the_mark(ends: Ends) -> None:
     ends.server.setsockopt(stdlib.SOL_SOCKET, stdlib.SO_OOBINLINE, 1)
     await ends.client.send(b"abc!", stdlib.MSG_OOB)
     await ends.settle()
-    await ends.see(ends.server.recv, 100, stdlib.MSG_PEEK)
-    await ends.see(ends.server.recv, 2)
-    await ends.see(ends.server.recv, 100)
-    await ends.see(ends.server.recv, 100, stdlib.MSG_PEEK)
-    await ends.see(ends.server.recv, 100)
+    await ends.record(ends.server.recv, 100, stdlib.MSG_PEEK)
+    await ends.record(ends.server.recv, 2)
+    await ends.record(ends.server.recv, 100)
+    await ends.record(ends.server.recv, 100, stdlib.MSG_PEEK)
+    await ends.record(ends.server.recv, 100)
     await ends.client.send(b"later")
-    await ends.see(ends.server.recv, 100)
+    await ends.record(ends.server.recv, 100)
 
 
 @case
 async def wait_for_an_urgent_byte_that_was_taken(ends: Ends) -> None:
-    await ends.see(ends.server.recv, 1, stdlib.MSG_OOB)
+    await ends.record(ends.server.recv, 1, stdlib.MSG_OOB)
     await ends.client.send(b"!", stdlib.MSG_OOB)
     await ends.settle()
     for _ in range(2):
-        await ends.see(ends.server.recv, 1, stdlib.MSG_OOB)
+        await ends.record(ends.server.recv, 1, stdlib.MSG_OOB)
 
 
 # --- sending -------------------------------------------------------------------------------------
@@ -381,10 +387,10 @@ SENT: Final[dict[str, Callable[[], Any]]] = {
 def _sending_case(prepare: Any, send: Callable[[Any], Any]) -> Case:
     async def sending(ends: Ends) -> None:
         await prepare(ends)
-        await ends.see(send, ends.client)
+        await ends.record(send, ends.client)
         await ends.settle()
         if prepare is not _sender_closed:
-            await ends.see(ends.server.recv, 100, stdlib.MSG_DONTWAIT)
+            await ends.record(ends.server.recv, 100, stdlib.MSG_DONTWAIT)
 
     return sending
 
@@ -393,7 +399,7 @@ for _state in SENDERS_STATES:
     for _name, _make in SENT.items():
         for _flags, _number in SEND_FLAGS.items():
             if _flags == "none" or _name in ("bytes", "nothing"):
-                # A second send, because the first one may leave its data to it.
+                # With some flags, only a second send posts the data of the first one.
                 async def _send(sock: Any, make: Any = _make, flags: Any = _number) -> object:
                     sent = await sock.send(make(), flags)
                     return sent, await sock.send(b"-")
@@ -447,37 +453,37 @@ for _state in SENDERS_STATES:
 
 @case
 async def more_to_come(ends: Ends) -> None:
-    await ends.see(ends.client.send, b"a", stdlib.MSG_MORE)
-    await ends.see(ends.client.sendmsg, [b"b"], [], stdlib.MSG_MORE)
-    await ends.see(ends.server.is_readable)
-    await ends.see(ends.client.send, b"c")
+    await ends.record(ends.client.send, b"a", stdlib.MSG_MORE)
+    await ends.record(ends.client.sendmsg, [b"b"], [], stdlib.MSG_MORE)
+    await ends.record(ends.server.is_readable)
+    await ends.record(ends.client.send, b"c")
     await ends.settle()
-    await ends.see(ends.server.recv, 100)
+    await ends.record(ends.server.recv, 100)
     for finish in (
         lambda: ends.client.send(b"", stdlib.MSG_MORE),
         lambda: ends.client.shutdown(stdlib.SHUT_WR),
     ):
-        await ends.see(ends.client.send, b"d", stdlib.MSG_MORE)
-        await ends.see(finish)
+        await ends.record(ends.client.send, b"d", stdlib.MSG_MORE)
+        await ends.record(finish)
     with trio.fail_after(PATIENCE):
         rest = b""
         while piece := await ends.server.recv(100):
             rest += piece
-    ends.seen.append(rest)
+    ends.records.append(rest)
 
 
 @case
 async def more_to_come_and_nothing_comes(ends: Ends) -> None:
-    await ends.see(ends.client.send, b"a", stdlib.MSG_MORE)
+    await ends.record(ends.client.send, b"a", stdlib.MSG_MORE)
     with trio.fail_after(PATIENCE):
-        ends.seen.append(await ends.server.recv(100))
+        ends.records.append(await ends.server.recv(100))
 
 
 # --- shutting down, closing, waiting -------------------------------------------------------------
 
 
 async def _fill(sock: Any) -> None:
-    """Send until nothing more can be sent; see `tests.streams.stream_pairs` for the options."""
+    """Send until a send waits.  `tests.streams.stream_pairs` explains the options."""
     sock.setsockopt(stdlib.SOL_SOCKET, stdlib.SO_SNDBUF, 1 << 18)
     with trio.CancelScope() as scope:
 
@@ -528,10 +534,10 @@ def _ending_case(wait: Any, end: Any, *, full: bool) -> Case:
     async def ending(ends: Ends) -> None:
         if full:
             await _fill(ends.client)
-        await ends.during(lambda: wait(ends.client), lambda: end(ends.client))
+        await ends.record_during(lambda: wait(ends.client), lambda: end(ends.client))
         if not full:
-            await ends.see(wait, ends.client)
-            await ends.see(ends.client.send, b"x")
+            await ends.record(wait, ends.client)
+            await ends.record(ends.client.send, b"x")
 
     return ending
 
@@ -540,14 +546,14 @@ for _name, _end_it in ENDINGS.items():
     for _wait, _call in WAITS.items():
         CASES[f"{_wait}-during-{_name}"] = _ending_case(_call, _end_it, full=False)
     for _wait, _call in FULL_WAITS.items():
-        if _name != "SHUT_RD":  # has no effect on sending
+        if _name != "SHUT_RD":  # SHUT_RD has no effect on sending
             CASES[f"{_wait}-during-{_name}"] = _ending_case(_call, _end_it, full=True)
 
 
 @case
 async def close_a_listener_during_accept(ends: Ends) -> None:
-    await ends.during(ends.listener.accept, ends.listener.close)
-    await ends.see(ends.listener.accept)
+    await ends.record_during(ends.listener.accept, ends.listener.close)
+    await ends.record(ends.listener.accept)
 
 
 @case
@@ -555,7 +561,7 @@ async def accept_twice(ends: Ends) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ends.outcome, ends.listener.accept)
         await trio.testing.wait_all_tasks_blocked()
-        await ends.see(ends.listener.accept)
+        await ends.record(ends.listener.accept)
 
 
 @case
@@ -570,14 +576,14 @@ async def shut_down_again(ends: Ends) -> None:
         "x",
         None,
     ):
-        await ends.see(ends.client.shutdown, flag)
-        ends.seen.append(ends.client.did_shutdown_SHUT_WR)
-    await ends.see(ends.server.recv, 10)
+        await ends.record(ends.client.shutdown, flag)
+        ends.records.append(ends.client.did_shutdown_SHUT_WR)
+    await ends.record(ends.server.recv, 10)
     ends.server.shutdown(stdlib.SHUT_WR)
     await ends.settle()
     for sock in (ends.client, ends.server):
-        await ends.see(sock.shutdown, stdlib.SHUT_WR)
-        await ends.see(sock.recv, 10)
+        await ends.record(sock.shutdown, stdlib.SHUT_WR)
+        await ends.record(sock.recv, 10)
 
 
 @case
@@ -585,13 +591,13 @@ async def shut_down_both_with_unread_data(ends: Ends) -> None:
     await ends.client.send(b"unread")
     await ends.settle()
     ends.server.shutdown(stdlib.SHUT_RDWR)
-    await ends.see(ends.client.recv, 10)
-    await ends.see(ends.server.send, b"x")
+    await ends.record(ends.client.recv, 10)
+    await ends.record(ends.server.send, b"x")
     for _ in range(2):
-        await ends.see(ends.server.recv, 10)
+        await ends.record(ends.server.recv, 10)
 
 
-# What happens at a socket that has shut down both directions, and what each end sees of it.
+# Events at a socket that has shut down both directions, and the later results at both ends.
 _SHUT_BOTH: Final = {
     "RDWR": (stdlib.SHUT_RDWR,),
     "RD-WR": (stdlib.SHUT_RD, stdlib.SHUT_WR),
@@ -645,7 +651,7 @@ def _late_case(flags: tuple[int, ...], act: Any, first: int, *, unread: bool) ->
         for flag in flags:
             ends.server.shutdown(flag)
         await ends.settle()
-        await ends.see(act, ends)
+        await ends.record(act, ends)
         await ends.settle()
         for sock in (ends.server, ends.client):
             calls = [
@@ -658,7 +664,7 @@ def _late_case(flags: tuple[int, ...], act: Any, first: int, *, unread: bool) ->
                 lambda sock=sock: sock.getsockname()[0],
             ]
             for call in calls[first:] + calls[:first] + calls:
-                await ends.see(call)
+                await ends.record(call)
 
     return late
 
@@ -682,9 +688,9 @@ def _eof_case(*names: str) -> Case:
             "send": lambda: stream.send_all(b"x"),
         }
         for name in names:
-            await ends.see(calls[name])
+            await ends.record(calls[name])
             await ends.settle()
-            ends.seen.append(ends.client.did_shutdown_SHUT_WR)
+            ends.records.append(ends.client.did_shutdown_SHUT_WR)
 
     return eof
 
@@ -699,7 +705,7 @@ for _names in (
 @case
 async def wrap_what_is_no_socket(ends: Ends) -> None:
     for wrong in (1, None, "x", ends.client):
-        await ends.see(trio.socket.from_stdlib_socket, wrong)
+        await ends.record(trio.socket.from_stdlib_socket, wrong)
 
 
 @case
@@ -718,7 +724,7 @@ async def use_a_closed_socket(ends: Ends) -> None:
         lambda: client.send(b"x"), lambda: client.sendto(b"x", (HOST, 1)),
         lambda: client.sendmsg([b"x"]), lambda: client.recv(0),
     ):  # fmt: skip
-        await ends.see(call)
+        await ends.record(call)
 
 
 @case
@@ -731,19 +737,19 @@ async def use_a_connected_socket_as_a_new_one(ends: Ends) -> None:
         lambda: ends.server.send(b"x", stdlib.MSG_FASTOPEN),
         client.get_inheritable, lambda: client.set_inheritable(True), client.get_inheritable,
     ):  # fmt: skip
-        await ends.see(call)
+        await ends.record(call)
 
 
 @case
 async def use_names_and_kinds(ends: Ends) -> None:
     for sock in (ends.client, ends.server, ends.listener):
-        ends.seen.append((sock.family, sock.type, sock.proto, sock.did_shutdown_SHUT_WR))
-        ends.seen.append(isinstance(sock.fileno(), int) and sock.fileno() >= 0)
-    ends.seen.append(ends.client.getsockname() == ends.server.getpeername())
-    ends.seen.append(ends.server.getsockname() == ends.client.getpeername())
+        ends.records.append((sock.family, sock.type, sock.proto, sock.did_shutdown_SHUT_WR))
+        ends.records.append(isinstance(sock.fileno(), int) and sock.fileno() >= 0)
+    ends.records.append(ends.client.getsockname() == ends.server.getpeername())
+    ends.records.append(ends.server.getsockname() == ends.client.getpeername())
     with ends.client as same:
-        ends.seen.append(same is ends.client)
-    ends.seen.append(ends.client.fileno())
+        ends.records.append(same is ends.client)
+    ends.records.append(ends.client.fileno())
 
 
 @case
@@ -757,15 +763,15 @@ async def use_options(ends: Ends) -> None:
         (stdlib.SOL_SOCKET, stdlib.SO_LINGER, struct.pack("ii", 1, 5)),
         (stdlib.IPPROTO_TCP, stdlib.TCP_NODELAY, 1),
     ):
-        await ends.see(client.setsockopt, level, option, value)
-        await ends.see(client.getsockopt, level, option, 16)
+        await ends.record(client.setsockopt, level, option, value)
+        await ends.record(client.getsockopt, level, option, 16)
     readings: tuple[tuple[Any, ...], ...] = (
         (stdlib.SOL_SOCKET, stdlib.SO_ERROR), (stdlib.SOL_SOCKET, stdlib.SO_ERROR, 4),
         (stdlib.SOL_SOCKET, stdlib.SO_TYPE), (stdlib.SOL_SOCKET, stdlib.SO_ACCEPTCONN),
         ("x", 1), (1, 99999), (1,), (),
     )  # fmt: skip
     for reading in readings:
-        await ends.see(client.getsockopt, *reading)
+        await ends.record(client.getsockopt, *reading)
     writings: tuple[tuple[Any, ...], ...] = (
         (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE), (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, None),
         (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, 1, 4),
@@ -773,22 +779,24 @@ async def use_options(ends: Ends) -> None:
         (stdlib.SOL_SOCKET, 99999, 1),
     )  # fmt: skip
     for writing in writings:
-        await ends.see(client.setsockopt, *writing)
-    await ends.during(lambda: client.recv(10), lambda: ends.server.send(b"later than a second"))
+        await ends.record(client.setsockopt, *writing)
+    await ends.record_during(
+        lambda: client.recv(10), lambda: ends.server.send(b"later than a second")
+    )
 
 
 @case
 async def use_two_tasks(ends: Ends) -> None:
-    """A second call is an error only if both have to wait."""
+    """A second call is an error only if both calls have to wait."""
     client, server = ends.client, ends.server
 
     async def second() -> None:
-        await ends.see(server.recv, 1)
+        await ends.record(server.recv, 1)
         await client.send(b"ab")
         await ends.settle()
-        await ends.see(server.recv, 1)
+        await ends.record(server.recv, 1)
 
-    await ends.during(lambda: server.recv(1), second)
+    await ends.record_during(lambda: server.recv(1), second)
     outcomes: list[object] = []
 
     async def repeat(call: Callable[[], Any]) -> None:
@@ -803,7 +811,7 @@ async def use_two_tasks(ends: Ends) -> None:
     async with trio.open_nursery() as nursery:
         for _ in range(2):
             nursery.start_soon(repeat, lambda: server.recv(1))
-    ends.seen.append(outcomes)
+    ends.records.append(outcomes)
 
 
 @case
@@ -827,7 +835,7 @@ async def change_a_buffer_that_waits_to_be_sent(ends: Ends) -> None:
             if scope.cancelled_caught or scope.cancel_called:
                 return
 
-    await ends.during(lambda: ends.client.send(data), change_and_read)
+    await ends.record_during(lambda: ends.client.send(data), change_and_read)
 
 
 # --- SO_LINGER with 0 s --------------------------------------------------------------------------
@@ -864,7 +872,7 @@ for _close in (_close_socket, _close_stream, _close_forcefully, _leave_block, _c
             sock.setsockopt(*_LINGER_0)
             await close(ends.client)
             await ends.settle()
-            await ends.see(ends.server.recv, 10)
+            await ends.record(ends.server.recv, 10)
 
         CASES[f"linger-0-by{_close.__name__.replace('_', '-')}-set-by-{_through}"] = _reset
 
@@ -884,7 +892,7 @@ async def inherit_linger_0(ends: Ends) -> None:
     accepted[0].close()
     await ends.settle()
     with client:
-        await ends.see(client.recv, 10)
+        await ends.record(client.recv, 10)
 
 
 # --- connecting ----------------------------------------------------------------------------------
@@ -896,9 +904,9 @@ async def _accept_and_close(ends: Ends) -> None:
 
 
 async def _connect_again(ends: Ends, sock: Any) -> object:
-    """Connect after a failure, to a program that accepts."""
+    """After a failed connect, connect to a listener whose task accepts."""
     async with trio.open_nursery() as nursery:
-        # If no task accepted, the connection would wait for another process (docs/programs.md).
+        # Without this task, the connect would wait for another process (docs/programs.md).
         nursery.start_soon(_accept_and_close, ends)
         outcomes = [await ends.outcome(sock.connect, ends.listener.getsockname()) for _ in range(2)]
         nursery.cancel_scope.cancel()
@@ -907,11 +915,22 @@ async def _connect_again(ends: Ends, sock: Any) -> object:
 
 @case
 async def connect_after_a_refusal(ends: Ends) -> None:
+<<<<<<< HEAD
     with reserved_port() as free, trio.socket.socket() as sock:
         await ends.see(sock.connect, (HOST, free))
         ends.seen.append(sock.fileno() >= 0)
         ends.seen.append(await _connect_again(ends, sock))
         ends.seen.append(sock.getpeername() == ends.listener.getsockname())
+=======
+    with stdlib.create_server((HOST, 0)) as free:
+        name = free.getsockname()
+    sock = trio.socket.socket()
+    with sock:
+        await ends.record(sock.connect, name)
+        ends.records.append(sock.fileno() >= 0)
+        ends.records.append(await _connect_again(ends, sock))
+        ends.records.append(sock.getpeername() == ends.listener.getsockname())
+>>>>>>> wb
 
 
 @case
@@ -921,29 +940,33 @@ async def connect_from_a_bound_port_after_a_refusal(ends: Ends) -> None:
     for local in (("127.0.0.2", 0), chosen):
         with reserved_port() as refusing, trio.socket.socket() as sock:
             await sock.bind(local)
+<<<<<<< HEAD
             await ends.see(sock.connect, (HOST, refusing))
+=======
+            await ends.record(sock.connect, name)
+>>>>>>> wb
             outcome = await _connect_again(ends, sock)
-            ends.seen.append((outcome, sock.getsockname()[0], sock.getsockname() == chosen))
+            ends.records.append((outcome, sock.getsockname()[0], sock.getsockname() == chosen))
 
 
 @case
 async def connect_again_after_a_connect(ends: Ends) -> None:
     name = ends.listener.getsockname()
     for sock in (ends.client, ends.client, ends.client, ends.server):
-        await ends.see(sock.connect, "x")
-        await ends.see(sock.connect, name)
+        await ends.record(sock.connect, "x")
+        await ends.record(sock.connect, name)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_accept_and_close, ends)
         with trio.socket.socket() as sock:
             await sock.connect(name)
             sock.shutdown(stdlib.SHUT_WR)
-            await ends.see(sock.connect, name)
+            await ends.record(sock.connect, name)
         nursery.cancel_scope.cancel()
 
 
 @case
 async def connect_again_after_an_end_and_a_shutdown(ends: Ends) -> None:
-    """The shutdown fails, and ends the connect all the same."""
+    """The shutdown fails, but ends the call of `connect`."""
     name = ends.listener.getsockname()
     for how in (stdlib.SHUT_RD, stdlib.SHUT_WR, stdlib.SHUT_RDWR):
         for times in (1, 2):
@@ -952,11 +975,11 @@ async def connect_again_after_an_end_and_a_shutdown(ends: Ends) -> None:
                 with trio.socket.socket() as sock:
                     await sock.connect(name)
                     await ends.settle()
-                    await sock.send(b"!")  # the peer answers with a reset
+                    await sock.send(b"!")  # the closed peer answers with a reset
                     await ends.settle()
                     for _ in range(times):
-                        await ends.see(sock.shutdown, how)
-                        await ends.see(sock.connect, name)
+                        await ends.record(sock.shutdown, how)
+                        await ends.record(sock.connect, name)
                 nursery.cancel_scope.cancel()
 
 
@@ -964,16 +987,16 @@ async def connect_again_after_an_end_and_a_shutdown(ends: Ends) -> None:
 async def connect_to_what_is_no_address(ends: Ends) -> None:
     with trio.socket.socket() as sock:
         for address in ("x", (HOST,), (HOST, 1, 2), (HOST, -1), (HOST, 70000), None):
-            await ends.see(sock.connect, address)
+            await ends.record(sock.connect, address)
         for call in (sock.getpeername, lambda: sock.recv(1), lambda: sock.send(b"x"), sock.accept):
-            await ends.see(call)
+            await ends.record(call)
 
 
 @case
 async def close_while_connecting(ends: Ends) -> None:
     full = stdlib.create_server((HOST, 0), backlog=0)
     with full, stdlib.create_connection(full.getsockname()), trio.socket.socket() as sock:
-        await ends.during(lambda: sock.connect(full.getsockname()), sock.close)
+        await ends.record_during(lambda: sock.connect(full.getsockname()), sock.close)
 
 
 # --- the comparison ------------------------------------------------------------------------------
@@ -1013,12 +1036,12 @@ async def _observe(
                 with trio.fail_after(PATIENCE):
                     await case(ends)
             except Exception as error:
-                ends.seen.append(repr(error))
-            observed[name] = ends.seen
+                ends.records.append(repr(error))
+            observed[name] = ends.records
     return observed
 
 
-# --- calls that fail, and tasks that meet in them ------------------------------------------------
+# --- calls that fail, and calls of two tasks -----------------------------------------------------
 
 
 def _calls_that_fail(sock: Any, stream: trio.SocketStream) -> dict[str, Callable[[], Any]]:
@@ -1050,7 +1073,8 @@ def _be_reset(ends: Ends) -> None:
 
 
 async def _fails_at_a_checkpoint(call: Callable[[], Any]) -> object:
-    """The error of a call, and whether it was a checkpoint; None if the call does not fail."""
+    """Make a call.  Returns its error, and True if the call was a checkpoint; None if there is no
+    error."""
     outcome = None
     is_checkpoint = True
     try:
@@ -1075,7 +1099,7 @@ async def failing_calls_let_other_tasks_run(ends: Ends) -> None:
             ending(again)
             await again.settle()
             outcomes = [await _fails_at_a_checkpoint(call) for _ in range(3)]
-            ends.seen.append((ending.__name__, name, outcomes))
+            ends.records.append((ending.__name__, name, outcomes))
             again.close()
 
 
@@ -1090,7 +1114,7 @@ async def two_tasks_call_accept_of_a_closed_listener(ends: Ends) -> None:
     async with trio.open_nursery() as nursery:
         for _ in range(2):
             nursery.start_soon(accept)
-    ends.seen += outcomes
+    ends.records += outcomes
 
 
 @case
@@ -1112,7 +1136,7 @@ async def wait_beside_a_call_that_does_not_wait(ends: Ends) -> None:
         nursery.start_soon(wait)
         nursery.start_soon(send)
     await stream.send_eof()
-    ends.seen.append(outcomes)
+    ends.records.append(outcomes)
 
 
 @case
@@ -1128,7 +1152,7 @@ async def send_after_the_end_beside_another_send_eof(ends: Ends) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stream.send_eof)
             nursery.start_soon(send)
-    ends.seen.append(outcomes)
+    ends.records.append(outcomes)
 
 
 # --- tasks that accept, and listeners that are shut down -----------------------------------------
@@ -1136,7 +1160,7 @@ async def send_after_the_end_beside_another_send_eof(ends: Ends) -> None:
 
 @case
 async def five_tasks_accept_three_connections(ends: Ends) -> None:
-    """TCP serves three; of the others one waits, and a second one may not wait."""
+    """Three tasks get a connection, one task waits, and one task gets an error."""
     outcomes: list[object] = []
     clients = [trio.socket.socket() for _ in range(3)]
 
@@ -1164,7 +1188,7 @@ async def five_tasks_accept_three_connections(ends: Ends) -> None:
         nursery.cancel_scope.cancel()
     for client in clients:
         client.close()
-    ends.seen += sorted(map(str, outcomes))
+    ends.records += sorted(map(str, outcomes))
 
 
 @case
@@ -1178,7 +1202,7 @@ async def an_accept_that_is_cancelled_loses_no_connection(ends: Ends) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.connect, ends.listener.getsockname())
             sock, _ = await ends.listener.accept()
-        ends.seen.append(sock.getpeername() == client.getsockname())
+        ends.records.append(sock.getpeername() == client.getsockname())
         sock.close()
 
 
@@ -1189,7 +1213,7 @@ async def _listening() -> Any:
     return listener
 
 
-async def _see_a_connection(ends: Ends, listener: Any) -> None:
+async def _record_a_connection(ends: Ends, listener: Any) -> None:
     accepted: list[Any] = []
 
     async def accept() -> None:
@@ -1202,36 +1226,36 @@ async def _see_a_connection(ends: Ends, listener: Any) -> None:
             await client.connect(listener.getsockname())
         with accepted[0] as server:
             await client.send(b"x")
-            await ends.see(server.recv, 10)
+            await ends.record(server.recv, 10)
 
 
 for _flag in (stdlib.SHUT_RD, stdlib.SHUT_RDWR):
 
     async def _shut_down(ends: Ends, flag: int = _flag) -> None:
         with await _listening() as listener:
-            await ends.see(listener.shutdown, stdlib.SHUT_WR)
-            await _see_a_connection(ends, listener)
-            await ends.during(listener.accept, lambda: listener.shutdown(flag))
+            await ends.record(listener.shutdown, stdlib.SHUT_WR)
+            await _record_a_connection(ends, listener)
+            await ends.record_during(listener.accept, lambda: listener.shutdown(flag))
             for call in (listener.accept, listener.accept):
-                await ends.see(call)
+                await ends.record(call)
             for option in (stdlib.SO_ACCEPTCONN, stdlib.SO_ERROR):
-                await ends.see(listener.getsockopt, stdlib.SOL_SOCKET, option)
-            ends.seen.append((listener.fileno() >= 0, listener.getsockname()[0]))
+                await ends.record(listener.getsockopt, stdlib.SOL_SOCKET, option)
+            ends.records.append((listener.fileno() >= 0, listener.getsockname()[0]))
             for _ in range(2):
                 listener.listen()
-                await _see_a_connection(ends, listener)
+                await _record_a_connection(ends, listener)
                 listener.shutdown(flag)
-                listener.listen()  # at once
-                await _see_a_connection(ends, listener)
+                listener.listen()  # directly after the shutdown
+                await _record_a_connection(ends, listener)
                 listener.shutdown(flag)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_accept_and_close, ends)
-                await ends.see(listener.connect, ends.listener.getsockname())
+                await ends.record(listener.connect, ends.listener.getsockname())
                 nursery.cancel_scope.cancel()
-        await ends.see(listener.accept)
+        await ends.record(listener.accept)
         with await _listening() as listener:
             listener.shutdown(flag)
-            await ends.see(listener.shutdown, flag)
+            await ends.record(listener.shutdown, flag)
 
     CASES[f"shut-down-a-listener-by-{_flag}"] = _shut_down
 
@@ -1242,10 +1266,10 @@ async def shut_down_a_listener_by_another_descriptor(ends: Ends) -> None:
         await _listening() as listener,
         stdlib.fromfd(listener.fileno(), stdlib.AF_INET, stdlib.SOCK_STREAM) as other,
     ):
-        await ends.during(listener.accept, lambda: other.shutdown(stdlib.SHUT_RD))
-        await ends.see(listener.accept)
+        await ends.record_during(listener.accept, lambda: other.shutdown(stdlib.SHUT_RD))
+        await ends.record(listener.accept)
         other.listen()
-        await _see_a_connection(ends, listener)
+        await _record_a_connection(ends, listener)
 
 
 @case
@@ -1256,42 +1280,42 @@ async def shut_down_a_listener_that_serves(ends: Ends) -> None:
     async def serve() -> None:
         await trio.serve_listeners(trio.SocketStream.aclose, [served])
 
-    await ends.during(serve, lambda: listener.shutdown(stdlib.SHUT_RD))
-    ends.seen.append(listener.fileno())
+    await ends.record_during(serve, lambda: listener.shutdown(stdlib.SHUT_RD))
+    ends.records.append(listener.fileno())
 
 
 _SHUT_FIRST: Final[dict[str, Case]] = {}
-"""Cases of sockets without a connection that are shut down; those that connect then stay TCP."""
+"""Cases in which a socket is shut down before the connection, which then stays TCP."""
 
 
 async def _talk(ends: Ends) -> None:
     client, server = ends.client, ends.server
-    await ends.see(client.send, b"ab")
-    await ends.see(server.recv, 10)
-    await ends.see(server.send, b"cd")
+    await ends.record(client.send, b"ab")
+    await ends.record(server.recv, 10)
+    await ends.record(server.send, b"cd")
     await ends.settle()
     for sock in (client, client, server):
-        await ends.see(sock.recv, 10)
-    await ends.see(client.shutdown, stdlib.SHUT_WR)
-    await ends.see(server.recv, 10)
+        await ends.record(sock.recv, 10)
+    await ends.record(client.shutdown, stdlib.SHUT_WR)
+    await ends.record(server.recv, 10)
     server.close()
     await ends.settle()
-    await ends.see(client.recv, 10)
-    await ends.see(client.send, b"e")
+    await ends.record(client.recv, 10)
+    await ends.record(client.send, b"e")
 
 
 def _shut_first_case(flags: tuple[int, ...], place: str) -> Case:
     async def run(ends: Ends) -> None:
         sock = ends.listener if place == "listener" else ends.client
         for flag in flags:
-            await ends.see(sock.shutdown, flag)
+            await ends.record(sock.shutdown, flag)
         if place == "after a failed connect":
             for _ in range(2):  # ECONNREFUSED, then ECONNABORTED
-                await ends.see(sock.connect, (HOST, 1))
+                await ends.record(sock.connect, (HOST, 1))
         await ends.connect()
         await _talk(ends)
         if place == "listener":
-            ends.listener.shutdown(stdlib.SHUT_RD)  # ends the other shutdown, too
+            ends.listener.shutdown(stdlib.SHUT_RD)  # also ends the effect of the first shutdown
             ends.client.close()
             ends.client = trio.socket.socket()
             ends.listener.listen()
@@ -1309,7 +1333,7 @@ for _calls in ((0,), (1,), (2,), (0, 1)):
 
 
 def _group(name: str) -> str:
-    """The first word, for cases that one test runs together."""
+    """The first word of a case's name.  One test runs all cases of a group."""
     return name.split("-", maxsplit=1)[0]
 
 
@@ -1325,7 +1349,9 @@ _SEVERAL_CALLS: Final = [
     ("group", "checkpoints"),
     [(group, "amortised") for group in GROUPS] + [(group, "strict") for group in _SEVERAL_CALLS],
 )
-def test_same_as_over_tcp(group: str, checkpoints: Literal["amortised", "strict"]) -> None:
+def test_calls_have_the_same_results_as_over_tcp(
+    group: str, checkpoints: Literal["amortised", "strict"]
+) -> None:
     cases = {name: case for name, case in CASES.items() if _group(name) == group}
     _compare(cases, trio_smc.Config(checkpoints=checkpoints, require_smc=True))
 
@@ -1344,7 +1370,7 @@ def _compare(
         over_smc = trio.run(lambda: _observe(cases, smc=True, open_ends=open_ends))
     finally:
         trio_smc.disable()
-    assert all(over_tcp.values()), "a case that notes nothing cannot fail"
+    assert all(over_tcp.values()), "a case has recorded no outcome, so it cannot fail"
     different = {
         name: (over_tcp[name], over_smc[name]) for name in names if over_tcp[name] != over_smc[name]
     }

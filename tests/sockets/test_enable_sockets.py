@@ -1,4 +1,4 @@
-"""`enable()`: sockets of Trio programs look like TCP and use SMC-R."""
+"""`enable()`: sockets of Trio programs work like TCP sockets, and use SMC-R."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SMALL = trio_smc.Config(receive_buffer=16 * 1024)
 
 @pytest.fixture
 def enabled() -> Iterator[None]:
-    """Call `enable` before the run, as the first line of a program does."""
+    """Call `enable` before the run, like the first line of a program."""
     trio_smc.enable(SMALL)
     try:
         yield
@@ -56,7 +56,7 @@ def enabled() -> Iterator[None]:
 
 @asynccontextmanager
 async def drop_ins() -> AsyncIterator[tuple[DropInSocket, DropInSocket]]:
-    """The client's and the server's end of a connection."""
+    """Open a connection; returns the client's and the server's socket."""
     listener = trio.socket.socket()
     await listener.bind((LOOPBACK, 0))
     listener.listen()
@@ -110,7 +110,7 @@ def test_trios_own_streams_keep_their_contract(
     checkpoints: Literal["strict", "amortised"], enabled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if checkpoints == "amortised":
-        # With this setting not every call yields; everything else must hold.
+        # With this setting, not every call yields.  All other rules hold.
         monkeypatch.setattr(
             "trio.testing._check_streams.assert_checkpoints", contextlib.nullcontext
         )
@@ -119,7 +119,7 @@ def test_trios_own_streams_keep_their_contract(
 
 
 @pytest.mark.rfc("B/1", "B/2")
-def test_bytes_and_names(enabled: None, seed: int) -> None:
+def test_bytes_and_names_of_both_ends(enabled: None, seed: int) -> None:
     data = random.Random(seed).randbytes(1_000_000)
 
     async def main() -> None:
@@ -155,7 +155,7 @@ def test_bytes_and_names(enabled: None, seed: int) -> None:
 
 @pytest.mark.rfc("B/2", "B/3", "B/4")
 def test_names_and_options_of_both_ends(enabled: None) -> None:
-    """Options that are set before the connection apply over SMC-R (docs/socket-options.md)."""
+    """Options that were set before the connect apply over SMC-R (docs/socket-options.md)."""
     level, tcp = stdlib_socket.SOL_SOCKET, stdlib_socket.IPPROTO_TCP
     linger = b"\1\0\0\0\5\0\0\0"
 
@@ -240,7 +240,8 @@ def test_send_takes_and_refuses_the_buffers_of_a_plain_socket(enabled: None, sha
 
 
 def test_no_call_over_smc_r_is_left_to_the_plain_socket() -> None:
-    """Except those that have no meaning for a connected socket: the kernel has their errors."""
+    """Exceptions are calls without a meaning for a connected socket, whose errors come from the
+    kernel."""
     plain = {"hand_out", "connect_to"}
     calls = {name for name in vars(Side) if not name.startswith("_")} - {"stream"}
     assert calls - set(vars(OverSmc)) == plain
@@ -250,7 +251,8 @@ def test_no_call_over_smc_r_is_left_to_the_plain_socket() -> None:
 def test_a_call_can_be_replaced_for_all_sockets(
     monkeypatch: pytest.MonkeyPatch, deny: tuple[str, ...]
 ) -> None:
-    """As on Trio's class; a method of each socket's own would hide the replacement."""
+    """This works like on Trio's class.  A method in each socket object would hide the
+    replacement."""
 
     async def counted(sock: DropInSocket, data: bytes) -> int:
         return 2 * await send(sock, data)
@@ -270,7 +272,7 @@ def test_a_call_can_be_replaced_for_all_sockets(
         trio_smc.disable()
 
 
-def test_shut_for_reading(enabled: None) -> None:
+def test_a_socket_that_is_shut_for_reading(enabled: None) -> None:
     async def main() -> None:
         async with drop_ins() as (client, server):
             await client.send(b"has arrived")
@@ -283,7 +285,7 @@ def test_shut_for_reading(enabled: None) -> None:
     trio.run(main)
 
 
-def test_shut_for_reading_while_a_task_reads(enabled: None) -> None:
+def test_a_socket_is_shut_for_reading_while_a_task_reads(enabled: None) -> None:
     async def main() -> None:
         for way in ("recv", "receive_some"):
             async with drop_ins() as (client, _):
@@ -309,7 +311,7 @@ def test_shut_for_reading_while_a_task_reads(enabled: None) -> None:
 
 
 def test_a_socket_stream_and_its_socket_agree(enabled: None) -> None:
-    """As with `trio.SocketStream` over TCP: the end of sending, closing, errors."""
+    """The end of sending, closing and errors are those of `trio.SocketStream` over TCP."""
 
     async def main() -> None:
         client, server = await make_pair()
@@ -326,7 +328,7 @@ def test_a_socket_stream_and_its_socket_agree(enabled: None) -> None:
             await server.send_all(b"x")
         for stream in (client, server):
             await stream.aclose()
-            await stream.send_eof()  # idempotent, as it has ended sending before
+            await stream.send_eof()  # no error, because the stream has ended sending before
             for call in (stream.receive_some, partial(stream.send_all, b"x")):
                 with pytest.raises(trio.ClosedResourceError):
                     await call()
@@ -367,7 +369,7 @@ def test_a_socket_stream_and_its_socket_agree(enabled: None) -> None:
 
 
 def test_a_cancelled_connect_closes_the_socket(enabled: None) -> None:
-    """As with Trio's socket, also if the call is cancelled before it connects."""
+    """Like Trio's socket, the socket is closed even if the call had not begun to connect."""
 
     class Slow(trio.abc.HostnameResolver):
         async def getaddrinfo(self, *_: object) -> NoReturn:
@@ -389,7 +391,7 @@ def test_a_cancelled_connect_closes_the_socket(enabled: None) -> None:
 
 
 class Turns(trio.abc.Instrument):
-    """Counts the steps of the task that creates this."""
+    """Counts the steps of the task that creates this object."""
 
     def __init__(self) -> None:
         self._task = trio.lowlevel.current_task()
@@ -415,7 +417,7 @@ async def turns_of_ten(call: Callable[[bytes], Awaitable[object]]) -> int:
 def test_sockets_and_streams_have_one_default_of_checkpoints(
     text: str, of_sockets: int, tmp_path: Path
 ) -> None:
-    """In the same process."""
+    """Sockets and streams of one process use the same default."""
     file = tmp_path / "smc.toml"
     file.write_text(f"receive_buffer = 16384\n{text}\n")
     config = trio_smc.load_config(file)
@@ -445,7 +447,7 @@ def test_sockets_and_streams_have_one_default_of_checkpoints(
 
 
 def test_a_socket_sends_before_it_yields(enabled: None) -> None:
-    """Otherwise each message would take one more pass of the scheduler."""
+    """If the call yielded first, each message would take one more pass of the scheduler."""
     trio_smc.enable(dataclasses.replace(SMALL, checkpoints="strict"))
 
     async def main() -> None:
@@ -466,7 +468,7 @@ def test_a_socket_sends_before_it_yields(enabled: None) -> None:
 
 
 def test_cancellation_is_seen_by_every_call(enabled: None) -> None:
-    """Also by calls that do not yield: each call checks for cancellation."""
+    """Calls that do not yield check for cancellation as well."""
 
     async def main() -> None:
         client, server = await make_pair()
@@ -487,7 +489,7 @@ def test_cancellation_is_seen_by_every_call(enabled: None) -> None:
             while True:
                 await client.send_all(b"x")
                 await server.receive_some(100)
-        assert scope.cancelled_caught, "a loop that never waits must stop at its deadline"
+        assert scope.cancelled_caught, "a loop that never waits did not stop at its deadline"
         for stream in (client, server):
             await stream.aclose()
 
@@ -532,7 +534,7 @@ def test_operations_that_smc_r_does_not_support(enabled: None) -> None:
     trio.run(main)
 
 
-def test_urgent_data(enabled: None) -> None:
+def test_a_socket_sends_urgent_data(enabled: None) -> None:
     async def main() -> None:
         async with drop_ins() as (client, server):
             assert await client.send(b"!", stdlib_socket.MSG_OOB) == 1
@@ -543,7 +545,7 @@ def test_urgent_data(enabled: None) -> None:
 
 
 def test_sockets_of_the_standard_library(enabled: None) -> None:
-    """hypercorn and AnyIO listen with such sockets."""
+    """hypercorn and AnyIO use sockets of the standard library to listen."""
 
     async def main() -> None:
         theirs = stdlib_socket.create_server((LOOPBACK, 0))
@@ -567,7 +569,8 @@ def test_sockets_of_the_standard_library(enabled: None) -> None:
 
 
 def test_a_connection_that_ended_before_it_was_accepted(enabled: None) -> None:
-    """`accept` returns it with the peer's address, as over TCP, and the listener goes on."""
+    """As over TCP, `accept` returns the connection with the peer's address, and the listener
+    continues."""
 
     async def main() -> None:
         listener = trio.socket.socket()
@@ -591,7 +594,7 @@ def test_a_connection_that_ended_before_it_was_accepted(enabled: None) -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(abort)
                 stream = await side.listener.accept()
-            while stream.socket.fileno() >= 0:  # noqa: ASYNC110 - nothing announces it
+            while stream.socket.fileno() >= 0:  # noqa: ASYNC110 - no event reports it
                 await trio.sleep(0.01)
             ended, name = listener.wrap_stream(stream)
             assert [name] == names
@@ -629,7 +632,7 @@ def test_a_peer_that_knows_only_tcp(enabled: None) -> None:
     trio.run(main)
 
 
-def test_required(enabled: None) -> None:
+def test_connect_raises_if_smc_r_is_required(enabled: None) -> None:
     trio_smc.enable(trio_smc.Config(require_smc=True, handshake_timeout=0.5))
 
     async def main() -> None:
@@ -663,8 +666,8 @@ def test_pyverbs_is_imported_before_the_run(
     assert loaded_in_run == ([False] if ports and rnics == "auto" else [])
 
 
-def test_a_guest_run(enabled: None) -> None:
-    """A host loop that runs Trio beside its own work, as graphical programs do."""
+def test_a_guest_run_uses_smc_r(enabled: None) -> None:
+    """A host loop runs Trio beside its own work, like in graphical programs."""
     todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
     done: list[Outcome[str]] = []
 
@@ -696,7 +699,7 @@ async def test_enabled_inside_a_run() -> None:
         assert not isinstance(plain, DropInSocket)
 
 
-def test_disabled_again() -> None:
+def test_disable_restores_trio() -> None:
     run, wrap = trio.run, trio.socket.from_stdlib_socket
     trio_smc.enable()
     assert trio.run is not run
@@ -756,7 +759,7 @@ WAYS_IN = (from_stdlib_socket, from_descriptor, from_taken_descriptor, from_copy
 def test_every_way_from_the_standard_library_leads_to_smc_r(
     enabled: None, way: Callable[[stdlib_socket.socket], trio.socket.SocketType]
 ) -> None:
-    """Listening sockets, such as those of systemd, and new sockets at the other end."""
+    """The listening socket, such as one of systemd, and the client's new socket."""
 
     async def main() -> None:
         listener = way(stdlib_socket.create_server((LOOPBACK, 0)))
@@ -769,7 +772,7 @@ def test_every_way_from_the_standard_library_leads_to_smc_r(
         with listener, client:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(accept)
-                await wait_all_tasks_blocked()  # now the listener is published
+                await wait_all_tasks_blocked()  # `accept` has published the listener
                 await client.connect(listener.getsockname())
             for sock in (client, *accepted):
                 assert isinstance(sock, DropInSocket)
@@ -783,7 +786,8 @@ def test_every_way_from_the_standard_library_leads_to_smc_r(
 def test_a_connected_socket_of_the_standard_library(
     enabled: None, way: Callable[[stdlib_socket.socket], trio.socket.SocketType]
 ) -> None:
-    """It stays on TCP, for a reason, or is refused with the reason; the caller keeps it then."""
+    """The socket stays on TCP with a reason, or is refused with this reason, and then the caller
+    keeps it."""
 
     async def main() -> None:
         with stdlib_socket.create_server((LOOPBACK, 0)) as theirs:
@@ -804,14 +808,14 @@ def test_a_connected_socket_of_the_standard_library(
                 stdlib_socket.close(number)
                 connected.detach()
             with theirs.accept()[0]:
-                pass  # of the first connection, or closed by now
+                pass  # the connection may already be closed
 
     trio.run(main)
 
 
 @pytest.mark.parametrize("case", ["at once", "after a failed attempt", "required"])
 def test_a_socket_that_was_shut_down_first(case: str) -> None:
-    """The connection is TCP for this reason, or refused; after a failed attempt it is SMC-R."""
+    """The connection is TCP with this reason, or is refused; after a failed attempt it is SMC-R."""
     reason = trio_smc.FallbackReason.ALREADY_SHUT_DOWN
 
     async def main() -> None:
@@ -858,7 +862,7 @@ def test_a_socket_that_was_shut_down_first(case: str) -> None:
 def test_mptcp_is_refused_if_smc_r_is_required(
     enabled: None, way: Callable[[stdlib_socket.socket], trio.socket.SocketType]
 ) -> None:
-    """An MPTCP socket moves data without SMC-R; the kernel accepts TCP clients on it, too."""
+    """An MPTCP socket moves data without SMC-R, and the kernel also accepts TCP clients on it."""
     kind = (stdlib_socket.AF_INET, stdlib_socket.SOCK_STREAM, IPPROTO_MPTCP)
 
     async def main() -> None:
@@ -880,7 +884,7 @@ def test_mptcp_is_refused_if_smc_r_is_required(
 
 
 def test_waiting_for_the_descriptor_of_a_socket(enabled: None) -> None:
-    """Data does not arrive at the descriptor; Trio's functions know to which socket it belongs."""
+    """Data does not arrive at the descriptor, but Trio's functions find the socket that owns it."""
 
     async def main() -> None:
         async with drop_ins() as (client, server):
@@ -932,10 +936,10 @@ def test_a_shutdown_of_both_directions_is_a_close(enabled: None, answered: bool)
             name = client.getsockname()
             await client.send(b"last")
             client.shutdown(stdlib_socket.SHUT_RDWR)
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE):
                 assert await server.recv(10) == b"last"
                 assert await server.recv(10) == b""
-                # C and not D: the peer may not send any more either (RFC 7609, 4.8.1, 4A).
+                # The client sends C, not D: the server may not send either (RFC 7609, 4.8.1, 4A).
                 assert await server.send(b"x") == 1
                 with pytest.raises(BrokenPipeError):
                     await server.send(b"x")
@@ -945,7 +949,7 @@ def test_a_shutdown_of_both_directions_is_a_close(enabled: None, answered: bool)
                     while client.stream.socket.fileno() >= 0:  # noqa: ASYNC110  # no event reports it
                         await trio.sleep(0.01)
             with pytest.raises(ConnectionResetError):
-                await client.recv(10)  # the answer to what the server has sent
+                await client.recv(10)  # the answer to the server's data
             assert await client.recv(10) == b""
             with pytest.raises(OSError, match=re.escape(f"[Errno {errno.EPIPE}]")):
                 await client.send(b"x")
@@ -959,7 +963,7 @@ def test_a_shutdown_of_both_directions_is_a_close(enabled: None, answered: bool)
 
 
 def test_a_shutdown_of_both_directions_leaves_unread_data_readable(enabled: None) -> None:
-    """As over TCP: the peer receives the end, not a reset."""
+    """As over TCP, the peer receives the end, not a reset."""
 
     async def main() -> None:
         async with drop_ins() as (client, server):
@@ -975,7 +979,7 @@ def test_a_shutdown_of_both_directions_leaves_unread_data_readable(enabled: None
 
 
 def test_a_connection_that_was_reset_is_accepted_with_its_name(enabled: None) -> None:
-    """As with Trio's sockets; at that time the kernel no longer knows the name."""
+    """Trio's sockets do the same, although the kernel no longer knows the name at that time."""
 
     async def main() -> None:
         listener = trio.socket.socket()
@@ -984,11 +988,11 @@ def test_a_connection_that_was_reset_is_accepted_with_its_name(enabled: None) ->
         assert isinstance(listener, DropInSocket)
         with listener, stdlib_socket.create_connection(listener.getsockname()) as client:
             name = client.getsockname()
-            await wait_all_tasks_blocked(0.01)  # now the connection was taken from the backlog
+            await wait_all_tasks_blocked(0.01)  # the listener has accepted the TCP connection
             linger = struct.pack("ii", 1, 0)
             client.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_LINGER, linger)
             client.close()
-            with trio.fail_after(20):
+            with trio.fail_after(PATIENCE):
                 accepted, peer = await listener.accept()
             with accepted:
                 assert peer == name
@@ -1000,7 +1004,7 @@ def test_a_connection_that_was_reset_is_accepted_with_its_name(enabled: None) ->
 
 @pytest.mark.usefixtures("enabled")
 def test_a_task_sends_while_another_one_waits_for_room() -> None:
-    """Only calls that wait exclude each other, as with a socket of Trio."""
+    """As with a socket of Trio, only calls that wait exclude each other."""
 
     async def main() -> None:
         async with drop_ins() as (client, server):
@@ -1022,7 +1026,7 @@ def test_a_task_sends_while_another_one_waits_for_room() -> None:
                     await wait_all_tasks_blocked(0.01)
                     ring = client.stream.statistics().bytes_sent
                     assert 0 < ring < len(whole)
-                    await read(100)  # less than wakes a writer
+                    await read(100)  # too little to wake a writer
                     await wait_all_tasks_blocked(0.01)
                     assert not sent
                     assert await client.send(bytes(10)) == 10
@@ -1035,13 +1039,13 @@ def test_a_task_sends_while_another_one_waits_for_room() -> None:
     trio.run(main)
 
 
-@pytest.mark.pure  # a method of a compiled class is replaced
+@pytest.mark.pure  # the test replaces a method of a class
 @pytest.mark.usefixtures("enabled")
 @pytest.mark.parametrize("unread", [b"", b"unread"])
 def test_no_end_leaves_before_data_is_refused(
     unread: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise data that answers the end counts as arrived before the shutdown."""
+    """If the end left earlier, data that answers it would count as received before the shutdown."""
     refuses: list[bool] = []
     send_done = Connection.send_done
 

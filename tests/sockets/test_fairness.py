@@ -1,4 +1,4 @@
-"""Amortised checkpoints are fair: timers of a program are no later than over TCP."""
+"""Amortised checkpoints are fair: a program's timers are no later than over TCP."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.peers import echo
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 100
 LEAST = 30e-6
-"""Seconds: a call of 64 KiB and a pass of the scheduler."""
+"""Time for a call with 64 KiB and a pass of the scheduler, in seconds."""
 ROUNDS = 5
 MOST_ROUNDS = 15
 TICKS = 5
-"""Per round."""
+"""Ticks in each round."""
 
 
 async def connections(count: int) -> list[tuple[trio.SocketStream, trio.SocketStream]]:
@@ -58,7 +58,7 @@ async def send_and_receive(client: trio.SocketStream, server: trio.SocketStream,
 
 
 async def lateness(size: int, count: int) -> list[float]:
-    """Delay in seconds of each tick of a 1 ms ticker beside busy connections."""
+    """Run a 1 ms ticker beside busy connections; returns the delay of each tick in seconds."""
     late = []
     async with trio.open_nursery() as nursery:
         pairs = await connections(count)
@@ -90,7 +90,7 @@ async def lateness(size: int, count: int) -> list[float]:
     ids=["requests", "4K", "64K", "one task, 64 B", "one task, 64K"],
 )
 def test_a_ticker_beside_busy_connections(size: int, count: int) -> None:
-    """Rounds over TCP and SMC-R alternate; other load on the machine may require more of them."""
+    """Rounds over TCP and SMC-R alternate; on a busy machine, the test needs more rounds."""
     over_tcp: list[float] = []
     over_smc: list[float] = []
     for done in range(1, MOST_ROUNDS + 1):
@@ -100,8 +100,8 @@ def test_a_ticker_beside_busy_connections(size: int, count: int) -> None:
             over_smc.append(statistics.median(trio.run(lateness, size, count)))
         finally:
             trio_smc.disable()
-        # The factor of 1.5 allows for chance. Without the limit on amortised passes the delay was
-        # up to three times that of TCP, and beside one task 15 times.
+        # The factor of 1.5 allows for chance.  Before amortised passes were limited, the delay was
+        # up to three times that over TCP, and beside one task 15 times.
         allowed = 1.5 * statistics.median(over_tcp) + (LEAST if count == 1 else 0)
         if done >= ROUNDS and statistics.median(over_smc) <= allowed:
             return
@@ -110,8 +110,8 @@ def test_a_ticker_beside_busy_connections(size: int, count: int) -> None:
 
 @pytest.mark.parametrize("checkpoints", ["amortised", "strict"])
 def test_connecting_over_tcp_need_not_yield(checkpoints: Literal["amortised", "strict"]) -> None:
-    """A connection that is made at once is a call that need not wait.  With amortised checkpoints
-    it yields now and then, and it always checks for cancellation."""
+    """A connect that succeeds at once need not wait.  With amortised checkpoints, such a call
+    yields only occasionally, but always checks for cancellation."""
     count = 200
     turns = 0
 
@@ -129,7 +129,7 @@ def test_connecting_over_tcp_need_not_yield(checkpoints: Literal["amortised", "s
             before = turns
             for _ in range(count):
                 (await trio.open_tcp_stream(*address)).socket.close()
-            # Trio runs the tasks of a pass in random order, so a turn may fall out of the count.
+            # Trio runs the tasks of a pass in random order, so the count may miss a turn.
             if checkpoints == "strict":
                 assert turns - before > count // 2
             else:

@@ -1,6 +1,7 @@
-"""The calls of an echo go the short way: what a round trip costs, without a clock.
+"""The calls of an echo use the short code path, which keeps a round trip cheap.
 
-A clock on a busy machine shows no microsecond.  Which functions a call runs, it shows exactly.
+These tests count Python functions instead of time, because on a busy machine a clock does not show
+microseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MESSAGE = bytes(64)
 
 @contextmanager
 def called() -> Iterator[list[str]]:
-    """The names of the Python functions that are called, in order."""
+    """Record the names of the called Python functions, in order."""
     names: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -38,7 +39,7 @@ def called() -> Iterator[list[str]]:
         sys.setprofile(before)
 
 
-@pytest.mark.pure  # compiled calls have no trace
+@pytest.mark.pure  # compiled functions call no profile function
 @pytest.mark.parametrize(
     "view",
     [memoryview(MESSAGE), memoryview(bytearray(MESSAGE)), memoryview(MESSAGE * 2)[64:]],
@@ -50,7 +51,7 @@ async def test_a_view_is_sent_in_as_few_calls_as_bytes(view: memoryview) -> None
     async with connected(smc=True) as ends:
         ways = []
         for data in (MESSAGE, view):
-            await ends.client.send(MESSAGE)  # a message of its own, as the next one
+            await ends.client.send(MESSAGE)  # an earlier message, so that both sends are alike
             await ends.server.recv(1000)
             with called() as names:
                 assert await ends.client.send(data) == len(MESSAGE)
@@ -62,7 +63,7 @@ async def test_a_view_is_sent_in_as_few_calls_as_bytes(view: memoryview) -> None
 
 
 async def test_the_only_reader_checks_for_cancellation_before_it_waits() -> None:
-    # Otherwise the check delays data that arrives during a spin.
+    # A later check would delay data that arrives during a spin.
     trio_smc.enable(trio_smc.Config(require_smc=True))
     async with connected(smc=True) as ends:
 

@@ -1,6 +1,6 @@
-"""A plain `trio.serve_tcp` server over SMC-R survives the clients that it survives over TCP.
+"""A plain `trio.serve_tcp` server over SMC-R survives all clients that it survives over TCP.
 
-The handler catches nothing, so any error that a client causes ends the server.
+The handler catches no exception, so any error that a client causes ends the server.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class Server:
         self.port = port
 
     async def connect(self) -> trio.SocketStream:
-        """A connection that the server's handler serves."""
+        """Open a connection, and wait until the server's handler has answered."""
         stream = await trio.open_tcp_stream("127.0.0.1", self.port)
         await stream.send_all(b"hello")
         assert await stream.receive_some() == b"HELLO"
         return stream
 
     async def check(self) -> None:
-        """The server serves another client."""
+        """Check that the server serves another client."""
         await (await self.connect()).aclose()
         assert self.process.poll() is None
 
 
 @pytest.fixture(params=["tcp", "smc"])
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
-    """TCP shows that the tests are right."""
+    """Run the server over TCP, which shows the expected result, and over SMC-R."""
     transport = request.param
     if transport == "smc":
         trio_smc.enable(trio_smc.Config(require_smc=True))
@@ -83,7 +83,7 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
 
 @pytest.mark.parametrize("how", ["closes", "half-closes and closes", "forces a close"])
 async def test_a_client_that_sends_and_closes_without_reading(server: Server, how: str) -> None:
-    """The server is stopped, so that its answer cannot arrive before the close."""
+    """The test stops the server, so that its answer cannot arrive before the close."""
     stream = await server.connect()
     server.process.send_signal(signal.SIGSTOP)
     await stream.send_all(b"unanswered")
@@ -98,7 +98,7 @@ async def test_a_client_that_sends_and_closes_without_reading(server: Server, ho
 
 
 async def test_a_client_that_half_closes_and_closes_with_unread_data(server: Server) -> None:
-    """A reset after the end of the stream is no error for a reader."""
+    """For a reader, a reset after the end of the stream is not an error."""
     stream = await server.connect()
     await stream.send_all(b"unread")
     assert await stream.receive_some(1) == b"U"

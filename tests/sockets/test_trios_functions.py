@@ -1,4 +1,4 @@
-"""`trio.open_tcp_stream` and `trio.serve_tcp` under `enable()`: shorter ways to the same result."""
+"""`trio.open_tcp_stream` and `trio.serve_tcp` under `enable()`: the same results in fewer steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ("Trio's own", "enabled")
 
 @pytest.fixture
 def run() -> Iterator[Callable[[str, Callable[[], Any]], Any]]:
-    """Runs a function with plain Trio, or with `enable()`."""
+    """Return a function that runs a program with plain Trio, or with `enable()`."""
 
     def run(kind: str, function: Callable[[], Any]) -> Any:
         if kind == "enabled":
@@ -46,7 +46,7 @@ async def request(port: int, data: bytes = b"hello") -> bytes:
 
 
 def description(error: BaseException | None) -> Any:
-    """The properties of an error that a program can see, without ports."""
+    """The properties of an error that a program can observe, without port numbers."""
     if error is None:
         return None
     within = [*map(description, error.exceptions)] if isinstance(error, BaseExceptionGroup) else []
@@ -65,7 +65,7 @@ class Spawned(trio.abc.Instrument):
 
 
 async def outcome_of(function: Callable[[], Awaitable[object]]) -> BaseException:
-    """The exception that the function raises."""
+    """Call a function that must raise an exception, and return the exception."""
     try:
         await function()
     except BaseException as error:
@@ -92,7 +92,7 @@ def test_an_address_is_connected_to_without_a_race(run: Any, host: str | bytes) 
                     assert await stream.receive_some() == b"hello"
                 trio.lowlevel.remove_instrument(spawned)
                 names = {name.rpartition(".")[2] for name in spawned.names}
-                assert names == {"_handle"}  # only the task of the server
+                assert names == {"_handle"}  # only the server has started a task
                 await first.send_all(b"still there")
                 assert await first.receive_some() == b"still there"
             nursery.cancel_scope.cancel()
@@ -148,7 +148,7 @@ def test_a_cancelled_connect_leaves_no_socket(run: Any) -> None:
         assert scope.cancelled_caught
         await listener.aclose()
 
-    run("enabled", main)  # a leak of descriptors fails the test
+    run("enabled", main)  # a leaked descriptor fails the test
 
 
 # --- serve_listeners ---------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_handlers_have_the_context_of_their_server(run: Any, kind: str) -> None:
 
     async def handler(stream: trio.SocketStream) -> None:
         seen.append(SERVER.get())
-        SERVER.set("a handler")  # in its own copy of the context
+        SERVER.set("a handler")  # changes only the handler's copy of the context
         await echo(stream)
 
     async def serve(name: str, *, task_status: trio.TaskStatus[Any]) -> None:
@@ -249,7 +249,7 @@ def test_a_client_that_connected_before_the_server_started_is_served(run: Any) -
                 assert await early.receive_some() == b"early"
                 assert await request(port) == b"hello"
                 with pytest.raises(trio.BusyResourceError):
-                    await listener.accept()  # the server accepts already
+                    await listener.accept()  # the server already waits in `accept`
                 nursery.cancel_scope.cancel()
 
     run("enabled", main)
@@ -367,7 +367,7 @@ def test_closing_the_listener_ends_the_server(run: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_listeners_are_a_mistake(run: Any, kind: str) -> None:
+def test_serving_no_listener_is_an_error(run: Any, kind: str) -> None:
     async def main() -> None:
         await trio.serve_listeners(echo, [])
 
@@ -404,7 +404,7 @@ class MemoryListener(trio.abc.Listener[Any]):
         await self._receive.aclose()
 
 
-def test_all_is_as_before_when_it_is_disabled() -> None:
+def test_disable_restores_trios_functions() -> None:
     before = trio.open_tcp_stream, trio.serve_listeners
     trio_smc.enable()
     assert (trio.open_tcp_stream, trio.serve_listeners) != before

@@ -32,7 +32,7 @@ def _typed(data: bytes, item: Any, shape: tuple[int, ...] = ()) -> Any:
 
 
 def _single(data: bytes) -> ctypes.Structure:
-    """A single record that has all the data: a buffer of one item, without a dimension."""
+    """A single record that contains all data: a buffer with one item and no dimension."""
     fields = [("bytes", ctypes.c_uint8 * len(data))]
     kind: type[ctypes.Structure] = type("Single", (ctypes.Structure,), {"_fields_": fields})
     return kind.from_buffer_copy(data)
@@ -73,7 +73,7 @@ WRITABLE: Final[dict[str, Callable[[bytes], Any]]] = {
     "records": lambda data: _typed(data, _Record),
     "no dimension": _single,
 }
-"""Buffers in C order that can be written to.  Each is made of the bytes that it has."""
+"""Writable buffers in C order.  Each function makes a buffer with the given contents."""
 
 SENT: Final[dict[str, Callable[[bytes], Any]]] = {
     "bytes": bytes,
@@ -87,4 +87,5 @@ SENT: Final[dict[str, Callable[[bytes], Any]]] = {
         b"".join(data[at : at + 24] for at in range(len(data) - 24, -1, -24))
     ).cast("B", [len(data) // 24, 24])[::-1],
 }
-"""All buffers that a stream sends.  Each is made of the bytes that have to arrive."""
+"""All kinds of buffers that a stream sends.  Each function makes one from the bytes that have to
+arrive."""

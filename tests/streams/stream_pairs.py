@@ -18,16 +18,16 @@ from trio_smc.streams.tcp_stream import TcpStream
 
 HOST = "127.0.0.1"
 SMALL_RING = 16 * 1024
-"""The smallest RMB element there is (RFC 7609, A.2.2)."""
+"""The size of the smallest RMB element (RFC 7609, A.2.2)."""
 
 
 class Pairs:
     """Makes connected streams, client first.
 
     Attributes:
-      client, server: the stacks of the two ends; may be one.
-      listener: the server's.
-      ring: capacity of each end's ring, or None over TCP.
+      client, server: the stacks of the two ends, or twice the same stack.
+      listener: the listener of the server.
+      ring: capacity of the ring of each end in bytes.  None over TCP.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class Pairs:
         self.listener = listener
         self._address = listener.socket.getsockname()
         if ring is None:
-            # Accepted sockets inherit the sizes, and are full after little data.
+            # Accepted sockets inherit the sizes, so little data fills them.
             for name in (stdlib_socket.SO_SNDBUF, stdlib_socket.SO_RCVBUF):
                 listener.socket.setsockopt(stdlib_socket.SOL_SOCKET, name, SMALL_RING)
 
     @property
     def mode(self) -> Mode:
-        """The mode of every stream of `make`."""
+        """The mode of all streams that `make` returns."""
         return Mode.TCP if self.ring is None else Mode.SMC_R
 
     async def make(self) -> tuple[SmcStream, SmcStream]:
-        """The two ends of a new connection."""
+        """Open a connection.  Returns both ends, the client's first."""
         accepted: list[SmcStream] = []
 
         async def accept() -> None:
@@ -63,7 +63,8 @@ class Pairs:
         return stream, accepted[0]
 
     async def clogged(self) -> tuple[SmcStream, SmcStream]:
-        """As `make`, but neither end can send another byte until the other reads."""
+        """As `make`, but fill both directions, so that neither end can send before the other
+        reads."""
         pair = await self.make()
         for stream in pair:
             if self.ring is None:
@@ -74,12 +75,12 @@ class Pairs:
 
 
 async def _fill_tcp(stream: SmcStream) -> None:
-    """Fill a TCP connection, so that it stays full until the other end reads.
+    """Fill a TCP connection, so that the stream cannot send until the other end reads.
 
-    The kernel holds more unsent data than the other end accepts, so that probes of the window and
-    retransmissions after 200 ms make no room.  Without TCP_NOTSENT_LOWAT the kernel would accept
-    some more bytes after each probe; without MSG_EOR it would append them to the segment that a
-    probe has split.
+    The kernel holds more unsent data than the other end accepts, so probes of the window and
+    retransmissions after 200 ms make no room.  Without TCP_NOTSENT_LOWAT, the kernel would accept
+    more bytes after each probe.  Without MSG_EOR, it would append bytes to the segment that a probe
+    has split.
     """
     assert isinstance(stream, TcpStream)
     stream.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_SNDBUF, 1 << 18)
@@ -93,9 +94,9 @@ async def _fill_tcp(stream: SmcStream) -> None:
 
 
 async def cancel_when_blocked(call: Callable[[], Awaitable[object]]) -> bool:
-    """Make a call, and cancel it when all tasks wait; True if the call had not finished.
+    """Make a call, and cancel it when all tasks wait.  True if the call had not finished.
 
-    A cancellation after a fixed time could come before the call has started on a busy machine.
+    On a busy machine, a cancellation after a fixed time could come before the call has started.
     """
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call)
@@ -106,9 +107,12 @@ async def cancel_when_blocked(call: Callable[[], Awaitable[object]]) -> bool:
 
 @contextlib.asynccontextmanager
 async def open_pairs(config: Config, *, stacks: int = 1, host: str = HOST) -> AsyncIterator[Pairs]:
-    """Listen on one stack and connect from it (``stacks`` 1) or from another (2)."""
+    """Open a stack that listens, and connect from the same stack or from another one.
+
+    stacks: 1 for the same stack, 2 for two stacks.
+    """
     async with contextlib.AsyncExitStack() as exits:
-        # Calls use the stack that was opened last.
+        # `open_stream` uses the stack that was opened last.
         server = await exits.enter_async_context(trio_smc.open_stack(config))
         [listener] = await trio_smc.open_listeners(0, host=host)
         client = server
@@ -121,18 +125,18 @@ async def open_pairs(config: Config, *, stacks: int = 1, host: str = HOST) -> As
 
 
 def smc_config(**changes: object) -> Config:
-    """Small rings, and short timeouts in case a test fails."""
+    """A configuration with small rings, and with short timeouts for a test that fails."""
     base = Config(receive_buffer=SMALL_RING, close_timeout=2 * PATIENCE, shutdown_timeout=20)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def tcp_config() -> Config:
-    """No RNIC: every stream is TCP, with a reason."""
+    """A configuration without RNICs: every stream is TCP, with a reason."""
     return Config(rnics=())
 
 
 async def read(stream: trio.abc.ReceiveStream, count: int) -> bytes:
-    """Exactly ``count`` bytes."""
+    """Read exactly ``count`` bytes."""
     data = b""
     while len(data) < count:
         piece = await stream.receive_some(count - len(data))

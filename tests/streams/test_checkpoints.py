@@ -1,4 +1,5 @@
-"""Amortised checkpoints, the default: each call checks for cancellation, no task waits long."""
+"""Amortised checkpoints, the default: each call checks for cancellation, and no other task waits
+long."""
 
 from __future__ import annotations
 
@@ -38,13 +39,13 @@ def config(request: pytest.FixtureRequest) -> Config:
 
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_call_that_need_not_wait_is_cancelled(config: Config, name: str) -> None:
-    """Nothing has happened then: no byte was sent or taken."""
+    """A cancelled call has no effect: it has sent and received no byte."""
     with trio.fail_after(PATIENCE):
         async with open_pairs(config) as pairs:
             stream, peer = pair = await pairs.make()
             await peer.send_all(b"0123456789")
             if "urgent" not in name:
-                # All of it has arrived, so no call would wait.
+                # All data has arrived, so no call would wait.
                 assert await stream.receive_some(1) == b"0"
             with trio.CancelScope() as scope:
                 scope.cancel()
@@ -75,7 +76,7 @@ async def test_a_loop_of_calls_that_never_wait_is_cancelled(config: Config) -> N
 
 
 async def test_the_deadline_of_another_task_ends_a_long_pass() -> None:
-    """Without it a task that sleeps for 50 µs would wait for as long as a pass may last."""
+    """Without this rule, a task that sleeps for 1 ms could wait much longer, for a whole pass."""
     calls = 0
     late: list[float] = []
 
@@ -95,12 +96,12 @@ async def test_the_deadline_of_another_task_ends_a_long_pass() -> None:
                     await peer.receive_some()
                     calls += 1
             await close_both(pair)
-    # Half of the time that a pass may last; a busy machine delays some ticks by more.
+    # 200 µs are half of the longest pass.  A busy machine delays some ticks by more.
     assert sorted(late)[len(late) // 4] < 200e-6
 
 
-async def _turns(stream: SmcStream, calls: int) -> int:
-    """Steps of this task in some calls of `send_all` that need not wait."""
+async def _count_steps(stream: SmcStream, calls: int) -> int:
+    """Count the steps of this task in calls of `send_all` that need not wait."""
     counter = _Steps()
     trio.lowlevel.add_instrument(counter)
     for _ in range(calls):
@@ -125,5 +126,5 @@ async def test_the_default_is_amortised(settings: dict[str, Any], least: int, mo
     async with open_pairs(smc_config(**settings)) as pairs:
         pair = await pairs.make()
         await trio.lowlevel.checkpoint()
-        assert least <= await _turns(pair[0], 10) <= most
+        assert least <= await _count_steps(pair[0], 10) <= most
         await close_both(pair)

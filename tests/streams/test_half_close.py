@@ -1,7 +1,8 @@
-"""The peer ends its side and closes while this side waits to send: the wait ends at once.
+"""The peer half-closes and closes while this side waits to send: the wait ends at once.
 
-The waits at risk are those that end without a change of the connection's state (RFC 7609, 4.8.1,
-4A).  `test_waits_end` covers every state and event; these tests cover the ways of real programs.
+The critical waits are those that must end without a change of the connection's state (RFC 7609,
+4.8.1, 4A).  `test_waits_end` covers every state and event; these tests use the calls of real
+programs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.timing import PATIENCE
 from trio_smc import Config, Mode
 from trio_smc.rnic.soft.device import SoftRnic
 
-# Seconds; much longer than every test.  A wait without a wakeup ends after this time.
+# Seconds; much longer than every test.  A wait without a wakeup would end only after this time.
 CLOSE_TIMEOUT = 600
 MUCH = 10 * SMALL_RING
 ENDED = (trio.BrokenResourceError, trio.ClosedResourceError)
@@ -50,9 +51,9 @@ async def _one_after_the_other(stream: Any) -> None:
 
 
 SENDS: dict[str, Send] = {
-    "bytes": lambda it: it.send_all(bytes(MUCH)),
-    "buffer": lambda it: it.send_all(bytearray(MUCH)),
-    "urgent": lambda it: it.send_urgent(bytes(MUCH)),
+    "bytes": lambda stream: stream.send_all(bytes(MUCH)),
+    "buffer": lambda stream: stream.send_all(bytearray(MUCH)),
+    "urgent": lambda stream: stream.send_urgent(bytes(MUCH)),
     "behind urgent": _one_after_the_other,
     "pieces": _in_pieces,
     "might not block": _when_it_might_not_block,
@@ -79,7 +80,7 @@ async def _read_shut(stream: Any) -> None:
 
 
 CLOSES: dict[str, Close] = {
-    "aclose": lambda it: it.aclose(),
+    "aclose": lambda stream: stream.aclose(),
     "cancelled": _cancelled,
     "forceful": _forceful,
     "read shut": _read_shut,
@@ -94,7 +95,7 @@ def _config(**changes: object) -> Config:
 async def serving(
     handler: Callable[[Any], Awaitable[object]], server: Config, client: Config
 ) -> AsyncIterator[Any]:
-    """The stream of a client; client and server have different stacks."""
+    """Serve with one stack, connect from another one, and return the client's stream."""
     async with (
         trio_smc.open_stack(server) as serving_stack,
         trio_smc.open_stack(client) as stack,
@@ -136,7 +137,7 @@ async def test_the_peer_half_closes_reads_once_and_closes(
 
 @pytest.mark.parametrize("send", SENDS)
 async def test_the_window_is_closed_before_the_peer_half_closes(send: str) -> None:
-    """The server sends first and waits for a window; the client ends its side and closes."""
+    """The server fills the window and waits; then the client half-closes and closes."""
     ended, blocked = trio.Event(), trio.Event()
 
     async def handler(stream: Any) -> None:
@@ -161,8 +162,8 @@ async def test_the_window_is_closed_before_the_peer_half_closes(send: str) -> No
 
 
 @pytest.mark.parametrize("reading", ["wait_urgent", "receive_urgent", "receive_some"])
-async def test_nothing_is_waited_for_behind_the_end_of_both_directions(reading: str) -> None:
-    """shutdown(SHUT_RDWR) by another task; the peer never answers."""
+async def test_no_wait_outlasts_the_end_of_both_directions(reading: str) -> None:
+    """Another task calls shutdown(SHUT_RDWR), and the peer never answers."""
 
     async def handler(stream: Any) -> None:
         await trio.sleep_forever()
@@ -187,7 +188,7 @@ async def test_nothing_is_waited_for_behind_the_end_of_both_directions(reading: 
 
 @pytest.mark.parametrize("send", ["bytes", "buffer", "urgent", "might not block"])
 async def test_links_fail_while_a_sender_waits(send: str) -> None:
-    """The connection moves to another link, which also delivers the peer's end (4.6)."""
+    """The connection moves to another link, which delivers the peer's end (4.6)."""
     rnics = [[SoftRnic(f"{side}{number}") for number in range(2)] for side in "sc"]
     ended = trio.Event()
     kept: list[Any] = []
@@ -215,9 +216,9 @@ async def test_links_fail_while_a_sender_waits(send: str) -> None:
 
 
 async def test_a_link_group_that_ends_leaves_no_task_waiting() -> None:
-    """All RNICs fail: calls that wait to send, receive and for urgent data end (4.8.3).
+    """All RNICs fail, so calls that wait to send, to receive or for urgent data end (4.8.3).
 
-    As over TCP, one of two calls reports the error, and then the reader finds the end.
+    As over TCP, one of two calls reports the error, and the other reader finds the end.
     """
     rnic = SoftRnic("only")
     ended: dict[str, object] = {}
@@ -275,9 +276,9 @@ async def _wait_until_writable(stream: trio.SocketStream) -> None:
 
 
 @pytest.mark.parametrize(
-    "send", [lambda it: it.send_all(bytes(MUCH)), _send_on_socket, _wait_until_writable]
+    "send", [lambda stream: stream.send_all(bytes(MUCH)), _send_on_socket, _wait_until_writable]
 )
-def test_through_sockets_of_an_enabled_program(enabled: None, send: Send) -> None:
+def test_sockets_of_an_enabled_program_notice_the_end(enabled: None, send: Send) -> None:
     async def serve(server: trio.SocketStream) -> None:
         async for _ in server:
             pass
@@ -298,7 +299,7 @@ def test_through_sockets_of_an_enabled_program(enabled: None, send: Send) -> Non
     trio.run(main)
 
 
-async def test_through_tls() -> None:
+async def test_a_tls_stream_notices_the_end() -> None:
     authority = trustme.CA()
     server_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("localhost").configure_cert(server_context)

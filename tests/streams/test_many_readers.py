@@ -1,4 +1,4 @@
-"""Many tasks that wait at once: which of them drains, and when a call yields to the others."""
+"""Many tasks wait at once: which of them drains, and when a call yields to the other tasks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CONNECTIONS = 10
 FEW = 4
 ROUNDS = 20
 CheckpointMode = Literal["strict", "amortised"]
-LONG = 0.001
-"""Seconds; longer than a turn with amortised checkpoints may last."""
+LONG_TURN = 0.001
+"""Seconds; with amortised checkpoints, a turn may not last so long."""
 
 
 async def request(stream: SmcStream) -> None:
@@ -34,7 +34,8 @@ async def request(stream: SmcStream) -> None:
 
 
 async def test_requests_of_many_tasks_hardly_need_the_eventfd() -> None:
-    """`Pump.wakeups`: only it can end the scheduler's wait while every task is parked."""
+    """`Pump.wakeups` counts the events of the eventfd, which ends the scheduler's wait while every
+    task is parked."""
     config = Config(receive_buffer=16384, checkpoints="amortised", spin=0)
     with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(config) as stack:
@@ -54,7 +55,7 @@ async def test_requests_of_many_tasks_hardly_need_the_eventfd() -> None:
                 with trio.move_on_after(0.01) as scope:
                     await pairs[0][0].receive_some()
                 assert scope.cancelled_caught
-                assert stack.runtime.pump.woken == 0, "a cancelled task was not woken"
+                assert stack.runtime.pump.woken == 0, "a cancelled task counts as woken"
                 for here, _ in pairs:
                     await here.send_eof()
             await close_all(*(stream for pair in pairs for stream in pair))
@@ -65,7 +66,7 @@ async def test_requests_of_many_tasks_hardly_need_the_eventfd() -> None:
 async def second_connection(
     checkpoints: CheckpointMode,
 ) -> AsyncIterator[tuple[SmcStream, SmcStream]]:
-    """Both ends of a connection, while a task waits for data of another connection."""
+    """Open two connections, let a task wait for data of the first, and return the second."""
     config = Config(receive_buffer=16384, checkpoints=checkpoints, spin=0)
     with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
@@ -80,7 +81,8 @@ async def second_connection(
 
 
 class Counted:
-    """Counts how often a task made one of Trio's calls in `trio_smc.streams.parking`."""
+    """Replaces one of Trio's functions in `trio_smc.streams.parking`, and counts the calls of one
+    task."""
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.task: trio.lowlevel.Task | None = None
@@ -97,7 +99,7 @@ class Counted:
 async def test_a_reader_that_finds_nothing_parks_at_once(
     monkeypatch: pytest.MonkeyPatch, checkpoints: CheckpointMode
 ) -> None:
-    """The reader does not yield once before it parks."""
+    """The reader parks without a yield before."""
     parks, yields = Counted("_sleep", monkeypatch), Counted("_yield", monkeypatch)
     async with second_connection(checkpoints) as (here, there):
 
@@ -116,7 +118,7 @@ async def test_a_reader_that_finds_nothing_parks_at_once(
 
 
 async def test_of_tasks_that_wake_together_the_last_drains() -> None:
-    """An earlier drain could only find completions for tasks that run after all of them."""
+    """An earlier drain finds only completions for tasks that run after all of these tasks."""
     readers: list[trio.lowlevel.Task] = []
     drained: list[trio.lowlevel.Task] = []
 
@@ -124,7 +126,7 @@ async def test_of_tasks_that_wake_together_the_last_drains() -> None:
         __slots__ = ()
 
         def drain(self) -> bool:
-            with contextlib.suppress(RuntimeError):  # no task runs: a hook drains
+            with contextlib.suppress(RuntimeError):  # raised if no task runs and a hook drains
                 if (task := trio.lowlevel.current_task()) in readers:
                     drained.append(task)
             return super().drain()
@@ -156,26 +158,26 @@ async def test_of_tasks_that_wake_together_the_last_drains() -> None:
 
 
 async def test_the_turn_of_another_task_does_not_use_up_the_budget() -> None:
-    """Amortised checkpoints: a call yields only after a long turn of its own task."""
+    """With amortised checkpoints, a call yields only after a long turn of its own task."""
     config = Config(receive_buffer=16384, checkpoints="amortised")
     with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(config) as stack:
             [listener] = await stack.open_listeners(0, host=HOST)
             here, there = await connect(stack, listener)
             await here.send_all(b"x")
-            time.sleep(LONG)  # noqa: ASYNC251  # stands for the turns of other tasks
+            time.sleep(LONG_TURN)  # noqa: ASYNC251  # replaces the turns of other tasks
             await trio.lowlevel.checkpoint()
             passes = stack.runtime.pump.passes
             await here.send_all(b"x")
             assert stack.runtime.pump.passes == passes
-            time.sleep(LONG)  # noqa: ASYNC251
+            time.sleep(LONG_TURN)  # noqa: ASYNC251
             await here.send_all(b"x")
             assert stack.runtime.pump.passes == passes + 1
             await close_all(here, there)
 
 
 async def test_in_a_long_pass_each_task_makes_one_call() -> None:
-    """Amortised checkpoints: many busy tasks take turns as with strict checkpoints."""
+    """With amortised checkpoints, many busy tasks take turns as with strict checkpoints."""
     config = Config(receive_buffer=16384, checkpoints="amortised")
     turns, writers = 10, 4
     with trio.fail_after(PATIENCE):
@@ -185,7 +187,7 @@ async def test_in_a_long_pass_each_task_makes_one_call() -> None:
 
             async def write(stream: SmcStream) -> None:
                 for _ in range(turns):
-                    time.sleep(LONG / writers)  # noqa: ASYNC251
+                    time.sleep(LONG_TURN / writers)  # noqa: ASYNC251
                     await stream.send_all(b"x")
 
             await trio.lowlevel.checkpoint()
@@ -193,7 +195,7 @@ async def test_in_a_long_pass_each_task_makes_one_call() -> None:
             async with trio.open_nursery() as nursery:
                 for here, _ in pairs:
                     nursery.start_soon(write, here)
-            # The first turn has two calls: one within the budget, and the next.
+            # The first turn has two calls: one within the budget, and one that ends the turn.
             assert stack.runtime.pump.passes - passes >= turns - 2
             for pair in pairs:
                 await close_all(*pair)

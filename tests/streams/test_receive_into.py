@@ -84,7 +84,7 @@ async def test_buffers_of_every_shape_and_format(
     assert memoryview(buffer).tobytes() == data
 
 
-async def test_unsuitable_buffers(pair: tuple[SmcStream, SmcStream]) -> None:
+async def test_unsuitable_buffers_are_refused(pair: tuple[SmcStream, SmcStream]) -> None:
     a, b = pair
     await a.send_all(b"x")
     with pytest.raises(ValueError, match="empty"):
@@ -126,7 +126,7 @@ async def test_one_task_at_a_time(pair: tuple[SmcStream, SmcStream]) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_closed_meanwhile_and_before(pair: tuple[SmcStream, SmcStream]) -> None:
+async def test_a_close_ends_and_refuses_calls(pair: tuple[SmcStream, SmcStream]) -> None:
     _, b = pair
 
     async def receive() -> None:
@@ -140,7 +140,7 @@ async def test_closed_meanwhile_and_before(pair: tuple[SmcStream, SmcStream]) ->
     await receive()
 
 
-async def test_broken(pair: tuple[SmcStream, SmcStream]) -> None:
+async def test_receive_some_into_raises_after_an_abort(pair: tuple[SmcStream, SmcStream]) -> None:
     a, b = pair
     a.abort()
     with pytest.raises(trio.BrokenResourceError):

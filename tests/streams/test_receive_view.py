@@ -1,4 +1,4 @@
-"""`SmcStream.receive_view`: a view of the receive ring, over SMC-R, or of a copy, over TCP."""
+"""`SmcStream.receive_view`: a view of the receive ring over SMC-R, or of a copy over TCP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def smc() -> AsyncIterator[Pairs]:
             yield made
 
 
-async def arrived(stream: SmcStream, count: int) -> None:
+async def wait_until_arrived(stream: SmcStream, count: int) -> None:
     """Wait until ``count`` bytes can be received."""
     seen = 0
     while seen < count:
@@ -54,7 +54,7 @@ async def arrived(stream: SmcStream, count: int) -> None:
 async def test_a_view_of_received_data(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await a.send_all(b"0123456789")
-    await arrived(b, 10)
+    await wait_until_arrived(b, 10)
     async with b.receive_view() as view:
         assert isinstance(view, memoryview)
         assert view.readonly
@@ -67,10 +67,10 @@ async def test_a_view_of_received_data(pairs: Pairs) -> None:
     await close_both(pair)
 
 
-async def test_at_most_so_many_bytes(pairs: Pairs) -> None:
+async def test_a_view_has_at_most_max_bytes(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await a.send_all(b"0123456789")
-    await arrived(b, 10)
+    await wait_until_arrived(b, 10)
     got = []
     for most in (3, 1, 100):
         async with b.receive_view(most) as view:
@@ -83,10 +83,10 @@ async def test_at_most_so_many_bytes(pairs: Pairs) -> None:
     await close_both(pair)
 
 
-async def test_consume_some_of_them(pairs: Pairs) -> None:
+async def test_consume_leaves_the_other_bytes_unread(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await a.send_all(b"first\nsec")
-    await arrived(b, 9)
+    await wait_until_arrived(b, 9)
     view = b.receive_view()
     with pytest.raises(ValueError, match="consume"):
         view.consume(0)
@@ -101,7 +101,7 @@ async def test_consume_some_of_them(pairs: Pairs) -> None:
     await close_both(pair)
 
 
-async def test_the_end_of_the_stream(pairs: Pairs) -> None:
+async def test_a_view_at_the_end_of_the_stream_is_empty(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await a.send_all(b"last")
     await a.send_eof()
@@ -116,7 +116,8 @@ async def test_the_end_of_the_stream(pairs: Pairs) -> None:
 
 
 async def test_all_bytes_arrive_in_order(pairs: Pairs) -> None:
-    """More than a ring: it wraps again and again, and the writer waits for the reader."""
+    """The data is larger than the ring, so the ring wraps many times, and the writer waits for the
+    reader."""
     a, b = pair = await pairs.make()
     sent = np.random.default_rng(7609).bytes(20 * RING)
     got = bytearray()
@@ -140,24 +141,24 @@ async def test_all_bytes_arrive_in_order(pairs: Pairs) -> None:
     await close_both(pair)
 
 
-async def test_it_waits_and_is_cancelled(pairs: Pairs) -> None:
+async def test_a_view_waits_for_data_and_can_be_cancelled(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     with trio.move_on_after(0.01) as scope:
         async with b.receive_view():
-            pytest.fail("there is nothing to view")
+            pytest.fail("the call did not wait for data")
     assert scope.cancelled_caught
     await a.send_all(b"data")
-    await arrived(b, 4)
+    await wait_until_arrived(b, 4)
     with trio.CancelScope() as scope:
         scope.cancel()
         async with b.receive_view():
-            pytest.fail("the scope is cancelled")
+            pytest.fail("the call ignored the cancellation")
     assert scope.cancelled_caught
     assert await b.receive_some() == b"data"
     await close_both(pair)
 
 
-async def test_no_other_task_receives_meanwhile(pairs: Pairs) -> None:
+async def test_no_other_task_receives_during_a_view(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await a.send_all(b"data")
     async with b.receive_view(2):
@@ -187,11 +188,11 @@ def _array(view: memoryview) -> Any:
     "keep",
     [_array, lambda view: view[1:3], memoryview, lambda view: view.cast("c")],
 )
-async def test_a_view_that_is_kept(pairs: Pairs, keep: Any) -> None:
-    """Leaving the block fails, and the bytes stay unread."""
+async def test_a_view_must_not_outlive_its_block(pairs: Pairs, keep: Any) -> None:
+    """If another view of the data exists, the end of the block fails, and the bytes stay unread."""
     a, b = await pairs.make()
     await a.send_all(b"0123456789")
-    await arrived(b, 10)
+    await wait_until_arrived(b, 10)
     kept: list[Any] = []
     with pytest.raises(BufferError, match="still exists"):
         async with b.receive_view() as view:
@@ -211,13 +212,13 @@ async def test_a_view_that_is_kept(pairs: Pairs, keep: Any) -> None:
 async def test_an_error_of_the_block_is_not_replaced(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await a.send_all(b"0123456789")
-    await arrived(b, 10)
+    await wait_until_arrived(b, 10)
     with pytest.raises(KeyError):
         async with b.receive_view(3) as view:
             raise KeyError(bytes(view))
     assert await b.receive_some() == b"3456789"
     await a.send_all(b"more")
-    await arrived(b, 4)
+    await wait_until_arrived(b, 4)
 
     async def fail() -> None:
         async with b.receive_view() as view:
@@ -230,7 +231,7 @@ async def test_an_error_of_the_block_is_not_replaced(pairs: Pairs) -> None:
     await close_both(pair)
 
 
-async def test_the_stream_is_closed_meanwhile(pairs: Pairs) -> None:
+async def test_a_view_outlives_the_close_of_its_stream(pairs: Pairs) -> None:
     a, b = await pairs.make()
     await a.send_all(b"data")
     async with b.receive_view() as view:
@@ -245,7 +246,7 @@ async def test_the_stream_is_closed_meanwhile(pairs: Pairs) -> None:
 async def test_errors_match_receive_some(smc: Pairs) -> None:
     a, b = await smc.make()
     await a.send_all(b"data")
-    await arrived(b, 4)
+    await wait_until_arrived(b, 4)
     async with b.receive_view(2) as view:
         a.abort()
         await wait_all_tasks_blocked()
@@ -261,11 +262,11 @@ async def test_errors_match_receive_some(smc: Pairs) -> None:
 
 
 async def test_a_ring_is_not_reused_while_a_part_of_it_is_lent(smc: Pairs) -> None:
-    """Neither by other connections, nor wiped, although its own connection is over."""
+    """After the end of the connection, no other connection uses the ring, and it is not cleared."""
     a, b = await smc.make()
     data = bytes(range(200))
     await a.send_all(data)
-    await arrived(b, len(data))
+    await wait_until_arrived(b, len(data))
     async with b.receive_view() as view:
         await b.aclose()
         await a.aclose()
@@ -275,15 +276,15 @@ async def test_a_ring_is_not_reused_while_a_part_of_it_is_lent(smc: Pairs) -> No
             await pair[1].receive_some()
             await close_both(pair)
         assert bytes(view) == data
-    # Afterwards the element is free again.
+    # After the block, the element is free again.
     before = [group.rmbs for group in smc.server.link_groups]
     for _ in range(5):
         await close_both(await smc.make())
     assert [group.rmbs for group in smc.server.link_groups] == before
 
 
-async def test_the_stack_ends_meanwhile() -> None:
-    """The view stays valid, and leaving the block raises nothing."""
+async def test_a_view_outlives_its_stack() -> None:
+    """The view stays valid, and the end of the block raises no exception."""
     data = bytes(range(100))
 
     async def leave_it(exits: contextlib.AsyncExitStack) -> tuple[SmcStream, memoryview]:

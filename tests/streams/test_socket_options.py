@@ -17,6 +17,7 @@ from scripts import socket_options
 from tests.datapath.datapath_pair import Pair
 from tests.peers import endpoint_of, open_pair
 from tests.streams.stream_pairs import SMALL_RING, Pairs, open_pairs, read, smc_config, tcp_config
+from tests.timing import PATIENCE
 from trio_smc import SmcStream
 from trio_smc._base.observer import ObserverGroup
 from trio_smc._base.timers import Timers
@@ -64,7 +65,7 @@ def test_the_page_in_docs_is_the_table() -> None:
         assert f"`{row.name}`" in text
 
 
-def test_each_option_stands_once_in_the_table() -> None:
+def test_the_table_has_each_option_once() -> None:
     keys = [row.key for row in OPTIONS]
     assert None not in keys
     assert len(set(keys)) == len(keys)
@@ -133,7 +134,7 @@ async def test_options_without_meaning_are_kept_and_returned(
     assert kept
     for number, key in enumerate(filter(None, kept)):
         before = client.socket.getsockopt(*key)
-        assert client.getsockopt(*key) == before, "unset: the value of the TCP connection"
+        assert client.getsockopt(*key) == before, "an unset option has the value of TCP"
         client.setsockopt(*key, 77 + number)
         assert client.getsockopt(*key) == 77 + number
         assert client.socket.getsockopt(*key) == before, "TCP keeps its own value"
@@ -156,9 +157,9 @@ async def test_options_work_until_the_stream_is_closed_though_the_peer_has_abort
     client.abort()
     assert server.is_readable()
     await wait_all_tasks_blocked()
-    assert server.socket.fileno() == -1, "the answer to the abort was sent, so TCP has ended"
+    assert server.socket.fileno() == -1, "TCP did not end after the answer to the abort"
     assert server.getsockopt(SOL, socket.SO_ERROR) == errno.ECONNRESET
-    assert server.getsockopt(SOL, socket.SO_ERROR) == 0, "it is reported once"
+    assert server.getsockopt(SOL, socket.SO_ERROR) == 0, "the error was reported twice"
     assert await server.receive_some() == b""
     for level, option in (
         (SOL, socket.SO_KEEPALIVE), (SOL, socket.SO_PRIORITY), (TCP, socket.TCP_NODELAY),
@@ -194,8 +195,8 @@ async def test_so_rcvbuf_of_a_listener_sizes_later_connections() -> None:
 
         default = trio_smc.Config().receive_buffer_for("software")
         assert await sizes() == (default, default)
-        # 65536 is half of the kernel's default; it has an effect because it is set.
-        # Four bytes are reserved for an eye catcher, and are not part of the ring.
+        # 65536 is half of the kernel's default, but it has an effect because the option is set.
+        # Four bytes of an element are reserved for an eye catcher, and are not part of the ring.
         for size, rmbe in ((65532, 65536), (65536, 131072), (20_000, 32768), (1, SMALL_RING)):
             listener.socket.setsockopt(SOL, socket.SO_RCVBUF, size)
             assert await sizes() == (default, rmbe)
@@ -204,7 +205,7 @@ async def test_so_rcvbuf_of_a_listener_sizes_later_connections() -> None:
 @pytest.mark.rfc("4.1/2", "B/3")
 @pytest.mark.parametrize("eye_catcher", [False, True])
 async def test_the_usable_ring_is_at_least_so_rcvbuf(eye_catcher: bool) -> None:
-    """All bytes are sent before the server reads, with and without an eye catcher."""
+    """The client can send all bytes before the server reads, with and without an eye catcher."""
     async with trio_smc.open_stack(smc_config(rmbe_eye_catcher=eye_catcher)) as stack:
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
         for size in (32768 - 4, 32768 - 3, 32768, 65536):
@@ -214,7 +215,7 @@ async def test_the_usable_ring_is_at_least_so_rcvbuf(eye_catcher: bool) -> None:
             assert isinstance(client, RdmaStream)
             assert isinstance(server, RdmaStream)
             assert endpoint_of(stack, server).rmbe.first == (4 if eye_catcher else 0)
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE):
                 await client.send_all(bytes(size))
             for stream in (client, server):
                 stream.abort()
@@ -259,7 +260,7 @@ async def test_so_sndbuf_bounds_the_data_posted_at_a_time(
 
 @pytest.fixture
 def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deferred messages are not posted by the timer."""
+    """Disable the timer that posts deferred messages."""
     monkeypatch.setattr(options_module, "MAX_MERGE_DELAY", NEVER)
 
 
@@ -295,7 +296,7 @@ async def test_a_cork_holds_for_a_bounded_time(
     client.setsockopt(TCP, socket.TCP_CORK, 1)
     for word in (b"one", b"two"):
         await client.send_all(word)
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             assert await server.receive_some() == word
 
 
@@ -304,7 +305,7 @@ async def test_corked_data_comes_before_the_end(pair: tuple[RdmaStream, RdmaStre
     client, server = pair
     for stream in pair:
         stream.setsockopt(TCP, socket.TCP_CORK, 1)
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         await client.send_all(b"request")
         await client.send_eof()
         assert await read(server, 7) == b"request"
@@ -320,11 +321,11 @@ async def test_corked_data_comes_before_the_end(pair: tuple[RdmaStream, RdmaStre
 async def test_large_writes_are_not_held(
     pair: tuple[RdmaStream, RdmaStream], option: tuple[int, int]
 ) -> None:
-    """No timer is needed to send a mutable buffer that is larger than the window."""
+    """Sending a mutable buffer that is larger than the window needs no timer."""
     client, server = pair
     client.setsockopt(TCP, *option)
     data = bytes(range(256)) * 1024
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.send_all, bytearray(data))
             assert await read(server, len(data) - SMALL_RING) == data[:-SMALL_RING]
@@ -340,7 +341,7 @@ async def test_without_nodelay_small_writes_still_need_no_timer(checkpoints: str
         client, server = await pairs.make()
         assert client.getsockopt(TCP, socket.TCP_NODELAY) == 1
         client.setsockopt(TCP, socket.TCP_NODELAY, 0)
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             for number in range(200):
                 await client.send_all(bytes([number]))
             assert await read(server, 200) == bytes(range(200))
@@ -387,9 +388,9 @@ async def test_keepalive_probes_of_tcp_are_answered(pair: tuple[RdmaStream, Rdma
     ):
         sock.setsockopt(TCP, name, value)
     sock.setsockopt(SOL, socket.SO_KEEPALIVE, 1)
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         while True:
-            # struct tcp_info: milliseconds since data was sent, and since an ACK was received.
+            # struct tcp_info: milliseconds since TCP sent data, and since TCP received an ACK.
             info = struct.unpack_from("8x13I", sock.getsockopt(TCP, socket.TCP_INFO, 60))
             if info[9] > 900 and info[12] < 500:
                 break
@@ -449,7 +450,7 @@ async def test_an_idle_link_is_tested_once_for_all_its_connections() -> None:
             stream.setsockopt(TCP, socket.TCP_KEEPIDLE, 1)
         pairs.client.runtime.groups.observer = observer = TestLinks()
         start = trio.current_time()
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE):
             await observer.second.wait()
         assert observer.times[0] - start >= 0.99
         assert observer.times[1] - observer.times[0] >= 0.99
@@ -526,11 +527,11 @@ async def test_closing_with_linger_on_is_no_reset(
 async def test_a_send_that_the_peer_does_not_read_times_out(smc: Pairs) -> None:
     client, server = await smc.clogged()
     client.setsockopt(TCP, socket.TCP_USER_TIMEOUT, 50)
-    with trio.fail_after(10), pytest.raises(trio.BrokenResourceError) as caught:
+    with trio.fail_after(PATIENCE), pytest.raises(trio.BrokenResourceError) as caught:
         await client.send_all(b"more")
     assert isinstance(caught.value.__cause__, TimeoutError)
     assert caught.value.__cause__.errno == errno.ETIMEDOUT
-    assert client.getsockopt(SOL, socket.SO_ERROR) == 0, "it was reported"
+    assert client.getsockopt(SOL, socket.SO_ERROR) == 0, "the error was reported twice"
     assert await server.receive_some(2 * SMALL_RING) == bytes(SMALL_RING)
     with pytest.raises(trio.BrokenResourceError):
         await server.receive_some()
@@ -539,14 +540,14 @@ async def test_a_send_that_the_peer_does_not_read_times_out(smc: Pairs) -> None:
 
 
 class UnusedGroup:
-    """A link group without keepalive requests."""
+    """A link group that must get no keepalive request."""
 
     def keep_alive(self, user: object, seconds: float | None) -> None:
         raise AssertionError
 
 
 class Clocked:
-    """A connection on fake links, its options, and a clock that the test sets."""
+    """A connection on fake links, its options, and a clock that the test controls."""
 
     def __init__(self, milliseconds: int) -> None:
         self.pair = Pair()
@@ -597,7 +598,7 @@ def test_the_user_timeout_needs_deliveries(clocked: Clocked) -> None:
         clocked.pair.ab.deliver(2)
         clocked.pair.ab.complete(1)
         a.send(memoryview(b"x"))
-    assert clocked.state == "ACTIVE", "a part of the data arrives from time to time"
+    assert clocked.state == "ACTIVE", "the timeout passed although data arrived"
     clocked.wait(9.9)
     assert clocked.state == "ACTIVE"
     clocked.wait(1.2)
@@ -610,7 +611,7 @@ def test_the_user_timeout_needs_a_window_while_a_task_waits_for_one(clocked: Clo
     a.send(memoryview(bytes(clocked.pair.size[1])))
     clocked.pair.settle()
     clocked.wait(1000)
-    assert clocked.state == "ACTIVE", "all data has arrived; no task waits"
+    assert clocked.state == "ACTIVE", "the timeout passed although no task waits"
     assert a.send(memoryview(b"more")) == 0
     a.on_writable = lambda: None
     clocked.wait(9)

@@ -24,12 +24,12 @@ from trio_smc.rnic.solo import SOLO_AFTER_WAITS, SoloReader
 from trio_smc.stack import budget
 
 PAUSE = 0.001
-"""Seconds between requests: the loop sleeps."""
+"""Seconds between requests, so that the event loop sleeps."""
 
 
 @pytest.fixture(autouse=True)
 def long_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a busy machine time."""
+    """Prevent time limits from ending solo mode on a busy machine."""
     monkeypatch.setattr(solo, "MAX_GAP", PATIENCE)
     monkeypatch.setattr(solo, "WATCHDOG_INTERVAL", PATIENCE)
 
@@ -39,8 +39,8 @@ def pump_of(stack: trio_smc.Stack) -> Pump:
 
 
 @dataclass
-class Echoing:
-    """A connection to an echo server, which is a solo reader after `until_solo`."""
+class EchoConnection:
+    """A connection to an echo server.  After `until_solo` the server's task is a solo reader."""
 
     pairs: Pairs
     here: SmcStream
@@ -72,12 +72,14 @@ async def passes() -> AsyncIterator[Passes]:
 
 
 @asynccontextmanager
-async def solo_server(checkpoints: str = "strict", **settings: object) -> AsyncIterator[Echoing]:
+async def solo_server(
+    checkpoints: str = "strict", **settings: object
+) -> AsyncIterator[EchoConnection]:
     config = smc_config(spin=0, wake="trio", checkpoints=checkpoints, **settings)
     with trio.fail_after(PATIENCE):
         async with open_pairs(config, stacks=2) as pairs:
             pair = await pairs.make()
-            connection = Echoing(pairs, *pair)
+            connection = EchoConnection(pairs, *pair)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(echo, connection.there)
                 await connection.until_solo()
@@ -87,7 +89,7 @@ async def solo_server(checkpoints: str = "strict", **settings: object) -> AsyncI
 
 
 @pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
-async def test_requests_are_answered(checkpoints: str) -> None:
+async def test_a_solo_reader_answers_requests(checkpoints: str) -> None:
     async with solo_server(checkpoints) as connection:
         pump = connection.pump
         before = pump.passes
@@ -95,7 +97,7 @@ async def test_requests_are_answered(checkpoints: str) -> None:
             await trio.sleep(PAUSE)
             await connection.request(b"%d" % number)
         assert pump.machine.state == "SOLO"
-        assert 100 <= pump.passes - before <= 110, "each wait is counted, and nothing else"
+        assert 100 <= pump.passes - before <= 110, "only waits count as passes"
         await trio.testing.wait_all_tasks_blocked()
         assert pump.waiting == 1
 
@@ -129,7 +131,7 @@ async def test_a_reader_that_finds_only_completions_for_others_lets_them_run(
         await connection.request()
 
 
-async def test_much_data() -> None:
+async def test_a_solo_server_echoes_much_data() -> None:
     async with solo_server() as connection:
         data = bytes(range(256)) * (SMALL_RING // 16)
         async with trio.open_nursery() as nursery:
@@ -141,7 +143,7 @@ async def test_much_data() -> None:
 
 @pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
 async def test_a_busy_reader_becomes_solo(checkpoints: str) -> None:
-    """A reader that is slower than its peer drains when it has read all that had arrived."""
+    """A reader that is slower than its peer drains when it has read all received data."""
     config = smc_config(spin=0, wake="trio", checkpoints=checkpoints)
     data = bytes(range(256)) * (SMALL_RING // 4)
     async with open_pairs(config, stacks=2) as pairs:
@@ -182,7 +184,7 @@ async def test_of_several_busy_readers_none_becomes_solo(checkpoints: str) -> No
             async with trio.open_nursery() as nursery:
                 for _, there in both:
                     nursery.start_soon(take, there)
-            assert sum(solo_reads[: size // 64]) < size / 64 / 10, "while both read"
+            assert sum(solo_reads[: size // 64]) < size / 64 / 10, "one of two readers was solo"
             for pair in both:
                 await close_both(pair)
 
@@ -233,8 +235,8 @@ async def test_a_writer_ends_solo_mode() -> None:
         await connection.until_solo()
 
 
-async def test_two_tasks_on_one_stream() -> None:
-    """While one of them is the solo reader, the other one's messages leave at once."""
+async def test_another_task_may_send_in_solo_mode() -> None:
+    """While one task is the solo reader, the messages of the other task leave at once."""
     async with solo_server("amortised") as connection:
         for _ in range(3):
             await connection.there.send_all(b"a")
@@ -244,10 +246,11 @@ async def test_two_tasks_on_one_stream() -> None:
         await connection.request()
 
 
-async def test_a_task_that_sends_now_and_then_does_not_end_solo_mode(
+async def test_a_task_that_sends_occasionally_does_not_end_solo_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No hook counts passes meanwhile: a call long after the last one is not in a long pass."""
+    """In solo mode no hook counts passes, so a call long after the last one must not count as part
+    of a long pass."""
     async with solo_server("amortised") as connection:
         monkeypatch.setattr(budget, "MAX_PASS_NS", 0)
         for _ in range(5):
@@ -264,13 +267,13 @@ def work() -> None:
 
 
 async def test_a_task_that_has_yielded_need_not_yield_in_its_next_call(passes: Passes) -> None:
-    """While no hook counts the passes of the scheduler."""
+    """The rule also holds in solo mode, in which no hook counts the passes of the scheduler."""
     async with solo_server("amortised") as connection:
         before = 0
-        for let in trio.lowlevel.checkpoint, partial(trio.sleep, 2 * PAUSE):
+        for give_way in trio.lowlevel.checkpoint, partial(trio.sleep, 2 * PAUSE):
             for _ in range(4):
                 work()
-                await let()
+                await give_way()
                 before = passes.count
                 await connection.there.send_all(b"x")
                 assert passes.count == before
@@ -283,10 +286,12 @@ async def test_a_task_that_has_yielded_need_not_yield_in_its_next_call(passes: P
 
 @asynccontextmanager
 async def solo_task() -> AsyncIterator[tuple[Pairs, SmcStream, SmcStream, trio.CancelScope]]:
-    """A connection, its ends at the client and the server, and the scope of a solo reader at the
-    server that waits for one byte."""
-    # Otherwise a byte may be announced after the server's hook, in the pass that ends a
-    # `wait_all_tasks_blocked`.
+    """Open a connection whose server has a solo reader that waits for one byte.
+
+    Returns the stacks, the client's and the server's stream, and the cancel scope of the reader.
+    """
+    # With amortised checkpoints, a byte may be announced after the server's hook, in the pass that
+    # ends a `wait_all_tasks_blocked`.
     config = smc_config(spin=0, wake="trio", checkpoints="strict")
     async with open_pairs(config, stacks=2) as pairs:
         here, there = await pairs.make()
@@ -311,7 +316,7 @@ async def solo_task() -> AsyncIterator[tuple[Pairs, SmcStream, SmcStream, trio.C
 
 
 async def test_solo_mode_ends_if_the_reader_is_cancelled() -> None:
-    """The task may never wait again, and another part of the program may need what arrives."""
+    """The cancelled task may never wait again, but other connections still need the completions."""
     async with solo_task() as (pairs, here, _, scope):
         pump = pump_of(pairs.server)
         assert pump.waiting == 1
@@ -327,7 +332,7 @@ async def test_solo_mode_ends_if_the_reader_is_cancelled() -> None:
 
 @pytest.mark.parametrize("how", ["send_all", "send_some", "send_urgent", "send_eof"])
 async def test_a_send_in_solo_mode_notices_the_end_of_the_peer(how: str) -> None:
-    """The task that reads is busy with other work, so it does not poll."""
+    """The solo reader is busy with other work, so it does not poll."""
     async with solo_task() as (pairs, here, there, _):
         pump = pump_of(pairs.server)
         await here.send_all(b"x")
@@ -342,7 +347,7 @@ async def test_a_send_in_solo_mode_notices_the_end_of_the_peer(how: str) -> None
 async def test_solo_mode_ends_if_the_reader_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Messages that arrive while no task waits are noticed soon: here, that the peer closes."""
+    """The stack soon notices messages that arrive while no task waits, such as the peer's close."""
     async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
         pair = await pairs.make()
         pump = pump_of(pairs.server)
@@ -365,12 +370,12 @@ async def test_solo_mode_ends_if_the_reader_does_not_come_back(
 async def test_the_watchdog_does_not_wake_an_idle_server(
     monkeypatch: pytest.MonkeyPatch, passes: Passes
 ) -> None:
-    """While the solo reader waits, there is nothing to check."""
+    """While the solo reader waits, the watchdog has nothing to check."""
     async with solo_server() as connection:
         monkeypatch.setattr(solo, "WATCHDOG_INTERVAL", PAUSE)
-        term = connection.pump.solo.watchdog
-        assert term is not None
-        term.deadline = trio.current_time()
+        watchdog = connection.pump.solo.watchdog
+        assert watchdog is not None
+        watchdog.deadline = trio.current_time()
         await trio.testing.wait_all_tasks_blocked(10 * PAUSE)
         assert connection.pump.machine.state == "SOLO"
         before = passes.count
@@ -398,7 +403,7 @@ async def test_the_end_of_the_stream_ends_the_wait(how: str) -> None:
         with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(wait)
-                await Echoing(pairs, *pair).until_solo()
+                await EchoConnection(pairs, *pair).until_solo()
                 if how == "close":
                     await pair[1].aclose()
                 elif how == "shut down":
@@ -437,7 +442,7 @@ async def test_leaving_the_stack_ends_the_wait() -> None:
                 await trio.testing.wait_all_tasks_blocked()
                 assert client.waiting == 1
                 before = trio.current_time()
-            assert trio.current_time() - before < PATIENCE / 4, "it waited for a peer that is gone"
+            assert trio.current_time() - before < PATIENCE / 4, "the stack waited for a closed peer"
             for stream in pair:
                 await trio.aclose_forcefully(stream)
     assert ended == [trio.ClosedResourceError]
@@ -446,7 +451,7 @@ async def test_leaving_the_stack_ends_the_wait() -> None:
 async def test_a_failing_rnic_ends_the_wait() -> None:
     async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
         pair = await pairs.make()
-        connection = Echoing(pairs, *pair)
+        connection = EchoConnection(pairs, *pair)
         failed = trio.Event()
 
         async def wait() -> None:
@@ -466,7 +471,7 @@ async def test_a_failing_rnic_ends_the_wait() -> None:
 
 
 async def test_a_busy_sender_lets_others_run() -> None:
-    """Amortised checkpoints while no hook counts the passes of the scheduler."""
+    """Amortised checkpoints also work in solo mode, in which no hook counts the passes."""
     async with solo_server("amortised") as connection:
         turns = 0
 

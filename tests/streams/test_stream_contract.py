@@ -42,10 +42,10 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_trio_accepts_it_as_a_stream(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trio_accepts_an_smc_stream(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, stacks = KINDS[kind]
     if config.checkpoints == "amortised" and kind != "tcp":
-        # Over SMC-R not every call yields; everything else must hold.
+        # Over SMC-R with amortised checkpoints, not every call yields.  All other rules hold.
         monkeypatch.setattr(
             "trio.testing._check_streams.assert_checkpoints", contextlib.nullcontext
         )
@@ -54,7 +54,7 @@ async def test_trio_accepts_it_as_a_stream(kind: str, monkeypatch: pytest.Monkey
 
 
 async def test_a_blocked_stream_stays_blocked() -> None:
-    """Also after the kernel has probed TCP's window, as on a machine that pauses."""
+    """The stream stays blocked after the kernel has probed TCP's window, as on a slow machine."""
     async with open_pairs(tcp_config()) as pairs:
         pair = await pairs.clogged()
         await trio.sleep(0.5)
@@ -123,7 +123,7 @@ class _Index:
         return 3
 
 
-async def test_sizes_of_every_kind(smc: Pairs) -> None:
+async def test_receive_some_accepts_sizes_of_every_kind(smc: Pairs) -> None:
     a, b = pair = await smc.make()
     await a.send_all(b"abcdefgh")
     assert await b.receive_some(_Index()) == b"abc"  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ async def test_sizes_of_every_kind(smc: Pairs) -> None:
 
 @pytest.mark.parametrize("shape", SENT)
 async def test_data_of_every_shape_and_format(pairs: Pairs, shape: str, rng: random.Random) -> None:
-    """All of it arrives, also if the buffers of the connection hold only a part."""
+    """All data arrives, even if the buffers of the connection hold only a part."""
     a, b = pair = await pairs.make()
     for size in (ALIGNMENT, 20_000 * ALIGNMENT):
         data = rng.randbytes(size)
@@ -196,7 +196,7 @@ async def test_data_of_a_wrong_type(pairs: Pairs, wrong: object) -> None:
     await close_both(pair)
 
 
-async def test_nothing_sent_is_nothing_received(pairs: Pairs) -> None:
+async def test_empty_data_wakes_no_reader(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     for empty in (b"", bytearray(), memoryview(b"")):
         await a.send_all(empty)
@@ -237,7 +237,7 @@ async def test_a_buffer_may_change_after_send_all(pairs: Pairs, size: int) -> No
 
 
 async def aclose_in_background(a: SmcStream, b: SmcStream) -> None:
-    """Close one end while the other reads: the data is all ones, then comes the end."""
+    """Close one end while the other reads.  The reader receives only ones, and then the end."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(a.aclose)
         while data := await b.receive_some():
@@ -249,7 +249,7 @@ async def test_a_buffer_may_change_after_a_cancelled_send(pairs: Pairs) -> None:
 
 
 async def test_a_large_buffer_may_change_after_a_cancelled_send() -> None:
-    # Pieces of this size are not copied, but borrowed while send_all runs.
+    # The stream does not copy pieces of this size; it borrows them while send_all runs.
     async with open_pairs(smc_config(receive_buffer=1 << 20), stacks=2) as pairs:
         await check_cancelled_send(pairs, 3 << 20)
 
@@ -322,13 +322,13 @@ async def test_a_send_during_a_half_close_is_refused(pairs: Pairs) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call, "send_eof")
         nursery.start_soon(call, "send_all")
-    # The second call is refused, unless a send without a yield ends before the half close begins.
+    # One call is refused, unless a send without a yield ends before the half close begins.
     assert len(refused) == 1 or (not refused and pairs.client.config.checkpoints == "amortised")
     assert await b.receive_some() == (b"" if refused == ["send_all"] else b"x")
     await close_both(pair)
 
 
-async def test_sending_and_receiving_at_once_is_fine(pairs: Pairs) -> None:
+async def test_two_tasks_may_send_and_receive_at_once(pairs: Pairs) -> None:
     pair = await pairs.make()
     async with trio.open_nursery() as nursery:
         for stream in pair:
@@ -371,14 +371,14 @@ async def test_a_parked_call_wakes_when_another_task_closes(
 ) -> None:
     a, b = await pairs.clogged()
     if call == "receive_some":
-        await read_all_there_is(a)
+        await read_until_blocked(a)
     calls = {**_senders(a), "receive_some": a.receive_some}
 
     async def parked() -> None:
         with pytest.raises(trio.ClosedResourceError):
             await calls[call]()
 
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(parked)
             await wait_all_tasks_blocked()
@@ -386,7 +386,7 @@ async def test_a_parked_call_wakes_when_another_task_closes(
     await trio.aclose_forcefully(b)
 
 
-async def read_all_there_is(stream: SmcStream) -> None:
+async def read_until_blocked(stream: SmcStream) -> None:
     async def read_for_ever() -> None:
         while True:
             await stream.receive_some()
@@ -406,7 +406,7 @@ async def test_a_cancelled_close_still_ends_the_stream(pairs: Pairs) -> None:
     await b.aclose()
 
 
-async def test_the_end_stays_the_end(pairs: Pairs) -> None:
+async def test_receive_some_returns_the_end_again(pairs: Pairs) -> None:
     a, b = await pairs.make()
     await a.send_all(b"x")
     await a.aclose()
@@ -439,7 +439,7 @@ async def test_half_close_keeps_the_other_direction(pairs: Pairs) -> None:
 # --- the peer's end ----------------------------------------------------------------------------
 
 
-async def test_broken_stays_broken(pairs: Pairs) -> None:
+async def test_a_broken_stream_stays_broken(pairs: Pairs) -> None:
     a, b = await pairs.make()
     await b.aclose()
     with pytest.raises(trio.BrokenResourceError):
@@ -463,7 +463,7 @@ async def test_a_reset_is_broken_with_its_reason(smc: Pairs) -> None:
             await call()
         assert isinstance(caught.value.__cause__, OSError)
         assert caught.value.__cause__.errno == number
-    assert await a.receive_some() == b"", "the error was reported"
+    assert await a.receive_some() == b"", "the error was reported twice"
     await a.send_all(b"")
     await a.wait_send_all_might_not_block()
     await a.aclose()
@@ -473,7 +473,7 @@ async def test_a_reset_is_broken_with_its_reason(smc: Pairs) -> None:
 async def test_a_parked_call_ends_with_the_peer(pairs: Pairs, call: str) -> None:
     a, b = await pairs.clogged()
     if call == "receive_some":
-        await read_all_there_is(a)
+        await read_until_blocked(a)
     calls = {**_senders(a), "receive_some": a.receive_some}
 
     async def parked() -> None:
@@ -484,7 +484,7 @@ async def test_a_parked_call_ends_with_the_peer(pairs: Pairs, call: str) -> None
         with pytest.raises(trio.BrokenResourceError):
             await send_for_ever(a)
 
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(parked)
             await wait_all_tasks_blocked()
@@ -526,7 +526,7 @@ async def test_a_cancelled_receive_loses_nothing(pairs: Pairs) -> None:
 
 
 async def test_a_loop_of_calls_lets_others_run(pairs: Pairs) -> None:
-    """Also if no call has to wait, and with every kind of checkpoint."""
+    """Other tasks run even if no call has to wait, with every kind of checkpoint."""
     a, b = pair = await pairs.make()
     await b.send_all(bytes(2000))
     turns = 0
@@ -560,7 +560,7 @@ async def test_a_forgotten_stream_warns_and_loses_nothing(pairs: Pairs) -> None:
     del made
     with pytest.warns(ResourceWarning):
         _drop(dropped)
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         assert await read(b, 1) == b"x"
         assert await b.receive_some() == b""
     await b.aclose()
@@ -575,7 +575,7 @@ async def test_a_forgotten_stream_with_unread_data_is_reset(pairs: Pairs) -> Non
     del made
     with pytest.warns(ResourceWarning):
         _drop(dropped)
-    with trio.fail_after(10), pytest.raises(trio.BrokenResourceError):
+    with trio.fail_after(PATIENCE), pytest.raises(trio.BrokenResourceError):
         await read(b, 2)
     await b.aclose()
 

@@ -60,7 +60,7 @@ async def test_an_urgent_byte_beside_the_stream(pairs: Pairs) -> None:
     await close_both(pair)
 
 
-async def test_both_ways_and_often(pairs: Pairs) -> None:
+async def test_both_ends_send_urgent_data_repeatedly(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
 
     async def talk(out: SmcStream, into: SmcStream) -> None:
@@ -70,7 +70,7 @@ async def test_both_ways_and_often(pairs: Pairs) -> None:
             assert await read(into, 10) == b"normaldata"
             assert await into.receive_urgent() == bytes([i])
 
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(talk, a, b)
             nursery.start_soon(talk, b, a)
@@ -85,7 +85,7 @@ async def test_an_urgent_byte_ends_a_wait(pairs: Pairs) -> None:
         seen.append(await b.wait_urgent())
         seen.append(await b.receive_urgent())
 
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
             await wait_all_tasks_blocked(0.01)
@@ -98,11 +98,11 @@ async def test_an_urgent_byte_ends_a_wait(pairs: Pairs) -> None:
     await close_both(pair)
 
 
-async def test_inline_it_is_read_in_its_place(pairs: Pairs) -> None:
+async def test_an_inline_urgent_byte_stays_in_the_stream(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     b.setsockopt(*INLINE, 1)
     await a.send_urgent(b"abc!")
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         assert await b.wait_urgent() == "present"
         with pytest.raises(OSError, match="stays in the stream") as caught:
             await b.receive_urgent()
@@ -135,7 +135,7 @@ async def test_inline_by_socket_option(pairs: Pairs) -> None:
 async def test_a_closed_window_is_pending_until_it_is_read(smc: Pairs) -> None:
     a, b = pair = await smc.make()
     await a.send_all(bytes(SMALL_RING))
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(a.send_urgent, b"late!")
             assert await b.wait_urgent() == "pending"
@@ -151,7 +151,7 @@ async def test_writes_wait_for_the_acknowledgement(smc: Pairs) -> None:
     with trio.move_on_after(0.02) as scope:
         await a.wait_send_all_might_not_block()
     assert scope.cancelled_caught
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(a.send_all, b"cd")
             await wait_all_tasks_blocked(0.01)
@@ -183,7 +183,7 @@ async def test_a_large_urgent_send_from_a_buffer_that_changes(pairs: Pairs) -> N
         buffer[:] = bytes(len(buffer))
         buffer.clear()
 
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send)
             assert await read(b, 300_000) == b"\1" * 300_000
@@ -191,7 +191,7 @@ async def test_a_large_urgent_send_from_a_buffer_that_changes(pairs: Pairs) -> N
     await close_both(pair)
 
 
-async def test_arguments(pairs: Pairs) -> None:
+async def test_send_urgent_checks_its_argument(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     with pytest.raises(ValueError, match="at least one byte"):
         await a.send_urgent(b"")
@@ -217,7 +217,7 @@ async def test_data_of_every_shape_and_format(pairs: Pairs, shape: str, rng: ran
 async def test_every_call_is_a_checkpoint(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await b.send_urgent(b"!")
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         with assert_checkpoints():
             await a.wait_urgent()
         with assert_checkpoints():
@@ -259,7 +259,7 @@ async def test_one_task_at_a_time(pairs: Pairs, wait: str) -> None:
 @pytest.mark.parametrize("how", ["aclose", "abort"])
 async def test_closing_wakes_waiting_tasks(pairs: Pairs, wait: str, how: str) -> None:
     _, b = pair = await pairs.make()
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(raises, trio.ClosedResourceError, lambda: WAITS[wait](b))
             await wait_all_tasks_blocked(0.01)
@@ -277,7 +277,7 @@ async def test_closing_wakes_waiting_tasks(pairs: Pairs, wait: str, how: str) ->
 @pytest.mark.parametrize("wait", WAITS)
 async def test_the_peers_end_ends_the_wait(pairs: Pairs, wait: str) -> None:
     a, b = pair = await pairs.make()
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(raises, trio.EndOfChannel, lambda: WAITS[wait](b))
             await wait_all_tasks_blocked(0.01)
@@ -292,7 +292,7 @@ async def test_the_peers_end_ends_the_wait(pairs: Pairs, wait: str) -> None:
 @pytest.mark.parametrize("wait", WAITS)
 async def test_the_peers_abort_ends_the_wait(pairs: Pairs, wait: str) -> None:
     a, b = pair = await pairs.make()
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(raises, trio.BrokenResourceError, lambda: WAITS[wait](b))
             await wait_all_tasks_blocked(0.01)
@@ -307,7 +307,7 @@ async def test_urgent_data_and_the_end_at_once(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await a.send_urgent(b"last!")
     await a.aclose()
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         assert await b.wait_urgent() == "present"
         assert await b.receive_urgent() == b"!"
         assert await read(b, 4) == b"last"
@@ -326,7 +326,7 @@ async def test_after_send_eof_nothing_is_urgent(smc: Pairs) -> None:
 
 
 async def test_tcp_sends_one_urgent_byte() -> None:
-    """A plain TCP program receives it."""
+    """A plain TCP program receives the byte."""
     async with open_pairs(tcp_config()) as pairs:
         a, b = pair = await pairs.make()
         assert isinstance(b.socket, trio.socket.SocketType)
@@ -340,7 +340,7 @@ async def test_tcp_sends_one_urgent_byte() -> None:
 
 
 async def test_tcp_reports_pending_data_only_at_a_call() -> None:
-    """The announcement arrives with a probe of the window; the kernel wakes no task for it."""
+    """A probe of the window brings the announcement, and the kernel wakes no task for it."""
     async with open_pairs(tcp_config()) as pairs:
         a, b = pair = await pairs.make()
         a.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_SNDBUF, 1 << 18)
@@ -348,7 +348,7 @@ async def test_tcp_reports_pending_data_only_at_a_call() -> None:
         await a.send_all(bytes(60_000))  # more than the other end accepts
         await a.send_urgent(b"abc!")
         state = ""
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             while not state:
                 with trio.move_on_after(0.05):
                     state = await b.wait_urgent()

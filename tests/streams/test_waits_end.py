@@ -1,10 +1,10 @@
 """No task waits for an event that can no longer happen.
 
 These tests combine every state of a connection that has a stream, every event of the state table
-and of the host, and every kind of call that waits.  After the event, a call may still wait only if
-the same call would wait if it were made now.  There are two checks.  Waking all tasks explicitly
-changes nothing, so no wakeup is missing.  And the event that each waiting call needs is still
-possible: data can be sent, the peer may send more, or an answer to the end may arrive.
+and of the host, and every kind of call that waits.  After the event, a call may continue to wait
+only if a new call would wait as well.  There are two checks.  First, waking all tasks explicitly
+changes nothing, so no wakeup is missing.  Second, the event that each waiting call needs is still
+possible: the stream can send data, the peer may send more, or an answer to the end may arrive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MUCH = bytes(3 * SIZE)
 
 
 class Socket:
-    """A closed TCP connection: its options do not matter here."""
+    """A closed TCP connection; these tests do not use its options."""
 
     def fileno(self) -> int:
         return -1
@@ -44,7 +44,7 @@ class Socket:
 
 
 class Endpoint:
-    """As `rdma_stream.StreamEndpoint`."""
+    """A minimal `rdma_stream.StreamEndpoint`."""
 
     closed_by_user = lingers = abandoned = False
     group: Any = None
@@ -64,7 +64,7 @@ class Owner:
 
 
 class Holder:
-    """A failover that has not finished (`failover.replay`)."""
+    """A failover in progress (`failover.replay`)."""
 
     def connection_ended(self) -> None:
         pass
@@ -87,52 +87,52 @@ class Streamed(Lone):
 Step = Callable[[Streamed], object]
 
 STEPS: dict[str, Step] = {
-    "shutdown_wr": lambda it: it.it.shutdown_write(),
-    "shutdown_both": lambda it: it.stream.shut_down_both(),
-    "peer_done": lambda it: it.peer(D),
-    "peer_closed": lambda it: it.peer(C),
-    "abort": lambda it: it.it.abort(),
-    "peer_abort": lambda it: it.peer(A),
-    "unread": lambda it: it.peer(0, b"unread"),
-    "unsent": lambda it: it.it.sender.sendable and it.it.send(memoryview(b"unsent")),
-    "sent": lambda it: it.complete(),
-    "links_lost": lambda it: it.it.links_lost(),
+    "shutdown_wr": lambda side: side.it.shutdown_write(),
+    "shutdown_both": lambda side: side.stream.shut_down_both(),
+    "peer_done": lambda side: side.peer(D),
+    "peer_closed": lambda side: side.peer(C),
+    "abort": lambda side: side.it.abort(),
+    "peer_abort": lambda side: side.peer(A),
+    "unread": lambda side: side.peer(0, b"unread"),
+    "unsent": lambda side: side.it.sender.sendable and side.it.send(memoryview(b"unsent")),
+    "sent": lambda side: side.complete(),
+    "links_lost": lambda side: side.it.links_lost(),
 }
 DEPTH = 4
 ENDS = (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel, OSError)
 
 
-def blocked_by_window(it: Streamed) -> None:
+def blocked_by_window(side: Streamed) -> None:
     """The peer does not read, and all data has arrived."""
-    if it.it.sender.sendable:
-        it.it.send(memoryview(bytes(it.it.sender.window)))
-    it.complete()
+    if side.it.sender.sendable:
+        side.it.send(memoryview(bytes(side.it.sender.window)))
+    side.complete()
 
 
-def blocked_in_flight(it: Streamed) -> None:
+def blocked_in_flight(side: Streamed) -> None:
     """The peer does not read, and no data has arrived."""
-    if it.it.sender.sendable:
-        it.it.send(memoryview(bytes(it.it.sender.window)))
+    if side.it.sender.sendable:
+        side.it.send(memoryview(bytes(side.it.sender.window)))
 
 
-def blocked_by_link(it: Streamed) -> None:
+def blocked_by_link(side: Streamed) -> None:
     """The send queue of the link is full."""
-    it.channel.room = 0
-    if it.it.sender.sendable:
-        assert it.it.send(memoryview(b"x")) == 0
+    side.channel.room = 0
+    if side.it.sender.sendable:
+        assert side.it.send(memoryview(b"x")) == 0
 
 
-def blocked_by_urgent(it: Streamed) -> None:
+def blocked_by_urgent(side: Streamed) -> None:
     """The peer has not received the last urgent byte (4.7.5, step 3)."""
-    if it.it.sender.sendable:
-        it.it.send_urgent(memoryview(b"!"))
-    it.complete()
+    if side.it.sender.sendable:
+        side.it.send_urgent(memoryview(b"!"))
+    side.complete()
 
 
-def blocked_by_failover(it: Streamed) -> None:
-    """Lost data is being written again (4.6)."""
-    if it.it.channel is not None and not it.it.messenger.final_posted:
-        it.it.hold(Holder())
+def blocked_by_failover(side: Streamed) -> None:
+    """A failover writes lost data again (4.6)."""
+    if side.it.channel is not None and not side.it.messenger.final_posted:
+        side.it.hold(Holder())
 
 
 BLOCKS = (
@@ -143,26 +143,26 @@ BLOCKS = (
 # --- calls that wait -----------------------------------------------------------------------------
 
 
-# Calls that wait on one stream at the same time, by the kind of event that each waits for.
+# Calls that wait on one stream at the same time, by the kind of event that each call waits for.
 Waits = dict[str, Callable[[RdmaStream], Awaitable[object]]]
 
 CALLS: dict[str, Waits] = {
     "bytes": {
-        "writes": lambda it: it.send_all(MUCH),
+        "writes": lambda stream: stream.send_all(MUCH),
         "reads": RdmaStream.receive_some,
         "urgent": RdmaStream.wait_urgent,
     },
     "buffers": {
-        "writes": lambda it: it.send_all(bytearray(100_000)),
-        "reads": lambda it: it.receive_some_into(bytearray(10)),
+        "writes": lambda stream: stream.send_all(bytearray(100_000)),
+        "reads": lambda stream: stream.receive_some_into(bytearray(10)),
         "urgent": RdmaStream.receive_urgent,
     },
     "urgent": {
-        "writes": lambda it: it.send_urgent(MUCH),
-        "reads": lambda it: it.receive_by(lambda: it.try_receive(10, peek=True)),
+        "writes": lambda stream: stream.send_urgent(MUCH),
+        "reads": lambda stream: stream.receive_by(lambda: stream.try_receive(10, peek=True)),
     },
     "some": {
-        "writes": lambda it: it.send_some(memoryview(b"x")),
+        "writes": lambda stream: stream.send_some(memoryview(b"x")),
         "urgent": RdmaStream.wait_urgent,
     },
     "might not block": {"writes": RdmaStream.wait_send_all_might_not_block},
@@ -170,46 +170,46 @@ CALLS: dict[str, Waits] = {
 }
 
 
-def expire(it: Streamed) -> None:
+def expire(side: Streamed) -> None:
     """The timer expires; the state determines the event."""
-    if it.host.timer is not None:
-        it.fire()
+    if side.host.timer is not None:
+        side.fire()
 
 
-def shut_down_reading(it: Streamed) -> None:
-    it.read_shut = True
-    it.stream.shut_down_reading()
+def shut_down_reading(side: Streamed) -> None:
+    side.read_shut = True
+    side.stream.shut_down_reading()
 
 
-def shut_down_both(it: Streamed) -> None:
+def shut_down_both(side: Streamed) -> None:
     with contextlib.suppress(*ENDS):
-        it.stream.shut_down_both()
+        side.stream.shut_down_both()
 
 
-def more_data(it: Streamed) -> None:
-    if not it.it.receiver.peer_done:
-        it.peer(0, b"data")
+def more_data(side: Streamed) -> None:
+    if not side.it.receiver.peer_done:
+        side.peer(0, b"data")
 
 
 EVENTS: dict[str, Step] = {
-    "established": lambda it: it.it.established(),
-    "shutdown_wr": lambda it: it.it.shutdown_write(),
-    "close": lambda it: it.stream.close(),
-    "abort": lambda it: it.it.abort(),
-    "all_sent": lambda it: it.complete(),
-    "peer_done": lambda it: it.peer(D),
-    "peer_closed": lambda it: it.peer(C),
-    "peer_abort": lambda it: it.peer(A),
-    "links_lost": lambda it: it.it.links_lost(),
-    "rmbe_conflict": lambda it: it.it.rmbe_conflict(),
-    "abort_sent": lambda it: it.complete(),
+    "established": lambda side: side.it.established(),
+    "shutdown_wr": lambda side: side.it.shutdown_write(),
+    "close": lambda side: side.stream.close(),
+    "abort": lambda side: side.it.abort(),
+    "all_sent": lambda side: side.complete(),
+    "peer_done": lambda side: side.peer(D),
+    "peer_closed": lambda side: side.peer(C),
+    "peer_abort": lambda side: side.peer(A),
+    "links_lost": lambda side: side.it.links_lost(),
+    "rmbe_conflict": lambda side: side.it.rmbe_conflict(),
+    "abort_sent": lambda side: side.complete(),
     "close_timeout": expire,
     "abort_timeout": expire,
     # Events of the host, the stream and other tasks.
-    "tcp_reset": lambda it: it.it.tcp_reset(),
-    "user_timeout": lambda it: it.it.user_timeout(),
-    "disown": lambda it: it.it.disown(),
-    "stream aborted": lambda it: it.stream.abort(),
+    "tcp_reset": lambda side: side.it.tcp_reset(),
+    "user_timeout": lambda side: side.it.user_timeout(),
+    "disown": lambda side: side.it.disown(),
+    "stream aborted": lambda side: side.stream.abort(),
     "shut down both": shut_down_both,
     "shut down reading": shut_down_reading,
     "data": more_data,
@@ -218,28 +218,28 @@ EVENTS: dict[str, Step] = {
 
 @contextmanager
 def streamed() -> Iterator[Streamed]:
-    it = Streamed()
+    side = Streamed()
     try:
-        it.open()
-        it.make_stream()
-        yield it
-        it.stream.close()
+        side.open()
+        side.make_stream()
+        yield side
+        side.stream.close()
     finally:
-        it.memory.close()
+        side.memory.close()
 
 
-def walk(it: Streamed, path: tuple[str, ...]) -> None:
+def walk(side: Streamed, path: tuple[str, ...]) -> None:
     for step in path:
-        STEPS[step](it)
+        STEPS[step](side)
 
 
-def facts(it: Streamed) -> tuple[object, ...]:
-    """All conditions that can change the result of a call."""
-    core = it.it
+def facts(side: Streamed) -> tuple[object, ...]:
+    """All conditions that can influence the result of a call."""
+    core = side.it
     return (
         core.state, *(bool(getattr(core, guard)) for guard in CONNECTION.guards),
         core.sender.sendable, core.write_closed, core.receiver.peer_done, core.receiver.purged,
-        core.error is None, core.channel is None, it.endpoint.closed_by_user, core.ending,
+        core.error is None, core.channel is None, side.endpoint.closed_by_user, core.ending,
     )  # fmt: skip
 
 
@@ -247,7 +247,7 @@ PATHS: list[tuple[str, ...]] = []
 
 
 async def paths() -> list[tuple[str, ...]]:
-    """One shortest path into each combination of facts."""
+    """A shortest path into each combination of facts."""
     if not PATHS:
         PATHS.extend(await find_paths())
     return PATHS
@@ -259,22 +259,22 @@ async def find_paths() -> list[tuple[str, ...]]:
     for _ in range(DEPTH + 1):
         new = []
         for path in front:
-            with streamed() as it:
+            with streamed() as side:
                 try:
-                    walk(it, path)
+                    walk(side, path)
                 except (OSError, ProtocolError, trio.BrokenResourceError):
                     continue
-                if found.setdefault(facts(it), path) is path:
+                if found.setdefault(facts(side), path) is path:
                     new.append(path)
         front = [(*path, step) for path in new for step in STEPS]
     return list(found.values())
 
 
 class Waiting:
-    """The calls that were made, and those of them that still wait."""
+    """Starts calls, and records which of them still wait."""
 
-    def __init__(self, it: Streamed, calls: Waits, nursery: trio.Nursery) -> None:
-        self.it = it
+    def __init__(self, side: Streamed, calls: Waits, nursery: trio.Nursery) -> None:
+        self.side = side
         self.kinds: set[str] = set()
         for kind, call in calls.items():
             self.kinds.add(kind)
@@ -282,35 +282,35 @@ class Waiting:
 
     async def _call(self, kind: str, call: Callable[[RdmaStream], Awaitable[object]]) -> None:
         with contextlib.suppress(*ENDS):
-            await call(self.it.stream)
+            await call(self.side.stream)
         self.kinds.remove(kind)
 
     def standing(self) -> tuple[object, ...]:
-        return sorted(self.kinds), self.it.it.messenger.produced, self.it.it.receiver.consumed
+        return sorted(self.kinds), self.side.it.messenger.produced, self.side.it.receiver.consumed
 
     def check_possible(self, description: str) -> None:
-        """The event that each call waits for can still come."""
-        core = self.it.it
+        """Check that the event that each waiting call needs is still possible."""
+        core = self.side.it
         receiver, sender = core.receiver, core.sender
         if "writes" in self.kinds:
             assert sender.sendable or (sender.borrowed and core.channel is not None), description
         if "reads" in self.kinds:
             assert not receiver.peer_done, description
             assert receiver.error is None, description
-            assert not self.it.read_shut, description
-            assert not self.it.endpoint.closed_by_user, description
+            assert not self.side.read_shut, description
+            assert not self.side.endpoint.closed_by_user, description
         if "urgent" in self.kinds:
             assert not receiver.urgent_over, description
         if "ends" in self.kinds:
             assert core.ending, description
-            assert self.it.host.timer is not None, description
+            assert self.side.host.timer is not None, description
         assert not self.kinds or core.state != "CLOSED", description
 
 
 @asynccontextmanager
-async def waiting(it: Streamed, calls: Waits) -> AsyncIterator[Waiting]:
+async def waiting(side: Streamed, calls: Waits) -> AsyncIterator[Waiting]:
     async with trio.open_nursery() as nursery:
-        yield Waiting(it, calls, nursery)
+        yield Waiting(side, calls, nursery)
         nursery.cancel_scope.cancel()
 
 
@@ -324,19 +324,19 @@ async def test_no_event_leaves_a_task_waiting_for_ever(
     ended = 0
     for path in await paths():
         for event, happens in EVENTS.items():
-            with streamed() as it:
-                walk(it, path)
-                seen.add((it.it.state, event))
-                block(it)
-                async with waiting(it, CALLS[calls]) as now:
+            with streamed() as side:
+                walk(side, path)
+                seen.add((side.it.state, event))
+                block(side)
+                async with waiting(side, CALLS[calls]) as now:
                     await wait_all_tasks_blocked()
                     before = set(now.kinds)
-                    happens(it)
+                    happens(side)
                     await wait_all_tasks_blocked()
-                    description = f"{path} {event}: {now.kinds} in {it.it.state}"
+                    description = f"{path} {event}: {now.kinds} in {side.it.state}"
                     left = now.standing()
                     now.check_possible(description)
-                    it.it.wake_all()
+                    side.it.wake_all()
                     await wait_all_tasks_blocked()
                     assert now.standing() == left, f"a wakeup is missing: {description}"
                     ended += len(before) - len(now.kinds)
@@ -346,19 +346,19 @@ async def test_no_event_leaves_a_task_waiting_for_ever(
 
 @pytest.mark.rfc("4.8.1/7")
 async def test_no_event_leaves_a_link_waiting_for_a_connection() -> None:
-    """The deletion of a link waits until its connections have no data in flight there."""
+    """The deletion of a link waits until its connections have no data in flight on this link."""
     waited = 0
     for path in await paths():
         for event, happens in EVENTS.items():
-            with streamed() as it:
-                walk(it, path)
-                blocked_in_flight(it)
+            with streamed() as side:
+                walk(side, path)
+                blocked_in_flight(side)
                 left: list[bool] = []
-                replay.hold(it.it, lambda left=left: left.append(True))  # type: ignore[misc]
+                replay.hold(side.it, lambda left=left: left.append(True))  # type: ignore[misc]
                 waited += not left
-                happens(it)
-                description = f"{path} {event}: in {it.it.state}"
-                assert left or it.it.channel is not None, description
-                it.complete()
+                happens(side)
+                description = f"{path} {event}: in {side.it.state}"
+                assert left or side.it.channel is not None, description
+                side.complete()
                 assert left == [True], description
     assert waited > 20, "no connection has had data in flight"

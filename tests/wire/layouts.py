@@ -1,10 +1,11 @@
-"""The positions of all fields of CLC, LLC and CDC messages, and so the reserved bits.
+"""The positions of all fields of CLC, LLC and CDC messages.  All other bits are reserved.
 
-Typed from the figures of RFC 7609, appendix A, and for version 2 from messages of kernels;
-independent of the codecs, which it checks. Bits without a field are reserved: sent as zero and
-ignored when received (A.2). So are unused slots of a list (A.3: "padded out with zeros").
+The tables are typed from the figures of RFC 7609, appendix A, and for version 2 from messages of
+kernels, independently of the codecs.  A sender sets bits without a field to zero, and a receiver
+ignores them (A.2).  The same holds for unused slots of a list (A.3: "padded out with zeros").
 
-ADD LINK is as on the wire, with two bytes between MAC and GID that figure 32 does not show.
+The table of ADD LINK follows real messages, which have two bytes between MAC and GID that figure 32
+does not show.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ __all__ = [
 
 
 class Field(NamedTuple):
-    """``size`` bytes from ``offset`` on, of which the bits ``mask`` of each belong to the field."""
+    """A field of ``size`` bytes from ``offset`` on; in each byte, the bits of ``mask`` belong to
+    the field."""
 
     name: str
     offset: int
@@ -75,10 +77,10 @@ _CDC = (
     Field("B, P, U, R, F", 24, mask=0xF8), Field("D, C, A", 25, mask=0xE0),
 )  # fmt: skip
 
-NOT_OURS = ("SMC-D", "vendor options")
-"""Prefixes of the names of fields that we do not use: we send zeros there."""
+UNUSED = ("SMC-D", "vendor options")
+"""Prefixes of the names of fields that trio_smc does not use, and sends as zeros."""
 
-# (kind, type, byte): the bits, and why.
+# (kind, type, byte): the bits, and the reason.
 Exceptions: TypeAlias = dict[tuple[str, int, int], tuple[int, str]]
 
 EXCEPTIONS: Exceptions = {
@@ -87,7 +89,7 @@ EXCEPTIONS: Exceptions = {
         "CONFIRM LINK: RMB elements have no eye catcher. Linux insists on these bits.",
     ),
 }
-"""Reserved bits that we set and read."""
+"""Reserved bits that trio_smc sets and reads."""
 
 KERNELS: Exceptions = EXCEPTIONS | {
     ("clc", 0x03, 7): (0x08, "Confirm of version 1: Linux repeats the F bit of Accept there."),
@@ -95,25 +97,25 @@ KERNELS: Exceptions = EXCEPTIONS | {
 """Reserved bits that kernels set."""
 
 
-def reserved_bits(kind: str, data: bytes, *, not_ours: bool = False) -> bytes:
-    """For each byte of a message a mask of its reserved bits.
+def reserved_bits(kind: str, data: bytes, *, count_unused: bool = False) -> bytes:
+    """A mask of the reserved bits for each byte of a message.
 
     Args:
       kind: "clc", "llc" or "cdc".
       data: a well-formed message.
-      not_ours: count the fields of `NOT_OURS` as reserved.
+      count_unused: True if the fields of `UNUSED` count as reserved.
     """
     fields = {"clc": _clc_fields, "llc": _llc_fields, "cdc": _cdc_fields}[kind](data)
     mask = bytearray(b"\xff" * len(data))
     for field in fields:
-        if not (not_ours and field.name.startswith(NOT_OURS)):
+        if not (count_unused and field.name.startswith(UNUSED)):
             for at in range(field.offset, field.offset + field.size):
                 mask[at] &= ~field.mask
     return bytes(mask)
 
 
 def excepted(exceptions: Exceptions, kind: str, data: bytes) -> dict[int, int]:
-    """The bits of a message that may be set although they are reserved, by byte."""
+    """The reserved bits of a message that may be set, by byte."""
     number = {"clc": data[4], "llc": data[0] & 0x1F, "cdc": 0}[kind]
     first = not (kind == "clc" and data[7] >> 4 > 1)
     return {
@@ -141,8 +143,9 @@ def without_reserved(kind: str, data: bytes) -> bytes:
 
 
 def wrongly_set(exceptions: Exceptions, kind: str, data: bytes) -> dict[int, int]:
-    """Reserved bits that are set in a message, by byte.  `NOT_OURS` count as reserved."""
-    mask = bytearray(reserved_bits(kind, data, not_ours=True))
+    """The reserved bits that are set in a message, by byte.  The fields of `UNUSED` count as
+    reserved."""
+    mask = bytearray(reserved_bits(kind, data, count_unused=True))
     for at, bits in excepted(exceptions, kind, data).items():
         mask[at] &= ~bits
     return {at: had & bits for at, (had, bits) in enumerate(zip(data, mask, strict=True))

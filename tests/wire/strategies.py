@@ -206,7 +206,7 @@ TSHARK_LLC: st.SearchStrategy[llc.Message] = (
 )
 LLC_MESSAGES: st.SearchStrategy[llc.Message] = TSHARK_LLC | OPTIONAL
 
-# Messages of version 2 only; the common ones are above.
+# Messages with fields or types that only version 2 has, and common ones with other encodings.
 V2_LLC: st.SearchStrategy[llc.Message] = (
     st.builds(
         llc.AddLink,

@@ -1,4 +1,4 @@
-"""The CDC codec against hand-typed and captured messages, and against hostile ones."""
+"""The CDC codec with hand-typed, captured and hostile messages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_captured() -> None:
         message = cdc.decode_untrusted(item.data)
         assert message.encode() == item.data
         assert expected(message) == item.tshark, item.frame
-    # In the captured messages kernels set one flag only; the hand-typed ones have the others.
+    # The captured messages have only one of the flags; hand-typed messages have the others.
     flags = {(item.data[24], item.data[25]) for item in captured}
     assert flags == {(0, 0), (0, cdc.CONNECTION_CLOSED)}
 

@@ -1,4 +1,4 @@
-"""The CLC codec against hand-typed and captured messages, and against hostile ones."""
+"""The CLC codec with hand-typed, captured and hostile messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROPOSAL92 = next(item.data for item in vectors.captured("clc") if item.data[4] 
 ACCEPT = vectors.CLC["Accept, first contact"][1]
 CONFIRM = vectors.CLC["Confirm"][1]
 DECLINE = vectors.CLC["Decline"][1]
-TOP = (1 << 64) - 255 * (64 << 10)  # of an RMB of 255 elements at the end of memory
+TOP = (1 << 64) - 255 * (64 << 10)  # address of an RMB of 255 elements at the end of memory
 DECLINE44 = vectors.CLC["Decline, 44 bytes from a Linux of version 2"][1]
 
 
@@ -96,7 +96,7 @@ def test_round_trip(message: clc.Message) -> None:
 
 
 @given(wire.CLC_MESSAGES, st.data())
-def test_any_damage_is_seen_or_makes_a_message(message: clc.Message, data: st.DataObject) -> None:
+def test_a_damaged_message_is_refused_or_valid(message: clc.Message, data: st.DataObject) -> None:
     raw = bytearray(message.encode())
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -104,7 +104,7 @@ def test_any_damage_is_seen_or_makes_a_message(message: clc.Message, data: st.Da
         again = clc.decode_untrusted(raw)
     except ProtocolError:
         return
-    # Except for reserved bits, which are not kept, the bytes are the decoded ones.
+    # The decoder drops reserved bits, so only the messages are compared, not the bytes.
     assert clc.decode_untrusted(again.encode()) == again
 
 
@@ -135,8 +135,8 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 @pytest.mark.rfc("A.2/2")
 @pytest.mark.parametrize("data", [ACCEPT, CONFIRM, DECLINE], ids=["Accept", "Confirm", "Decline"])
 def test_every_bit_is_a_field_or_reserved(data: bytes) -> None:
-    """Flip each bit of a message: a reserved one must change nothing, any other must change a
-    field or be refused."""
+    """Flip each bit of a message: a reserved bit must change nothing; any other bit must change a
+    field, or the message must be refused."""
     original: Any = clc.decode_untrusted(data)
     reserved = reserved_bits("clc", data)
     for position in range(8 * len(data)):
@@ -146,7 +146,7 @@ def test_every_bit_is_a_field_or_reserved(data: bytes) -> None:
         except ProtocolError:
             assert not reserved[byte] & bit
             continue
-        if byte < 7:  # only the type can: Accept and Confirm differ in one bit
+        if byte < 7:  # only the type can change: Accept and Confirm differ in one bit
             assert byte == 4
             assert type(message) is not type(original)
         else:
@@ -196,7 +196,7 @@ def test_malformed(data: bytes) -> None:
 
 
 @pytest.mark.rfc("A.2.2/5")
-def test_nine_prefixes() -> None:
+def test_nine_prefixes_are_refused() -> None:
     prefix = bytes(16) + b"\x40"
     body = patch(PROPOSAL[:48], 47, b"\x09") + 9 * prefix + clc.EYE_CATCHER
     with pytest.raises(
@@ -208,7 +208,7 @@ def test_nine_prefixes() -> None:
 @pytest.mark.parametrize(("message", "data"), vectors.CLC.values(), ids=vectors.CLC)
 @pytest.mark.parametrize("most", [1, 7, 1000])
 def test_a_reader_takes_exactly_one_message(message: clc.Message, data: bytes, most: int) -> None:
-    """The next bytes on the TCP connection may be another message, or the application's."""
+    """The next bytes on the TCP connection may be another message, or application data."""
     reader = clc.ClcReader()
     rest = data + data + b"of the application"
     for _ in range(2):
@@ -235,7 +235,7 @@ STARTS = {
 
 
 def fed(data: bytes, most: int = 1, **awaited: Any) -> tuple[int, bytes | None]:
-    """The number of bytes before the reader refuses one, and the message if it refuses none."""
+    """Feed a reader.  Returns the number of bytes up to a refused one, or the message."""
     reader, taken, found = clc.ClcReader(), 0, None
     while taken < len(data) and found is None:
         piece = data[taken : taken + min(reader.wanted, most)]
@@ -255,7 +255,7 @@ def test_a_byte_that_starts_no_message_is_refused_as_it_arrives(data: bytes, pla
         start = data[:place] + bytes((byte,))
         refused, _ = fed(start)
         assert refused == (place + 2 if start in STARTS else place + 1)
-        # For each way to cut the data, and each continuation.
+        # The same holds for each way to cut the data, with further bytes behind the wrong one.
         for most in (2, 3, 5, 8, 1000):
             refused, found = fed(start + bytes(7 - place), most)
             assert found is None
@@ -312,7 +312,7 @@ def test_application_data_is_no_header(header: bytes) -> None:
 
 @pytest.mark.rfc("A.2/4")
 @pytest.mark.parametrize("nibble", [1, 2, 15])
-def test_version(nibble: int) -> None:
+def test_the_version_nibble_is_read(nibble: int) -> None:
     for data in (PROPOSAL, ACCEPT, CONFIRM, DECLINE):
         message = clc.decode_untrusted(patch(data, 7, bytes((nibble << 4,))))
         assert message.version == nibble
@@ -320,7 +320,7 @@ def test_version(nibble: int) -> None:
 
 @pytest.mark.rfc("A.2.3/8")
 def test_mtu_values() -> None:
-    """A reserved MTU is not a protocol error: it is declined (RFC 7609, C.6)."""
+    """A reserved MTU is not a protocol error; the receiver declines it (RFC 7609, C.6)."""
     sizes = []
     for nibble in range(16):
         message = clc.decode_untrusted(patch(ACCEPT, 50, bytes((0x50 | nibble,))))

@@ -1,4 +1,4 @@
-"""CLC messages of SMC-R version 2: sent by kernels, typed by hand, and hostile ones."""
+"""The CLC codec with messages of SMC-R version 2: from kernels, typed by hand, and hostile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def patched(data: bytes, at: int, new: bytes) -> bytes:
 
 
 def resized(data: bytes, change: int) -> bytes:
-    """The message with zeros added or bytes removed before the trailer, and a correct length."""
+    """Add zeros or remove bytes before the trailer, and correct the length."""
     body = data[:-4] + bytes(max(change, 0))
     body = body[: len(data) - 4 + change] + data[-4:]
     return patched(body, 5, len(body).to_bytes(2, "big"))
@@ -39,7 +39,7 @@ NO_AREA = patched(vectors.CLC["Proposal, IPv4"][1], 7, b"\x20")
 
 
 def _flat(message: clc.Message) -> dict[str, Any]:
-    """The fields by their names in the golden file."""
+    """The fields of a message by their names in the golden file."""
     found: dict[str, Any] = {
         "type": type(message).__name__,
         "length": len(message.encode()),
@@ -105,7 +105,7 @@ def test_messages_captured_from_kernels(item: vectors.CapturedV2) -> None:
     message = clc.decode_untrusted(item.data)
     assert message.encode() == item.data
     assert clc.message_length_untrusted(item.data[:8]) == len(item.data)
-    # The other fields of the golden file are offsets, reserved, or SMC-D's.
+    # The other fields of the golden file are offsets, reserved, or fields of SMC-D.
     found = _flat(message)
     wanted = {name: value for name, value in item.fields.items() if name in found}
     if "first_contact_extension" in wanted:
@@ -120,7 +120,7 @@ def test_kernels_do_not_name_themselves_in_a_proposal_of_version_2_only() -> Non
     message = clc.decode_untrusted(PROPOSAL)
     assert isinstance(message, clc.Proposal)
     assert not any(message.peer_id + message.gid + message.mac)
-    assert not message.offers_smc_r, "the offer of version 1"
+    assert not message.offers_smc_r, "the Proposal offers version 1"
     assert clc.proposal_flags(v1=False, v2=True) == message.flags
     assert message.v2 is not None
     assert message.v2.eids == (encode_ueid("SMCLAB"),)
@@ -129,7 +129,7 @@ def test_kernels_do_not_name_themselves_in_a_proposal_of_version_2_only() -> Non
 @pytest.mark.v2("v2.2/7")
 @pytest.mark.parametrize("offset", [40 + 32 - 8, 0x0100], ids=hex)
 def test_a_proposal_may_offer_smc_d_as_well(offset: int) -> None:
-    """The part of SMC-D after the EIDs is skipped."""
+    """The decoder skips the part of SMC-D after the EIDs."""
     longer = resized(patched(PROPOSAL, 7, b"\x2e"), 48)
     data = patched(longer, 80 + 6, offset.to_bytes(2, "big"))
     message = clc.decode_untrusted(data)
@@ -137,7 +137,7 @@ def test_a_proposal_may_offer_smc_d_as_well(offset: int) -> None:
     only_r = clc.decode_untrusted(PROPOSAL)
     assert isinstance(only_r, clc.Proposal)
     assert message.v2 == only_r.v2
-    # Without SMC-R the part of version 2 is ignored.
+    # If the flags offer only SMC-D, the decoder ignores the part of version 2.
     message = clc.decode_untrusted(patched(data, 7, b"\x26"))
     assert isinstance(message, clc.Proposal)
     assert message.v2 is None
@@ -145,7 +145,8 @@ def test_a_proposal_may_offer_smc_d_as_well(offset: int) -> None:
 
 @pytest.mark.parametrize("nothing", [patched(BOTH, 50, b"\0\0"), NO_AREA])
 def test_a_proposal_without_the_extension_that_it_speaks_of(nothing: bytes) -> None:
-    """The offset to it is missing, or prefixes are in its place.  Version 1 is still offered."""
+    """The offset of the extension is missing, or prefixes are in its place.  The offer of version 1
+    still counts."""
     message = clc.decode_untrusted(nothing)
     assert isinstance(message, clc.Proposal)
     assert message.v2 is None
@@ -212,7 +213,7 @@ HOSTILE = {
 
 @pytest.mark.v2("v2.2/6", "v2.4/9", "v2.5/6")
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_hostile(data: bytes) -> None:
+def test_hostile_messages_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="CLC"):
         clc.decode_untrusted(data)
 
@@ -221,7 +222,7 @@ def test_hostile(data: bytes) -> None:
 def test_every_length_but_the_right_one_is_refused() -> None:
     for item in KERNEL.values():
         for change in range(-len(item.data) + 8, 40):
-            # Each version allows the sizes of version 1.
+            # Messages of each version may have the sizes of version 1.
             now = (item.data[4], len(item.data) + change)
             if change and now not in ((4, 28), (2, 68), (3, 68)):
                 with pytest.raises(ProtocolError):
@@ -239,7 +240,7 @@ def test_an_extension_that_begins_in_the_area_that_names_it_is_refused() -> None
             clc.decode_untrusted(patched(earlier, 50, (28 - less).to_bytes(2, "big")))
 
 
-def test_the_most_that_fits() -> None:
+def test_the_longest_messages_fit() -> None:
     data = _gids(53, 53)
     message = clc.decode_untrusted(data)
     assert isinstance(message, clc.Confirm)
@@ -313,7 +314,7 @@ def test_invalid_messages_cannot_be_built(build: Callable[[], object], text: str
 
 @pytest.mark.v2("v2.1/1")
 @pytest.mark.parametrize("name", ["A", "0", "SMCLAB", "A.B-C.9", "X" * 32, "PAD  "])
-def test_ueid(name: str) -> None:
+def test_valid_ueids_are_padded(name: str) -> None:
     assert encode_ueid(name) == name.encode() + b" " * (32 - len(name))
     assert eid_name(encode_ueid(name)) == name.rstrip()
 

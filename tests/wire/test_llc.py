@@ -1,4 +1,4 @@
-"""The LLC codec against hand-typed and captured messages, and against hostile ones."""
+"""The LLC codec with hand-typed, captured and hostile messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trio_smc.wire import llc
 
 VERSION_1 = [kind for kind in llc.MessageType if kind is not llc.MessageType.REQUEST_ADD_LINK]
 
-# One of each type that fills all its slots.
+# One message of each type, with data in all of its slots.
 FULL = {
     type(vectors.LLC[name][0]): vectors.LLC[name][1]
     for name in (
@@ -75,7 +75,7 @@ def test_any_body_is_a_message(kind: llc.MessageType, body: bytes) -> None:
 
 
 @given(st.binary(max_size=100))
-def test_random_bytes(data: bytes) -> None:
+def test_random_bytes_are_a_message_or_an_error(data: bytes) -> None:
     try:
         message = llc.decode_untrusted(data)
     except ProtocolError:
@@ -85,8 +85,8 @@ def test_random_bytes(data: bytes) -> None:
 
 @pytest.mark.parametrize("kind", FULL)
 def test_every_bit_is_a_field_or_reserved(kind: type) -> None:
-    """Flip each bit of a message: a reserved one must change nothing, any other must change a
-    field (or the message's type or length)."""
+    """Flip each bit behind type and length: a reserved bit must change nothing, and any other bit
+    must change a field."""
     data = FULL[kind]
     original: Any = llc.decode_untrusted(data)
     reserved = bytearray(reserved_bits("llc", data))
@@ -123,14 +123,14 @@ def test_types(kind: int) -> None:
 @pytest.mark.rfc("3.3/1")
 @pytest.mark.parametrize("size", [0, 1, 2, 43, 45, 48, 1000])
 @pytest.mark.parametrize("kind", [1, 7, 0x80])
-def test_size(size: int, kind: int) -> None:
+def test_other_sizes_are_refused(size: int, kind: int) -> None:
     data = (bytes((kind, llc.MESSAGE_SIZE)) + bytes(998))[:size]
     with pytest.raises(ProtocolError, match=f"of {size} bytes"):
         llc.decode_untrusted(data)
 
 
 @pytest.mark.rfc("3.3/1")
-def test_length_byte() -> None:
+def test_the_length_byte_is_checked() -> None:
     with pytest.raises(ProtocolError, match="length byte 43"):
         llc.decode_untrusted(b"\x07\x2b" + bytes(42))
     # The format of an optional message is unknown, so its length byte is not checked.
@@ -138,7 +138,7 @@ def test_length_byte() -> None:
 
 
 def test_reasons_of_delete_link_match_the_rfc() -> None:
-    """A.3.4, of requests and of responses, and what Linux adds to them."""
+    """A.3.4: the reasons of requests and of responses, and those that Linux adds."""
     reasons = [
         "LOST_PATH", "OPERATOR", "PROGRAM", "PROTOCOL_VIOLATION", "ASYMMETRIC_NOT_NEEDED",
     ]  # fmt: skip

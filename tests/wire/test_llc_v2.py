@@ -1,4 +1,4 @@
-"""LLC messages of SMC-R version 2: sent by kernels, and hostile ones."""
+"""The LLC codec with messages of SMC-R version 2: from kernels, and hostile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIR = llc.RTokenPair(reference_rkey=1, new_rkey=2, new_address=3)
 
 
 def sized(data: bytes, size: int) -> bytes:
-    """The message truncated or padded to this size, with the length field of that size."""
+    """Cut or pad a message to ``size`` bytes, and set its length field to ``size``."""
     data = data[:size].ljust(size, b"\0")
     return data[:1] + size.to_bytes(2, sys.byteorder) + data[3:]
 
@@ -31,7 +31,7 @@ def sized(data: bytes, size: int) -> bytes:
 
 
 def _flat(m: Any) -> dict[str, Any]:
-    """The fields by their names in the golden file."""
+    """The fields of a message by their names in the golden file."""
     found: dict[str, Any] = {"reply": int(m.reply), "length_le": len(llc.V2.encode(m))}
     numbers = ("qp_number", "link_number", "qp_mtu", "initial_psn", "max_links", "other_tokens")
     found |= {name: getattr(m, name) for name in (*numbers, "rkey") if hasattr(m, name)}
@@ -122,7 +122,7 @@ def test_a_version_sends_only_its_own_fields() -> None:
 
 
 @pytest.mark.v2("v2.9/3")
-def test_messages_of_the_other_version() -> None:
+def test_messages_of_the_other_version_are_refused() -> None:
     with pytest.raises(ValueError, match="REQUEST_ADD_LINK is not a message of version 1"):
         llc.V1.encode(llc.RequestAddLink())
     with pytest.raises(ValueError, match="ADD_LINK_CONTINUATION is not a message of version 2"):
@@ -167,7 +167,7 @@ def test_a_length_is_in_the_senders_byte_order() -> None:
 
 @pytest.mark.v2("v2.10/2")
 @pytest.mark.parametrize("count", [0, 1, 2, 255, 256, 0xFFFF])
-def test_the_count_of_rtokens_is_not_believed(count: int) -> None:
+def test_the_count_of_rtokens_is_ignored(count: int) -> None:
     data = ADD[:70] + count.to_bytes(2, sys.byteorder) + ADD[72:]
     assert llc.V2.decode_untrusted(data) == llc.V2.decode_untrusted(ADD)
 
@@ -199,7 +199,7 @@ def test_an_add_link_with_any_number_of_rtokens(pairs: int) -> None:
 @pytest.mark.parametrize(
     ("count", "fits"), [(0, True), (1, True), (2, True), (3, False), (255, False)]
 )
-def test_more_gids_than_there_are(count: int, fits: bool) -> None:
+def test_a_gid_count_beyond_the_message_is_refused(count: int, fits: bool) -> None:
     data = REQUEST[:24] + bytes((count,)) + REQUEST[25:]
     if fits:
         message = llc.V2.decode_untrusted(data)
@@ -211,7 +211,7 @@ def test_more_gids_than_there_are(count: int, fits: bool) -> None:
 
 
 @pytest.mark.v2("v2.11/2")
-def test_a_request_add_link_that_nothing_is_added_for() -> None:
+def test_a_request_add_link_reply_without_gids() -> None:
     reply = llc.RequestAddLink(reply=True)
     data = llc.V2.encode(reply)
     assert data == b"\x25" + (44).to_bytes(2, sys.byteorder) + b"\x80" + bytes(40)
@@ -220,7 +220,7 @@ def test_a_request_add_link_that_nothing_is_added_for() -> None:
 
 @pytest.mark.v2("v2.12/1", "v2.12/3")
 @pytest.mark.parametrize("count", [0, 1, 9, 10, 255])
-def test_delete_rkey(count: int) -> None:
+def test_delete_rkey_with_any_number_of_rkeys(count: int) -> None:
     message = llc.DeleteRkey(rkeys=tuple(range(count)))
     data = llc.V2.encode(message)
     assert len(data) == max(44, 8 + 4 * count)
@@ -232,7 +232,7 @@ def test_delete_rkey(count: int) -> None:
 
 
 @pytest.mark.v2("v2.9/4")
-def test_too_long_for_its_type() -> None:
+def test_a_message_too_long_for_its_type_is_refused() -> None:
     for name in ("confirm-link-request", "confirm-rkey-request"):
         with pytest.raises(ProtocolError, match="of 48 bytes instead of 44"):
             llc.V2.decode_untrusted(sized(KERNEL[name].data, 48))
@@ -256,7 +256,7 @@ def test_invalid_messages_cannot_be_built() -> None:
 
 
 @given(st.sampled_from(list(KERNEL.values())), st.data())
-def test_any_damage_is_seen_or_makes_a_message(
+def test_a_damaged_message_is_refused_or_valid(
     item: vectors.CapturedV2, data: st.DataObject
 ) -> None:
     raw = bytearray(item.data)

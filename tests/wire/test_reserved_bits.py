@@ -1,4 +1,4 @@
-"""Reserved bits of all messages: sent as zero, ignored when received (A.2, A.3).
+"""Reserved bits of all messages: the encoder sends zeros, and the decoder ignores them (A.2, A.3).
 
 `tests.wire.layouts` lists the reserved bits, independently of the codecs.
 """
@@ -16,7 +16,7 @@ from tests.wire import vectors
 from tests.wire.layouts import EXCEPTIONS, KERNELS, reserved_bits, with_all_set, wrongly_set
 from trio_smc.wire import cdc, clc, llc
 
-# The flags that have names.  The codec keeps the others as well, but senders never set them.
+# Messages with defined flags only.  The codec keeps undefined ones, but senders never set them.
 CDC_SENT = st.builds(
     cdc.CdcMessage,
     sequence=wire.U16,
@@ -45,7 +45,7 @@ SENT: st.SearchStrategy[tuple[str, bytes]] = st.one_of(
 
 
 def decoded(kind: str, data: bytes) -> Any:
-    """A message as the receiving side reads it; of a CDC message only the flags with names."""
+    """Decode a message; for a CDC message, keep only the defined flags."""
     if kind == "clc":
         return clc.decode_untrusted(data)
     if kind == "llc":
@@ -64,7 +64,7 @@ def test_reserved_bits_are_sent_as_zeros(sent: tuple[str, bytes]) -> None:
 
 @pytest.mark.rfc("A.2/2")
 @given(SENT, st.data())
-def test_reserved_bits_are_not_looked_at(sent: tuple[str, bytes], choice: st.DataObject) -> None:
+def test_reserved_bits_are_ignored(sent: tuple[str, bytes], choice: st.DataObject) -> None:
     kind, data = sent
     every = with_all_set(kind, data)
     assert decoded(kind, every) == decoded(kind, data)
@@ -77,8 +77,8 @@ def test_reserved_bits_are_not_looked_at(sent: tuple[str, bytes], choice: st.Dat
 
 @pytest.mark.rfc("A.2/1", "A.2/2")
 @pytest.mark.parametrize(("name", "hand"), vectors.CLC.items(), ids=vectors.CLC)
-def test_of_each_clc_message(name: str, hand: tuple[clc.Message, bytes]) -> None:
-    """Hand-typed messages, so that no kind of message depends on chance."""
+def test_reserved_bits_of_each_clc_message(name: str, hand: tuple[clc.Message, bytes]) -> None:
+    """Hand-typed messages cover each kind of message, independently of chance."""
     message, data = hand
     assert wrongly_set(EXCEPTIONS, "clc", message.encode()) == {}
     assert decoded("clc", with_all_set("clc", data)) == message
@@ -125,15 +125,16 @@ CAPTURED = {
 
 
 @pytest.mark.parametrize(("kind", "data"), CAPTURED.values(), ids=CAPTURED)
-def test_kernels_set_the_listed_ones_only(kind: str, data: bytes) -> None:
-    """And each of their messages can be decoded."""
+def test_kernels_set_only_the_listed_reserved_bits(kind: str, data: bytes) -> None:
+    """The decoder accepts each message of a kernel."""
     assert wrongly_set(KERNELS, kind, data) == {}
     assert decoded(kind, with_all_set(kind, data)) == decoded(kind, data)
 
 
 @pytest.mark.parametrize("where", EXCEPTIONS, ids=str)
-def test_each_exception_is_one(where: tuple[str, int, int]) -> None:
-    """Its bits are reserved in the table, a message of ours sets them, and it has a reason."""
+def test_each_exception_is_used(where: tuple[str, int, int]) -> None:
+    """The bits of an exception are reserved, a message of trio_smc sets them, and the exception has
+    a reason."""
     kind, number, at = where
     bits, why = EXCEPTIONS[where]
     assert kind == "llc"

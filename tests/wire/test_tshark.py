@@ -1,4 +1,4 @@
-"""tshark reads our messages with the values that we encoded, except for its known errors."""
+"""tshark reads the values that trio_smc has encoded, except for the known errors of tshark."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.wire import tshark_reader as tshark
 from tests.wire import vectors
 from trio_smc.wire import cdc, clc, llc
 
-# tshark reads more of these than our codec does: version 2's extension, and SMC-D's part of a
-# Proposal that offers it.  Of the optional message it shows nothing.
-BEYOND = {
+# tshark shows fields of these messages that the codec does not have: an extension of version 2, and
+# the SMC-D part of a Proposal that offers SMC-D.  tshark shows nothing of the optional message.
+TSHARK_SHOWS_MORE = {
     "Proposal, version 2 that offers SMC-R in both versions",
     "Proposal, both versions and an IPv6 prefix",
     "Proposal, version 2 without an offer of version 1",
@@ -39,7 +39,7 @@ def test_hand_typed_messages(tmp_path: Path) -> None:
         name: message
         for group in vectors.ALL.values()
         for name, (message, _) in group.items()
-        if name not in BEYOND
+        if name not in TSHARK_SHOWS_MORE
     }
     readings = tshark.read([message.encode() for message in chosen.values()], tmp_path)
     for (name, message), reading in zip(chosen.items(), readings, strict=True):
@@ -48,7 +48,7 @@ def test_hand_typed_messages(tmp_path: Path) -> None:
 
 @pytest.mark.tshark
 def test_captured_messages_framed_by_us(tmp_path: Path) -> None:
-    """tshark reads the same values in the original frames and in ours."""
+    """tshark reads the same values in the original frames and in the frames of the tests."""
     captured = vectors.captured()
     readings = tshark.read([item.data for item in captured], tmp_path)
     for item, reading in zip(captured, readings, strict=True):
@@ -56,9 +56,10 @@ def test_captured_messages_framed_by_us(tmp_path: Path) -> None:
 
 
 def _ordinary(message: clc.Message) -> clc.Message:
-    """The same message as version 1, or as Linux's version 2 that offers version 1 only.
+    """Convert a message to version 1, or to version 2 with an offer of version 1 only, like Linux.
 
-    Of the others tshark reads more than our codec: SMC-D by the low flag bits, and extensions.
+    tshark shows fields of other messages that the codec does not have: those of SMC-D, if the low
+    flag bits offer it, and extensions.
     """
     if isinstance(message, clc.Proposal):
         newer = message.version > 1 and message.flags & 3 != 2
@@ -126,7 +127,7 @@ def test_a_flag_is_a_number_whichever_tshark_shows_it(shown: str, value: int) ->
         ("CI", "", pytest.skip.Exception),
     ],
 )
-def test_a_missing_tshark_is_no_secret(
+def test_a_missing_tshark_is_reported(
     name: str, value: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CI", raising=False)

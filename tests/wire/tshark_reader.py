@@ -1,19 +1,20 @@
 """tshark as an independent reader of CLC, LLC and CDC messages.
 
 :func:`read` writes messages to a capture (CLC in TCP segments, LLC and CDC as RoCEv2 SENDs), runs
-tshark and returns each field that it shows.  :func:`expected` lists the fields that tshark should
-show for a value of ours; tests compare the two lists.  The known errors of tshark 4.0 are part of
-``expected``:
+tshark, and returns each field that tshark shows.  :func:`expected` lists the fields that tshark
+should show for a message.  Tests compare the two lists.  ``expected`` imitates the known errors of
+tshark 4.0:
 
-- It reads each Proposal as if it had a growth area of 40 bytes.  If there is none, it shows no
-  field after the offset, and reports short Proposals (52 and 69 bytes) as malformed.
-- It reads ADD LINK CONTINUATION two bytes early, as if bytes 6-7 were not reserved, and shows the
-  second pair's address under the name of the first one.
+- tshark reads each Proposal as if it had a growth area of 40 bytes.  For a Proposal without this
+  area, tshark shows no field after the offset, and reports a short Proposal (52 or 69 bytes) as
+  malformed.
+- tshark reads ADD LINK CONTINUATION two bytes early, as if bytes 6-7 were not reserved, and shows
+  the address of the second pair under the name of the first one.
 
-Newer versions have separate names for fields that 4.0 shows under one name; they are mapped to
-4.0's names.
+Newer versions of tshark have separate names for fields that version 4.0 shows under one name;
+:func:`read` maps them to the names of version 4.0.
 
-tshark never shows the reason of a rejected ADD LINK, TEST LINK's user data or reserved bits.
+tshark never shows the reason of a rejected ADD LINK, the user data of TEST LINK, or reserved bits.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ def capture(messages: Sequence[bytes]) -> bytes:
     out = [struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, 65535, 1)]
     for number, message in enumerate(messages):
         if message.startswith(clc.EYE_CATCHER):
-            # A separate connection, so that tshark reassembles nothing.
+            # One connection for each message, so that tshark does not reassemble any.
             ports = struct.pack(">HH", 10000 + number, 5000)
             segment = ports + struct.pack(">IIBBHHH", 1, 1, 5 << 4, 0x18, 65535, 0, 0) + message
             frame = _ETHERNET + _ipv4(6, segment)
         else:
-            # BTH: RC SEND Only, default P_Key, QP 17; then the message and an unchecked ICRC.
+            # BTH: RC SEND Only, default P_Key, QP 17; then the message, and an ICRC of zeros.
             bth = struct.pack(">BBHII", 0x04, 0, 0xFFFF, 17, number)
             packet = bth + message + bytes(4)
             udp = struct.pack(">HHHH", 49152, _ROCE_PORT, 8 + len(packet), 0)
@@ -81,7 +82,7 @@ def _ipv4(protocol: int, payload: bytes) -> bytes:
 
 
 def read(messages: Sequence[bytes], directory: Path) -> list[list[Reading]]:
-    """The fields that tshark shows for each message, in the order of its bytes."""
+    """Run tshark; returns the fields that it shows for each message, in order."""
     path = directory / "messages.pcap"
     path.write_bytes(capture(messages))
     run = subprocess.run(
@@ -102,7 +103,7 @@ def _packet(packet: ET.Element) -> list[Reading]:
                 (_NAMED_SINCE.get(name, name), value(show))
                 for field in proto.iter("field")
                 if (name := field.get("name", "")) and (show := field.get("show"))
-                # Whole flag bytes are shown bit by bit too; reserved bytes have no value.
+                # Skip whole flag bytes, which tshark also shows bit by bit, and reserved bytes.
                 if name.startswith("smc.") and not re.search(r"flags?[23]?$|flags\.2$", name)
                 if name != "smc.reserved"
             ]
@@ -112,7 +113,8 @@ def _packet(packet: ET.Element) -> list[Reading]:
 
 
 def value(show: str) -> int | bytes | str:
-    """One value as tshark prints it: addresses (MAC, IPv6, IPv4) as bytes, numbers as int."""
+    """Convert a value from tshark's output: MAC, IPv6 and IPv4 addresses to bytes, numbers to
+    int."""
     if _MAC.fullmatch(show):
         return bytes.fromhex(show.replace(":", ""))
     if show in ("False", "True"):  # since 4.2; 0 and 1 before
@@ -123,7 +125,7 @@ def value(show: str) -> int | bytes | str:
 
 
 def expected(message: Any) -> list[Reading]:
-    """The fields that tshark 4.0 shows for one of our values, its known errors included."""
+    """The fields that tshark 4.0 shows for a message, including its known errors."""
     return _EXPECTED[type(message)](message)
 
 

@@ -1,8 +1,8 @@
-"""Messages typed by hand from RFC 7609, appendix A: each value next to its bytes.
+"""Messages typed by hand from RFC 7609, appendix A: each message next to its bytes.
 
-They cover the cases that the captured messages of ``golden/kernel_messages.json`` lack: CONFIRM
-RKEY CONTINUATION, negative and rejecting replies, every flag, the 52-byte Proposal and its IPv6
-form, the 44-byte Decline.  :func:`captured` reads the captured ones.
+Hand-typed messages cover the cases that the captured messages of ``golden/kernel_messages.json``
+lack: CONFIRM RKEY CONTINUATION, negative and rejecting replies, every flag, the 52-byte Proposal
+and its IPv6 form, the 44-byte Decline.  :func:`captured` reads the captured messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GOLDEN_V2 = _GOLDEN.with_name("kernel_v2_messages.json")
 
 @dataclass(frozen=True)
 class Captured:
-    """A message between two Linux kernels, and the fields that tshark showed."""
+    """A message between two Linux kernels, and the fields that tshark has shown."""
 
     codec: str
     frame: int
@@ -30,7 +30,7 @@ class Captured:
 
 
 def captured(codec: str = "") -> list[Captured]:
-    """The captured messages of "clc", "llc" or "cdc", or all."""
+    """Read the captured messages of one codec ("clc", "llc" or "cdc"), or of all codecs ("")."""
     return [
         Captured(
             codec=item["codec"],
@@ -45,7 +45,7 @@ def captured(codec: str = "") -> list[Captured]:
 
 @dataclass(frozen=True)
 class CapturedV2:
-    """A message of version 2 between stock kernels, as read by an independent decoder."""
+    """A message of version 2 between stock kernels, and the fields of an independent decoder."""
 
     name: str
     codec: str
@@ -54,7 +54,7 @@ class CapturedV2:
 
 
 def captured_v2(codec: str = "") -> list[CapturedV2]:
-    """The captured messages of version 2: of "clc" or "llc", or all."""
+    """Read the captured messages of version 2 of one codec ("clc" or "llc"), or of both ("")."""
     return [
         CapturedV2(item["name"], item["codec"], bytes.fromhex(item["hex"]), item["fields"])
         for item in json.loads(_GOLDEN_V2.read_text())

@@ -1,4 +1,4 @@
-"""The private directory, and that every `Discovery` is closed."""
+"""Fixtures: the private directory of a test, and the end of its `Discovery` objects."""
 
 from __future__ import annotations
 

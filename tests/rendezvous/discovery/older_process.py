@@ -1,18 +1,19 @@
 """A process that speaks the same-host discovery of release 0.1.0.
 
-It imports no module of this tree, only `tests/golden/release-0.1.0-discovery.tar.xz`, the discovery
-of that release as it was: ``git archive`` of commit 3290ec0 with the files that its `Discovery`
-imports.
+The process imports no module of this release.  It imports the unchanged discovery of release 0.1.0
+from `tests/golden/release-0.1.0-discovery.tar.xz`: ``git archive`` of commit 3290ec0 with the files
+that its `Discovery` imports.
 
 Arguments: the directory with the unpacked files, the private directory, and
 
-- "serve" and a port (0: any): it prints its port, and one word for each connection that it accepts,
-  "announced" or "plain".
-- "connect" and the ports of listeners: for each it prints the reason for TCP, or "smc-r".
-- "connect-briefly": the same, with little time for an answer, since none comes from a process of
-  another release that shares a port with one of this release.
+- "serve" and a port (0: any): the process prints its port, and then "announced" or "plain" for each
+  connection that it accepts.
+- "connect" and the ports of listeners: for each port, the process prints the reason for TCP, or
+  "smc-r".
+- "connect-briefly" and the ports of listeners: the same with a short time limit.  A process of the
+  other release may share the port, accept the connection, and send no answer.
 
-It runs until standard input ends.
+The process runs until its standard input ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import trio
 
 WAITS = {"connect": 20.0, "connect-briefly": 3.0}
-"""Seconds for an answer."""
+"""Time limit for an answer, in seconds."""
 
 
 def print_line(text: object) -> None:

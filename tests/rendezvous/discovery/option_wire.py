@@ -1,8 +1,8 @@
-"""The TCP options that really were on the wire, read from a network interface.
+"""The TCP options of real packets, read from a network interface.
 
 `Wire` is a packet socket, independent of the tested code.  On the loopback interface it records
-only the watched ports: all processes use this interface, and the packets of another one within a
-second fill any buffer.
+only the watched ports.  All processes use this interface, and the packets of one other process can
+fill any buffer within a second.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _CAP_NET_ADMIN, _CAP_SYS_ADMIN, _CAP_BPF = 12, 21, 39
 _SOL_PACKET, _PACKET_STATISTICS = 263, 6
 _SO_ATTACH_FILTER = 26
 _IPV4, _IPV6 = 0x0800, 0x86DD
-# Of classic BPF: load a byte or half a word, from an offset or one behind X; X from the length of
-# an IPv4 header; jump if equal; return.
+# Opcodes of classic BPF: load a byte or a half-word from an offset, or a half-word from an offset
+# relative to X; set X to the length of an IPv4 header; jump if equal; return.
 _BYTE, _HALF, _HALF_BEHIND, _HEADER, _EQUAL, _RETURN = 0x30, 0x28, 0x48, 0xB1, 0x15, 0x06
 
 SYN, ACK = 0x02, 0x10
@@ -38,7 +38,7 @@ SYN_ACK = SYN | ACK
 
 
 def may_load_programs() -> bool:
-    """True if this process has the privileges, according to the kernel's list of them."""
+    """True if this process has the capabilities to load and attach a program."""
     with open("/proc/self/status", encoding="ascii") as lines:
         effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
     has = {bit for bit in range(64) if effective >> bit & 1}
@@ -52,7 +52,7 @@ requires_bpf = pytest.mark.skipif(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One TCP segment: ports, flags, its options' bytes and its data."""
+    """One TCP segment: ports, flags, bytes of the options, and data."""
 
     source: int
     destination: int
@@ -62,7 +62,7 @@ class Segment:
 
     @property
     def kinds(self) -> dict[int, bytes]:
-        """The options by kind, without paddings."""
+        """The options by kind, without padding."""
         found, rest = {}, self.options
         while rest and rest[0] != 0:
             if rest[0] == 1:
@@ -83,7 +83,7 @@ class Wire:
     def __init__(self, interface: str) -> None:
         self._interface = interface
         self._ports: set[int] = set()
-        # Without a protocol: until it is bound it receives nothing.
+        # Protocol 0: the socket receives nothing before `bind`.
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 24)
         if interface == _LOOPBACK:
@@ -101,7 +101,7 @@ class Wire:
             wire._socket.close()
 
     def watch(self, *ports: int) -> None:
-        """From now on record TCP segments from and to these ports as well, and nothing else."""
+        """Add ports: from now on, record only TCP segments from and to the watched ports."""
         self._ports.update(ports)
         program = ctypes.create_string_buffer(_only(sorted(self._ports)))
         code = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))
@@ -115,7 +115,7 @@ class Wire:
                 frame, (_, _, kind, *_) = self._socket.recvfrom(1 << 16)
             except BlockingIOError:
                 break
-            # Loopback shows each frame twice, going out and coming in.
+            # The loopback interface shows each frame twice: outgoing and incoming.
             if self._interface != _LOOPBACK or kind == socket.PACKET_OUTGOING:
                 self.frames.append(frame)
         lost = struct.unpack("II", self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))[1]
@@ -132,13 +132,17 @@ class Wire:
 
 
 def _only(ports: Iterable[int]) -> bytes:
-    """Classic BPF that lets TCP segments from and to these ports through, whole."""
+    """A classic BPF program that accepts only TCP segments from and to these ports."""
 
     def step(code: int, value: int = 0, then: int = 0, otherwise: int = 0) -> bytes:
         return struct.pack("HBBI", code, then, otherwise, value)
 
     def tcp(kind: int, load: int, place: int) -> bytes:
-        """``kind``: the offset of the protocol's number; ``place``: that of the source port."""
+        """Check one IP version.
+
+        kind: the offset of the protocol number.
+        place: the offset of the source port.
+        """
         code = step(_BYTE, kind) + step(_EQUAL, socket.IPPROTO_TCP, then=1) + step(_RETURN)
         if load == _HALF_BEHIND:
             code += step(_HEADER, _ETHERNET)
@@ -175,7 +179,7 @@ def _segment(frame: bytes) -> Segment | None:
 
 
 def cgroup2() -> Path:
-    """Where the version-2 cgroup hierarchy is mounted."""
+    """The mount point of the cgroup hierarchy of version 2."""
     with open("/proc/self/mountinfo", encoding="utf-8") as lines:
         for line in lines:
             left, _, right = line.partition(" - ")
@@ -186,7 +190,7 @@ def cgroup2() -> Path:
 
 @contextmanager
 def cgroup(name: str) -> Iterator[Path]:
-    """A cgroup of the test's own, empty."""
+    """Make an empty cgroup for the test."""
     path = cgroup2() / f"trio-smc-test-{os.getpid()}-{name}"
     path.mkdir()
     try:

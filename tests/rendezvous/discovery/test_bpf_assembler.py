@@ -1,4 +1,4 @@
-"""The eBPF assembler against encodings typed from RFC 9669, and the program's shape."""
+"""The eBPF assembler, compared with encodings typed from RFC 9669, and the loaded program."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def test_the_option() -> None:
 
 
 def test_the_program_is_the_one_tested_on_a_kernel() -> None:
-    """A change here must go with a run of the tests in `test_tcp_option` that need privileges."""
+    """Change this hash only after a run of the tests in `test_tcp_option`, which need
+    privileges."""
     code = option_program(3, 4, byteorder="little")
     assert hashlib.sha256(code).hexdigest() == (
         "f19cff4f776de894749285b752f87b6376a0fa0640d921a01748c5f0a8ba1661"
@@ -105,7 +106,7 @@ def test_jumps_of_the_program_stay_inside(byteorder: str) -> None:
     while at < len(code):
         opcode, _, offset, _ = form.unpack(code[at])
         if opcode in (0x05, 0x15, 0x55):
-            assert offset >= 0, "only forwards, so it ends"
+            assert offset >= 0, "a backward jump: the program might not end"
             targets.add(at + 1 + offset)
         at += 2 if opcode == 0x18 else 1
     assert max(targets) < len(code)

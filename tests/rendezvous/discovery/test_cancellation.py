@@ -1,4 +1,4 @@
-"""Same-host discovery: cancellation, and deadlines that race."""
+"""Same-host discovery: cancellation, and deadlines of both ends that expire at the same time."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 import trio
 
 from tests.rendezvous.discovery.world import (
-    LONG,
-    Both,
+    Pair,
     Server,
     announce,
-    both_go,
     bound,
+    deadline_after,
     serving,
-    soon,
+    start_smc_r,
 )
+from tests.timing import PATIENCE
 from trio_smc.rendezvous.discovery.same_host import Discovery
 
 
 class After:
-    """Cancels a scope after so many scheduler passes."""
+    """Cancels a scope after a number of scheduler passes."""
 
     def __init__(self, passes: int) -> None:
         self.passes = passes
@@ -39,7 +39,7 @@ class After:
 @pytest.mark.parametrize("side", ["client", "server"])
 @pytest.mark.parametrize("passes", range(14))
 async def test_cancellation_at_each_wait(side: str, passes: int, private: Path) -> None:
-    """A side that is cancelled ends its TCP connection, so the other side knows at once."""
+    """A cancelled side ends its TCP connection, so the other side notices this at once."""
     after = After(passes)
     async with serving(private) as server:
 
@@ -50,16 +50,16 @@ async def test_cancellation_at_each_wait(side: str, passes: int, private: Path) 
                     await announce(private, client, server.address) as announcement,
                 ):
                     await client.connect(server.address)
-                    if await announcement.accepted(soon()) is None:
+                    if await announcement.accepted(deadline_after()) is None:
                         await client.send(b"C")
 
         async def serve() -> None:
             connection, claim = await server.accept()
             with connection, after.scope if side == "server" else contextlib.nullcontext():
                 if claim is not None:
-                    await claim.confirm(connection, soon())
+                    await claim.confirm(connection, deadline_after())
 
-        with trio.fail_after(LONG):
+        with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(after.count)
                 async with trio.open_nursery() as caller:
@@ -67,8 +67,8 @@ async def test_cancellation_at_each_wait(side: str, passes: int, private: Path) 
                         async with trio.open_nursery() as servers:
                             servers.start_soon(serve)
                             caller.start_soon(finish, call, serving_scope, side)
-        # After any cancellation the next connection is served.
-        await agree_ignoring_older(private, server)
+        # After any cancellation, the server serves the next connection.
+        await agree_after_older_connections(private, server)
 
 
 async def finish(call: Callable[[], object], serving_scope: trio.CancelScope, side: str) -> None:
@@ -78,7 +78,7 @@ async def finish(call: Callable[[], object], serving_scope: trio.CancelScope, si
         serving_scope.cancel()
 
 
-async def agree_ignoring_older(private: Path, server: Server) -> None:
+async def agree_after_older_connections(private: Path, server: Server) -> None:
     async with bound() as client:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)
@@ -87,14 +87,14 @@ async def agree_ignoring_older(private: Path, server: Server) -> None:
             with connection:
                 if connection.getpeername() == client.getsockname():
                     assert claim is not None
-                    await both_go(Both(client, announcement, connection, claim))
+                    await start_smc_r(Pair(client, announcement, connection, claim))
                     return
 
 
 async def test_ends_in_parallel_always_agree(private: Path, rng: random.Random, full: bool) -> None:
-    """Deadlines that race on two threads, each with its own Trio: never two different answers.
+    """The ends run in two threads, each with its own Trio, and their deadlines are close together.
 
-    A server that has given up resets the connection, with any result of the client.
+    The two results never differ, except that a server which has given up resets the connection.
     """
     rounds = 5000 if full else 400
     outcomes: dict[str, dict[tuple[str, int], object]] = {"server": {}, "client": {}}
@@ -114,7 +114,7 @@ async def test_ends_in_parallel_always_agree(private: Path, rng: random.Random, 
                     agreed: object = False
                     if claim is not None:
                         try:
-                            agreed = await claim.confirm(connection, soon(wait))
+                            agreed = await claim.confirm(connection, deadline_after(wait))
                         except TimeoutError:
                             agreed = None
                     if agreed is not None:
@@ -130,10 +130,10 @@ async def test_ends_in_parallel_always_agree(private: Path, rng: random.Random, 
                 with await announce(discovery, client, destination) as announcement:
                     await client.connect(destination)
                     wait = rng.choice((0.0, 50e-6, 100e-6, 200e-6, 1.0))
-                    went = await announcement.accepted(soon(wait)) is None
+                    went = await announcement.accepted(deadline_after(wait)) is None
                     outcomes["client"][client.getsockname()[:2]] = went
                     await client.send(b"C" if went else b"A")
                     assert await client.recv(1) == b"!"
     for peer, outcome in outcomes["client"].items():
         assert outcomes["server"][peer] in (outcome, None)
-    assert set(outcomes["client"].values()) == {True, False}, "the race was no race"
+    assert set(outcomes["client"].values()) == {True, False}, "one side was always faster"

@@ -1,4 +1,4 @@
-"""Same-host discovery: what other processes may send to a listener."""
+"""Same-host discovery: datagrams that other processes send to a listener."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ import pytest
 import trio
 import trio.testing
 
-from tests.rendezvous.discovery.world import (
-    LONG,
-    agree,
-    claimed,
-    reached,
-    serving,
-    sockets_below,
-)
+from tests.rendezvous.discovery.world import agree, claimed, serving, short_path, sockets_below
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import announcing, messages
 from trio_smc.rendezvous.discovery.messages import Kind
@@ -31,7 +25,7 @@ from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 def send(private: Path, packet: bytes) -> None:
     """Send a datagram to the only listener."""
     (name,) = sockets_below(private)
-    with reached(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+    with short_path(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
         raw.setblocking(False)
         raw.sendto(packet, path)
 
@@ -66,7 +60,7 @@ async def test_garbage_is_ignored(packet: bytes, private: Path) -> None:
 
 
 async def test_a_sender_that_never_stops(private: Path) -> None:
-    """A listener receives a limited number of datagrams at a time, and then other tasks run."""
+    """A listener receives a limited number of datagrams, and then lets other tasks run."""
     async with serving(private) as server, trio.open_nursery() as nursery:
 
         async def flood() -> None:
@@ -76,7 +70,7 @@ async def test_a_sender_that_never_stops(private: Path) -> None:
                 await trio.lowlevel.checkpoint()
 
         nursery.start_soon(flood)
-        with trio.fail_after(LONG):
+        with trio.fail_after(PATIENCE):
             for _ in range(5):
                 await agree(private, server, server.address)
         nursery.cancel_scope.cancel()
@@ -121,22 +115,22 @@ async def test_an_announcement_waits_for_a_place(
 async def test_a_program_that_can_import_nothing_more_listens(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a change of its user or its root, or without descriptors."""
+    """For example after a change of its user or its root directory, or without descriptors."""
     monkeypatch.setitem(sys.modules, "resource", None)
     async with serving(private) as server:
         await agree(private, server, server.address)
 
 
 async def test_a_handshake_that_is_over_keeps_no_other_from_spinning(private: Path) -> None:
-    """While one task sleeps no other one spins (`rnic.spinner.Spinner.sleeping`)."""
+    """While one task sleeps, no other task spins (`rnic.spinner.Spinner.sleeping`)."""
     async with serving(private) as server:
         await agree(private, server, server.address)
         assert server.publication.answerer.spinner.sleeping == 0
 
 
 async def test_a_claim_that_is_refused_twice(private: Path) -> None:
-    async with claimed(private) as both:
-        both.claim.refuse(FallbackReason.NO_RNIC)
-        both.claim.refuse(FallbackReason.NO_RNIC)
-        assert await both.client_result() is FallbackReason.NO_RNIC
-        assert not await both.server_result()
+    async with claimed(private) as pair:
+        pair.claim.refuse(FallbackReason.NO_RNIC)
+        pair.claim.refuse(FallbackReason.NO_RNIC)
+        assert await pair.client_result() is FallbackReason.NO_RNIC
+        assert not await pair.server_result()

@@ -16,14 +16,14 @@ import trio
 from tests.rendezvous.discovery.world import (
     agree,
     announce,
-    both_go,
     bound,
     claimed,
+    deadline_after,
     names_below,
-    reached,
     serving,
+    short_path,
     sockets_below,
-    soon,
+    start_smc_r,
 )
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.private_directory import PrivateDirectory
@@ -44,8 +44,8 @@ async def test_a_client_of_another_user_is_refused(
         with connection:
             assert claim is not None
             assert not claim.accept()
-            assert not await claim.confirm(connection, soon())
-            assert await announcement.accepted(soon()) is FallbackReason.OTHER_USER
+            assert not await claim.confirm(connection, deadline_after())
+            assert await announcement.accepted(deadline_after()) is FallbackReason.OTHER_USER
 
 
 async def test_a_listener_of_another_user_is_not_believed(
@@ -65,7 +65,7 @@ def send_as_nobody(name: Path, message: bytes) -> None:
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)
-            with reached(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+            with short_path(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
                 raw.sendto(message, path)
         finally:
             os._exit(0)
@@ -77,8 +77,8 @@ def send_as_nobody(name: Path, message: bytes) -> None:
 async def test_another_user_reaches_no_name_in_a_private_directory(
     namespace: bool, private: Path
 ) -> None:
-    """Not even as root of its own user namespace. So a datagram there needs no credentials, and the
-    owner of a name there needs no check."""
+    """The kernel refuses the other user, even as root of a user namespace.  So in a private
+    directory a datagram needs no credentials, and discovery need not check the owner of a name."""
     libc = ctypes.CDLL(None)
     async with serving(private) as server, bound() as client:
         with await announce(private, client, server.address):
@@ -97,10 +97,12 @@ async def test_another_user_reaches_no_name_in_a_private_directory(
 
 
 def attempts_of_nobody(name: Path, libc: ctypes.CDLL | None) -> list[int]:
-    """The errors of another user that sends to a name, binds another one, and sends to a name
-    beside the private directory, which it may enter; 0: none.
+    """Return the error numbers of three calls of another user; 0: no error.
 
-    libc: to enter a user namespace first.
+    The other user sends to ``name``, binds a name beside it, and sends to a name outside of the
+    private directory, in a directory that the user may enter.
+
+    libc: if given, the user first enters a user namespace of its own.
     """
     read, write = os.pipe()
     beside = name.parent.parent.parent
@@ -144,21 +146,21 @@ def failure(call: Callable[..., object], *arguments: object) -> int:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_the_kernel_shows_the_sender_of_a_denial(private: Path) -> None:
-    """Another user that knows the token cannot make a connection plain TCP."""
-    async with claimed(private) as both:
-        both.claim.accept()
-        [token] = both.claim.tokens
+    """Another user cannot make a connection plain TCP, even with the right token."""
+    async with claimed(private) as pair:
+        pair.claim.accept()
+        [token] = pair.claim.tokens
         (name,) = sockets_below(private)
         name.chmod(0o777)
         for directory in name.parents:
             if directory.is_relative_to(private.parent.parent):
                 directory.chmod(0o755)
         await trio.to_thread.run_sync(send_as_nobody, name, messages.not_mine(token))
-        await both_go(both)
+        await start_smc_r(pair)
 
 
 async def unavailable(private: Path) -> FallbackReason:
-    """Publish and announce in a bad directory: the same reason for both, and no exception."""
+    """Publish and announce in a bad directory.  Returns the reason, which both calls report."""
     async with trio.open_nursery() as nursery:
         publication = Discovery(private).publish(("127.0.0.1", 9), nursery)
         assert publication.unavailable is not None

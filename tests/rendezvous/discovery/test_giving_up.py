@@ -1,4 +1,4 @@
-"""Same-host discovery: both ends agree, whichever of them gives up."""
+"""Same-host discovery: one end gives up, and both ends come to the same result."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import trio
 import trio.testing
 
 from tests.rendezvous.discovery.world import (
-    LONG,
     SHORT,
-    Both,
+    Pair,
     announce,
-    both_go,
     bound,
     claimed,
-    reached,
+    deadline_after,
     serving,
+    short_path,
     sockets_below,
-    soon,
+    start_smc_r,
 )
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.rendezvous.discovery import messages
@@ -30,33 +30,33 @@ from trio_smc.wire.clc import EYE_CATCHER
 
 
 async def test_a_client_that_withdraws_before_the_answer(private: Path) -> None:
-    async with claimed(private) as both:
-        assert not both.announcement.withdraw()
-        assert not both.claim.accept()
-        assert not await both.claim.confirm(both.connection, soon())
+    async with claimed(private) as pair:
+        assert not pair.announcement.withdraw()
+        assert not pair.claim.accept()
+        assert not await pair.claim.confirm(pair.connection, deadline_after())
 
 
-async def test_a_client_that_withdraws_after_the_answer_owes_a_message(private: Path) -> None:
-    """The client may have no RNIC any more: it sends a Decline, for which the server waits."""
-    async with claimed(private) as both:
-        both.claim.accept()
-        assert both.announcement.withdraw()
-        await both.client.send(b"C")
-        both.announcement.close()
-        assert await both.claim.confirm(both.connection, soon())
+async def test_a_client_that_withdraws_after_the_answer_must_send_clc(private: Path) -> None:
+    """The server waits for a CLC message.  If the client has lost its RNIC, it sends a Decline."""
+    async with claimed(private) as pair:
+        pair.claim.accept()
+        assert pair.announcement.withdraw()
+        await pair.client.send(b"C")
+        pair.announcement.close()
+        assert await pair.claim.confirm(pair.connection, deadline_after())
 
 
-async def test_a_client_that_denies_and_lets_the_server_speak_first(private: Path) -> None:
+async def test_a_client_that_denies_a_connection_and_sends_nothing(private: Path) -> None:
     """The connection is not the announced one; no byte over TCP wakes the server."""
-    async with claimed(private) as both, trio.open_nursery() as nursery:
+    async with claimed(private) as pair, trio.open_nursery() as nursery:
 
         async def close() -> None:
             await trio.testing.wait_all_tasks_blocked()
-            both.announcement.close()
+            pair.announcement.close()
 
         nursery.start_soon(close)
-        with trio.fail_after(LONG):
-            assert not await both.claim.confirm(both.connection, soon(60))
+        with trio.fail_after(PATIENCE):
+            assert not await pair.claim.confirm(pair.connection, deadline_after())
 
 
 async def test_a_client_that_withdraws_before_the_claim(private: Path) -> None:
@@ -70,29 +70,28 @@ async def test_a_client_that_withdraws_before_the_claim(private: Path) -> None:
             assert claim is None
 
 
-async def test_a_client_whose_patience_ends(private: Path) -> None:
-    async with claimed(private) as both:
-        assert await both.client_result(SHORT) is FallbackReason.PEER_NOT_CAPABLE
-        assert not await both.server_result()
+async def test_a_client_that_reaches_its_deadline(private: Path) -> None:
+    async with claimed(private) as pair:
+        assert await pair.client_result(SHORT) is FallbackReason.PEER_NOT_CAPABLE
+        assert not await pair.server_result()
 
 
-async def test_a_server_whose_patience_ends(private: Path) -> None:
-    """The server does not know the next bytes of the client: no fallback (RFC 7609, C.5)."""
-    async with claimed(private) as both:
+async def test_a_server_that_reaches_its_deadline(private: Path) -> None:
+    """The server cannot know if the client's next bytes are CLC: no fallback (RFC 7609, C.5)."""
+    async with claimed(private) as pair:
         with pytest.raises(TimeoutError):
-            await both.claim.confirm(both.connection, soon(SHORT))
+            await pair.claim.confirm(pair.connection, deadline_after(SHORT))
         # ACCEPTED has arrived, unread.
-        assert await both.client_result() is None
+        assert await pair.client_result() is None
 
 
 async def test_a_denial_is_known_before_the_bytes_behind_it(private: Path) -> None:
-    """Both have arrived when the server first reads the TCP connection; the bytes of the
-    application look like CLC."""
-    async with claimed(private) as both:
-        both.claim.accept()
-        both.announcement.close()
-        await both.client.send(EYE_CATCHER)
-        assert not await both.claim.confirm(both.connection, soon())
+    """The denial and application data that looks like CLC arrive before the server reads."""
+    async with claimed(private) as pair:
+        pair.claim.accept()
+        pair.announcement.close()
+        await pair.client.send(EYE_CATCHER)
+        assert not await pair.claim.confirm(pair.connection, deadline_after())
 
 
 @pytest.mark.parametrize(
@@ -100,17 +99,17 @@ async def test_a_denial_is_known_before_the_bytes_behind_it(private: Path) -> No
     [
         (FallbackReason.HANDSHAKE_LIMIT, FallbackReason.HANDSHAKE_LIMIT),
         (FallbackReason.DIRECTORY_UNUSABLE, FallbackReason.DIRECTORY_UNUSABLE),
-        (FallbackReason.DECLINED, FallbackReason.PEER_NOT_CAPABLE),  # has no code
+        (FallbackReason.DECLINED, FallbackReason.PEER_NOT_CAPABLE),  # DECLINED has no code
     ],
 )
 async def test_a_server_that_refuses(
     reason: FallbackReason, arrives_as: FallbackReason, private: Path
 ) -> None:
-    async with claimed(private) as both:
-        both.claim.refuse(reason)
-        both.claim.refuse(reason)
-        assert await both.announcement.accepted(soon()) is arrives_as
-        assert not await both.claim.confirm(both.connection, soon())
+    async with claimed(private) as pair:
+        pair.claim.refuse(reason)
+        pair.claim.refuse(reason)
+        assert await pair.announcement.accepted(deadline_after()) is arrives_as
+        assert not await pair.claim.confirm(pair.connection, deadline_after())
 
 
 async def test_a_publication_that_ends_drops_its_announcements(private: Path) -> None:
@@ -119,7 +118,7 @@ async def test_a_publication_that_ends_drops_its_announcements(private: Path) ->
         server.publication.close()
         server.publication.close()
         assert sockets_below(private) == []
-        assert await announcement.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
+        assert await announcement.accepted(deadline_after()) is FallbackReason.PEER_NOT_CAPABLE
 
 
 async def test_a_cancelled_nursery_removes_the_publication(private: Path) -> None:
@@ -138,7 +137,8 @@ async def test_a_publication_closed_before_its_task_ran(private: Path) -> None:
 
 @pytest.mark.parametrize("stacks", [1, 2])
 async def test_two_announcements_of_one_connection(stacks: int, private: Path) -> None:
-    """Sockets may share a port; the second one to announce it uses another port."""
+    """Two sockets may share a port.  The second announcement fails, and its socket uses another
+    port."""
     one = Discovery(private)
     other = one if stacks == 1 else Discovery(private)
     async with serving(private) as server, bound() as client:
@@ -148,19 +148,19 @@ async def test_two_announcements_of_one_connection(stacks: int, private: Path) -
         connection, claim = await server.accept()
         with connection:
             assert claim is not None
-            await both_go(Both(client, first, connection, claim))
+            await start_smc_r(Pair(client, first, connection, claim))
 
 
 @pytest.mark.parametrize("impatient", [0, 1, 2])
 async def test_of_three_that_wait_one_gives_up(impatient: int, private: Path) -> None:
-    """Claims with the timers of a stack."""
+    """The waits use the timers of a stack."""
     timers = Timers(trio.current_time, lambda: None)
     discovery = Discovery(private, timers)
     answers: dict[int, FallbackReason | None] = {}
 
-    async def wait(number: int, both: Both, deadline: float) -> None:
-        with both.announcement:
-            answers[number] = await both.announcement.accepted(deadline)
+    async def wait(number: int, pair: Pair, deadline: float) -> None:
+        with pair.announcement:
+            answers[number] = await pair.announcement.accepted(deadline)
 
     async with (
         claimed(private, discovery=discovery) as first,
@@ -168,37 +168,37 @@ async def test_of_three_that_wait_one_gives_up(impatient: int, private: Path) ->
         claimed(private, discovery=discovery) as third,
         trio.open_nursery() as nursery,
     ):
-        for number, both in enumerate((first, second, third)):
-            deadline = soon(SHORT) if number == impatient else soon()
-            nursery.start_soon(wait, number, both, deadline)
+        for number, pair in enumerate((first, second, third)):
+            deadline = deadline_after(SHORT) if number == impatient else deadline_after()
+            nursery.start_soon(wait, number, pair, deadline)
         while impatient not in answers:
             await trio.sleep(SHORT / 10)
             timers.run_due()
         assert answers == {impatient: FallbackReason.PEER_NOT_CAPABLE}
-        for number, both in enumerate((first, second, third)):
+        for number, pair in enumerate((first, second, third)):
             if number != impatient:
-                both.claim.accept()
+                pair.claim.accept()
     assert answers.pop(impatient) is FallbackReason.PEER_NOT_CAPABLE
     assert set(answers.values()) == {None}
 
 
 async def test_a_denial_with_another_token_is_ignored(private: Path) -> None:
     """Every process of the user can send this datagram."""
-    async with claimed(private) as both:
-        both.claim.accept()
+    async with claimed(private) as pair:
+        pair.claim.accept()
         (name,) = sockets_below(private)
-        with reached(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+        with short_path(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
             raw.sendto(messages.not_mine(bytes(8)), path)
-        await both_go(both)
+        await start_smc_r(pair)
 
 
 async def test_an_announcement_that_is_cancelled_ends_the_wait(private: Path) -> None:
-    async with claimed(private) as both, trio.open_nursery() as nursery:
+    async with claimed(private) as pair, trio.open_nursery() as nursery:
 
         async def wait() -> None:
-            reason = await both.announcement.accepted(soon(60))
+            reason = await pair.announcement.accepted(deadline_after())
             assert reason is FallbackReason.PEER_NOT_CAPABLE
 
         nursery.start_soon(wait)
         await trio.testing.wait_all_tasks_blocked()
-        both.announcement.cancel()
+        pair.announcement.cancel()

@@ -13,15 +13,15 @@ import trio
 import trio.testing
 
 from tests.rendezvous.discovery.world import (
-    LONG,
     SHORT,
     announce,
     bound,
+    deadline_after,
     names_below,
-    reached,
     serving,
-    soon,
+    short_path,
 )
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import announcing, directory, messages
 from trio_smc.rendezvous.discovery.messages import Kind
@@ -32,7 +32,7 @@ HERE, THERE = ("127.0.0.1", 1), ("127.0.0.1", 9)
 
 
 class FakeListener:
-    """A socket that a client takes for a published listener, and that client's announcement."""
+    """A socket that looks like a published listener, and a client's announcement to it."""
 
     def __init__(self, private: Path) -> None:
         name = directory.listener_name(*THERE, dual_stack=False)
@@ -43,7 +43,7 @@ class FakeListener:
         (self.name,) = names_below(private)
 
     def answer(self, *packets: bytes) -> None:
-        with reached(self.name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+        with short_path(self.name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
             for each in packets:
                 raw.sendto(each, path)
 
@@ -74,7 +74,7 @@ async def test_each_answer_of_a_listener(
 ) -> None:
     fake = FakeListener(private)
     fake.answer(answer)
-    assert await fake.announcement.accepted(soon(SHORT)) == reason
+    assert await fake.announcement.accepted(deadline_after(SHORT)) == reason
     fake.close()
 
 
@@ -99,7 +99,7 @@ async def test_an_acceptance_by_another_release(
     """The server still expects a CLC message, so the client has to send a Decline."""
     fake = FakeListener(private)
     fake.answer(answer)
-    assert await fake.announcement.accepted(soon()) is None
+    assert await fake.announcement.accepted(deadline_after()) is None
     assert fake.announcement.mismatch("software") is software
     assert fake.announcement.mismatch("roce") is roce
     fake.close()
@@ -108,23 +108,23 @@ async def test_an_acceptance_by_another_release(
 async def test_invalid_datagrams_are_ignored(private: Path) -> None:
     fake = FakeListener(private)
     fake.answer(b"", b"?", messages.not_mine(bytes(8)), ACCEPTED)
-    assert await fake.announcement.accepted(soon()) is None
+    assert await fake.announcement.accepted(deadline_after()) is None
     fake.close()
 
 
 async def test_an_acceptance_behind_a_refusal_counts(private: Path) -> None:
-    """The two answers belong to two connections with the same addresses; the server of the second
-    expects a CLC message."""
+    """The two answers belong to two connections with the same addresses.  The server that has sent
+    ACCEPTED expects a CLC message."""
     fake = FakeListener(private)
     fake.answer(messages.refused(FallbackReason.NO_RNIC), ACCEPTED)
-    assert await fake.announcement.accepted(soon()) is None
+    assert await fake.announcement.accepted(deadline_after()) is None
     fake.close()
 
 
 async def test_an_empty_datagram_does_not_hide_the_answer_from_a_client_that_gives_up(
     private: Path,
 ) -> None:
-    """The server expects a CLC message, and the client knows that when it withdraws."""
+    """The server expects a CLC message, and `withdraw` reports this to the client."""
     fake = FakeListener(private)
     fake.answer(b"", ACCEPTED)
     assert fake.announcement.withdraw()
@@ -132,14 +132,14 @@ async def test_an_empty_datagram_does_not_hide_the_answer_from_a_client_that_giv
 
 
 async def test_a_flood_ends_the_wait(private: Path) -> None:
-    """Then the connection is plain TCP, and the server knows that, because its send fails."""
+    """The connection becomes plain TCP.  The server notices this, because its send fails."""
     fake = FakeListener(private)
     result: list[FallbackReason | None] = []
 
     async def wait() -> None:
-        result.append(await fake.announcement.accepted(soon(60)))
+        result.append(await fake.announcement.accepted(deadline_after()))
 
-    with trio.fail_after(LONG):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
             for _ in range(announcing._MOST_IGNORED + 1):
@@ -152,11 +152,11 @@ async def test_a_flood_ends_the_wait(private: Path) -> None:
 
 
 async def test_a_full_queue_is_no_answer(private: Path) -> None:
-    """The server cannot send ACCEPTED, and both sides have plain TCP."""
+    """The server cannot send ACCEPTED, so both sides use plain TCP."""
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
         (name,) = names_below(private)
-        with reached(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+        with short_path(name) as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
             raw.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 while True:
@@ -166,8 +166,9 @@ async def test_a_full_queue_is_no_answer(private: Path) -> None:
         with connection:
             assert claim is not None
             assert not claim.accept()
-            assert not await claim.confirm(connection, soon())
-            assert await announcement.accepted(soon(SHORT)) is FallbackReason.PEER_NOT_CAPABLE
+            assert not await claim.confirm(connection, deadline_after())
+            reason = await announcement.accepted(deadline_after(SHORT))
+            assert reason is FallbackReason.PEER_NOT_CAPABLE
 
 
 async def test_a_listener_that_dies_ends_the_wait(private: Path) -> None:
@@ -175,9 +176,9 @@ async def test_a_listener_that_dies_ends_the_wait(private: Path) -> None:
     result: list[FallbackReason | None] = []
 
     async def wait() -> None:
-        result.append(await fake.announcement.accepted(soon(60)))
+        result.append(await fake.announcement.accepted(deadline_after()))
 
-    with trio.fail_after(LONG):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
             await trio.testing.wait_all_tasks_blocked()
@@ -188,7 +189,7 @@ async def test_a_listener_that_dies_ends_the_wait(private: Path) -> None:
 
 @pytest.mark.parametrize("news", ["bytes", "reset", "no name"])
 async def test_the_wait_ends_when_no_answer_can_come(news: str, private: Path) -> None:
-    """A plain server sends first, the process that has accepted ends, or a cleaner removes the
+    """A plain server sends data, the process that has accepted ends, or a cleaner removes the
     name."""
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
@@ -202,14 +203,14 @@ async def test_the_wait_ends_when_no_answer_can_come(news: str, private: Path) -
             accepted.close()
         else:
             os.unlink(names_below(private)[0])
-        with accepted, trio.fail_after(LONG):
-            assert await announcement.accepted(soon(60)) is FallbackReason.PEER_NOT_CAPABLE
+        with accepted, trio.fail_after(PATIENCE):
+            assert await announcement.accepted(deadline_after()) is FallbackReason.PEER_NOT_CAPABLE
 
 
 async def test_the_server_that_has_the_connection_answers_after_the_first_checks(
     private: Path,
 ) -> None:
-    """A client checks at intervals if an answer may still come, and continues to wait."""
+    """The client checks at intervals that an answer is still possible, and continues to wait."""
     async with serving(private) as server, bound() as client, trio.open_nursery() as nursery:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)
@@ -219,7 +220,7 @@ async def test_the_server_that_has_the_connection_answers_after_the_first_checks
             connection, claim = await server.accept()
             nursery.start_soon(hold, connection)
             assert claim is not None
-            assert await claim.confirm(connection, soon())
+            assert await claim.confirm(connection, deadline_after())
 
         async def hold(connection: trio.socket.SocketType) -> None:
             with connection:
@@ -227,7 +228,7 @@ async def test_the_server_that_has_the_connection_answers_after_the_first_checks
 
         nursery.start_soon(answer)
         with announcement:
-            assert await announcement.accepted(soon()) is None
+            assert await announcement.accepted(deadline_after()) is None
         await client.send(b"C")
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""Same-host discovery: many connections at a time, forks, and full tables."""
+"""Same-host discovery: many connections at a time, forks, and full descriptor tables."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ import trio.testing
 
 from tests.lingering import full_table
 from tests.rendezvous.discovery.world import (
-    Both,
+    Pair,
     Server,
     agree,
     announce,
-    both_go,
     bound,
+    deadline_after,
     names_below,
     serving,
-    soon,
+    start_smc_r,
 )
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import announcing, directory
 from trio_smc.rendezvous.discovery.names import Names
@@ -37,7 +38,7 @@ COUNT = 600
 HOST = "127.0.0.1"
 
 
-async def test_many_at_once(private: Path) -> None:
+async def test_many_connections_at_once(private: Path) -> None:
     results: list[bool] = []
 
     async def serve(server: Server, nursery: trio.Nursery) -> None:
@@ -48,17 +49,17 @@ async def test_many_at_once(private: Path) -> None:
 
     async def confirm(connection: trio.socket.SocketType, claim: Claim) -> None:
         with connection:
-            results.append(await claim.confirm(connection, soon()))
+            results.append(await claim.confirm(connection, deadline_after()))
 
     discovery = Discovery(private)
 
     async def call(server: Server) -> None:
         async with bound() as client:
-            # The last one may wait for more than a second.
+            # The last connection may wait for more than a second.
             calling = announce(discovery, client, server.address, required=True)
             with await calling as announcement:
                 await client.connect(server.address)
-                results.append(await announcement.accepted(soon()) is None)
+                results.append(await announcement.accepted(deadline_after()) is None)
                 await client.send(b"C")
                 with contextlib.suppress(ConnectionResetError):
                     await client.recv(1)
@@ -72,11 +73,12 @@ async def test_many_at_once(private: Path) -> None:
 
 
 async def test_races_of_giving_up(private: Path, seed: int, full: bool) -> None:
-    """A client that withdraws and a server, another process, that answers at the same time: both
-    come to the same."""
+    """A client withdraws while a server, in another process, answers: both come to the same
+    result."""
     rounds, there = 20_000 if full else 500, ("127.0.0.1", 9)
     step = struct.Struct("Q")
-    shared, verdicts = mmap.mmap(-1, 16), mmap.mmap(-1, rounds)  # announced, answered; theirs
+    # Two counters, of announced and of answered connections; and the results of the server.
+    shared, verdicts = mmap.mmap(-1, 16), mmap.mmap(-1, rounds)
     made = directory.NewSocket(private, directory.listener_name(*there, dual_stack=False))
     names = Names(private)
     names.open()
@@ -108,7 +110,7 @@ async def test_races_of_giving_up(private: Path, seed: int, full: bool) -> None:
         for _ in range(int(pause * rng.random())):
             pass
         ours = announcement.withdraw()
-        # As close to the answer as this machine allows.
+        # Approach the moment of the answer, so that each side wins about half of the rounds.
         pause = max(10.0, pause * (0.95 if ours else 1.05))
         while step.unpack_from(shared, 8)[0] <= number:
             os.sched_yield()
@@ -116,14 +118,14 @@ async def test_races_of_giving_up(private: Path, seed: int, full: bool) -> None:
         smc += ours
     assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222 - it has ended
     assert agreed == rounds, f"seed {seed}: {agreed} of {rounds} agreed"
-    assert rounds // 20 < smc < rounds - rounds // 20, "one side always won"
+    assert rounds // 20 < smc < rounds - rounds // 20, "one side was nearly always faster"
     names.close()
     made.remove()
     made.socket.close()
 
 
 def left_in_a_child(made: list[Discovery], descriptors: list[int]) -> int:
-    """The number of these descriptors that are open in a forked child that has abandoned them."""
+    """Fork; the child abandons ``made``.  Returns how many of the descriptors stay open in it."""
     child = os.fork()
     if child == 0:
         left = 99
@@ -138,11 +140,11 @@ def left_in_a_child(made: list[Discovery], descriptors: list[int]) -> int:
 def open_descriptors() -> set[int]:
     """The numbers of all descriptors of this process."""
     listed = os.listdir("/proc/self/fd")
-    # The descriptor of the listing itself is closed by now.
+    # `listdir` has closed its own descriptor, which is in the list.
     return {int(each) for each in listed if os.path.exists(f"/proc/self/fd/{each}")}
 
 
-async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> None:
+async def test_a_forked_child_abandons_discovery_and_its_parent_continues(private: Path) -> None:
     discovery = Discovery(private)
     async with trio.open_nursery() as nursery, serving(private) as server:
         before = open_descriptors()
@@ -161,7 +163,7 @@ async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> N
                 connection, claim = await server.accept()
                 with connection:
                     assert claim is not None
-                    await both_go(Both(client, announcement, connection, claim))
+                    await start_smc_r(Pair(client, announcement, connection, claim))
         await agree(discovery, server, server.address)
         publication.close()
 
@@ -169,7 +171,7 @@ async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> N
 async def test_a_cached_listener_that_has_ended_is_noticed(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that ends is noticed when its answer does not come; the next one is found."""
+    """The client notices the end of a server when no answer comes, and finds the next server."""
     ended: list[bool] = []
     discovery = Discovery(private, None, ended=lambda: ended.append(True))
     async with serving(private) as server:
@@ -180,13 +182,13 @@ async def test_a_cached_listener_that_has_ended_is_noticed(
         async with bound() as client:
             announcement = await announce(discovery, client, server.address)
             await client.connect(server.address)
-            with trio.fail_after(5):
-                reason = await announcement.accepted(soon(60))
+            with trio.fail_after(PATIENCE):
+                reason = await announcement.accepted(deadline_after())
             assert reason is FallbackReason.PEER_NOT_CAPABLE
             assert ended == [True]
             assert discovery.announce(("127.0.0.1", 1), server.address) is reason
     async with serving(private, port=port) as server:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE):
             while True:
                 found = discovery.announce(("127.0.0.1", 1), server.address)
                 if isinstance(found, Announcement):
@@ -224,7 +226,7 @@ async def test_a_full_table_does_not_hide_a_listener(private: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [0.001, 0.05])
-async def test_a_wait_costs_a_check_now_and_then(
+async def test_a_wait_makes_few_checks(
     first: float, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcing, "_FIRST_CHECK", first)
@@ -240,7 +242,7 @@ async def test_a_wait_costs_a_check_now_and_then(
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
         await client.connect(server.address)
-        reason = await announcement.accepted(soon(1))
+        reason = await announcement.accepted(deadline_after(1))
         assert reason is FallbackReason.PEER_NOT_CAPABLE
     assert 2 <= checks <= 12
 
@@ -248,8 +250,8 @@ async def test_a_wait_costs_a_check_now_and_then(
 async def test_a_process_that_was_held_up_waits_before_its_first_check(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A check reads directories, and asks the kernel for connections. If this process has not run,
-    the server's answer may be about to come."""
+    """A check takes time: it reads directories, and lists the kernel's connections.  If this
+    process has not run, the server's answer may come very soon without a check."""
     checks: list[object] = []
 
     def has_listener(_: announcing.Announcer, announcement: Announcement) -> bool:
@@ -265,7 +267,7 @@ async def test_a_process_that_was_held_up_waits_before_its_first_check(
             async with trio.open_nursery() as nursery:
 
                 async def wait() -> None:
-                    reasons.append(await announcement.accepted(soon()))
+                    reasons.append(await announcement.accepted(deadline_after()))
 
                 nursery.start_soon(wait)
                 await trio.testing.wait_all_tasks_blocked()

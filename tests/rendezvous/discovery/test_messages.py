@@ -59,7 +59,7 @@ def test_an_answer_arrives() -> None:
     token = bytes(range(8))
     for required in (False, True):
         packed = messages.accepted(token, 4, required=required)
-        # A message of a later version of the same protocol, with more bytes at its end.
+        # Also as a message of a later version of the same protocol, with more bytes at its end.
         for each in (packed, packed[:5] + b"\x09" + packed[6:] + b"more"):
             message = messages.decode_untrusted(each)
             assert message == messages.Message(

@@ -1,4 +1,4 @@
-"""Mounts whose paths another user has chosen, and paths that another user can change."""
+"""Mount points that another user has named, and paths that another user can change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trio_smc.rendezvous.discovery.tcp_option import mounts, own_cgroup
 OTHER_USER = 65534
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
 
-LOOK = """
+REPORT_MOUNTS = """
 import json, os, subprocess, sys
 from pathlib import Path
 from trio_smc.rendezvous.discovery.option_setup import _mounted_type
@@ -54,7 +54,7 @@ def test_a_path_that_looks_like_another_line(tmp_path: Path, name: str) -> None:
         pytest.skip("no mount namespaces here")
     place = tmp_path / name.replace("/", "|")
     done = subprocess.run(
-        [*alone, sys.executable, "-c", LOOK, os.fsencode(place).hex()],
+        [*alone, sys.executable, "-c", REPORT_MOUNTS, os.fsencode(place).hex()],
         capture_output=True, text=True, check=False, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -79,7 +79,7 @@ def theirs() -> Iterator[Path]:
 
 @pytest.fixture
 def mounted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Where a file system would have been mounted."""
+    """The paths at which the tested code tried to mount a file system."""
     found: list[Path] = []
     monkeypatch.setattr(bpf, "mount_bpffs", found.append)
     return found
@@ -117,7 +117,7 @@ def test_root_pins_nowhere_that_another_user_could_replace(
 def test_a_directory_that_another_user_makes_first(
     mounted: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the check of the path and `mkdir`, in a directory like /tmp."""
+    """The other user acts between the check of the path and `mkdir`, in a directory like /tmp."""
     with tempfile.TemporaryDirectory(prefix="smc-") as directory:
         os.chmod(directory, 0o1777)
         pins = Path(directory, "pins")

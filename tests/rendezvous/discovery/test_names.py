@@ -21,18 +21,19 @@ import trio.testing
 
 from tests.lingering import full_table
 from tests.rendezvous.discovery.world import (
-    LONG,
-    Both,
+    Pair,
     agree,
     announce,
-    both_go,
     bound,
     claimed,
+    deadline_after,
     names_below,
-    reached,
     serving,
+    short_path,
     sockets_below,
+    start_smc_r,
 )
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.host import private_directory
@@ -56,7 +57,7 @@ def name_of(client: trio.socket.SocketType, address: tuple[str, int]) -> str:
 async def test_only_the_socket_of_a_client_is_an_announcement(
     kind: str, private: Path, tmp_path: Path
 ) -> None:
-    """The server never waits, has plain TCP, and sends nothing to another service."""
+    """The server does not wait, uses plain TCP, and sends nothing to another service."""
     with (
         serving_socket(tmp_path) as stream,
         socket.socket(socket.AF_UNIX, DATAGRAM) as other,
@@ -74,19 +75,19 @@ async def test_only_the_socket_of_a_client_is_an_announcement(
             elif kind == "directory":
                 place.mkdir()
             elif kind == "dead":
-                with socket.socket(socket.AF_UNIX, DATAGRAM) as dead, reached(place) as path:
+                with socket.socket(socket.AF_UNIX, DATAGRAM) as dead, short_path(place) as path:
                     dead.bind(path)
             elif kind == "link":
                 place.symlink_to(tmp_path / "other")
             else:
                 os.link(stream, place)
             await client.connect(server.address)
-            with trio.fail_after(LONG):
+            with trio.fail_after(PATIENCE):
                 connection, claim = await server.accept()
                 with connection:
                     if claim is not None:
                         assert not claim.accept()
-                        assert not await claim.confirm(connection, trio.current_time() + LONG)
+                        assert not await claim.confirm(connection, deadline_after())
             place.rmdir() if kind == "directory" else place.unlink()
         with pytest.raises(BlockingIOError):
             other.recv(1)
@@ -95,7 +96,7 @@ async def test_only_the_socket_of_a_client_is_an_announcement(
 
 
 class serving_socket:  # noqa: N801 - a context manager
-    """A listening Unix socket of another type; entering gives its path."""
+    """A listening Unix socket of another type.  The context manager returns its path."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "stream"
@@ -112,7 +113,7 @@ class serving_socket:  # noqa: N801 - a context manager
 
 @contextlib.contextmanager
 def open_names(private: Path) -> Iterator[Names]:
-    """All directories of announcements, open."""
+    """Open all directories of announcements."""
     names = Names(private)
     names.open()
     try:
@@ -161,7 +162,7 @@ async def test_names_of_a_killed_process_are_removed(
         before.close()
         await trio.to_thread.run_sync(killed_after_announcing, private, server.address)
         assert len(names_below(private)) == 3
-        # Not at once: for a moment a name that is being bound looks like that of a dead process.
+        # For a moment, a new name looks like that of a dead process, so no name is removed at once.
         assert client.announce(("127.0.0.1", 1), server.address) is None
         monkeypatch.setattr(private_directory, "_STALE_AFTER", 0.0)
         if finder == "the next client":
@@ -180,16 +181,16 @@ async def test_names_of_a_killed_process_are_removed(
 
 async def test_a_server_that_was_killed_while_a_client_waits(private: Path) -> None:
     """The announced connection ends, so no answer can come."""
-    async with claimed(private) as both:
-        both.claim.forget()
-        both.connection.close()
-        with trio.fail_after(LONG):
-            reason = await both.announcement.accepted(trio.current_time() + 60)
+    async with claimed(private) as pair:
+        pair.claim.forget()
+        pair.connection.close()
+        with trio.fail_after(PATIENCE):
+            reason = await pair.announcement.accepted(deadline_after())
         assert reason is FallbackReason.PEER_NOT_CAPABLE
 
 
 @pytest.mark.parametrize("removed", ["names", "directory", "everything"])
-async def test_a_cleaner_removes_it(
+async def test_connections_after_a_cleaner_are_smc_r(
     removed: str, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Old names are removed, and the next connections are SMC-R."""
@@ -203,15 +204,15 @@ async def test_a_cleaner_removes_it(
                 await client.connect(server.address)
                 names_below(private)[0].unlink()
                 connection, claim = await server.accept()
-                with connection, trio.fail_after(LONG):
+                with connection, trio.fail_after(PATIENCE):
                     assert claim is None
-                    reason = await announcement.accepted(trio.current_time() + 60)
+                    reason = await announcement.accepted(deadline_after())
                     assert reason is FallbackReason.PEER_NOT_CAPABLE
         else:
             place = private / names.KIND
-            kept = os.open(place, os.O_PATH)  # so that the inode number is not used again
+            kept = os.open(place, os.O_PATH)  # so that the kernel does not reuse the inode number
             shutil.rmtree(place if removed == "directory" else private)
-            with trio.fail_after(LONG):
+            with trio.fail_after(PATIENCE):
                 while not (sockets_below(private) and place.exists()):  # noqa: ASYNC110
                     await trio.sleep(0.01)
             os.close(kept)
@@ -220,7 +221,7 @@ async def test_a_cleaner_removes_it(
 
 
 async def test_a_full_directory(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system is full or read-only: the connection is TCP, and the next one SMC-R."""
+    """If a file system is full or read-only, a connection is TCP; afterwards the next is SMC-R."""
 
     def full(number: int, *_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -301,7 +302,7 @@ UNREAD = 8
 
 
 def test_answers_that_are_not_read_keep_no_other_client_from_its_answer(private: Path) -> None:
-    """The sending socket is charged for each of them; its buffer has room for about 278."""
+    """The kernel charges the sending socket for each unread answer; its buffer holds about 278."""
     with open_names(private) as found, contextlib.ExitStack() as clients:
         for name in map(str, range(60)):
             clients.enter_context(found.listen(name))
@@ -324,21 +325,21 @@ async def test_a_server_that_has_become_another_user(private: Path) -> None:
             connection, claim = await server.accept()
         finally:
             os.seteuid(0)
-        with connection, trio.fail_after(LONG):
+        with connection, trio.fail_after(PATIENCE):
             assert claim is None
             assert server.publication.unavailable is FallbackReason.OTHER_USER
-            reason = await announcement.accepted(trio.current_time() + 60)
+            reason = await announcement.accepted(deadline_after())
             assert reason is FallbackReason.PEER_NOT_CAPABLE
 
 
 async def test_a_flood_of_empty_datagrams_does_not_keep_a_client_waiting(private: Path) -> None:
-    """Also if the timers of the stack are late."""
+    """The deadline holds even if the timers of the stack never fire."""
     discovery = Discovery(private, Timers(trio.current_time, lambda: None))
-    async with claimed(private, discovery=discovery) as both, trio.open_nursery() as nursery:
+    async with claimed(private, discovery=discovery) as pair, trio.open_nursery() as nursery:
         [name] = names_below(private)
 
         async def flood() -> None:
-            with reached(name) as path, socket.socket(socket.AF_UNIX, DATAGRAM) as raw:
+            with short_path(name) as path, socket.socket(socket.AF_UNIX, DATAGRAM) as raw:
                 raw.setblocking(False)
                 while True:
                     with contextlib.suppress(OSError):
@@ -346,8 +347,8 @@ async def test_a_flood_of_empty_datagrams_does_not_keep_a_client_waiting(private
                     await trio.lowlevel.checkpoint()
 
         nursery.start_soon(flood)
-        with trio.fail_after(LONG):
-            reason = await both.announcement.accepted(trio.current_time() + 0.1)
+        with trio.fail_after(PATIENCE):
+            reason = await pair.announcement.accepted(deadline_after(0.1))
         assert reason is FallbackReason.PEER_NOT_CAPABLE
         nursery.cancel_scope.cancel()
 
@@ -395,7 +396,7 @@ async def test_members_that_cannot_be_listed_now_are_listed_later(shared: Path) 
         await trio.sleep(0.15)
         with full_table():
             assert found.find("x") == []
-        with trio.fail_after(LONG):
+        with trio.fail_after(PATIENCE):
             while not found.find("x"):  # noqa: ASYNC110
                 await trio.sleep(0.01)
     (place / "x").unlink()
@@ -403,7 +404,7 @@ async def test_members_that_cannot_be_listed_now_are_listed_later(shared: Path) 
 
 
 @pytest.mark.usefixtures("shared")
-async def test_in_a_directory_of_a_group(private: Path) -> None:
+async def test_members_of_a_group_agree(private: Path) -> None:
     discovery = Discovery(private)
     async with serving(private) as server:
         for _ in range(3):
@@ -411,13 +412,13 @@ async def test_in_a_directory_of_a_group(private: Path) -> None:
 
 
 async def test_a_name_of_another_member_for_the_same_connection(shared: Path) -> None:
-    """Both get the answer, so the announced connection is SMC-R, and no denial of the other one
-    makes it plain TCP."""
+    """Both names receive the answer, so the announced connection is SMC-R.  A denial of the other
+    member does not make the connection plain TCP."""
     place = member(shared, 64201)
     async with serving(shared) as server, bound() as client:
         name = place / name_of(client, server.address)
         with socket.socket(socket.AF_UNIX, DATAGRAM) as theirs:
-            with reached(name) as path:
+            with short_path(name) as path:
                 theirs.bind(path)
             os.chown(name, 64201, os.getegid())
             announcement = await announce(shared, client, server.address)
@@ -428,15 +429,15 @@ async def test_a_name_of_another_member_for_the_same_connection(shared: Path) ->
                 assert claim.accept()
                 reply = messages.decode_untrusted(theirs.recv(100))
                 claim.deny(reply.token)
-                await both_go(Both(client, announcement, connection, claim))
+                await start_smc_r(Pair(client, announcement, connection, claim))
         name.unlink()
     place.rmdir()
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "dead", "inner link", "open", "stolen"])
 async def test_a_hostile_member(kind: str, shared: Path, tmp_path: Path) -> None:
-    """With any file in its directory, or in place of it, connections of others are SMC-R, and no
-    other service gets a message."""
+    """The member puts any file into its directory, or replaces the directory.  Connections of other
+    members are SMC-R, and no other service receives a message."""
     place = member(shared, 64201)
     with socket.socket(socket.AF_UNIX, DATAGRAM) as other:
         other.bind(str(tmp_path / "other"))
@@ -448,7 +449,7 @@ async def test_a_hostile_member(kind: str, shared: Path, tmp_path: Path) -> None
             elif kind == "fifo":
                 os.mkfifo(name)
             elif kind == "dead":
-                with socket.socket(socket.AF_UNIX, DATAGRAM) as dead, reached(name) as path:
+                with socket.socket(socket.AF_UNIX, DATAGRAM) as dead, short_path(name) as path:
                     dead.bind(path)
             elif kind == "inner link":
                 place.rmdir()
@@ -462,29 +463,29 @@ async def test_a_hostile_member(kind: str, shared: Path, tmp_path: Path) -> None
                 os.chown(place, 64201, 64201)
             announcement = await announce(shared, client, server.address)
             await client.connect(server.address)
-            with trio.fail_after(LONG):
+            with trio.fail_after(PATIENCE):
                 connection, claim = await server.accept()
             with connection:
                 assert claim is not None
-                await both_go(Both(client, announcement, connection, claim))
+                await start_smc_r(Pair(client, announcement, connection, claim))
             with pytest.raises(BlockingIOError):
                 other.recv(100)
     empty(place, tmp_path)
 
 
 def empty(place: Path, tmp_path: Path) -> None:
-    """Remove what a hostile member has made."""
+    """Remove the files of the hostile member."""
     for each in (*place.glob("*"), *tmp_path.iterdir()):
         each.unlink(missing_ok=True)
     place.unlink() if place.is_symlink() else place.rmdir()
 
 
 async def test_a_member_without_a_listener_cannot_answer(shared: Path) -> None:
-    """Its datagram is ignored, although it may send one."""
+    """The client ignores the member's datagram, although the kernel lets the member send it."""
     async with serving(shared) as server, bound() as client:
         announcement = await announce(shared, client, server.address)
         (name,) = names_below(shared)
-        with reached(name) as path:
+        with short_path(name) as path:
             child = os.fork()
             if child == 0:
                 with contextlib.suppress(BaseException):
@@ -500,7 +501,7 @@ async def test_a_member_without_a_listener_cannot_answer(shared: Path) -> None:
         connection, claim = await server.accept()
         with connection:
             assert claim is not None
-            await both_go(Both(client, announcement, connection, claim))
+            await start_smc_r(Pair(client, announcement, connection, claim))
 
 
 async def test_a_member_that_comes_later_is_found(shared: Path) -> None:
@@ -508,9 +509,9 @@ async def test_a_member_that_comes_later_is_found(shared: Path) -> None:
     with open_names(shared) as found:
         assert found.find("x") == []
         place = member(shared, 64201)
-        with socket.socket(socket.AF_UNIX, DATAGRAM) as theirs, reached(place / "x") as path:
+        with socket.socket(socket.AF_UNIX, DATAGRAM) as theirs, short_path(place / "x") as path:
             theirs.bind(path)
-            with trio.fail_after(LONG):
+            with trio.fail_after(PATIENCE):
                 while not found.find("x"):  # noqa: ASYNC110
                     await trio.sleep(0.01)
         (place / "x").unlink()

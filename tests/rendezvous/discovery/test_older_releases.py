@@ -1,4 +1,4 @@
-"""Processes of release 0.1.0 and of this tree on one host: both sides have TCP, and know why."""
+"""Processes of release 0.1.0 and of this release on one host: both use TCP and know the reason."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import trio_smc
 from tests.rendezvous.discovery.test_processes import Worker, worker
 from tests.rendezvous.discovery.world import (
     bound,
-    reached,
+    deadline_after,
     serving,
+    short_path,
     signposts_below,
     sockets_below,
-    soon,
 )
 from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, SmcUnavailable
@@ -49,7 +49,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def older(release: Path, private: Path, *arguments: object) -> AsyncIterator[Worker]:
-    """A process of the older release; it ends with the block."""
+    """Run a process of the older release until the block ends."""
     os.makedirs(private, mode=0o700, exist_ok=True)
     program = Path(__file__).with_name("older_process.py")
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
@@ -73,7 +73,7 @@ async def older(release: Path, private: Path, *arguments: object) -> AsyncIterat
 
 
 async def reason_of(stack: trio_smc.Stack, port: int) -> FallbackReason | None:
-    """The reason for TCP of one connection, which must come quickly."""
+    """Open one connection and return its reason for TCP.  Fails if this takes long."""
     with trio.fail_after(QUICK):
         async with await stack.open_stream("127.0.0.1", port) as stream:
             return None if stream.fallback is None else stream.fallback.reason
@@ -90,7 +90,7 @@ async def test_a_client_recognises_an_older_listener(release: Path, private: Pat
         for _ in range(3):
             assert await reason_of(stack, port) is MISMATCH
             assert await server.line() == "plain"
-        assert sockets_below(private) == [entry], "a name of a live process is not removed"
+        assert sockets_below(private) == [entry], "the name of a live process was removed"
         with pytest.raises(SmcUnavailable) as caught:
             await stack.open_stream("127.0.0.1", port, config=Config(require_smc=True))
         assert caught.value.fallback.reason is MISMATCH
@@ -114,7 +114,7 @@ async def test_an_older_listener_comes_and_goes(
         await first.process.wait()
         moment += lookup._EMPTY_HOLDS
         assert found() is FallbackReason.PEER_NOT_CAPABLE
-        assert len(sockets_below(private)) == 1, "the name of the dead process is removed"
+        assert len(sockets_below(private)) == 1, "the name of the dead process was not removed"
         async with older(release, private, "serve", port) as second:
             await second.line()
             moment += lookup._EMPTY_HOLDS
@@ -122,7 +122,7 @@ async def test_an_older_listener_comes_and_goes(
 
 
 async def test_releases_that_share_a_port(release: Path, private: Path) -> None:
-    """With a listener of each release the reason depends on the process that has accepted."""
+    """With a listener of each release, the process that accepts determines the reason."""
     async with worker(private) as (newer, port), older(release, private, "serve", port) as server:
         assert await server.line() == str(port)
         os.kill(newer.process.pid, 9)
@@ -132,7 +132,7 @@ async def test_releases_that_share_a_port(release: Path, private: Path) -> None:
 
 
 async def test_a_silent_older_process_on_a_shared_port(private: Path) -> None:
-    """A listener of this release shares the port with an older process, which has accepted."""
+    """An older process shares the port with a listener of this release, and accepts."""
     discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
         place = sockets_below(private)[0].parent
@@ -141,12 +141,12 @@ async def test_a_silent_older_process_on_a_shared_port(private: Path) -> None:
             assert isinstance(announced, Announcement)
             await client.connect(server.address)
             with server.plain.accept()[0]:
-                assert await announced.accepted(soon()) is MISMATCH
+                assert await announced.accepted(deadline_after()) is MISMATCH
             (place / "1-0").unlink()
 
 
 def make_place(place: Path, mode: int) -> None:
-    """The directory of an address, as publishing makes it."""
+    """Make the directory of an address, as a publication does."""
     place.mkdir(parents=True, exist_ok=True)
     for each in (place, place.parent, place.parent.parent):
         each.chmod(mode)
@@ -206,7 +206,7 @@ async def test_an_older_client_reaches_a_listener_of_its_release(
         async with older(release, private, "connect-briefly", *[port] * 4) as client:
             with trio.fail_after(PATIENCE):
                 reasons = {await client.line() for _ in range(4)}
-        assert reasons <= {"smc-r", str(MISMATCH)}, "never that the peer is not capable"
+        assert reasons <= {"smc-r", str(MISMATCH)}, "a reason that the signpost must prevent"
 
 
 async def test_the_signpost_of_a_killed_process_is_removed(private: Path) -> None:
@@ -222,7 +222,7 @@ async def test_the_signpost_of_a_killed_process_is_removed(private: Path) -> Non
 def connected(name: Path) -> socket.socket:
     """A Unix connection to a signpost."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with reached(name) as path:
+    with short_path(name) as path:
         sock.connect(path)
     sock.setblocking(False)
     return sock
@@ -237,8 +237,8 @@ async def received(sock: socket.socket) -> bytes:
 async def test_hostile_clients_of_a_signpost(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent clients lose their place in the end, and delay no answer."""
-    # Longer than a busy machine stands still while the silent clients connect.
+    """The signpost disconnects silent clients after a while, and they delay no answer."""
+    # Longer than a busy machine may suspend this process while the silent clients connect.
     monkeypatch.setattr(older_releases, "_CLIENT_TIMEOUT", 1.0)
     answer = messages.refused(MISMATCH)
     async with serving(private):
@@ -262,7 +262,7 @@ async def test_hostile_clients_of_a_signpost(
                         garbage.send(b"more")
                     await trio.lowlevel.checkpoint()
             sender = opened.enter_context(connected(name))
-            with contextlib.suppress(PermissionError):  # Linux 6.16 refuses them
+            with contextlib.suppress(PermissionError):  # Linux 6.16 refuses descriptors
                 socket.send_fds(sender, [b"x"], [sender.fileno()])
             last = opened.enter_context(connected(name))
             last.send(b"x")
@@ -272,7 +272,7 @@ async def test_hostile_clients_of_a_signpost(
 async def test_a_directory_that_a_group_shares(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Older releases use none, and a member could forge an older listener."""
+    """Older releases use no shared directory, and a member could forge an older listener."""
     monkeypatch.setattr(private_directory, "is_named", lambda path: True)
     os.mkdir(private)
     os.chown(private, -1, os.getegid())
@@ -295,7 +295,7 @@ async def test_a_directory_that_a_group_shares(
 def forged_listener(name: Path) -> Iterator[None]:
     """A listening socket like that of older releases."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        with reached(name) as path:
+        with short_path(name) as path:
             sock.bind(path)
         sock.listen()
         yield

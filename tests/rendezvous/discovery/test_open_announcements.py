@@ -1,4 +1,4 @@
-"""Announcements that are open: datagrams without end, a client that is closed, a forked child."""
+"""Open announcements: endless datagrams, a closed client, a forked child."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
-import trio
 
-from tests.rendezvous.discovery.world import announce, bound, claimed, names_below, serving
+from tests.rendezvous.discovery.world import (
+    announce,
+    bound,
+    claimed,
+    deadline_after,
+    names_below,
+    serving,
+)
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.same_host import Discovery
@@ -37,16 +43,16 @@ async def test_datagrams_that_never_end(
             return None, None
         return messages.decode_untrusted(NO_ANSWERS[kind]), None
 
-    async with claimed(private) as both:
-        assert both.claim.accept()
+    async with claimed(private) as pair:
+        assert pair.claim.accept()
         with monkeypatch.context() as patch:
             patch.setattr(messages, "receive", receive)
-            assert not both.announcement.is_too_late()
+            assert not pair.announcement.is_too_late()
         assert received > 1
 
 
 async def test_an_announcement_that_outlives_its_client(private: Path) -> None:
-    """A closed client keeps no announcement."""
+    """The end of the client withdraws the announcement."""
     async with serving(private) as server, bound() as client:
         before = len(os.listdir("/proc/self/fd"))
         discovery = Discovery(private)
@@ -61,18 +67,18 @@ async def test_an_announcement_that_outlives_its_client(private: Path) -> None:
 async def test_a_forked_child_leaves_the_block_of_an_announcement(private: Path) -> None:
     """The child neither fails nor denies the announcement of its parent."""
     with contextlib.closing(Discovery(private)) as discovery:
-        async with claimed(private, discovery=discovery) as both:
-            assert both.claim.accept()
-            assert both.announcement.is_too_late()  # ACCEPTED was received, before the handshake
+        async with claimed(private, discovery=discovery) as pair:
+            assert pair.claim.accept()
+            assert pair.announcement.is_too_late()  # this call receives ACCEPTED
             child = os.fork()
             if child == 0:
                 status = 1
                 with contextlib.suppress(BaseException):
                     discovery.deny = None  # type: ignore[assignment, method-assign]
                     discovery.abandon()
-                    both.announcement.close()
+                    pair.announcement.close()
                     status = 0
                 os._exit(status)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0  # noqa: ASYNC222
             assert len(names_below(private)) == 1
-            assert await both.announcement.accepted(trio.current_time() + 60) is None
+            assert await pair.announcement.accepted(deadline_after()) is None

@@ -1,8 +1,8 @@
-"""Other processes may accept a listener's connections, and no CLC byte reaches them.
+"""Another process accepts a connection of a listener, and receives no byte of CLC.
 
-A listening process cannot prove that it will accept a connection: every process that has the
-listening socket may accept, and the kernel does not show how many processes have that socket.  So
-the client waits until the process that has accepted sends an answer.
+A listening process cannot prove that it will accept a connection.  Every process that has the
+listening socket may accept, and the kernel does not show how many processes have this socket.  So
+the client waits for an answer of the process that has accepted.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import trio
 import trio.testing
 
 import trio_smc
+from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, Mode, SmcStream
 
 HOST = "127.0.0.1"
 HANDSHAKE_TIMEOUT = 0.5
-"""Seconds that the client waits for an answer of the process that has accepted."""
+"""Seconds for which the client waits for an answer of the process that has accepted."""
 
 
 def accept_and_copy(listening: socket.socket, output: int) -> None:
-    """Another process: accepts one connection, and writes all received bytes to ``output``."""
+    """Accept one connection, and write all received bytes to ``output``; in another process."""
     listening.setblocking(True)
     accepted, _ = listening.accept()
     with accepted:
@@ -36,7 +37,7 @@ def accept_and_copy(listening: socket.socket, output: int) -> None:
 
 @contextmanager
 def child(work: Callable[[], None]) -> Iterator[None]:
-    """A forked process that ends with ``work``."""
+    """Run ``work`` in a forked process, and wait for its end."""
     number = os.fork()
     if not number:
         try:
@@ -80,13 +81,13 @@ async def test_another_acceptor_gets_only_the_bytes_of_the_program(
         plain = socket.socket(fileno=os.dup(listener.socket.fileno()))
         port = plain.getsockname()[1]
         async with listener:
-            # Before the other process accepts, the same listener accepts with SMC-R.
+            # As long as only the listener accepts, connections are SMC-R.
             ends: list[SmcStream] = []
 
             async def accept() -> None:
                 ends.append(await listener.accept())
 
-            with trio.fail_after(10):
+            with trio.fail_after(PATIENCE):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(accept)
                     ends.append(await stack.open_stream(HOST, port))
@@ -110,7 +111,7 @@ async def test_another_acceptor_gets_only_the_bytes_of_the_program(
 
 
 def kernel_view(listening: socket.socket) -> str:
-    """All that the kernel shows of a listening socket: inode, references, owner, queue."""
+    """The line of /proc/net/tcp for a listening socket: inode, references, owner, queue."""
     port = listening.getsockname()[1]
     lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()
     [line] = [each for each in lines if f"0100007F:{port:04X} 00000000:0000 0A" in each]
@@ -118,7 +119,7 @@ def kernel_view(listening: socket.socket) -> str:
 
 
 def test_the_kernel_does_not_show_the_holders_of_a_listening_socket() -> None:
-    """A proof would need a difference, but one holder and three look the same."""
+    """A proof would need a difference, but the line is the same for one process and for two."""
     with socket.create_server((HOST, 0)) as listening:
         alone = kernel_view(listening)
         copied, output = os.pipe()

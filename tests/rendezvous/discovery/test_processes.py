@@ -23,11 +23,12 @@ from tests.rendezvous.discovery.world import (
     agree,
     announce,
     bound,
-    reached,
+    deadline_after,
     serving,
+    short_path,
     sockets_below,
-    soon,
 )
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason, Origin
 from trio_smc.rendezvous.discovery.same_host import Discovery
 
@@ -43,7 +44,7 @@ class Worker:
 
     async def line(self) -> str:
         assert self.process.stdout is not None
-        with trio.fail_after(LONG * 2):
+        with trio.fail_after(PATIENCE):
             while b"\n" not in self._text:
                 more = await self.process.stdout.receive_some()
                 assert more, "the worker ended"
@@ -84,7 +85,7 @@ async def worker(
         finally:
             if process.stdin is not None:
                 await process.stdin.aclose()
-            with trio.move_on_after(LONG, shield=True):
+            with trio.move_on_after(PATIENCE, shield=True):
                 await process.wait()
             if process.stdout is not None:
                 await process.stdout.aclose()
@@ -96,7 +97,7 @@ async def call_worker(private: Path, port: int, wait: float = LONG) -> tuple[boo
     async with bound() as client:
         with await announce(private, client, ("127.0.0.1", port)) as announcement:
             await client.connect(("127.0.0.1", port))
-            agreed = await announcement.accepted(soon(wait)) is None
+            agreed = await announcement.accepted(deadline_after(wait)) is None
             await client.send(b"C" if agreed else b"A")
             return agreed, await client.recv(100)
 
@@ -113,7 +114,8 @@ async def test_of_several_processes_the_accepting_one_answers(private: Path) -> 
         for _ in range(30):
             assert await call_worker(private, port) == (True, b"smc-r")
         for each in (first, second):
-            # Both had connections: 30 hashes that all pick one process come once in 2^29 runs.
+            # Each process accepted some: the kernel's hash picks one process for all 30 connections
+            # only once in 2^29 runs.
             assert await each.line() == "smc-r"
 
 
@@ -137,7 +139,7 @@ async def test_a_plain_server_on_the_specific_address(private: Path) -> None:
             async with bound() as client:
                 announcement = await announce(private, client, ("127.0.0.1", port))
                 await client.connect(("127.0.0.1", port))
-                reason = await announcement.accepted(soon(SHORT))
+                reason = await announcement.accepted(deadline_after(SHORT))
                 assert reason is FallbackReason.PEER_NOT_CAPABLE
                 connection, _ = await plain.accept()
                 with connection:
@@ -172,7 +174,7 @@ async def test_a_stopped_process_delays_no_other(private: Path) -> None:
     async with serving(private) as server:
         (name,) = sockets_below(private)
         with (
-            reached(name.parent / "1-stopped") as path,
+            short_path(name.parent / "1-stopped") as path,
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stopped,
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
         ):
@@ -181,7 +183,7 @@ async def test_a_stopped_process_delays_no_other(private: Path) -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     sender.sendto(b"?", path)
-            with trio.fail_after(LONG / 2):
+            with trio.fail_after(PATIENCE):
                 await agree(private, server, server.address)
             os.unlink(path)
 
@@ -198,7 +200,7 @@ async def test_a_worker_that_is_killed(shared: str, private: Path) -> None:
             with await announce(private, client, ("127.0.0.1", port)) as announcement:
                 await client.connect(("127.0.0.1", port))
                 connected += 1
-                agreed = await announcement.accepted(soon()) is None
+                agreed = await announcement.accepted(deadline_after()) is None
                 word = b""
                 with contextlib.suppress(ConnectionError):
                     await client.send(b"C" if agreed else b"A")
@@ -217,8 +219,8 @@ async def test_a_worker_that_is_killed(shared: str, private: Path) -> None:
                 each.process.send_signal(signal.SIGSTOP)
                 stopped.callback(each.process.send_signal, signal.SIGCONT)
             async with trio.open_nursery() as nursery:
-                # Much sooner than the time-out of the handshake.
-                nursery.cancel_scope.deadline = soon(LONG / 2)
+                # Sooner than the deadline of each call.
+                nursery.cancel_scope.deadline = deadline_after(PATIENCE)
                 for _ in range(16):
                     nursery.start_soon(call, port)
                 await trio.testing.wait_all_tasks_blocked(0.01)
@@ -227,7 +229,7 @@ async def test_a_worker_that_is_killed(shared: str, private: Path) -> None:
                 await first.process.wait()
                 second.process.send_signal(signal.SIGCONT)
             assert len(results) == 16
-            # Sixteen hashes that all pick one process come once in 32,768 runs.
+            # The kernel's hash picks one process for all 16 connections once in 32,768 runs.
             ended = {(False, b"")} if shared == "port" else set()
             assert set(results) == {(True, b"smc-r")} | ended
             for _ in range(10):
@@ -257,14 +259,14 @@ trio.run(main)
 
 
 async def test_two_releases_side_by_side(runtime_directory: Path) -> None:
-    """Their software RNICs differ: both processes have TCP, and know why."""
+    """Their software RNICs differ, so both processes use TCP, and know the reason."""
     environment = os.environ | {"PYTHONPATH": str(WORKER.parents[3])}
     command = [sys.executable, "-c", OTHER_RELEASE]
     async with trio_smc.open_stack() as stack, trio.open_nursery() as nursery:
         run = partial(trio.run_process, command, stdout=subprocess.PIPE, env=environment)
         process: trio.Process = await nursery.start(run)
         port = int(await Worker(process).line())
-        with trio.fail_after(LONG):
+        with trio.fail_after(PATIENCE):
             async with await stack.open_stream("127.0.0.1", port) as stream:
                 assert stream.fallback is not None
                 assert stream.fallback.reason is FallbackReason.VERSION_MISMATCH

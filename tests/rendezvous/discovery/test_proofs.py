@@ -1,7 +1,7 @@
 """Proofs that an address leads to a listener of another network namespace, message by message.
 
-These tests imitate the namespaces: they rename the namespace of a listener, so that this process
-takes it for another one.  `tests/e2e/test_networks.py` has real ones, with bridges and NAT.
+These tests imitate a second namespace: the client treats the listener's namespace as another one.
+`tests/e2e/test_networks.py` uses real namespaces, with bridges and NAT.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import trio
 
 from tests.rendezvous.discovery.world import (
     SHORT,
-    Both,
-    both_go,
+    Pair,
     bound,
-    reached,
+    deadline_after,
     serving,
+    short_path,
     sockets_below,
+    start_smc_r,
 )
+from tests.timing import PATIENCE
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.descriptors import Closer
@@ -46,7 +48,8 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def two_namespaces(monkeypatch: Patch) -> None:
-    """A client takes the namespace of a listener for another one, in a directory that is named."""
+    """Let clients treat the listener's namespace as another one, and the directory as a configured
+    one."""
     monkeypatch.setattr(directory, "other_namespaces", directory.namespace_paths)
     for module in (directory, announcing):
         monkeypatch.setattr(module, "is_named", lambda path: True)
@@ -62,7 +65,7 @@ async def raw_proof(private: Path, there: str = HOST) -> messages.Message:
     """The message that a client receives after a PROVE."""
     names, token, closer = Names(private), secrets.token_bytes(16), Closer("test")
     (listener,) = sockets_below(private)
-    with names.listen(reply_name(token)) as waiting, reached(listener) as path:
+    with names.listen(reply_name(token)) as waiting, short_path(listener) as path:
         key = messages.four_tuple((HOST, 0), (there, 0))
         waiting.sendto(messages.prove(key, token), path)
         await trio.lowlevel.wait_readable(waiting)
@@ -84,7 +87,7 @@ async def read_all(port: int, source: str = HOST) -> bytes:
         return got
 
 
-async def test_a_proven_path_is_announced_to(private: Path) -> None:
+async def test_a_client_announces_to_a_proven_listener(private: Path) -> None:
     discovery = Discovery(private)
     async with serving(private) as server, bound() as client:
         found = await discovery.prove(HOST, server.address, client)
@@ -96,7 +99,7 @@ async def test_a_proven_path_is_announced_to(private: Path) -> None:
         connection, claim = await server.accept()
         with connection:
             assert claim is not None
-            await both_go(Both(client, announcement, connection, claim))
+            await start_smc_r(Pair(client, announcement, connection, claim))
 
 
 async def test_a_proven_path_on_which_another_process_accepts(private: Path) -> None:
@@ -109,7 +112,7 @@ async def test_a_proven_path_on_which_another_process_accepts(private: Path) -> 
         announcement = discovery.announce(source, server.address, client, elsewhere=found)
         assert isinstance(announcement, Announcement)
         await client.connect(server.address)
-        reason = await announcement.accepted(trio.current_time() + SHORT)
+        reason = await announcement.accepted(deadline_after(SHORT))
         assert reason is FallbackReason.PATH_NOT_PROVEN
         again = discovery.announce(source, server.address, client, elsewhere=found)
         assert again is FallbackReason.PATH_NOT_PROVEN
@@ -131,7 +134,7 @@ async def test_an_address_of_another_host(private: Path) -> None:
 
 @pytest.mark.parametrize("change", ["nonce", "source", "destination", "short", "silent"])
 async def test_a_proof_that_is_not_valid(change: str, private: Path, monkeypatch: Patch) -> None:
-    """Another process is behind the address, or NAT translates the address."""
+    """Another process uses the address, or NAT translates the address."""
     proof = messages.proof
 
     def other(nonce: bytes, source: tuple[str, int], destination: tuple[str, int]) -> bytes:
@@ -162,12 +165,12 @@ async def test_a_silent_listener_costs_only_the_timeout(private: Path, monkeypat
     monkeypatch.setattr(proofs, "_PROOF_PATIENCE", SHORT)
     monkeypatch.setattr(proofs.Probe, "answer", lambda self: False)
     async with serving(private) as server:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE):
             assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
 
 
 async def test_another_client_is_sent_nothing(private: Path) -> None:
-    """The client connects from another address than the one that is to be proven."""
+    """The client connects from another address than the one in its request."""
     async with serving(private):
         answer = await raw_proof(private)
         assert answer.kind is Kind.LISTENING
@@ -186,7 +189,7 @@ async def test_a_probe_listens_until_the_client_has_connected(
         answer = await raw_proof(private)
         if comes:
             await read_all(answer.port)
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             while server.publication.probes:  # noqa: ASYNC110 - no event to wait for
                 await trio.sleep(0.01)
         with pytest.raises(ConnectionRefusedError):
@@ -205,7 +208,7 @@ async def test_no_proof_if_the_server_lacks_descriptors(private: Path, monkeypat
 
     monkeypatch.setattr(proofs.Probe, "answer", full)
     async with serving(private) as server:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE):
             assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
         assert not server.publication.probes
 

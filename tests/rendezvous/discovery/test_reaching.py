@@ -11,13 +11,13 @@ import pytest
 import trio
 
 from tests.rendezvous.discovery.world import (
-    Both,
+    Pair,
     agree,
     announce,
-    both_go,
     bound,
     serving,
     sockets_below,
+    start_smc_r,
 )
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery.same_host import Discovery
@@ -55,7 +55,7 @@ async def test_mapped_addresses_are_ipv4(private: Path) -> None:
             connection, claim = await server.accept()
             with connection:
                 assert claim is not None
-                await both_go(Both(client, announcement, connection, claim))
+                await start_smc_r(Pair(client, announcement, connection, claim))
 
 
 async def test_an_ipv6_only_wildcard_does_not_serve_ipv4(private: Path) -> None:
@@ -75,7 +75,7 @@ async def test_a_wildcard_listener_does_not_serve_other_hosts(private: Path) -> 
 async def test_no_listener_is_published(private: Path) -> None:
     outcome = Discovery(private).announce(("127.0.0.1", 1), ("127.0.0.1", 2))
     assert outcome is FallbackReason.PEER_NOT_CAPABLE
-    assert os.listdir(private.parent) == [], "a client makes no directory"
+    assert os.listdir(private.parent) == [], "the client made a directory"
 
 
 async def test_names_hold_the_network_namespace(private: Path) -> None:
@@ -115,7 +115,7 @@ async def test_a_long_directory(runtime_directory: Path) -> None:
         await agree(private, server, server.address)
 
 
-async def test_a_client_that_did_not_announce_itself_is_not_waited_for(private: Path) -> None:
+async def test_a_server_does_not_wait_for_an_unannounced_client(private: Path) -> None:
     async with serving(private) as server, bound() as client:
         await client.connect(server.address)
         connection, claim = await server.accept()

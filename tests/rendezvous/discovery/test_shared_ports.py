@@ -1,6 +1,7 @@
-"""Same-host discovery where connections of several sockets have the same port, one after another.
+"""Same-host discovery if several client sockets use the same port one after another.
 
-The server answers the announcement for the connection of another client, which had the port first.
+The server finds the announcement when it accepts the connection of another client, which had the
+port first, and sends its answer to the wrong client.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ import pytest
 import trio
 import trio.testing
 
-from tests.rendezvous.discovery.world import LONG, Both, Server, announce, both_go, serving, soon
+from tests.rendezvous.discovery.world import (
+    Pair,
+    Server,
+    announce,
+    deadline_after,
+    serving,
+    start_smc_r,
+)
+from tests.timing import PATIENCE
 from trio_smc.rendezvous.discovery.same_host import Announcement, Claim
 
 HOST = "127.0.0.1"
@@ -24,7 +33,8 @@ RESET = struct.pack("ii", 1, 0)
 
 @contextmanager
 def sharing(port: int = 0) -> Iterator[trio.socket.SocketType]:
-    """A client's socket, bound to a port that others may be bound to; its end is a reset."""
+    """A client's socket on a port that other sockets may share.  Closing it resets the
+    connection."""
     plain = socket.socket()
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
@@ -43,7 +53,7 @@ async def claimed(server: Server) -> tuple[trio.socket.SocketType, Claim]:
 async def test_a_connection_of_another_client_with_the_announced_addresses(
     private: Path, then: str
 ) -> None:
-    """The announced connection fails; the server is notified, and has plain TCP at once."""
+    """The announced connection fails.  The client notifies the server, which uses plain TCP."""
     async with serving(private) as server, trio.open_nursery() as nursery:
         with sharing() as other, sharing(other.getsockname()[1]) as client:
             announcement = await announce(private, client, server.address)
@@ -58,7 +68,7 @@ async def test_a_connection_of_another_client_with_the_announced_addresses(
                 assert await agreement(mistaken, theirs) in ("plain", "ended")
             else:
                 nursery.start_soon(close_soon, announcement)
-                with trio.fail_after(LONG):
+                with trio.fail_after(PATIENCE):
                     assert await agreement(mistaken, theirs) == "plain"
             theirs.close()
 
@@ -69,9 +79,9 @@ async def close_soon(announcement: Announcement) -> None:
 
 
 async def agreement(claim: Claim, connection: trio.socket.SocketType) -> str:
-    """The result for a server and a connection whose client was sent ACCEPTED."""
+    """The server's result for a connection, after it has sent ACCEPTED."""
     try:
-        if await claim.confirm(connection, soon(60)) and claim.first_bytes():
+        if await claim.confirm(connection, deadline_after()) and claim.first_bytes():
             return "smc"
     except ConnectionResetError:
         return "ended"
@@ -82,7 +92,7 @@ async def agreement(claim: Claim, connection: trio.socket.SocketType) -> str:
 async def test_an_announcement_that_another_connection_was_answered_for(
     private: Path, ends: str
 ) -> None:
-    """Then the client connects, and the server answers for that connection as well."""
+    """The client connects afterwards, and the server answers for that connection as well."""
     async with serving(private) as server:
         with sharing() as other, sharing(other.getsockname()[1]) as client:
             announcement = await announce(private, client, server.address)
@@ -99,7 +109,7 @@ async def test_an_announcement_that_another_connection_was_answered_for(
             await client.connect(server.address)
             ours, claim = await claimed(server)
             with theirs, ours:
-                await both_go(Both(client, announcement, ours, claim))
+                await start_smc_r(Pair(client, announcement, ours, claim))
 
 
 async def test_a_connection_that_has_ended_is_not_answered_for(private: Path) -> None:
@@ -115,7 +125,7 @@ async def test_a_connection_that_has_ended_is_not_answered_for(private: Path) ->
                 assert none is None
             ours, claim = await claimed(server)
             with ours:
-                await both_go(Both(client, announcement, ours, claim))
+                await start_smc_r(Pair(client, announcement, ours, claim))
 
 
 async def test_another_client_after_the_announced_connection(private: Path) -> None:
@@ -126,7 +136,7 @@ async def test_another_client_after_the_announced_connection(private: Path) -> N
                 await client.connect(server.address)
                 ours, claim = await claimed(server)
                 claim.accept()
-                assert await announcement.accepted(soon()) is None
+                assert await announcement.accepted(deadline_after()) is None
                 await client.send(b"\xe2\xd4\xc3\xd9")
             client.close()
             await other.connect(server.address)
@@ -137,8 +147,8 @@ async def test_another_client_after_the_announced_connection(private: Path) -> N
 
 
 async def test_an_answer_before_the_connection_is_open(private: Path) -> None:
-    """It is about another connection, and the server is told although the client has not failed to
-    connect yet."""
+    """The answer belongs to another connection.  The client notifies the server before its own
+    attempt to connect fails."""
     async with serving(private) as server, trio.open_nursery() as nursery:
         with sharing() as other, sharing(other.getsockname()[1]) as client:
             announcement = await announce(private, client, server.address)
@@ -148,6 +158,6 @@ async def test_an_answer_before_the_connection_is_open(private: Path) -> None:
             mistaken.accept()
             assert announcement.is_too_late()
             nursery.start_soon(close_soon, announcement)
-            with theirs, trio.fail_after(LONG):
+            with theirs, trio.fail_after(PATIENCE):
                 assert await agreement(mistaken, theirs) == "plain"
             assert server.publication.claims == {}

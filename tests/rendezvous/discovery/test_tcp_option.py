@@ -1,7 +1,7 @@
-"""The TCP option on a real kernel: the bytes on the wire, and which users may send them.
+"""The TCP option on a real kernel: the bytes on the wire, and the users that may send them.
 
-Loading a BPF program takes privileges; without them these tests are skipped, and
-`test_api_discovery` shows what users see then.
+Loading a BPF program needs privileges.  Without privileges, these tests are skipped;
+`test_api_discovery` tests the behaviour of the API in that case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import trio
 import trio_smc
 from tests.api.api_peers import (
     HOST,
-    PATIENCE,
     address_of,
     check_talk,
     close_all,
@@ -34,6 +33,7 @@ from tests.api.api_peers import (
 )
 from tests.ports import reserved_port
 from tests.rendezvous.discovery.option_wire import SYN, SYN_ACK, Wire, cgroup, cgroup2, requires_bpf
+from tests.timing import PATIENCE
 from tests.wire import tshark_reader
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, SmcListener, SoftRnic, Stack
 from trio_smc.rendezvous.discovery import bpf as _bpf
@@ -52,7 +52,7 @@ Reason = FallbackReason
 
 @pytest.fixture
 def option() -> Iterator[TcpOption]:
-    """An option whose program this process loads for itself."""
+    """An option for which this process loads a program of its own."""
     found = TcpOption(NOWHERE)
     yield found
     found.close()
@@ -60,8 +60,8 @@ def option() -> Iterator[TcpOption]:
 
 @pytest.fixture
 def pins() -> Iterator[Path]:
-    """A directory for pins that all users can reach; it is removed at the end."""
-    # Not in tmp_path: each pytest that begins closes the directory above it for others.
+    """A directory for pins that all users can reach, removed at the end."""
+    # Not in tmp_path: each start of pytest denies other users access to the directory above it.
     with tempfile.TemporaryDirectory(prefix="smc-") as directory:
         os.chmod(directory, 0o755)
         path = Path(directory, "pins")
@@ -75,7 +75,10 @@ def tcp(
     offering: TcpOption | None, accepting: TcpOption | None, host: str = HOST,
     *, wire: Wire | None = None,
 ) -> Iterator[tuple[socket.socket, socket.socket, int]]:  # fmt: skip
-    """Both ends of a connection, and its server's port; None: a socket that is left alone."""
+    """Both ends of a connection, and the server's port.
+
+    offering, accepting: the option that the client's and the server's socket use; None: no option.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener, socket.socket(family) as client:
         if accepting:
@@ -100,8 +103,10 @@ def tcp(
 @pytest.mark.parametrize("host", [HOST, "::1"])
 @pytest.mark.parametrize("offers", [True, False])
 @pytest.mark.parametrize("accepts", [True, False])
-def test_on_the_wire(option: TcpOption, host: str, *, offers: bool, accepts: bool) -> None:
-    """On the SYN when the client offers, on the SYN-ACK when both do, on no other segment."""
+def test_the_option_is_on_syn_and_syn_ack(
+    option: TcpOption, host: str, *, offers: bool, accepts: bool
+) -> None:
+    """The SYN has the option if the client offers, the SYN-ACK if both do, no other segment."""
     with (
         Wire.open() as wire,
         tcp(option if offers else None, option if accepts else None, host, wire=wire) as (
@@ -124,7 +129,7 @@ def test_on_the_wire(option: TcpOption, host: str, *, offers: bool, accepts: boo
 
 @pytest.mark.rfc("3.1/1", "A.1/1")
 @pytest.mark.tshark
-def test_as_tshark_reads_it(option: TcpOption, tmp_path: Path) -> None:
+def test_tshark_reads_the_option(option: TcpOption, tmp_path: Path) -> None:
     tshark_reader.require_tshark()
     with Wire.open() as wire:
         with tcp(option, option, wire=wire) as (_, _, port):
@@ -151,7 +156,7 @@ def test_as_tshark_reads_it(option: TcpOption, tmp_path: Path) -> None:
 
 
 def test_a_socket_that_connects_again(option: TcpOption) -> None:
-    """The result of an earlier connection is forgotten."""
+    """The result of an earlier connection does not count."""
     with socket.socket() as client, socket.socket() as listener, socket.socket() as plain:
         option.offer(listener)
         for each in (listener, plain):
@@ -160,7 +165,7 @@ def test_a_socket_that_connects_again(option: TcpOption) -> None:
         option.offer(client)
         client.connect(listener.getsockname())
         assert option.answer(client) is None
-        # AF_UNSPEC dissolves the association; socket.connect has no way to say so.
+        # connect(2) with AF_UNSPEC disconnects the socket; `socket.connect` cannot do that.
         client.shutdown(socket.SHUT_RDWR)
         _disconnect(client)
         client.connect(plain.getsockname())
@@ -185,7 +190,8 @@ def test_a_closed_socket_has_no_option(option: TcpOption) -> None:
 
 
 def test_another_program_that_wants_header_callbacks(option: TcpOption) -> None:
-    """A SYN-ACK has no socket: only the guard shows that a plain listener sends it."""
+    """A SYN-ACK has no socket.  Only the guard in the program prevents an option from a plain
+    listener."""
     foreign = Assembler()
     foreign.move(6, 1)
     foreign.load(2, 6, 0)
@@ -196,7 +202,7 @@ def test_another_program_that_wants_header_callbacks(option: TcpOption) -> None:
     foreign.move(1, 6)
     foreign.store_immediate(10, -8, 1)
     foreign.set(2, 6)
-    foreign.set(3, 27)  # and their clients' SYNs are kept
+    foreign.set(3, 27)  # keep the SYNs of their clients
     foreign.frame_address(4, -8)
     foreign.set(5, 4)
     foreign.call(49)
@@ -217,8 +223,8 @@ def test_another_program_that_wants_header_callbacks(option: TcpOption) -> None:
         os.close(program)
 
 
-def test_two_programs_of_ours(option: TcpOption) -> None:
-    """Two processes of one cgroup that each loaded their own."""
+def test_two_processes_load_a_program_each(option: TcpOption) -> None:
+    """Two options with a program each, like those of two processes in one cgroup."""
     another = TcpOption(NOWHERE)
     try:
         with Wire.open() as wire, tcp(option, another, wire=wire) as (one, other, port):
@@ -249,8 +255,8 @@ async def listening(config: Config = STRICT) -> AsyncIterator[tuple[Stack, SmcLi
 
 
 @pytest.mark.rfc("3.1/2")
-async def test_streams() -> None:
-    """SMC-R by the TCP option alone; a plain socket of this process carries nothing."""
+async def test_streams_agree_by_the_option_alone() -> None:
+    """The streams use SMC-R.  A plain socket of the same process sends no option."""
     with Wire.open() as wire:
         async with listening() as (stack, listener), plain_server() as server:
             port, plain = address_of(listener)[1], address_of(server)[1]
@@ -267,7 +273,7 @@ async def test_streams() -> None:
     assert not any(254 in each.kinds for each in others)
 
 
-async def test_sockets_of_a_program_that_knows_nothing_of_it() -> None:
+async def test_an_unmodified_program_sends_the_option() -> None:
     """`enable`: Trio's own listeners and streams."""
     trio_smc.enable(STRICT)
     try:
@@ -310,7 +316,7 @@ async def test_peers_without_smc_r_see_no_clc_message() -> None:
 
 
 async def test_a_client_that_did_not_see_the_answer(option: TcpOption) -> None:
-    """The SYN-ACK's option was lost: the application's bytes come in place of CLC."""
+    """The option of the SYN-ACK was lost, so the client sends application data instead of CLC."""
     async with listening() as (_, listener):
         with trio.socket.socket() as client:
             option.offer(client)
@@ -324,7 +330,7 @@ async def test_a_client_that_did_not_see_the_answer(option: TcpOption) -> None:
 
 
 async def test_a_client_that_lost_its_rnic_declines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option promised a message: a Decline in place of the Proposal (C.1)."""
+    """After the option the server expects a message: a Decline replaces the Proposal (C.1)."""
     async with listening() as (_, listener), trio_smc.open_stack(STRICT) as stack:
         real = stack.runtime.rnic_set.serving
 
@@ -360,7 +366,7 @@ async def test_a_server_without_an_rnic_declines() -> None:
 
 
 async def test_software_rnics_alone_need_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under "auto", where every peer is on this host, nothing is loaded."""
+    """With "auto" and only peers on this host, the stack loads no program."""
 
     def refuse(cgroup: Path) -> None:
         raise AssertionError("a program was loaded")
@@ -405,7 +411,7 @@ AS_UNPRIVILEGED = """
 def as_unprivileged(
     pins: Path, *, groups: list[int], port: int = 0, cgroup: Path | None = None
 ) -> list[str]:
-    """The outcomes of two offers and two answers of a process without privileges."""
+    """Run a process without privileges; returns the results of two offers and two answers."""
     program = textwrap.dedent(AS_UNPRIVILEGED).format(
         path=[path for path in sys.path if path], groups=groups, number=UNPRIVILEGED,
         pins=str(pins), port=port,
@@ -419,7 +425,7 @@ def as_unprivileged(
     return done.stdout.split()
 
 
-def test_for_a_group(pins: Path) -> None:
+def test_a_group_may_use_the_option(pins: Path) -> None:
     assert trio_smc.set_up_tcp_option(group="daemon", pins=pins)
     with Wire.open() as wire, reserved_port() as port:
         wire.watch(port)
@@ -427,7 +433,7 @@ def test_for_a_group(pins: Path) -> None:
         kinds = [e.kinds.get(254) for e in wire.segments(port) if e.flags & SYN]
     assert results == ["None"] * 4
     assert kinds == [OPTION] * 2
-    # Another user cannot, and gets the reason.
+    # A user outside of the group may not use the option, and gets the reason.
     with Wire.open() as wire, reserved_port() as port:
         wire.watch(port)
         results = as_unprivileged(pins, groups=[], port=port)
@@ -437,8 +443,9 @@ def test_for_a_group(pins: Path) -> None:
     assert results == [str(Reason.TCP_OPTION_NOT_PERMITTED)] * 4
 
 
-def test_for_a_cgroup(pins: Path) -> None:
-    """A process outside can mark its sockets, and gets the reason why that has no effect."""
+def test_only_a_process_in_the_cgroup_sends_the_option(pins: Path) -> None:
+    """A process outside of the cgroup can mark its sockets, and gets the reason why this has no
+    effect."""
     with cgroup("inside") as inside, cgroup("outside") as outside:
         assert trio_smc.set_up_tcp_option(group="daemon", cgroup=inside, pins=pins)
         assert as_unprivileged(pins, groups=[1], cgroup=inside) == ["None"] * 4
@@ -446,14 +453,14 @@ def test_for_a_cgroup(pins: Path) -> None:
         assert answers == ["None"] * 2 + [str(Reason.TCP_OPTION_UNAVAILABLE)] * 2
 
 
-def test_setting_up_again(pins: Path) -> None:
+def test_setup_may_run_again(pins: Path) -> None:
     assert trio_smc.set_up_tcp_option(pins=pins)
     inode = os.stat(pins / MAP_NAME).st_ino
     assert (os.stat(pins / MAP_NAME).st_mode & 0o777, os.stat(pins / MAP_NAME).st_gid) == (0o600, 0)
     assert not trio_smc.set_up_tcp_option(group="daemon", pins=pins)
     found = os.stat(pins / MAP_NAME)
     assert (found.st_ino, found.st_mode & 0o777, found.st_gid) == (inode, 0o660, 1)
-    # For another cgroup it has to be loaded again.
+    # Another cgroup needs the program to be loaded again.
     with cgroup("other") as other:
         assert trio_smc.set_up_tcp_option(cgroup=other, pins=pins)
         assert not trio_smc.set_up_tcp_option(cgroup=other, pins=pins)
@@ -463,7 +470,7 @@ def test_setting_up_again(pins: Path) -> None:
     assert not pins.exists()
 
 
-def test_in_a_file_system_that_is_there(pins: Path) -> None:
+def test_setup_uses_a_mounted_file_system(pins: Path) -> None:
     assert trio_smc.set_up_tcp_option(pins=pins)
     below = pins / "below"
     assert trio_smc.set_up_tcp_option(pins=below)
@@ -481,7 +488,7 @@ def test_setup_replaces_broken_pins(pins: Path, broken: str) -> None:
         freeze(pins / MAP_NAME)
     option = TcpOption(pins)
     try:
-        # Meanwhile: root may load a program of its own.
+        # Until the setup runs again, root may load a program of its own.
         with tcp(option, option) as (one, _, _):
             assert option.answer(one) in (None, Reason.TCP_OPTION_UNAVAILABLE)
         assert trio_smc.set_up_tcp_option(pins=pins)
@@ -493,7 +500,7 @@ def test_setup_replaces_broken_pins(pins: Path, broken: str) -> None:
 
 
 def freeze(path: Path) -> None:
-    """Freeze a map, as a hostile member of the group could do."""
+    """Freeze a map, as a hostile member of the group could."""
     fd = _bpf.open_pinned(path)
     try:
         _bpf._bpf(22, fd.to_bytes(4, sys.byteorder))
@@ -507,8 +514,8 @@ def test_a_frozen_map_has_a_reason(pins: Path) -> None:
     assert as_unprivileged(pins, groups=[1]) == [str(Reason.TCP_OPTION_UNAVAILABLE)] * 4
 
 
-def test_torn_down_under_a_process(pins: Path) -> None:
-    """The process continues with its own program if it may load one, else with plain TCP."""
+def test_a_process_continues_after_teardown(pins: Path) -> None:
+    """If the process may load a program, it continues with its own one, otherwise with TCP."""
     trio_smc.set_up_tcp_option(pins=pins)
     option = TcpOption(pins)
     option._may_load = False
@@ -530,13 +537,15 @@ def test_torn_down_under_a_process(pins: Path) -> None:
         ({"cgroup": "/tmp"}, "/tmp is no cgroup"),
     ],
 )
-def test_bad_arguments(pins: Path, wrong: dict[str, str], text: str) -> None:
+def test_setup_refuses_bad_arguments(pins: Path, wrong: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         trio_smc.set_up_tcp_option(pins=pins, **wrong)
     assert not pins.exists()
 
 
-def test_no_program_can_be_loaded(pins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setup_needs_the_right_to_load_a_program(
+    pins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(code: bytes) -> int:
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -568,7 +577,7 @@ def test_the_command(pins: Path) -> None:
 
 @pytest.mark.parametrize("lacks", [1, 3, 4])
 def test_a_lack_of_memory_is_tried_again(lacks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since Linux 7.0 the kernel does not wait for the memory of a socket's word."""
+    """Since Linux 7.0 the kernel does not wait for the memory of a socket's entry in the map."""
     update, left = _bpf.update, [lacks]
 
     def short_of_memory(table: int, key: int, value: int) -> None:

@@ -1,9 +1,10 @@
 """A listening process for the tests of same-host discovery.
 
-Arguments: the private directory, address and port (0: any), "smc" or "plain"; and the descriptor of
-a listening socket that it inherits, if it has none of its own.  It prints its port, then one line
-per accepted connection: "smc-r" or "tcp".  Each client gets that word and the end of stream.  It
-runs until standard input ends.  SO_REUSEPORT is set.
+Arguments: the private directory, address and port (0: any), and "smc" or "plain".  One more
+argument is the descriptor of an inherited listening socket; without it, the process makes a socket
+with SO_REUSEPORT.  The process prints its port, then "smc-r" or "tcp" for each accepted connection.
+Each client receives that word and the end of the stream.  The process runs until its standard input
+ends.
 """
 
 from __future__ import annotations

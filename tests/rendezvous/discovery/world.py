@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import trio
 
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import directory, names
 from trio_smc.rendezvous.discovery.older_releases import is_signpost
@@ -21,11 +22,13 @@ from trio_smc.rendezvous.discovery.same_host import (
     Publication,
 )
 
-LONG = 10.0  # a deadline that is not meant to pass, seconds
-SHORT = 0.05  # one that is
+LONG = 2 * PATIENCE
+"""Seconds until a deadline that a test does not reach: a wait fails before, after `PATIENCE`."""
+SHORT = 0.05
+"""Seconds until a deadline that a test reaches."""
 
 
-def soon(seconds: float = LONG) -> float:
+def deadline_after(seconds: float = LONG) -> float:
     return trio.current_time() + seconds
 
 
@@ -91,17 +94,17 @@ async def announce(
 
 
 async def agree(discovery: Path | Discovery, server: Server, destination: tuple[str, int]) -> None:
-    """Open one TCP connection and see both ends start SMC-R on it."""
+    """Open one TCP connection, and check that both ends start SMC-R on it."""
     async with bound("::1" if ":" in destination[0] else "127.0.0.1") as client:
         announcement = await announce(discovery, client, destination)
         await client.connect(destination)
         connection, claim = await server.accept()
         with connection:
             assert claim is not None
-            await both_go(Both(client, announcement, connection, claim))
+            await start_smc_r(Pair(client, announcement, connection, claim))
 
 
-class Both(NamedTuple):
+class Pair(NamedTuple):
     """The two ends of a TCP connection that was announced and accepted."""
 
     client: trio.socket.SocketType
@@ -110,28 +113,28 @@ class Both(NamedTuple):
     claim: Claim
 
     async def client_result(self, patience: float = LONG) -> FallbackReason | None:
-        """The client's result; it sends CLC, or as an application."""
-        reason = await self.announcement.accepted(soon(patience))
+        """Wait for the client's result, and send "C" for CLC, or "A" for application data."""
+        reason = await self.announcement.accepted(deadline_after(patience))
         await self.client.send(b"C" if reason is None else b"A")
         return reason
 
     async def server_result(self, patience: float = LONG) -> bool:
-        """The server's result; the client must have sent the bytes that go with it."""
-        agreed = await self.claim.confirm(self.connection, soon(patience))
+        """Wait for the server's result, and check that the client has sent the matching byte."""
+        agreed = await self.claim.confirm(self.connection, deadline_after(patience))
         assert await self.connection.recv(1) == (b"C" if agreed else b"A")
         return agreed
 
 
-async def both_go(both: Both) -> None:
+async def start_smc_r(pair: Pair) -> None:
     answers: list[object] = []
 
     async def run_server() -> None:
-        answers.append(await both.server_result())
+        answers.append(await pair.server_result())
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_server)
-        assert await both.client_result() is None
-    both.announcement.close()
+        assert await pair.client_result() is None
+    pair.announcement.close()
     assert answers == [True]
 
 
@@ -151,8 +154,8 @@ def names_below(private: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def reached(name: Path) -> Iterator[str]:
-    """An address of a socket, whose path may be too long for one."""
+def short_path(name: Path) -> Iterator[str]:
+    """A path to a socket that is short enough for the address of a Unix socket."""
     directory = os.open(name.parent, os.O_PATH)
     try:
         yield f"/proc/self/fd/{directory}/{name.name}"
@@ -166,7 +169,7 @@ def _sockets(private: Path, kind: str) -> list[Path]:
 
 
 @contextlib.asynccontextmanager
-async def claimed(private: Path, *, discovery: Discovery | None = None) -> AsyncIterator[Both]:
+async def claimed(private: Path, *, discovery: Discovery | None = None) -> AsyncIterator[Pair]:
     async with serving(private) as server, bound() as client:
         announcement = await announce(discovery or private, client, server.address)
         await client.connect(server.address)
@@ -174,5 +177,5 @@ async def claimed(private: Path, *, discovery: Discovery | None = None) -> Async
         with connection:
             assert claim is not None
             with announcement:
-                yield Both(client, announcement, connection, claim)
+                yield Pair(client, announcement, connection, claim)
             claim.forget()

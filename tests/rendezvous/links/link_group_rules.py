@@ -1,4 +1,4 @@
-"""Rules that both sides of a settled link group must fulfil."""
+"""Rules for both sides of a link group when no message is on its way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trio_smc.rendezvous.links.link import Link
 from trio_smc.rnic.verbs import QpState
 from trio_smc.wire.cdc import CDC_TYPE
 
-__all__ = ["agreement", "is_sound", "kind_of", "known", "partners", "registered"]
+__all__ = ["check_agreement", "is_sound", "kind_of", "known", "partners", "registered"]
 
 
 def kind_of(group: LinkGroup) -> str:
@@ -20,7 +20,7 @@ def kind_of(group: LinkGroup) -> str:
 
 
 def is_sound(world: GroupWorld) -> bool:
-    """True if there are groups, all symmetric, with working links and no exchange under way."""
+    """True if there are groups, and all are symmetric, with working links and no exchange."""
     groups = [group for side in world.sides for group in side.groups]
     if not groups or any(kind_of(group) != "symmetric" for group in groups):
         return False
@@ -44,7 +44,10 @@ def is_sound(world: GroupWorld) -> bool:
 
 
 def partners(world: GroupWorld) -> list[tuple[LinkGroup, LinkGroup]]:
-    """The two halves of each link group, the client's first; AssertionError when one is alone."""
+    """The two sides of each link group, the client's first.
+
+    Raises AssertionError if only one side has a group.
+    """
     groups = [group for side in world.sides for group in side.groups]
     halves = {_ends(group): group for group in groups if not group.client}
     pairs = []
@@ -60,7 +63,7 @@ def partners(world: GroupWorld) -> list[tuple[LinkGroup, LinkGroup]]:
 
 
 def _ends(group: LinkGroup) -> frozenset[tuple[int, int, int]]:
-    """Number and queue pairs of each link, the client's first."""
+    """Number and queue pairs of each link, the client's queue pair first."""
     found = []
     for link in group.links.values():
         assert link.peer is not None, f"{link!r} has no peer"
@@ -76,8 +79,8 @@ def _links(group: LinkGroup) -> list[str]:
     ]
 
 
-def agreement(world: GroupWorld) -> None:
-    """Raise AssertionError unless both sides mean the same links, RTokens and connections."""
+def check_agreement(world: GroupWorld) -> None:
+    """Raise AssertionError unless both sides have the same links, RTokens and connections."""
     pairs = partners(world)
     for pair in pairs:
         for group in pair:
@@ -87,8 +90,8 @@ def agreement(world: GroupWorld) -> None:
         for group, other in (pair, pair[::-1]):
             ours, theirs = registered(group), known(other)
             assert ours == theirs, (
-                f"{group!r} registered {sorted(map(sorted, ours - theirs))} that the peer does not"
-                f" know; the peer knows {sorted(map(sorted, theirs - ours))} that there is not"
+                f"{group!r} has registered {sorted(map(sorted, ours - theirs))}, unknown to the"
+                f" peer; the peer knows {sorted(map(sorted, theirs - ours))}, not registered"
             )
     for stream in world.streams:
         _check_stream(stream, pairs)
@@ -124,7 +127,7 @@ def _check_stream(stream: Stream, pairs: Sequence[tuple[LinkGroup, LinkGroup]]) 
     alive = [stream.alive(0), stream.alive(1)]
     if not any(alive) or any(stream.closed):
         return
-    assert alive == [True, True], f"alive are {alive}"
+    assert alive == [True, True], f"only one end is usable: {alive}"
     ends = [stream.connection(0), stream.connection(1)]
     for place, mine in enumerate(ends):
         other = ends[1 - place]
@@ -141,11 +144,11 @@ def _check_stream(stream: Stream, pairs: Sequence[tuple[LinkGroup, LinkGroup]]) 
 
 
 def _check_held(world: GroupWorld) -> None:
-    """Nothing is open but what groups and connections have."""
+    """Check that no resource is open that neither a group nor a connection uses."""
     groups = [group for side in world.sides for group in side.groups]
     links = sum(len(group.links) for group in groups)
     rmbs = [group.own_rmbs.tokens(rmb) for group in groups for rmb in group.own_rmbs]
     expected = {
         "memory": len(rmbs), "pd": links, "region": sum(map(len, rmbs)), "qp": links,
     }  # fmt: skip
-    assert world.fabric.held == expected, f"open are {world.fabric.held}, in use {expected}"
+    assert world.fabric.held == expected, f"open: {world.fabric.held}, in use: {expected}"

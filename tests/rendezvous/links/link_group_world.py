@@ -1,9 +1,9 @@
-"""Two link-group cores back to back, and a scheduler that holds every string.
+"""Two link groups back to back, and a scheduler that chooses the next step at random.
 
-`GroupWorld` is a `World` (no sockets, no threads, no clock) with two sides of one or more RNICs
-each.  What is on its way waits in a queue for each queue pair; `GroupWorld.nudge` moves one small
-thing, chosen by the seed, so that everything may come in any order that the wire allows.
-`Stream` is a connection whose bytes are known by their position.
+`GroupWorld` is a `World` (no sockets, no threads, no real clock) with two sides of one or more
+RNICs each.  Each queue pair has a queue of requests on their way.  `GroupWorld.nudge` executes one
+small step, chosen by the seed, so that messages arrive in any order that the network allows.
+`Stream` is a connection whose expected bytes depend only on their position.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = (1 << 16, SIZE, 4 * SIZE)
 
 
 class _Direction:
-    """Bytes from one end of a stream to the other, known by their position."""
+    """Bytes from one end of a stream to the other, which depend only on their position."""
 
     def __init__(self, salt: int) -> None:
         self.salt = salt
@@ -45,7 +45,7 @@ class _Direction:
     def check(self, data: bytes) -> None:
         start = (self.salt + self.received) % _PERIOD
         assert data == _BYTES[start : start + len(data)], (
-            f"other bytes at position {self.received}: sent were {self.sent}"
+            f"wrong bytes at position {self.received} of {self.sent} sent ones"
         )
         self.received += len(data)
         assert self.received <= self.sent, "more bytes than were sent"
@@ -56,10 +56,10 @@ class Stream:
 
     Attributes:
       call: the rendezvous; `call.ends` are client and server.
-      closed: whether this side's application has closed, for each end.
-      failed: whether this end's application got an error.
-      parked: whether this end's application waits until the connection calls its ``on_writable``:
-        it sent less than it had.
+      closed: for each end, True if its application has closed the connection.
+      failed: for each end, True if its application got an error.
+      parked: for each end, True if its application could not send all bytes, and waits for
+        ``on_writable``.
     """
 
     def __init__(self, call: Call, salt: int) -> None:
@@ -80,7 +80,7 @@ class Stream:
         return all(isinstance(end.outcome, Established) for end in self.call.ends)
 
     def connection(self, place: int) -> Connection | None:
-        """This end's connection, once it is established."""
+        """The connection of this end, or None before it is established."""
         end: End = self.call.ends[place]
         return end.connection if isinstance(end.outcome, Established) else None
 
@@ -113,14 +113,14 @@ class Stream:
         self.parked[place] = False
 
     def check_waits(self) -> None:
-        """No application waits to send where nothing can be sent any more."""
+        """Check that no application waits to send on a connection that cannot send any more."""
         for place in (0, 1):
             connection = self.connection(place)
             if self.parked[place] and connection is not None:
                 assert connection.sender.sendable, f"{connection!r}: a writer was not woken"
 
     def receive(self, place: int, length: int = _MOST) -> int:
-        """Take up to ``length`` bytes at this end; how many."""
+        """Receive up to ``length`` bytes at this end.  Returns their number."""
         connection, flow = self.connection(place), self.flows[1 - place]
         if connection is None or self.closed[place] or self.failed[place]:
             return 0
@@ -133,14 +133,14 @@ class Stream:
         return len(data)
 
     def close(self, place: int) -> None:
-        """This end's application is done."""
+        """Close the connection at this end."""
         connection = self.connection(place)
         if connection is not None and not self.closed[place]:
             self.closed[place] = True
             connection.close()
 
     def abort(self, place: int) -> None:
-        """This end's application gives up."""
+        """Abort the connection at this end."""
         connection = self.connection(place)
         if connection is not None and not self.closed[place]:
             self.closed[place] = True
@@ -148,9 +148,9 @@ class Stream:
 
 
 class UnevenWork:
-    """A clock of processor time by which some calls take longer than a turn, and most take none.
+    """A clock of processor time: some calls take longer than a turn, most take no time.
 
-    Each seed puts other ends off (`trio_smc._base.timers`), and always the same ones.
+    So `trio_smc._base.timers` postpones some ends of connections; the seed determines which.
     """
 
     def __init__(self, seed: int) -> None:
@@ -158,19 +158,19 @@ class UnevenWork:
         self._now = 0.0
 
     def __call__(self) -> float:
-        """Seconds."""
+        """Return the processor time in seconds."""
         if self._rng.random() < 0.1:
             self._now += 0.002
         return self._now
 
 
 class GroupWorld(World):
-    """Two sides, their streams, and everything on its way.
+    """Two sides, their streams, and all messages on their way.
 
     Args:
-      rng: decides what moves next.
-      rnics: how many RNICs client and server have.
-      write: takes the lines of a trace; None: no trace.
+      rng: chooses the next step.
+      rnics: numbers of RNICs of client and server.
+      write: receives the lines of a trace.  None: no trace.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class GroupWorld(World):
         self.server = self.side(config, rnics=rnics[1])
         self.streams: list[Stream] = []
         self.fate = Fate.DONE
-        """The fate of the next request that is executed."""
+        """The fate of the next executed request."""
         self._trace: Trace | None = None
         if write is not None:
             self._trace = Trace("world", self, write)
@@ -201,36 +201,39 @@ class GroupWorld(World):
         return [group for side in self.sides for group in side.groups if group.client]
 
     def trace(self, text: str) -> None:
-        """Tell the trace."""
+        """Write a line to the trace."""
         if self._trace is not None:
             self._trace.write_line(text)
 
     def open(self, size: int, *, reverse: bool = False) -> Stream:
-        """A new connection; its rendezvous has only begun.  ``reverse``: the server opens it."""
+        """Begin the rendezvous of a new connection.
+
+        reverse: True if the server opens it.
+        """
         sides = (self.server, self.client) if reverse else (self.client, self.server)
         stream = Stream(self.call(*sides, size=size), 77 * len(self.streams))
         self.streams.append(stream)
         return stream
 
     def queue_pairs(self) -> list[PlainQueuePair]:
-        """All there are."""
+        """All queue pairs of both sides."""
         return [qp for side in self.sides for rnic in side.rnics for qp in rnic.qps.values()]
 
     # --- moving ------------------------------------------------------------------------------
 
     def deliverable(self) -> list[PlainQueuePair]:
-        """Queue pairs whose next request can be done; a SEND waits for a receive buffer."""
+        """Queue pairs whose next request can be executed; a SEND waits for a receive buffer."""
         return [qp for qp in self.fabric.busy if not _waits(qp)]
 
     def execute(self, qp: PlainQueuePair) -> None:
-        """Do the oldest request of ``qp``; `fate` says what becomes of it."""
+        """Execute the oldest request of ``qp`` with the result `fate`."""
         fate, self.fate = self.fate, Fate.DONE
         if fate is not Fate.DONE:
             self.trace(f"{fate} for a request of queue pair {qp.qp_num:#x}")
         qp.execute(fate)
 
     def nudge(self) -> None:
-        """One small thing moves: a request of some queue pair, a side, a handshake."""
+        """Do one small step of a queue pair, a side, a TCP connection or a handshake."""
         rng = self.rng
         pick = rng.random()
         if pick < 0.45:
@@ -242,20 +245,20 @@ class GroupWorld(World):
                         self.execute(qp)
         elif pick < 0.8:
             rng.choice(self.sides).stack.pump.drain()
-        elif self.news and pick < 0.87:
-            self.news.popleft().look()
+        elif self.tcp_changes and pick < 0.87:
+            self.tcp_changes.popleft().process_change()
         elif self.calls:
             rng.choice(rng.choice(self.calls).ends).step(self.clock.now)
 
     def step(self) -> bool:
-        """One round in which everything moves a little; False when nothing moved."""
+        """Run one round of all ends, queue pairs and sides.  Returns False if nothing changed."""
         moved = False
         for call in list(self.calls):
             for end in call.ends:
                 while end.step(self.clock.now):
                     moved = True
-        while self.news:
-            self.news.popleft().look()
+        while self.tcp_changes:
+            self.tcp_changes.popleft().process_change()
             moved = True
         for qp in self.deliverable():
             while qp.work and not _waits(qp):
@@ -267,7 +270,7 @@ class GroupWorld(World):
         return moved
 
     def stall(self) -> None:
-        """Nothing moves until the next timer is due."""
+        """Execute nothing until the next timer expires, and run that timer."""
         due = self.next_deadline()
         if due < float("inf"):
             self.clock.now = max(due, self.clock.now)
@@ -279,12 +282,12 @@ class GroupWorld(World):
 
     def close(self) -> None:
         for rnic in (rnic for side in self.sides for rnic in side.rnics):
-            assert not rnic.access_errors, f"{rnic.name} was written to where nothing is"
+            assert not rnic.access_errors, f"a peer wrote to an invalid address of {rnic.name}"
         super().close()
 
 
 def _waits(qp: PlainQueuePair) -> bool:
-    """True if the next request is a SEND without a buffer at the peer: RC tries again."""
+    """True if the next request is a SEND and the peer has no receive buffer: RC tries again."""
     if not qp.work or qp.work[0].message is None:
         return False
     peer = qp.peer()

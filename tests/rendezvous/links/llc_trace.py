@@ -1,4 +1,4 @@
-"""A trace of the messages and states of two sides, for a replay."""
+"""A trace of the messages and states of two sides, to debug a failed run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ __all__ = ["Trace"]
 
 
 class Trace:
-    """An observer that writes LLC messages and states, in order, for a replay."""
+    """An observer that writes messages and states in order.
+
+    Args:
+      name: the name of the side.
+      world: its clock gives the times.
+      write: receives each line.
+    """
 
     def __init__(self, name: str, world: World, write: Callable[[str], None]) -> None:
         self._name = name
@@ -52,7 +58,7 @@ class Trace:
 
 
 def _brief(message: llc.Message) -> str:
-    """The fields of an LLC message, without empty ones and without addresses."""
+    """The fields of an LLC message, without addresses and without fields that are empty."""
     text = type(message).__name__
     for each in dataclasses.fields(message):
         value = getattr(message, each.name)

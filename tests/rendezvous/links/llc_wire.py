@@ -1,7 +1,7 @@
-"""Two sides and the wire between them: LLC messages by name, lost, failed or changed.
+"""Two sides and the wire between them.  A test names the LLC messages to lose, fail or change.
 
-A message is called by its sender, the link it travels on, and what it says:
-"S1 ADD_LINK 2", "C1 ADD_LINK 2 reply", "C1 DELETE_LINK all".
+The name of a message consists of its sender (C or S), the number of the link that carries it, its
+type, and the link that it is about: "S1 ADD_LINK 2", "C1 ADD_LINK 2 reply", "C1 DELETE_LINK all".
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _Action = Callable[[bytes], list[bytes] | None]
 
 
 class Wire:
-    """Listens to the LLC messages between ``client`` and ``server``.
+    """Records and changes the LLC messages between ``client`` and ``server``.
 
     Attributes:
-      log: the names of the messages, in the order in which they were done.
-      tests: whether TEST LINK is written down, too.
+      log: the names of the messages, in the order of their execution.
+      tests: True if `log` contains TEST LINK.
     """
 
     def __init__(self, world: World, client: Side, server: Side) -> None:
@@ -40,22 +40,24 @@ class Wire:
         world.fabric.tamper = self._pass
 
     def lose(self, name: str, count: int = 1) -> None:
-        """The next ``count`` messages of this name (a regular expression) are acknowledged, and
-        they are dropped."""
+        """Drop the next ``count`` messages whose names match, although their sends complete.
+
+        name: a regular expression, here and in the other methods.
+        """
         self._rules.append((re.compile(name), count, lambda _: []))
 
     def fail(self, name: str, count: int = 1) -> None:
-        """The next ``count`` messages of this name cannot be sent: the queue pair fails."""
+        """Let the next ``count`` sends of this name fail, and their queue pairs with them."""
         self._rules.append((re.compile(name), count, lambda _: None))
 
     def change(self, name: str, change: Callable[[Any], llc.Message], count: int = 1) -> None:
-        """The next ``count`` messages of this name arrive as ``change`` makes them."""
+        """Replace the next ``count`` messages of this name by the results of ``change``."""
         self._rules.append(
             (re.compile(name), count, lambda data: [change(llc.decode_untrusted(data)).encode()])
         )
 
     def watch(self, name: str, call: Callable[[], object]) -> None:
-        """Call ``call`` when the next message of this name is about to arrive."""
+        """Call ``call`` just before the next message of this name arrives."""
 
         def look(data: bytes) -> list[bytes]:
             call()
@@ -64,7 +66,7 @@ class Wire:
         self._rules.append((re.compile(name), 1, look))
 
     def watch_and_lose(self, name: str, call: Callable[[], object]) -> None:
-        """The same, but the message does not arrive."""
+        """As `watch`, but drop the message."""
 
         def look(_: bytes) -> list[bytes]:
             call()
@@ -109,8 +111,10 @@ class Stage:
     """Two sides, the wire between them, and their first connection.
 
     Args:
-      rnics: of client and server.
-      down: how many of the server's have no active port yet.
+      rnics: numbers of RNICs of client and server.
+      down: number of RNICs of the server whose port is down at first.
+      connect: True to complete the rendezvous of the connection.
+      configs: configurations of client and server.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class Stage:
         return (self.client, self.server)[place]
 
     def links(self) -> list[int]:
-        """The numbers of the links, which both sides agree on."""
+        """The numbers of the links; checks that both sides have the same ones."""
         mine, theirs = sorted(self.client.group.links), sorted(self.server.group.links)
         assert mine == theirs
         return mine

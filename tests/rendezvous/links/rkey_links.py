@@ -1,4 +1,4 @@
-"""More links for a group of two stacks, without ADD LINK: tests of RKeys choose their number."""
+"""Further links for a group of two stacks, without ADD LINK, so that a test chooses the numbers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.links.link import Link, PeerQueuePair
 from trio_smc.wire import llc
 
-__all__ = ["add_link", "as_peer", "known_alike", "ping_pong"]
+__all__ = ["add_link", "exchange_rtokens", "knows_all_rmbs", "seen_by_peer"]
 
 
-def as_peer(link: Link) -> PeerQueuePair:
-    """This end of a link as the other end is told of it."""
+def seen_by_peer(link: Link) -> PeerQueuePair:
+    """The data of this end of a link that the other end receives."""
     rnic = link.rnic
     return PeerQueuePair(
         gid=rnic.gid, mac=rnic.mac, qp_number=link.qp.qp_num, mtu=rnic.mtu, psn=link.psn
@@ -20,27 +20,29 @@ def as_peer(link: Link) -> PeerQueuePair:
 def add_link(
     client: LinkGroup, server: LinkGroup, number: int, *, old: int = 1
 ) -> tuple[Link, Link]:
-    """One more link, ACTIVE at both ends, with the RKeys exchanged over link ``old``."""
+    """Add a link that is ACTIVE at both ends, and exchange its RKeys over link ``old``."""
     ends = []
     for group in (client, server):
         link = Link(group, number, group.rnic)
         group.rkeys.register_on(link)
         ends.append(link)
     mine, other = ends
-    mine.connect(as_peer(other))
-    other.connect(as_peer(mine))
+    mine.connect(seen_by_peer(other))
+    other.connect(seen_by_peer(mine))
     mine.ready_to_send()
-    ping_pong(client, server, old=old, ends=(mine, other))
+    exchange_rtokens(client, server, old=old, ends=(mine, other))
     for group, link in zip((client, server), ends, strict=True):
         group.links[number] = link
         link.machine.send("confirmed")
     return mine, other
 
 
-def ping_pong(client: LinkGroup, server: LinkGroup, *, old: int, ends: tuple[Link, Link]) -> int:
-    """ADD LINK CONTINUATION by turns, the server first, until both counts are 0 (A.3.3).
+def exchange_rtokens(
+    client: LinkGroup, server: LinkGroup, *, old: int, ends: tuple[Link, Link]
+) -> int:
+    """Exchange ADD LINK CONTINUATION, the server first, until both counts are 0 (A.3.3).
 
-    Returns how many messages went each way.
+    Returns the number of messages of each side.
     """
     sides = [(server, client, ends[1], ends[0]), (client, server, ends[0], ends[1])]
     left = [group.rkeys.pairs_for(group.links[old], link) for group, _, link, _ in sides]
@@ -60,7 +62,7 @@ def ping_pong(client: LinkGroup, server: LinkGroup, *, old: int, ends: tuple[Lin
             return rounds
 
 
-def known_alike(group: LinkGroup, peer: LinkGroup) -> bool:
+def knows_all_rmbs(group: LinkGroup, peer: LinkGroup) -> bool:
     """True if ``peer`` knows exactly the RMBs of ``group``, with the same RTokens."""
     own = [group.own_rmbs.tokens(rmb) for rmb in group.own_rmbs.known_to_peer()]
     assert all(set(tokens) == set(group.links) for tokens in own)

@@ -39,7 +39,7 @@ def paths(side: Side) -> dict[int, str]:
 def lose_once(
     kind: llc.MessageType, *, reply: bool, skip: int = 0
 ) -> Callable[[PlainQueuePair, bytes], list[bytes]]:
-    """Lose the first such message after ``skip`` others; its sender's completion is good."""
+    """Lose the first such message after ``skip`` others; the sender's request still succeeds."""
     left = [skip]
 
     def tamper(_: PlainQueuePair, message: bytes) -> list[bytes]:
@@ -87,7 +87,7 @@ def lose_once(
 def test_a_first_contact_makes_the_links_that_the_rnics_allow(
     rnics: tuple[int, int], kind: str, client_paths: list[int], server_paths: list[int]
 ) -> None:
-    """3.5.1.6, 3.5.1.6.1; 2.2.2: never parallel, never more than 8."""
+    """3.5.1.6, 3.5.1.6.1, 2.2.2: no links are parallel, and there are at most 8."""
     with World() as world:
         client, server = (world.side(rnics=count) for count in rnics)
         call = world.connect(client, server)
@@ -122,8 +122,8 @@ def test_a_first_contact_makes_the_links_that_the_rnics_allow(
     "A.3.3/1",
     "A.3.3/5",
 )
-def test_figure_9() -> None:
-    """Second link at first contact, byte by byte where the figure names a value."""
+def test_a_second_link_at_first_contact_follows_figure_9() -> None:
+    """All values that the figure names are checked."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         client.record()
@@ -172,7 +172,7 @@ def test_no_data_before_the_second_link() -> None:
 @pytest.mark.rfc("2.2.2/3", "2.2.2/5", "2.2.2/7", "A.3.1/5")
 @pytest.mark.parametrize(("limit", "links"), [(2, 2), (3, 3), (1, 2), (0, 4)])
 def test_the_lower_link_limit_counts(limit: int, links: int) -> None:
-    """2.2.2, 3.5.1.5: 2 is the least, and 0 is the server's."""
+    """2.2.2, 3.5.1.5: the limit is at least 2, and 0 stands for the server's limit."""
     with World() as world:
         client, server = world.side(rnics=4), world.side(rnics=4)
 
@@ -189,7 +189,7 @@ def test_the_lower_link_limit_counts(limit: int, links: int) -> None:
 @pytest.mark.rfc("A.3.3/1", "A.3.3/2", "A.3.3/3", "A.3.3/4", "3.5.5.2.3/1", "2.1/7")
 @pytest.mark.parametrize("counts", [(1, 1), (3, 8), (8, 3), (5, 1), (1, 6)])
 def test_all_rtokens_are_exchanged_for_any_numbers_of_them(counts: tuple[int, int]) -> None:
-    """3.5.5.2.3, A.3.3: two in a message; a side that has sent all sends empty ones."""
+    """3.5.5.2.3, A.3.3: a message has two RTokens; a side that has sent all sends empty ones."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=1)
         world.connect(client, server)
@@ -197,7 +197,7 @@ def test_all_rtokens_are_exchanged_for_any_numbers_of_them(counts: tuple[int, in
             while len(side.group.own_rmbs.pool.rmbs) < count:
                 side.group.request_element(4 * SIZE, lambda _: None)
                 world.settle()
-        # RMBs may have been made ahead, too.
+        # The sides may have made further RMBs in advance.
         counts = (len(client.group.own_rmbs.pool.rmbs), len(server.group.own_rmbs.pool.rmbs))
         client.record()
         server.add_rnic()
@@ -218,7 +218,7 @@ def test_all_rtokens_are_exchanged_for_any_numbers_of_them(counts: tuple[int, in
 
 @pytest.mark.rfc("3.5.5.1.1/3")
 def test_data_flows_while_a_later_link_is_added() -> None:
-    """3.5.5.1.1; ruling: only at first contact it waits."""
+    """3.5.5.1.1: only at first contact, data has to wait for ADD LINK."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=1)
         call = world.connect(client, server)
@@ -239,7 +239,7 @@ def test_data_flows_while_a_later_link_is_added() -> None:
 
 @pytest.mark.rfc("2.2.1/1", "3.5.1.6.1/1", "3.5.1.6.1/6", "A.3.2/3")
 def test_a_parallel_link_is_rejected() -> None:
-    """3.5.1.6.1, A.3.2: no alternate path."""
+    """3.5.1.6.1, A.3.2: the reason is NO_ALTERNATE_PATH."""
     with World() as world:
         client, server = world.side(), world.side()
         client.record()
@@ -251,7 +251,7 @@ def test_a_parallel_link_is_rejected() -> None:
 
 @pytest.mark.rfc("C.7.1/messages/2", "A.3.2/3")
 def test_an_undefined_mtu_is_rejected() -> None:
-    """C.7.1: reason 2."""
+    """C.7.1: the rejection has reason 2."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
 
@@ -271,7 +271,7 @@ def test_an_undefined_mtu_is_rejected() -> None:
 
 @pytest.mark.rfc("C.8/1", "C.8/2")
 def test_without_a_queue_pair_the_server_continues_with_one_link() -> None:
-    """3.5.1.6.2, C.8: and tries again."""
+    """3.5.1.6.2, C.8: the server tries again later."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         server.rnics[1].most_qps = 0
@@ -299,7 +299,7 @@ def test_a_client_without_a_queue_pair_rejects() -> None:
 def test_a_client_that_cannot_connect_its_end_notifies_again(
     monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    """C.7.1, C.8, 3.5.5.1.2: by a notice after 10 s; then both sides try again, more rarely."""
+    """C.7.1, C.8, 3.5.5.1.2: the client sends a notice after 10 s, and both sides try again."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         start = world.clock.now
@@ -327,7 +327,8 @@ def test_a_client_that_cannot_connect_its_end_notifies_again(
 def test_a_client_that_notified_and_then_rejects_gets_another_offer(
     monkeypatch: pytest.MonkeyPatch, rejections: int
 ) -> None:
-    """3.5.5.1.2, C.8: it has an RNIC, so what is in the way may pass; Linux tells of it once."""
+    """3.5.5.1.2, C.8: a client that has notified has an RNIC, so its next reply may differ.  The
+    server offers again, because Linux notifies only once."""
     with World() as world:
         client, server = world.side(rnics=2), world.side()
         client.rnics[1].port_down()
@@ -351,7 +352,7 @@ def test_a_client_that_notified_and_then_rejects_gets_another_offer(
 
 @pytest.mark.parametrize("tries", [1, 3])
 def test_a_server_without_queue_pairs_offers_a_link_when_it_has_one(tries: int) -> None:
-    """3.5.5.1.2, C.8: a client notifies of an RNIC once, so the server has to try again itself."""
+    """3.5.5.1.2, C.8: a client sends one notice for an RNIC, so the server must try again."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         client.rnics[1].port_down()
@@ -381,7 +382,8 @@ def test_a_server_without_queue_pairs_offers_a_link_when_it_has_one(tries: int) 
 def test_a_second_link_that_fails_at_first_contact_is_withdrawn(
     kind: llc.MessageType, reply: bool, skip: int
 ) -> None:
-    """3.5.1.6.2, C.7.1: DELETE LINK over the first link, acknowledged before data may flow."""
+    """3.5.1.6.2, C.7.1: the client acknowledges DELETE LINK over the first link before data may
+    flow."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         call = world.call(client, server)
@@ -397,7 +399,7 @@ def test_a_second_link_that_fails_at_first_contact_is_withdrawn(
         world.fabric.tamper = None
         world.pass_time(11.0)  # C.8
         assert server.group.kind == client.group.kind == "symmetric"
-        assert list(server.group.links) == [1, 3]  # 2.2.4: numbers are not used again
+        assert list(server.group.links) == [1, 3]  # 2.2.4: number 2 is not used again
 
 
 @pytest.mark.rfc("3.5.1.6.2/5", "C.7.1/time-outs/2")
@@ -426,7 +428,7 @@ def test_no_data_before_the_withdrawal_is_acknowledged() -> None:
     ("kind", "reply"), [(ADD_LINK, False), (ADD_LINK, True), (CONTINUATION, False)]
 )
 def test_add_link_that_is_lost_at_first_contact(kind: llc.MessageType, reply: bool) -> None:
-    """C.7.1: the client breaks the connection; the server goes on with one link (3.5.1.6.2)."""
+    """C.7.1: the client breaks the connection; the server continues with one link (3.5.1.6.2)."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         call = world.call(client, server)
@@ -447,7 +449,7 @@ def test_add_link_that_is_lost_at_first_contact(kind: llc.MessageType, reply: bo
 def test_a_later_add_link_that_is_not_answered_costs_its_carrier(
     kind: llc.MessageType, reply: bool
 ) -> None:
-    """C.7.1: and is tried again over another link."""
+    """C.7.1: the link that carried the message fails, and another link carries the next try."""
     with World() as world:
         client, server = world.side(rnics=3), world.side(rnics=2)
         world.connect(client, server)
@@ -477,7 +479,7 @@ def test_a_later_link_that_cannot_be_confirmed_is_withdrawn(reply: bool) -> None
 
 
 def test_a_server_that_no_client_answers_keeps_its_link() -> None:
-    """Old kernels never answer ADD LINK, and C.8's timer must not cost the link."""
+    """Old kernels never answer ADD LINK, so tries by the timer of C.8 must not end the link."""
     with World() as world:
         client, server = world.side(), world.side(Config(link_group_idle=10_000))
         call = world.connect(client, server)
@@ -488,7 +490,7 @@ def test_a_server_that_no_client_answers_keeps_its_link() -> None:
 
 
 def test_a_reply_that_comes_too_late_withdraws_the_link() -> None:
-    """The client believes in a link that the server has given up: DELETE LINK."""
+    """The server has given the link up, so it sends DELETE LINK when the client's reply comes."""
     with World() as world:
         client, server = world.side(Config(llc_timeout=5), rnics=2), world.side()
         call = world.connect(client, server)

@@ -1,5 +1,5 @@
-"""A queue pair must be connected while the peer's address is unknown: timers check again, nothing
-else waits, and a dead address harms only the peer that names it."""
+"""A side connects a queue pair while the peer's address is unknown.  Timers repeat the query, no
+other connection waits, and an unreachable address affects only the peer that has named it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trio_smc.rendezvous.negotiation import Failed, FellBack
 from trio_smc.wire import llc
 
 NEVER = 1 << 30
-LOOKS = (1, 2, 7, 17)
+QUERIES = (1, 2, 7, 17)
 
 
-# --- looking --------------------------------------------------------------------------------------
+# --- queries --------------------------------------------------------------------------------------
 
 
-class Looks(MemoryRnic):
-    """Knows every address after this number of queries; `times` has the time of each query."""
+class SlowAddress(MemoryRnic):
+    """An RNIC that knows an address after ``left`` queries; `times` has the time of each query."""
 
     def __init__(self, clock: Clock, left: int) -> None:
         super().__init__(Fabric())
@@ -40,14 +40,14 @@ class Looks(MemoryRnic):
         return self.left < 0
 
 
-def waits(looks: int, *, cancel_after: float | None = None) -> tuple[list[float], list[float]]:
-    """The times of the queries, and the end of the wait."""
+def waits(queries: int, *, cancel_after: float | None = None) -> tuple[list[float], list[float]]:
+    """Wait for an address; returns the times of the queries, and of the end of the wait."""
     clock = Clock()
     timers = Timers(clock, lambda: None)
-    rnic, over = Looks(clock, looks), list[float]()
+    rnic, over = SlowAddress(clock, queries), list[float]()
     wait = AddressWait(timers)
     at_once = wait.begin(rnic, bytes(16), lambda: over.append(round(clock.now - 1000.0, 6)))
-    assert at_once is bool(over) is (looks == 0)
+    assert at_once is bool(over) is (queries == 0)
     if cancel_after is not None:
         timers.call_later(cancel_after, wait.cancel)
     while (due := timers.next_deadline()) < float("inf"):
@@ -56,7 +56,7 @@ def waits(looks: int, *, cancel_after: float | None = None) -> tuple[list[float]
     return rnic.times, over
 
 
-def test_checks_with_growing_pauses() -> None:
+def test_a_wait_queries_at_growing_intervals() -> None:
     assert waits(0) == ([0.0], [0.0])
     times, over = waits(8)
     assert times == [0.0, 0.002, 0.006, 0.014, 0.030, 0.062, 0.126, 0.190, 0.254]
@@ -66,7 +66,7 @@ def test_checks_with_growing_pauses() -> None:
     assert len(times) < 25
 
 
-def test_a_wait_that_is_given_up() -> None:
+def test_a_cancelled_wait_makes_no_more_queries() -> None:
     times, over = waits(NEVER, cancel_after=0.01)
     assert times == [0.0, 0.002, 0.006]
     assert over == []
@@ -77,8 +77,8 @@ def test_a_new_wait_takes_the_place_of_the_one_before() -> None:
     timers = Timers(clock, lambda: None)
     over: list[str] = []
     wait = AddressWait(timers)
-    wait.begin(Looks(clock, 3), bytes(16), lambda: over.append("first"))
-    wait.begin(Looks(clock, 3), bytes(16), lambda: over.append("second"))
+    wait.begin(SlowAddress(clock, 3), bytes(16), lambda: over.append("first"))
+    wait.begin(SlowAddress(clock, 3), bytes(16), lambda: over.append("second"))
     clock.now += 2 * PATIENCE
     timers.run_due()
     assert over == ["second"]
@@ -93,12 +93,12 @@ def peer_of(world: World, place: str) -> bytes:
     return (server if place == "client" else client).rnic.gid
 
 
-@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize("queries", QUERIES)
 @pytest.mark.parametrize("place", ["client", "server"])
-def test_a_first_contact_waits_for_the_address(place: str, looks: int) -> None:
+def test_a_first_contact_waits_for_the_address(place: str, queries: int) -> None:
     with World() as world:
         client, server = world.side(), world.side()
-        world.fabric.looks[peer_of(world, place)] = looks
+        world.fabric.looks[peer_of(world, place)] = queries
         call = world.call(client, server)
         took = world.finish()
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
@@ -108,7 +108,7 @@ def test_a_first_contact_waits_for_the_address(place: str, looks: int) -> None:
 
 @pytest.mark.parametrize("place", ["client", "server"])
 def test_an_address_that_is_never_answered(place: str) -> None:
-    """C.1, C.2: a side that cannot connect declines; existing connections continue."""
+    """C.1, C.2: the side that cannot connect declines, and existing connections continue."""
     with World() as world:
         client, server = world.side(), world.side()
         other = world.side()
@@ -141,37 +141,37 @@ def terminate(world: World, call: Call, place: str) -> None:
     end.side.group.terminate()
 
 
-@pytest.mark.parametrize("trouble", [end_tcp, lose_port, terminate])
-@pytest.mark.parametrize("looks", [5, NEVER])
+@pytest.mark.parametrize("event", [end_tcp, lose_port, terminate])
+@pytest.mark.parametrize("queries", [5, NEVER])
 @pytest.mark.parametrize("here", [True, False])
 @pytest.mark.parametrize("place", ["client", "server"])
 def test_everything_ends_while_a_first_contact_waits(
-    place: str, here: bool, looks: int, trouble: Callable[[World, Call, str], None]
+    place: str, here: bool, queries: int, event: Callable[[World, Call, str], None]
 ) -> None:
     """Each side ends, and nothing is left (`World.close`)."""
     with World() as world:
         client, server = world.side(), world.side()
-        world.fabric.looks[peer_of(world, place)] = looks
+        world.fabric.looks[peer_of(world, place)] = queries
         call = world.call(client, server)
         world.settle()
         waiting = {"client": ("PREPARING", "ACCEPTED")}.get(place, ("CONFIRMING_LINK",) * 2)
         assert call.states == waiting
         other = "server" if place == "client" else "client"
-        trouble(world, call, place if here else other)
+        event(world, call, place if here else other)
         world.finish()
         for end in call.ends:
             assert isinstance(end.outcome, (Failed, FellBack))
         checks = dict(world.fabric.looks)
         world.pass_time(2 * PATIENCE)
-        assert world.fabric.looks == checks, "it still waits for the address"
+        assert world.fabric.looks == checks, "a side still queries the address"
 
 
 # --- further links --------------------------------------------------------------------------------
 
 
-def with_late_link(world: World, place: str, looks: int, *, rnics: int = 2) -> Call:
-    """A group in which link 3 has replaced link 2, whose RNIC had failed.  That RNIC is back now,
-    and link 4 waits for an address."""
+def with_late_link(world: World, place: str, queries: int, *, rnics: int = 2) -> Call:
+    """Make a group in which link 3 has replaced link 2 after its RNIC had failed.  The RNIC works
+    again, and link 4 waits for an address."""
     client, server = world.side(rnics=rnics), world.side(rnics=rnics)
     call = world.connect(client, server)
     assert server.group.kind == "symmetric"
@@ -180,7 +180,7 @@ def with_late_link(world: World, place: str, looks: int, *, rnics: int = 2) -> C
     for side in (client, server):
         side.record()
     far = server if place == "client" else client
-    world.fabric.looks[far.rnics[1].gid] = looks
+    world.fabric.looks[far.rnics[1].gid] = queries
     server.rnics[1].port_up()
     world.settle()
     return call
@@ -195,12 +195,12 @@ def exchange_states(world: World) -> tuple[str, ...]:
     return tuple(side.group.exchanges.state for side in world.sides[:2])
 
 
-@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize("queries", QUERIES)
 @pytest.mark.parametrize("place", ["client", "server"])
-def test_a_link_waits_for_the_address(place: str, looks: int) -> None:
-    """Data flows meanwhile, and nothing else is lost."""
+def test_a_link_waits_for_the_address(place: str, queries: int) -> None:
+    """Data flows while the link waits, and the other links stay."""
     with World() as world:
-        call = with_late_link(world, place, looks)
+        call = with_late_link(world, place, queries)
         client, server = world.sides
         assert exchange_states(world) == waiting_states(place)
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
@@ -210,26 +210,26 @@ def test_a_link_waits_for_the_address(place: str, looks: int) -> None:
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
-@pytest.mark.parametrize("looks", [3, NEVER])
+@pytest.mark.parametrize("queries", [3, NEVER])
 @pytest.mark.parametrize("place", ["client", "server"])
-def test_the_second_link_of_a_first_contact_waits(place: str, looks: int) -> None:
-    """3.5.1.6.2: without it the group is formed all the same."""
+def test_the_second_link_of_a_first_contact_waits(place: str, queries: int) -> None:
+    """3.5.1.6.2: the first contact succeeds even without the second link."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         far = server if place == "client" else client
-        world.fabric.looks[far.rnics[1].gid] = looks
+        world.fabric.looks[far.rnics[1].gid] = queries
         call = world.call(client, server)
         took = world.finish()
-        assert took == pytest.approx(0.014 if looks == 3 else PATIENCE)
+        assert took == pytest.approx(0.014 if queries == 3 else PATIENCE)
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
-        kind = "symmetric" if looks == 3 else "single"
+        kind = "symmetric" if queries == 3 else "single"
         assert client.group.kind == server.group.kind == kind
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
 @pytest.mark.parametrize("place", ["client", "server"])
 def test_a_link_to_an_address_that_is_never_answered(place: str) -> None:
-    """C.8: the link is given up and tried again later."""
+    """C.8: the sides give the link up, and try again later."""
     with World() as world:
         call = with_late_link(world, place, NEVER)
         client, server = world.sides
@@ -288,7 +288,7 @@ def test_only_the_newest_offer_is_answered(change: dict[str, int], rejected: boo
         (offer,) = messages(client, llc.AddLink)
         newer = replace(offer, **change)  # type: ignore[arg-type]
         client.group.adding.on_message_untrusted(client.group.links[1], newer)
-        world.fabric.tamper = lambda qp, message: []  # the server has not sent the other one
+        world.fabric.tamper = lambda qp, message: []  # the server has not sent this offer
         world.pass_time(PATIENCE / 2)
         replies = [each for each in messages(client, llc.AddLink) if each.reply]
         assert [(each.link_number, each.rejected) for each in replies] == [
@@ -297,8 +297,8 @@ def test_only_the_newest_offer_is_answered(change: dict[str, int], rejected: boo
         assert client.group.links.keys() == {1, 3} | (set() if rejected else {newer.link_number})
 
 
-def test_a_reply_that_is_taken_back() -> None:
-    """As Linux does when anything fails after it."""
+def test_a_client_may_reject_a_link_after_its_reply() -> None:
+    """Linux does so if an error occurs after its reply."""
     with World() as world:
         with_late_link(world, "server", NEVER)
         _, server = world.sides
@@ -329,25 +329,25 @@ def delete_the_link(world: World, place: str) -> None:
 
 
 def confirm_rkey(world: World, place: str) -> None:
-    """A connection that needs an RMB of its own (3.5.5.2.1)."""
+    """Open a connection that needs a new RMB (3.5.5.2.1)."""
     world.call(*world.sides, size=1 << 22)
 
 
-TROUBLE = [links_fail, end_group, lose_the_rnic, delete_the_link, confirm_rkey]
+EVENTS = [links_fail, end_group, lose_the_rnic, delete_the_link, confirm_rkey]
 
 
-@pytest.mark.parametrize("trouble", TROUBLE)
-@pytest.mark.parametrize("looks", [4, NEVER])
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("queries", [4, NEVER])
 @pytest.mark.parametrize("rnics", [2, 3])
 @pytest.mark.parametrize("place", ["client", "server"])
 def test_everything_may_happen_while_a_link_waits(
-    place: str, rnics: int, looks: int, trouble: Callable[[World, str], None]
+    place: str, rnics: int, queries: int, event: Callable[[World, str], None]
 ) -> None:
-    """Nothing raises, nothing hangs, and both sides agree afterwards."""
+    """No call raises an exception, no side waits for ever, and both sides agree afterwards."""
     with World() as world:
-        call = with_late_link(world, place, looks, rnics=rnics)
+        call = with_late_link(world, place, queries, rnics=rnics)
         assert exchange_states(world) == waiting_states(place)
-        trouble(world, place)
+        event(world, place)
         world.pass_time(PATIENCE)
         world.fabric.looks.clear()
         world.pass_time(120.0)
@@ -361,7 +361,7 @@ def test_everything_may_happen_while_a_link_waits(
             assert ends[0] == ends[1]
             assert set(ends[0].values()) == {"ACTIVE"}
             assert exchange_states(world) == ("IDLE", "IDLE")
-            if trouble not in (lose_the_rnic, delete_the_link):
+            if event not in (lose_the_rnic, delete_the_link):
                 assert client.group.kind == "symmetric"
             assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
         else:
@@ -373,7 +373,7 @@ def make_slow(rng: random.Random, world: World, rnics: list[MemoryRnic]) -> None
         world.fabric.looks[rnic.gid] = rng.choice((0, 0, 1, 3, 9, 15))
 
 
-def test_random_delays(rng: random.Random) -> None:
+def test_random_delays_of_addresses_break_no_group(rng: random.Random) -> None:
     """Every query for an address is slow, while ports go down and return."""
     for _ in range(20):
         with World() as world:

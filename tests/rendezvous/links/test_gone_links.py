@@ -1,4 +1,4 @@
-"""Links that have just gone: SMC Accept and Confirm may still name them (RFC 7609, 3.5.2)."""
+"""Links that have just ended: SMC Accept and Confirm may still name them (RFC 7609, 3.5.2)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_link_is_found_after_its_end() -> None:
     assert find(links, 1) is one
 
 
-def test_not_for_ever() -> None:
+def test_the_oldest_gone_link_is_forgotten() -> None:
     links = Links()
     for number in range(1, GONE_LINKS + 2):
         links[number] = link(number)
@@ -49,7 +49,7 @@ def test_not_for_ever() -> None:
 
 
 def test_links_without_a_peer_displace_no_other_link() -> None:
-    """A client without a further RNIC rejects each link that its server offers."""
+    """If a client has no further RNIC, it rejects each offered link, which never gets a peer."""
     links = Links()
     one = links[1] = link(1)
     links.remove(one)

@@ -1,4 +1,5 @@
-"""RMBs that are made in advance, kept and deleted, and their number (RFC 7609, 3.5.5.2)."""
+"""RMBs without connections: made in advance, kept for a while, and deleted; and the limit of 255
+RMBs (RFC 7609, 3.5.5.2)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.rendezvous.links.rkey_links import known_alike
+from tests.rendezvous.links.rkey_links import knows_all_rmbs
 from tests.rendezvous.links.test_rkeys import BIG, SMALL, all_messages, elements, with_links
 from tests.rendezvous.rendezvous_pair import SIZE, Call, Side, World, exchange
 from tests.rendezvous.transcripts import messages, transcript
@@ -24,8 +25,8 @@ from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rnic.verbs import RnicError
 from trio_smc.wire import llc
 
-LOOK = 15.0
-"""Seconds that an RMB may stay longer."""
+CHECK_INTERVAL = 15.0
+"""Seconds by which the deletion of an idle RMB may be late."""
 
 
 def close(world: World, calls: list[Call]) -> None:
@@ -57,20 +58,20 @@ class Keeper:
         return [message]
 
     def release(self, change: Any = lambda message: message) -> None:
-        """They arrive."""
+        """Deliver the held messages, each changed by ``change``."""
         self._world.fabric.tamper = None
         for qp, message in self.kept:
             qp.post_send(0, change(message))
         self._world.settle()
 
 
-# --- how long they stay ---------------------------------------------------------------------------
+# --- the time until a deletion --------------------------------------------------------------------
 
 
 @pytest.mark.rfc("3.5.5.2.2/1", "3.5.5.2.2/2", "A.3.7/1")
 @pytest.mark.parametrize("links", [1, 3])
 def test_rmbs_of_a_burst_stay_a_minute(links: int) -> None:
-    """3.5.5.2.2; eight fit into a DELETE RKEY, and the last RMB of a size stays."""
+    """3.5.5.2.2: a DELETE RKEY names up to eight RMBs, and the last RMB of each size stays."""
     with World() as world:
         client, server, kept = with_links(world, links)
         calls = [world.connect(client, server, size=BIG) for _ in range(12)]
@@ -82,13 +83,13 @@ def test_rmbs_of_a_burst_stay_a_minute(links: int) -> None:
         world.pass_time(RMB_IDLE - 1)
         assert client.group.own_rmbs.pool.rmbs == rmbs
         assert deletions(client) == deletions(server) == []
-        world.pass_time(1 + LOOK)
+        world.pass_time(1 + CHECK_INTERVAL)
         for side, peer in ((client, server), (server, client)):
             left = side.group.own_rmbs.pool.rmbs
             assert [rmb.element_size for rmb in left] == [SIZE, BIG]
             assert [len(each.rkeys) for each in deletions(side)] == [8, len(rmbs) - 2 - 8]
             assert len(side.group.own_rmbs) == 2
-            assert known_alike(side.group, peer.group)
+            assert knows_all_rmbs(side.group, peer.group)
         gone = 2 * (len(rmbs) - 2)
         assert world.fabric.held["memory"] == held["memory"] - gone
         assert world.fabric.held["region"] == held["region"] - gone * links
@@ -96,7 +97,7 @@ def test_rmbs_of_a_burst_stay_a_minute(links: int) -> None:
 
 
 def test_the_next_burst_finds_the_rmbs_of_the_last() -> None:
-    """No connection waits for the peer's reply; only a spare may be made and deleted."""
+    """No connection waits for a reply of the peer.  The sides make and delete only spare RMBs."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         first: set[Any] = set()
@@ -122,13 +123,14 @@ def test_the_last_rmb_of_a_size_stays_as_long_as_an_idle_group(end: int) -> None
         world.pass_time(599.0)
         assert len(side.group.own_rmbs.pool.rmbs) == 2
         assert deletions(side) == []
-        world.pass_time(1 + LOOK)
+        world.pass_time(1 + CHECK_INTERVAL)
         assert len(side.group.own_rmbs) == 1
         assert len(deletions(side)) == 1
 
 
 def test_a_group_without_connections_ends_as_a_whole() -> None:
-    """The next connection uses the RMBs, or they end with the group; none is deleted alone."""
+    """An idle group deletes no RMB: the next connection uses the RMBs, or they end with the
+    group."""
     with World() as world:
         client, server = world.side(), world.side()
         calls = [world.connect(client, server, size=BIG) for _ in range(4)]
@@ -138,7 +140,7 @@ def test_a_group_without_connections_ends_as_a_whole() -> None:
         world.pass_time(500.0)
         assert deletions(client) == deletions(server) == []
         calls = [world.connect(client, server, size=BIG)]
-        world.pass_time(LOOK)
+        world.pass_time(CHECK_INTERVAL)
         # Now the group continues, and deletes the RMBs that were idle for long enough.
         assert len(client.group.own_rmbs) == len(server.group.own_rmbs) == 1
         close(world, calls)
@@ -156,13 +158,13 @@ def test_an_rmb_is_freed_after_the_reply_and_not_used_meanwhile() -> None:
         client, server, _ = with_links(world, 2)
         close(world, [world.connect(client, server, size=BIG) for _ in range(3)])
         keeper = Keeper(world, server, llc.MessageType.DELETE_RKEY)
-        world.until_time(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
+        world.pass_time_until(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
         leaving = client.group.own_rmbs.leaving
         before = len(client.group.own_rmbs)
         assert len(leaving) == before - 2
         assert all(rmb.memory.size for rmb in leaving)
         for link in client.group.links.values():
-            # The peer may write until it has replied: the RKeys are valid until then.
+            # The peer may write until it has replied, so the RKeys are still valid.
             assert isinstance(link.qp, PlainQueuePair)
             rkeys = [client.group.own_rmbs.region(rmb, link).rkey for rmb in leaving]
             assert set(rkeys) <= set(link.qp.domain.regions)
@@ -174,12 +176,12 @@ def test_an_rmb_is_freed_after_the_reply_and_not_used_meanwhile() -> None:
         assert all(call.states == ("ESTABLISHED", "ESTABLISHED") for call in calls)
         assert not any(rmb.memory.size for rmb in leaving)
         assert all(call.client.connection.rmbe.rmb not in leaving for call in calls)
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
 
 
 @pytest.mark.rfc("A.3.7/4")
 def test_a_negative_reply_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A.3.7: no aggressive recovery; the peer did not know the RMB any more."""
+    """A.3.7: the peer no longer knew the RMBs, and this side does not recover aggressively."""
     caplog.set_level(logging.INFO, logger="trio_smc")
     with World() as world:
         client, server, kept = with_links(world, 2)
@@ -190,7 +192,7 @@ def test_a_negative_reply_is_only_logged(caplog: pytest.LogCaptureFixture) -> No
             assert known is not None
             server.group.peer_rmbs.remove(known)
         client.record()
-        world.pass_time(RMB_IDLE + LOOK)
+        world.pass_time(RMB_IDLE + CHECK_INTERVAL)
         (reply,) = [each for each in all_messages(client) if _is_answer(each)]
         count = len(reply.rkeys)
         assert (reply.negative, reply.error_mask) == (True, 0xFF << 8 - count & 0xFF)
@@ -204,12 +206,12 @@ def _is_answer(message: Any) -> bool:
 
 
 @pytest.mark.parametrize("how", ["terminate", "links lost", "stack"])
-def test_the_groups_end_in_the_middle_of_it(how: str) -> None:
+def test_a_group_may_end_during_delete_rkey(how: str) -> None:
     with World() as world:
         client, server, _ = with_links(world, 2)
         close(world, [world.connect(client, server, size=BIG) for _ in range(12)])
         keeper = Keeper(world, server, llc.MessageType.DELETE_RKEY)
-        world.until_time(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
+        world.pass_time_until(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
         group = client.group
         if how == "terminate":
             group.terminate()
@@ -218,33 +220,34 @@ def test_the_groups_end_in_the_middle_of_it(how: str) -> None:
                 link.machine.send("failed")
         else:
             client.free()
-        world.pass_time(RMB_IDLE + 2 * LOOK)
+        world.pass_time(RMB_IDLE + 2 * CHECK_INTERVAL)
         assert not client.groups
         assert len(group.own_rmbs) == 0
 
 
 def test_a_deletion_whose_reply_was_lost_is_repeated() -> None:
-    """2.3: the exchange is repeated on another link, and its RMBs are not used again."""
+    """2.3: the side repeats the exchange over another link, and does not reuse its RMBs."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         close(world, [world.connect(client, server, size=BIG) for _ in range(3)])
         keeper = Keeper(world, server, llc.MessageType.DELETE_RKEY)
-        world.until_time(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
+        world.pass_time_until(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
         leaving = client.group.own_rmbs.leaving
         world.fabric.tamper = None
         carrier = client.group.rkey_exchanges.carrier
         assert carrier is not None
         client.record()
         carrier.machine.send("failed")
-        world.pass_time(LOOK + 1)
+        world.pass_time(CHECK_INTERVAL + 1)
         (again,) = deletions(client)
         assert len(again.rkeys) == len(leaving)
         assert not any(rmb.memory.size for rmb in leaving)
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
 
 
 def test_a_new_rmb_that_the_peer_may_know_after_all_is_taken_back() -> None:
-    """2.3, 3.5.5.3.1: the reply is lost with its link, and then the peer is busy and refuses."""
+    """2.3, 3.5.5.3.1: the reply is lost with its link.  The peer, which knows the RMB, then refuses
+    because it is busy, so the side deletes the RMB."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         keeper = Keeper(world, server, llc.MessageType.CONFIRM_RKEY)
@@ -258,21 +261,21 @@ def test_a_new_rmb_that_the_peer_may_know_after_all_is_taken_back() -> None:
         carrier.machine.send("failed")
         server.group.exchanges.begin("add_link", server.group.links[other])
         server.group.exchanges.stop_reply_timer()
-        world.until_time(lambda: bool(done))
+        world.pass_time_until(lambda: bool(done))
         assert done == [None]
         server.group.exchanges.machine.send("refused")
         client.record()
-        world.pass_time(LOOK + 1)
+        world.pass_time(CHECK_INTERVAL + 1)
         assert [len(each.rkeys) for each in deletions(client)] == [1]
         assert len(client.group.own_rmbs) == len(server.group.peer_rmbs) == 1
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
 
 
-# --- RMBs made ahead ------------------------------------------------------------------------------
+# --- RMBs made in advance -------------------------------------------------------------------------
 
 
 def test_a_burst_finds_its_next_rmb_ready() -> None:
-    """3.5.5.2.1: in anticipation of need; one at a time."""
+    """3.5.5.2.1: the side makes one RMB at a time in anticipation of need."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         calls = [world.connect(client, server) for _ in range(2)]
@@ -291,20 +294,20 @@ def test_a_burst_finds_its_next_rmb_ready() -> None:
 def test_a_link_that_fails_while_a_spare_is_announced_is_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SMC Confirm names a link that is left, not the one that the spare RMB's message lost."""
+    """SMC Confirm names a remaining link, not the one that failed with the spare's CONFIRM RKEY."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         for _ in range(2):
             world.connect(client, server)
         lost: list[Link] = []
-        # The server names the link that the client's message goes over.
+        # The server names the link that carries the client's message.
         carrier = client.group.links.for_llc()
         assert carrier is not None
         named = server.group.links[carrier.number]
         choose = server.group.links.least_loaded
 
         def least_loaded(but: Link | None = None, among: Any = None) -> Link | None:
-            return named if among is None else choose(but, among)  # SMC Accept names this one
+            return named if among is None else choose(but, among)  # SMC Accept names this link
 
         monkeypatch.setattr(server.group.links, "least_loaded", least_loaded)
 
@@ -344,7 +347,7 @@ def test_an_unused_spare_is_deleted() -> None:
         for _ in range(3):
             world.connect(client, server)
         assert len(client.group.own_rmbs) == 2
-        world.pass_time(RMB_IDLE + LOOK)
+        world.pass_time(RMB_IDLE + CHECK_INTERVAL)
         assert len(client.group.own_rmbs) == len(server.group.own_rmbs) == 1
 
 
@@ -362,7 +365,7 @@ def test_no_memory_for_a_spare_harms_no_connection() -> None:
 
 
 def test_spares_leave_room_for_requested_rmbs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_rmbs, "MAX_RMBS", 18)  # the last 16 are for demand
+    monkeypatch.setattr(own_rmbs, "MAX_RMBS", 18)  # the last 16 are reserved for requests
     with World() as world:
         client, server, _ = with_links(world, 1)
         for _ in range(7):
@@ -405,7 +408,7 @@ def test_with_255_rmbs_a_server_opens_a_parallel_group_and_a_client_falls_back()
         call = world.connect(client, server, size=SMALL)
         assert call.states == ("FALLEN_BACK", "FALLEN_BACK")
         assert call.client.fallback.reason is FallbackReason.OUT_OF_RESOURCES
-        # An element that comes back makes room again.
+        # A released element makes room again.
         other.own_rmbs.release(taken[0], 0)
         call = world.connect(client, server, size=SMALL)
         assert call.states == ("ESTABLISHED", "ESTABLISHED")

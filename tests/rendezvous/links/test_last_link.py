@@ -1,5 +1,5 @@
-"""Links that are deleted while others fail: messages that have arrived are processed, and the last
-link is kept (RFC 7609, 4.6.1, 4.8.3). Messages over TCP may be faster (3.5.2.3, 4.4.2)."""
+"""A side deletes a link while another link fails: it processes the messages that have arrived, and
+keeps the last link (RFC 7609, 4.6.1, 4.8.3).  Messages over TCP may be faster (3.5.2.3, 4.4.2)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def channel(connection: Connection) -> Link:
     return link
 
 
-# --- a link that was to go is the last one ----------------------------------------------------
+# --- the link to be deleted becomes the last one ----------------------------------------------
 
 
 @pytest.mark.rfc("4.8.3/2", "3.5.5.1.3/1", "2.3/2")
@@ -52,7 +52,7 @@ def channel(connection: Connection) -> Link:
 def test_a_link_that_was_to_go_stays_when_the_other_one_fails(
     world: World, drained: int, lost: str
 ) -> None:
-    """The path of DELETE LINK fails with it: the peers reach each other over link 2 only."""
+    """The link that carries DELETE LINK fails, so the peers reach each other over link 2 only."""
     stage = Stage(world, (2, 2))
     groups = [stage.end(place).group for place in (0, 1)]
     stage.wire.fail(f"{lost}$")
@@ -60,9 +60,9 @@ def test_a_link_that_was_to_go_stays_when_the_other_one_fails(
     side.stack.rnic_set.drain(side.rnics[1])
     world.settle()
     assert lost in stage.log
-    assert [stage.end(place).group for place in (0, 1)] == groups, "no group was lost"
+    assert [stage.end(place).group for place in (0, 1)] == groups, "a group was lost"
     assert stage.works()
-    # A new link replaces it, so the deletion ends.
+    # A new link replaces the failed one, so the deletion can end.
     assert rnics_in_use(stage, drained) == {"memory0"}
     assert 2 not in stage.links()
     side.stack.rnic_set.undrain(side.rnics[1])
@@ -96,8 +96,8 @@ def test_connections_that_leave_a_link_stay_when_the_other_one_fails(
 
 
 @pytest.mark.rfc("4.8.3/2")
-def test_a_link_that_both_sides_have_given_up_is_no_way_out(world: World) -> None:
-    """The server has freed the link already when the other one fails: no link is left."""
+def test_a_deleted_link_does_not_save_the_group(world: World) -> None:
+    """The server has already freed the link when the other link fails, so no link is left."""
     stage = Stage(world, (2, 2))
     stage.server.group.delete_link(2)
     world.until(lambda: list(stage.server.group.links) == [1])
@@ -107,13 +107,13 @@ def test_a_link_that_both_sides_have_given_up_is_no_way_out(world: World) -> Non
     assert stage.is_over()
 
 
-# --- what still lies in a receive ring ----------------------------------------------------------
+# --- messages that are still in a receive ring --------------------------------------------------
 
 
 @pytest.mark.rfc("4.6.1/2")
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_link_deleted_in_order_delivers_received_data(world: World, place: int) -> None:
-    """The peer counts it as delivered and will not send it again (`Mover.link_ends`)."""
+    """The peer counts the data as delivered, and does not send it again (`Mover.link_ends`)."""
     stage = Stage(world, (2, 2))
     here, there = stage.call.connections[place], stage.call.connections[1 - place]
     link = channel(there)
@@ -126,14 +126,14 @@ def test_a_link_deleted_in_order_delivers_received_data(world: World, place: int
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_element_reused_before_its_final_messages_arrived(world: World, place: int) -> None:
-    """SMC Accept and Confirm travel over TCP and may be quicker than the last CDC message of the
-    connection that had the element before: that one has ended in order, and is not reset."""
+    """SMC Accept and Confirm travel over TCP, and may arrive before the last CDC message of the
+    connection that had the element before.  That connection ends in order and is not reset."""
     stage = Stage(world, (2, 2))
     here, there = stage.call.connections[place], stage.call.connections[1 - place]
     here.close()
     world.settle()
     there.close()
-    world.fabric.deliver()  # not processed yet
+    world.fabric.deliver()  # the receiver has not processed the message yet
     stage.end(1 - place).stack.pump.drain()
     assert there.state == "CLOSED"
     assert here.state != "CLOSED"
@@ -152,22 +152,23 @@ def test_an_element_reused_before_its_final_messages_arrived(world: World, place
 
 @pytest.mark.parametrize("alone", [False, True], ids=["as-accept", "the-only-one"])
 def test_confirm_overtakes_the_reply_to_confirm_link(world: World, alone: bool) -> None:
-    """The client may use the new link, but the server does not know yet that it is confirmed."""
+    """The client may use the new link before the server has received the reply."""
     stage = Stage(world, (2, 2), down=1)
-    world.connect(stage.client, stage.server)  # one on each link: the new one will be preferred
+    # One connection on each link, so the new link is the least loaded.
+    world.connect(stage.client, stage.server)
     stage.server.rnics[1].port_up()
     links, theirs = stage.client.group.links, stage.server.group.links
     world.until(lambda: 3 in links and links[3].state == "ACTIVE")
-    world.fabric.deliver()  # but nothing is polled
+    world.fabric.deliver()  # no side polls
     assert stage.server.group.exchanges.state == "ADD_LINK_CONFIRM"
     if alone:
         for number in (1, 2):
             links[number].machine.send("leave")
     stage.client.record()
     call = world.call(stage.client, stage.server)
-    while any(end.step(world.clock.now) for end in call.ends) or world.news:
-        while world.news:
-            world.news.popleft().look()
+    while any(end.step(world.clock.now) for end in call.ends) or world.tcp_changes:
+        while world.tcp_changes:
+            world.tcp_changes.popleft().process_change()
     assert [type(end.outcome) for end in call.ends] == [Established, Established]
     _, accept, confirm = [
         clc.decode_untrusted(each[2]) for each in stage.client.recorder.events if each[0] == "clc"

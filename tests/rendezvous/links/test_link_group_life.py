@@ -1,5 +1,5 @@
-"""A link group from its first idle second to its end: TEST LINK, DELETE LINK, RKey exchanges that
-meet them, the loss of the last link (RFC 7609, 3.5.4, 3.5.5, 4.5.3, 4.8.3, C.7.1)."""
+"""A link group from its first idle second to its end: TEST LINK, DELETE LINK, RKey exchanges at the
+same time, the loss of the last link (RFC 7609, 3.5.4, 3.5.5, 4.5.3, 4.8.3, C.7.1)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def transcript(side: Side) -> list[str]:
 
 
 def alternative(**fields: Any) -> Config:
-    """A config whose other side does not test links, so that one side's tests show alone."""
+    """A configuration whose side does not test links, so that only the other side's tests count."""
     return Config(test_link_interval=10_000, **fields)
 
 
@@ -56,14 +56,14 @@ def alternative(**fields: Any) -> Config:
 
 @pytest.mark.rfc("4.5.3/1", "A.3.8/1", "3.5.1.5/5")
 def test_an_idle_link_is_tested() -> None:
-    """4.5.3: after 30 s without a sign of life; the reply echoes the request."""
+    """4.5.3: the side tests after 30 s without a message, and the reply echoes the request."""
     with World() as world:
         client, server = world.side(alternative()), world.side()
         world.connect(client, server)
         record = server.record()
         world.pass_time(29.0)
         assert record.messages() == []
-        world.pass_time(9.0)  # a link checks four times in an interval if anything arrived
+        world.pass_time(9.0)  # a link checks four times in an interval if a message has arrived
         assert transcript(server) == ["out TEST_LINK", "in TEST_LINK reply"]
         request, reply = (data for _, _, data in record.messages())
         assert request[4:20] == reply[4:20]
@@ -89,7 +89,7 @@ def test_a_busy_link_is_not_tested() -> None:
 @pytest.mark.parametrize("lost", ["request", "reply"])
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_test_without_reply_ends_the_group_on_both_sides(end: int, lost: str) -> None:
-    """C.7.1, TEST LINK; the last link's loss resets its connections (4.8.3)."""
+    """C.7.1, TEST LINK: the last link fails, which resets its connections (4.8.3)."""
     with World() as world:
         configs = [alternative(), alternative()]
         configs[end] = Config()
@@ -97,7 +97,7 @@ def test_a_test_without_reply_ends_the_group_on_both_sides(end: int, lost: str) 
         call = world.connect(client, server)
         world.fabric.tamper = lose(TEST_LINK, reply=lost == "reply")
         start = world.clock.now
-        world.until_time(lambda: not (client, server)[end].groups)
+        world.pass_time_until(lambda: not (client, server)[end].groups)
         assert world.clock.now - start == pytest.approx(39.5)
         assert not client.groups
         assert not server.groups
@@ -127,7 +127,7 @@ def test_a_reply_with_other_data_is_a_protocol_error() -> None:
 @pytest.mark.rfc("C.7.1/messages/14")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_reply_without_a_request_is_ignored(end: int) -> None:
-    """Any number of them: each is a sign of life, and answers no later test."""
+    """Such replies, in any number, count as received messages, and answer no later test."""
     with World() as world:
         configs = [alternative(), alternative()]
         configs[1 - end] = Config()
@@ -145,12 +145,12 @@ def test_a_reply_without_a_request_is_ignored(end: int) -> None:
 
 @pytest.mark.rfc("C.7.1/messages/10")
 def test_a_reply_without_a_request_answers_no_test() -> None:
-    """While a test waits for its reply, one with other data is the protocol error it is."""
+    """During a test, a reply with other data is a protocol error."""
     with World() as world:
         client, server = world.side(alternative()), world.side()
         call = world.connect(client, server)
         world.fabric.tamper = lose(TEST_LINK, reply=False)
-        world.until_time(lambda: link_of(server).state == "TESTING")
+        world.pass_time_until(lambda: link_of(server).state == "TESTING")
         link_of(client).send_llc(llc.TestLink(reply=True, user_data=bytes(16)))
         world.settle()
         assert not server.groups
@@ -189,7 +189,7 @@ def test_the_reasons_of_the_calls_that_users_have(
 @pytest.mark.rfc("3.5.4/3", "3.5.4/4", "A.3.4/3", "A.3.4/5")
 @pytest.mark.parametrize("client_has_connections", [False, True])
 def test_the_server_ends_a_group(client_has_connections: bool) -> None:
-    """3.5.4: DELETE LINK for all; the client complies at once and sends nothing."""
+    """3.5.4: on DELETE LINK for all, the client complies at once, and sends nothing."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
@@ -214,7 +214,7 @@ def test_the_server_ends_a_group(client_has_connections: bool) -> None:
 @pytest.mark.rfc("3.5.4/5", "A.3.4/5", "A.3.4/8")
 @pytest.mark.parametrize("reason", [0x10000, 0x20000, 0x30000, 0x40000, 0xDEADBEEF])
 def test_the_server_gives_the_clients_reason_for_the_end_of_a_group(reason: int) -> None:
-    """A.3.4: the code is the reason of the termination, and the client has named that."""
+    """A.3.4: the reason code is that of the termination, which the client has given."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -260,7 +260,7 @@ def test_both_sides_end_a_group_at_once() -> None:
 @pytest.mark.rfc("C.7.1/time-outs/14")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_peer_that_is_gone_does_not_keep_a_group_from_ending(end: int) -> None:
-    """C.7.1: tear down the group."""
+    """C.7.1: without an answer, the side ends the group itself."""
     with World(announces_end=False) as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -282,12 +282,12 @@ def test_idle_groups_end(end: int, seconds: float) -> None:
         call = world.connect(client, server)
         start = world.clock.now
         world.pass_time(1000.0)
-        assert len(server.groups) == 1  # not while there is a connection
+        assert len(server.groups) == 1  # a connection keeps the group
         for connection in call.connections:
             connection.close()
         world.settle()
         start = world.clock.now
-        world.until_time(lambda: not client.groups)
+        world.pass_time_until(lambda: not client.groups)
         assert world.clock.now - start == pytest.approx(seconds)
         assert not server.groups
         # The next connection is a first contact.
@@ -309,7 +309,7 @@ def test_a_connection_in_time_keeps_an_idle_group() -> None:
 @pytest.mark.parametrize("announces_end", [False, True])
 @pytest.mark.parametrize("end", [0, 1])
 def test_the_last_links_loss_frees_everything(end: int, announces_end: bool) -> None:
-    """4.8.3: error and TCP reset for its connections, data received whole stays readable."""
+    """4.8.3: its connections get an error, and their TCP connections are reset."""
     with World(announces_end=announces_end) as world:
         client, server = world.side(), world.side()
         calls = [world.connect(client, server) for _ in range(6)]
@@ -329,7 +329,8 @@ def test_the_last_links_loss_frees_everything(end: int, announces_end: bool) -> 
 def test_the_end_of_many_connections_takes_many_turns(
     monkeypatch: pytest.MonkeyPatch, leave: bool
 ) -> None:
-    """One turn ends connections and frees RMBs for one millisecond; leaving the stack ends all."""
+    """One turn ends connections and frees RMBs for one millisecond.  The end of the stack ends all
+    remaining ones at once."""
     with World() as world:
         client, server = world.side(alternative()), world.side(alternative())
         for _ in range(20):
@@ -409,7 +410,7 @@ def test_the_server_deletes_the_only_link() -> None:
 
 
 @pytest.mark.rfc("3.5.5.1.4/1", "3.5.5.3/5", "A.3.4/2", "2.2.3/4")
-def test_the_client_requests_it() -> None:
+def test_the_client_requests_the_deletion_of_the_only_link() -> None:
     """Figure 11."""
     with World() as world:
         client, server = world.side(), world.side()
@@ -425,8 +426,8 @@ def test_the_client_requests_it() -> None:
 @pytest.mark.rfc("C.7.1/time-outs/13", "C.7.1/time-outs/15")
 @pytest.mark.parametrize(("end", "seconds"), [(0, 6.0), (1, 2.0)])
 def test_delete_link_without_an_answer(end: int, seconds: float) -> None:
-    """C.7.1: the link over which it was sent is no longer usable either.  A client gives its server
-    time to end an exchange, and to move connections."""
+    """C.7.1: the link that carried DELETE LINK is no longer usable either.  A client gives its
+    server time to end an exchange, and to move connections."""
     with World(announces_end=False) as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
@@ -443,7 +444,7 @@ def test_delete_link_without_an_answer(end: int, seconds: float) -> None:
 @pytest.mark.rfc("C.7.1/messages/6", "C.7.1/messages/7", "A.3.4/6")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_link_that_does_not_exist(end: int) -> None:
-    """C.7.1: a reply with the reason "unknown link"; nothing happens."""
+    """C.7.1: the reply gives the reason "unknown link", and the group does not change."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
@@ -483,7 +484,7 @@ def test_confirm_rkey_during_delete_link_is_to_be_tried_again() -> None:
 
 
 def test_delete_rkey_during_delete_link_is_answered_afterwards() -> None:
-    """The RFC is silent; RKeys do not change while links do."""
+    """The RFC does not define this case.  A side changes no RKeys while its links change."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)
@@ -499,7 +500,7 @@ def test_delete_rkey_during_delete_link_is_answered_afterwards() -> None:
         assert transcript(server) == ["out DELETE_RKEY reply"]
         assert server.group.peer_rmbs.find(1, rkey) is None
         world.fabric.lose()
-        # After some requests a peer that does not wait for replies is ignored.
+        # If a peer sends many requests without waiting for replies, its link fails.
         server.group.exchanges.begin("delete_link", link_of(server))
         link = link_of(server)
         for _ in range(17):
@@ -558,7 +559,7 @@ def test_add_link_from_the_client_is_a_notice() -> None:
 
 
 def test_a_server_may_offer_a_link_later() -> None:
-    """C.8; data does not stop meanwhile (3.5.5.1.1)."""
+    """C.8: data flows while the sides add the link (3.5.5.1.1)."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
@@ -568,7 +569,7 @@ def test_a_server_may_offer_a_link_later() -> None:
         assert "in ADD_LINK reply" in transcript(server)
 
 
-# --- what no peer may send ------------------------------------------------------------------------
+# --- messages that no peer may send ---------------------------------------------------------------
 
 
 @pytest.mark.rfc("C.7.1/messages/12")
@@ -596,7 +597,7 @@ def test_a_server_may_offer_a_link_later() -> None:
 )
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_unambiguously_wrong_message_costs_the_link(end: int, data: bytes) -> None:
-    """C.7.1: treat as if the link has gone down."""
+    """C.7.1: the receiver treats the link as failed."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
@@ -611,7 +612,7 @@ def test_an_unambiguously_wrong_message_costs_the_link(end: int, data: bytes) ->
 
 @pytest.mark.rfc("A.3/4", "C.7.1/messages/11", "3.3/3")
 def test_unknown_optional_messages_are_discarded() -> None:
-    """A.3: type bits b10."""
+    """A.3: the first two bits of such a type are b10."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
@@ -641,7 +642,7 @@ def test_the_peers_256th_rmb_gets_a_negative_reply() -> None:
 
 
 def test_a_peer_that_reads_no_replies_loses_the_link() -> None:
-    """The send queue is bounded, and no sender waits."""
+    """The send queue is bounded, and a side does not wait for room in it."""
     with World() as world:
         client, server = world.side(), world.side()
         world.connect(client, server)

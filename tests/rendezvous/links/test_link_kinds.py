@@ -1,5 +1,5 @@
-"""Kinds of link groups, and the events that change them: RNICs that appear and fail, links that are
-deleted or lost; the link on which a connection sends (RFC 7609, 2.2, 2.3, 3.5.5.1, C.8)."""
+"""Kinds of link groups, and the events that change a group: RNICs appear and fail, links are
+deleted or lost.  The link on which a connection sends (RFC 7609, 2.2, 2.3, 3.5.5.1, C.8)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def states(side: Side) -> list[str]:
     "3.5.5.1/1",
 )
 def test_single_becomes_asymmetric_becomes_symmetric() -> None:
-    """2.2.2, figure 6: the new symmetric link first, then the asymmetric one is deleted."""
+    """2.2.2, figure 6: the sides add the symmetric link before they delete the asymmetric one."""
     with World() as world:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
@@ -65,7 +65,7 @@ def test_single_becomes_asymmetric_becomes_symmetric() -> None:
 
 @pytest.mark.rfc("3.5.5.1.2/1", "A.3.2/1", "2.2.3/4")
 def test_the_clients_notice_names_its_new_rnic_only() -> None:
-    """3.5.5.1.2, A.3.2: number, MTU and PSN mean nothing in it."""
+    """3.5.5.1.2, A.3.2: number, MTU and PSN have no meaning in a notice."""
     with World() as world:
         client, server = world.side(), world.side(rnics=2)
         world.connect(client, server)
@@ -111,7 +111,7 @@ def test_at_the_maximum_no_side_requests_or_offers() -> None:
         server.add_rnic()
         world.pass_time(1.0)
         assert transcript(client) == []
-        # The server does not answer if the client still requests one.
+        # If the client nevertheless requests a link, the server does not answer.
         link = client.group.links.oldest()
         assert link is not None
         link.send_llc(llc.AddLink(mac=bytes(6), gid=bytes(range(16))))
@@ -128,7 +128,7 @@ def test_a_symmetric_group_grows_by_an_rnic_at_each_end() -> None:
         client.record()
         server.add_rnic()
         world.settle()
-        assert transcript(client) == REJECTED  # an asymmetric link would be no gain
+        assert transcript(client) == REJECTED  # an asymmetric link would not help
         client.add_rnic()
         world.settle()
         assert len(server.group.links) == len(client.group.links) == 3
@@ -137,7 +137,7 @@ def test_a_symmetric_group_grows_by_an_rnic_at_each_end() -> None:
 
 @pytest.mark.rfc("C.8/1", "C.8/2")
 def test_c8_the_server_tries_again_when_its_timer_is_due() -> None:
-    """C.8: the wait after a rejection is the longest, because the client will send a request."""
+    """C.8: the server waits longest after a rejection, because the client can send a request."""
     with World() as world:
         client, server = world.side(), world.side(Config(link_group_idle=10_000))
         world.connect(client, server)
@@ -151,14 +151,14 @@ def test_c8_the_server_tries_again_when_its_timer_is_due() -> None:
         assert [each for each in transcript(client) if "ADD_LINK" in each] == REJECTED * 2
 
 
-# --- links that go --------------------------------------------------------------------------------
+# --- links that end -------------------------------------------------------------------------------
 
 
 @pytest.mark.rfc("3.5.4/2", "3.5.5.1.3/5")
 @pytest.mark.parametrize("orderly", [False, True])
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_operator_deletes_a_link(end: int, orderly: bool) -> None:
-    """3.5.5.1.3, 3.5.5.1.4: the deleted link is not added again at once."""
+    """3.5.5.1.3, 3.5.5.1.4: the sides do not add the link again at once."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
@@ -176,7 +176,7 @@ def test_an_operator_deletes_a_link(end: int, orderly: bool) -> None:
 @pytest.mark.rfc("3.5.5.1.3/2", "A.3.4/1", "A.3.4/4", "A.3.4/5", "2.3/9", "2.2.4/1")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_lost_link_is_deleted_at_both_ends_and_replaced(end: int) -> None:
-    """Figures 10 and 11; 3.5.5.1.3: the server takes a new number (2.2.4)."""
+    """Figures 10 and 11; 3.5.5.1.3: the server uses a new number (2.2.4)."""
     with World(announces_end=False) as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
@@ -192,8 +192,8 @@ def test_a_lost_link_is_deleted_at_both_ends_and_replaced(end: int) -> None:
 
 
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_port_that_goes_down_takes_its_links(end: int) -> None:
-    """The remaining links are as redundant as possible; the second path returns with the port."""
+def test_a_port_that_goes_down_ends_its_links(end: int) -> None:
+    """The group stays as redundant as possible, and gets its second path back with the port."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
@@ -209,8 +209,9 @@ def test_a_port_that_goes_down_takes_its_links(end: int) -> None:
 
 @pytest.mark.rfc("3.5.5.1.4/2", "A.3.4/4", "2.3/9")
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_drained_rnic_is_left_in_order(end: int) -> None:
-    """3.5.5.1.3: DELETE LINK, orderly; with one path at that end an asymmetric link remains."""
+def test_links_leave_a_drained_rnic_in_order(end: int) -> None:
+    """3.5.5.1.3: the side sends an orderly DELETE LINK.  With one path at that end, the remaining
+    group is asymmetric."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
@@ -247,15 +248,15 @@ def test_numbers_are_used_again_only_when_all_were() -> None:
     """2.2.4."""
     links = Links()
     assert [links.next_number() for _ in range(255)] == list(range(1, 256))
-    links[1] = links[3] = None  # type: ignore[assignment]  # only whether they are there counts
+    links[1] = links[3] = None  # type: ignore[assignment]  # only the keys count
     assert [links.next_number() for _ in range(3)] == [2, 4, 5]
 
 
-# --- which link a connection sends on -------------------------------------------------------------
+# --- the link on which a connection sends ---------------------------------------------------------
 
 
 def test_new_connections_send_on_the_least_loaded_link() -> None:
-    """2.3: each side for itself."""
+    """2.3: each side chooses the link for its own direction."""
     with World() as world:
         client, server = world.side(rnics=3), world.side(rnics=3)
         calls = [world.connect(client, server) for _ in range(7)]
@@ -353,7 +354,7 @@ def test_the_loss_of_all_links_ends_the_group() -> None:
 
 
 def test_unused_links_are_deleted_and_added_again() -> None:
-    """3.5.5.1.3: not below two, and with the reason of inactivity."""
+    """3.5.5.1.3: two links remain, and DELETE LINK gives inactivity as the reason."""
     with World() as world:
         client, server = world.side(rnics=4), world.side(rnics=4)
         calls = [world.connect(client, server)]

@@ -1,4 +1,5 @@
-"""Rules of several links for connections, RMBs and each other (RFC 7609, 2.2, 2.3, 3.5.5)."""
+"""Rules of groups with several links, for links, RMBs and connections (RFC 7609, 2.2, 2.3,
+3.5.5)."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_every_link_leads_to_every_rmb(world: World) -> None:
 
 @pytest.mark.rfc("2.2.2/11")
 def test_an_asymmetric_link_does_not_count(world: World) -> None:
-    """With two links, one of them asymmetric, there is room for a second symmetric one."""
+    """With a limit of two, an asymmetric link leaves room for a second symmetric one."""
     stage = Stage(world, (1, 2), connect=False)
 
     def two(message: llc.ConfirmLink) -> llc.Message:
@@ -122,12 +123,12 @@ def test_connections_move_before_the_peer_is_notified(world: World, place: int) 
     connection.send(memoryview(b"into the void"))
     world.settle()
     events = [
-        "moved" if what == "state" and names[2] == "move" else "told"
+        "moved" if what == "state" and names[2] == "move" else "notified"
         for what, subject, names in side.recorder.events
         if (what == "state" and subject == "Connection")
         or (what == "llc" and subject == "out" and names[0] == llc.MessageType.DELETE_LINK)
     ]
-    assert events[:2] == ["moved", "told"]
+    assert events[:2] == ["moved", "notified"]
     assert peer.receiver.receive(100) == b"into the void"
     assert stage.works()
 
@@ -135,7 +136,8 @@ def test_connections_move_before_the_peer_is_notified(world: World, place: int) 
 @pytest.mark.rfc("3.5.5.1.4/2", "3.5.5.1.4/3")
 @pytest.mark.parametrize("orderly", [False, True])
 def test_a_client_requests_a_deletion_at_once_or_in_order(world: World, orderly: bool) -> None:
-    """In order the server lets what it has written arrive; else the link is dead at once."""
+    """If the deletion is orderly, the server waits until its writes have arrived; otherwise it ends
+    the link at once."""
     stage = Stage(world, (2, 2))
     connection = stage.call.server.connection
     assert isinstance(connection.channel, Link)
@@ -220,7 +222,7 @@ def test_a_cdc_message_that_cannot_be_read_costs_the_connection_that_it_names(
 
 
 @pytest.mark.parametrize("orderly", [False, True])
-def test_a_closed_queue_pair_is_nothing_to_the_pump(world: World, orderly: bool) -> None:
+def test_the_pump_removes_a_closed_queue_pair(world: World, orderly: bool) -> None:
     stage = Stage(world, (2, 2))
     gone = [side.group.links[2] for side in (stage.client, stage.server)]
     stage.server.group.delete_link(2, orderly=orderly)
@@ -275,7 +277,7 @@ def test_the_smaller_mtu_counts_on_the_second_link(world: World, place: int) -> 
 
 
 def test_a_link_that_leaves_as_soon_as_it_comes_is_replaced(world: World) -> None:
-    """Its RNIC was taken out while the link was being added, and put back at once."""
+    """An operator drains the RNIC while the link is being added, and undrains it at once."""
     stage = Stage(world, (2, 2), down=1)
     rnics = stage.client.stack.rnic_set
     taken = next(each for each in stage.client.rnics if each is not stage.client.group.rnic)

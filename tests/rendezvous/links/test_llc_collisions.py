@@ -1,5 +1,5 @@
-"""LLC messages that meet an exchange of the other side: each row of RFC 7609, 3.5.5.3.1, 3.5.5.3.2
-and 3.5.5.3.3, in whichever state of the exchange the message comes."""
+"""LLC messages that arrive during an exchange of the receiver: each row of RFC 7609, 3.5.5.3.1,
+3.5.5.3.2 and 3.5.5.3.3, in each state of the exchange."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADDING = ["ADD_LINK", "ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM"]
 
 
 def adding(world: World, state: str) -> tuple[Side, Side]:
-    """Client and server with links 1 and 2; the server is adding link 3 and is in ``state``."""
+    """Make client and server with links 1 and 2; the server is adding link 3, in ``state``."""
     client, server = world.side(rnics=3), world.side(rnics=2)
     world.connect(client, server)
     server.add_rnic()
@@ -28,7 +28,7 @@ def adding(world: World, state: str) -> tuple[Side, Side]:
 
 
 def deleting(world: World) -> tuple[Side, Side]:
-    """Client and server with links 1, 2 and 3; the server is deleting link 3."""
+    """Make client and server with links 1, 2 and 3; the server is deleting link 3."""
     client, server = world.side(rnics=3), world.side(rnics=3)
     world.connect(client, server)
     client.record()
@@ -39,7 +39,7 @@ def deleting(world: World) -> tuple[Side, Side]:
 
 
 def changing_rkeys(world: World, end: int, done: list[object]) -> tuple[Side, Side]:
-    """Client and server with links 1 and 2; one of them has sent CONFIRM RKEY."""
+    """Make client and server with links 1 and 2; one of them has sent CONFIRM RKEY."""
     client, server = world.side(rnics=2), world.side(rnics=2)
     world.connect(client, server)
     client.record()
@@ -79,7 +79,7 @@ def test_add_link_and_test_link(state: str) -> None:
 @pytest.mark.rfc("3.5.5.3.1/2", "3.5.5.3/1")
 @pytest.mark.parametrize("state", ADDING)
 def test_add_link_and_the_clients_add_link(state: str) -> None:
-    """Ignored: the link that is being added is the answer."""
+    """The server ignores the message: the link that it is adding is the answer."""
     with World() as world:
         client, server = adding(world, state)
         client.group.links[1].send_llc(
@@ -88,12 +88,12 @@ def test_add_link_and_the_clients_add_link(state: str) -> None:
         world.settle()
         assert len(server.group.links) == len(client.group.links) == 3
         requests = [each for each in messages(client, llc.AddLink) if not each.reply]
-        assert len(requests) <= 2  # the notice, and the server's if it was still on its way
+        assert len(requests) <= 2  # the notice, and the server's offer if it was on its way
 
 
 @pytest.mark.rfc("3.5.5.3.1/2", "3.5.5.3/1")
 def test_both_sides_have_a_new_rnic_at_once() -> None:
-    """The server ignores the client's ADD LINK, and the client takes the server's for an answer."""
+    """The server ignores the client's ADD LINK; the client treats the server's as the answer."""
     with World(announces_end=False) as world:
         stage = Stage(world, (1, 2), down=1)
         stage.server.rnics[1].port_up()
@@ -108,7 +108,7 @@ def test_both_sides_have_a_new_rnic_at_once() -> None:
 @pytest.mark.parametrize("state", ADDING)
 @pytest.mark.parametrize("orderly", [False, True])
 def test_add_link_and_the_clients_delete_link(state: str, orderly: bool) -> None:
-    """Queued, and processed when the link is added."""
+    """The server queues the message, and processes it after it has added the link."""
     with World() as world:
         client, server = adding(world, state)
         client.group.delete_link(2, orderly=orderly)
@@ -120,7 +120,7 @@ def test_add_link_and_the_clients_delete_link(state: str, orderly: bool) -> None
 
 
 def test_the_clients_delete_link_names_a_higher_number_than_the_link_that_is_added() -> None:
-    """2.2.4: after 255 the numbers begin again, and link 255 is not the one that is being added."""
+    """2.2.4: after 255 the numbers start again, so link 255 is older than the added link."""
     with World() as world:
         client, server = world.side(rnics=3), world.side(rnics=1)
         world.connect(client, server)
@@ -140,7 +140,7 @@ def test_the_clients_delete_link_names_a_higher_number_than_the_link_that_is_add
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize("state", ADDING)
 def test_add_link_and_delete_link_for_all(state: str, end: int) -> None:
-    """Immediately clean up the link group."""
+    """The group ends immediately."""
     with World() as world:
         client, server = adding(world, state)
         (client, server)[end].group.terminate()
@@ -153,7 +153,8 @@ def test_add_link_and_delete_link_for_all(state: str, end: int) -> None:
 @pytest.mark.rfc("3.5.5.3.1/5", "3.5.5.3/3")
 @pytest.mark.parametrize("state", ADDING)
 def test_add_link_and_the_clients_confirm_rkey(state: str) -> None:
-    """Refused, and begun anew with the new link; a client that knows of it waits by itself."""
+    """The server refuses the request, and the client repeats it with the new link.  A client that
+    already knows of the new link waits without a request."""
     with World() as world:
         client, server = adding(world, state)
         done: list[object] = []
@@ -188,7 +189,7 @@ def test_delete_link_and_test_link(end: int) -> None:
 
 @pytest.mark.rfc("3.5.5.3.2/2")
 def test_delete_link_and_the_clients_add_link() -> None:
-    """Queued, and processed afterwards."""
+    """The server queues the message, and processes it after the exchange."""
     with World() as world:
         client, server = deleting(world)
         client.group.links[1].send_llc(
@@ -204,7 +205,7 @@ def test_delete_link_and_the_clients_add_link() -> None:
 @pytest.mark.rfc("3.5.5.3.2/3", "3.5.5.3/1", "3.5.5.3/2")
 @pytest.mark.parametrize("orderly", [False, True])
 def test_delete_link_and_the_clients_delete_link(orderly: bool) -> None:
-    """Queued, and processed afterwards."""
+    """The server queues the message, and processes it after the exchange."""
     with World() as world:
         client, server = deleting(world)
         client.group.delete_link(2, orderly=orderly)
@@ -227,7 +228,7 @@ def test_both_sides_delete_the_same_link() -> None:
 @pytest.mark.rfc("3.5.5.3.2/4", "3.5.5.3/1")
 @pytest.mark.parametrize("end", [0, 1])
 def test_delete_link_and_delete_link_for_all(end: int) -> None:
-    """Immediately clean up the link group."""
+    """The group ends immediately."""
     with World() as world:
         client, server = deleting(world)
         (client, server)[end].group.terminate()
@@ -238,7 +239,7 @@ def test_delete_link_and_delete_link_for_all(end: int) -> None:
 
 @pytest.mark.rfc("3.5.5.3.2/5", "3.5.5.3/3")
 def test_delete_link_and_the_clients_confirm_rkey() -> None:
-    """Refused, and begun anew without the link."""
+    """The server refuses the request, and the client repeats it without the link."""
     with World() as world:
         client, server = deleting(world)
         done: list[object] = []
@@ -272,11 +273,11 @@ def test_confirm_rkey_and_test_link(end: int) -> None:
 
 @pytest.mark.rfc("3.5.5.3.3/2")
 def test_the_servers_confirm_rkey_and_the_clients_add_link() -> None:
-    """Queued, and processed afterwards."""
+    """The server queues the message, and processes it after the exchange."""
     with World() as world:
         done: list[object] = []
         client, server = changing_rkeys(world, 1, done)
-        server.add_rnic()  # this request has to wait, too
+        server.add_rnic()  # the server's own ADD LINK has to wait, too
         client.add_rnic()
         world.settle()
         lines = transcript(server)
@@ -289,7 +290,7 @@ def test_the_servers_confirm_rkey_and_the_clients_add_link() -> None:
 @pytest.mark.rfc("3.5.5.3.3/3", "3.5.5.3/3")
 @pytest.mark.parametrize("order", [0, 1])
 def test_the_clients_confirm_rkey_and_the_servers_add_link(order: int) -> None:
-    """Process the ADD LINK; redo CONFIRM RKEY afterwards."""
+    """The client processes ADD LINK, and repeats CONFIRM RKEY afterwards."""
     with World() as world:
         client, server = world.side(rnics=3), world.side(rnics=2)
         world.connect(client, server)
@@ -323,7 +324,7 @@ def test_the_clients_confirm_rkey_and_the_servers_add_link(order: int) -> None:
 @pytest.mark.rfc("3.5.5.3.3/4", "3.5.5.3/1", "3.5.5.3/2")
 @pytest.mark.parametrize("orderly", [False, True])
 def test_the_servers_confirm_rkey_and_the_clients_delete_link(orderly: bool) -> None:
-    """Queued, and processed afterwards."""
+    """The server queues the message, and processes it after the exchange."""
     with World() as world:
         done: list[object] = []
         client, server = changing_rkeys(world, 1, done)
@@ -338,7 +339,7 @@ def test_the_servers_confirm_rkey_and_the_clients_delete_link(orderly: bool) -> 
 
 @pytest.mark.rfc("3.5.5.3.3/5", "3.5.5.3/3")
 def test_the_clients_confirm_rkey_and_the_servers_delete_link() -> None:
-    """Process the DELETE LINK; redo CONFIRM RKEY afterwards."""
+    """The client processes DELETE LINK, and repeats CONFIRM RKEY afterwards."""
     with World() as world:
         done: list[object] = []
         client, server = changing_rkeys(world, 0, done)
@@ -354,8 +355,8 @@ def test_the_clients_confirm_rkey_and_the_servers_delete_link() -> None:
 
 @pytest.mark.rfc("2.3/2")
 def test_the_link_that_brought_delete_link_fails_before_the_reply() -> None:
-    """Data is on its way over the link that goes, so the reply has to wait; then it takes another
-    link."""
+    """Data is on its way over the deleted link, so the reply has to wait.  Then another link
+    carries the reply."""
     with World(announces_end=False) as world:
         stage = Stage(world, (3, 3))
         calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(2))]
@@ -378,7 +379,7 @@ def test_the_link_that_brought_delete_link_fails_before_the_reply() -> None:
 
 @pytest.mark.rfc("2.3/2")
 def test_the_link_of_a_confirm_rkey_fails_while_another_is_deleted() -> None:
-    """The deletion, over a link that works, goes on; CONFIRM RKEY begins anew afterwards."""
+    """The deletion continues over a working link, and the client repeats CONFIRM RKEY after it."""
     with World(announces_end=False) as world:
         client, server = world.side(rnics=3), world.side(rnics=3)
         world.connect(client, server)
@@ -404,7 +405,7 @@ def test_the_link_of_a_confirm_rkey_fails_while_another_is_deleted() -> None:
 @pytest.mark.parametrize("terminator", [0, 1])
 @pytest.mark.parametrize("end", [0, 1])
 def test_confirm_rkey_and_delete_link_for_all(end: int, terminator: int) -> None:
-    """Immediately clean up the link group."""
+    """The group ends immediately."""
     with World() as world:
         done: list[object] = []
         client, server = changing_rkeys(world, end, done)
@@ -417,7 +418,8 @@ def test_confirm_rkey_and_delete_link_for_all(end: int, terminator: int) -> None
 
 @pytest.mark.rfc("3.5.5.3.3/7", "3.5.5.3/4")
 def test_confirm_rkeys_of_both_sides() -> None:
-    """3.5.5.3: no collision; answered although one's own waits (the last row read with it)."""
+    """3.5.5.3 and the last row of the table: this is no collision.  Each side answers, although its
+    own request waits for a reply."""
     with World() as world:
         done: list[object] = []
         client, server = changing_rkeys(world, 0, done)
@@ -431,7 +433,7 @@ def test_confirm_rkeys_of_both_sides() -> None:
 
 
 def test_an_unexpected_confirm_link_fails_its_link() -> None:
-    """The last row as printed: only the server begins CONFIRM LINK (C.7.1, out of sync)."""
+    """The last row as printed: only the server starts CONFIRM LINK (C.7.1, out of sync)."""
     with World() as world:
         client, server = changing_rkeys(world, 1, [])
         link = client.group.links[2]
@@ -443,12 +445,12 @@ def test_an_unexpected_confirm_link_fails_its_link() -> None:
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
-# --- all of them ---------------------------------------------------------------------------------
+# --- all exchanges -------------------------------------------------------------------------------
 
 
 @pytest.mark.rfc("3.5.5.3/2", "3.5.5.3/3")
 def test_one_exchange_at_a_time() -> None:
-    """The server wants three things in the same moment."""
+    """The server has reasons for three exchanges at the same moment."""
     with World(announces_end=False) as world:
         stage = Stage(world, (3, 3))
         stage.server.group.request_element(BIG, lambda _: None)

@@ -1,6 +1,6 @@
 """RFC 7609, C.7.1, second list: invalid LLC messages in groups with several links.
 
-The tests that need only one link are in `test_link_group_life`, `test_negotiation_first_contact`,
+Tests with one link are in `test_link_group_life`, `test_negotiation_first_contact`,
 `test_negotiation_declines` and `test_rkeys`.
 """
 
@@ -82,7 +82,7 @@ def test_an_add_link_reply_that_makes_a_parallel_link(world: World) -> None:
 
 @pytest.mark.rfc("C.7.1/messages/4")
 def test_commands_on_a_link_whose_orderly_deletion_was_requested(world: World) -> None:
-    """The link works, but its CONFIRM RKEY is ignored; the server repeats it over another link."""
+    """The client ignores CONFIRM RKEY on that link, and the server repeats it on another link."""
     stage = Stage(world, (2, 2))
     done: list[object] = []
     stage.server.group.request_element(4 * SIZE, done.append)
@@ -115,7 +115,8 @@ def test_the_group_ends_by_a_message_on_a_link_that_is_to_be_deleted(world: Worl
 
 @pytest.mark.rfc("2.3/7", "2.3/8")
 def test_messages_on_a_link_that_has_failed_at_the_client(world: World) -> None:
-    """The server's CONFIRM RKEY has arrived, unread, when the client notices the failed link."""
+    """The server's CONFIRM RKEY has arrived, but is not processed yet, when the client notices the
+    failed link."""
     stage = Stage(world, (2, 2))
     done: list[object] = []
     stage.server.group.request_element(4 * SIZE, done.append)
@@ -130,7 +131,7 @@ def test_messages_on_a_link_that_has_failed_at_the_client(world: World) -> None:
         if (kind, way) == ("llc", "out") and data[0] == llc.MessageType.CONFIRM_RKEY
     ]
     assert isinstance(again, llc.ConfirmRkey)
-    assert 1 not in {each.link_number for each in again.others}, "not the old message"
+    assert 1 not in {each.link_number for each in again.others}, "the server sent the old message"
     assert stage.log[1] == "C2 DELETE_LINK 1"
     assert "C1 CONFIRM_RKEY reply" not in stage.log
     assert stage.log.index("S2 DELETE_LINK 1") < stage.log.index(
@@ -173,7 +174,7 @@ def test_rtokens_that_differ_from_the_announced_count(
 @pytest.mark.rfc("C.7.1/messages/5")
 @pytest.mark.parametrize("name", ["S1 ADD_LINK_CONTINUATION", "C1 ADD_LINK_CONTINUATION reply"])
 def test_fewer_rtokens_than_there_are_rmbs_in_use(world: World, name: str) -> None:
-    """All counts are consistent, but one of the RMBs is left out."""
+    """All counts are consistent, but one RMB is missing."""
     stage = Stage(world, (3, 3), down=1)
     for _ in range(3):
         world.pass_time(2.0)  # slow, so no RMB is made in advance
@@ -199,7 +200,7 @@ def test_fewer_rtokens_than_there_are_rmbs_in_use(world: World, name: str) -> No
 
 @pytest.mark.rfc("C.7.1/messages/6")
 def test_a_clients_delete_link_for_a_link_that_is_being_deleted(world: World) -> None:
-    """A race: the server has just begun to delete the link."""
+    """The two sides begin to delete the link at the same time."""
     stage = Stage(world, (2, 2))
     stage.server.group.delete_link(2, orderly=False)
     stage.client.group.delete_link(2, orderly=False)
@@ -236,7 +237,7 @@ def test_delete_link_of_an_unknown_link(world: World, place: int) -> None:
 
 
 def test_a_late_rejection_causes_no_request(world: World) -> None:
-    """Linux sends such a rejection after its agreement if the link was not confirmed."""
+    """Linux sends a rejection after an accepting reply if the link was not confirmed in time."""
     stage = Stage(world, (2, 2))
     assert stage.links() == [1, 2]
 
@@ -255,7 +256,8 @@ def test_a_late_rejection_causes_no_request(world: World) -> None:
 @pytest.mark.rfc("C.7.1/messages/13", "A.3.4/5")
 @pytest.mark.parametrize("number", [1, 2])
 def test_add_link_with_the_number_of_a_link_of_the_group(world: World, number: int) -> None:
-    """The two sides disagree on their links, so the link on which the message came is ended."""
+    """The two sides disagree on their links, so the client ends the link that carried the
+    message."""
     stage = Stage(world, (3, 2))
     client = stage.client.record()
     stage.wire.change(
@@ -279,7 +281,7 @@ def test_add_link_with_the_number_of_a_link_of_the_group(world: World, number: i
 
 @pytest.mark.rfc("C.7.1/messages/13")
 def test_add_link_with_the_first_links_number_at_first_contact(world: World) -> None:
-    """There is no other link, so the first contact has failed."""
+    """There is no other link, so the first contact fails."""
     stage = Stage(world, (2, 2), connect=False)
     stage.wire.change("S1 ADD_LINK 2", lambda message: dataclasses.replace(message, link_number=1))
     world.finish()
@@ -290,7 +292,8 @@ def test_add_link_with_the_first_links_number_at_first_contact(world: World) -> 
 
 @pytest.mark.rfc("C.7.1/messages/13")
 def test_add_link_with_the_number_of_a_link_that_the_server_has_just_freed(world: World) -> None:
-    """The reply to DELETE LINK has arrived, but its completion has not: both sides agree."""
+    """The reply to DELETE LINK has arrived at the server, but the client has not seen its
+    completion yet.  This is no disagreement."""
     stage = Stage(world, (2, 2))
     client = stage.client.record()
     offer = llc.AddLink(

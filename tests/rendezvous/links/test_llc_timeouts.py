@@ -1,7 +1,7 @@
-"""RFC 7609, C.7.1, first list: what each side does when an LLC reply does not come.
+"""RFC 7609, C.7.1, first list: missing LLC replies.
 
-Each row twice, where that makes sense: the message was acknowledged and never seen ("lost"), or
-could not be sent ("failed"), which counts as a time-out.
+Most rows have two cases: the message is lost although its send completes ("lose"), or its send
+fails, which counts as a time-out ("fail").
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_a_client_that_waits_for_more_rtokens_at_first_contact(world: World) -> 
 
 @pytest.mark.parametrize("name", ["S1 ADD_LINK_CONTINUATION", "C1 ADD_LINK_CONTINUATION reply"])
 def test_a_first_contact_without_the_rtoken_of_its_rmb(world: World, name: str) -> None:
-    """3.5.1.6.3: the connection could not continue over the new link."""
+    """3.5.1.6.3: without the RToken, the connection could not move to the new link."""
     stage = Stage(world, (2, 2), connect=False)
 
     def without(message: Any) -> llc.Message:
@@ -119,7 +119,7 @@ def test_a_first_contact_without_the_rtoken_of_its_rmb(world: World, name: str) 
 
 
 def later(world: World) -> Stage:
-    """One link; the test brings up the server's second RNIC later, and a link is added."""
+    """Make a group with one link.  The server's second RNIC is down until the test changes that."""
     stage = Stage(world, (1, 2), down=1)
     assert stage.links() == [1]
     return stage
@@ -188,7 +188,7 @@ def test_an_interrupted_addition_begins_again_over_another_link(
 ) -> None:
     stage = Stage(world, (3, 3), down=1)
     assert len(stage.links()) == 2
-    number = max(stage.links()) + 2  # one was offered in vain
+    number = max(stage.links()) + 2  # the client has rejected one number
     provoke(stage, way, name.format(1, r"\d"))
     stage.log.clear()
     stage.server.rnics[2].port_up()
@@ -240,7 +240,7 @@ def test_a_client_that_waits_for_more_rtokens_later(world: World, rnics: tuple[i
 def test_delete_link_is_sent_again_over_a_surviving_link(
     world: World, way: str, place: int
 ) -> None:
-    """And the link over which it was not answered is deleted, too."""
+    """The side also deletes the link that carried the request without an answer."""
     stage = Stage(world, (3, 3))
     assert stage.links() == [1, 2, 3]
     letter = "CS"[place]
@@ -270,7 +270,7 @@ def test_delete_link_without_an_answer_on_the_last_link(world: World, way: str, 
 
 
 def test_a_server_that_never_deletes_a_lost_link_costs_no_connection(world: World) -> None:
-    """Linux over soft-RoCE does not while it waits for its own sends on that link."""
+    """Linux over soft-RoCE deletes no link while it waits for its own sends on that link."""
     stage = Stage(world, (2, 2))
     stage.wire.lose("C2 DELETE_LINK 1", 99)
     stage.client.group.links[1].machine.send("failed")
@@ -281,7 +281,7 @@ def test_a_server_that_never_deletes_a_lost_link_costs_no_connection(world: Worl
 
 
 def test_a_client_that_never_answers_for_a_lost_link_ends_no_connection(world: World) -> None:
-    """The same for the other side; after the answer the group continues as usual."""
+    """The server keeps waiting for the answer, and the connection continues."""
     stage = Stage(world, (2, 2))
     stage.wire.lose("C2 DELETE_LINK 1 reply", 99)
     stage.server.group.links[1].machine.send("failed")
@@ -296,7 +296,7 @@ def test_a_client_that_never_answers_for_a_lost_link_ends_no_connection(world: W
 def test_delete_link_of_a_lost_link_is_sent_again_over_the_last_one(
     world: World, place: int
 ) -> None:
-    """Linux drops requests that come in the middle of another exchange of its own."""
+    """Linux drops requests that arrive during another exchange of its own."""
     stage = Stage(world, (2, 2))
     letter = "CS"[place]
     stage.wire.lose(f"{letter}2 DELETE_LINK 1")
@@ -311,12 +311,14 @@ def test_delete_link_of_a_lost_link_is_sent_again_over_the_last_one(
     assert stage.works()
 
 
-# --- a client that takes its agreement back, as Linux does ----------------------------------------
+# --- a client that rejects a link after it has accepted it, like Linux ----------------------------
 
 
-def take_back(stage: Stage, lost: str) -> None:
-    """The client does what Linux's does when it cannot have a link that it agreed to: instead of
-    listening to ``lost`` it forgets the link and rejects it."""
+def reject_after_agreement(stage: Stage, lost: str) -> None:
+    """Let the client, like Linux, reject a link after it has accepted it, because it cannot use it.
+
+    lost: the message that the client ignores; at this moment it removes and rejects the link.
+    """
 
     def reject() -> None:
         group = stage.client.group
@@ -337,11 +339,12 @@ def take_back(stage: Stage, lost: str) -> None:
     "lost", ["S1 ADD_LINK_CONTINUATION", "S3 CONFIRM_LINK", "S1 DELETE_LINK 3"]
 )
 def test_a_link_that_the_client_agreed_to_and_then_rejects(world: World, lost: str) -> None:
-    """The connection lives, nothing waits for the client, and the link is added later."""
+    """The connection continues, the server does not wait for the client, and the sides add the link
+    later."""
     stage = later(world)
     if "DELETE" in lost:
         stage.wire.fail("S3 CONFIRM_LINK")
-    take_back(stage, lost)
+    reject_after_agreement(stage, lost)
     stage.server.rnics[1].port_up()
     world.pass_time(1.5)  # no reply time-out is needed
     assert any(each.startswith("C1 ADD_LINK 3 reply negative") for each in stage.log), stage.log
@@ -354,7 +357,7 @@ def test_a_link_that_the_client_agreed_to_and_then_rejects(world: World, lost: s
 
 
 def test_a_late_rejection_of_a_deleted_link_is_no_violation(world: World) -> None:
-    """It names a link whose DELETE LINK was answered, while the next one is offered."""
+    """The rejection names a link that is already deleted, while the server offers the next one."""
     stage = later(world)
     stage.wire.lose("C3 CONFIRM_LINK reply")
     stage.server.rnics[1].port_up()
@@ -400,7 +403,7 @@ def test_a_group_ends_although_no_peer_receives_it(world: World, place: int, way
 
 
 def new_rmb(stage: Stage, place: int) -> None:
-    """Make this side need one more RMB."""
+    """Request an element for which this side needs a new RMB."""
     stage.end(place).group.request_element(BIG, lambda _: None)
 
 
@@ -439,7 +442,7 @@ def test_test_link_without_reply_fails_its_link(world: World, way: str, place: i
     configs[place] = None
     stage = Stage(world, (2, 2), configs=(configs[0], configs[1]))
     provoke(stage, way, f"{'CS'[place]}1 TEST_LINK")
-    world.until_time(lambda: 1 not in stage.end(place).group.links)
+    world.pass_time_until(lambda: 1 not in stage.end(place).group.links)
     world.settle()
     assert any(name.endswith("2 DELETE_LINK 1") for name in stage.log), stage.log
     assert 1 not in stage.links()

@@ -1,5 +1,5 @@
-"""RKeys of groups with several links: CONFIRM RKEY, CONTINUATION, the pairs of ADD LINK, the answer
-to DELETE RKEY, and invalid messages (RFC 7609, 3.5.5.2, A.3.5-A.3.7, C.7.1)."""
+"""RKeys of groups with several links: CONFIRM RKEY and its CONTINUATION, the RToken pairs of ADD
+LINK, replies to DELETE RKEY, and invalid messages (RFC 7609, 3.5.5.2, A.3.5-A.3.7, C.7.1)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rendezvous.links.rkey_links import add_link, known_alike, ping_pong
+from tests.rendezvous.links.rkey_links import add_link, exchange_rtokens, knows_all_rmbs
 from tests.rendezvous.rendezvous_pair import SIZE, Call, Side, World, exchange
 from tests.rendezvous.transcripts import messages, transcript
 from tests.rnic.memory_rnic import PlainQueuePair
@@ -33,7 +33,7 @@ def all_messages(side: Side) -> list[Any]:
 
 
 def with_links(world: World, count: int, **sides: Any) -> tuple[Side, Side, Call]:
-    """Two sides with a connection and ``count`` links."""
+    """Make two sides with a connection and ``count`` links."""
     client, server = world.side(**sides), world.side(**sides)
     call = world.connect(client, server)
     for number in range(2, count + 1):
@@ -42,7 +42,7 @@ def with_links(world: World, count: int, **sides: Any) -> tuple[Side, Side, Call
 
 
 def elements(side: Side, count: int, size: int = BIG) -> list[Rmbe | None]:
-    """Request ``count`` elements at once; they are in the list when the world has settled."""
+    """Request ``count`` elements at once.  `World.settle` puts them into the returned list."""
     done: list[Rmbe | None] = []
     for _ in range(count):
         side.group.request_element(size, done.append)
@@ -55,7 +55,8 @@ def elements(side: Side, count: int, size: int = BIG) -> list[Rmbe | None]:
 @pytest.mark.rfc("A.3.5/6", "A.3.6/1")
 @pytest.mark.parametrize("links", range(1, 9))
 def test_a_continuation_follows_exactly_when_two_slots_are_not_enough(links: int) -> None:
-    """NumTkns does not count the link that carries it; the countdown starts at NumTkns - 2."""
+    """NumTkns does not count the link that carries the message; the first CONTINUATION counts down
+    from NumTkns - 2."""
     tokens = {number: RToken(number << 8, number << 32) for number in range(1, links + 1)}
     first, *more = confirm_rkey_messages(tokens, 1)
     assert isinstance(first, llc.ConfirmRkey)
@@ -109,19 +110,19 @@ def test_a_refused_set_of_tokens_leaves_nothing_behind() -> None:
     assert len(peer) == 2
 
 
-def test_a_links_tokens_go_with_it() -> None:
+def test_the_end_of_a_link_removes_its_tokens() -> None:
     peer = PeerRmbs()
     both = peer.learn_untrusted({1: RToken(1, 1), 2: RToken(2, 1)})
     peer.learn_untrusted({2: RToken(5, 5)})
     both.elements[1] = user = _User()
     assert peer.covers(1)
-    assert not peer.covers(1, unused=True)  # no connection writes into the second one
+    assert not peer.covers(1, unused=True)  # no connection writes into the second RMB
     peer.drop_link(2)
     assert (len(peer), peer.find(2, 2), peer.find(2, 5)) == (1, None, None)
     assert peer.find(1, 1) is both
     assert not peer.covers(2)
     assert both.elements == {1: user}
-    peer.learn_untrusted({2: RToken(5, 6)})  # a new link of that number has new tokens
+    peer.learn_untrusted({2: RToken(5, 6)})  # a new link with that number has new tokens
 
 
 class _User:
@@ -136,7 +137,7 @@ class _User:
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize("links", [1, 2, 3, 4, 6, 8])
 def test_a_new_rmb_is_announced_on_all_links(end: int, links: int) -> None:
-    """Figure 12; the peer echoes each message (A.3.5, A.3.6)."""
+    """Figure 12: the peer echoes each message (A.3.5, A.3.6)."""
     with World() as world:
         client, server, _ = with_links(world, links)
         side, peer = (client, server) if end == 0 else (server, client)
@@ -149,8 +150,8 @@ def test_a_new_rmb_is_announced_on_all_links(end: int, links: int) -> None:
         assert sorted(transcript(side)) == sorted(out + back)
         assert transcript(side)[0] == out[0]
         assert not any(each.negative for each in all_messages(side))
-        assert known_alike(side.group, peer.group)
-        assert known_alike(peer.group, side.group)
+        assert knows_all_rmbs(side.group, peer.group)
+        assert knows_all_rmbs(peer.group, side.group)
         (rmb,) = side.group.own_rmbs.pool.rmbs[1:]
         assert len(side.group.own_rmbs.tokens(rmb)) == links
         assert [each is not None and each.rmb for each in done] == [rmb]
@@ -185,7 +186,7 @@ def test_a_connection_waits_until_the_peer_knows_its_rmb_on_all_links() -> None:
 @pytest.mark.rfc("A.3.5/3", "A.3.5/4", "3.5.5.3.1/5")
 @pytest.mark.parametrize("end", [0, 1])
 def test_links_that_change_meanwhile_are_in_the_second_try(end: int) -> None:
-    """3.5.5.3.1: a negative reply with C; then the RKey set is computed anew."""
+    """3.5.5.3.1: after a negative reply with the C bit, the side computes the RKey set again."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         side, peer = (client, server) if end == 0 else (server, client)
@@ -202,13 +203,14 @@ def test_links_that_change_meanwhile_are_in_the_second_try(end: int) -> None:
         world.pass_time(1.0)
         assert [each.other_tokens for each in all_messages(side)] == [2, 2]
         assert len(done) == 1
-        assert known_alike(side.group, peer.group)
+        assert knows_all_rmbs(side.group, peer.group)
 
 
 @pytest.mark.rfc("A.3.5/5")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_negative_reply_without_retry_waits_for_the_next_occasion(end: int) -> None:
-    """A.3.5: the next connection that needs an RMB; the peer had no room for one more."""
+    """A.3.5: the peer had no room for another RMB.  The next connection that needs an RMB tries
+    again."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         side, peer = (client, server) if end == 0 else (server, client)
@@ -231,7 +233,7 @@ def test_a_negative_reply_without_retry_waits_for_the_next_occasion(end: int) ->
 
 
 def test_a_continuation_that_runs_into_a_change_is_tried_again() -> None:
-    """CONTINUATION has no C bit, so the exchange is repeated."""
+    """CONTINUATION has no C bit, so the side repeats the exchange after any negative reply."""
     with World() as world:
         client, server, _ = with_links(world, 4)
         done = elements(client, 1)
@@ -245,7 +247,7 @@ def test_a_continuation_that_runs_into_a_change_is_tried_again() -> None:
         server.group.exchanges.machine.send("refused")
         world.pass_time(1.0)
         assert done[0] is not None
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
 
 
 def test_a_peer_that_is_always_changing_gets_no_endless_requests() -> None:
@@ -282,22 +284,22 @@ def test_each_try_waits_longer_than_the_one_before() -> None:
 
 
 def test_a_link_added_while_the_reply_was_in_flight_is_announced() -> None:
-    """The reply arrives on link 1, after messages on another link."""
+    """The reply is on its way over link 1 while the sides add a link over link 2."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         done = elements(client, 1)
         world.until(lambda: len(server.group.peer_rmbs) == 2)
         add_link(client.group, server.group, 3, old=2)
-        assert not known_alike(client.group, server.group)
+        assert not knows_all_rmbs(client.group, server.group)
         world.settle()
         assert len(done) == 1
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
 
 
 @pytest.mark.rfc("C.7.1/time-outs/16", "C.7.1/time-outs/17")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_confirm_rkey_without_reply_fails_its_link_and_begins_again(end: int) -> None:
-    """C.7.1, 2.3: the link of the request has failed; the waiting connection has not."""
+    """C.7.1, 2.3: the link of the request fails, and the waiting connection continues."""
     with World(announces_end=False) as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
@@ -316,12 +318,12 @@ def test_a_confirm_rkey_without_reply_fails_its_link_and_begins_again(end: int) 
         world.pass_time(5.0)
         assert done[0] is not None
         assert link.number not in peer.group.links
-        assert known_alike(side.group, peer.group)
+        assert knows_all_rmbs(side.group, peer.group)
 
 
 @pytest.mark.rfc("C.7.1/messages/8")
 def test_a_link_without_an_rkey_has_failed() -> None:
-    """C.7.1: treat as if detected failure of the links for which no RKey was provided."""
+    """C.7.1: the receiver treats each link without an RKey as a failed one."""
     with World(announces_end=False) as world:
         client, server, _ = with_links(world, 2)
         link = client.group.links[1]
@@ -335,7 +337,7 @@ def test_a_link_without_an_rkey_has_failed() -> None:
 
 
 def confirm(count: int, *numbers: int) -> llc.ConfirmRkey:
-    """CONFIRM RKEY that announces ``count`` other links and names these."""
+    """CONFIRM RKEY that announces ``count`` other links, and contains those with ``numbers``."""
     return llc.ConfirmRkey(other_tokens=count, rkey=0x99, address=1, others=tokens(*numbers))
 
 
@@ -366,7 +368,7 @@ def tokens(*numbers: int) -> tuple[llc.LinkRToken, ...]:
 )
 @pytest.mark.parametrize("end", [0, 1])
 def test_parts_that_do_not_fit_together_cost_the_link(end: int, received: list[Any]) -> None:
-    """C.7.1: out of sync; the receiver keeps nothing of such messages."""
+    """C.7.1, out of sync: the receiver discards all parts of such messages."""
     with World() as world:
         client, server, _ = with_links(world, 5)
         side = (client, server)[end]
@@ -448,7 +450,7 @@ def test_an_echo_that_comes_over_another_link_costs_that_link() -> None:
         with pytest.raises(ProtocolError, match="without a request"):
             client.group.rkey_exchanges.on_reply_untrusted(other, echo)
         world.settle()
-        assert request.agreed, "its own echo counts"
+        assert request.agreed, "the reply over the right link did not count"
 
 
 # --- ADD LINK CONTINUATION ----------------------------------------------------------------------
@@ -461,8 +463,8 @@ def test_pairs_of_a_link_that_is_not_added_are_forgotten() -> None:
         new = [Link(side.group, 3, side.rnic) for side in (client, server)]
         for side, link in zip((client, server), new, strict=True):
             side.group.rkeys.register_on(link)
-        elements(client, 3)  # made in the meantime: registered there, too
-        ping_pong(client.group, server.group, old=2, ends=(new[0], new[1]))
+        elements(client, 3)  # RMBs made at this time are registered on the new link, too
+        exchange_rtokens(client.group, server.group, old=2, ends=(new[0], new[1]))
         assert server.group.peer_rmbs.covers(3)
         for side, link in zip((client, server), new, strict=True):
             side.group.rkeys.drop_link(3)
@@ -471,12 +473,12 @@ def test_pairs_of_a_link_that_is_not_added_are_forgotten() -> None:
         world.settle()
         assert not server.group.peer_rmbs.covers(3)
         assert world.fabric.held["region"] == before + 2 * (len(client.group.own_rmbs) - 1)
-        assert known_alike(client.group, server.group)
+        assert knows_all_rmbs(client.group, server.group)
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
 def test_a_pair_for_an_rmb_that_was_just_deleted_is_ignored() -> None:
-    """Its DELETE RKEY reply may be on its way over another link."""
+    """The reply to DELETE RKEY may still be on its way over another link."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         old, new = client.group.links[1], client.group.links[2]
@@ -499,7 +501,7 @@ def test_a_pair_for_an_rmb_that_was_just_deleted_is_ignored() -> None:
 def test_both_sides_have_equal_tables(
     links: list[int], counts: tuple[int, int], data: st.DataObject
 ) -> None:
-    """3.5.5.2.3, A.3.3: RMBs before and after each link, unequal on the two sides."""
+    """3.5.5.2.3, A.3.3: the sides make different numbers of RMBs before and after each link."""
     with pytest.MonkeyPatch.context() as patch, World() as world:
         patch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)  # one element in each RMB
         client, server = world.side(), world.side()
@@ -523,7 +525,7 @@ def test_both_sides_have_equal_tables(
             spare = 1
             assert 0 <= len(side.group.own_rmbs) - 1 - counts[place] <= spare
             assert len(side.group.own_rmbs) <= MAX_RMBS
-            assert known_alike(side.group, sides[1 - place].group)
+            assert knows_all_rmbs(side.group, sides[1 - place].group)
 
 
 @pytest.mark.rfc("3.5.1.6.3/1", "3.5.5.2.3/2", "A.3.3/5")
@@ -536,7 +538,7 @@ def test_both_sides_have_equal_tables(
 def test_links_added_and_deleted_keep_both_sides_equal(
     counts: tuple[int, int], rnics: list[int], data: st.DataObject
 ) -> None:
-    """The same with ADD LINK and DELETE LINK: RNICs appear on one side, the other or both."""
+    """The same with ADD LINK and DELETE LINK: RNICs appear on one side or on both."""
     with pytest.MonkeyPatch.context() as patch, World() as world:
         patch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)  # one element in each RMB
         client, server = sides = world.side(), world.side()
@@ -547,7 +549,8 @@ def test_links_added_and_deleted_keep_both_sides_equal(
                 count = data.draw(st.integers(0, left[place]))
                 left[place] -= count
                 elements(side, count, SMALL)
-            if data.draw(st.booleans()):  # else the RMBs are announced while the link is added
+            # Otherwise the sides announce the RMBs while they add the link.
+            if data.draw(st.booleans()):
                 world.settle()
             before = set(client.group.links)
             server.record()
@@ -567,14 +570,15 @@ def test_links_added_and_deleted_keep_both_sides_equal(
                 world.settle()
             for place, side in enumerate(sides):
                 assert set(side.group.links) == set(sides[1 - place].group.links)
-                assert known_alike(side.group, sides[1 - place].group)
+                assert knows_all_rmbs(side.group, sides[1 - place].group)
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
 @pytest.mark.parametrize(("here", "there"), [(0, 0), (1, 0), (0, 1), (5, 2), (2, 5), (254, 0)])
 @pytest.mark.rfc("A.3.3/1", "A.3.3/2", "A.3.3/3")
 def test_the_longer_list_decides_the_number_of_continuations(here: int, there: int) -> None:
-    """Figure 15, A.3.3: the server first, two RTokens a message, empty ones at the end."""
+    """Figure 15, A.3.3: the server sends first, each message has two RTokens, and the side with the
+    shorter list ends with empty messages."""
     with pytest.MonkeyPatch.context() as patch, World() as world:
         patch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)
         patch.setattr(own_rmbs, "_BURST_GAP", 0.0)  # no spares
@@ -594,8 +598,8 @@ def test_the_longer_list_decides_the_number_of_continuations(here: int, there: i
             counts = [max(0, count - 2 * each) for each in range(rounds)]
             assert [each.tokens_left for each in mine] == counts
             assert [len(each.pairs) for each in mine] == [min(2, each) for each in counts]
-        assert known_alike(client.group, server.group)
-        assert known_alike(server.group, client.group)
+        assert knows_all_rmbs(client.group, server.group)
+        assert knows_all_rmbs(server.group, client.group)
 
 
 def remove_link(client: Side, server: Side, number: int) -> None:
@@ -611,7 +615,8 @@ def remove_link(client: Side, server: Side, number: int) -> None:
 @pytest.mark.rfc("A.3.7/2", "A.3.7/3", "C.7.1/messages/9", "3.5.5.2.2/4")
 @pytest.mark.parametrize("link_number", [1, 3])
 def test_the_error_mask_names_the_unknown_rmbs(link_number: int) -> None:
-    """A.3.7: b'01010000' means the second and the fourth; one RKey names the RMB on all links."""
+    """A.3.7: b'01010000' means the second and the fourth RKey.  An RKey of one link names the RMB
+    for all links."""
     with World() as world:
         client, server, _ = with_links(world, 3)
         elements(client, 3)
@@ -631,7 +636,7 @@ def test_the_error_mask_names_the_unknown_rmbs(link_number: int) -> None:
 
 
 def test_connections_that_write_into_a_deleted_rmb_are_reset() -> None:
-    """No connection may write there again; connections with other RMBs continue."""
+    """No connection writes into the deleted RMB again; connections with other RMBs continue."""
     with World() as world:
         client, server, _ = with_links(world, 2)
         calls = [world.connect(client, server, size=BIG) for _ in range(2)]

@@ -1,40 +1,43 @@
-"""Processes of older releases on the same host: recognise a listener, and answer a client.
+"""Older releases on the same host: recognise their listeners, and refuse their clients.
 
 Theory of operation
 -------------------
-Releases before 0.3.0 have another same-host discovery.  Their listener is a SOCK_SEQPACKET socket;
-a client connects to it and sends an ANNOUNCE for each TCP connection.  Directories, names and the
-first eight bytes of messages are those of `discovery.directory` and `discovery.messages`.  The
-kernel keeps the two kinds apart by the type of a socket: a connection of the wrong type fails, and
-the process that has the socket does not notice (unix_find_bsd, linux/net/unix/af_unix.c).
+Releases before 0.3.0 use another protocol for same-host discovery.  Their listener is a
+SOCK_SEQPACKET socket.  A client connects to this socket, and sends one ANNOUNCE for each TCP
+connection.  The two protocols share the directories and the names of sockets
+(`discovery.directory`), and the layout of the first eight bytes of a message
+(`discovery.messages`).  The type of the socket keeps the two protocols apart.  The kernel refuses
+to connect two sockets of different types, and the process that owns the listener does not notice
+the attempt (unix_find_bsd, linux/net/unix/af_unix.c).
 
-*A listener of an older release.*  A client connects a datagram socket to each name, to find out if
-its process is alive.  The kernel compares the types only if the process is alive, so EPROTOTYPE
-means an older listener (`connects`).  This takes no further system call, and nothing is
-read that another process has written.
+*A listener of an older release.*  To find out if a listener is alive, a client connects a datagram
+socket to its name.  The kernel compares the types only if a process still has the listener.  So
+EPROTOTYPE means that a process of an older release listens (`connects`).  This check needs no
+further system call, and reads no data of another process.
 
-*A client of an older release.*  It connects to each name and passes over datagram sockets, so it
-finds no listener here.  Therefore a listener also has a *signpost*, a SOCK_SEQPACKET socket beside
-its own.  The signpost answers an ANNOUNCE with REFUSED and LOCAL_VERSION_MISMATCH: eight bytes
-without a four-tuple, which concern all that the client has announced on this Unix connection.
-Three details are required by older clients:
+*A client of an older release.*  Such a client skips datagram sockets, so it finds no listener of
+this release.  Therefore each listener also has a *signpost*, a SOCK_SEQPACKET socket beside its
+own.  The signpost answers an ANNOUNCE with REFUSED and the reason LOCAL_VERSION_MISMATCH.  The
+answer has eight bytes and no four-tuple, so it refuses every TCP connection that the client has
+announced on this Unix connection.  Older clients impose three rules:
 
-- The answer follows the ANNOUNCE.  A client ignores an answer that comes before it.
+- The signpost sends its answer after the ANNOUNCE.  A client ignores an earlier answer.
 - The client closes the Unix connection.  If the signpost closed it, an ANNOUNCE that is being sent
   at the same moment would fail, and the client would report that the peer is not capable of SMC-R.
-- The client waits for each listener, so a listener of its own release that shares the port may
-  still accept the TCP connection.
+- The signpost does not end the wait for other listeners.  If a listener of the client's release
+  shares the port, that listener may still accept the TCP connection.
 
-Clients of this release know a signpost by its name and ignore it.  It costs them nothing, and the
-server pays for it once when it publishes a listener, and once for each client of an older release.
+A client of this release recognises a signpost by its name and ignores it, at no cost.  The server
+makes one signpost when it publishes a listener, and answers each client of an older release once.
 
-An older server does not look at names of announcements, and this server does not receive an
-ANNOUNCE before it accepts.  So the *server's* reason is that the peer is not capable of SMC-R.
+The reason on the *server's* side is always that the peer is not capable of SMC-R.  An older server
+does not read the names by which clients of this release announce connections, and a server of this
+release accepts the TCP connection without the ANNOUNCE.
 
-Security: older releases use no directory that a group shares, so there is neither a signpost in
-one, nor counts a name there as an older listener.  In a private directory a process of the same
-user in another container may connect to a signpost.  The signpost decodes nothing, serves a limited
-number of clients for a limited time, and takes no descriptors.
+Security: older releases do not use a directory that a group shares.  So such a directory contains
+no signpost, and no name in it counts as an older listener.  In a private directory, a process of
+the same user in another container may connect to a signpost.  The signpost decodes nothing, accepts
+no descriptors, and serves a limited number of clients for a limited time.
 """
 
 from __future__ import annotations
@@ -63,21 +66,21 @@ __all__ = ["Signpost", "connects", "is_signpost", "signpost_name"]
 _SUFFIX: Final = ".older"
 _BACKLOG: Final = 64
 _MAX_CLIENTS: Final = 16
-"""Clients that are waited for, each of them a descriptor.  A further one is answered at once, and
-its connection closed.  Chosen."""
+"""Clients that a signpost serves at a time, each with a descriptor.  A further client gets its
+answer at once, and the signpost closes the connection.  Chosen."""
 _CLIENT_TIMEOUT: Final = 2.0
 """Seconds for which a client may keep its connection.  Chosen: a client of an older release sends
-its ANNOUNCE as soon as it is connected, and closes as soon as it is answered."""
+its ANNOUNCE as soon as it is connected, and closes the connection when the answer arrives."""
 _MAX_PACKETS: Final = 64
-"""Packets that are received from one client, the first one and those for which it was too late to
-wait for the answer.  Chosen."""
+"""Packets that a signpost receives from one client: the first ANNOUNCE, and those that the client
+sends before the answer arrives.  Chosen."""
 _CAPACITY_PAUSE: Final = 0.5
 """Seconds without `accept` if the process has too many open files or no memory.  Chosen."""
 _ANSWER: Final = messages.refused(FallbackReason.LOCAL_VERSION_MISMATCH)
 
 
 def connects(probe: socket.socket, path: str) -> bool:
-    """Connect a datagram socket to a listener; False if it is of an older release.
+    """Connect a datagram socket to a listener.  False if the listener is of an older release.
 
     Raises OSError: as connect(2); ECONNREFUSED if no process has the listener.
     """
@@ -96,7 +99,7 @@ def signpost_name(listener: str) -> str:
 
 
 def is_signpost(name: str) -> bool:
-    """True for the name of a signpost."""
+    """True if ``name`` is the name of a signpost."""
     return name.endswith(_SUFFIX)
 
 
@@ -105,10 +108,10 @@ class Signpost:
     """The socket that refuses clients of older releases, beside the socket of one listener.
 
     Args:
-      directory: of the listener's address; it stays open, and belongs to the caller.
+      directory: the directory of the listener's address.  The caller closes it, after `close`.
       listener: the name of the listener's socket.
 
-    Raises OSError: it cannot be made.
+    Raises OSError: the socket cannot be made.
     """
 
     def __init__(self, directory: PrivateDirectory, listener: str) -> None:
@@ -116,15 +119,15 @@ class Signpost:
         self._name = signpost_name(listener)
         self._clients: set[socket.socket] = set()
         self._closer = Closer("signpost")
-        self._runs = self._is_closed = self._is_abandoned = False
+        self._is_running = self._is_closed = self._is_abandoned = False
         self._socket = directory.listen(self._name, _BACKLOG)
 
     async def run(self, timers: Timers | None) -> None:
-        """Answer clients until `close` or cancelled; never raises OSError.
+        """Answer clients until `close` or cancellation.  Never raises OSError.
 
-        timers: of the stack.
+        timers: the timers of the stack.
         """
-        self._runs = True
+        self._is_running = True
         try:
             async with trio.open_nursery() as nursery:
                 while not self._is_closed:
@@ -137,11 +140,11 @@ class Signpost:
                     await trio.lowlevel.checkpoint()
                 nursery.cancel_scope.cancel()
         finally:
-            self._runs = False
+            self._is_running = False
             self._closer.join()
 
     async def _accept(self, timers: Timers | None) -> socket.socket | None:
-        """The next client; None: there is none, or the signpost was closed."""
+        """Accept a client.  None if there is none, or if the signpost was closed."""
         try:
             if self._closer.is_full:
                 await sleep(timers, _CAPACITY_PAUSE)
@@ -184,13 +187,13 @@ class Signpost:
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._directory.remove(self._name)
-        if self._runs:
+        if self._is_running:
             end_waits(self._socket)
         self._closer.discard_listener(self._socket)
         self._closer.join()
 
     def abandon(self) -> None:
-        """Close the descriptors: this process is a forked child, and they are its parent's."""
+        """Close the descriptors in a forked child.  The signpost belongs to the parent process."""
         self._is_closed = self._is_abandoned = True
         for each in (self._socket, *self._clients):
             each.close()

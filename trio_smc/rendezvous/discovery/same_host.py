@@ -1,52 +1,53 @@
-"""Which processes of this host speak SMC-R: agreeing on it before a byte of CLC is sent.
+"""Same-host discovery: two processes of one host agree on SMC-R before the first byte of CLC.
 
-A process that does not speak SMC-R must never be sent a CLC message.  Across hosts a TCP option
-shows that a peer speaks it (RFC 7609, 3.1); on one host this module does, without privileges.  The
-announcement of a TCP connection is the *name* of a datagram socket::
+A client must not send a CLC message to a process that does not speak SMC-R.  Between hosts, a TCP
+option shows that the peer speaks SMC-R (RFC 7609, 3.1).  On one host, this module finds out without
+privileges.  The client announces a TCP connection by the *name* of a datagram socket::
 
     client                                       server
       bind a datagram socket, named by the
-      four-tuple of the TCP connection to come
+      four-tuple of the future TCP connection
       connect TCP  ............................>   accept
                                     <-----------   ACCEPTED, to the socket with that name;
-                                                   if that cannot be sent: plain TCP
+                                                   if sendto(2) fails: plain TCP
       send CLC over TCP  ......................>   read CLC
 
-The name is there before the kernel knows of the TCP connection.  So the server finds it or knows
-that there is none, and never waits for a client that did not announce itself.  A process that does
-not accept the connection does not send ACCEPTED: with several processes on one port, or a plain
-server on the specific address beside a wildcard one, the answer comes from the process that has the
-connection, if from any.  The client announces only if there is a listener that speaks SMC-R.
+The name exists before the kernel knows of the TCP connection.  So the server either finds the name,
+or knows that the client has not announced the connection.  The server never waits for such a
+client.  Only the process that accepts the connection sends ACCEPTED.  This holds if several
+processes share the port, and if a plain server listens on the specific address beside a listener on
+the wildcard address.  The client announces only if there is a listener that speaks SMC-R.
 
-Theory of operation: both sides must agree although each may give up at any moment (deadline,
-cancellation, exit).  If sendto(2) succeeds, the client finds ACCEPTED in its queue and owes the
-server a CLC message (a Proposal or a Decline), or the end of the TCP connection.  To give up, the
-client removes the name and shuts the socket down for receiving, and then looks into the queue.  The
-kernel decides under one lock whether the datagram is in the queue or is refused, so there is no
-third outcome.  A client that was killed has no socket, and its TCP connection ends.  A server that
-was promised a CLC message and receives nothing in time resets the TCP connection, as after any
-message of a handshake that does not come (RFC 7609, C.5).
+Theory of operation: both sides must agree, although each of them may give up at any moment
+(deadline, cancellation, exit).  If sendto(2) succeeds, the client finds ACCEPTED in its queue.
+Then the client has to send a CLC message (a Proposal or a Decline), or to end the TCP connection.
+To give up, the client removes the name, shuts the socket down for receiving, and then reads its
+queue.  The kernel decides under one lock whether it queues or refuses the datagram, so there is no
+third outcome.  A killed client has no socket, and its TCP connection ends.  If sendto(2) has
+succeeded and no CLC message arrives in time, the server resets the TCP connection, as it does
+whenever a message of a handshake is missing (RFC 7609, C.5).
 
-What fails to be sent for any other reason, a full queue for example, was not sent either, and the
-server takes the connection for plain TCP.
+If sendto(2) fails for any other reason, such as a full queue, the client has received nothing
+either, and the server treats the connection as plain TCP.
 
-The client may draw a port that another process has for a connection to the same address; both then
-have the same four-tuple.  The announced connection cannot be made as long as the other one exists.
-If the server has answered for the other one, the client sends NOT_MINE to it, before it does
-anything else.
+The client may choose a local port that another process uses for a connection to the same address.
+Then both connections have the same four-tuple, and the announced one cannot be made while the other
+one exists.  If the server has answered for the other connection, the client sends NOT_MINE to the
+server before it does anything else.
 
-ACCEPTED brings the version of the server's software RNIC.  If the client's is another one, the
-client sends SMC Decline, and both sides know why the connection is plain TCP.
+ACCEPTED contains the version of the server's software RNIC.  If the client's software RNIC has
+another version, the client sends SMC Decline, so both sides know why the connection is plain TCP.
 
-An address means something only within its network, so all this is for one network namespace.  A
-listener of another one, for example that of another container, is announced to if the *path* was
-proven (`trio_smc.rendezvous.discovery.proofs`).
+An address has a meaning only within its network, so all of this happens within one network
+namespace.  A client announces a connection to a listener of another network namespace, such as
+that of another container, only if the *path* was proven
+(`trio_smc.rendezvous.discovery.proofs`).
 
-What comes in on a Unix socket is a peer's input.  In a private directory the kernel lets only this
-user send to a name or make one.  In a group's directory a datagram counts only if its sender is a
-user whose listener was found, and a name only if it belongs to the member that has the directory.
-Nothing that another user made can block this process, and the state per client is bounded by the
-handshakes that are under way.
+All data from a Unix socket is untrusted input.  In a private directory, the kernel lets only this
+user make a name or send to one.  In a group's directory, a datagram counts only if its sender is a
+user whose listener was found, and a name counts only if it belongs to the member that owns the
+directory.  No file or socket of another user can block this process, and the handshakes in progress
+limit the state per client.
 """
 
 from __future__ import annotations
@@ -86,24 +87,24 @@ class Discovery(Announcer):
         spinner: Spinner = NEVER,
         ended: Callable[[], object] = lambda: None,
     ) -> None:
-        """As `Announcer`."""
+        """The parameters are those of `Announcer`."""
         super().__init__(private, timers, spinner, ended)
         self._answerer = Answerer(self.names, timers, spinner, self._is_named)
         self._publications: weakref.WeakSet[Publication] = weakref.WeakSet()
 
     def open(self) -> None:
-        """Open the descriptors that a stack keeps, as far as the private directory is there.
+        """Open the descriptors that a stack keeps, if the private directory exists.
 
-        They are opened when they are needed otherwise.
+        Otherwise they are opened when they are needed.
         """
         with contextlib.suppress(OSError, DirectoryUnusable):
             PrivateDirectory.open(self._private, create=False).close()
             self.names.open()
 
     def close(self) -> None:
-        """Close what announcing and answering need; neither is done any more.  Idempotent.
+        """Withdraw open announcements, and close the descriptors of announcing and answering.
 
-        Announcements that are open are withdrawn.
+        After this, the stack neither announces connections nor answers announcements.  Idempotent.
         """
         for announcement in tuple(self._open):
             announcement.cancel()
@@ -112,13 +113,13 @@ class Discovery(Announcer):
         self.closer.join()
 
     def abandon(self) -> None:
-        """Close all descriptors: this process is a forked child, and they are its parent's."""
+        """Close all descriptors in a forked child.  They belong to the parent process."""
         super().abandon()
         for publication in self._publications:
             publication.abandon()
 
     def unusable(self) -> FallbackReason | None:
-        """Why the private directory cannot be used, or None; it is made if it is missing."""
+        """Make the private directory if it is missing.  Returns why it cannot be used, or None."""
         try:
             with contextlib.closing(PrivateDirectory.open(self._private, create=True)) as found:
                 found.check_room()
@@ -133,9 +134,9 @@ class Discovery(Announcer):
     ) -> Publication:
         """Let clients on this host announce connections to a listening TCP socket.
 
-        sockname: address and port that it listens on.
-        nursery: where the background task runs; it never raises there.
-        dual_stack: the socket is an IPv6 one without IPV6_V6ONLY.
+        sockname: the address and port of the listening socket.
+        nursery: runs the background task, which never raises an exception.
+        dual_stack: True for an IPv6 socket without IPV6_V6ONLY.
 
         Never fails: if nothing can be published, `Publication.unavailable` is the reason.
         """
@@ -154,12 +155,15 @@ class Discovery(Announcer):
         return publication
 
     def wake_listener(self, announcement: Announcement) -> None:
-        """As `Announcer.wake_listener`: `Publication.on_waiting` of a listener of this stack."""
+        """Call `Publication.on_waiting` for each listener of this stack that may answer."""
         for publication in tuple(self._publications):
             if publication.path in announcement.found.names:
                 publication.on_waiting()
 
     def publish_nothing(self, sockname: tuple[str, int], reason: FallbackReason) -> Publication:
-        """The publication of a listener to which no connection shall be announced, and why."""
+        """Return the publication of a listener that clients cannot find.
+
+        reason: becomes `Publication.unavailable`.
+        """
         address = plain_address(sockname[0]), sockname[1]
         return Publication(address, None, reason, self._answerer)
