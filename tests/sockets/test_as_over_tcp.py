@@ -915,22 +915,11 @@ async def _connect_again(ends: Ends, sock: Any) -> object:
 
 @case
 async def connect_after_a_refusal(ends: Ends) -> None:
-<<<<<<< HEAD
     with reserved_port() as free, trio.socket.socket() as sock:
-        await ends.see(sock.connect, (HOST, free))
-        ends.seen.append(sock.fileno() >= 0)
-        ends.seen.append(await _connect_again(ends, sock))
-        ends.seen.append(sock.getpeername() == ends.listener.getsockname())
-=======
-    with stdlib.create_server((HOST, 0)) as free:
-        name = free.getsockname()
-    sock = trio.socket.socket()
-    with sock:
-        await ends.record(sock.connect, name)
+        await ends.record(sock.connect, (HOST, free))
         ends.records.append(sock.fileno() >= 0)
         ends.records.append(await _connect_again(ends, sock))
         ends.records.append(sock.getpeername() == ends.listener.getsockname())
->>>>>>> wb
 
 
 @case
@@ -940,11 +929,7 @@ async def connect_from_a_bound_port_after_a_refusal(ends: Ends) -> None:
     for local in (("127.0.0.2", 0), chosen):
         with reserved_port() as refusing, trio.socket.socket() as sock:
             await sock.bind(local)
-<<<<<<< HEAD
-            await ends.see(sock.connect, (HOST, refusing))
-=======
-            await ends.record(sock.connect, name)
->>>>>>> wb
+            await ends.record(sock.connect, (HOST, refusing))
             outcome = await _connect_again(ends, sock)
             ends.records.append((outcome, sock.getsockname()[0], sock.getsockname() == chosen))
 

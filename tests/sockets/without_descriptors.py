@@ -120,7 +120,7 @@ async def shut_down(sock: Any, peer: Any) -> object:
     return len(await peer.recv(9))
 
 
-async def ask(sock: Any, _: Any) -> object:
+async def read_the_names(sock: Any, _: Any) -> object:
     name, other = sock.getsockname(), sock.getpeername()
     error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return len(name), len(other), error, sock.fileno() >= 0, sock.get_inheritable()
@@ -129,12 +129,12 @@ async def ask(sock: Any, _: Any) -> object:
 CALLS: Final[tuple[Callable[[Any, Any], Awaitable[object]], ...]] = (
     close, close_a_stream, close_twice_by_both, receive, receive_into, receive_nothing,
     receive_a_message, peek, send, send_more, send_a_message, send_to, send_much, connect_again,
-    shut_down, ask,
+    shut_down, read_the_names,
 )  # fmt: skip
 
 
 async def outcome(call: Callable[[Any, Any], Awaitable[object]]) -> str:
-    """What a call returns or raises without a free descriptor."""
+    """The result of a call without a free descriptor, or its error."""
     sock, peer = await pair()
     with trio.fail_after(PATIENCE), full_table():
         try:
