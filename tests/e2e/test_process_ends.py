@@ -35,6 +35,8 @@ class Server:
     def __init__(self) -> None:
         self.outcome: list[Any] = []
         self.over = trio.Event()
+        self.goes_on: trio.Event | None = None
+        """The handler waits for it after the greeting."""
         self.modes: set[str] = set()
 
     async def handler(self, stream: SmcStream) -> None:
@@ -45,6 +47,8 @@ class Server:
         try:
             await stream.receive_some(len(GREETING))
             await stream.send_all(GREETING)
+            if self.goes_on is not None:
+                await self.goes_on.wait()
             while data := await stream.receive_some():
                 received += data
             outcome.append("end")
@@ -118,6 +122,28 @@ async def test_all_data_and_the_end_arrive_as_over_tcp(how: str) -> None:
         found, found_code = await observe(transport, how, 20, 1000)
         assert len(found[0]) == len(reference[0]), (transport, found[1:])
         assert (found, found_code) == (reference, code), transport
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("how", process_end.CLOSES)
+async def test_a_process_that_has_closed_does_not_wait_for_its_peer(
+    how: str, transport: str
+) -> None:
+    """Its peer reads the data and the end later, and sees TCP's errors when it sends."""
+    observed = []
+    for each in ("tcp", transport):
+        server = Server()
+        async with serving(server) as port:
+            with trio.fail_after(2 * PATIENCE):
+                server.goes_on = trio.Event()
+                client = await trio.run_process(command(each, how, 20, 1000, port))
+                assert not server.over.is_set()
+                server.goes_on.set()
+                await server.over.wait()
+        assert server.modes == {"tcp" if each == "tcp" else "smc-r"}
+        observed.append((server.outcome, client.returncode))
+    assert observed[0] == observed[1]
+    assert len(observed[0][0][0]) == 20_000
 
 
 @pytest.mark.parametrize(("sends", "size"), [(0, 1), (1, 1), (300, 40), (3, 500_000)])

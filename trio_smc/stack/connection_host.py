@@ -106,14 +106,18 @@ class Endpoint:
     def is_unfinished(self) -> bool:
         """True if the peer could lose something when the stack is left now.
 
-        A stream that the program has closed must end orderly (4.8.1). For an abandoned one it is
-        enough that its data and C, the flag that it is closed, have arrived. On RoCE the peer must
-        have read the data, too: a kernel drops unread data when its link group ends.
+        Data and C, the flag that this side has closed, must have arrived. On one host that is
+        enough, as over TCP: the peer reads the data and the end after this process has gone. On
+        RoCE a kernel drops unread data when its link group ends, and reports an error in place of
+        an end that its program has not read. So there a stream that the program has closed ends
+        with the peer's close (4.8.1), and for an abandoned one the peer must have read the data.
         """
         connection = self.connection
-        if not self.abandoned or connection.ending:
+        if connection.ending:
             return True
-        return self.group.rnic.kind == "roce" and not connection.sender.announced_is_delivered
+        if self.group.rnic.kind != "roce":
+            return False
+        return not self.abandoned or not connection.sender.announced_is_delivered
 
     # --- trio_smc.datapath.connection.Host ------------------------------------------------------
 
