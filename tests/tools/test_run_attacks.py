@@ -71,7 +71,7 @@ class Inbox:
             self.messages.append((data, pid))
             self._changed.notify_all()
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 10) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
         """Wait until the condition is true; the condition is checked after each message."""
         with self._changed:
             assert self._changed.wait_for(condition, seconds), self.messages[:10]
