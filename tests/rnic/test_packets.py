@@ -85,7 +85,9 @@ def test_words_written_into_the_ring_are_ignored(attacker: Attacker, victim: End
 
 
 @pytest.mark.parametrize("count", [RECEIVES, RECEIVES + 1, 3 * RECEIVES])
-def test_more_messages_than_receives(attacker: Attacker, victim: End, count: int) -> None:
+def test_more_messages_than_receives_end_the_queue_pair(
+    attacker: Attacker, victim: End, count: int
+) -> None:
     sock = attacker.connect(victim)
     sent = [b"%d" % number for number in range(count)]
     for each in sent:
@@ -99,7 +101,7 @@ def test_more_messages_than_receives(attacker: Attacker, victim: End, count: int
         assert state(victim.qp) is QpState.RTS
 
 
-def test_the_words_of_the_victim_do_not_allow_more(attacker: Attacker, victim: End) -> None:
+def test_a_forged_word_allows_no_more_messages(attacker: Attacker, victim: End) -> None:
     sock = attacker.connect(victim)
     attacker.word(POSTED, SLOTS)
     for _ in range(RECEIVES + 1):
@@ -264,7 +266,9 @@ def test_a_waiting_sender_is_rung_when_a_receive_is_posted(attacker: Attacker, v
     assert messages_to(attacker) == []
 
 
-def test_a_peer_that_shuts_down_its_receiving_side(attacker: Attacker, victim: End) -> None:
+def test_a_peer_that_shuts_down_receiving_ends_the_queue_pair(
+    attacker: Attacker, victim: End
+) -> None:
     attacker.connect(victim)
     attacker.open[0].shutdown(socket.SHUT_RD)
     victim.qp.post_send(1, b"x")

@@ -278,7 +278,7 @@ class TestHello:
         assert ended(sock)
 
     @pytest.mark.parametrize("kind", ["eventfd", "null", "file", "unsealed", "short", "socket"])
-    def test_descriptors_of_a_wrong_kind(
+    def test_descriptors_of_a_wrong_kind_are_refused(
         self, attacker: Attacker, victim: End, kind: str, tmp_path: Path
     ) -> None:
         victim.qp.to_rtr(gid=attacker.gid, qp_num=attacker.qp_num, psn=PSN, mtu=5)
@@ -444,7 +444,7 @@ class TestAnnouncements:
         assert ended(sock)
 
     @pytest.mark.parametrize(("count", "length"), [(MAX_REGIONS, 4096), (4, MAX_MAPPED // 4)])
-    def test_more_regions_than_a_peer_may_have(
+    def test_too_many_regions_end_the_queue_pair(
         self, attacker: Attacker, victim: End, count: int, length: int
     ) -> None:
         """Mapped regions cost address space, which is bounded, and no descriptors."""
@@ -469,7 +469,7 @@ class TestAnnouncements:
         assert state(victim.qp) is QpState.ERR
         assert len(os.listdir("/proc/self/fd")) < before
 
-    def test_a_region_closed_before_it_is_announced(
+    def test_a_region_may_be_closed_before_it_is_announced(
         self, attacker: Attacker, victim: End, tmp_path: Path
     ) -> None:
         """A peer that reads late gets the announced memory, not another file with its number."""
@@ -540,13 +540,13 @@ class TestAnnouncements:
         until(lambda: bool(victim.flushed), victim)
         assert state(victim.qp) is QpState.ERR
 
-    def test_a_region_that_was_never_announced(self, attacker: Attacker, victim: End) -> None:
+    def test_a_write_to_an_unannounced_region_fails(self, attacker: Attacker, victim: End) -> None:
         attacker.connect(victim)
         victim.qp.post_write(1, memoryview(b"x"), None, address=1 << 20, rkey=9)
         until(lambda: victim.sent == [(1, WcStatus.REM_ACCESS_ERR)], victim, seconds=5)
 
     @pytest.mark.parametrize("which", [0, 1], ids=["where it listens", "where it speaks"])
-    def test_a_peer_that_closes_one_of_its_sockets(
+    def test_a_peer_that_closes_one_socket_ends_the_queue_pair(
         self, attacker: Attacker, victim: End, which: int
     ) -> None:
         attacker.connect(victim)
@@ -554,7 +554,7 @@ class TestAnnouncements:
         until(lambda: bool(victim.flushed), victim)
         assert state(victim.qp) is QpState.ERR
 
-    def test_a_region_whose_key_is_not_on_the_key_page(
+    def test_a_write_with_a_key_that_is_not_on_the_key_page_fails(
         self, attacker: Attacker, victim: End
     ) -> None:
         sock = attacker.connect(victim)
@@ -585,7 +585,7 @@ class TestAnnouncements:
         for memory in memories:
             memory.close()
 
-    def test_a_region_at_the_end_of_the_address_space(
+    def test_a_write_past_the_end_of_the_address_space_fails(
         self, attacker: Attacker, victim: End
     ) -> None:
         sock = attacker.connect(victim)
@@ -602,7 +602,9 @@ class TestAnnouncements:
 @needs_rings
 class TestRing:
     @pytest.mark.parametrize("head", [RECEIVES + 1, SLOTS * 2, 1 << 63, CLOSED])
-    def test_more_messages_than_receives(self, attacker: Attacker, victim: End, head: int) -> None:
+    def test_more_messages_than_receives_end_the_queue_pair(
+        self, attacker: Attacker, victim: End, head: int
+    ) -> None:
         attacker.connect(victim)
         attacker.word(HEAD, head)
         until(lambda: bool(victim.flushed), victim)
@@ -620,7 +622,9 @@ class TestRing:
         until(lambda: bool(victim.flushed), victim)
         assert victim.flushed[0] == WcStatus.GENERAL_ERR
 
-    def test_a_message_longer_than_a_slot(self, attacker: Attacker, victim: End) -> None:
+    def test_a_message_longer_than_a_slot_ends_the_queue_pair(
+        self, attacker: Attacker, victim: End
+    ) -> None:
         attacker.connect(victim)
         assert attacker.victim_ring is not None
         attacker.victim_ring.view[FIRST_SLOT + 64] = RECEIVE_SIZE + 1
@@ -756,13 +760,13 @@ class TestRing:
 
 
 class TestMapping:
-    def test_memory_that_could_shrink(self) -> None:
+    def test_memory_that_could_shrink_is_refused(self) -> None:
         fd = unsealed(4096)
         with pytest.raises(ProtocolError, match="sealed"):
             PeerMemory.map_untrusted(fd, 4096)
         os.close(fd)
 
-    def test_huge_pages(self) -> None:
+    def test_huge_pages_are_refused(self) -> None:
         """Huge pages can run out, and an access would then raise SIGBUS."""
         try:
             fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
@@ -775,13 +779,13 @@ class TestMapping:
         os.close(fd)
 
     @pytest.mark.parametrize("size", [0, 4097, 1 << 62, 1 << 64])
-    def test_a_wrong_size(self, size: int) -> None:
+    def test_memory_of_a_wrong_size_is_refused(self, size: int) -> None:
         memory = Memory(4096)
         with pytest.raises(ProtocolError):
             PeerMemory.map_untrusted(memory.fd, size)
         memory.close()
 
-    def test_closing_twice(self) -> None:
+    def test_memory_may_be_closed_twice(self) -> None:
         memory = Memory(5000)
         peer = PeerMemory.map_untrusted(memory.fd, 5000)
         words = peer.words(0, 64)
@@ -797,7 +801,7 @@ class TestMapping:
     @pytest.mark.parametrize(
         ("start", "end"), [(0, 200_000), (1, 5), (4095, 4097), (8192, 16384), (9, 150_000)]
     )
-    def test_wiping(self, start: int, end: int, pinned: bool) -> None:
+    def test_wipe_clears_its_range_in_pieces(self, start: int, end: int, pinned: bool) -> None:
         memory = Memory(200_000)
         memory.pinned = pinned
         memory.view[:] = b"\xff" * 200_000
@@ -817,7 +821,7 @@ class TestMapping:
         assert memory.view[end:] == b"\xff" * (200_000 - end)
         memory.close()
 
-    def test_wiping_where_nothing_was_written(self) -> None:
+    def test_wipe_skips_pages_that_were_never_written(self) -> None:
         memory = Memory(1 << 30)
         memory.view[5 << 20] = 1
         assert memory.wipe(0, 4 << 20, 4096) == 4 << 20
@@ -828,7 +832,7 @@ class TestMapping:
         memory.close()
 
     @pytest.mark.parametrize(("start", "length"), [(0, 200_000), (1, 5), (4095, 2), (9, 150_000)])
-    def test_zeroing(self, start: int, length: int) -> None:
+    def test_zero_clears_its_range(self, start: int, length: int) -> None:
         memory = Memory(200_000)
         memory.view[:] = b"\xff" * 200_000
         memory.zero(start, length)

@@ -94,7 +94,7 @@ async def test_a_tcp_connection_is_watched_later(monkeypatch: pytest.MonkeyPatch
     watch.close()
 
 
-def test_a_thread_that_cannot_be_started(
+def test_a_poller_without_a_thread_raises_nothread(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error has a type of its own, and no descriptor is left open."""

@@ -307,7 +307,7 @@ async def test_connections_with_a_peer_that_requires_smc_do_not_count(requires: 
         assert await _modes(client, port, 40) == [Mode.SMC_R] * 40
 
 
-async def test_a_client_that_requires_smc_at_an_avoided_address() -> None:
+async def test_a_client_at_an_avoided_address_may_require_smc() -> None:
     """The server avoids SMC-R with the client's address, unless a client there requires SMC-R."""
     async with (
         _serving(Config(learn_short=True)) as port,

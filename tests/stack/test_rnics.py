@@ -97,7 +97,7 @@ async def test_a_port_appears_and_disappears(world: World, autojump_clock: trio.
         assert stack.rnics.serving(*ADDRESSES) is not FallbackReason.NO_RNIC
 
 
-async def test_a_port_that_appears_while_a_stack_is_opened(
+async def test_a_port_may_appear_while_a_stack_is_opened(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
     """The port appears between the first listing and the subscription."""
@@ -156,7 +156,7 @@ async def test_a_device_that_cannot_be_opened_is_retried(
 
 
 @pytest.mark.parametrize("delay", [0.1, 1, 5])
-async def test_a_port_that_follows_its_interface(
+async def test_a_port_may_appear_after_its_notification(
     delay: float, world: World, autojump_clock: trio.abc.Clock
 ) -> None:
     """A notification may come some seconds before the port is active."""
@@ -206,7 +206,7 @@ async def test_a_replaced_device_is_opened_at_once(
         assert stack.names() == ["rxe0"]
 
 
-async def test_a_kernel_without_notifications(
+async def test_a_failed_device_is_closed_without_notifications(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
     """A failed device is closed although the kernel sends no notifications."""
@@ -225,7 +225,7 @@ async def test_a_kernel_without_notifications(
         assert stack.names() == ["rxe1"]
 
 
-async def test_a_device_that_cannot_be_closed(
+async def test_a_device_that_cannot_be_closed_affects_no_other(
     world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error at closing a device does not affect other RNICs."""
@@ -244,7 +244,7 @@ async def test_a_device_that_cannot_be_closed(
         monkeypatch.setattr(FakePort, "close", close)
 
 
-async def test_companions_after_the_first_rnic_has_disappeared(
+async def test_companions_remain_after_the_first_rnic_has_disappeared(
     world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first RNIC of a group disappears with its interface. The others remain companions."""

@@ -83,7 +83,7 @@ def check(port: int) -> str:
     return output.stdout
 
 
-def test_an_asyncio_server() -> None:
+def test_check_names_an_asyncio_server() -> None:
     with server(ASYNCIO) as (port, pid):
         output = check(port)
     assert f"listener   process {pid} has asyncio loaded and no stack of trio_smc\n" in output
@@ -91,14 +91,14 @@ def test_an_asyncio_server() -> None:
     assert f"tcp:127.0.0.1:{port}' in front of it\n" in output
 
 
-def test_a_python_program_without_a_stack() -> None:
+def test_check_names_a_python_program_without_a_stack() -> None:
     with server(PLAIN) as (port, pid):
         output = check(port)
     assert f"process {pid} is a Python program without a stack of trio_smc\n" in output
     assert "remedy     start it with 'trio-smc run', or use trio_smc in it\n" in output
 
 
-def test_a_python_without_trio_smc(tmp_path: Path) -> None:
+def test_check_names_a_python_without_trio_smc(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = str(tmp_path / "venv" / "bin" / "python")
     with server(PLAIN, python, "env", "-C", str(tmp_path), PYTHONPATH="") as (port, pid):
@@ -107,7 +107,7 @@ def test_a_python_without_trio_smc(tmp_path: Path) -> None:
     assert "remedy     install trio-smc there and use 'trio-smc run'\n" in output
 
 
-def test_a_private_directory_elsewhere(tmp_path: Path) -> None:
+def test_check_names_both_private_directories(tmp_path: Path) -> None:
     program = WITH_STACK.format(module="trio_smc", kind="")
     with server(program, XDG_RUNTIME_DIR=str(tmp_path)) as (port, pid):
         output = check(port)
@@ -119,7 +119,7 @@ def test_a_private_directory_elsewhere(tmp_path: Path) -> None:
     assert f"for this command use --directory {theirs}\n" in output
 
 
-def test_a_stack_that_does_not_listen_there() -> None:
+def test_check_names_a_listener_outside_of_its_stack() -> None:
     with server(WITH_STACK.format(module="trio", kind="tcp_")) as (port, pid):
         output = check(port)
     assert (
@@ -127,7 +127,7 @@ def test_a_stack_that_does_not_listen_there() -> None:
     )
 
 
-def test_a_stopped_process() -> None:
+def test_check_names_a_stopped_process() -> None:
     with server(WITH_STACK.format(module="trio_smc", kind="")) as (port, pid):
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -139,7 +139,7 @@ def test_a_stopped_process() -> None:
     assert found.remedy == f"let it continue: kill -CONT {pid}"
 
 
-def test_a_listener_that_is_no_python_process(tmp_path: Path) -> None:
+def test_check_names_a_listener_that_is_no_python_process(tmp_path: Path) -> None:
     redis = shutil.which("redis-server")
     assert redis, "redis-server is missing"
     with reserved_port() as port:
@@ -160,7 +160,7 @@ def test_a_listener_that_is_no_python_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_a_listener_of_another_user() -> None:
+def test_check_names_a_listener_of_another_user() -> None:
     as_nobody = f"import os, socket, time; os.setuid(65534)\n{PLAIN}"
     with server(as_nobody) as (port, _):
         found = explain_listener("127.0.0.1", port, own_directory())
@@ -170,7 +170,7 @@ def test_a_listener_of_another_user() -> None:
 
 
 @pytest.mark.usefixtures("runtime_directory")
-def test_a_network_namespace_of_its_own(tmp_path: Path) -> None:
+def test_check_names_another_network_namespace(tmp_path: Path) -> None:
     made = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False)
     if made.returncode:
         pytest.skip("no network namespaces here")
@@ -192,7 +192,7 @@ def test_a_network_namespace_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("runtime_directory")
-def test_a_mount_namespace_of_its_own() -> None:
+def test_check_names_another_mount_namespace() -> None:
     """As in a container: both processes use the same path, but see different directories."""
     mounting = 'mount -t tmpfs -o mode=700 x "$XDG_RUNTIME_DIR" && exec "$@"'
     own = ("unshare", "-rm", "sh", "-c", mounting, "sh")
@@ -208,7 +208,7 @@ def test_a_mount_namespace_of_its_own() -> None:
     assert found.remedy == "mount one directory at both ends, and name it in TRIO_SMC_DIRECTORY"
 
 
-def test_no_process_listens() -> None:
+def test_check_finds_no_listening_process() -> None:
     with reserved_port() as port:
         found = explain_listener("127.0.0.1", port, own_directory())
     assert found.pid is None

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 import trio_smc
-from tests.tools.tools_processes import one_line, quick_command, running
+from tests.tools.tools_processes import command, one_line, quick_command, running
 from trio_smc import Config, SoftRnic
 from trio_smc.control import protocol as control
 from trio_smc.host import pnet
@@ -269,7 +269,7 @@ async def test_histograms_of_sizes() -> None:
         text = (await quick_command("stats", "--sizes", "0.05")).rows()
         assert text[-1] == ["SIZE", "SENT", "RECEIVED"]
         assert "is not a number of seconds above 0 and at most 60" in one_line(
-            await _failed("stats", "--sizes", "61")
+            await command("stats", "--sizes", "61")
         )
         root = one.config.private_directory() / control.DIRECTORY
         for seconds in (None, 0, -1, 61, "5", True, float("1e300")):
@@ -279,9 +279,3 @@ async def test_histograms_of_sizes() -> None:
             assert b"seconds are not a number above 0" in answer
         await stream.aclose()
         await other.aclose()
-
-
-async def _failed(*words: str) -> Any:
-    from tests.tools.tools_processes import command
-
-    return await command(*words)

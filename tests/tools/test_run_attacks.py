@@ -71,7 +71,7 @@ class Inbox:
             self.messages.append((data, pid))
             self._changed.notify_all()
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 10) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
         """Wait until the condition is true; the condition is checked after each message."""
         with self._changed:
             assert self._changed.wait_for(condition, seconds), self.messages[:10]
@@ -477,7 +477,7 @@ def test_senders_of_the_same_user_that_have_ended(tmp_path: Path) -> None:
 def test_packets_of_an_orphan_are_received(tmp_path: Path) -> None:
     """The parent of a daemon has ended, and the command, a subreaper, has adopted the daemon."""
     program = """
-import json, os, socket, sys, time
+import fcntl, json, os, socket, sys, termios, time
 starter = os.getpid()
 if os.fork() == 0:
     middle = os.getpid()
@@ -488,6 +488,9 @@ if os.fork() == 0:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(os.environ["TRIO_SMC_RUN"])
         sock.send(json.dumps({"kind": "stack-end", "stack": "x", "statistics": COUNTS}).encode())
+        # The command can find the parents of this process only until the process ends.
+        while any(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))):
+            time.sleep(0.01)
     print(os.getppid() != starter, flush=True)
     sys.stdin.readline()
     os._exit(0)
