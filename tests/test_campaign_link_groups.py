@@ -65,7 +65,7 @@ def _no_tests(self: Link) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "text"),
     [
-        (OwnRmbs, "free_one", _leak, "open are"),
+        (OwnRmbs, "free_one", _leak, "in use"),
         (Rkeys, "_remove_rmbs", _keep, "the peer knows"),
         (Rkeys, "answer", _crash, "sink raised"),
         (LinkGroup, "end_connections", _deaf, ""),

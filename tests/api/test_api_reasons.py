@@ -201,7 +201,7 @@ async def test_our_server_declines(sent: clc.Proposal, reason: Reason, word: int
 # --- between two stacks --------------------------------------------------------------------------
 
 
-async def both(
+async def fallbacks_between(
     client: Config,
     server: Config,
     prepare: Callable[[trio_smc.Stack, trio_smc.Stack], None] = lambda client, server: None,
@@ -221,8 +221,11 @@ def local(reason: Reason) -> Fallback:
 
 async def test_no_rnic() -> None:
     none = Config(rnics=())
-    assert await both(none, QUICK) == (local(Reason.NO_RNIC), local(Reason.PEER_NOT_CAPABLE))
-    assert await both(QUICK, none) == (
+    assert await fallbacks_between(none, QUICK) == (
+        local(Reason.NO_RNIC),
+        local(Reason.PEER_NOT_CAPABLE),
+    )
+    assert await fallbacks_between(QUICK, none) == (
         Fallback(reason=Reason.NO_RNIC, origin=PEER),
         local(Reason.NO_RNIC),
     )
@@ -230,7 +233,7 @@ async def test_no_rnic() -> None:
 
 async def test_a_server_without_an_rnic_declines_under_assume() -> None:
     """Under "assume" the server answers with a CLC message."""
-    fallbacks = await both(ASSUME, Config(rnics=(), discovery="assume"))
+    fallbacks = await fallbacks_between(ASSUME, Config(rnics=(), discovery="assume"))
     assert fallbacks == (Fallback.from_peer(0x03030000), local(Reason.NO_RNIC))
 
 
@@ -241,9 +244,9 @@ def fail_rnic(stack: trio_smc.Stack) -> None:
 
 
 async def test_rnic_down() -> None:
-    fallbacks = await both(QUICK, QUICK, lambda client, server: fail_rnic(client))
+    fallbacks = await fallbacks_between(QUICK, QUICK, lambda client, server: fail_rnic(client))
     assert fallbacks == (local(Reason.RNIC_DOWN), local(Reason.PEER_NOT_CAPABLE))
-    fallbacks = await both(QUICK, QUICK, lambda client, server: fail_rnic(server))
+    fallbacks = await fallbacks_between(QUICK, QUICK, lambda client, server: fail_rnic(server))
     assert fallbacks == (
         Fallback(reason=Reason.RNIC_DOWN, origin=PEER),
         local(Reason.RNIC_DOWN),
@@ -272,7 +275,7 @@ async def test_out_of_memory(side: str, monkeypatch: pytest.MonkeyPatch) -> None
         [rnic] = (client if side == "client" else server).rnics
         monkeypatch.setattr(rnic, "alloc_memory", full)
 
-    fallbacks = await both(QUICK, QUICK, prepare)
+    fallbacks = await fallbacks_between(QUICK, QUICK, prepare)
     here, there = local(Reason.OUT_OF_RESOURCES), Fallback.from_peer(0x01010000)
     assert fallbacks == ((here, there) if side == "client" else (there, here))
     assert there.reason is Reason.OUT_OF_RESOURCES
@@ -280,7 +283,7 @@ async def test_out_of_memory(side: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 async def test_discovery_has_too_many_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_announcing, "_MOST_OPEN", 0)
-    assert await both(QUICK, QUICK) == (
+    assert await fallbacks_between(QUICK, QUICK) == (
         local(Reason.OUT_OF_RESOURCES),
         local(Reason.PEER_NOT_CAPABLE),
     )
@@ -295,7 +298,7 @@ async def test_discovery_of_another_version(monkeypatch: pytest.MonkeyPatch) -> 
         return bytes(message)
 
     monkeypatch.setattr(_local_protocol, "accepted", from_the_future)
-    mine, other = await both(QUICK, QUICK)
+    mine, other = await fallbacks_between(QUICK, QUICK)
     assert mine == local(Reason.LOCAL_VERSION_MISMATCH)
     assert other == Fallback.from_peer(0x030C0000)
     assert other.reason is Reason.VERSION_MISMATCH
@@ -303,7 +306,7 @@ async def test_discovery_of_another_version(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_a_software_rnic_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_claims, "VERSION", 99)
-    mine, other = await both(QUICK, QUICK)
+    mine, other = await fallbacks_between(QUICK, QUICK)
     assert mine == local(Reason.VERSION_MISMATCH)
     assert other == Fallback.from_peer(0x030C0000)
 

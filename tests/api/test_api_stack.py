@@ -568,9 +568,9 @@ async def test_the_socket_of_an_smc_stream() -> None:
         assert mine.socket.getsockopt(level, name, 4) == b"\1\0\0\0"
         mine.socket.setsockopt(level, name, b"\0\0\0\0")
         assert mine.socket.getsockopt(level, name) == 0
-        for what in ("send", "sendto", "sendmsg", "recv", "recv_into", "recvfrom", "shutdown",
+        for method in ("send", "sendto", "sendmsg", "recv", "recv_into", "recvfrom", "shutdown",
                      "close", "accept", "connect", "detach", "dup", "is_readable"):  # fmt: skip
-            assert not hasattr(mine.socket, what), what
+            assert not hasattr(mine.socket, method), method
         assert "127.0.0.1" in repr(mine.socket)
         await close_all(mine, other)
         await wait_until_freed(client)

@@ -196,20 +196,20 @@ async def client(number: int) -> None:
             stream.abort()
 
 
-async def main(what: str, first: str, last: str, *rest: str) -> None:
+async def main(program: str, first: str, last: str, *rest: str) -> None:
     [more] = rest or [""]
-    if what != "client":
+    if program != "client":
         await trio.run_process(["ip", "link", "set", "lo", "up"])
         system("ip_local_port_range", f"{first} {last}")
     with trio.fail_after(2 * PATIENCE):
-        if what == "count":
+        if program == "count":
             await count()
-        elif what == "reserved":
+        elif program == "reserved":
             system("ip_local_reserved_ports", more)
             await ports_used(None)
-        elif what == "wanted":
+        elif program == "wanted":
             await ports_used((int(more.split("-", maxsplit=1)[0]), int(more.split("-")[1])))
-        elif what == "share":
+        elif program == "share":
             await share(int(more))
         else:
             await client(int(more))
@@ -218,5 +218,5 @@ async def main(what: str, first: str, last: str, *rest: str) -> None:
 if __name__ == "__main__":
     if "BEFORE_6_3" in os.environ:
         dial._IP_LOCAL_PORT_RANGE = 9999  # ENOPROTOOPT
-    what, first, last, *rest = sys.argv[1:]
-    trio.run(main, what, first, last, *rest)
+    program, first, last, *rest = sys.argv[1:]
+    trio.run(main, program, first, last, *rest)

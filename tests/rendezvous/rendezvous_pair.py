@@ -171,9 +171,9 @@ class Tcp:
             self.cut = "rst" if self.inbox else how
             self._transmit(self.cut)
 
-    def _transmit(self, what: bytes | str) -> None:
+    def _transmit(self, event: bytes | str) -> None:
         if not self.silent:
-            self.peer._arriving.append(what)
+            self.peer._arriving.append(event)
             self.peer.wake()
 
     def wake(self) -> None:
@@ -183,17 +183,17 @@ class Tcp:
     def process_change(self) -> None:
         """Deliver sent bytes, and notify an SMC-R connection, like `TcpWatch`."""
         if self._arriving:
-            what = self._arriving.popleft()
-            if isinstance(what, bytes):
+            event = self._arriving.popleft()
+            if isinstance(event, bytes):
                 if self.cut:
                     self._transmit("rst")  # the socket is closed
                 elif not self.ended:
-                    self.inbox += what
-            elif what == "rst":
-                self.ended = what
+                    self.inbox += event
+            elif event == "rst":
+                self.ended = event
                 self.inbox.clear()
             else:
-                self.ended = self.ended or what
+                self.ended = self.ended or event
         if self.watcher is not None:
             if self.ended == "rst":
                 self.watcher.tcp_reset()

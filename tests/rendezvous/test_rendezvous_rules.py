@@ -58,14 +58,14 @@ def test_a_reply_travels_on_the_link_of_its_request(world: World) -> None:
     requests: list[str] = []
     kinds = set()
     for name in stage.log:
-        side, link, what = name[0], name[1], name[2:].removesuffix(" reply")
+        side, link, message = name[0], name[1], name[2:].removesuffix(" reply")
         if not name.endswith(" reply"):
             requests.append(name)
             continue
-        request = f"{'S' if side == 'C' else 'C'}{link}{what}"
+        request = f"{'S' if side == 'C' else 'C'}{link}{message}"
         assert request in requests, (name, stage.log)
         requests.remove(request)
-        kinds.add(what.split()[0])
+        kinds.add(message.split()[0])
     assert requests == []
     assert kinds == {
         "CONFIRM_RKEY", "ADD_LINK", "ADD_LINK_CONTINUATION", "CONFIRM_LINK", "DELETE_LINK"

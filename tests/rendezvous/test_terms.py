@@ -218,7 +218,7 @@ def test_confirm_of_another_version(answer: Terms, terms: Terms) -> None:
         check_confirm(confirm(answer), terms)
 
 
-# --- what follows ---------------------------------------------------------------------------------
+# --- terms ----------------------------------------------------------------------------------------
 
 
 def test_version_1_is_one_constant() -> None:

@@ -40,7 +40,7 @@ def change_offer(side: Side, **changes: Any) -> None:
 def sent_messages(side: Side, kind: type[Any]) -> list[Any]:
     """The CLC messages of one kind."""
     found = [
-        clc.decode_untrusted(data) for what, _, data in side.recorder.messages() if what == "clc"
+        clc.decode_untrusted(data) for codec, _, data in side.recorder.messages() if codec == "clc"
     ]
     return [each for each in found if isinstance(each, kind)]
 
@@ -66,7 +66,7 @@ def test_first_contact() -> None:
         ]
         assert len(at_client.messages()) == len(at_server.messages())
         # Proposal with two EIDs and both versions, first-contact Accept, Confirm with one GID.
-        sizes = [len(data) for what, _, data in at_client.messages() if what == "clc"]
+        sizes = [len(data) for codec, _, data in at_client.messages() if codec == "clc"]
         assert sizes == [132 + 64, 160, 180]
         assert client.group.terms == server.group.terms
         assert client.group.terms.version == 2
@@ -126,7 +126,7 @@ def test_without_ueids_nothing_changes_on_the_wire() -> None:
         client, server = world.side(routable=True), world.side(routable=True)
         client.record()
         world.connect(client, server)
-        sizes = [len(data) for what, _, data in client.recorder.messages() if what == "clc"]
+        sizes = [len(data) for codec, _, data in client.recorder.messages() if codec == "clc"]
         assert sizes == [52, 68, 68]
 
 

@@ -33,5 +33,5 @@ def transcript(side: Side) -> list[str]:
 def messages(side: Side, kind: type[M], framing: llc.Framing = llc.V1) -> list[M]:
     """The messages of one kind."""
     events = side.recorder.messages()
-    found = [framing.decode_untrusted(data) for what, _, data in events if what == "llc"]
+    found = [framing.decode_untrusted(data) for codec, _, data in events if codec == "llc"]
     return [each for each in found if isinstance(each, kind)]

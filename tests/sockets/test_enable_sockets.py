@@ -683,7 +683,7 @@ def test_a_guest_run_uses_smc_r(enabled: None) -> None:
         main, run_sync_soon_threadsafe=todo.put, done_callback=done.append
     )
     while not done:
-        todo.get(timeout=30)()
+        todo.get(timeout=PATIENCE)()
     assert done[0].unwrap() == "from the guest"
 
 

@@ -115,8 +115,8 @@ def test_names_and_options_go_trios_own_way(run: Any, host: str, options: Any) -
     run("enabled", main)
 
 
-@pytest.mark.parametrize("what", ["no listener", "host", "port", "range", "name"])
-def test_errors_are_trios(run: Any, what: str) -> None:
+@pytest.mark.parametrize("case", ["no listener", "host", "port", "range", "name"])
+def test_errors_are_trios(run: Any, case: str) -> None:
     async def main() -> Any:
         with trio.socket.socket() as bound:
             await bound.bind((LOOPBACK, 0))
@@ -129,12 +129,12 @@ def test_errors_are_trios(run: Any, what: str) -> None:
                 "name": ("unknown.invalid", port),
             }
             with pytest.raises(Exception) as caught:  # noqa: PT011
-                await trio.open_tcp_stream(*arguments[what])
+                await trio.open_tcp_stream(*arguments[case])
             return description(caught.value)
 
     seen = {kind: run(kind, main) for kind in KINDS}
     assert seen["enabled"] == seen["Trio's own"]
-    if what == "no listener":
+    if case == "no listener":
         [inner] = seen["enabled"][-1][3]
         assert inner[2] == errno.ECONNREFUSED
 

@@ -76,7 +76,7 @@ async def test_a_loop_of_calls_that_never_wait_is_cancelled(config: Config) -> N
 
 
 async def test_the_deadline_of_another_task_ends_a_long_pass() -> None:
-    """Without this rule, a task that sleeps for 1 ms could wait much longer, for a whole pass."""
+    """Without this rule, a task whose deadline has passed could wait for the end of a long pass."""
     calls = 0
     late: list[float] = []
 

@@ -32,6 +32,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from tests.timing import PATIENCE
 from trio_smc.wire import cdc, clc, llc
 
 Reading = tuple[str, int | bytes | str]
@@ -90,7 +91,7 @@ def read(messages: Sequence[bytes], directory: Path) -> list[list[Reading]]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=True,
-        timeout=50,
+        timeout=2 * PATIENCE,
     )
     return [_packet(packet) for packet in ET.fromstring(run.stdout).iter("packet")]
 

@@ -271,7 +271,7 @@ def test_a_file_system_without_room(tmp_path: Path) -> None:
         pytest.skip("no mount namespaces here")
     done = subprocess.run(
         [*alone, sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=2 * PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["directory-full", "True", "True"]

@@ -43,7 +43,7 @@ def sharing(port: int = 0) -> Iterator[trio.socket.SocketType]:
         yield made
 
 
-async def claimed(server: Server) -> tuple[trio.socket.SocketType, Claim]:
+async def accept_announced(server: Server) -> tuple[trio.socket.SocketType, Claim]:
     connection, claim = await server.accept()
     assert claim is not None
     return connection, claim
@@ -58,18 +58,18 @@ async def test_a_connection_of_another_client_with_the_announced_addresses(
         with sharing() as other, sharing(other.getsockname()[1]) as client:
             announcement = await announce(private, client, server.address)
             await other.connect(server.address)
-            theirs, mistaken = await claimed(server)
-            mistaken.accept()
+            theirs, wrong_claim = await accept_announced(server)
+            wrong_claim.accept()
             with pytest.raises(OSError, match="Cannot assign requested address"):
                 await client.connect(server.address)
             if then == "ends":
                 other.close()
                 nursery.start_soon(close_soon, announcement)
-                assert await agreement(mistaken, theirs) in ("plain", "ended")
+                assert await agreement(wrong_claim, theirs) in ("plain", "ended")
             else:
                 nursery.start_soon(close_soon, announcement)
                 with trio.fail_after(PATIENCE):
-                    assert await agreement(mistaken, theirs) == "plain"
+                    assert await agreement(wrong_claim, theirs) == "plain"
             theirs.close()
 
 
@@ -97,17 +97,17 @@ async def test_an_announcement_that_another_connection_was_answered_for(
         with sharing() as other, sharing(other.getsockname()[1]) as client:
             announcement = await announce(private, client, server.address)
             await other.connect(server.address)
-            theirs, mistaken = await claimed(server)
-            mistaken.accept()
+            theirs, wrong_claim = await accept_announced(server)
+            wrong_claim.accept()
             if ends == "speaking":
                 await other.send(b"GET /")
-                assert await agreement(mistaken, theirs) == "plain"
+                assert await agreement(wrong_claim, theirs) == "plain"
                 assert await theirs.recv(10) == b"GET /"
             other.close()
             if ends == "reset":
-                assert await agreement(mistaken, theirs) == "ended"
+                assert await agreement(wrong_claim, theirs) == "ended"
             await client.connect(server.address)
-            ours, claim = await claimed(server)
+            ours, claim = await accept_announced(server)
             with theirs, ours:
                 await start_smc_r(Pair(client, announcement, ours, claim))
 
@@ -120,10 +120,10 @@ async def test_a_connection_that_has_ended_is_not_answered_for(private: Path) ->
             other.close()
             announcement = await announce(private, client, server.address)
             await client.connect(server.address)
-            theirs, none = await server.accept()
+            theirs, missing = await server.accept()
             with theirs:
-                assert none is None
-            ours, claim = await claimed(server)
+                assert missing is None
+            ours, claim = await accept_announced(server)
             with ours:
                 await start_smc_r(Pair(client, announcement, ours, claim))
 
@@ -134,15 +134,15 @@ async def test_another_client_after_the_announced_connection(private: Path) -> N
         with sharing() as client, sharing(client.getsockname()[1]) as other:
             with await announce(private, client, server.address) as announcement:
                 await client.connect(server.address)
-                ours, claim = await claimed(server)
+                ours, claim = await accept_announced(server)
                 claim.accept()
                 assert await announcement.accepted(deadline_after()) is None
                 await client.send(b"\xe2\xd4\xc3\xd9")
             client.close()
             await other.connect(server.address)
-            theirs, none = await server.accept()
+            theirs, missing = await server.accept()
             with ours, theirs:
-                assert none is None
+                assert missing is None
                 assert await agreement(claim, ours) == "smc"
 
 
@@ -154,10 +154,10 @@ async def test_an_answer_before_the_connection_is_open(private: Path) -> None:
             announcement = await announce(private, client, server.address)
             assert not announcement.is_too_late()
             await other.connect(server.address)
-            theirs, mistaken = await claimed(server)
-            mistaken.accept()
+            theirs, wrong_claim = await accept_announced(server)
+            wrong_claim.accept()
             assert announcement.is_too_late()
             nursery.start_soon(close_soon, announcement)
             with theirs, trio.fail_after(PATIENCE):
-                assert await agreement(mistaken, theirs) == "plain"
+                assert await agreement(wrong_claim, theirs) == "plain"
             assert server.publication.claims == {}

@@ -420,7 +420,11 @@ def as_unprivileged(
         enter = f"open({str(cgroup / 'cgroup.procs')!r}, 'w').write('0')\n"
         program = enter + program
     done = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=60
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=2 * PATIENCE,
     )
     return done.stdout.split()
 
@@ -562,7 +566,7 @@ def test_the_command(pins: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "trio_smc.tools", *words, "--pin", str(pins)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-            user=uid, timeout=60,
+            user=uid, timeout=2 * PATIENCE,
         )  # fmt: skip
         return done.returncode, done.stdout.strip()
 

@@ -18,6 +18,7 @@ import trio
 from trio_smc.rendezvous.discovery.same_host import Discovery, Publication
 
 WAIT = 10.0
+"""Seconds for which the process waits for the client's result."""
 
 
 async def serve(stream: trio.SocketStream, publication: Publication | None) -> None:

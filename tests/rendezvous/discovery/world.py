@@ -29,6 +29,7 @@ SHORT = 0.05
 
 
 def deadline_after(seconds: float = LONG) -> float:
+    """The time in ``seconds``, by Trio's clock."""
     return trio.current_time() + seconds
 
 
@@ -126,6 +127,7 @@ class Pair(NamedTuple):
 
 
 async def start_smc_r(pair: Pair) -> None:
+    """Check that both ends come to the result SMC-R, and end the handshake."""
     answers: list[object] = []
 
     async def run_server() -> None:

@@ -20,8 +20,8 @@ DELETED = ["in DELETE_LINK", "out DELETE_LINK reply"]
 def states(side: Side) -> list[str]:
     """The states that the side's link group has entered."""
     return [
-        names[1] for what, subject, names in side.recorder.events
-        if what == "state" and subject == "LinkGroup"
+        names[1] for kind, subject, names in side.recorder.events
+        if kind == "state" and subject == "LinkGroup"
     ]  # fmt: skip
 
 

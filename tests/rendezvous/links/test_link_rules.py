@@ -123,10 +123,10 @@ def test_connections_move_before_the_peer_is_notified(world: World, place: int) 
     connection.send(memoryview(b"into the void"))
     world.settle()
     events = [
-        "moved" if what == "state" and names[2] == "move" else "notified"
-        for what, subject, names in side.recorder.events
-        if (what == "state" and subject == "Connection")
-        or (what == "llc" and subject == "out" and names[0] == llc.MessageType.DELETE_LINK)
+        "moved" if kind == "state" and names[2] == "move" else "notified"
+        for kind, subject, names in side.recorder.events
+        if (kind == "state" and subject == "Connection")
+        or (kind == "llc" and subject == "out" and names[0] == llc.MessageType.DELETE_LINK)
     ]
     assert events[:2] == ["moved", "notified"]
     assert peer.receiver.receive(100) == b"into the void"

@@ -414,13 +414,17 @@ def new_rmb(stage: Stage, place: int) -> None:
         pytest.param(1, 17, marks=pytest.mark.rfc("C.7.1/time-outs/17")),
     ],
 )
-@pytest.mark.parametrize("what", ["{}1 CONFIRM_RKEY", "{}1 CONFIRM_RKEY reply"])
+@pytest.mark.parametrize("message", ["{}1 CONFIRM_RKEY", "{}1 CONFIRM_RKEY reply"])
 @WAYS
 def test_confirm_rkey_without_reply_fails_its_link(
-    world: World, way: str, what: str, place: int, number: int
+    world: World, way: str, message: str, place: int, number: int
 ) -> None:
     stage = Stage(world, (2, 2))
-    provoke(stage, way, what.format("CS"["reply" in what] if place == 0 else "SC"["reply" in what]))
+    provoke(
+        stage,
+        way,
+        message.format("CS"["reply" in message] if place == 0 else "SC"["reply" in message]),
+    )
     new_rmb(stage, place)
     world.pass_time(4.0)
     assert any(name.endswith("2 DELETE_LINK 1") for name in stage.log), stage.log

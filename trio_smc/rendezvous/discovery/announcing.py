@@ -149,7 +149,7 @@ class Announcement:
 
     Attributes:
       name: the name of the datagram socket.
-      found: the listeners that may answer.  None if the client requires SMC-R, and waits for the
+      found: the listeners that may answer.  Empty if the client requires SMC-R, and waits for the
         first listener.
       is_lost: True if the server's kernel has no entry for the connection (`FarEnd.LOST`).
       source, destination: the local address of the connection; its remote address and port.
