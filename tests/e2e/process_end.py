@@ -26,7 +26,7 @@ CODE = 3
 CLOSES = ("aclose", "send_eof", "forceful")
 LONG = 600
 """Seconds, longer than any test: a process that waits for its peer's close is noticed."""
-CONFIG = trio_smc.Config(learn_short=False, shutdown_timeout=LONG)
+CONFIG = trio_smc.Config(learn_short=False, shutdown_timeout=LONG, llc_timeout=LONG)
 
 
 def sent(number: int, size: int) -> bytes:

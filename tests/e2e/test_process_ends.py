@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ class Server:
         self.over = trio.Event()
         self.goes_on: trio.Event | None = None
         """The handler waits for it after the greeting."""
+        self.blocks: Callable[[], object] = lambda: None
+        """The handler calls it after the greeting."""
         self.modes: set[str] = set()
 
     async def handler(self, stream: SmcStream) -> None:
@@ -47,6 +50,7 @@ class Server:
         try:
             await stream.receive_some(len(GREETING))
             await stream.send_all(GREETING)
+            self.blocks()
             if self.goes_on is not None:
                 await self.goes_on.wait()
             while data := await stream.receive_some():
@@ -82,6 +86,11 @@ async def serving(server: Server) -> AsyncIterator[int]:
 def command(transport: str, how: str, sends: int, size: int, port: int) -> list[str]:
     numbers = [str(number) for number in (sends, size, port)]
     return [sys.executable, "-m", process_end.__name__, transport, how, *numbers]
+
+
+def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    """A process for which a blocked loop can wait."""
+    return subprocess.Popen(arguments)
 
 
 @asynccontextmanager
@@ -144,6 +153,21 @@ async def test_a_process_that_has_closed_does_not_wait_for_its_peer(
         observed.append((server.outcome, client.returncode))
     assert observed[0] == observed[1]
     assert len(observed[0][0][0]) == 20_000
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_process_that_has_closed_does_not_wait_for_a_blocked_loop(transport: str) -> None:
+    """Its peer answers no message about the end of the link group."""
+    server = Server()
+    async with serving(server) as port:
+        with start(command(transport, "aclose", 20, 1000, port)) as client:
+            server.blocks = partial(client.wait, PATIENCE)
+            with trio.fail_after(2 * PATIENCE):
+                await server.over.wait()
+        assert client.returncode == 0
+    assert server.modes == {"smc-r"}
+    assert len(server.outcome[0]) == 20_000
+    assert server.outcome[1:] == ["end", "sent", BrokenPipeError, BrokenPipeError]
 
 
 @pytest.mark.parametrize(("sends", "size"), [(0, 1), (1, 1), (300, 40), (3, 500_000)])

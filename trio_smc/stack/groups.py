@@ -364,6 +364,11 @@ class GroupTable:
         """True if a connection has to finish something for its peer."""
         return any(endpoint.is_unfinished for endpoint in self.endpoints.values())
 
+    @property
+    def has_roce(self) -> bool:
+        """True if a link group uses RoCE ports."""
+        return any(group.rnic.kind == "roce" for group in self.groups)
+
     def terminate_all(self) -> Iterator[None]:
         """Terminate all groups orderly (RFC 7609, 3.5.4), one per step."""
         for group in list(self.groups):

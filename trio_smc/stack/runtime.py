@@ -74,6 +74,10 @@ _MAX_TURN: Final = 0.001
 "many ends at once", has the longest passes with this value."""
 _MIN_GROUP_TIME: Final = 0.5
 """Seconds that link groups have at least to end orderly, even after `shutdown_timeout`. Chosen."""
+_SAME_HOST_ANSWER: Final = 0.05
+"""Seconds for the answer of a process on this host to the end of a link group. Chosen: an idle
+process answers within a millisecond, and the end of this process must not depend on a busy or
+stopped one, as it does not over TCP."""
 _FORKED: Final = "trio_smc cannot be used in a forked child; start a new process"
 
 
@@ -397,8 +401,10 @@ class Runtime:
         await _run_in_turns(map(self.unclosed.append, self.groups.close_open()))
         await self._wait_while(lambda: self.groups.has_unfinished, deadline)
         await _run_in_turns(self.groups.terminate_all())
+        last = self.timers.now() + min(patience, _SAME_HOST_ANSWER)
+        await self._wait_while(lambda: bool(self.groups.groups), last)
         last = self.timers.now() + min(patience, _MIN_GROUP_TIME)
-        await self._wait_while(lambda: bool(self.groups.groups), max(deadline, last))
+        await self._wait_while(lambda: self.groups.has_roce, max(deadline, last))
         await _run_in_turns(self.groups.give_up_all())
         last = self.timers.now() + min(patience, _MIN_GROUP_TIME)
         await self._wait_while(lambda: bool(self.groups.groups), last)
