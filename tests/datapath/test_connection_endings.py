@@ -104,7 +104,7 @@ class Lone:
                 break
         else:
             pytest.fail(f"the table has no edge for {event} in {state}")
-        doings: dict[str, Callable[[], None]] = {
+        doings: dict[str, Callable[[], object]] = {
             "established": self.it.established,
             "shutdown_wr": self.it.shutdown_write,
             "close": self.it.close,

@@ -126,7 +126,7 @@ def test_the_end_of_a_link_removes_its_tokens() -> None:
 
 
 class _User:
-    def rmbe_conflict(self) -> None:
+    def rmbe_conflict(self) -> bool:
         raise AssertionError("the element was not taken")
 
 

@@ -696,9 +696,8 @@ class GroupConnections(dict[int, GroupConnection]):
         previous_user = rmb.elements.get(index)
         rmb.elements[index] = user
         self._peer_elements[user] = rmb, index, peer.buffer_size
-        if previous_user is not None:
+        if previous_user is not None and previous_user.rmbe_conflict():
             LOGGER.warning("%r: the peer reuses RMB element %d", self._group, index)
-            previous_user.rmbe_conflict()
 
     # --- TEST LINK -------------------------------------------------------------------------
 

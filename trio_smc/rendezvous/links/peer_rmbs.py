@@ -32,8 +32,12 @@ class RToken(NamedTuple):
 class ElementUser(Protocol):
     """A connection that writes into an RMB element of the peer."""
 
-    def rmbe_conflict(self) -> None:
-        """The peer gave the element to another connection (RFC 7609, 4.4.2)."""
+    def rmbe_conflict(self) -> bool:
+        """The peer gave the element to another connection (RFC 7609, 4.4.2).
+
+        Returns:
+          True if this ends a connection that had not been aborted before.
+        """
 
 
 class PeerRmb:
