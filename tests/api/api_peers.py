@@ -51,7 +51,7 @@ async def connect(
         stream = await stack.open_stream(*address_of(listener), config=config)
         while True:
             accepted = await listener.accept()
-            with contextlib.suppress(OSError):  # reset already
+            with contextlib.suppress(OSError):  # raised if the connection was reset
                 if accepted.socket.getpeername()[:2] == stream.socket.getsockname()[:2]:
                     return stream, accepted
             await accepted.aclose()

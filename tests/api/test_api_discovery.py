@@ -46,7 +46,8 @@ from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.wire import clc
 
 EYE = clc.EYE_CATCHER
-SHORT_TIMEOUT = 0.05  # a handshake time-out that expires, seconds
+SHORT_TIMEOUT = 0.05
+"""Seconds of a handshake timeout that expires during a test."""
 
 
 @contextlib.asynccontextmanager

@@ -211,7 +211,7 @@ def test_an_ending_that_outruns_confirm(how: str) -> None:
             connection.close()
         else:
             assert call.server.error.errno
-            world.pass_time(60)  # the server cannot answer: it knows no element
+            world.pass_time(60)  # the server cannot answer, because it does not know the element
         world.settle()
         assert len(server.connections) == len(client.connections) == 1
 
@@ -573,7 +573,7 @@ def test_waiting_ends_with_the_tcp_connection() -> None:
         world.settle()
         assert second.server.state == "FAILED"
         assert first.states == ("ESTABLISHED", "ESTABLISHED")
-        handshakes_end = world.clock.now + Config().handshake_timeout  # links are tested later
+        handshakes_end = world.clock.now + Config().handshake_timeout  # links are only tested later
         assert server.stack.timers.next_deadline() > handshakes_end
 
 

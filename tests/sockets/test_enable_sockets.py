@@ -804,7 +804,7 @@ def test_a_connected_socket_of_the_standard_library(
             number = connected.fileno()
             with pytest.raises(trio_smc.SmcUnavailable, match="was connected before"):
                 way(connected)
-            if way is not from_descriptor:  # which has closed its own
+            if way is not from_descriptor:  # `from_descriptor` has closed its socket
                 stdlib_socket.close(number)
                 connected.detach()
             with theirs.accept()[0]:
@@ -876,7 +876,7 @@ def test_mptcp_is_refused_if_smc_r_is_required(
         with pytest.raises(trio_smc.SmcUnavailable, match="MPTCP") as caught:
             way(sock)
         assert caught.value.fallback.reason is trio_smc.FallbackReason.MULTIPATH
-        if way is not from_descriptor:  # which has closed its own
+        if way is not from_descriptor:  # `from_descriptor` has closed its socket
             stdlib_socket.close(number)
             sock.detach()
 

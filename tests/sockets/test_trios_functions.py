@@ -83,7 +83,8 @@ def test_an_address_is_connected_to_without_a_race(run: Any, host: str | bytes) 
             [listener] = await nursery.start(partial(trio.serve_tcp, echo, 0, host=host))
             port = listener.socket.getsockname()[1]
             spawned = Spawned()
-            async with await trio.open_tcp_stream(host, port) as first:  # finds the listener
+            # The first connect finds the listener.
+            async with await trio.open_tcp_stream(host, port) as first:
                 trio.lowlevel.add_instrument(spawned)
                 async with await trio.open_tcp_stream(host, port) as stream:
                     assert isinstance(stream, trio.SocketStream)

@@ -71,7 +71,7 @@ async def connect(discovery: Any, port: int, wait: float) -> None:
 
 async def main(*arguments: str) -> None:
     private, kind, *ports = arguments
-    # In this tree `trio_smc.rendezvous.discovery` is a package, without this class.
+    # In the current release, `trio_smc.rendezvous.discovery` is a package without this class.
     discovery: Any = import_module("trio_smc.rendezvous.discovery").Discovery(Path(private))
     discovery.open()
     async with trio.open_nursery() as nursery:

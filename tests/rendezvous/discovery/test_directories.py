@@ -83,7 +83,7 @@ async def test_another_user_reaches_no_name_in_a_private_directory(
     async with serving(private) as server, bound() as client:
         with await announce(private, client, server.address):
             (name,) = names_below(private)
-            for directory in private.parents:  # of this test's
+            for directory in private.parents:  # the directories of this test
                 if directory.is_relative_to(private.parent.parent):
                     directory.chmod(0o755)
             assert attempts_of_nobody(name, libc if namespace else None) == [
@@ -106,7 +106,7 @@ def attempts_of_nobody(name: Path, libc: ctypes.CDLL | None) -> list[int]:
     """
     read, write = os.pipe()
     beside = name.parent.parent.parent
-    below = str(name.relative_to(beside))  # short enough for an address
+    below = str(name.relative_to(beside))  # short enough for a socket address
     child = os.fork()
     if child == 0:
         try:

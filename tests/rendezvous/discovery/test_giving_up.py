@@ -81,7 +81,7 @@ async def test_a_server_that_reaches_its_deadline(private: Path) -> None:
     async with claimed(private) as pair:
         with pytest.raises(TimeoutError):
             await pair.claim.confirm(pair.connection, deadline_after(SHORT))
-        # ACCEPTED has arrived, unread.
+        # ACCEPTED has arrived, but the client has not read it.
         assert await pair.client_result() is None
 
 

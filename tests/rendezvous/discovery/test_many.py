@@ -156,7 +156,7 @@ async def test_a_forked_child_abandons_discovery_and_its_parent_continues(privat
             tcp = {client.fileno()}
             with await announce(discovery, client, server.address) as announcement:
                 held = sorted(open_descriptors() - before - tcp)
-                # The listener's, its directory's, and those of announcements.
+                # Those of the listener, of its directory, and of announcements.
                 assert len(held) >= 5
                 assert left_in_a_child([discovery, publishing], held) == 0
                 await client.connect(server.address)
@@ -210,7 +210,7 @@ async def test_a_full_table_does_not_hide_a_listener(private: Path) -> None:
     """If a connection cannot be announced for lack of descriptors, the next one can."""
     async with serving(private) as server:
         discovery = Discovery(private)
-        await trio.sleep(0.15)  # until the clock of the directories has ticked
+        await trio.sleep(0.15)  # until the time stamps of directories change
         reasons = []
         for room in range(1, 6):
             with full_table(room):

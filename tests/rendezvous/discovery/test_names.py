@@ -391,7 +391,7 @@ async def test_members_that_cannot_be_listed_now_are_listed_later(shared: Path) 
     """A server that lacks descriptors for a moment finds their names afterwards."""
     place = member(shared, 64201)
     (place / "x").touch()
-    await trio.sleep(0.15)  # until the clock of the directories has ticked
+    await trio.sleep(0.15)  # until the time stamps of directories change
     with open_names(shared) as found:
         await trio.sleep(0.15)
         with full_table():

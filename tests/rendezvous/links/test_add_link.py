@@ -397,7 +397,7 @@ def test_a_second_link_that_fails_at_first_contact_is_withdrawn(
         assert paths(server) == paths(client) == {1: "memory0"}
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
         world.fabric.tamper = None
-        world.pass_time(11.0)  # C.8
+        world.pass_time(11.0)  # the server tries again (C.8)
         assert server.group.kind == client.group.kind == "symmetric"
         assert list(server.group.links) == [1, 3]  # 2.2.4: number 2 is not used again
 

@@ -370,7 +370,7 @@ def test_spares_leave_room_for_requested_rmbs(monkeypatch: pytest.MonkeyPatch) -
         client, server, _ = with_links(world, 1)
         for _ in range(7):
             world.connect(client, server)
-        assert len(client.group.own_rmbs) == 2  # full
+        assert len(client.group.own_rmbs) == 2  # both are full, without a spare
         for _ in range(4):
             world.connect(client, server)
             assert len(client.group.own_rmbs) == 3

@@ -237,7 +237,7 @@ def test_the_only_link_of_a_drained_rnic_goes_when_another_one_is_there() -> Non
         assert server.group.kind == "single"
         server.stack.rnic_set.drain(server.rnics[0])
         world.settle()
-        assert paths(server) == {1: "memory0"}  # the only link so far
+        assert paths(server) == {1: "memory0"}  # the RNIC keeps the only link
         server.rnics[1].port_up()
         world.settle()
         assert list(paths(server).values()) == ["memory1"]

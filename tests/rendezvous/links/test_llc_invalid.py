@@ -136,7 +136,7 @@ def test_messages_on_a_link_that_has_failed_at_the_client(world: World) -> None:
     assert "C1 CONFIRM_RKEY reply" not in stage.log
     assert stage.log.index("S2 DELETE_LINK 1") < stage.log.index(
         "S2 CONFIRM_RKEY"
-    )  # 2.3: sent again
+    )  # 2.3: the server sends the message again
     assert done[0] is not None
     assert 1 not in stage.links()
     assert stage.works()

@@ -132,7 +132,7 @@ def test_confirm_link_of_a_later_link(world: World, way: str) -> None:
     provoke(stage, way, "C3 CONFIRM_LINK reply")
     stage.server.rnics[1].port_up()
     world.until(lambda: any("CONFIRM_LINK" in name for name in stage.log))
-    assert stage.works()  # meanwhile
+    assert stage.works()  # while the link is being added
     world.pass_time(3.0)
     assert "S1 DELETE_LINK 3" in stage.log
     assert stage.links() == [1]
@@ -346,7 +346,7 @@ def test_a_link_that_the_client_agreed_to_and_then_rejects(world: World, lost: s
         stage.wire.fail("S3 CONFIRM_LINK")
     reject_after_agreement(stage, lost)
     stage.server.rnics[1].port_up()
-    world.pass_time(1.5)  # no reply time-out is needed
+    world.pass_time(1.5)  # less than the reply time-out
     assert any(each.startswith("C1 ADD_LINK 3 reply negative") for each in stage.log), stage.log
     assert stage.server.group.exchanges.state == "IDLE"
     assert stage.links() == [1]
