@@ -1066,3 +1066,36 @@ def test_no_end_leaves_before_data_is_refused(
             assert await client.recv(1) == b""
 
     trio.run(main)
+
+
+def _is_no_coroutine_function() -> int:
+    return 0
+
+
+async def _yields() -> AsyncIterator[int]:
+    yield 0
+
+
+async def _starts() -> None:
+    """A coroutine function, which a program calls too early by mistake."""
+
+
+def _errors_of_run() -> Iterator[str]:
+    unused = _starts()
+    mistakes: list[Any] = [unused, _is_no_coroutine_function, _yields, 0]
+    for mistake in mistakes:
+        with pytest.raises(TypeError) as caught:
+            trio.run(mistake)
+        yield re.sub("0x[0-9a-f]+", "", str(caught.value))
+    unused.close()
+
+
+def test_trio_explains_mistakes_in_calls_of_run() -> None:
+    """The text is the same under `enable()`."""
+    texts = [*_errors_of_run()]
+    trio_smc.enable()
+    try:
+        assert [*_errors_of_run()] == texts
+    finally:
+        trio_smc.disable()
+    assert "async function" in texts[0]

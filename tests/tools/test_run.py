@@ -435,6 +435,50 @@ def test_a_program_that_never_uses_trio(tmp_path: Path, program: str) -> None:
     assert (code, report) == (5, f"trio-smc run: error: {ended}")
 
 
+def test_a_program_that_leaves_a_daemon(tmp_path: Path) -> None:
+    """The daemon may use Trio later, so the command says nothing about it."""
+    program = """
+import os, time
+program = os.getpid()
+if os.fork():
+    os._exit(0)
+os.closerange(0, 3)
+while os.getppid() == program:
+    time.sleep(0.01)
+command = os.getppid()
+while os.getppid() == command:
+    time.sleep(0.01)
+"""
+    assert run(tmp_path, program) == (0, "")
+    assert run(tmp_path, program, "--require-smc") == (0, "")
+
+
+def test_no_place_for_the_report_socket(tmp_path: Path) -> None:
+    """PROGRAM runs all the same, as in a container without a writable directory."""
+    command = """
+import sys, tempfile
+from trio_smc.tools import cli, report_socket
+
+def none():
+    raise FileNotFoundError(2, "No usable temporary directory found")
+
+tempfile.gettempdir = none
+report_socket._DIRECTORIES = ()
+sys.exit(cli.main(["run", *sys.argv[1:], "--", sys.executable, "-c", "print(7); exit(5)"]))
+"""
+    lack = "cannot create the report socket: no directory for temporary files"
+    warning = f"trio-smc run: warning: {lack}; problems of the program are not reported\n"
+    for options, outcome in (
+        ((), (5, "7\n", warning)),
+        (("--report",), (2, "", f"trio-smc: run: {lack}\n")),
+        (("--require-smc",), (2, "", f"trio-smc: run: {lack}\n")),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", command, *options], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == outcome
+
+
 def test_a_python_that_does_not_load_the_hook(tmp_path: Path) -> None:
     code, report = run(tmp_path, f"{TRIO}\ntrio.run(main)", python=(sys.executable, "-I"))
     assert code == 0

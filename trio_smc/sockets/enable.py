@@ -30,7 +30,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket as stdlib_socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import wraps
@@ -126,22 +126,30 @@ def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``start``, which starts a run, so that the run sets the factory."""
 
     @wraps(start)
-    def start_with_factory(
-        async_fn: Callable[..., Awaitable[Any]], *args: Any, **options: Any
-    ) -> Any:
+    def start_with_factory(async_fn: Any, *args: Any, **options: Any) -> Any:
         _load_verbs()
 
+        if not callable(async_fn):
+            return start(async_fn, *args, **options)  # Trio explains the mistake
+
         @wraps(async_fn)
-        async def main(*args: Any) -> Any:
-            # Keep a factory that the program has set before, for example in a test.
-            previous = trio.socket.set_custom_socket_factory(_FACTORY)
-            if previous is not None:
-                trio.socket.set_custom_socket_factory(previous)
-            return await async_fn(*args)
+        def main(*args: Any) -> Any:
+            started = async_fn(*args)
+            # Anything else is a mistake, which Trio explains.
+            return _set_factory(started) if isinstance(started, Coroutine) else started
 
         return start(main, *args, **options)
 
     return start_with_factory
+
+
+async def _set_factory(main: Coroutine[Any, Any, Any]) -> Any:
+    """Set the factory, and run the program's main task."""
+    # Keep a factory that the program has set before, for example in a test.
+    previous = trio.socket.set_custom_socket_factory(_FACTORY)
+    if previous is not None:
+        trio.socket.set_custom_socket_factory(previous)
+    return await main
 
 
 @wraps(trio.socket.from_stdlib_socket)

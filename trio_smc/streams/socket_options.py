@@ -596,7 +596,8 @@ fallback, they set and read options of the TCP socket. Over SMC-R:
 | --- | --- | --- |
 """
 _TAIL: Final = """
-"kept": the value is accepted, stored and returned, without an effect. Every option that is not
+"kept": the value is accepted without a check, stored and returned, without an effect. TCP refuses
+some values, such as an unknown name for TCP_CONGESTION (ENOENT). Every option that is not
 listed belongs to the TCP connection (`SmcStream.socket`). Accepted connections inherit SO_RCVBUF,
 SO_SNDBUF, SO_KEEPALIVE and its times, SO_LINGER, SO_OOBINLINE and TCP_USER_TIMEOUT from the
 listening socket (the buffer sizes since Linux 5.16).

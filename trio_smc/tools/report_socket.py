@@ -391,7 +391,10 @@ def _new_directory() -> tuple[str, str]:
       OSError: there is no place where other users cannot replace the directory.
     """
     problem: OSError | None = None
-    for place in dict.fromkeys((tempfile.gettempdir(), *_DIRECTORIES)):
+    places = list(_DIRECTORIES)
+    with contextlib.suppress(OSError):  # none that it knows is writable
+        places.insert(0, tempfile.gettempdir())
+    for place in dict.fromkeys(places):
         try:
             trust_directory(place)
             _remove_leftovers(place)

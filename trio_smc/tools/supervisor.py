@@ -17,8 +17,10 @@ A Python without the hook (``-I``) sends nothing.  So this process searches the 
 for a Python that has TCP sockets and has sent no message.  A process without TCP sockets is no
 problem, for example the master process of a server, or a shell.
 
-If messages may have been lost, this module concludes nothing from the absence of a message.  All
-tables are bounded: when a stack ends, its counters are added to the totals.
+If messages may have been lost, this module concludes nothing from the absence of a message.  The
+same holds if no directory is writable for the socket, as in some containers, or if PROGRAM has
+ended and left a daemon behind.  All tables are bounded: when a stack ends, its counters are added
+to the totals.
 
 This process adopts orphans of the tree (prctl(2), PR_SET_CHILD_SUBREAPER), so that the ancestors of
 a process show if it belongs to the tree.  When this process ends, init adopts the orphans.
@@ -90,6 +92,7 @@ class Tree:
       used_trio: True if any process has run Trio.
       ended: True if this command has ended PROGRAM because of the problem.
       incomplete: True if messages may be missing.
+      goes_on: True if PROGRAM has ended and descendants of it run, such as a daemon.
     """
 
     def __init__(self, *, require: bool) -> None:
@@ -98,6 +101,7 @@ class Tree:
         self.hooked: set[int] = set()
         self.used_trio: bool = False
         self.incomplete = False
+        self.goes_on = False
         self._require = require
         self._printed = False
         self._suspects: set[int] = set()
@@ -219,7 +223,7 @@ class Tree:
           pid: the number of PROGRAM's process.
           path: the executable of this process.
         """
-        if self.used_trio or self._stacks or self.incomplete:
+        if self.used_trio or self._stacks or self.incomplete or self.goes_on:
             return
         if is_python(path) and pid not in self.hooked:
             self.set_problem(_without_hook(pid, path))
@@ -274,27 +278,39 @@ def supervise(
       ToolError: there is no safe place for the report socket.
     """
     tree = Tree(require=require)
+    reports: ReportSocket | None = None
     try:
         reports = ReportSocket(tree.on_packet)
     except OSError as error:
-        raise ToolError(f"run: cannot create the report socket: {error_text(error)}") from error
-    with reports:
+        text = f"cannot create the report socket: {error_text(error)}"
+        if require or report:
+            raise ToolError(f"run: {text}") from error
+        print_error(f"trio-smc run: warning: {text}; problems of the program are not reported")
+        tree.incomplete = True
+    with reports or contextlib.nullcontext():
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, *_OWN_SIGNALS})
         try:
-            environment = {**environment, REPORT_TO: reports.path}
+            environment = dict(environment)
             environment.pop(REPORT_EVERY, None)
+            environment.pop(REPORT_TO, None)
+            if reports is not None:
+                environment[REPORT_TO] = reports.path
             if report:
                 environment[REPORT_EVERY] = str(_REPORT_INTERVAL)
             _adopt_orphans(True)
             child = _start(program, environment, mask)
             path = executable(child.pid)
-            reports.start(child.pid)
+            if reports is not None:
+                reports.start(child.pid)
             _wait(child, tree, reports, require)
-            reports.finish()
+            tree.goes_on = _has_orphans(child.pid)
+            if reports is not None:
+                reports.finish()
         finally:
             _adopt_orphans(False)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    tree.incomplete |= reports.overflowed
+    if reports is not None:
+        tree.incomplete |= reports.overflowed
     tree.conclude(child.pid, path)
     tree.print_problem()
     if report:
@@ -340,7 +356,9 @@ def _start(
     return subprocess.Popen(program, preexec_fn=prepare, close_fds=False)  # noqa: PLW1509
 
 
-def _wait(child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket, require: bool) -> None:
+def _wait(
+    child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket | None, require: bool
+) -> None:
     """Wait for PROGRAM's end.  Meanwhile forward signals, and search the tree at intervals."""
     # A timer and not `sigtimedwait`: after an interruption by SIGSTOP and SIGCONT, and with no time
     # left, `sigtimedwait` of CPython 3.11 returns uninitialised memory (docs/decisions.md).
@@ -357,7 +375,8 @@ def _wait(child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket, req
                 tree.ended = True
                 child.terminate()
             if info.si_signo == signal.SIGALRM:
-                tree.incomplete |= reports.overflowed
+                if reports is not None:
+                    tree.incomplete |= reports.overflowed
                 tree.search(child.pid)
                 pause = min(2 * pause, _MAX_SEARCH_PAUSE)
                 signal.setitimer(signal.ITIMER_REAL, pause)
@@ -373,6 +392,15 @@ def _wait_for_orphans(program: int) -> None:
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     while (found := os.waitid(os.P_ALL, 0, options)) is not None and found.si_pid != program:
         os.waitpid(found.si_pid, 0)
+
+
+def _has_orphans(program: int) -> bool:
+    """True if adopted processes run after the end of PROGRAM."""
+    try:
+        _wait_for_orphans(program)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _end_by_signal(number: signal.Signals) -> None:
