@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.calculates, pytest.mark.processes]
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "programs.md"
 MOST_PROGRAMS = 500
-"""Programs within which a defect has to be noticed."""
+"""Programs of an attempt to notice a defect."""
+ATTEMPTS = 6
+"""With other seeds.  About one attempt of twenty does not notice its defect, because its programs
+are random."""
 Compare = Callable[..., Comparison]
 
 
@@ -77,8 +80,8 @@ def test_each_listed_difference_is_so_and_has_a_row_in_the_documentation(
 def test_defects_are_noticed(
     compare: Compare, seed: int, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of the defects, or all: each one takes 5 to 60 seconds."""
-    names = random.Random(seed).sample(list(DEFECTS), len(DEFECTS) if full else 3)
+    """Two of the defects, or all: each one takes 5 to 60 seconds."""
+    names = random.Random(seed).sample(list(DEFECTS), len(DEFECTS) if full else 2)
     unnoticed = []
     for name in names:
         defect = DEFECTS[name]
@@ -86,7 +89,9 @@ def test_defects_are_noticed(
         comparison = compare()
         with monkeypatch.context() as patch:
             patch.setattr(defect.owner, defect.attribute, defect.replacement)
-            comparison.batch(defect.batch, seed, most, most=1, shrink=False)
+            for further in range(ATTEMPTS):
+                if not comparison.result.differences:
+                    comparison.batch(defect.batch, seed + further, most, most=1, shrink=False)
         if not comparison.result.differences:
             unnoticed.append(name)
     assert not unnoticed
