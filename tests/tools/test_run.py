@@ -453,6 +453,12 @@ while os.getppid() == command:
     assert run(tmp_path, program, "--require-smc") == (0, "")
 
 
+def test_a_program_that_a_signal_ends_before_it_uses_trio(tmp_path: Path) -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    for options in ((), ("--require-smc",)):
+        assert run(tmp_path, program, *options) == (-signal.SIGTERM, "")
+
+
 def test_no_place_for_the_report_socket(tmp_path: Path) -> None:
     """PROGRAM runs all the same, as in a container without a writable directory."""
     command = """

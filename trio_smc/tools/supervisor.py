@@ -18,9 +18,9 @@ for a Python that has TCP sockets and has sent no message.  A process without TC
 problem, for example the master process of a server, or a shell.
 
 If messages may have been lost, this module concludes nothing from the absence of a message.  The
-same holds if no directory is writable for the socket, as in some containers, or if PROGRAM has
-ended and left a daemon behind.  All tables are bounded: when a stack ends, its counters are added
-to the totals.
+same holds if no directory is writable for the socket, as in some containers, if a signal ended
+PROGRAM, or if PROGRAM left a daemon behind.  All tables are bounded: when a stack ends, its
+counters are added to the totals.
 
 This process adopts orphans of the tree (prctl(2), PR_SET_CHILD_SUBREAPER), so that the ancestors of
 a process show if it belongs to the tree.  When this process ends, init adopts the orphans.
@@ -278,15 +278,7 @@ def supervise(
       ToolError: there is no safe place for the report socket.
     """
     tree = Tree(require=require)
-    reports: ReportSocket | None = None
-    try:
-        reports = ReportSocket(tree.on_packet)
-    except OSError as error:
-        text = f"cannot create the report socket: {error_text(error)}"
-        if require or report:
-            raise ToolError(f"run: {text}") from error
-        print_error(f"trio-smc run: warning: {text}; problems of the program are not reported")
-        tree.incomplete = True
+    reports = _open_reports(tree, required=require or report)
     with reports or contextlib.nullcontext():
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, *_OWN_SIGNALS})
         try:
@@ -311,7 +303,8 @@ def supervise(
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if reports is not None:
         tree.incomplete |= reports.overflowed
-    tree.conclude(child.pid, path)
+    if child.returncode >= 0:  # a signal may have ended PROGRAM before it could use Trio
+        tree.conclude(child.pid, path)
     tree.print_problem()
     if report:
         for line in tree.report():
@@ -321,6 +314,19 @@ def supervise(
     if child.returncode < 0:
         _end_by_signal(signal.Signals(-child.returncode))
     return child.returncode or (_FAILED if require and tree.problem else 0)
+
+
+def _open_reports(tree: Tree, *, required: bool) -> ReportSocket | None:
+    """The report socket; None if there is no place for one and it is not ``required``."""
+    try:
+        return ReportSocket(tree.on_packet)
+    except OSError as error:
+        text = f"cannot create the report socket: {error_text(error)}"
+        if required:
+            raise ToolError(f"run: {text}") from error
+        print_error(f"trio-smc run: warning: {text}; problems of the program are not reported")
+        tree.incomplete = True
+        return None
 
 
 def _adopt_orphans(adopt: bool) -> None:
