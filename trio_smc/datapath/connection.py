@@ -487,21 +487,21 @@ class Connection:
     def rmbe_conflict(self) -> bool:
         """The peer gave the RMBE that we write into to another connection (4.4.2).
 
-        Nothing happens if both sides have closed and the peer's C only waits for its turn
-        (`_note_endings`): nothing is written there any more.
+        From now on nothing is written there, also by no replay after a failover.
 
         Returns:
-          True if this ends a connection that neither side had aborted.  After an abort, TCP's RST
-          may reach the peer first, which may then reuse the element at once.
+          True if this ends a connection that neither side had aborted, and that was not closed by
+          both.  After an abort, TCP's RST may reach the peer first, which may then reuse the
+          element at once.
         """
         aborted = bool((self.messenger.flags | self._peer_flags) & ABNORMAL_CLOSE)
-        if self.sent_closed and self._peer_flags & CONNECTION_CLOSED and not aborted:
-            return False
+        # The peer's C may still wait for its turn (`_note_endings`).
+        closed = self.sent_closed and bool(self._peer_flags & CONNECTION_CLOSED)
         self.messenger.cdc_requested = False
         self.messenger.stop()
         self._process("rmbe_conflict")
         self._release_if_due()
-        return not aborted
+        return not (aborted or closed)
 
     def tcp_reset(self, *, no_more_writes: bool = False) -> None:
         """The TCP connection was reset by the peer (4.8.2).

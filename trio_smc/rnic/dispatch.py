@@ -22,8 +22,6 @@ _log = logging.getLogger("trio_smc.rnic")
 _PROBES_PER_ROUND: Final = 6
 """Probes of each RNIC in a round of a spin.  A round ends with a read of the clock and a yield of
 the processor, which take longer than a probe.  Chosen; no measurement is recorded."""
-_MOST_POLLS: Final = 256
-"""Polls for one queue pair in a row.  Chosen: more than any orderly peer has messages under way."""
 
 
 class CompletionSink(Protocol):
@@ -183,21 +181,12 @@ class Dispatcher:
     def drain_queue_pair(self, rnic: Rnic, qp: QueuePair) -> None:
         """Dispatch what has completed on one queue pair.  Sinks may call it.
 
-        A poll returns no more messages than the queue pair has receives, and dispatching them posts
-        new ones.  So this polls until there is nothing more, but a peer that sends without end does
-        not keep it here.
-
         Completions of other queue pairs that are polled meanwhile are dispatched later, in order.
 
         Raises:
           ValueError: the RNIC was not added.
         """
-        for _ in range(_MOST_POLLS):
-            if not self._drain_queue_pair_once(self.lane(rnic), qp):
-                break
-
-    def _drain_queue_pair_once(self, lane: Lane, qp: QueuePair) -> bool:
-        """Poll once and dispatch; True if there were any completions."""
+        lane = self.lane(rnic)
         polled = [*self._backlog, *((lane, each) for each in (*lane.undispatched, *lane.poll()))]
         self._backlog.clear()
         wanted: deque[PlainCompletion] = deque()
@@ -211,8 +200,6 @@ class Dispatcher:
                 wanted.append(completion)
             else:
                 self._backlog.append((each, completion))
-        if not wanted:
-            return False
         outer, self._draining = self._draining, True
         self._nested.append((lane, qp.qp_num, wanted))
         try:
@@ -221,7 +208,6 @@ class Dispatcher:
         finally:
             self._nested.pop()
             self._draining = outer
-        return True
 
     def _dispatch_backlog(self) -> None:
         while self._backlog:
