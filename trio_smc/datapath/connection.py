@@ -308,6 +308,11 @@ class Connection:
         return self.close_pending
 
     @property
+    def peer_has_ended(self) -> bool:
+        """True if the peer's C or A has arrived."""
+        return bool(self._peer_flags & _FINAL)
+
+    @property
     def closed_arrived(self) -> bool:
         """True if C has reached the peer (guard of the states)."""
         messenger = self.messenger

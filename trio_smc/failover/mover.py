@@ -85,10 +85,10 @@ class GroupMover:
         self.link_ends(link)
         connections = _connections(link)
         if self._group.links.for_llc(avoid=link) in (None, link):
-            if connections and not link.qp.received_all:
-                LOGGER.warning(
-                    "%r: no other link is left, %d connections end", link, len(connections)
-                )
+            # A connection that the peer has closed ends without this, too.
+            lost = [each for each in connections if not each.peer_has_ended]
+            if lost and not link.qp.received_all:
+                LOGGER.warning("%r: no other link is left, %d connections end", link, len(lost))
             return
         for connection in connections:
             self._move(connection, link)

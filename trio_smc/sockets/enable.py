@@ -33,7 +33,7 @@ import socket as stdlib_socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import copy_context
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final, cast
 
 import trio
@@ -132,7 +132,8 @@ def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(async_fn):
             return start(async_fn, *args, **options)  # Trio explains the mistake
 
-        @wraps(async_fn)
+        # Trio names the main task after this function.
+        @wraps(async_fn.func if isinstance(async_fn, partial) else async_fn)
         def main(*args: Any) -> Any:
             started = async_fn(*args)
             # Anything else is a mistake, which Trio explains.

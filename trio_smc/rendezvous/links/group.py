@@ -419,7 +419,11 @@ class LinkGroup:
         """Process the peer's DELETE LINK for the whole group.
 
         The server's own DELETE LINK then repeats the client's reason (3.5.4, A.3.4).
+
+        The peer counts what it has sent before as delivered, such as the end of a connection.  It
+        may still wait on another link, because the order of messages holds for one link only.
         """
+        self.mover.catch_up()
         self._end_reason = reason
         self.machine.send("delete_all")
 
