@@ -14,7 +14,7 @@ from tests.rendezvous.rendezvous_pair import World
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.links.link import Link
 from trio_smc.rendezvous.negotiation import Established
-from trio_smc.wire import clc
+from trio_smc.wire import clc, llc
 
 
 @pytest.fixture
@@ -122,6 +122,25 @@ def test_a_link_deleted_in_order_delivers_received_data(world: World, place: int
     assert here.receiver.receive(100) == b""
     stage.end(place).group.remove_link(link.number)
     assert here.receiver.receive(100) == b"the last it brought"
+
+
+@pytest.mark.rfc("4.6.1/2")
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_group_deleted_in_order_delivers_data_and_ends(world: World, place: int) -> None:
+    """DELETE LINK travels on one link, and can overtake the peer's last messages on another."""
+    stage = Stage(world, (2, 2))
+    here, there = stage.call.connections[place], stage.call.connections[1 - place]
+    there.send(memoryview(b"the last it brought"))
+    there.close()
+    world.fabric.deliver()
+    stage.end(1 - place).stack.pump.drain()  # the data has arrived, so C is sent
+    world.fabric.deliver()
+    assert here.receiver.receive(100) == b""
+    stage.end(place).group.delete_all(llc.DeleteLinkReason.PROGRAM)
+    world.settle()
+    assert here.receiver.receive(100) == b"the last it brought"
+    assert here.receiver.at_eof
+    assert here.error is None
 
 
 @pytest.mark.parametrize("place", [0, 1])
