@@ -25,11 +25,20 @@ from tests.timing import PATIENCE
 from trio_smc import Mode, SmcStream, Stack
 from trio_smc.rnic.verbs import Rnic
 from trio_smc.stack.connection_host import Endpoint
+from trio_smc.streams.group_views import LinkGroupView
 
 if TYPE_CHECKING:
     from tests.rnic.contract import End
 
-__all__ = ["check_echo", "connect_sockets", "echo", "echo_until_reset", "endpoint_of", "open_pair"]
+__all__ = [
+    "active_links",
+    "check_echo",
+    "connect_sockets",
+    "echo",
+    "echo_until_reset",
+    "endpoint_of",
+    "open_pair",
+]
 
 
 @overload
@@ -159,6 +168,11 @@ async def connect_sockets(
                     *listener.socket.getsockname()[:2], local_address=local_address
                 )
     return client, accepted[0]
+
+
+def active_links(group: LinkGroupView) -> int:
+    """How many links carry data: not one that is only being added, and may be refused yet."""
+    return sum(link.state == "ACTIVE" for link in group.links)
 
 
 def endpoint_of(stack: Stack, stream: SmcStream) -> Endpoint:

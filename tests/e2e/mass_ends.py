@@ -106,8 +106,12 @@ class MassCosts(Costs):
         return {**cost, "held": self._held, "kept": resident() - self._before}
 
 
-def has_links(groups: GroupTable, number: int) -> bool:
-    return all(len(group.links) == number for group in groups.groups)
+def have_active_links(groups: GroupTable, number: int) -> bool:
+    """True if each link group has this many links that carry data."""
+    return all(
+        [link.state for link in group.links.values()] == ["ACTIVE"] * number
+        for group in groups.groups
+    )
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -221,7 +225,7 @@ async def come(
         for stream in streams:
             nursery.start_soon(read_to_end, stream)
     if case == "move":
-        await until(lambda: has_links(groups, 2))
+        await until(lambda: have_active_links(groups, 2))
 
 
 def stand_still(case: str, stack: Stack, peer: trio.Process) -> None:

@@ -19,7 +19,7 @@ import trio.testing
 import trustme
 
 import trio_smc
-from tests.peers import connect_sockets
+from tests.peers import active_links, connect_sockets
 from tests.streams.stream_pairs import HOST, SMALL_RING, smc_config
 from tests.timing import PATIENCE
 from trio_smc import Config, Mode
@@ -204,7 +204,7 @@ async def test_links_fail_while_a_sender_waits(send: str) -> None:
     configs = [_config(rnics=tuple(own)) for own in rnics]
     with trio.fail_after(PATIENCE):
         async with serving(handler, *configs) as stream:
-            while len(stream.link_group.links) < 2:  # noqa: ASYNC110
+            while active_links(stream.link_group) < 2:  # noqa: ASYNC110
                 await trio.sleep(0.01)
             await stream.send_all(b"x")
             await stream.send_eof()
