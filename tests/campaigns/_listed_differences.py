@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tests.campaigns._program_runner import EPILOGUE, TOTAL, Line, Observation
-from tests.campaigns._programs import EXITS, LARGE, Program, Step, sends
+from tests.campaigns._programs import LARGE, Program, sends
 
 __all__ = ["LISTED", "Listed"]
 
@@ -34,20 +34,11 @@ class Listed:
     explains: Callable[[Program, Observation, Observation], bool]
 
 
-_KILLING_SIGNALS: Final = {9, 15, 1}
-_KILLING_EXITS: Final = {EXITS.index("os._exit")}
 # Results of calls after RST has arrived, and after FIN.
 _ADDRESSES: Final = "127.0.0.1 127.0.0.1"
 _RESET: Final = {"ECONNRESET", "EPIPE", "ENOTCONN", "end", "0"}
 _ENDS_OF_CONNECT: Final = {"ECONNRESET", "EPIPE", "ECONNABORTED"}
 _ENDED: Final = {"end", "sent", "shut", "EPIPE", "0", _ADDRESSES}
-
-
-def _kills(step: Step) -> bool:
-    name, argument = step.operations[0]
-    return (name == "signal" and argument in _KILLING_SIGNALS) or (
-        name == "exit" and argument in _KILLING_EXITS
-    )
 
 
 def _outcome(line: Line) -> str:
@@ -117,41 +108,6 @@ def _has_unread(program: Program, seen: Observation, end: int, before: int) -> b
         if line.end == end and line.result.startswith("read ") and line.at < before
     ]
     return arrived > sum(reads)
-
-
-def _is_refused_send(program: Program, line: Line, pairs: list[tuple[Line, Line]]) -> bool:
-    """True for a send of a stream after a shutdown that has succeeded over SMC-R only."""
-    return (
-        line.result == "ClosedResourceError"
-        and _operation(program, line) in _SENDS
-        and any(
-            ours.end == line.end and ours[:3] < line[:3] and ours.result == "shut"
-            for _, ours in pairs
-        )
-    )
-
-
-def _killed_with_unread_data(program: Program, tcp: Observation, smc: Observation) -> bool:
-    """An end is killed, and the other sees FIN over SMC-R and RST over TCP, and the same bytes."""
-    killed: dict[int, int] = {}
-    for number, step in enumerate(program.steps):
-        if _kills(step):
-            killed.setdefault(step.end, number)
-    pairs = _differing(tcp, smc)
-    if len(killed) != 1 or pairs is None:
-        return False
-    [(end, number)] = killed.items()
-    return (
-        any(_outcome(line) == "ECONNRESET" for line in tcp)
-        and _has_unread(program, tcp, end, number)
-        and all(
-            ours.end != end
-            and (ours.at >= number or program.kind == "full")  # such a program has no times
-            and _outcome(theirs) in _RESET
-            and (_outcome(ours) in _ENDED or _is_refused_send(program, ours, pairs))
-            for theirs, ours in pairs
-        )
-    )
 
 
 # Results that depend on when a send waits, and when it has ended.
@@ -429,14 +385,5 @@ LISTED: Final[tuple[Listed, ...]] = (
             ],
         ],
         explains=_connected_after_the_end,
-    ),
-    Listed(
-        name="A process is killed with unread data in a socket",
-        example=[
-            ["socket", "socket"],
-            "usual",
-            [[1, [["send", 1]]], [0, [["signal", 9]]]],
-        ],
-        explains=_killed_with_unread_data,
     ),
 )

@@ -9,8 +9,9 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.rmb import Rmb
 from trio_smc.failover import replay
-from trio_smc.rnic.memory import Memory
+from trio_smc.rnic.memory import PROGRESS_SIZE, Memory, PeerMemory
 from trio_smc.rnic.verbs import DeliveryUnknown
+from trio_smc.rnic.words import Words
 from trio_smc.wire import cdc
 
 __all__ = [
@@ -129,7 +130,7 @@ class FakeChannel:
         self.room = 1 << 40
         """Bytes `capacity` offers at most."""
         self.waiting: list[Any] = []
-        self.words: memoryview[int] = memoryview(bytearray(8)).cast("Q")
+        self.words: Words = memoryview(bytearray(PROGRESS_SIZE)).cast("Q")
         """The progress words of the peer's memory."""
         self.asleep: memoryview[int] = memoryview(bytearray(8)).cast("Q")
         """Not 0 if the peer counts as asleep."""
@@ -216,9 +217,7 @@ class FakeChannel:
         """Fail the link: immediate deliveries have reached the peer."""
         self.deliver(sum(kind == "announced" for kind, _, _ in self.queue))
 
-    def progress_word(
-        self, address: int, rkey: int, size: int
-    ) -> tuple[memoryview[int], int] | None:
+    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         return self.words, 0
 
     def peer_asleep(self) -> memoryview[int]:
@@ -287,6 +286,9 @@ class Pair:
         self.size = size
         self.eye_catcher = eye_catcher
         self.memories = [Memory(-(-n // PAGE) * PAGE, progress=progress) for n in size]
+        self.mapped = [
+            PeerMemory(memory.fd, memory.view.nbytes, progress=progress) for memory in self.memories
+        ]
         rmbs = [
             Rmb(memory, n, 1, eye_catcher=eye)
             for memory, n, eye in zip(self.memories, size, eye_catcher, strict=True)
@@ -338,6 +340,9 @@ class Pair:
     def _new_channel(self, side: int, number: int) -> FakeChannel:
         channel = FakeChannel(number)
         channel.peer = self.connections[1 - side]
+        words = self.mapped[1 - side].progress
+        if words is not None:
+            channel.words = words
         channel.peer_base = 0x7000_1FFF * number
         channel.rkey = 0x1234 + number
         return channel
@@ -397,5 +402,7 @@ class Pair:
 
     def close(self) -> None:
         """Unmap the memory."""
+        for mapped in self.mapped:
+            mapped.close()
         for memory in self.memories:
             memory.close()

@@ -9,15 +9,16 @@ import pytest
 
 from tests.peers import open_pair
 from trio_smc.datapath.connection import Connection
-from trio_smc.rnic.memory import PROGRESS_SIZE
+from trio_smc.datapath.receiver import Receiver
+from trio_smc.rnic.memory import NOT_SHOWN, PROGRESS_SIZE, PROGRESS_WORDS
 
 SIZE = 4096
 
 
-def claim(connection: Connection, count: int) -> None:
-    """Store a progress word, as the peer does."""
+def claim(connection: Connection, count: int, kind: int = 0) -> None:
+    """Store a progress word, as the peer does; ``kind``: `PROGRESS_WORDS` for the bytes taken."""
     memory = connection.rmbe.rmb.memory
-    place = memory.mapped - PROGRESS_SIZE + (connection.rmbe.index - 1) * 8
+    place = memory.mapped - PROGRESS_SIZE + (kind + connection.rmbe.index - 1) * 8
     os.pwrite(memory.fd, struct.pack("=Q", count), place)
 
 
@@ -51,8 +52,8 @@ def test_more_than_the_window_is_an_error(beyond: int) -> None:
             pair.b.receiver.receive(100)
 
 
-@pytest.mark.parametrize("claimed", [0, 1 << 40])
-def test_nothing_is_posted_on_a_link_that_has_ended(claimed: int) -> None:
+@pytest.mark.parametrize(("claimed", "tcp"), [(0, "close_tcp"), (1 << 40, "reset_tcp")])
+def test_nothing_is_posted_on_a_link_that_has_ended(claimed: int, tcp: str) -> None:
     """Data in flight, and a hostile progress word, lead to an abort."""
     with open_pair("core", (SIZE, SIZE), progress=True) as pair:
         pair.b.send(memoryview(b"abc"))
@@ -62,7 +63,7 @@ def test_nothing_is_posted_on_a_link_that_has_ended(claimed: int) -> None:
         pair.b.links_lost(all_received=True)
         assert len(pair.ba.log) == posted
         assert pair.b.state == "CLOSED"
-        assert pair.hosts[1].calls[-2:] == ["reset_tcp", "closed"]
+        assert pair.hosts[1].calls[-2:] == [tcp, "closed"]
 
 
 @pytest.mark.parametrize(("end", "all_received"), [("reset", True), ("none", True), ("fin", False)])
@@ -93,7 +94,79 @@ def test_nothing_is_posted_on_a_closed_link(in_flight: bool, ended: str) -> None
         pair.b.links_lost(all_received=True)
         assert len(pair.ba.log) == posted
         assert pair.b.state == "CLOSED"
+        if in_flight:
+            with pytest.raises(ConnectionResetError):
+                pair.b.receiver.receive(100)
         assert pair.b.receiver.receive(100) == b""
+
+
+@pytest.mark.parametrize("sent", [b"abcdefgh", bytes(SIZE // 2)], ids=["few", "half a ring"])
+@pytest.mark.parametrize("link", ["first", "second"])
+@pytest.mark.parametrize("way", ["receive", "receive_into", "lend", "discard"])
+@pytest.mark.parametrize("left", [0, 1, 7, 8])
+def test_what_the_peer_has_read_decides(left: int, way: str, link: str, sent: bytes) -> None:
+    """The peer had read all, also what it has not announced: the end; otherwise it is a reset."""
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
+        if link == "second":
+            pair.next_channel(0)
+            pair.move(0)
+        pair.a.send(memoryview(b"answer"))
+        pair.b.send(memoryview(sent))
+        pair.settle()
+        count = len(sent) - left
+        if count:
+            take(pair.a.receiver, way, count)
+        pair.hosts[1].end = "fin"
+        pair.b.links_lost(all_received=True)
+        assert pair.b.receiver.receive(100) == b"answer"
+        if left:
+            with pytest.raises(ConnectionResetError):
+                pair.b.receiver.receive(100)
+        assert pair.b.receiver.receive(100) == b""
+        assert pair.b.receiver.at_eof
+
+
+def take(receiver: Receiver, way: str, count: int) -> None:
+    """Take bytes by one of the ways in which an application can."""
+    if way == "receive":
+        receiver.receive(count)
+    elif way == "receive_into":
+        receiver.receive_into(bytearray(count))
+    elif way == "discard":
+        receiver.discard(count)
+    else:
+        receiver.lend(count).release()
+        receiver.take_back(count)
+
+
+def test_data_that_the_peer_has_not_noticed_is_unread() -> None:
+    """It is in the ring, and its message has not been processed."""
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
+        pair.b.send(memoryview(b"abc"))
+        pair.hosts[1].end = "fin"
+        pair.b.links_lost(all_received=True)
+        with pytest.raises(ConnectionResetError):
+            pair.b.receiver.receive(100)
+
+
+def test_a_peer_that_does_not_show_what_it_has_read_counts_as_having_read_all() -> None:
+    """Older releases do not store the word."""
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
+        pair.b.send(memoryview(b"abc"))
+        claim(pair.b, NOT_SHOWN, PROGRESS_WORDS)
+        pair.hosts[1].end = "fin"
+        pair.b.links_lost(all_received=True)
+        assert pair.b.receiver.receive(100) == b""
+
+
+def test_nothing_is_shown_in_memory_that_has_gone() -> None:
+    """The link has ended, and the reader has not heard of it yet."""
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
+        pair.b.send(memoryview(b"abcdef"))
+        pair.settle()
+        pair.mapped[1].close()
+        assert pair.a.receiver.receive(3) == b"abc"
+        assert pair.a.receiver.receive_into(bytearray(3)) == 3
 
 
 def test_a_full_ring_shows_that_the_peer_had_not_read_all() -> None:

@@ -40,6 +40,8 @@ class Server:
         """The handler waits for it after the greeting."""
         self.blocks: Callable[[], object] = lambda: None
         """The handler calls it after the greeting."""
+        self.unread = b""
+        """The handler sends it behind the greeting; the client does not read it."""
         self.modes: set[str] = set()
 
     async def handler(self, stream: SmcStream) -> None:
@@ -49,7 +51,7 @@ class Server:
         outcome: list[Any] = []
         try:
             await stream.receive_some(len(GREETING))
-            await stream.send_all(GREETING)
+            await stream.send_all(GREETING + self.unread)
             self.blocks()
             if self.goes_on is not None:
                 await self.goes_on.wait()
@@ -108,9 +110,12 @@ async def running(arguments: list[str], *, stdin: int | None = None) -> AsyncIte
                     await pipe.aclose()
 
 
-async def observe(transport: str, how: str, sends: int, size: int) -> tuple[list[Any], int]:
+async def observe(
+    transport: str, how: str, sends: int, size: int, *, unread: bytes = b""
+) -> tuple[list[Any], int]:
     """The outcome of a server with such a client, and the client's exit status."""
     server = Server()
+    server.unread = unread
     async with serving(server) as port:
         with trio.fail_after(2 * PATIENCE):
             client = await trio.run_process(
@@ -131,6 +136,19 @@ async def test_all_data_and_the_end_arrive_as_over_tcp(how: str) -> None:
         found, found_code = await observe(transport, how, 20, 1000)
         assert len(found[0]) == len(reference[0]), (transport, found[1:])
         assert (found, found_code) == (reference, code), transport
+
+
+@pytest.mark.parametrize("unread", [b"x", bytes(100_000)], ids=["a byte", "much"])
+@pytest.mark.parametrize("how", HOWS)
+async def test_unread_data_makes_the_end_a_reset_as_over_tcp(how: str, unread: bytes) -> None:
+    """All data still arrives; TCP drops what was in the send buffer of the process."""
+    reference, code = await observe("tcp", how, 20, 1000, unread=unread)
+    ends = [ConnectionResetError, *[BrokenPipeError] * 3]
+    assert reference[1:] == ends
+    for transport in TRANSPORTS:
+        found, found_code = await observe(transport, how, 20, 1000, unread=unread)
+        assert found[0] == b"".join(sent(number, 1000) for number in range(20)), transport
+        assert (found[1:], found_code) == (ends, code), transport
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -28,7 +28,7 @@ from tests.rnic.contract import (
 )
 from tests.rnic.soft_peer import BURST, Peer, pause
 from tests.timing import PATIENCE
-from trio_smc.rnic.memory import PROGRESS_WORDS
+from trio_smc.rnic.memory import NOT_SHOWN, PROGRESS_WORDS
 from trio_smc.rnic.soft import device
 from trio_smc.rnic.soft import messages as _fabric
 from trio_smc.rnic.soft.device import SoftRnic
@@ -121,7 +121,7 @@ class TestRegions:
         region.close()
         memory.close()
 
-    def test_each_element_has_a_progress_word(self, pair: tuple[End, End]) -> None:
+    def test_each_element_has_two_progress_words(self, pair: tuple[End, End]) -> None:
         a, b = pair
         memory = b.rnic.alloc_memory(3 * 5000)
         region = b.pd.register(memory)
@@ -131,9 +131,13 @@ class TestRegions:
         for index in range(3):
             found = a.qp.progress_word(region.address + index * 5000, region.rkey, 5000)
             assert found is not None
+            memory.clear_progress(index)
+            assert (memory.written(index), memory.taken(index)) == (0, NOT_SHOWN)
             words, place = found
             words[place] = 100 + index
-        assert [memory.progress(index) for index in range(3)] == [100, 101, 102]
+            words[PROGRESS_WORDS + place] = 200 + index
+        assert [memory.written(index) for index in range(3)] == [100, 101, 102]
+        assert [memory.taken(index) for index in range(3)] == [200, 201, 202]
         assert memory.view == bytes(3 * 5000)
         for beyond in (-1, PROGRESS_WORDS):
             address = region.address + beyond * 5000

@@ -162,6 +162,7 @@ class Connection:
         "_alert_token",
         "_application_closed",
         "_cause",
+        "_checks_arrivals",
         "_close_timeout",
         "_data_end",
         "_errno",
@@ -226,6 +227,7 @@ class Connection:
         self._cause: BaseException | None = None
         self._last_received = 0  # SR of 4.6.1
         self._peer_flags = 0  # D, C, A received so far
+        self._checks_arrivals = True  # `_check_arrival` is called for the next data
         self._aborting = False
         self._applied_all = True
         self._application_closed = False
@@ -417,6 +419,8 @@ class Connection:
 
     def established(self) -> None:
         """The rendezvous is complete: the application may send and receive (4.8.1, 2)."""
+        if self.messenger.channel is not None:
+            self.sender.find_progress(self.messenger.channel)
         self._process("established")
         if self._machine.state == "CLOSED":
             self.receiver.open = True  # the peer, or the link group, has ended the connection
@@ -454,22 +458,25 @@ class Connection:
         self._release_if_due()
 
     def _peer_ended_untrusted(self) -> None:
-        """Process the end of the peer's process like its C, if nothing is missing.
-
-        If the peer's ring was full, the peer had not read all, and TCP would end by RST.
+        """Process the end of the peer's process like its C, if nothing is missing; like its A, if
+        it had not read all that this side has written: over TCP the kernel then sends RST.
         """
         if self._peer_flags & _FINAL or self.messenger.blocked or self._aborting:
             return
         if self._host.tcp_end(self) != "fin":
             return
         try:
-            self.receiver.progress_untrusted(self._rmbe.progress)
+            self.receiver.progress_untrusted(self._rmbe.written)
         except ProtocolError as exc:
             _log.warning("%r is reset: %s", self, exc)
             self.protocol_error(exc)
             return
         if self.refuses_data:
             self._drop_arrived()
+        if self._rmbe.taken < self.messenger.produced:
+            self._peer_flags |= ABNORMAL_CLOSE | CONNECTION_CLOSED | SENDING_DONE
+            self._process("peer_abort")
+            return
         self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
         self.receiver.peer_done = True
         self._process("peer_closed")
@@ -633,7 +640,7 @@ class Connection:
         directions. It still reads what has arrived."""
         if self._data_end is None and not self._application_closed:
             self._data_end = self.receiver.received
-            self.refuses_data = True
+            self.refuses_data = self._checks_arrivals = True
 
     def close(self) -> None:
         """Close both directions for the application, without waiting.
@@ -732,7 +739,8 @@ class Connection:
     def _use(self, channel: Channel, address: int, rkey: int) -> None:
         messenger = self.messenger
         messenger.channel = channel
-        messenger.progress = None
+        messenger.forget_progress()
+        self._checks_arrivals = True
         messenger.rkey = rkey
         messenger.holder = None
         messenger.waiting = False
@@ -765,7 +773,7 @@ class Connection:
             if not (self._aborting or (endings and endings & ABNORMAL_CLOSE)):
                 if offset != receiver.received_offset or wrap != receiver.received_wrap:
                     arrived = receiver.producer_untrusted(wrap, offset)
-                    if self.refuses_data and self._drop_arrived():
+                    if self._checks_arrivals and self._check_arrival():
                         flags = 0  # about bytes that are gone
                 if taken_offset != sender.taken_offset or taken_wrap != sender.taken_wrap:
                     delivered = sender.delivered
@@ -782,6 +790,20 @@ class Connection:
         if arrived and wake is not None:
             self.on_readable = None
             wake()
+
+    def _check_arrival(self) -> bool:
+        """Data has arrived: the first on this link, or data without a reader.
+
+        Returns:
+          True if the bytes are gone, and the flags of their message with them.
+        """
+        messenger = self.messenger
+        if messenger.progress is None and messenger.channel is not None:
+            self.sender.find_progress(messenger.channel)
+        if self.refuses_data:
+            return self._drop_arrived()
+        self._checks_arrivals = messenger.progress is None
+        return False
 
     def _drop_arrived(self) -> bool:
         """Drop data that has arrived without a reader; True if this resets the connection.
@@ -964,7 +986,7 @@ class Connection:
 
     def send_closed(self) -> None:
         """Action: C, the final message."""
-        self.sent_closed = self.refuses_data = True
+        self.sent_closed = self.refuses_data = self._checks_arrivals = True
         self.messenger.flags |= CONNECTION_CLOSED
         self.messenger.request_cdc()
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from trio_smc.datapath.cursor import to_wire
+from trio_smc.rnic.memory import PROGRESS_WORDS
 from trio_smc.rnic.verbs import AWAKE, DeliveryUnknown
 from trio_smc.rnic.words import Words
 from trio_smc.wire import cdc
@@ -149,8 +150,8 @@ class Messenger:
       holder: posts in the connection's place; usually None.
       rkey: the RKey of the peer's ring.
       peer_token, peer_usable, peer_first: the peer's alert token; its ring's size and offset.
-      progress, progress_at: the progress words of the peer's memory, and the index of the one that
-        shows ``produced``; None: not known yet.
+      progress, progress_at: the progress words of the peer's memory (`trio_smc.rnic.memory`), and
+        the index of the one that shows ``produced``; None: not known yet.
       peer_asleep: the word that shows whether the peer sleeps; valid while ``progress`` is known.
       produced: bytes written into the peer's ring.
       announced: ``produced`` in the last CDC message posted.
@@ -415,9 +416,25 @@ class Messenger:
         if self.cdc_requested:
             self.request_cdc()
 
+    def use_progress(self, words: Words, index: int, peer_asleep: Words) -> None:
+        """Show the peer from now on, in its progress words, what was written and what was taken.
+
+        Args:
+          words, index: see `QueuePair.progress_word`.
+          peer_asleep: see `QueuePair.peer_asleep`.
+        """
+        self.progress, self.progress_at, self.peer_asleep = words, index, peer_asleep
+        self._receiver.show_taken(words, PROGRESS_WORDS + index)
+
+    def forget_progress(self) -> None:
+        """The words are not to be used any more: the link changes, or the connection has ended."""
+        self.progress = None
+        self._receiver.show_taken(None)
+
     def stop(self) -> None:
         """Send nothing more."""
-        self.channel = self.progress = None
+        self.channel = None
+        self.forget_progress()
         holder, self.holder = self.holder, None
         if holder is not None:
             holder.connection_ended()

@@ -65,6 +65,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.cursor import advance_untrusted
+from trio_smc.rnic.words import Words
 from trio_smc.wire.cdc import (
     UPDATE_REQUESTED,
     URGENT_PENDING,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Receiver", "Updates"]
 
+_NOWHERE: Words = memoryview(bytearray(8)).cast("Q")
 _OVERWRITTEN = "the eye catcher of the RMBE was overwritten"  # 4.4.1
 _URGENT = URGENT_PENDING | URGENT_PRESENT
 _ANNOUNCE_EACH = UPDATE_REQUESTED | _URGENT
@@ -140,6 +142,8 @@ class Receiver:
         "_ring",
         "_ring_start",
         "_rmbe",
+        "_shown",
+        "_shown_at",
         "_announce_each",
         "_urgent_byte",
         "_urgent_flags",
@@ -181,6 +185,8 @@ class Receiver:
         self._inline_mark = 0  # of an urgent byte in the stream, at which a read stops
         self.lay_out()
         self.consumed: int = 0
+        self._shown: Words = _NOWHERE
+        self._shown_at = 0
         self.announced: int = 0
         self.peer_done: bool = False
         self.purged: bool = False
@@ -268,7 +274,11 @@ class Receiver:
             and not self._announce_each
             and not self.writer_waits
         ):
-            self.consumed = consumed + length  # inlined `_consume`
+            self.consumed = consumed = consumed + length  # inlined `_consume`
+            try:
+                self._shown[self._shown_at] = consumed
+            except ValueError:
+                self.show_taken(None)
         else:
             self._consume(length)
         return data
@@ -429,6 +439,7 @@ class Receiver:
     def _consume(self, length: int) -> None:
         """Count ``length`` bytes as consumed, and send a window update if one is due (4.5.1)."""
         consumed = self.consumed = self.consumed + length
+        self._show()
         announced = self.announced
         if consumed - announced >= self._least_update:
             if not (
@@ -449,6 +460,23 @@ class Receiver:
         """Skip the urgent byte, which is the next one and was copied."""
         self._hidden = 0
         self.consumed += 1
+        self._show()
+
+    def show_taken(self, words: Words | None, index: int = 0) -> None:
+        """Store ``consumed`` from now on where the peer finds it if this process is killed.
+
+        Args:
+          words: progress words of the peer's memory (`trio_smc.rnic.memory`); None: nowhere.
+          index: the word for the bytes taken.
+        """
+        self._shown, self._shown_at = (_NOWHERE, 0) if words is None else (words, index)
+        self._show()
+
+    def _show(self) -> None:
+        try:
+            self._shown[self._shown_at] = self.consumed
+        except ValueError:  # the link has ended, and with it the peer's memory here
+            self.show_taken(None)
 
     # --- CDC messages of the peer ------------------------------------------------------------
 

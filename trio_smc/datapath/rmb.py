@@ -138,10 +138,16 @@ class Rmbe:
             self._eye_catcher[:] = EYE_CATCHER
 
     @property
-    def progress(self) -> int:
+    def written(self) -> int:
         """Bytes that the peer has written into the ring since the connection began, as the peer
         claims; 0 if it has announced all of them, or if the RNIC has no progress words."""
-        return self.rmb.memory.progress(self.index - 1)
+        return self.rmb.memory.written(self.index - 1)
+
+    @property
+    def taken(self) -> int:
+        """Bytes that the peer has taken out of its own ring since the connection began, as the peer
+        claims; `NOT_SHOWN` (more than any number) if it has not shown that."""
+        return self.rmb.memory.taken(self.index - 1)
 
     def lay_out(self) -> None:
         """Divide it into eye catcher and ring, like its RMB; `prepare` writes the eye catcher."""

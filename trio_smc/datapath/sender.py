@@ -452,7 +452,7 @@ class Sender:
         later = messenger.flush_later
         progress = messenger.progress
         if progress is None:
-            progress = self._find_progress(channel)
+            progress = self.find_progress(channel)
         asleep = 0
         if progress is not None:
             try:
@@ -475,19 +475,18 @@ class Sender:
         else:
             messenger.defer(later)
 
-    def _find_progress(self, channel: Channel) -> Words | None:
-        """Find the word that shows the peer what was written, if this process ends unexpectedly,
-        and the word that shows whether the peer sleeps.
+    def find_progress(self, channel: Channel) -> Words | None:
+        """Find the words that show the peer what was written and taken, if this process ends
+        unexpectedly, and the word that shows whether the peer sleeps.
 
-        None: the peer's memory is not known yet, so this message must not be deferred.
+        None: the peer's memory is not known yet, so a message must not be deferred.
         """
         messenger = self._messenger
         size = messenger.peer_first + messenger.peer_usable
         found = channel.progress_word(self.address - messenger.peer_first, messenger.rkey, size)
         if found is None:
             return None
-        messenger.progress, messenger.progress_at = found
-        messenger.peer_asleep = channel.peer_asleep()
+        messenger.use_progress(*found, channel.peer_asleep())
         return messenger.progress
 
     def replay(self, start: int = 0) -> Iterator[tuple[int, memoryview]]:

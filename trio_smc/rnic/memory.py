@@ -8,10 +8,12 @@ run out of descriptors (`_mapped`).
 Theory of operation: progress words
 -----------------------------------
 A process may be killed after it has written data into a peer's memory and before it has announced
-the data.  The memfd of memory made with ``progress`` has one page more, behind the memory: the
-*progress words*, one for each element of the memory.  The peer stores there how many bytes it has
-written into the element so far.  The owner reads the word when the peer's process has ended.  The
-page is not part of the memory region, so no RDMA write reaches it.
+the data.  It may also be killed before it has read what the peer has sent, or after it has read the
+data and before it has announced that.  The memfd of memory made with ``progress`` has one page
+more, behind the memory: the *progress words*, two for each element of the memory.  The peer stores
+there how many bytes it has *written* into the element so far, and how many bytes it has *taken*
+out of its own element of the same connection.  The owner reads the words when the peer's process
+has ended.  The page is not part of the memory region, so no RDMA write reaches it.
 
 Theory of operation: pages
 --------------------------
@@ -37,6 +39,7 @@ from trio_smc.host.overcommit import may_refuse_pages
 from trio_smc.rnic.words import Words, shared_words
 
 __all__ = [
+    "NOT_SHOWN",
     "PROGRESS_SIZE",
     "PROGRESS_WORDS",
     "QUICK_TO_FREE",
@@ -54,7 +57,11 @@ _HUGE_PAGE = 2 << 20  # the last page of a memfd may be one ("shmem_enabled")
 _BLOCK = 512  # unit of st_blocks (stat(3type))
 PROGRESS_SIZE = 4096
 """Bytes of the progress words, which begin a page of their own."""
-PROGRESS_WORDS = PROGRESS_SIZE // 8
+PROGRESS_WORDS = PROGRESS_SIZE // 16
+"""The number of elements that have progress words.  Element n has word n for the bytes written, and
+word ``PROGRESS_WORDS + n`` for the bytes taken."""
+NOT_SHOWN = (1 << 64) - 1
+"""The word for the bytes taken, before the peer has stored it."""
 if sys.platform == "linux":  # other systems have no RNIC, and no caller
     import fcntl
 
@@ -172,15 +179,24 @@ class Memory:
         os.posix_fallocate(self.fd, start, length)
         return True
 
-    def progress(self, number: int) -> int:
-        """The progress word with this number, which the peer may change at any time.
+    def written(self, number: int) -> int:
+        """The bytes that the peer has written into an element, by its progress word, which the peer
+        may change at any time.
 
-        0 if the memory has none.
+        0 if the memory has no progress words.
         """
         return 0 if self._progress is None else self._progress[number]
 
+    def taken(self, number: int) -> int:
+        """The bytes that the peer has taken out of its own element, by its progress word, which the
+        peer may change at any time.
+
+        `NOT_SHOWN` if the peer has not stored it, or if the memory has no progress words.
+        """
+        return NOT_SHOWN if self._progress is None else self._progress[PROGRESS_WORDS + number]
+
     def clear_progress(self, number: int) -> None:
-        """Set the progress word with this number to 0; no-op if the memory has none.
+        """Set the progress words of an element to 0 and `NOT_SHOWN`; no-op if there are none.
 
         Raises:
           OSError: as `commit`.
@@ -192,6 +208,7 @@ class Memory:
                     start = self.mapped - PROGRESS_SIZE
                     os.posix_fallocate(self.fd, start, PROGRESS_SIZE)
             self._progress[number] = 0
+            self._progress[PROGRESS_WORDS + number] = NOT_SHOWN
 
     def slice(self, start: int, length: int) -> memoryview:
         """A view of ``length`` bytes from ``start``; `close` releases it."""

@@ -43,7 +43,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from .memory import Memory
+from .memory import PROGRESS_SIZE, Memory
 from .words import Words
 
 __all__ = [
@@ -71,6 +71,7 @@ Linux uses (SMC_WR_BUF_SIZE).  LLC messages of SMC-R version 2 are longer and ne
 buffers."""
 
 AWAKE: Final = memoryview(bytes(8)).cast("Q")
+_UNREAD: Final = memoryview(bytearray(PROGRESS_SIZE)).cast("Q")  # words that no peer reads
 """`QueuePair.peer_asleep` of an RNIC that cannot see whether the peer sleeps."""
 
 
@@ -287,7 +288,9 @@ class QueuePair(ABC):
         """Where to store the number of bytes that were written into an element of the peer.
 
         If this process ends before it has announced the data, the peer finds the number there
-        (`Memory.progress`).  When the queue pair has ended, storing raises ValueError.
+        (`Memory.written`).  The word that is `PROGRESS_WORDS` further takes the number of bytes
+        that were taken out of this side's element (`Memory.taken`).  When the queue pair has ended,
+        storing raises ValueError.
 
         Args:
           address: the first byte of the element.
@@ -298,7 +301,7 @@ class QueuePair(ABC):
           The words and the index of the element's word; a word that no peer reads if the RNIC has
           none.  None: the peer's memory is not known yet.
         """
-        return memoryview(bytearray(8)).cast("Q"), 0
+        return _UNREAD, 0
 
     def peer_asleep(self) -> Words:
         """One word that is not 0 while the peer sleeps until the next message arrives.

@@ -199,7 +199,7 @@ class PeerRegions:
             region[4].close(self._run_later)
 
     def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
-        """The progress word of an element: the words of a region, and an index.
+        """The first progress word of an element: the words of a region, and an index.
 
         Args:
           address: the first byte of the element.
