@@ -159,6 +159,22 @@ def test_a_peer_that_does_not_show_what_it_has_read_counts_as_having_read_all() 
         assert pair.b.receiver.receive(100) == b""
 
 
+@pytest.mark.parametrize(("end", "sends"), [("fin", True), ("reset", False)])
+def test_a_reset_of_a_peer_that_had_closed_is_noticed(end: str, sends: bool) -> None:
+    """After its C, such as after SHUT_RDWR, only TCP shows it: SO_LINGER with 0 s, for example."""
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
+        pair.a.close()
+        pair.ab.deliver()
+        pair.hosts[1].end = end  # type: ignore[assignment]
+        pair.b.links_lost(all_received=True)
+        assert pair.b.receiver.receive(100) == b""
+        if sends:
+            assert pair.b.send(memoryview(b"x")) == 1
+        with pytest.raises(BrokenPipeError):
+            pair.b.send(memoryview(b"x"))
+        assert pair.b.receiver.at_eof
+
+
 def test_nothing_is_shown_in_memory_that_has_gone() -> None:
     """The link has ended, and the reader has not heard of it yet."""
     with open_pair("core", (SIZE, SIZE), progress=True) as pair:

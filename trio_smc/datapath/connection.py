@@ -452,6 +452,7 @@ class Connection:
         """
         self.messenger.cdc_requested = False
         self.messenger.stop()  # first: an end of the peer must post nothing on a closed link
+        self.notice_tcp_reset()
         if all_received and not self._released:
             self._peer_ended_untrusted()
         self._process("links_lost")
