@@ -189,6 +189,27 @@ def test_fig22_passive_close_4a_with_data_to_be_written_is_a_reset(pair: Pair) -
 
 
 @pytest.mark.rfc("4.8.1/11")
+@pytest.mark.parametrize("half", [False, True])
+def test_fig22_passive_close_4a_with_delivered_data_that_has_crossed_c_is_a_reset(
+    pair: Pair, half: bool
+) -> None:
+    """The data has arrived and is complete, but the peer had not read it when it closed."""
+    if half:
+        pair.a.shutdown_write()
+        pair.settle()
+    pair.a.close()
+    send(pair.b, b"crosses C")
+    pair.ba.deliver()
+    pair.ba.complete()
+    assert not pair.b.unsent
+    pair.settle()
+    with pytest.raises(BrokenPipeError):
+        pair.b.send(memoryview(b"x"))
+    assert pair.b.receiver.at_eof
+    assert pair.states() == ("CLOSED", "CLOSED")
+
+
+@pytest.mark.rfc("4.8.1/11")
 def test_fig22_passive_close_4a_while_a_task_waits_to_send_is_a_reset(pair: Pair) -> None:
     """The link has no room: nothing is in flight, and there is data to be written."""
     pair.ba.room = 0

@@ -345,8 +345,14 @@ class Connection:
 
     @property
     def writing(self) -> bool:
-        """True if data is in flight, or a task waits to send more (guard of the states, 4A)."""
-        return self.unsent or self.messenger.blocked or self.starved
+        """True if data is in flight, or a task waits to send more (guard of the states, 4A).
+
+        Data that the peer had not read when it sent C is in flight, too: the cursor beside C shows
+        that, also if the data has arrived. TCP answers such data with RST.
+        """
+        messenger = self.messenger
+        unread = self.sender.taken != messenger.produced
+        return unread or self.unsent or messenger.blocked or self.starved
 
     @property
     def starved(self) -> bool:

@@ -30,7 +30,8 @@ Guards are attributes of the model:
 - ``unsent``: there are bytes of the application whose RDMA writes, or the CDC messages that
   announce them, are not complete. A window update does not count: if it crossed the peer's C, 4A
   would reset the connection and lose data
-- ``writing``: ``unsent``, or a task waits to send more
+- ``writing``: ``unsent``, or a task waits to send more, or the peer had not read everything when
+  it sent C
 - ``sent_closed``, ``got_closed``: C was sent, received
 - ``eof_pending``, ``close_pending``: the application ended its side while ``unsent``
 - ``peer_rmbe_known``: an Accept or Confirm has named the peer's RMBE
