@@ -124,7 +124,7 @@ def print_unused(option: str, values: Iterable[str], what: str, known: Iterable[
     names = ", ".join(map(plain, values))
     if names:
         choice = ", ".join(known) or "none"
-        print_error(f"trio-smc: --{option} {names} selects no {what}; possible are: {choice}")
+        print_error(f"trio-smc: --{option} {names} selects no {what}; the choices are: {choice}")
 
 
 def is_terminal() -> bool:
