@@ -258,6 +258,9 @@ def test_only_root_may_name_a_user(
     ("group", "mode", "output"),
     [
         (0, 0o2770, "shared; it is for the group root: chmod 3770 "),
+        (0, 0o2750, "has mode 2750 where only 700 is private, and only 3770 is shared; it is"),
+        (0, 0o3777, "shared; it is for the group root: chmod 3770 "),
+        (USER, 0o2750, f"is for the group {USER}, and this process is not in that group: add"),
         (0, 0o770, "has mode 0770 where only 700 is private, and only 3770 is shared; it is"),
         (USER, 0o3770, f"is for the group {USER}, and this process is not in that group: add"),
     ],

@@ -177,12 +177,13 @@ def shared_group(path: Path, found: os.stat_result) -> int | None:
 def _why_not_shared(path: Path, found: os.stat_result) -> str | None:
     """The reason why a group's directory is not shared, with a remedy that lets the group share it.
 
-    None if the directory is not for a group: the group cannot write there, or it is a default
-    directory.
+    None if the directory is not for a group: it is a default directory, or it has no set-group-ID
+    bit and not only its owner and the group can write there.
 
     path, found: as in `shared_group`.
     """
-    if not is_named(path) or not found.st_mode & stat.S_IWGRP or found.st_mode & stat.S_IWOTH:
+    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not is_named(path) or (writers != stat.S_IWGRP and not found.st_mode & stat.S_ISGID):
         return None
     group, mode = _group_name(found.st_gid), stat.S_IMODE(found.st_mode)
     if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_overflow_id(found.st_gid, "gid"):
