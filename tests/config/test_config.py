@@ -140,6 +140,8 @@ def test_immutable_and_keyword_only() -> None:
         ("control", 0),
         ("log_events", "yes"),
         ("directory", 5),
+        ("directory", "~/smc"),
+        ("capture", Path("~/smc.pcapng")),
         ("tcp_option", None),
         ("capture", True),
         ("capture", b"x.pcapng"),

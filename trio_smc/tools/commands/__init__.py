@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, Protocol, cast
 
 from trio_smc import Config
+from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
 from trio_smc.tools.output import ToolError, error_text
 from trio_smc.tools.places import Places
 from trio_smc.tools.settings import settings_of
@@ -156,9 +157,22 @@ def private_directory(options: argparse.Namespace) -> Path:
         pass
     except OSError as error:
         raise ToolError(f"{directory}: {error_text(error)}{named}") from None
-    hint = "; the shell expands ~ only at the start of a word" if "~" in directory.parts else ""
     kind = "not a directory" if os.path.lexists(directory) else "no such directory"
-    raise ToolError(f"{directory}: {kind}{named}{hint}")
+    raise ToolError(f"{directory}: {kind}{named}")
+
+
+def check_directory(options: argparse.Namespace) -> None:
+    """Make the directory of ``--directory``, if it is missing, as the program or the proxy would.
+
+    Raises:
+      ToolError: it cannot be used, so that all connections would stay on TCP.
+    """
+    if options.directory is None:
+        return
+    try:
+        PrivateDirectory.open(options.directory.absolute(), create=True).close()
+    except DirectoryUnusable as error:
+        raise ToolError(str(error)) from None
 
 
 def directory(text: str) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from trio_smc.tools import site
-from trio_smc.tools.commands import add_directory
+from trio_smc.tools.commands import add_directory, check_directory
 from trio_smc.tools.output import ToolError
 from trio_smc.tools.settings import add_config, settings_of
 from trio_smc.tools.supervisor import supervise
@@ -76,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
         raise ToolError("run: no program is given (trio-smc run [OPTIONS] -- PROGRAM)")
+    check_directory(options)
     try:
         return supervise(
             program,
