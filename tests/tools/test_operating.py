@@ -24,6 +24,7 @@ import trio_smc
 from tests.timing import PATIENCE
 from tests.tools.tools_processes import LIMIT, ROOT, command, one_line, quick_command, running
 from trio_smc.control import protocol as control
+from trio_smc.tools import cli
 
 RUN = [sys.executable, "-m", "trio_smc.tools"]
 SHOW = (
@@ -129,13 +130,55 @@ async def test_the_environment_reaches_every_command(settings: Path, tmp_path: P
         assert done.stdout.decode().strip() == expected
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "words", [("proxy", "smc:127.0.0.1:0", "tcp:127.0.0.1:9"), ("exporter", "--listen", "[::1]:0")]
+)
+async def test_a_signal_ends_a_server_without_an_error(words: tuple[str, ...], name: str) -> None:
+    process = await trio.lowlevel.open_process(
+        [*RUN, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    async with process.stdout, process.stderr:
+        await read_until(process.stdout, "listening on|serving")
+        process.send_signal(getattr(signal, name))
+        with trio.fail_after(LIMIT):
+            errors = b"".join([piece async for piece in process.stderr])
+            assert await process.wait() == 0
+    assert b"Traceback" not in errors, errors.decode()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError()])
+def test_an_interrupt_inside_a_nursery_is_an_interrupt(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(_: object) -> int:
+        raise BaseExceptionGroup("in a nursery", [BaseExceptionGroup("", [error])])
+
+    monkeypatch.setattr("trio_smc.tools.commands.reasons.run", run)
+    if isinstance(error, KeyboardInterrupt):
+        assert cli.main(["reasons"]) == 130
+    else:
+        with pytest.raises(BaseExceptionGroup):
+            cli.main(["reasons"])
+
+
+PROXY = "proxy", "smc:[::1]:0", "tcp:[::1]:1"
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (("ss",), "(TRIO_SMC_DIRECTORY)"),
         (("report",), "(TRIO_SMC_DIRECTORY)"),
         (("check", "::1", "1"), "(TRIO_SMC_DIRECTORY)"),
-        (("lg", "--directory", "~/smc"), "~/smc: no such directory; the shell expands ~ only at"),
+        (("lg", "--directory", "~/smc"), "directory: '~/smc' begins with ~, which only a shell"),
+        (("run", "--directory", "~/smc", "--", "true"), "begins with ~, which only a shell"),
+        ((*PROXY, "--directory", "~/smc"), "begins with ~, which only a shell"),
+        (("run", "--directory", "/dev/null", "--", "true"), "/dev/null: File exists"),
+        (("run", "--directory", "/dev/null/x", "--", "true"), "/dev/null/x: Not a directory"),
+        ((*PROXY, "--directory", "/dev/null"), "/dev/null: File exists"),
         (("ss", "--directory", "/dev/null"), "/dev/null: not a directory"),
         (("ss", "--directory", "/proc/self/root/" + "d" * 300), "File name too long"),
         (("check", "::1"), "the following arguments are required: PORT"),
@@ -145,7 +188,7 @@ async def test_the_environment_reaches_every_command(settings: Path, tmp_path: P
         (("drain", "soft0", "--group", "1"), "name one RNIC, or one link group"),
         (("undrain", "--group", "1"), "--group needs --pid"),
         (("run", "--config", "/nowhere", "--", "true"), "/nowhere: No such file"),
-        (("proxy", "smc:[::1]:0", "tcp:[::1]:1", "--config", "/nowhere"), "/nowhere: No such file"),
+        ((*PROXY, "--config", "/nowhere"), "/nowhere: No such file"),
     ],
     ids=lambda value: " ".join(value)[:20] if isinstance(value, tuple) else "",
 )

@@ -41,11 +41,12 @@ _EPILOG = """
 Exit codes of all commands:
   0    the command succeeded; check: SMC-R is used
   1    a process did not answer, and one line on stderr names it; check: SMC-R is not used; drain:
-       connections remain; run --require-smc: a process of PROGRAM cannot use SMC-R
+       connections remain; ladder: the capture has no SMC-R; rnic --interface: no RNIC serves it;
+       run --require-smc: a process of PROGRAM cannot use SMC-R
   2    bad input, or the command failed: one line on stderr describes the problem, such as output
        that cannot be written
   127  run: there is no such program; otherwise run ends with the code or the signal of PROGRAM
-  130  interrupted by Ctrl-C; capture, top and check --listen end with 0 then
+  130  interrupted by Ctrl-C; capture, top, exporter, proxy and check --listen end with 0 then
 
 `trio-smc COMMAND --help` explains a command, with examples.
 """
@@ -80,6 +81,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         return 0  # the reader of the pipe, such as `head`, has ended
     except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BaseExceptionGroup as group:  # of a nursery in the command's Trio run
+        if group.split(KeyboardInterrupt)[1] is not None:
+            raise
         return _INTERRUPTED
 
 

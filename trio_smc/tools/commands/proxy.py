@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import trio
 
 import trio_smc
-from trio_smc.tools.commands import add_directory, whole_number
+from trio_smc.tools.commands import add_directory, check_directory, whole_number
 from trio_smc.tools.output import ToolError, error_text, print_line, size
 from trio_smc.tools.settings import add_config, settings_of
 
@@ -39,7 +39,8 @@ Examples:
   trio-smc proxy smc:localhost:6380 tcp:localhost:6379     in front of a database
   trio-smc proxy tcp:localhost:5433 smc:localhost:5432     in front of a client
 
-Exit codes: 0 after SIGTERM; 2 for bad input, such as an address on which the proxy cannot listen.
+Exit codes: 0 after SIGTERM or Ctrl-C; 2 for bad input, such as an address on which the proxy cannot
+listen, or a directory that cannot be used.
 """
 
 LOGGER: Final = logging.getLogger("trio_smc.proxy")
@@ -80,12 +81,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM."""
+    """Serve until SIGTERM or Ctrl-C."""
     if not (options.listen.smc or options.target.smc):
         raise ToolError("proxy: one of LISTEN and TARGET must be smc:HOST:PORT")
     if not options.target.port:
         raise ToolError("proxy: TARGET needs a port; only LISTEN may have port 0")
     config = settings_of(options, require_smc=options.require_smc or None).config
+    check_directory(options)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         trio.run(_serve, options.listen, options.target, config)
@@ -107,9 +109,9 @@ def _address(text: str) -> _Address:
 
 async def _serve(listen: _Address, target: _Address, config: trio_smc.Config) -> None:
     totals, started = _Totals(), time.process_time()
-    # The receiver surrounds the stack, so that a second SIGTERM does not end the process before the
+    # The receiver surrounds the stack, so that a second signal does not end the process before the
     # stack has removed its sockets from the private directory.
-    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with trio_smc.open_stack(config) as stack:
             listeners = await _listeners(stack, listen)
             for each in listeners:

@@ -207,9 +207,7 @@ def _fallback_cell(fallback: dict[str, Any] | None) -> Marked | None:
 def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
     ends = f"{address(connection['local'])} → {address(connection['peer'])}"
     yield f"pid {snapshot.pid}  {connection['mode']}  {ends}"
-    place = _interface(snapshot, connection)
-    if place is not None:
-        yield f"  interface {place}"
+    yield f"  interface {plain(_interface(snapshot, connection))}"
     if connection["cursors"] is not None:
         yield from _cursors(**connection["cursors"])
     if connection["mode"] == "smc-r":

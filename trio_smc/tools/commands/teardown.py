@@ -17,6 +17,10 @@ Undo `trio-smc setup`: remove the BPF program of the TCP option.  Open connectio
 New connections do not have the option.
 """
 EPILOG = """
+Examples:
+  trio-smc teardown
+  trio-smc teardown --pin /sys/fs/bpf/other
+
 Exit codes: 0 if the option is no longer set up; 2 if it could not be removed: one line on stderr
 has the reason.
 """
