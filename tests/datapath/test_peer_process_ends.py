@@ -101,7 +101,7 @@ def test_nothing_is_posted_on_a_closed_link(in_flight: bool, ended: str) -> None
 
 
 @pytest.mark.parametrize("sent", [b"abcdefgh", bytes(SIZE // 2)], ids=["few", "half a ring"])
-@pytest.mark.parametrize("link", ["first", "second"])
+@pytest.mark.parametrize("link", ["first", "second", "changed before the read"])
 @pytest.mark.parametrize("way", ["receive", "receive_into", "lend", "discard"])
 @pytest.mark.parametrize("left", [0, 1, 7, 8])
 def test_what_the_peer_has_read_decides(left: int, way: str, link: str, sent: bytes) -> None:
@@ -113,6 +113,10 @@ def test_what_the_peer_has_read_decides(left: int, way: str, link: str, sent: by
         pair.a.send(memoryview(b"answer"))
         pair.b.send(memoryview(sent))
         pair.settle()
+        if link == "changed before the read":
+            pair.next_channel(0)
+            pair.move(0)
+            pair.settle()
         count = len(sent) - left
         if count:
             take(pair.a.receiver, way, count)
@@ -124,6 +128,10 @@ def test_what_the_peer_has_read_decides(left: int, way: str, link: str, sent: by
                 pair.b.receiver.receive(100)
         assert pair.b.receiver.receive(100) == b""
         assert pair.b.receiver.at_eof
+        if not left:
+            assert pair.b.send(memoryview(b"x")) == 1
+        with pytest.raises(BrokenPipeError):
+            pair.b.send(memoryview(b"x"))
 
 
 def take(receiver: Receiver, way: str, count: int) -> None:
@@ -137,6 +145,38 @@ def take(receiver: Receiver, way: str, count: int) -> None:
     else:
         receiver.lend(count).release()
         receiver.take_back(count)
+
+
+def test_data_that_was_not_announced_arrives_though_the_ring_is_full() -> None:
+    """The peer has read nothing, and its own data was not announced when it was killed."""
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
+        pair.b.send(memoryview(bytes(2 * SIZE)))
+        pair.b.rmbe.data[:4] = b"last"
+        claim(pair.b, 4)
+        pair.hosts[1].end = "fin"
+        pair.b.links_lost(all_received=True)
+        assert pair.b.receiver.receive(100) == b"last"
+        with pytest.raises(ConnectionResetError):
+            pair.b.receiver.receive(100)
+
+
+@pytest.mark.parametrize("data", [b"", b"abc"])
+@pytest.mark.parametrize("taken", [False, True])
+def test_an_urgent_byte_at_the_end_is_unread(taken: bool, data: bytes) -> None:
+    """Over TCP it stays in the receive buffer, also if the process has taken it by MSG_OOB."""
+    with open_pair("core", (SIZE, SIZE), progress=True) as pair:
+        if data:
+            pair.b.send(memoryview(data))
+        pair.b.send_urgent(memoryview(b"U"))
+        pair.settle()
+        assert pair.a.receiver.receive(100) == data
+        if taken:
+            assert pair.a.receiver.receive_urgent() == ord("U")
+        pair.settle()
+        pair.hosts[1].end = "fin"
+        pair.b.links_lost(all_received=True)
+        with pytest.raises(ConnectionResetError):
+            pair.b.receiver.receive(100)
 
 
 def test_data_that_the_peer_has_not_noticed_is_unread() -> None:

@@ -371,3 +371,21 @@ def test_a_new_link_without_a_link_to_relieve(world: World, place: int) -> None:
         group.mover.link_ready(link)
     assert connection.channel is busy
     assert stage.works()
+
+
+@BOTH_ENDS
+@pytest.mark.parametrize("closed", [0, 1, 2, 3])
+def test_the_last_link_ends_connections_that_the_peer_has_not_closed(
+    world: World, place: int, closed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only these are counted in the warning; without them there is none."""
+    stage = Stage(world, (1, 1))
+    calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(2))]
+    for call in calls[:closed]:
+        call.connections[1 - place].close()
+    world.settle()
+    queue_pair(stage.call.connections[place]).to_err()
+    stage.end(place).stack.pump.drain()
+    warnings = [each.getMessage() for each in caplog.records if "no other link" in each.msg]
+    left = len(calls) - closed
+    assert [each.split(" (")[-1] for each in warnings] == [f"connections lost: {left})"][: left > 0]

@@ -127,6 +127,7 @@ def test_trio_websocket(checkpoints: str, left_out: list[str]) -> None:
     assert min(map(int, streams.values())) >= 40, output
 
 
+@pytest.mark.full
 def test_trio_ssl(tmp_path: Path) -> None:
     """Trio's tests of SSLStream and SSLListener, wherever they make a pair of streams."""
     left_out = " or ".join(HOOKED)

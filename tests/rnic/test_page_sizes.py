@@ -31,6 +31,7 @@ TESTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [16 << 10, 64 << 10])

@@ -425,7 +425,7 @@ class Connection:
 
     def established(self) -> None:
         """The rendezvous is complete: the application may send and receive (4.8.1, 2)."""
-        if self.messenger.channel is not None:
+        if self.messenger.progress is None and self.messenger.channel is not None:
             self.sender.find_progress(self.messenger.channel)
         self._process("established")
         if self._machine.state == "CLOSED":
@@ -468,7 +468,7 @@ class Connection:
         """Process the end of the peer's process like its C, if nothing is missing; like its A, if
         it had not read all that this side has written: over TCP the kernel then sends RST.
         """
-        if self._peer_flags & _FINAL or self.messenger.blocked or self._aborting:
+        if self._peer_flags & _FINAL or self._aborting:
             return
         if self._host.tcp_end(self) != "fin":
             return
@@ -480,10 +480,12 @@ class Connection:
             return
         if self.refuses_data:
             self._drop_arrived()
-        if self._rmbe.taken < self.messenger.produced:
+        messenger = self.messenger
+        if messenger.blocked or self._rmbe.taken < messenger.produced:
             self._peer_flags |= ABNORMAL_CLOSE | CONNECTION_CLOSED | SENDING_DONE
             self._process("peer_abort")
             return
+        self.sender.taken = messenger.produced
         self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
         self.receiver.peer_done = True
         self._process("peer_closed")
@@ -752,6 +754,7 @@ class Connection:
         messenger.holder = None
         messenger.waiting = False
         self.sender.address = address + messenger.peer_first
+        self.sender.find_progress(channel)
 
     # --- from the peer -----------------------------------------------------------------------
 

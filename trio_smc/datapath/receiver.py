@@ -459,8 +459,7 @@ class Receiver:
     def _skip_hidden(self) -> None:
         """Skip the urgent byte, which is the next one and was copied."""
         self._hidden = 0
-        self.consumed += 1
-        self._show()
+        self.consumed += 1  # not shown to the peer: over TCP it stays in the receive buffer
 
     def show_taken(self, words: Words | None, index: int = 0) -> None:
         """Store ``consumed`` from now on where the peer finds it if this process is killed.

@@ -88,7 +88,7 @@ class GroupMover:
             # A connection that the peer has closed ends without this, too.
             lost = [each for each in connections if not each.peer_has_ended]
             if lost and not link.qp.received_all:
-                LOGGER.warning("%r: no other link is left, %d connections end", link, len(lost))
+                LOGGER.warning("%r: no other link is left (connections lost: %d)", link, len(lost))
             return
         for connection in connections:
             self._move(connection, link)

@@ -66,10 +66,11 @@ def may_refuse_pages() -> bool:
 def can_start_thread() -> bool:
     """True if a new thread would have enough memory to run.
 
-    At the commit limit a new thread may get its stack and then no other memory, so that the thread
-    cannot run.  `threading.Thread.start` would wait for this thread for ever.
+    At the commit limit, or if the program has lowered RLIMIT_AS, a new thread may get a stack, such
+    as that of a thread that has ended, and then no other memory, so that the thread cannot run.
+    `threading.Thread.start` would wait for this thread for ever.
     """
-    if sys.platform != "linux" or not commit_is_limited():
+    if sys.platform != "linux":
         return True
     try:
         mmap.mmap(-1, _THREAD_MEMORY, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()

@@ -71,8 +71,8 @@ Linux uses (SMC_WR_BUF_SIZE).  LLC messages of SMC-R version 2 are longer and ne
 buffers."""
 
 AWAKE: Final = memoryview(bytes(8)).cast("Q")
-_UNREAD: Final = memoryview(bytearray(PROGRESS_SIZE)).cast("Q")  # words that no peer reads
 """`QueuePair.peer_asleep` of an RNIC that cannot see whether the peer sleeps."""
+_UNREAD: Final = memoryview(bytearray(PROGRESS_SIZE)).cast("Q")  # words that no peer reads
 
 
 class RnicError(OSError):
