@@ -127,13 +127,6 @@ def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return by
 
 
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignore pauses, which a busy machine causes; `TestPauses` tests them."""
-    for module in ("waits", "spinner"):
-        monkeypatch.setattr(f"trio_smc.rnic.{module}.PAUSE_NS", 1 << 62)
-
-
 @contextlib.asynccontextmanager
 async def running(*rnics: SoftRnic, spin: float = 0) -> AsyncIterator[Pump]:
     """Run a pump with these RNICs."""
@@ -1201,103 +1194,6 @@ class TestYielding:
         to_b = Sink(discouraged, b)
         monkeypatch.setattr("os.sched_yield", lambda: a.qp.post_send(1, b"x"))
         assert discouraged.try_spin(lambda: bool(to_b.messages), sent=True)
-
-
-class TestPauses:
-    """After a pause the peer is asleep, and its wakeup takes longer than a spin."""
-
-    @pytest.fixture
-    def pump(self, monkeypatch: pytest.MonkeyPatch) -> Pump:
-        monkeypatch.setattr("trio_smc.rnic.waits.PAUSE_NS", int(PATIENCE * 1e9))
-        pump = Pump(spin=1e-6)
-        pump.waits.last_arrival = time.perf_counter_ns() - 2 * int(PATIENCE * 1e9)
-        return pump
-
-    async def test_a_task_does_not_spin_after_a_pause(self, pump: Pump) -> None:
-        spins = spins_of(pump)
-        assert not pump.try_spin()
-        assert spins == []
-
-    async def test_a_task_that_has_sent_yields(
-        self, pump: Pump, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        yields: list[None] = []
-        monkeypatch.setattr("os.sched_yield", lambda: yields.append(None))
-        assert not pump.try_spin(sent=True)
-        assert len(yields) == 1
-
-    async def test_a_wait_after_a_pause_counts_as_long(self, pump: Pump) -> None:
-        assert not pump.waits.spin.discouraged
-        pump.try_spin()
-        pump.try_solo()
-        assert pump.solo.streak == 1
-
-    async def test_a_new_connection_ends_the_pause(self, pump: Pump) -> None:
-        spins = spins_of(pump)
-        pump.note_new_connection()
-        pump.try_spin()
-        assert len(spins) == 1
-        assert not pump.try_solo()
-        assert pump.solo.streak == 0
-
-    @pytest.mark.parametrize("wake", ["trio"], indirect=True)
-    @pytest.mark.parametrize("solo", [False, True])
-    async def test_waits_after_a_pause_do_not_lengthen_the_spin(
-        self,
-        rnics: tuple[SoftRnic, SoftRnic],
-        ends: tuple[End, End],
-        monkeypatch: pytest.MonkeyPatch,
-        solo: bool,
-    ) -> None:
-        """Normally, four waits that a longer spin would have covered lengthen the spin.
-
-        These do not, because none of them would have had a spin.
-        """
-        monkeypatch.setattr("trio_smc.rnic.waits.PAUSE_NS", -1)
-        monkeypatch.setattr("trio_smc.rnic.solo.SOLO_AFTER_WAITS", 0)
-        a, b = ends
-        async with running(rnics[1], spin=PATIENCE) as pump:
-            to_b = Sink(pump, b)
-            for number in range(1, 7):
-                await trio.testing.wait_all_tasks_blocked()
-                sender = threading.Timer(NAP, a.qp.post_send, (number, b"x"))
-                sender.start()
-                if solo:
-                    assert not pump.try_spin()
-                    assert pump.try_solo()
-                    assert await pump.solo.wait()
-                else:
-                    await to_b.wait(number, spin=True)
-                sender.join()
-            assert len(to_b.messages) == 6
-            assert (pump.machine.state == "SOLO") is solo
-            assert pump.waits.spin.ns == PATIENCE * 10**9
-
-    @pytest.mark.parametrize("wake", ["trio"], indirect=True)
-    async def test_the_hook_does_not_spin_after_a_pause(
-        self, rnics: tuple[SoftRnic, SoftRnic]
-    ) -> None:
-        async with running(*rnics, spin=1e-3) as pump:
-            spins = spins_of(pump)
-            pump.waits.after_pause = True
-            pump.waiting = 1
-            pump.spin_due = True
-            await trio.sleep(2e-3)
-            assert spins == []
-
-    async def test_a_message_ends_the_pause(
-        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
-    ) -> None:
-        a, b = ends
-        async with running(*rnics) as pump:
-            to_b = Sink(pump, b)
-            pump.waits.after_pause = True
-            pump.waiting = 1
-            before = pump.waits.last_arrival
-            a.qp.post_send(1, b"x", signaled=False)
-            await to_b.wait(1)
-            assert not pump.waits.after_pause
-            assert pump.waits.last_arrival > before
 
 
 async def test_no_spin_while_another_task_is_runnable() -> None:

@@ -31,8 +31,7 @@ cases the thread waits for all other reports of the RNIC: events, ports, peers t
 To wake a sleeping thread costs more than all other work for a small message.  So the pump polls for
 a moment before a sleep: it *spins* (`spinner`), once for each task that begins to wait.  If no task
 has begun to wait for a completion since the last spin, there is no spin: then Trio may be sleeping
-for an event that no completion announces, such as a new TCP connection.  There is no spin after a
-pause (`waits`) either, because the peer is asleep by then.
+for an event that no completion announces, such as a new TCP connection.
 
 After a sleep, tasks whose data arrived run first, and the descriptor that reported the data is
 acknowledged before the next wait.  A task that has sent something and waits for the answer yields
@@ -228,17 +227,11 @@ class Pump:
 
     # -- spinning ------------------------------------------------------------------------
 
-    def note_new_connection(self) -> None:
-        """A new connection counts as recent traffic, so its first reply may be spun for."""
-        self.waits.last_arrival = _now()
-        self.resume_hooks()
-
     def try_spin(self, ready: Callable[[], bool] | None = None, *, sent: bool = False) -> bool:
         """Poll for a moment instead of parking a task; True if its message arrived.
 
-        Only for the first task that waits (`waiting` is 0), if no other task is runnable, and not
-        after a pause in which the peer has fallen asleep.  Otherwise, or if ``spin`` is 0, returns
-        False at once.  Runs deferred work first.
+        Only for the first task that waits (`waiting` is 0), if no other task is runnable.
+        Otherwise, or if ``spin`` is 0, returns False at once.  Runs deferred work first.
 
         Args:
           ready: returns True if the caller's message has arrived; None: any completion is enough.
@@ -250,31 +243,29 @@ class Pump:
         if not spin.ns or self.waiting:
             return False
         now = waits.begin()
-        hopeless = waits.after_pause or spin.discouraged  # inlined `is_spin_hopeless`
-        if hopeless and not sent:
+        discouraged = spin.discouraged
+        if discouraged and not sent:
             return False
         if self.deferred.now:
             self.deferred.run()
             if self.drain() and (ready is None or ready()):
-                waits.note_arrival(now)
+                waits.note_arrival()
                 return True
-        if hopeless:
-            return self._yield_and_drain(spin, now, ready)
+        if discouraged:
+            return self._yield_and_drain(spin, ready)
         end = now + spin.ns
         while not trio.lowlevel.current_statistics().tasks_runnable:
             if not self._spin(end):
                 return False
             if ready is None or ready():
-                waits.note_arrival(now)
+                waits.note_arrival()
                 return True
             if _now() >= end:
                 return False  # all completions were for other streams
         spin.spin_skipped()
         return False
 
-    def _yield_and_drain(
-        self, spin: AdaptiveSpin, now: int, ready: Callable[[], bool] | None
-    ) -> bool:
+    def _yield_and_drain(self, spin: AdaptiveSpin, ready: Callable[[], bool] | None) -> bool:
         """Yield the processor if that is worthwhile, and drain; True if ``ready`` then."""
         if not spin.should_yield():
             return False
@@ -286,7 +277,7 @@ class Pump:
         spin.yield_processor()
         if not self.drain() or not (ready is None or ready()):
             return False
-        self.waits.note_arrival(now)
+        self.waits.note_arrival()
         self.try_solo()  # counts as a wait; the next one may be solo
         return True
 
@@ -501,12 +492,8 @@ class Pump:
                 deferred.begin_pass(sleeping=timeout > 0)
             found = self.dispatcher.drain()
             if found:
-                waits = self.waits
-                waits.since = 0
+                self.waits.since = 0
                 self.spin_due = False
-                if self.waiting:
-                    waits.after_pause = False
-                    waits.last_arrival = _now()
             if timeout > 0:
                 self._awake_passes = 0
                 if (found and self._has_woken_tasks()) or self._prepare_sleep(timeout):
@@ -558,7 +545,7 @@ class Pump:
         sleep."""
         waits = self.waits
         spin = waits.spin
-        if self.spin_due and spin.ns and self.waiting and not waits.after_pause:
+        if self.spin_due and spin.ns and self.waiting:
             now = _now()
             if not waits.since:
                 waits.since = now

@@ -117,7 +117,7 @@ class SoloReader:
     def count_wait(self) -> bool:
         """Count a wait by a single task; True if that task has earned solo mode."""
         waits = self._waits
-        if waits.spin.ns and not waits.is_spin_hopeless:
+        if waits.spin.ns and not waits.spin.discouraged:
             self.streak = 0
             return False
         before, self._streak_at = self._streak_at, time.perf_counter()
@@ -154,7 +154,7 @@ class SoloReader:
         if self._host.waiting:
             return False
         self._waits.begin()
-        return self._waits.is_spin_hopeless
+        return self._waits.spin.discouraged
 
     async def wait(self, *, at_once: bool = False, sent: bool = False) -> bool:
         """Wait for a message, or until solo mode ends.
@@ -212,15 +212,11 @@ class SoloReader:
     def _spin_or_yield(self, lane: Lane, sent: bool) -> bool:
         """Spin or yield the processor if that is worthwhile; True if completions were drained."""
         waits, spin = self._waits, self._waits.spin
-        began = waits.since
-        if not waits.after_pause and spin.should_spin():
+        if spin.should_spin():
             if trio.lowlevel.current_statistics().tasks_runnable:
                 spin.spin_skipped()
                 return False
-            if spin.spin(self._dispatcher.probes(), began + spin.ns) is None:
-                return False
-            waits.last_arrival = began
-            return True
+            return spin.spin(self._dispatcher.probes(), waits.since + spin.ns) is not None
         if not sent or not spin.ns or not spin.should_yield():
             return False
         has_pending = lane.has_pending
@@ -229,7 +225,6 @@ class SoloReader:
             if not has_pending():
                 return False
         self.polls += 1
-        waits.last_arrival = began
         return self._dispatcher.drain()
 
     def _drain_or_arm(self, lane: Lane) -> bool:
@@ -241,9 +236,7 @@ class SoloReader:
         arm = lane.arm
         if arm():
             return False
-        if self._dispatcher.drain():
-            self._waits.last_arrival = time.perf_counter_ns()
-        else:
+        if not self._dispatcher.drain():
             self._host.resume_hooks()  # the RNIC cannot be armed and has to be polled
         return True
 

@@ -13,7 +13,6 @@ a processor of its own.  `AdaptiveSpin` finds out if it does:
   spin is *stretched* to four times its length.  A stretched spin that fails as often as it succeeds
   only takes the processor from the peer.  Then the stretch ends, and twice as many such waits are
   needed before the next one.
-* For a peer that makes pauses there is no spin.
 
 If no spin is worthwhile, a task that has sent something may at least yield the processor: Linux
 wakes a peer mostly on the processor of the task that woke it.  If yielding does not help, it too is
@@ -36,7 +35,6 @@ import trio
 
 __all__ = [
     "NEVER",
-    "PAUSE_NS",
     "AcceptSpin",
     "AdaptiveSpin",
     "Probe",
@@ -46,16 +44,6 @@ __all__ = [
 Probe = Callable[[], bool]
 """True if what a task waits for has arrived."""
 
-
-PAUSE_NS: Final = 800_000
-"""Nanoseconds without an answer after which the peer is assumed to sleep.  It then takes 50 to 150
-µs to wake, and spins succeeded or failed by chance (docs/decisions.md).  Chosen; other values were
-not compared."""
-
-_PAUSE_FAILURES: Final = 3
-"""Failures that a wait of that length adds: a peer that makes a pause will make others.  Without
-them eight spins failed after each busy phase, 4 % of the processor time of 100 requests 10 ms
-apart."""
 
 _SUCCESS_WEIGHT: Final = 2
 """Failures that one success cancels, so the spin pays if one of three succeeds.  When one success
@@ -129,8 +117,6 @@ class AdaptiveSpin:
             self._near_misses = 0
             if self.ns > self._normal_ns:
                 self._end_stretch()
-            if ns > PAUSE_NS:
-                self._note_failures(_PAUSE_FAILURES)
             return
         self._near_misses += 1
         if self._near_misses == self._waits_to_stretch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from .spinner import PAUSE_NS, AdaptiveSpin
+from .spinner import AdaptiveSpin
 
 __all__ = ["WaitHistory"]
 
@@ -20,7 +20,7 @@ _now: Final = time.perf_counter_ns
 
 
 class WaitHistory:
-    """When the current wait began, and when the last one ended.
+    """When the current wait began, and what the waits before it have taught.
 
     Times are those of `time.perf_counter_ns`.
 
@@ -30,43 +30,25 @@ class WaitHistory:
     Attributes:
       spin: decides if a spin is worthwhile, and how long it is.
       since: when the current wait began; 0: no task waits.
-      last_arrival: when completions last ended a wait.
-      after_pause: the current wait began more than `PAUSE_NS` after that.  The peer is asleep by
-        then, and waking it takes longer than a spin.
     """
 
-    __slots__ = ("after_pause", "last_arrival", "since", "spin")
+    __slots__ = ("since", "spin")
 
     def __init__(self, seconds: float) -> None:
         self.spin = AdaptiveSpin(seconds, max_failures=_MAX_FAILURES, retry_every=_RETRY_EVERY)
         self.since = 0
-        self.last_arrival = 0
-        self.after_pause = False
 
     def begin(self) -> int:
         """Begin a wait; returns the time."""
         self.since = now = _now()
-        self.after_pause = now - self.last_arrival > PAUSE_NS
         return now
 
-    @property
-    def is_spin_hopeless(self) -> bool:
-        """True if a spin would most likely fail."""
-        return self.after_pause or self.spin.discouraged
-
-    def note_arrival(self, at: int) -> None:
+    def note_arrival(self) -> None:
         """Completions ended the wait before Trio slept."""
         self.since = 0
-        self.last_arrival = at
 
     def note_wakeup(self) -> None:
-        """Completions ended the wait while Trio slept.
-
-        `AdaptiveSpin` learns how long the wait was.  A wait that began after a pause teaches
-        nothing: no spin is made then, however short the wait turns out to be.
-        """
-        self.last_arrival = now = _now()
-        if self.since and not self.after_pause:
-            self.spin.slept(now - self.since)
+        """Completions ended the wait while Trio slept: `AdaptiveSpin` learns how long it was."""
+        if self.since:
+            self.spin.slept(_now() - self.since)
         self.since = 0
-        self.after_pause = False

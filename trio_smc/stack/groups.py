@@ -296,7 +296,7 @@ class GroupTable:
         """Count a connection that became SMC-R, by its role and the agreement of its link group."""
         self._agreed[group.agreed] += 1
         self._client_connections += group.client
-        self.pump.note_new_connection()
+        self.pump.resume_hooks()
         if self.observer is not None:
             self.observer.mode(connection, None)
 
