@@ -104,7 +104,7 @@ def test_nothing_is_posted_on_a_closed_link(in_flight: bool, ended: str) -> None
 @pytest.mark.parametrize("link", ["first", "second", "changed before the read"])
 @pytest.mark.parametrize("way", ["receive", "receive_into", "lend", "discard"])
 @pytest.mark.parametrize("left", [0, 1, 7, 8])
-def test_what_the_peer_has_read_decides(left: int, way: str, link: str, sent: bytes) -> None:
+def test_unread_data_makes_the_end_a_reset(left: int, way: str, link: str, sent: bytes) -> None:
     """The peer had read all, also what it has not announced: the end; otherwise it is a reset."""
     with open_pair("core", (SIZE, SIZE), progress=True) as pair:
         if link == "second":
@@ -189,7 +189,7 @@ def test_data_that_the_peer_has_not_noticed_is_unread() -> None:
             pair.b.receiver.receive(100)
 
 
-def test_a_peer_that_does_not_show_what_it_has_read_counts_as_having_read_all() -> None:
+def test_without_the_word_the_end_is_in_order() -> None:
     """Older releases do not store the word."""
     with open_pair("core", (SIZE, SIZE), progress=True) as pair:
         pair.b.send(memoryview(b"abc"))

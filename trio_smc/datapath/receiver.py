@@ -457,9 +457,12 @@ class Receiver:
         self.messenger.request_cdc()
 
     def _skip_hidden(self) -> None:
-        """Skip the urgent byte, which is the next one and was copied."""
+        """Skip the urgent byte, which is the next one and was copied.
+
+        `_show` is not called: over TCP the byte stays in the receive buffer.
+        """
         self._hidden = 0
-        self.consumed += 1  # not shown to the peer: over TCP it stays in the receive buffer
+        self.consumed += 1
 
     def show_taken(self, words: Words | None, index: int = 0) -> None:
         """Store ``consumed`` from now on where the peer finds it if this process is killed.
