@@ -401,10 +401,10 @@ class RunReport:
         self._path = path
         self._every = every
         self._dropped = 0
+        self._send("stack-open")  # before the program can tell another process of its stack
 
     async def run(self) -> None:
         """Report until cancelled.  The stack cancels this task after all connections have ended."""
-        self._send("stack-open")
         last_sent = None
         try:
             while True:
