@@ -45,8 +45,14 @@ def test_a_line_with_the_cause_is_found(line: str) -> None:
     assert "[a] lab: up" not in lines
 
 
-def test_a_crash_of_a_kernel_is_not_a_failure() -> None:
-    crash = "[b] [  311.7] kernel BUG at mm/usercopy.c:102!"
+@pytest.mark.parametrize(
+    "crash",
+    [
+        "[b] [  311.7] kernel BUG at mm/usercopy.c:102!",
+        "[b] [  363.6] INFO: task kworker/0:8:1000 blocked for more than 120 seconds.",
+    ],
+)
+def test_a_crash_of_a_kernel_is_not_a_failure(crash: str) -> None:
     assert kernel_crash(Finished(NO_STATUS, f"[a] lab: up\n{crash}\n" + FAILURE)) == crash
     assert kernel_crash(Finished(1, FAILURE)) is None
     assert kernel_crash(Finished(NO_STATUS, "[lab] guest a was not done after 500 s\n")) is None

@@ -41,12 +41,13 @@ OTHERS = [
 def test_with_the_kernel(suite: str, kernel: str) -> None:
     """Each step of `tests.lab.guest_interop`; smc_diag in the guest says which mode it was.
 
-    A kernel that crashes has to be asked again, once: docs/interop.md knows of such a crash.
+    A kernel that crashes, or whose tasks hang, has to be asked again, once: docs/interop.md knows
+    of both.
     """
     done = runner.with_kernel(suite, kernel=kernel)
     crash = kernel_crash(done)
     if crash is not None:
-        sys.stdout.write(f"{done.output}\nthe guest's kernel has crashed, so all again: {crash}\n")
+        sys.stdout.write(f"{done.output}\nthe guest's kernel has failed, so all again: {crash}\n")
         done = runner.with_kernel(suite, kernel=kernel)
     for step in guest_interop.SUITES[suite]:
         assert f"interop: ok {step.__name__} " in done.output, describe_failure(done)
