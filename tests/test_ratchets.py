@@ -109,10 +109,6 @@ def test_private_names_count_for_their_file_and_words_for_their_room() -> None:
     assert (private.where, word.where) == ("tests/rnic/test_pump.py", "trio_smc/rnic/soft")
 
 
-def test_the_list_is_that_of_the_tree() -> None:
-    assert ratchets.main([]) == 0
-
-
 @pytest.mark.parametrize(("change", "message"), [(-1, "at most"), (+1, "--write")])
 def test_a_count_that_differs_fails(
     change: int,

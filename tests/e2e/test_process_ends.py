@@ -138,8 +138,11 @@ async def test_all_data_and_the_end_arrive_as_over_tcp(how: str) -> None:
         assert (found, found_code) == (reference, code), transport
 
 
-@pytest.mark.parametrize("unread", [b"x", bytes(100_000)], ids=["a byte", "much"])
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    ("how", "unread"),
+    [*((how, b"x") for how in HOWS), ("SIGKILL", bytes(100_000))],
+    ids=[*HOWS, "SIGKILL, much"],
+)
 async def test_unread_data_makes_the_end_a_reset_as_over_tcp(how: str, unread: bytes) -> None:
     """All data still arrives; TCP drops what was in the send buffer of the process."""
     reference, code = await observe("tcp", how, 20, 1000, unread=unread)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUITES = ROOT / "build" / "suites"
 PLUGINS = ROOT / "tests" / "programs"
 
-pytestmark = pytest.mark.timeout(240)  # a suite in a process of its own
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]  # a suite in a process of its own
 
 # These use the hooks of memory streams, which no other stream has; each in two versions
 # of TLS.
@@ -127,7 +127,6 @@ def test_trio_websocket(checkpoints: str, left_out: list[str]) -> None:
     assert min(map(int, streams.values())) >= 40, output
 
 
-@pytest.mark.full
 def test_trio_ssl(tmp_path: Path) -> None:
     """Trio's tests of SSLStream and SSLListener, wherever they make a pair of streams."""
     left_out = " or ".join(HOOKED)
