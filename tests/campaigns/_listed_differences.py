@@ -154,7 +154,7 @@ def _is_of_a_share(program: Program, theirs: Line, ours: Line) -> bool:
     return (
         _operation(program, ours) in _READS
         and program.readers(ours.end) > 1
-        and {_outcome(theirs), _outcome(ours)} <= {"read", "peeked", "end", _NOTHING}
+        and {_outcome(theirs), _outcome(ours)} <= {"read", "peeked", "end", "cancelled", _NOTHING}
     )
 
 

@@ -110,6 +110,8 @@ class Schedule:
         if side is self.server and self.confirm_coming:
             self.confirm_coming = False
             side.peer_rmbe_known = True
+            if "A" in side.seen:
+                side.raise_("peer_abort")  # again: before Confirm it was ignored
         side.raise_("established")
 
     def application(self) -> list[Step]:

@@ -175,8 +175,7 @@ ROWS = [
     Row("know", "peer_done", AW1),
     Row("", "peer_closed", AW1),
     Row("know", "peer_abort", PROCESS, "A", "", RESET, True),
-    Row("", "peer_abort", "CLOSED", "", "FIN", RESET),
-    Row("know", "links_lost", "CLOSED", tcp="RST", error=ABORTED),
+    Row("know", "links_lost", "CLOSED", tcp="RST", error=RESET),
     Row("know", "rmbe_conflict", "CLOSED", tcp="RST", error=ABORTED),
     # --- ACTIVE
     Row("open", "shutdown_wr", PW1, "D"),

@@ -422,6 +422,8 @@ class Connection:
         self._use(channel, address, rkey)
         if self.receiver.announced < self.receiver.urgent_mark <= self.receiver.consumed:
             self.messenger.request_cdc()
+        if self._peer_flags & ABNORMAL_CLOSE:
+            self._process("peer_abort")  # again: it was ignored as long as A had no address
 
     def established(self) -> None:
         """The rendezvous is complete: the application may send and receive (4.8.1, 2)."""
@@ -433,15 +435,14 @@ class Connection:
             self.wake_all()
 
     def ended_before_established(self) -> bool:
-        """End the connection, because its link group ended before the rendezvous.
+        """End the connection, because its link group ended after the peer had sent SMC Confirm.
 
         Returns:
-          True if data or an ending had arrived. Then the caller still calls `established`, because
-          an application on TCP would receive them too.
+          True if the caller still calls `established`, because on TCP the application would receive
+          the connection, what has arrived on it, and its end. False if its data is not to be read.
         """
         self.links_lost()
-        receiver = self.receiver
-        return not receiver.purged and (receiver.peer_done or receiver.received > 0)
+        return not self.receiver.purged
 
     def withdraw(self) -> None:
         """The rendezvous fell back to TCP: release the RMBE, but not the TCP connection."""

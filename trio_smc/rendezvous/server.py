@@ -83,7 +83,7 @@ class ServerNegotiation(Negotiation, table=CLC_SERVER):
 
     @property
     def ended_early(self) -> bool:
-        """True if the group has ended, but data or an end came for this connection before."""
+        """True if the group has ended after the client had sent SMC Confirm."""
         return self._ended_early
 
     # --- actions -----------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class ClcServerChart(Chart):
     edge(ACCEPTED, "confirm", ESTABLISHED, when="known_link", do="attach_peer_element establish",
          source="3.5.2.3, 4.4.2")
     edge(ACCEPTED, "confirm", ESTABLISHED, when="ended_early", do="establish",
-         source="3.5.2.4, 3.5.4 (meanwhile the client has sent data and ended the link group)")
+         source="3.5.2.4, 3.5.4 (the client was established, and has ended the link group)")
     edge(ACCEPTED, "confirm", FAILED, when="group_lost", do="fail_reset abandon",
          source="C.1 (too late to decline)")
     edge(ACCEPTED, "confirm", FAILED, do="fail_protocol abandon",

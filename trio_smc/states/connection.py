@@ -81,6 +81,7 @@ _DONE = "choice: the peer sends nothing more, so no answer is waited for"
 _AFTER_C = "A.4 (C-bit); choice: keep the RMBE until the peer answers or the timer ends"
 _CROSSED = "choice: C crossed A; if C were ignored (4.8.2, 1A), only the timer would end the wait"
 _UNKNOWN = "3.5.2.4, C.7.1; choice: a CDC message came before SMC Confirm, so no RMBE is known yet"
+_UNANSWERED = "4.8.2 (2); without SMC Confirm, A has no address: the event comes again after it"
 _ALL_GOT = "4.8.3; after C nothing more was to come, so the loss is no error for the reader"
 _ALL_SENT = "4.8.3; choice: FIN, because the peer has C, and TCP would not reset it either"
 _NOTE = "4.8.1 (note on stranded states)"
@@ -114,9 +115,10 @@ class ConnectionChart(Chart):
     edge(INIT, "peer_done", APPCLOSEWAIT1, source="3.5.2.4; as in Linux")
     edge(INIT, "peer_closed", APPCLOSEWAIT1, do="set_got_closed",
          source="3.5.2.4; as in Linux")
+    ignore(INIT, "peer_abort", when="!peer_rmbe_known", source=_UNANSWERED)
     edge(INIT, "peer_abort", PROCESSABORT, do=_ANSWER, source="4.8.2 (2, any state)")
     ignore(INIT, "abort_sent close_timeout abort_timeout", source=_NEVER)
-    edge(INIT, "links_lost", CLOSED, do="reset_tcp fail_handshake", source="C.7.1")
+    edge(INIT, "links_lost", CLOSED, do="reset_tcp fail_links_lost", source="C.7.1, 4.8.3")
     edge(INIT, "rmbe_conflict", CLOSED, do="reset_tcp sender.drop_unsent fail_handshake",
          source="4.4.2")
 
@@ -211,6 +213,7 @@ class ConnectionChart(Chart):
     edge(APPCLOSEWAIT1, "peer_closed", PROCESSABORT, when="writing", do=_REFUSED,
          source=f"4.8.1 (4A); {_DONE}")
     edge(APPCLOSEWAIT1, "peer_closed", do="set_got_closed", source="not in the RFC; as in Linux")
+    ignore(APPCLOSEWAIT1, "peer_abort", when="!peer_rmbe_known", source=_UNANSWERED)
     edge(APPCLOSEWAIT1, "peer_abort", PROCESSABORT, do=_ANSWER, source="4.8.2 (2A, 2B)")
     edge(APPCLOSEWAIT1, "abort", CLOSED, when="!peer_rmbe_known",
          do="reset_tcp sender.drop_unsent fail_handshake", source=_UNKNOWN)
