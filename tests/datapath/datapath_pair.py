@@ -217,7 +217,7 @@ class FakeChannel:
         """Fail the link: immediate deliveries have reached the peer."""
         self.deliver(sum(kind == "announced" for kind, _, _ in self.queue))
 
-    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
+    def progress_words(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         return self.words, 0
 
     def peer_asleep(self) -> memoryview[int]:

@@ -129,7 +129,7 @@ class TestRegions:
         words: Words = memoryview(bytearray(8)).cast("Q")
         place = 0
         for index in range(3):
-            found = a.qp.progress_word(region.address + index * 5000, region.rkey, 5000)
+            found = a.qp.progress_words(region.address + index * 5000, region.rkey, 5000)
             assert found is not None
             memory.clear_progress(index)
             assert (memory.written(index), memory.taken(index)) == (0, NOT_SHOWN)
@@ -141,8 +141,8 @@ class TestRegions:
         assert memory.view == bytes(3 * 5000)
         for beyond in (-1, PROGRESS_WORDS):
             address = region.address + beyond * 5000
-            assert a.qp.progress_word(address, region.rkey, 5000) is None
-        assert a.qp.progress_word(region.address, region.rkey ^ 1, 5000) is None
+            assert a.qp.progress_words(address, region.rkey, 5000) is None
+        assert a.qp.progress_words(region.address, region.rkey ^ 1, 5000) is None
         a.qp.to_err()
         with pytest.raises(ValueError, match="released"):
             words[place] = 1

@@ -403,14 +403,15 @@ def _boolean(name: str, value: object) -> None:
 
 def _path(*, optional: bool = True) -> _Check:
     def check(name: str, value: object) -> None:
-        if is_path(value) and str(value).startswith("~"):
+        if value is None and optional:
+            return
+        if not is_path(value):
+            _refuse(name, value, f"a path of 1 to {_LONGEST_PATH} bytes without NUL")
+        if str(value).startswith("~"):
             raise ValueError(
                 f"{name}: {short_repr(value)} begins with ~, which only a shell replaces, and only "
                 "at the start of a word; in Python, Path.expanduser does"
             )
-        if (value is None and optional) or is_path(value):
-            return
-        _refuse(name, value, f"a path of 1 to {_LONGEST_PATH} bytes without NUL")
 
     return check
 

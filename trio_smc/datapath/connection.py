@@ -73,6 +73,8 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "Host"]
 
 _FINAL = ABNORMAL_CLOSE | CONNECTION_CLOSED
+_CLOSED_AND_DONE = CONNECTION_CLOSED | SENDING_DONE  # C implies D
+_ALL_ENDINGS = ABNORMAL_CLOSE | _CLOSED_AND_DONE  # A implies both
 _log = logging.getLogger(__name__)
 # States in which the peer's data is of no interest (4.8.2, 1A).
 _ABORTING = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
@@ -483,11 +485,11 @@ class Connection:
             self._drop_arrived()
         messenger = self.messenger
         if messenger.blocked or self._rmbe.taken < messenger.produced:
-            self._peer_flags |= ABNORMAL_CLOSE | CONNECTION_CLOSED | SENDING_DONE
+            self._peer_flags |= _ALL_ENDINGS
             self._process("peer_abort")
             return
         self.sender.taken = messenger.produced
-        self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
+        self._peer_flags |= _CLOSED_AND_DONE
         self.receiver.peer_done = True
         self._process("peer_closed")
 
@@ -650,7 +652,10 @@ class Connection:
         directions. It still reads what has arrived."""
         if self._data_end is None and not self._application_closed:
             self._data_end = self.receiver.received
-            self.refuses_data = self._checks_arrivals = True
+            self._refuse_data()
+
+    def _refuse_data(self) -> None:
+        self.refuses_data = self._checks_arrivals = True
 
     def close(self) -> None:
         """Close both directions for the application, without waiting.
@@ -848,7 +853,7 @@ class Connection:
         raise exc
 
     def _note_endings(self, endings: int, wrap: int, offset: int, flags: int) -> None:
-        """Note new flags at once, and process them in turn: A implies C, and C implies D.
+        """Note new flags, and those that they imply, at once; process them in turn.
 
         ``wrap``, ``offset`` and ``flags`` are those of the producer in the same message.
         """
@@ -857,9 +862,9 @@ class Connection:
                 self.receiver.last_producer_untrusted(wrap, offset, flags)
                 if self._data_end is not None:
                     self.receiver.drop_behind(self._data_end)
-            self._peer_flags |= ABNORMAL_CLOSE | CONNECTION_CLOSED | SENDING_DONE
+            self._peer_flags |= _ALL_ENDINGS
         elif endings & CONNECTION_CLOSED:
-            self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
+            self._peer_flags |= _CLOSED_AND_DONE
         elif endings & SENDING_DONE:
             self._peer_flags |= SENDING_DONE
         else:
@@ -997,7 +1002,8 @@ class Connection:
 
     def send_closed(self) -> None:
         """Action: C, the final message."""
-        self.sent_closed = self.refuses_data = self._checks_arrivals = True
+        self.sent_closed = True
+        self._refuse_data()
         self.messenger.flags |= CONNECTION_CLOSED
         self.messenger.request_cdc()
 

@@ -112,8 +112,8 @@ class Channel(Protocol):
             like everything that was posted and did not complete.
         """
 
-    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
-        """See `QueuePair.progress_word`."""
+    def progress_words(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
+        """See `QueuePair.progress_words`."""
 
     def peer_asleep(self) -> Words:
         """See `QueuePair.peer_asleep`."""
@@ -420,7 +420,7 @@ class Messenger:
         """Show the peer from now on, in its progress words, what was written and what was taken.
 
         Args:
-          words, index: see `QueuePair.progress_word`.
+          words, index: see `QueuePair.progress_words`.
           peer_asleep: see `QueuePair.peer_asleep`.
         """
         self.progress, self.progress_at, self.peer_asleep = words, index, peer_asleep

@@ -483,7 +483,7 @@ class Sender:
         """
         messenger = self._messenger
         size = messenger.peer_first + messenger.peer_usable
-        found = channel.progress_word(self.address - messenger.peer_first, messenger.rkey, size)
+        found = channel.progress_words(self.address - messenger.peer_first, messenger.rkey, size)
         if found is None:
             return None
         messenger.use_progress(*found, channel.peer_asleep())

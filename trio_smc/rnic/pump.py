@@ -249,7 +249,7 @@ class Pump:
         if self.deferred.now:
             self.deferred.run()
             if self.drain() and (ready is None or ready()):
-                waits.note_arrival()
+                waits.since = 0
                 return True
         if discouraged:
             return self._yield_and_drain(spin, ready)
@@ -258,7 +258,7 @@ class Pump:
             if not self._spin(end):
                 return False
             if ready is None or ready():
-                waits.note_arrival()
+                waits.since = 0
                 return True
             if _now() >= end:
                 return False  # all completions were for other streams
@@ -277,7 +277,7 @@ class Pump:
         spin.yield_processor()
         if not self.drain() or not (ready is None or ready()):
             return False
-        self.waits.note_arrival()
+        self.waits.since = 0
         self.try_solo()  # counts as a wait; the next one may be solo
         return True
 

@@ -284,7 +284,7 @@ class QueuePair(ABC):
         """
         return False
 
-    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
+    def progress_words(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         """Where to store the number of bytes that were written into an element of the peer.
 
         If this process ends before it has announced the data, the peer finds the number there

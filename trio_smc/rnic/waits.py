@@ -29,7 +29,7 @@ class WaitHistory:
 
     Attributes:
       spin: decides if a spin is worthwhile, and how long it is.
-      since: when the current wait began; 0: no task waits.
+      since: when the current wait began; 0: no task waits, or completions have ended the wait.
     """
 
     __slots__ = ("since", "spin")
@@ -42,10 +42,6 @@ class WaitHistory:
         """Begin a wait; returns the time."""
         self.since = now = _now()
         return now
-
-    def note_arrival(self) -> None:
-        """Completions ended the wait before Trio slept."""
-        self.since = 0
 
     def note_wakeup(self) -> None:
         """Completions ended the wait while Trio slept: `AdaptiveSpin` learns how long it was."""

@@ -502,9 +502,9 @@ class Link:
             self._since_signal = 0
         return True
 
-    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
-        """See `QueuePair.progress_word`."""
-        return self.qp.progress_word(address, rkey, size)
+    def progress_words(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
+        """See `QueuePair.progress_words`."""
+        return self.qp.progress_words(address, rkey, size)
 
     def peer_asleep(self) -> Words:
         """See `QueuePair.peer_asleep`."""

@@ -256,9 +256,9 @@ class SoftQueuePair(QueuePair):
             and not peer.ring.is_closed()
         )
 
-    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
+    def progress_words(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         peer = self._sockets.peer
-        return None if peer is None else peer.regions.progress_word(address, rkey, size)
+        return None if peer is None else peer.regions.progress_words(address, rkey, size)
 
     def peer_asleep(self) -> Words:
         peer = self._sockets.peer

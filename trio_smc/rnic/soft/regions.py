@@ -198,7 +198,7 @@ class PeerRegions:
             self._mapped -= region[4].mapped
             region[4].close(self._run_later)
 
-    def progress_word(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
+    def progress_words(self, address: int, rkey: int, size: int) -> tuple[Words, int] | None:
         """The first progress word of an element: the words of a region, and an index.
 
         Args:
