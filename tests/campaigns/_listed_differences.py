@@ -132,10 +132,11 @@ def _data_in_a_send_buffer(program: Program, tcp: Observation, smc: Observation)
     """
     pairs = _first_differing(tcp, smc)
     reset = _has_reset(tcp) != _has_reset(smc)
+    breaks = _breaks(program) or any(_is_refused_beside_it(program, *pair) for pair in pairs)
     return bool(pairs and _ends_that_fill(program)) and all(
         _is_of_a_waiting_send(program, theirs, ours)
         or _is_of_a_share(program, theirs, ours)
-        or _is_of_an_end_beside_it(program, theirs, ours)
+        or ((breaks or ours.step >= len(program.steps)) and _is_of_an_end(program, theirs, ours))
         or (reset and ours.position == TOTAL)
         for theirs, ours in pairs
     )
@@ -158,9 +159,18 @@ def _is_of_a_share(program: Program, theirs: Line, ours: Line) -> bool:
     )
 
 
-def _is_of_an_end_beside_it(program: Program, theirs: Line, ours: Line) -> bool:
-    if not _breaks(program) and ours.step < len(program.steps):  # the epilogue closes the server
-        return False
+def _is_refused_beside_it(program: Program, theirs: Line, ours: Line) -> bool:
+    """True if a stream cannot end, over one transport, because a send waits."""
+    return (
+        _operation(program, ours) in _SHUTS
+        and ours.end in _ends_that_fill(program)
+        and {theirs.result, ours.result} == {"shut", "BusyResourceError"}
+    )
+
+
+def _is_of_an_end(program: Program, theirs: Line, ours: Line) -> bool:
+    """True if it depends on when a send has ended how a connection ends.  Only for programs that
+    end one, and for the epilogue, which closes the server."""
     name = _operation(program, ours)
     pair = {_outcome(theirs), _outcome(ours)}
     if pair & _CLOSED and ours.end in _ends_that_fill(program) and _closes(program, ours.end):
