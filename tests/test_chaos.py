@@ -18,6 +18,7 @@ from examples.chaos_log import CONNECTIONS, MESSAGES, Recollection
 from examples.chaos_peer import outcome
 from examples.chaos_result import Result
 from examples.chaos_sides import Side, Sides
+from tests.timing import PATIENCE
 from trio_smc.wire import cdc
 
 # TEST LINK takes its time.
@@ -70,7 +71,7 @@ async def converse(kind: str, seed: int, damage: Damage = bytes) -> list[str]:
         how[1] = await outcome(two)
         await b.aclose()
 
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client)
             nursery.start_soon(server)
@@ -142,7 +143,7 @@ class TestLoad:
             number = number_of("stream", seed)
             found.append(await outcome(Conversation(stream=ending, seed=seed, number=number)))
 
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(talk)
                 await trio.testing.wait_all_tasks_blocked()
@@ -280,7 +281,7 @@ async def test_a_problem_is_reported_with_the_history_of_both_sides(
         seed=seed & 0xFFFF, faults=6, rnics=2, connections=8, scale=10, during=0,
         kinds={"not-placed": 1},
     )  # fmt: skip
-    with trio.fail_after(50):
+    with trio.fail_after(2 * PATIENCE):
         result = await Chaos(policy, lambda text: None).run()
     assert any("nothing of it was lost" in problem for problem in result.problems)
     records = "\n".join(result.recollections())
@@ -325,7 +326,7 @@ async def test_one_rnic(runtime_directory: object, seed: int) -> None:
     """With its only link each connection is lost; new ones come, and what came is right."""
     policy = Policy(seed=seed & 0xFFFF, faults=5, rnics=1, connections=5, during=0, scale=10)
     lines: list[str] = []
-    with trio.fail_after(50):
+    with trio.fail_after(2 * PATIENCE):
         result = await Chaos(policy, lines.append).run()
     assert result.problems == [], lines
     assert result.injected >= 5
@@ -349,7 +350,7 @@ async def test_two_rnics(
     monkeypatch.setattr(Sides, "on_struck", note)
     policy = Policy(seed=seed & 0xFFFF, faults=25, rnics=2, connections=8, scale=10, kinds=QUICK)
     lines: list[str] = []
-    with trio.fail_after(50):
+    with trio.fail_after(2 * PATIENCE):
         result = await Chaos(policy, lines.append).run()
     assert result.problems == [], lines
     assert result.injected >= 25

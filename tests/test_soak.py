@@ -14,6 +14,7 @@ from examples.chaos_load import Wrong
 from scripts import soak
 from scripts.soak import LIMITS, Soak, Watched, line_through
 from scripts.soak_process import TlsFrames
+from tests.timing import PATIENCE
 
 SECONDS = 15.0
 LEVEL = {"memory": 50 << 20, "descriptors": 100, "memfds": 40, "mappings": 30, "threads": 3}
@@ -41,7 +42,7 @@ async def test_two_waiters_are_both_woken() -> None:
     async def wait(name: str) -> None:
         seen[name] = await one._until(lambda: name in ready, 60.0)
 
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             for name in ("first", "second"):
                 nursery.start_soon(wait, name)

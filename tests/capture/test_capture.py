@@ -28,6 +28,7 @@ import trio_smc
 from scripts import ladders
 from tests.peers import echo
 from tests.streams.stream_pairs import HOST, smc_config
+from tests.timing import PATIENCE
 from tests.wire import tshark_reader as tshark
 from trio_smc import Stack
 from trio_smc._base.reasons import Fallback
@@ -88,7 +89,7 @@ async def echo_port() -> AsyncIterator[int]:
 
 async def talk(stack: Stack, port: int, data: bytes) -> None:
     """Send data to the echo server and receive it back."""
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with await stack.open_stream(HOST, port) as stream, trio.open_nursery() as nursery:
             assert stream.mode is trio_smc.Mode.SMC_R
             nursery.start_soon(stream.send_all, data)
@@ -425,7 +426,7 @@ async def test_a_full_disk_costs_the_capture_only(
 
     monkeypatch.setattr(os, "write", full)
     async with echo_port() as port, trio_smc.open_stack(smc_config(capture=path)) as stack:
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             while "trio_smc capture" in {each.name for each in threading.enumerate()}:
                 await talk(stack, port, SECRET)
         await talk(stack, port, SECRET)
@@ -473,7 +474,7 @@ async def test_a_disk_that_hangs_delays_no_program(
     monkeypatch.setattr(sinks.FileCapture, "_write", lambda self, blocks: gate.wait(20))
     path = tmp_path / "capture.pcapng"
     try:
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             async with echo_port() as port:
                 config = smc_config(capture=path, shutdown_timeout=0.1)
                 async with trio_smc.open_stack(config) as stack:

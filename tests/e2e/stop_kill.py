@@ -25,6 +25,7 @@ import trio_smc
 from tests import leaks
 from tests.e2e.processes import Peer, open_peer
 from tests.e2e.victim import HOST, config, text_seeds, transfer_until_broken
+from tests.timing import PATIENCE
 from trio_smc import Config, SmcStream, Stack
 from trio_smc.rendezvous.discovery.lookup import Lookups
 
@@ -169,7 +170,7 @@ class Survivor:
 
     async def at_rest(self) -> None:
         """Wait until the survivor has cleaned up after all victims; there is no event for that."""
-        with trio.fail_after(60):
+        with trio.fail_after(2 * PATIENCE):
             while self._stack.statistics().open_connections or self._stack.link_groups:  # noqa: ASYNC110
                 await trio.sleep(0.005)
 

@@ -19,6 +19,7 @@ from anyio.streams.tls import TLSAttribute, TLSListener, TLSStream
 
 import trio_smc
 from tests.streams.stream_pairs import cancel_when_blocked
+from tests.timing import PATIENCE
 from trio_smc.adapters.anyio import SmcByteListener, SmcByteStream, open_listener, open_stream
 
 HOST = "localhost"
@@ -97,7 +98,7 @@ async def test_own_close_wakes_a_reader() -> None:
 async def test_a_peer_that_is_gone_is_a_broken_resource() -> None:
     async with pair() as (client, server):
         server.stream.abort()
-        with pytest.raises(anyio.BrokenResourceError), anyio.fail_after(30):
+        with pytest.raises(anyio.BrokenResourceError), anyio.fail_after(PATIENCE):
             await client.receive()
         with pytest.raises(anyio.BrokenResourceError):
             await client.send(b"x")

@@ -27,6 +27,7 @@ import trustme
 
 import trio_smc
 from examples.web import over_tls, serve_app
+from tests.timing import PATIENCE
 from trio_smc.adapters.httpcore import SmcBackend, SmcNetworkStream
 from trio_smc.adapters.httpx import SmcTransport
 
@@ -215,7 +216,7 @@ async def test_an_idle_connection_that_the_server_closed_is_not_used_again() -> 
                 answer = await client.get(url)
                 assert answer.content == b"ok"
                 assert modes == {trio_smc.Mode.SMC_R: number}
-                with trio.fail_after(30):
+                with trio.fail_after(PATIENCE):
                     while not stream_of(answer).is_readable():
                         await trio.lowlevel.checkpoint()
         nursery.cancel_scope.cancel()

@@ -9,6 +9,7 @@ import trio
 
 import trio_smc
 from tests.peers import open_pair
+from tests.timing import PATIENCE
 
 
 def passes_for(thing: object, kind: type) -> bool:
@@ -32,7 +33,7 @@ async def test_streams_and_listeners_pass_for_socket_streams() -> None:
 
 
 async def _until_readable(stream: trio_smc.SmcStream) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         while not stream.is_readable():
             await trio.lowlevel.checkpoint()
 

@@ -12,6 +12,7 @@ import trio.testing
 import trustme
 
 import trio_smc
+from tests.timing import PATIENCE
 
 HOST = "localhost"
 SmcTls = trio.SSLStream[trio_smc.SmcStream]
@@ -150,7 +151,7 @@ async def test_transport_stream_goes_on_after_unwrap(
             assert have == b"in the clear"
             await plain.aclose()
 
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(serve)
                 await client.send_all(b"secret")
