@@ -22,7 +22,7 @@ from trio_smc import Config
 
 
 async def observe(transport: str, how: str, size: int) -> list[tuple[bytes, Any]]:
-    """What the server received on each connection, and its end: b"" or the kind of error."""
+    """Return what the server received on each connection, and the kind of error behind it."""
     config = Config(tcp_option="off", learn_short=False)
     seen: list[tuple[bytes, Any]] = []
     async with trio_smc.open_stack(config) as stack:
