@@ -136,6 +136,7 @@ def _data_in_a_send_buffer(program: Program, tcp: Observation, smc: Observation)
     return bool(pairs and _ends_that_fill(program)) and all(
         _is_of_a_waiting_send(program, theirs, ours)
         or _is_of_a_share(program, theirs, ours)
+        or _is_of_a_part(program, theirs, ours)
         or ((breaks or ours.step >= len(program.steps)) and _is_of_an_end(program, theirs, ours))
         or (reset and ours.position == TOTAL)
         for theirs, ours in pairs
@@ -156,6 +157,17 @@ def _is_of_a_share(program: Program, theirs: Line, ours: Line) -> bool:
         _operation(program, ours) in _READS
         and program.readers(ours.end) > 1
         and {_outcome(theirs), _outcome(ours)} <= {"read", "peeked", "end", "cancelled", _NOTHING}
+    )
+
+
+def _is_of_a_part(program: Program, theirs: Line, ours: Line) -> bool:
+    """True if an end that has shut down reading reads only a part of much data over TCP: the rest
+    waits in the send buffer of the other end."""
+    return (
+        _operation(program, ours) in _READS
+        and 1 - ours.end in _ends_that_fill(program)
+        and not _names(program, ours.end).isdisjoint({"shut_rd", "shut_both"})
+        and {_outcome(theirs), _outcome(ours)} <= {"read", "peeked", "end", _NOTHING}
     )
 
 
