@@ -143,7 +143,8 @@ def test_output_that_cannot_be_written(words: tuple[str, ...]) -> None:
             cwd=ROOT, check=False, timeout=LIMIT,
         )  # fmt: skip
     error = done.stderr.decode()
-    assert error == "trio-smc: cannot write the output: No space left on device\n"
+    name = "trio-smc" if {"--help", "--version"} & {*words} else f"trio-smc {words[0]}"
+    assert error == f"{name}: cannot write the output: No space left on device\n"
     assert done.returncode == 2
 
 
@@ -520,3 +521,23 @@ async def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str])
         assert one.code == 0
         assert f"trio-smc {each.NAME}" in one.out
         assert "Exit codes" in one.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run",), ("run", "--nope"), ("run", "--", "no-such-program"), ("ss", "--port", "x"),
+        ("ss", "--directory", "/nowhere"), ("capture", "1", "-o", "-"), ("ladder", "/nowhere"),
+        ("proxy", "127.0.0.1:1", "127.0.0.1:2"), ("stats", "--since", "/nowhere"),
+        ("check", "127.0.0.1", "0"), ("reasons", "nope"), ("report", "--pid", "2147483647"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_an_error_begins_with_the_command(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """argparse finds some errors, and the commands others; all have one form."""
+    done = command_here(capsys, *words)
+    assert done.code == (127 if "no-such-program" in words else 2)
+    [line] = done.err.splitlines()
+    assert re.match(rf"trio-smc {words[0]}: (?!{words[0]}: )\S", line), line

@@ -50,7 +50,7 @@ async def test_columns_and_filters_of_ss() -> None:
         wrong = await quick_command("ss", "--state", "active", "--state", "FOO")
         assert wrong.code == 0
         assert wrong.err == (
-            "trio-smc: --state FOO selects no connection; the choices are: "
+            "trio-smc ss: --state FOO selects no connection; the choices are: "
             "ACTIVE, ESTABLISHED, LISTEN\n"
         )
         text = (await quick_command("ss", "-v", "--smc", "--port", client)).out
@@ -117,7 +117,7 @@ async def test_sides_of_asymmetric_groups_and_critical_links(several: str) -> No
             shown = (await quick_command("lg", "--json", "--device", device)).json
             assert sum(len(each["link_groups"]) for each in shown) == count
         error = (await quick_command("lg", "--device", "nope")).err
-        start = "trio-smc: --device nope selects no link group; the choices are: "
+        start = "trio-smc lg: --device nope selects no link group; the choices are: "
         assert error.startswith(start)
         assert {"one", "only", "two"} & set(error.removeprefix(start).strip().split(", "))
         rnics = {

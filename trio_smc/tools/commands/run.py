@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the program to its end."""
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
-        raise ToolError("run: no program is given (trio-smc run [OPTIONS] -- PROGRAM)")
+        raise ToolError("no program is given (trio-smc run [OPTIONS] -- PROGRAM)")
     check_directory(options)
     try:
         return supervise(
@@ -85,9 +85,9 @@ def run(options: argparse.Namespace) -> int:
             report=options.report,
         )
     except FileNotFoundError:
-        raise ToolError(f"run: cannot start {program[0]}: no such program", _NOT_FOUND) from None
+        raise ToolError(f"cannot start {program[0]}: no such program", _NOT_FOUND) from None
     except OSError as error:
-        raise ToolError(f"run: cannot start {program[0]}: {error.strerror}") from error
+        raise ToolError(f"cannot start {program[0]}: {error.strerror}") from error
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:

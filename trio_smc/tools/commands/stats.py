@@ -286,7 +286,7 @@ def _save(path: str, counted: _CountersByStack) -> None:
         with os.fdopen(create(path), "w", encoding="ascii") as file:
             json.dump({"version": _SAVED_VERSION, "stacks": _documents(counted)}, file)
     except OSError as error:
-        raise ToolError(f"stats: cannot write {path}: {error_text(error)}") from None
+        raise ToolError(f"cannot write {path}: {error_text(error)}") from None
 
 
 def _load(path: str) -> dict[tuple[int, str], _Counters]:
@@ -311,9 +311,9 @@ def _load(path: str) -> dict[tuple[int, str], _Counters]:
             statistics = {**counters, **{part: each[part] for part in _PARTS}}
             found[each["pid"], each["stack"]] = _flatten(statistics)
     except OSError as error:
-        raise ToolError(f"stats: cannot read {path}: {error_text(error)}") from None
+        raise ToolError(f"cannot read {path}: {error_text(error)}") from None
     except (ProtocolError, RecursionError, ValueError) as error:
-        raise ToolError(f"stats: {path} is not a file of stats --save: {error}") from None
+        raise ToolError(f"{path} is not a file of stats --save: {error}") from None
     return found
 
 
@@ -330,7 +330,7 @@ def _since(counted: _CountersByStack, saved: dict[tuple[int, str], _Counters]) -
 
 def _show_sizes(options: argparse.Namespace, silent: SilentProcesses) -> int:
     if options.user is not None or options.all:
-        raise ToolError("stats: only the user of a process may let it count sizes")
+        raise ToolError("only the user of a process may let it count sizes")
     snapshots = take_snapshots(
         directories(options), (SIZES,), options.pid, silent=silent, seconds=options.sizes,
         more={"seconds": options.sizes},
