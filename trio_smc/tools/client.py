@@ -966,6 +966,7 @@ SHAPES: Final[dict[str, Any]] = {
                     "number": int,
                     "state": str,
                     "rnic": str,
+                    "port": Maybe(int),
                     "gid": str,
                     "peer_gid": Maybe(str),
                     "netdev": Maybe(str),

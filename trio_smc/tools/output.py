@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ipaddress
 import json
 import os
 import pwd
@@ -27,6 +28,7 @@ __all__ = [
     "Screen",
     "ToolError",
     "address",
+    "address_order",
     "diagnosis",
     "error_text",
     "fallback_codes",
@@ -40,6 +42,7 @@ __all__ = [
     "name_command",
     "named_problems",
     "network",
+    "port_of",
     "print_error",
     "print_json",
     "print_line",
@@ -282,6 +285,27 @@ def address(value: Any) -> str:
     match value:
         case [str() as host, int() as port]:
             return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return "-"
+
+
+def address_order(value: Any) -> tuple[int, int, str, int]:
+    """The key by which addresses are sorted: IPv4, IPv6, others, and the ports as numbers."""
+    match value:
+        case [str() as host, int() as port]:
+            try:
+                known = ipaddress.ip_address(host.partition("%")[0])
+            except ValueError:
+                return 7, 0, host, port
+            mapped = known.ipv4_mapped if isinstance(known, ipaddress.IPv6Address) else None
+            return (mapped or known).version, int(mapped or known), host, port
+    return 8, 0, "", 0
+
+
+def port_of(value: Any) -> str:
+    """The port of an address as text; "-" if there is none."""
+    match value:
+        case [_, int() as port]:
+            return str(port)
     return "-"
 
 

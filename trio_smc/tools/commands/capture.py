@@ -61,8 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stack",
         metavar="PEERID",
-        help="the peer ID of the stack, if the process has several stacks; without this "
-        "option an error lists them",
+        help="the stack, as in `trio-smc lg`, if the process has several; without this option an "
+        "error lists them",
     )
     parser.add_argument(
         "--seconds",

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any, Final
 
 from trio_smc._base.printable import printable
@@ -13,6 +14,7 @@ from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, add_users, directories, tcp_port
 from trio_smc.tools.output import (
     address,
+    address_order,
     agreed,
     fallback_codes,
     gid,
@@ -20,6 +22,7 @@ from trio_smc.tools.output import (
     mode_cell,
     network,
     plain,
+    port_of,
     print_json,
     print_unused,
     show,
@@ -45,13 +48,16 @@ Columns:
   FALLBACK  the reason for tcp: "local: ..." if this side decided, "peer: ..." if the peer did;
             `trio-smc reasons` explains each reason
 
--v prints more about each connection: the network interface of its address; for SMC-R the cursors of
-RFC 7609, 4.3, in bytes since the start of the connection and as wrap:count, the flags of CDC
-messages (A.4; B: a sender waits for the window, D: sending done, C: closed, A: abnormal close), the
-directions that are shut down (R: nothing more arrives, W: nothing more is sent), the RNIC, the GIDs
-of both ends, the VLAN and the PNET table's interfaces of the link, the version (for version 2 also
-the release, the UEID and the route), and counters.  For TCP: the diagnosis words of both sides
-(RFC 7609, A.2.4), and a remedy.
+The rows of a process are sorted: listeners first, then by local address and port, then by peer.
+
+-v prints more about each connection: the network interface of its address, and the TCP ports of
+both ends; for SMC-R the stack, the cursors of RFC 7609, 4.3, in bytes since the start of the
+connection and as wrap:count, the flags of CDC messages (A.4; B: a sender waits for the window, D:
+sending done, C: closed, A: abnormal close), the directions that are shut down (R: nothing more
+arrives, W: nothing more is sent), the RNIC, its port (of a RoCE device; SMC-R does not transmit
+that of the peer), the GIDs of both ends, the VLAN and the PNET table's interfaces of the link, the
+version (for version 2 also the release, the UEID and the route), and counters.  For TCP: the
+diagnosis words of both sides (RFC 7609, A.2.4), and a remedy.
 """
 EPILOG = """
 Examples:
@@ -98,6 +104,8 @@ def run(options: argparse.Namespace) -> int:
     states = _states(snapshots)
     for snapshot in snapshots:
         _filter(snapshot, options)
+        snapshot.listeners.sort(key=address_order)
+        snapshot.connections.sort(key=_order)
     if options.json:
         names = ("pid", "stack", "release", "uptime", "uid", "program", "connections", "listeners")
         print_json([{**_only(each, names), "user": user_name(each.uid)} for each in snapshots])
@@ -106,9 +114,8 @@ def run(options: argparse.Namespace) -> int:
         unused = sorted(set(options.state or ()) - states)
         print_unused("state", unused, "connection", sorted(states))
         if options.verbose:
-            for snapshot in snapshots:
-                for connection in snapshot.connections:
-                    show("", *_details(snapshot, connection))
+            for snapshot, connection in _connections(snapshots):
+                show("", *_details(snapshot, connection))
     return silent.exit_code
 
 
@@ -145,6 +152,17 @@ def _filter(snapshot: Snapshot, options: argparse.Namespace) -> None:
     ]
 
 
+def _order(connection: dict[str, Any]) -> tuple[object, ...]:
+    """The key by which the connections of a process are sorted."""
+    return address_order(connection["local"]), address_order(connection["peer"])
+
+
+def _connections(snapshots: list[Snapshot]) -> list[tuple[Snapshot, dict[str, Any]]]:
+    """The connections of each process, sorted.  A process may have several stacks."""
+    found = [(snapshot, each) for snapshot in snapshots for each in snapshot.connections]
+    return sorted(found, key=lambda each: (each[0].pid, _order(each[1])))
+
+
 def _table(snapshots: list[Snapshot]) -> Any:
     columns = ("PID", "STATE", "MODE", ">RECV-Q", ">SEND-Q", "LOCAL", "PEER", "GROUP", "USER",
                "PROGRAM", "FALLBACK")  # fmt: skip
@@ -152,14 +170,16 @@ def _table(snapshots: list[Snapshot]) -> Any:
 
 
 def _rows(snapshots: list[Snapshot]) -> Iterator[list[object]]:
-    for snapshot in snapshots:
-        owner = (user_name(snapshot.uid), _short(snapshot.program))
-        for listener in snapshot.listeners:
+    for pid, group in groupby(snapshots, key=lambda each: each.pid):
+        stacks = list(group)
+        owner = (user_name(stacks[0].uid), _short(stacks[0].program))
+        listeners = [listener for each in stacks for listener in each.listeners]
+        for listener in sorted(listeners, key=address_order):
             ends = (address(listener), None, None)
-            yield [snapshot.pid, "LISTEN", None, None, None, *ends, *owner, None]
-        for each in snapshot.connections:
+            yield [pid, "LISTEN", None, None, None, *ends, *owner, None]
+        for _, each in _connections(stacks):
             yield [
-                snapshot.pid,
+                pid,
                 each["state"],
                 mode_cell(each["mode"] if each["version"] in (None, 1) else f"{each['mode']} v2"),
                 each["receive_queue"],
@@ -208,12 +228,18 @@ def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
     ends = f"{address(connection['local'])} → {address(connection['peer'])}"
     yield f"pid {snapshot.pid}  {connection['mode']}  {ends}"
     yield f"  interface {plain(_interface(snapshot, connection))}"
+    link = _link_of(snapshot, connection)
+    ports = f"TCP {port_of(connection['local'])} → {port_of(connection['peer'])}"
+    if connection["mode"] == "smc-r":
+        yield f"  port      {ports}; RNIC {plain(link and link['port'])}"
+        yield f"  stack     {snapshot.stack}"
+    else:
+        yield f"  port      {ports}"
     if connection["cursors"] is not None:
         yield from _cursors(**connection["cursors"])
     if connection["mode"] == "smc-r":
         flags = plain(connection["flags_sent"]), plain(connection["flags_received"])
         yield f"  flags     sent {flags[0]}, received {flags[1]}; shut down {_shutdown(*flags)}"
-        link = _link_of(snapshot, connection)
         if link is not None:
             yield (
                 f"  link      {plain(link['rnic'])}, {gid(link['gid'])} → {gid(link['peer_gid'])}"
