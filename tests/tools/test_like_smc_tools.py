@@ -104,8 +104,8 @@ async def test_rows_of_ss_are_sorted_within_a_process() -> None:
 
         for part in (lines[:6], lines[6:]):
             assert part == sorted(part, key=order)
-        told = (await quick_command("ss", "-v")).out
-        shown = [line.split()[3::2] for line in told.splitlines() if line.startswith("pid ")]
+        verbose = (await quick_command("ss", "-v")).out
+        shown = [line.split()[3::2] for line in verbose.splitlines() if line.startswith("pid ")]
         assert shown == [line[5:7] for line in lines[6:]]
         for stack in (await quick_command("ss", "--json")).json:
             locals_ = [output.address_order(each["local"]) for each in stack["connections"]]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from trio_smc.tools import site
-from trio_smc.tools.commands import add_directory, check_directory
+from trio_smc.tools.commands import add_directory, check_directory, complete_program
 from trio_smc.tools.output import ToolError
 from trio_smc.tools.settings import add_config, settings_of
 from trio_smc.tools.supervisor import supervise
@@ -68,7 +68,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_config(parser)
     add_directory(parser)
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM [ARGUMENT…]")
+    program = parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="-- PROGRAM [ARGUMENT…]"
+    )
+    complete_program(program)
 
 
 def run(options: argparse.Namespace) -> int:

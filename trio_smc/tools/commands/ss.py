@@ -10,8 +10,16 @@ from itertools import groupby
 from typing import Any, Final
 
 from trio_smc._base.printable import printable
+from trio_smc.control.protocol import STATES
 from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
-from trio_smc.tools.commands import add_json, add_process, add_users, directories, tcp_port
+from trio_smc.tools.commands import (
+    add_json,
+    add_process,
+    add_users,
+    complete_words,
+    directories,
+    tcp_port,
+)
 from trio_smc.tools.output import (
     address,
     address_order,
@@ -85,8 +93,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="more about each connection")
     parser.add_argument("--port", type=tcp_port, metavar="PORT",
                         help="only connections and listeners with this port")  # fmt: skip
-    parser.add_argument("--state", action="append", type=str.upper, metavar="STATE",
-                        help="only this state; can be repeated")  # fmt: skip
+    state = parser.add_argument("--state", action="append", type=str.upper, metavar="STATE",
+                                help="only this state; can be repeated")  # fmt: skip
+    complete_words(state, STATES)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--smc", dest="mode", action="store_const", const="smc-r",
                       help="only connections over SMC-R")  # fmt: skip
