@@ -16,6 +16,7 @@ hashing is never timed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -125,7 +126,9 @@ async def serve(transport: str) -> None:
     listen = trio_smc.serve if transport == "smc" else trio.serve_tcp
 
     async def handler(stream: trio.abc.Stream) -> None:
-        await answer(stream, held)
+        # The client's process reports its errors, and a connection of any other program is closed.
+        with contextlib.suppress(trio.BrokenResourceError, EOFError, ValueError):
+            await answer(stream, held)
 
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(lambda **kw: listen(handler, 0, host=HOST, **kw))
@@ -253,7 +256,9 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    code = 0
     try:
         main(sys.argv[1:])
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except* KeyboardInterrupt:  # in a nursery it arrives in a group
+        code = 130
+    sys.exit(code)
