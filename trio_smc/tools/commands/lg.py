@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, add_users, directories
@@ -57,6 +57,13 @@ Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or 
 """
 
 
+COLUMNS: Final = ("PID", "STACK", ">GROUP", "ROLE", "PEER ID", "VERSION", "KIND", "STATE", ">LINK",
+                  "LINK STATE", "RNIC", ">USERS", "USER ID", "RMBS")  # fmt: skip
+MORE_COLUMNS: Final = ("PID", "STACK", ">GROUP", ">LINK", "RNIC", "NETDEV", ">VLAN", "PNET", "GID",
+                       "PEER GID")  # fmt: skip
+"""Those of the table of -v."""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
@@ -89,15 +96,13 @@ def run(options: argparse.Namespace) -> int:
             ]
         )
         return silent.exit_code
-    columns = ("PID", "STACK", ">GROUP", "ROLE", "PEER ID", "VERSION", "KIND", "STATE", ">LINK",
-               "LINK STATE", "RNIC", ">USERS", "USER ID", "RMBS")  # fmt: skip
     rows = [
         row
         for snapshot in snapshots
         for group in snapshot.link_groups
         for row in _rows(snapshot, group)
     ]
-    show(table(columns, rows))
+    show(table(COLUMNS, rows))
     if options.verbose:
         show("", _networks(snapshots))
     return silent.exit_code
@@ -113,8 +118,6 @@ def _on(group: dict[str, Any]) -> set[str]:
 
 
 def _networks(snapshots: Iterable[Snapshot]) -> Table:
-    columns = ("PID", "STACK", ">GROUP", ">LINK", "RNIC", "NETDEV", ">VLAN", "PNET", "GID",
-               "PEER GID")  # fmt: skip
     rows = [
         [
             snapshot.pid, snapshot.stack, group["number"], link["number"], link["rnic"],
@@ -125,7 +128,7 @@ def _networks(snapshots: Iterable[Snapshot]) -> Table:
         for group in snapshot.link_groups
         for link in group["links"] or ()
     ]  # fmt: skip
-    return table(columns, rows)
+    return table(MORE_COLUMNS, rows)
 
 
 def _rows(snapshot: Snapshot, group: dict[str, Any]) -> list[list[object]]:

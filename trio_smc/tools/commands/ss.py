@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from trio_smc._base.printable import printable
 from trio_smc.control.protocol import STATES
@@ -78,6 +78,15 @@ Examples:
 Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or for bad input.
 """
 
+COLUMNS: Final = ("PID", "STATE", "MODE", ">RECV-Q", ">SEND-Q", "LOCAL", "PEER", "GROUP", "USER",
+                  "PROGRAM", "FALLBACK")  # fmt: skip
+Detail = Literal[
+    "interface", "port", "stack", "sent", "received", "tx cursor", "rx cursor", "CDC", "flags",
+    "link", "network", "version", "counters", "why TCP", "remedy",
+]  # fmt: skip
+"""The labels of the lines of -v."""
+DETAILS: Final = get_args(Detail)
+_LABEL: Final = max(map(len, DETAILS))
 _LISTENING: Final = "listening"
 _MORE_PARTS: Final = ("link_groups", "interfaces")
 _MAX_PROGRAM: Final = 30
@@ -173,9 +182,7 @@ def _connections(snapshots: list[Snapshot]) -> list[tuple[Snapshot, dict[str, An
 
 
 def _table(snapshots: list[Snapshot]) -> Any:
-    columns = ("PID", "STATE", "MODE", ">RECV-Q", ">SEND-Q", "LOCAL", "PEER", "GROUP", "USER",
-               "PROGRAM", "FALLBACK")  # fmt: skip
-    return table(columns, list(_rows(snapshots)))
+    return table(COLUMNS, list(_rows(snapshots)))
 
 
 def _rows(snapshots: list[Snapshot]) -> Iterator[list[object]]:
@@ -233,39 +240,46 @@ def _fallback_cell(fallback: dict[str, Any] | None) -> Marked | None:
     return Marked(f"{plain(fallback['origin'])}: {plain(fallback['reason'])}", "warning")
 
 
+def _detail(label: Detail, text: str) -> str:
+    return f"  {label:{_LABEL}} {text}"
+
+
 def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
     ends = f"{address(connection['local'])} → {address(connection['peer'])}"
     yield f"pid {snapshot.pid}  {connection['mode']}  {ends}"
-    yield f"  interface {plain(_interface(snapshot, connection))}"
+    yield _detail("interface", plain(_interface(snapshot, connection)))
     link = _link_of(snapshot, connection)
     ports = f"TCP {port_of(connection['local'])} → {port_of(connection['peer'])}"
     if connection["mode"] == "smc-r":
-        yield f"  port      {ports}; RNIC {plain(link and link['port'])}"
-        yield f"  stack     {snapshot.stack}"
+        yield _detail("port", f"{ports}; RNIC {plain(link and link['port'])}")
+        yield _detail("stack", snapshot.stack)
     else:
-        yield f"  port      {ports}"
+        yield _detail("port", ports)
     if connection["cursors"] is not None:
         yield from _cursors(**connection["cursors"])
     if connection["mode"] == "smc-r":
         flags = plain(connection["flags_sent"]), plain(connection["flags_received"])
-        yield f"  flags     sent {flags[0]}, received {flags[1]}; shut down {_shutdown(*flags)}"
+        yield _detail(
+            "flags", f"sent {flags[0]}, received {flags[1]}; shut down {_shutdown(*flags)}"
+        )
         if link is not None:
-            yield (
-                f"  link      {plain(link['rnic'])}, {gid(link['gid'])} → {gid(link['peer_gid'])}"
+            yield _detail(
+                "link", f"{plain(link['rnic'])}, {gid(link['gid'])} → {gid(link['peer_gid'])}"
             )
-            yield f"  network   {network(link)}"
-        yield f"  version   {agreed(**connection)}"
+            yield _detail("network", network(link))
+        yield _detail("version", agreed(**connection))
         statistics = connection["statistics"] or {}
         count = {name: plain(statistics.get(name)) for name in _COUNTERS}
-        yield (
-            f"  counters  {count['writes']} RDMA writes, {count['cdcs_sent']} CDC messages sent, "
+        yield _detail(
+            "counters",
+            f"{count['writes']} RDMA writes, {count['cdcs_sent']} CDC messages sent, "
             f"{count['cdcs_received']} received, {count['coalesced']} omitted, "
-            f"{count['window_stalls']} waits for the window"
+            f"{count['window_stalls']} waits for the window",
         )
     fallback = connection["fallback"]
     if fallback is not None:
-        yield f"  why TCP   {plain(fallback['message'])} ({fallback_codes(fallback)})"
-        yield f"  remedy    {plain(fallback['remedy'])}"
+        yield _detail("why TCP", f"{plain(fallback['message'])} ({fallback_codes(fallback)})")
+        yield _detail("remedy", plain(fallback["remedy"]))
 
 
 def _cursors(
@@ -274,19 +288,25 @@ def _cursors(
     sequence_sent: int | None, sequence_received: int | None, alert_token: int | None,
     **_: object,
 ) -> Iterator[str]:  # fmt: skip
-    yield (
-        f"  sent      {plain(produced)} written, {plain(delivered)} delivered, "
-        f"{plain(taken)} consumed by the peer; window {size(window)} of {size(peer_ring)}"
+    yield _detail(
+        "sent",
+        f"{plain(produced)} written, {plain(delivered)} delivered, "
+        f"{plain(taken)} consumed by the peer; window {size(window)} of {size(peer_ring)}",
     )
-    yield f"  received  {plain(received)} arrived, {plain(consumed)} consumed; ring {size(ring)}"
+    yield _detail(
+        "received", f"{plain(received)} arrived, {plain(consumed)} consumed; ring {size(ring)}"
+    )
     token = None if alert_token is None else alert_token & 0xFFFFFFFF
     if produced is not None and taken is not None and received is not None and consumed is not None:
         sent = f"producer {_pair(produced, peer_ring)}, consumer {_pair(taken, peer_ring)}"
-        yield f"  tx cursor {sent}"
-        yield f"  rx cursor producer {_pair(received, ring)}, consumer {_pair(consumed, ring)}"
-    yield (
-        f"  CDC       last completed {plain(sequence_sent)}, "
-        f"last received {plain(sequence_received)}, alert token 0x{hexadecimal(token)}"
+        yield _detail("tx cursor", sent)
+        yield _detail(
+            "rx cursor", f"producer {_pair(received, ring)}, consumer {_pair(consumed, ring)}"
+        )
+    yield _detail(
+        "CDC",
+        f"last completed {plain(sequence_sent)}, "
+        f"last received {plain(sequence_received)}, alert token 0x{hexadecimal(token)}",
     )
 
 

@@ -90,6 +90,7 @@ it; 2 if no process uses trio_smc, or for bad input.
 _size_seconds = seconds_up_to(MOST_SECONDS)
 _MOST_COLUMNS: Final = 4
 """Stacks that are columns by default; more are rows.  Chosen."""
+SIZE_COLUMNS: Final = (">SIZE", ">SENT", ">RECEIVED")
 _SUM: Final = "all"
 _MAIN: Final = (
     "connections", "client_connections", "server_connections", "open_connections", "bytes_sent",
@@ -246,7 +247,9 @@ def _print(counted: _CountersByStack, options: argparse.Namespace, title: str) -
     rows: list[list[object]] = [
         ["up", *(_uptime_text(each.uptime) for each, _ in counted.values())]
     ]
-    rows += [[_name(key), *(_value(key, *each) for each in counted.values())] for key in keys]
+    rows += [
+        [counter_name(key), *(_value(key, *each) for each in counted.values())] for key in keys
+    ]
     show(table(columns, rows, title))
 
 
@@ -349,7 +352,7 @@ def _show_sizes(options: argparse.Namespace, silent: SilentProcesses) -> int:
                 totals.setdefault(one["limit"] or 0, [0, 0])[place] += one["count"]
     rows = [[f"up to {size(limit)}", *totals[limit]] for limit in sorted(totals)]
     title = f"sizes in {options.sizes:g} seconds, {len(snapshots)} stacks"
-    show(table((">SIZE", ">SENT", ">RECEIVED"), rows, title))
+    show(table(SIZE_COLUMNS, rows, title))
     return silent.exit_code
 
 
@@ -362,7 +365,8 @@ def _breakdown(snapshot: Snapshot, counters: _Counters, name: str) -> list[dict[
     return [{**dict(zip(names, key[1:], strict=True)), "count": n} for key, n in found]
 
 
-def _name(key: tuple[Any, ...]) -> str:
+def counter_name(key: tuple[Any, ...]) -> str:
+    """The name of a counter in the tables, by its key in `_Counters`."""
     match key:
         case [name]:
             return str(name).replace("_", " ")
