@@ -30,7 +30,7 @@ GREETINGS = {
     "anyio_echo": b"hello\n",
     "web": b"GET /hello/me HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "websocket": UPGRADE,
-    "demo_peer": b"E" + (2).to_bytes(8, "big") + b"x" * 64,
+    "demo_peer": b"U" + (2).to_bytes(8, "big") + b"xx",
 }
 """A request of each server's protocol, after which the server answers."""
 ROLES = {"echo_server": ("0",), "demo_peer": ("serve", "smc")}
