@@ -542,3 +542,17 @@ def test_an_error_begins_with_the_command(
     assert done.code == 2
     [line] = done.err.splitlines()
     assert re.match(rf"trio-smc {words[0]}: (?!{words[0]}: )\S", line), line
+
+
+def test_the_command_and_the_page_have_the_same_reasons_for_each_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
+    found = command_here(capsys, "reasons", "--json").json
+    by_word: dict[str, list[str]] = {}
+    for each in found["reasons"]:
+        by_word.setdefault(each["word"], []).append(each["reason"])
+    for each in found["words"]:
+        assert each["reasons_with_it"] == by_word.get(each["word"], [])
+        [row] = re.findall(rf"^\| `{each['word']}` \| .* \| (.*) \|$", page, re.MULTILINE)
+        assert re.findall(r"\[`([\w-]+)`\]", row) == each["reasons_with_it"]

@@ -327,3 +327,19 @@ def test_the_child_prints_its_findings(
     assert (found["found"], found["problems"], found["timed_out"]) == ([], [], False)
     assert "Not a directory" in found["errors"][0]
     assert "XDG_RUNTIME_DIR" not in os.environ
+
+
+def test_a_directory_that_fails_is_no_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """A user and a process may have the same number: both problems are named, each once."""
+    silent = client.SilentProcesses()
+    problems: dict[int | client.UserDirectory, str] = {
+        client.UserDirectory(7, 0): "user 7: a directory cannot be inspected",
+        client.UserDirectory(7, 1): "user 7: another one",
+        7: "process 7 does not answer",
+    }
+    for _ in range(2):
+        silent.replace(dict(problems))
+    assert capsys.readouterr().err.splitlines() == [
+        f"trio-smc: {text}" for text in problems.values()
+    ]
+    assert silent.exit_code == client.INCOMPLETE

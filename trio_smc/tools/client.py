@@ -49,6 +49,7 @@ __all__ = [
     "NotOwner",
     "SilentProcesses",
     "Snapshot",
+    "UserDirectory",
     "check_untrusted",
     "stream_capture",
     "take_snapshots",
@@ -89,14 +90,14 @@ _MAX_NUMBER: Final = 1 << 64
 """The absolute value of each number in an answer is smaller.  Chosen: counters have 64 bits."""
 
 
-class _UserDirectory(NamedTuple):
+class UserDirectory(NamedTuple):
     """A directory of a user that could not be inspected, among the processes that are silent."""
 
     uid: int
     number: int
 
 
-_Silent = int | _UserDirectory
+_Silent = int | UserDirectory
 """A process number, or a directory."""
 
 
@@ -379,14 +380,14 @@ def _take_places(
                 late = isinstance(error, subprocess.TimeoutExpired)
                 why = "does not answer in time" if late else "cannot be inspected"
                 problem = f"user {user_name(uid)}: a directory {why}"
-                round_.problems[_UserDirectory(uid, 0)] = problem
+                round_.problems[UserDirectory(uid, 0)] = problem
                 round_.timed_out = True
                 continue
             round_.found += [Snapshot(**each) for each in answer["found"]]
             round_.problems |= dict(answer["problems"])
             round_.timed_out = round_.timed_out or answer["timed_out"]
             for index, text in enumerate(answer["errors"], 1):
-                round_.problems[_UserDirectory(uid, index)] = f"user {user_name(uid)}: {text}"
+                round_.problems[UserDirectory(uid, index)] = f"user {user_name(uid)}: {text}"
     # One process may have been found by two paths to its directory.
     once = {(each.pid, each.stack): each for each in round_.found}
     round_.found = sorted(once.values(), key=lambda each: each.pid)
