@@ -82,12 +82,23 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
+def peer(*arguments: str, stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
+    """Run a peer. In a group of its own Ctrl-C does not reach it, and it prints no traceback."""
+    command = [sys.executable, str(PEER), *arguments]
+    with subprocess.Popen(
+        command, stdin=stdin, stdout=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        try:
+            yield process
+        except KeyboardInterrupt:
+            process.terminate()
+            raise
+
+
+@contextlib.contextmanager
 def server(transport: str) -> Iterator[int]:
     """Run the server process; the value is its port. It ends when its input does."""
-    command = [sys.executable, str(PEER), "serve", transport]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with peer("serve", transport, stdin=subprocess.PIPE) as process:
         events = next(lines_of(process), None)
         if events is None:
             raise PeerFailed("the server process did not start")
@@ -98,19 +109,15 @@ def one_round(transport: str, path: Path, show: Show) -> list[dict[str, Any]]:
     """Move the file both ways once; return the events `mode`, `round trips` and `result`."""
     events: list[dict[str, Any]] = []
     name = NAMES[transport]
-    with server(transport) as port:
-        command = [sys.executable, str(PEER), "send", transport, str(port), str(path)]
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-        ) as client:
-            for event in lines_of(client):
-                if event["event"] == "progress":
-                    show(f"{name}, {WAYS[event['way']]}", event["bytes"])
-                    continue
-                events.append({**event, "transport": transport})
-                if event["event"] == "mode" and event["mode"] != "smc-r":
-                    name = "TCP instead of SMC-R"
-                    print_tcp(event)
+    with server(transport) as port, peer("send", transport, str(port), str(path)) as process:
+        for event in lines_of(process):
+            if event["event"] == "progress":
+                show(f"{name}, {WAYS[event['way']]}", event["bytes"])
+                continue
+            events.append({**event, "transport": transport})
+            if event["event"] == "mode" and event["mode"] != "smc-r":
+                name = "TCP instead of SMC-R"
+                print_tcp(event)
     return events
 
 
@@ -121,12 +128,8 @@ def print_tcp(event: dict[str, Any]) -> None:
 
 def mode_of_a_connection() -> dict[str, Any]:
     """Open a connection as the file will, and return the event `mode`."""
-    with server("smc") as port:
-        command = [sys.executable, str(PEER), "probe", "smc", str(port)]
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-        ) as client:
-            [event] = lines_of(client)
+    with server("smc") as port, peer("probe", "smc", str(port)) as process:
+        [event] = lines_of(process)
     return event
 
 

@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import struct
 import sys
 import time
@@ -222,6 +223,8 @@ async def connect_and_exchange(transport: str, port: int, data: memoryview | Non
 
 def main(arguments: list[str]) -> None:
     """Run the role that the command line names."""
+    # The demo ends its processes by SIGTERM; like Ctrl-C it lets Trio close what is open.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     match arguments:
         case ["serve", ("smc" | "tcp") as transport]:
             trio.run(serve, transport)

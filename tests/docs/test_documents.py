@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,27 @@ def test_the_demo_knows_when_others_take_the_processors() -> None:
         while (share := others.share()) < demo.BUSY:
             time.sleep(0.1)
     assert share <= 1
+
+
+@pytest.mark.parametrize("line", ["here  ", "moved  "])
+def test_ctrl_c_ends_the_demo_without_a_traceback(line: str) -> None:
+    """While the programs run, and while the file is moved; its processes end, too."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "examples.demo", "--mib", "64", "--rounds", "9"], cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        stop = threading.Timer(LIMIT, process.kill)
+        stop.start()
+        try:
+            seen = next(each for each in process.stdout if each.startswith(line))
+            os.killpg(process.pid, signal.SIGINT)
+            # The output ends when the last process that may write into it has ended.
+            rest = process.stdout.read()
+        finally:
+            stop.cancel()
+    assert process.wait() == 130, seen + rest
+    assert "Traceback" not in rest
 
 
 def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
