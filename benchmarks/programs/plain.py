@@ -35,7 +35,12 @@ _COUNT = 8
 
 
 async def answer(stream: trio.abc.Stream) -> None:
-    """Serve one connection."""
+    """Serve one connection until its client ends it, or is gone: the client reports an error."""
+    with contextlib.suppress(trio.BrokenResourceError):
+        await _answer(stream)
+
+
+async def _answer(stream: trio.abc.Stream) -> None:
     if await stream.receive_some(1) == b"e":
         async for data in stream:
             await stream.send_all(data)
