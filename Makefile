@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
-	@echo 'make demo       round trips, a file, processor time: SMC-R and TCP side by side'
+	@echo 'make demo       two programs of README, a file, processor time: SMC-R and TCP'
 	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
 	@echo 'make quick      the tests of protocol and data path, without processes: under a minute'
 	@echo 'make test       all tests but benchmarks and long ones: six minutes on an idle machine with two cores'

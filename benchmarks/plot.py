@@ -15,6 +15,8 @@ __all__ = ["curves", "programs", "ranges", "ratios"]
 _NARROW: Final = 4.8
 """The width in inches of a plot whose text is readable on a telephone: at 358 pixels, which is the
 width of a page's column there, the letters of 10 points are 10 pixels high."""
+_LINE: Any = {"color": "black", "linewidth": 0.8, "gid": "base"}
+"""The line at 1, where a transport is as good as the base."""
 _SETTINGS: Any = {"svg.hashsalt": "trio_smc", "svg.fonttype": "none", "font.size": 10}
 
 
@@ -75,7 +77,7 @@ def ratios(path: Path, comparisons: Sequence[Comparison]) -> None:
             each = [comparison.ratios(metric, name) for metric in with_it]
             places = [metrics.index(metric) + (row + 0.5) * thickness for metric in with_it]
             _bars(axis, places, each, thickness, name)
-        axis.axvline(1, color="black", linewidth=0.8)
+        axis.axvline(1, **_LINE)
         axis.set_xscale("log")
         axis.set_xticks([0.1, 0.2, 0.5, 1, 2, 5, 10])
         axis.set_xticklabels(["0.1", "0.2", "0.5", "1", "2", "5", "10"])
@@ -104,6 +106,7 @@ def programs(path: Path, comparisons: Sequence[Comparison]) -> None:
             each = [comparison.ratios(metric, name) for metric in metrics]
             places = [place + (row + 0.5) * thickness for place in range(len(metrics))]
             _bars(axis, places, each, thickness, label)
+        axis.axvline(1, **_LINE)
         _scale(axis)
         axis.set_yticks([place + 0.4 for place in range(len(seen))])
         axis.set_yticklabels([metric.name for metric in seen])
@@ -116,7 +119,6 @@ def programs(path: Path, comparisons: Sequence[Comparison]) -> None:
 
 def _scale(axis: Any) -> None:
     """Give the axis of ratios a logarithmic scale."""
-    axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xscale("log")
     axis.set_xticks([0.25, 0.5, 1, 2, 4, 8])
     axis.set_xticklabels(["¼", "½", "1", "2", "4", "8"])
@@ -146,6 +148,9 @@ def ranges(
         known = [name for name in names if name in values]
         places = [names.index(name) + top + (row + 0.5) * thickness for name in known]
         _bars(axis, places, [values[name] for name in known], thickness, label)
+    # The line of the base is beside the bars only, so that no name crosses it.
+    starts = [place + top for place in range(len(names))]
+    axis.vlines([1] * len(names), starts, [start + 1 - top for start in starts], **_LINE)
     _scale(axis)
     for place, name in enumerate(names):
         axis.text(
@@ -154,7 +159,6 @@ def ranges(
             name,
             transform=axis.get_yaxis_transform(),
             va="baseline",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0},  # hides the line at 1
         )
     axis.set_yticks([])
     axis.set_ylim(len(names), -0.1)

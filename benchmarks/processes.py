@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -38,10 +39,12 @@ class Worker:
         command = [*under, sys.executable, "-m", module, *arguments]
         if core is not None:
             command += ["--core", str(core)]
-        # With -m Python looks first in the working directory.
+        # With -m Python looks first in the working directory.  In a process group of its own the
+        # worker gets no SIGINT by Ctrl-C, which would print a traceback: see `__exit__`.
         self.process = subprocess.Popen(
-            command, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            command, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            process_group=0,
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -53,6 +56,9 @@ class Worker:
         traceback: TracebackType | None,
     ) -> None:
         self.process.send_signal(signal.SIGCONT)
+        if isinstance(error, KeyboardInterrupt):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
         self.process.__exit__(kind, error, traceback)
 
     @contextlib.contextmanager

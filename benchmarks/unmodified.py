@@ -25,7 +25,7 @@ from benchmarks.programs.common import HOST
 from benchmarks.transports import BASE
 from benchmarks.workloads import Metric
 
-__all__ = ["COMPILED", "RUN", "WORKLOADS", "Workload", "certificates", "measure"]
+__all__ = ["COMPILED", "RUN", "WORKLOADS", "Workload", "certificates", "clients", "measure"]
 
 RUN: Final = "trio-smc run"
 COMPILED: Final = "trio-smc run, compiled"
@@ -110,7 +110,7 @@ def certificates() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _clients(
+def clients(
     program: str,
     under: Sequence[str],
     directory: Path,
@@ -165,11 +165,11 @@ def measure(
                 for name in names
                 if (WORKLOADS[name].program, WORKLOADS[name].under) == (program, under)
             ]
-            with _clients(program, under, directory, cores, transports) as clients:
+            with clients(program, under, directory, cores, transports) as workers:
                 for number in range(rounds):
                     for name in ours:
                         for transport in list(transports)[:: -1 if number % 2 else 1]:
-                            reply = clients[transport].call(
+                            reply = workers[transport].call(
                                 workload=name.removesuffix("-learned"), seconds=seconds
                             )
                             pairs = zip(WORKLOADS[name].metrics, reply["values"], strict=True)

@@ -6,10 +6,12 @@ Lines of text over TLS, all of it AnyIO's own: only the stream and the listener 
 
 from __future__ import annotations
 
-import contextlib
+import ssl
 from pathlib import Path
 
 import anyio
+from anyio import aclose_forcefully
+from anyio.abc import AnyByteStream
 from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.tls import TLSListener, TLSStream
 
@@ -22,11 +24,29 @@ async def shout(stream: TLSStream) -> None:
     """Answer every line of one client in capital letters."""
     print(both_ends.describe("server", transport_of(stream)))
     lines = BufferedByteReceiveStream(stream)
-    async with stream:
-        with contextlib.suppress(anyio.EndOfStream, anyio.IncompleteRead):
+    try:
+        async with stream:
             while True:
                 line = await lines.receive_until(b"\n", 1024)
                 await stream.send(line.upper() + b"\n")
+    except anyio.EndOfStream:
+        pass
+    except anyio.DelimiterNotFound:
+        print("server: a client sent a longer line")
+    except (anyio.IncompleteRead, anyio.BrokenResourceError, ssl.SSLError) as error:
+        print("server: a client is gone:", repr(error))
+
+
+class Listener(TLSListener):
+    """Prints one line about a client that does not speak TLS; AnyIO's own logs a traceback."""
+
+    @staticmethod
+    async def handle_handshake_error(exc: BaseException, stream: AnyByteStream) -> None:
+        """End the connection of this client only."""
+        await aclose_forcefully(stream)
+        if not isinstance(exc, Exception):
+            raise exc
+        print("server: no TLS handshake:", repr(exc))
 
 
 def transport_of(stream: TLSStream) -> SmcStream:
@@ -42,7 +62,7 @@ async def serve(port: int, directory: Path) -> None:
     first = listener.listeners[0]
     assert isinstance(first, smc_anyio.SmcByteListener)
     both_ends.print_address(first.listener, directory)
-    await TLSListener(listener, context).serve(shout)
+    await Listener(listener, context).serve(shout)
 
 
 async def connect(port: int, ca: Path) -> None:

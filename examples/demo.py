@@ -1,13 +1,15 @@
-"""Compare SMC-R with plain TCP: round trips, a file moved from memory to memory, and the processor
-time of each.
+"""Compare SMC-R with plain TCP: round trips, a stream, a file moved from memory to memory, and the
+processor time of each.
 
-    make demo        or        python examples/demo.py [--mib N] [--rounds N]
+    make demo        or        python -m examples.demo [--mib N] [--rounds N]
 
-A server process and a client process (demo_peer.py) do the work; this process only starts them,
-shows progress and prints the table. Each round uses new processes, with SMC-R and TCP in turn. The
+First two programs of README's table run as they did for that table: unmodified, under `trio-smc
+run` and over TCP in turn, on all processors. So README's numbers and those of this machine can be
+compared. Then a server process and a client process (demo_peer.py) move a file; this process only
+starts them, shows progress and prints the table. Each round of the file uses new processes. The
 exit code is 0 only if the mode was smc-r every time and every copy had the file's SHA-256. If a
 connection stays on TCP, the output says so at once, with the reason. If other programs kept the
-processors busy, the output says so: the ratios then mean little.
+processors busy, the last sentence says so: the ratios then mean little.
 """
 
 from __future__ import annotations
@@ -24,26 +26,34 @@ import resource
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks import machines, unmodified
+from benchmarks.processes import Failed
+from benchmarks.transports import BASE
 
 PEER = Path(__file__).with_name("demo_peer.py")
 README = Path(__file__).resolve().parents[1] / "README.md"
 MIB = 1024 * 1024
 NAMES = {"smc": "SMC-R", "tcp": "TCP"}
 WAYS = {"up": "client to server", "down": "server to client"}
-# The rows of README's table that the demo measures, too, with the names of its own results.
-PROMISES = {
-    "round trips": "makes small requests over open connections",
-    "files": "sends and receives files, arrays or other large data",
-}
+# The programs of README's table that the demo runs, with the names of their results.
+PROGRAMS = {"echo": "requests of 64 bytes", "stream-64k": "streams"}
+# Seconds of one measurement of a program: those of README's table have the same length.
+SECONDS = 0.2
+# Units of these results that the table shows in another form, and the factors.
+UNITS = {"µs each": ("µs", 1), "s per GiB": ("ms/GiB", 1000)}
 # From this ratio on, SMC-R is faster or slower; ratios in between differ from run to run.
 CLEAR = 1.1
 # If other programs take more than this share of all processors, the measurement is disturbed.
 BUSY = 0.1
 Show = Callable[[str, int], None]
+# For each program and transport the values of each round: time or rate, and processor time.
+Values = dict[str, dict[str, list[tuple[float, float]]]]
 
 
 class PeerFailed(Exception):
@@ -72,12 +82,23 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
+def peer(*arguments: str, stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
+    """Run a peer. In a group of its own Ctrl-C does not reach it, and it prints no traceback."""
+    command = [sys.executable, str(PEER), *arguments]
+    with subprocess.Popen(
+        command, stdin=stdin, stdout=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        try:
+            yield process
+        except KeyboardInterrupt:
+            process.terminate()
+            raise
+
+
+@contextlib.contextmanager
 def server(transport: str) -> Iterator[int]:
     """Run the server process; the value is its port. It ends when its input does."""
-    command = [sys.executable, str(PEER), "serve", transport]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with peer("serve", transport, stdin=subprocess.PIPE) as process:
         events = next(lines_of(process), None)
         if events is None:
             raise PeerFailed("the server process did not start")
@@ -88,56 +109,134 @@ def one_round(transport: str, path: Path, show: Show) -> list[dict[str, Any]]:
     """Move the file both ways once; return the events `mode`, `round trips` and `result`."""
     events: list[dict[str, Any]] = []
     name = NAMES[transport]
-    with server(transport) as port:
-        command = [sys.executable, str(PEER), "send", transport, str(port), str(path)]
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-        ) as client:
-            for event in lines_of(client):
-                if event["event"] == "progress":
-                    show(f"{name}, {WAYS[event['way']]}", event["bytes"])
-                    continue
-                events.append({**event, "transport": transport})
-                if event["event"] == "mode" and event["mode"] != "smc-r":
-                    name = "TCP instead of SMC-R"
-                    print(f"NOT SMC-R   the bytes travel over TCP: {event['fallback']}", flush=True)
+    with server(transport) as port, peer("send", transport, str(port), str(path)) as process:
+        for event in lines_of(process):
+            if event["event"] == "progress":
+                show(f"{name}, {WAYS[event['way']]}", event["bytes"])
+                continue
+            events.append({**event, "transport": transport})
+            if event["event"] == "mode" and event["mode"] != "smc-r":
+                name = "TCP instead of SMC-R"
+                print_tcp(event)
     return events
 
 
-def promises(readme: Path = README) -> list[str]:
-    """The promises of README's table for the demo's work; empty without a README."""
+def print_tcp(event: dict[str, Any]) -> None:
+    """Print at once that the bytes do not travel over SMC-R, and why."""
+    print(f"NOT SMC-R   the bytes travel over TCP: {event['fallback']}", flush=True)
+
+
+def mode_of_a_connection() -> dict[str, Any]:
+    """Open a connection as the file will, and return the event `mode`."""
+    with server("smc") as port, peer("probe", "smc", str(port)) as process:
+        [event] = lines_of(process)
+    return event
+
+
+def run_programs(rounds: int) -> Values:
+    """Run the programs over SMC-R and over TCP in turn. Failed if a connection is not SMC-R."""
+    values: Values = {name: {transport: [] for transport in NAMES} for name in PROGRAMS}
+    names = {"smc": unmodified.RUN, "tcp": BASE}
+    with tempfile.TemporaryDirectory(prefix="trio-smc-demo-") as directory:
+        under = unmodified.WORKLOADS["echo"].under
+        trees = dict.fromkeys(names.values())
+        pinned = (None, None)  # not pinned
+        with unmodified.clients("plain", under, Path(directory), pinned, trees) as workers:
+            for number in range(rounds):
+                for name in PROGRAMS:
+                    for transport in sorted(NAMES, reverse=bool(number % 2)):
+                        worker = workers[names[transport]]
+                        reply = worker.call(workload=name, seconds=SECONDS)
+                        first, second = reply["values"]
+                        values[name][transport].append((first, second))
+    return values
+
+
+def title(name: str) -> str:
+    """The name of a program in README's table."""
+    return unmodified.WORKLOADS[name].metrics[0].name
+
+
+def promises(readme: Path = README) -> dict[str, str]:
+    """README's ranges for the programs that the demo runs; empty without a README."""
     try:
         text = readme.read_text(encoding="utf-8")
     except OSError:
-        return []
-    found = []
-    for name, row in PROMISES.items():
-        match = re.search(rf"^\| {re.escape(row)} \| ([^|]+?) \|", text, re.MULTILINE)
-        if match:
-            found.append(f"{name} {match[1]}")
+        return {}
+    found = {}
+    for name in PROGRAMS:
+        if match := re.search(rf"^\| {re.escape(title(name))} \| ([^|]+?) \|", text, re.MULTILINE):
+            found[name] = match[1]
     return found
 
 
-def conclusion(events: list[dict[str, Any]]) -> str:
-    """One sentence about this machine."""
+def measured_earlier(processor: str) -> dict[str, str]:
+    """The ratios of the machine in `benchmarks/machines` that has this processor."""
+    found = {}
+    for content in machines.load():
+        if content["machine"]["processor"] == processor:
+            ratios = content.get("programs", {}).get("not pinned", {}).get("ratios", {})
+            for name in PROGRAMS:
+                if numbers := ratios.get(f"{title(name)} | {unmodified.RUN}"):
+                    found[name] = f"{numbers[0]:.2f}"
+    return found
+
+
+def ratios_of(values: Values, name: str) -> list[float]:
+    """How many times better SMC-R was, in each round."""
+    smaller = unmodified.WORKLOADS[name].metrics[0].smaller_is_better
+    both = zip(values[name]["smc"], values[name]["tcp"], strict=True)
+    return [tcp / smc if smaller else smc / tcp for (smc, _), (tcp, _) in both]
+
+
+def print_line(head: str, of: dict[str, str], end: str = "") -> None:
+    """Print the ratios of the programs in one line, or nothing if there are none."""
+    if of:
+        ratios = "; ".join(f"{title(name)}: {of[name]}" for name in of)
+        print(f"{head:12}{ratios}{end}", flush=True)
+
+
+def print_setting(build: str) -> None:
+    """Print how the programs are run, and what README promises for them."""
+    machine = machines.this_machine()
+    processor, number, python = (machine[key] for key in ("processor", "processors", "python"))
+    print("programs    of README, under trio-smc run, not pinned: times as fast as over TCP")
+    print_line("README", promises(), " (pure build)")
+    print_line("earlier", measured_earlier(processor), f" ({processor} in benchmarks/machines)")
+    about = f"{processor}, {number} processors, Python {python}"
+    print(f"here        {build} build, {about}", flush=True)
+
+
+def conclusion(values: Values, events: list[dict[str, Any]], busy: float = 0.0) -> str:
+    """One sentence about this machine.
+
+    Args:
+      values: of the programs.
+      events: of the processes that moved the file.
+      busy: the share of the processors that other programs took.
+    """
+    ratios = {PROGRAMS[name]: median(ratios_of(values, name)) for name in values}
+    results = [event for event in events if event["event"] == "result"]
+    took = {
+        transport: median(event["seconds"] for event in results if event["transport"] == transport)
+        for transport in NAMES
+    }
+    ratios["files"] = took["tcp"] / took["smc"]
     faster, slower, same = [], [], []
-    for name, kind in (("round trips", "round trips"), ("files", "result")):
-        took = {
-            transport: [
-                event["seconds"]
-                for event in events
-                if (event["event"], event["transport"]) == (kind, transport)
-            ]
-            for transport in NAMES
-        }
-        ratio = median(took["tcp"]) / median(took["smc"])
+    for name, ratio in ratios.items():
         if ratio >= CLEAR:
             faster.append(f"{ratio:.1f}x as fast for {name}")
         elif ratio <= 1 / CLEAR:
             slower.append(f"slower for {name} ({ratio:.1f}x as fast)")
         else:
             same.append(f"no faster for {name}")
-    return f"On this machine SMC-R is {', '.join(faster + same + slower)}."
+    text = f"On this machine SMC-R is {', '.join(faster + same + slower)}"
+    if busy > BUSY:
+        text += (
+            f"; but other programs took {busy:.0%} of its processors meanwhile, so try again when "
+            "it has nothing else to do"
+        )
+    return f"{text}."
 
 
 @contextlib.contextmanager
@@ -173,7 +272,7 @@ def used_smc(events: list[dict[str, Any]]) -> bool:
     return all(event["mode"] == "smc-r" for event in events if event["event"] == "mode")
 
 
-def report(events: list[dict[str, Any]], sha256: str, mib: int) -> bool:
+def report(values: Values, events: list[dict[str, Any]], sha256: str, mib: int) -> bool:
     """Print mode, verdict and table; return True if all copies have the file's SHA-256."""
     modes = [event for event in events if event["event"] == "mode"]
     results = [event for event in events if event["event"] == "result"]
@@ -187,14 +286,21 @@ def report(events: list[dict[str, Any]], sha256: str, mib: int) -> bool:
     first, what = (
         ("SMC-R", "SMC-R is better") if used_smc(events) else ("instead", "(TCP with TCP)")
     )
-    print(f"{'':30}{first:>8}{'TCP':>8}         {what}")
-    trips = [event for event in events if event["event"] == "round trips"]
-    compare("round trip of 64 bytes", "µs", trips, "seconds", 1e6)
-    compare("    processor time", "µs", trips, "processor", 1e6)
+    print(f"{'':30}{first:>8}{'TCP':>8}           {what}")
+    for name, of in values.items():
+        for index, metric in enumerate(unmodified.WORKLOADS[name].metrics):
+            took = {way: [value[index] for value in found] for way, found in of.items()}
+            text = "    processor time" if index else title(name)
+            unit, scale = UNITS.get(metric.unit, (metric.unit, 1))
+            compare(text, unit, took, scale, larger=not metric.smaller_is_better)
     for way, text in WAYS.items():
         moved = [event for event in results if event["way"] == way]
-        compare(f"file, {text}", "ms", moved, "seconds", 1e3)
-        compare("    processor time", "ms", moved, "processor", 1e3)
+        for what, line in (("seconds", f"file, {text}"), ("processor", "    processor time")):
+            took = {
+                transport: [each[what] for each in moved if each["transport"] == transport]
+                for transport in NAMES
+            }
+            compare(line, "ms", took, 1000)
     print(
         f"\nMedians of the rounds, and the range of their ratios. {mib} MiB go from memory into "
         "the other\nprocess's memory, which exists already. Processor time: of both processes."
@@ -202,17 +308,25 @@ def report(events: list[dict[str, Any]], sha256: str, mib: int) -> bool:
     return same == len(results)
 
 
-def compare(text: str, unit: str, events: list[dict[str, Any]], what: str, factor: float) -> None:
-    """Print a line of the table: both values, and how many times less SMC-R took."""
-    took = {
-        transport: [event[what] * factor for event in events if event["transport"] == transport]
-        for transport in NAMES
-    }
-    each = [tcp / smc for smc, tcp in zip(took["smc"], took["tcp"], strict=True)]
+def compare(
+    text: str, unit: str, took: dict[str, list[float]], scale: float, *, larger: bool = False
+) -> None:
+    """Print a line of the table: both values, and how many times better SMC-R is.
+
+    Args:
+      took: the values of both transports.
+      scale: the values are multiplied by this number, and then have this unit.
+      larger: True if a larger value is better.
+    """
+
+    def better(smc: float, tcp: float) -> float:
+        return smc / tcp if larger else tcp / smc
+
+    each = [better(smc, tcp) for smc, tcp in zip(took["smc"], took["tcp"], strict=True)]
     smc, tcp = (median(took[transport]) for transport in NAMES)
     print(
-        f"{text:30}{smc:8.0f}{tcp:8.0f} {unit}"
-        f"{tcp / smc:8.2f} times ({min(each):.2f} to {max(each):.2f})"
+        f"{text:30}{smc * scale:8.0f}{tcp * scale:8.0f} {unit:7}"
+        f"{better(smc, tcp):5.2f} times ({min(each):.2f} to {max(each):.2f})"
     )
 
 
@@ -239,41 +353,50 @@ class Others:
 
 def main() -> int:
     """Return the exit code."""
-    parser = argparse.ArgumentParser(description="move a file over SMC-R and over TCP")
+    parser = argparse.ArgumentParser(
+        description="run programs, and move a file, over SMC-R and TCP"
+    )
     parser.add_argument("--mib", type=int, default=256, help="size of the file (default 256)")
     parser.add_argument("--rounds", type=int, default=3, help="how often (default 3)")
     arguments = parser.parse_args()
+    others = Others()
+    values: Values = {}
+    mode = mode_of_a_connection()
+    print_setting(mode["build"])
+    if mode["mode"] == "smc-r":
+        values = run_programs(arguments.rounds)
+        print_line(
+            "",
+            {
+                name: f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                for name in values
+                for ratios in [ratios_of(values, name)]
+            },
+        )
+    else:
+        print_tcp(mode)
     with tempfile.TemporaryDirectory(prefix="trio-smc-demo-") as directory:
         path = Path(directory) / "file"
-        if promised := promises():
-            text = "; ".join(promised)
-            print(f"README      times as fast as TCP for Trio programs on one host: {text}")
         print(f"file        {arguments.mib} MiB, pseudo-random", flush=True)
         sha256 = make_file(path, arguments.mib)
         events: list[dict[str, Any]] = []
-        others = Others()
         with progress(arguments.mib * MIB) as show:
             for number in range(arguments.rounds):
                 # Alternate the order, so that neither always finds the machine warmed up.
                 for transport in sorted(NAMES, reverse=bool(number % 2)):
                     events += one_round(transport, path, show)
-    all_copied, all_smc = report(events, sha256, arguments.mib), used_smc(events)
+    all_copied, all_smc = report(values, events, sha256, arguments.mib), used_smc(events)
     if not all_smc:
         print("\nOn this machine SMC-R was not used, so the comparison is TCP with TCP.")
-    elif (share := others.share()) > BUSY:
-        print(
-            f"\nThis machine was too busy to tell: other programs took {share:.0%} of its "
-            "processors meanwhile.\nTry again when it has nothing else to do."
-        )
     else:
-        print(f"\n{conclusion(events)}")
+        print(f"\n{textwrap.fill(conclusion(values, events, others.share()), 90)}")
     return 0 if all_copied and all_smc else 1
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except PeerFailed as failure:
+    except (Failed, PeerFailed) as failure:
         sys.exit(str(failure))
     except KeyboardInterrupt:
         sys.exit(130)

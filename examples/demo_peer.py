@@ -1,25 +1,25 @@
 """The two processes of the demo: `demo_peer.py serve smc` and `demo_peer.py send smc PORT FILE`;
 with `tcp` in place of `smc` the same over plain Trio TCP. Each prints one JSON object per line.
+`demo_peer.py probe smc PORT` opens a connection and prints only its mode.
 
 A client sends requests of nine bytes, a letter and a size, any number of them on one connection:
 M  memory: the server makes memory of `size` bytes ready and answers one byte
 U  upload: `size` bytes follow; the server answers one byte once all are in its memory
 H  hash: the server answers the SHA-256 of what it holds
 D  download: the server sends `size` bytes of what it holds
-E  echo: the server sends the next `size` messages back
 P  processor time: the server answers how much processor time it has used (8 bytes, ns)
 
 U and D are timed, from the request to the last byte (or its acknowledgement), into memory whose
-pages exist already, and so is each round trip of E. Both transports do the same reads and writes;
-hashing is never timed.
+pages exist already. Both transports do the same reads and writes; hashing is never timed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import statistics
+import signal
 import struct
 import sys
 import time
@@ -33,8 +33,6 @@ import trio_smc
 
 REQUEST = struct.Struct("!cQ")
 CHUNK = 256 * 1024
-MESSAGE = 64
-ROUND_TRIPS = 2000
 NANOSECONDS = struct.Struct("!Q")
 REPORT_EVERY = 8 * 1024 * 1024
 HOST = "127.0.0.1"
@@ -108,11 +106,6 @@ async def answer(stream: trio.abc.Stream, held: Held) -> None:
             await stream.send_all(await held.sha256())
         elif letter == b"D":
             await send(stream, memoryview(held.data)[:size], silent)
-        elif letter == b"E":
-            message = memoryview(bytearray(MESSAGE))
-            for _ in range(size):
-                await receive(stream, message, silent)
-                await stream.send_all(message)
         elif letter == b"P":
             await stream.send_all(NANOSECONDS.pack(time.process_time_ns()))
         else:
@@ -125,7 +118,9 @@ async def serve(transport: str) -> None:
     listen = trio_smc.serve if transport == "smc" else trio.serve_tcp
 
     async def handler(stream: trio.abc.Stream) -> None:
-        await answer(stream, held)
+        # The client's process reports its errors, and a connection of any other program is closed.
+        with contextlib.suppress(trio.BrokenResourceError, EOFError, ValueError):
+            await answer(stream, held)
 
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(lambda **kw: listen(handler, 0, host=HOST, **kw))
@@ -172,27 +167,6 @@ async def timed(stream: trio.abc.Stream, move: Callable[[], Awaitable[None]]) ->
     return {"seconds": seconds, "processor": (await processor_time(stream) - used) / 1e9}
 
 
-async def round_trips(stream: trio.abc.Stream) -> None:
-    """Report the median time of a round trip, and the processor time of one."""
-    message, answered = bytes(MESSAGE), memoryview(bytearray(MESSAGE))
-    times: list[int] = []
-
-    async def make_round_trips() -> None:
-        await stream.send_all(REQUEST.pack(b"E", ROUND_TRIPS))
-        for _ in range(ROUND_TRIPS):
-            start = time.perf_counter_ns()
-            await stream.send_all(message)
-            await receive(stream, answered, silent)
-            times.append(time.perf_counter_ns() - start)
-
-    taken = await timed(stream, make_round_trips)
-    write_event(
-        event="round trips",
-        seconds=statistics.median(times) / 1e9,
-        processor=taken["processor"] / ROUND_TRIPS,
-    )
-
-
 async def exchange(stream: trio.abc.Stream, data: memoryview) -> None:
     """Upload, download, and report times and the SHA-256 of each copy, which is not timed."""
     held = Held()
@@ -207,8 +181,6 @@ async def exchange(stream: trio.abc.Stream, data: memoryview) -> None:
         await stream.send_all(REQUEST.pack(b"D", len(data)))
         await receive(stream, room, Reporter("down", len(data)))
 
-    await round_trips(stream)
-
     # The server prepares its memory before the timed part.
     await stream.send_all(REQUEST.pack(b"M", len(data)))
     await receive(stream, memoryview(bytearray(1)), silent)
@@ -221,6 +193,12 @@ async def exchange(stream: trio.abc.Stream, data: memoryview) -> None:
     write_event(event="result", way="down", **taken, sha256=(await held.sha256()).hex())
 
 
+async def probe(transport: str, port: int) -> None:
+    """Report the mode of a connection; TooSlowError if it hangs."""
+    with trio.fail_after(LIMIT):
+        await connect_and_exchange(transport, port, None)
+
+
 async def client(transport: str, port: int, path: Path) -> None:
     """Move the file to the server and back over one connection; TooSlowError if it hangs."""
     data = memoryview(await trio.Path(path).read_bytes())
@@ -228,24 +206,30 @@ async def client(transport: str, port: int, path: Path) -> None:
         await connect_and_exchange(transport, port, data)
 
 
-async def connect_and_exchange(transport: str, port: int, data: memoryview) -> None:
-    """Open the connection, report its mode, and use it."""
+async def connect_and_exchange(transport: str, port: int, data: memoryview | None) -> None:
+    """Open the connection, report its mode, and use it if there is data."""
     if transport == "tcp":
         async with await trio.open_tcp_stream(HOST, port) as tcp:
-            await exchange(tcp, data)
+            if data is not None:
+                await exchange(tcp, data)
         return
     async with await trio_smc.open_stream(HOST, port) as smc:
         why = f"{smc.fallback.message}; {smc.fallback.remedy}" if smc.fallback else None
         build = "compiled" if trio_smc.__compiled__ else "pure"
         write_event(event="mode", mode=smc.mode, fallback=why, build=build)
-        await exchange(smc, data)
+        if data is not None:
+            await exchange(smc, data)
 
 
 def main(arguments: list[str]) -> None:
     """Run the role that the command line names."""
+    # The demo ends its processes by SIGTERM; like Ctrl-C it lets Trio close what is open.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     match arguments:
         case ["serve", ("smc" | "tcp") as transport]:
             trio.run(serve, transport)
+        case ["probe", ("smc" | "tcp") as transport, port]:
+            trio.run(probe, transport, int(port))
         case ["send", ("smc" | "tcp") as transport, port, path]:
             trio.run(client, transport, int(port), Path(path))
         case _:
@@ -253,7 +237,9 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    code = 0
     try:
         main(sys.argv[1:])
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except* KeyboardInterrupt:  # in a nursery it arrives in a group
+        code = 130
+    sys.exit(code)

@@ -12,8 +12,11 @@ import trio_smc
 async def echo(stream: trio_smc.SmcStream) -> None:
     """Handle one connection; `serve` closes the stream afterwards."""
     print("connection over", stream.mode, stream.fallback.message if stream.fallback else "")
-    async for data in stream:
-        await stream.send_all(data)
+    try:
+        async for data in stream:
+            await stream.send_all(data)
+    except trio.BrokenResourceError:  # otherwise `serve` would pass it on, and the server would end
+        print("a client was gone before it had its answer")
 
 
 async def main(port: int) -> None:

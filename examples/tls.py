@@ -15,8 +15,11 @@ SmcTls = trio.SSLStream[trio_smc.SmcStream]
 async def shout(stream: SmcTls) -> None:
     """Answer one client in capital letters."""
     print(both_ends.describe("server", stream.transport_stream))
-    async for data in stream:
-        await stream.send_all(data.upper())
+    try:
+        async for data in stream:
+            await stream.send_all(data.upper())
+    except trio.BrokenResourceError as error:  # the client has reset, or does not speak TLS
+        print("server: a client is gone:", error.__cause__ or error)
 
 
 async def serve(port: int, directory: Path) -> None:

@@ -18,9 +18,10 @@ from examples import both_ends
 
 async def echo(request: WebSocketRequest) -> None:
     """Send every message back."""
-    connection = await request.accept()
-    print("server:", request.path, "asked for by", request.remote)
     try:
+        connection = await request.accept()
+        # A client that is gone already has no address, so only the path is printed.
+        print("server: a client opened", request.path)
         while True:
             await connection.send_message(await connection.get_message())
     except ConnectionClosed:

@@ -10,6 +10,7 @@ The text between ``<!-- NAME -->`` and ``<!-- end -->`` is replaced, from the fi
 name       file                          text
 ========== ============================  =================================================
 summary    README.md, when-it-helps.md   kinds of programs, ranges over programs and machines
+demo       README.md                     the programs that the demo runs, ranges over machines
 ranges     when-it-helps.md              each program, ranges over machines
 programs   performance.md                each program, a column for each machine
 transports performance.md                the plots of the transports, if there are numbers
@@ -29,6 +30,7 @@ from typing import Any, Final
 
 from benchmarks import comparison, machines, plot, unmodified
 from benchmarks.workloads import WORKLOADS
+from examples import demo
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = ROOT / "README.md"
@@ -78,6 +80,16 @@ def summary(contents: Sequence[dict[str, Any]]) -> str:
     lines += [f"| {kind} | {_ranges(contents, names)} |" for kind, names in SUMMARY.items()]
     processors = ", ".join(content["machine"]["processor"] for content in contents)
     lines += ["", f"Measured on: {processors}. A number above 1 means that SMC-R is better."]
+    return "\n".join(lines) + "\n"
+
+
+def promised(contents: Sequence[dict[str, Any]]) -> str:
+    """The programs that the demo runs, with the ranges of their times or rates."""
+    lines = ["| program | times as fast as over TCP |", "|---|---|"]
+    lines += [
+        f"| {demo.title(name)} | {_ranges(contents, [name]).partition(' | ')[0]} |"
+        for name in demo.PROGRAMS
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -213,6 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     contents = machines.load()
     texts = {
         "summary": summary(contents),
+        "demo": promised(contents),
         "ranges": ranges(contents),
         "programs": programs(contents),
         "machines": listed(contents),

@@ -67,12 +67,26 @@ def manual(parser: argparse.ArgumentParser) -> str:
     ])  # fmt: skip
 
 
-def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+def parsers_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command."""
     [choices] = [
         each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)
     ]
+    return dict(choices)
+
+
+def arguments_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The options and arguments of a command, with the name of the value that each takes."""
+    return {
+        name: "" if each.nargs == 0 else str(each.metavar)
+        for each in parser._actions
+        for name in each.option_strings or [str(each.metavar)]
+    }
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
     for command in load():
-        one = choices[command.NAME]
+        one = parsers_of(parser)[command.NAME]
         yield f'.SS "trio\\-smc {command.NAME}"'
         yield _escape(f"{command.SUMMARY[0].upper()}{command.SUMMARY[1:]}.")
         yield from _example(_usage(command.NAME, one))

@@ -383,7 +383,7 @@ def test_damaged_answers_give_one_line_and_exit_code_2(
 ) -> None:
     with hostile_server(runtime_directory / "trio-smc", lambda client: client.sendall(reply)):
         line = one_line(command_here(capsys, "ss"))
-    assert line.startswith(f"trio-smc: process {os.getpid()} sent a damaged answer: ")
+    assert line.startswith(f"trio-smc ss: process {os.getpid()} sent a damaged answer: ")
     assert error in line
 
 
@@ -393,7 +393,7 @@ def test_an_error_in_an_answer_gives_one_line_and_exit_code_2(
     reply = process_part() + control.encode({"part": "error", "data": "no, thanks"})
     with hostile_server(runtime_directory / "trio-smc", lambda client: client.sendall(reply)):
         line = one_line(command_here(capsys, "ss"))
-    assert line == f"trio-smc: process {os.getpid()} answers with an error: no, thanks"
+    assert line == f"trio-smc ss: process {os.getpid()} answers with an error: no, thanks"
 
 
 def valid_value(shape: Any) -> Any:

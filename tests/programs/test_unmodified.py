@@ -275,7 +275,7 @@ def test_from_tcp_to_smc_and_back_to_tcp(tmp_path: Path) -> None:
         (["--config", "missing.toml", "--", "true"], "missing.toml"),
         (["--config", "bad.toml", "--", "true"], "there is no setting 'colour'"),
         (["--config", "worse.toml", "--", "true"], "worse.toml: not UTF-8 (at byte 0)"),
-        (["--config", ".", "--", "true"], "trio-smc: .: Is a directory\n"),
+        (["--config", ".", "--", "true"], "trio-smc run: .: Is a directory\n"),
         (["--config", "pnet.toml", "--", "true"], "the PNET table missing.pnet cannot be read: No"),
         (["--config", "port.toml", "--", "true"], "rnics: 'roce:rxe0:x' is neither "),
         (["--config", "capture.toml", "--", "true"], "the directory of 'a/b' does not exist"),
@@ -304,7 +304,7 @@ def test_no_such_program(tmp_path: Path) -> None:
         [*RUN, "--", "no-such-program"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 127
-    assert done.stderr == "trio-smc: run: cannot start no-such-program: no such program\n"
+    assert done.stderr == "trio-smc run: cannot start no-such-program: no such program\n"
     assert not done.stdout
 
 

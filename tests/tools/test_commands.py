@@ -143,7 +143,8 @@ def test_output_that_cannot_be_written(words: tuple[str, ...]) -> None:
             cwd=ROOT, check=False, timeout=LIMIT,
         )  # fmt: skip
     error = done.stderr.decode()
-    assert error == "trio-smc: cannot write the output: No space left on device\n"
+    name = "trio-smc" if {"--help", "--version"} & {*words} else f"trio-smc {words[0]}"
+    assert error == f"{name}: cannot write the output: No space left on device\n"
     assert done.returncode == 2
 
 
@@ -189,7 +190,8 @@ async def test_lg_shows_both_roles_of_a_process_that_talks_to_itself() -> None:
         [rmb] = server["rmbs"]
         assert (rmb["element_size"], rmb["in_use"]) == (16384, 1)
         rows = (await quick_command("lg", "--pid", peer.pid)).rows()[1:]
-        assert sorted(row[2] for row in rows) == ["client", "server"]
+        assert sorted(row[3] for row in rows) == ["client", "server"]
+        assert {row[1] for row in rows} == {stack["stack"]}
         assert {" ".join(row[-6:]) for row in rows} == {f"1 of {rmb['elements']} × 16.0 KiB"}
 
 
@@ -520,3 +522,37 @@ async def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str])
         assert one.code == 0
         assert f"trio-smc {each.NAME}" in one.out
         assert "Exit codes" in one.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run",), ("run", "--nope"), ("ss", "--port", "x"),
+        ("ss", "--directory", "/nowhere"), ("capture", "1", "-o", "-"), ("ladder", "/nowhere"),
+        ("proxy", "127.0.0.1:1", "127.0.0.1:2"), ("stats", "--since", "/nowhere"),
+        ("check", "127.0.0.1", "0"), ("reasons", "nope"), ("report", "--pid", "2147483647"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_an_error_begins_with_the_command(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """argparse finds some errors, and the commands others; all have one form."""
+    done = command_here(capsys, *words)
+    assert done.code == 2
+    [line] = done.err.splitlines()
+    assert re.match(rf"trio-smc {words[0]}: (?!{words[0]}: )\S", line), line
+
+
+def test_the_command_and_the_page_have_the_same_reasons_for_each_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
+    found = command_here(capsys, "reasons", "--json").json
+    by_word: dict[str, list[str]] = {}
+    for each in found["reasons"]:
+        by_word.setdefault(each["word"], []).append(each["reason"])
+    for each in found["words"]:
+        assert each["reasons_with_it"] == by_word.get(each["word"], [])
+        [row] = re.findall(rf"^\| `{each['word']}` \| .* \| (.*) \|$", page, re.MULTILINE)
+        assert re.findall(r"\[`([\w-]+)`\]", row) == each["reasons_with_it"]

@@ -368,7 +368,7 @@ def test_a_file_whose_open_could_block_is_refused(
     finally:
         os.close(writer)
         path.unlink()
-    assert capsys.readouterr().err == f"trio-smc: ladder: {path}: not a regular file\n"
+    assert capsys.readouterr().err == f"trio-smc ladder: {path}: not a regular file\n"
 
 
 def test_a_pipe_that_the_shell_opened(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -50,10 +52,14 @@ async def test_columns_and_filters_of_ss() -> None:
         wrong = await quick_command("ss", "--state", "active", "--state", "FOO")
         assert wrong.code == 0
         assert wrong.err == (
-            "trio-smc: --state FOO selects no connection; the choices are: "
+            "trio-smc ss: --state FOO selects no connection; the choices are: "
             "ACTIVE, ESTABLISHED, LISTEN\n"
         )
         text = (await quick_command("ss", "-v", "--smc", "--port", client)).out
+        for ends in (f"{port} → {client}", f"{client} → {port}"):  # a software RNIC has no port
+            assert f"  port      TCP {ends}; RNIC -\n" in text
+        tcp = (await quick_command("ss", "-v", "--tcp")).out
+        assert re.search(rf"^  port      TCP {port} → \d+$", tcp, re.MULTILINE)
         assert text.count("  interface lo\n") == 2
         # 1500 bytes are fewer than a ring of 16384, so the wrap counts are 0.
         assert "  tx cursor producer 0:1500, consumer 0:500\n" in text
@@ -63,6 +69,63 @@ async def test_columns_and_filters_of_ss() -> None:
             r"^  link      soft0, fd53:[0-9a-f:]+ → fd53:[0-9a-f:]+$", text, re.MULTILINE
         )
         assert "  network   netdev -, VLAN -, PNET -\n" in text
+
+
+async def test_rows_of_ss_are_sorted_within_a_process() -> None:
+    """By the address and port of this side as numbers, and then by those of the peer."""
+    config = Config(receive_buffer=16384)
+    async with (
+        trio_smc.open_stack(config) as one,
+        trio_smc.open_stack(config) as two,
+        contextlib.AsyncExitStack() as streams,
+    ):
+        listeners = []
+        for host in ("127.0.0.10", "127.0.0.9", "::1"):
+            for stack in (two, one):
+                listeners += await stack.open_listeners(0, host=host)
+        for listener in (*listeners, *listeners):
+            client = one if listener in listeners[::2] else two
+            address = listener.socket.getsockname()[:2]
+            await streams.enter_async_context(await client.open_stream(*address))
+            await streams.enter_async_context(await listener.accept())
+        lines = (await quick_command("ss")).rows()[1:]
+        assert len(lines) == 6 + 4 * 6
+        assert [line[1] for line in lines] == sorted([line[1] for line in lines], reverse=True)
+        assert [line[1] for line in lines[:6]] == ["LISTEN"] * 6
+
+        def order(line: list[str]) -> tuple[tuple[int, ipaddress.IPv6Address, int], ...]:
+            ends = []
+            for text in line[5:7] if line[1] != "LISTEN" else line[5:6]:
+                host, _, port = text.rpartition(":")
+                bare = host.strip("[]")
+                number = ipaddress.IPv6Address(bare if ":" in bare else f"::{bare}")
+                ends.append((host.count(":"), number, int(port)))
+            return tuple(ends)
+
+        for part in (lines[:6], lines[6:]):
+            assert part == sorted(part, key=order)
+        verbose = (await quick_command("ss", "-v")).out
+        shown = [line.split()[3::2] for line in verbose.splitlines() if line.startswith("pid ")]
+        assert shown == [line[5:7] for line in lines[6:]]
+        for stack in (await quick_command("ss", "--json")).json:
+            locals_ = [output.address_order(each["local"]) for each in stack["connections"]]
+            assert locals_ == sorted(locals_)
+            assert stack["listeners"] == sorted(stack["listeners"], key=output.address_order)
+
+
+def test_the_order_of_addresses() -> None:
+    """Any process may send anything; text that is no address comes last."""
+    expected = [
+        ["9.0.0.1", 80], ["::ffff:10.0.0.1", 9], ["10.0.0.1", 80], ["10.0.0.1", 443],
+        ["10.0.0.1", 7000], ["192.0.2.1", 1], ["::1", 1], ["fe80::1%eth0", 1], ["fe80::1%eth1", 1],
+        ["a name", 1], ["b", 0], None,
+    ]  # fmt: skip
+    for given in (expected[::-1], expected[5:] + expected[:5]):
+        found = sorted(given, key=output.address_order)
+        assert [each for each in found if each != expected[1]] == [
+            each for each in expected if each != expected[1]
+        ]
+    assert output.port_of(None) == "-"
 
 
 async def test_flags_and_shutdown_states() -> None:
@@ -107,6 +170,13 @@ async def test_sides_of_asymmetric_groups_and_critical_links(several: str) -> No
         assert sides[several]["asymmetric_side"] == "peer"
         assert sides[single]["asymmetric_side"] == "local"
         text = (await quick_command("lg")).out
+        # Both stacks are in this process, and each numbers its own groups.
+        assert {group["number"] for group in sides.values()} == {1}
+        rows = re.findall(rf"^{os.getpid()} +(\w+) +(\d+)", text, re.MULTILINE)
+        assert sorted(rows) == sorted((each.peer_id.hex(), "1") for each in (server, client))
+        verbose = (await quick_command("ss", "-v")).out
+        for each in (server, client):
+            assert f"  stack     {each.peer_id.hex()}\n" in verbose
         assert text.count("asymmetric (ASYML)") == text.count("asymmetric (ASYMP)") == 1
         wide = (await quick_command("lg", "-v")).out
         assert wide.count("PEER GID") == 1
@@ -117,7 +187,7 @@ async def test_sides_of_asymmetric_groups_and_critical_links(several: str) -> No
             shown = (await quick_command("lg", "--json", "--device", device)).json
             assert sum(len(each["link_groups"]) for each in shown) == count
         error = (await quick_command("lg", "--device", "nope")).err
-        start = "trio-smc: --device nope selects no link group; the choices are: "
+        start = "trio-smc lg: --device nope selects no link group; the choices are: "
         assert error.startswith(start)
         assert {"one", "only", "two"} & set(error.removeprefix(start).strip().split(", "))
         rnics = {

@@ -32,7 +32,7 @@ COMMANDS = (
     ("top", *BRIEFLY),
 )  # fmt: skip
 NOTE = (
-    "trio-smc: another release of trio_smc, {}, in process {}; this command has {}; "
+    "trio-smc {}: another release of trio_smc, {}, in process {}; this command has {}; "
     '"-" is a value that the other release does not report\n'
 )
 
@@ -91,7 +91,7 @@ def test_an_older_process(
 ) -> None:
     done = run(OLDER, words, tmp_path, capsys)
     assert done.code == 0, done.err
-    assert done.err == NOTE.format("before 0.3.0", os.getpid(), trio_smc.__version__)
+    assert done.err == NOTE.format(words[0], "before 0.3.0", os.getpid(), trio_smc.__version__)
     assert str(os.getpid()) in done.out or words[0] == "top"
 
 
@@ -185,7 +185,7 @@ def test_a_newer_process(
     messages.insert(1, {"part": "of_the_future", "data": {}})
     done = run(messages, words, tmp_path, capsys)
     assert done.code == 0, done.err
-    assert done.err == NOTE.format("9.9", os.getpid(), trio_smc.__version__)
+    assert done.err == NOTE.format(words[0], "9.9", os.getpid(), trio_smc.__version__)
 
 
 def test_this_release_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,7 +123,18 @@ async def test_root_inspects_a_user_and_changes_nothing(theirs: Path, tmp_path: 
         output = one_line(await quick_command("ss", "--pid", pid))
         assert output.endswith(f"and only that user may query it (as root: --user {USER})")
         # Without --user, root counts as another user.
-        assert "belongs to user" in one_line(await quick_command("ss", "--directory", theirs))
+        output = one_line(await quick_command("ss", "--directory", theirs))
+        assert "belongs to user" in output
+        assert output.endswith(f"(as root: --user {USER} --directory {theirs})")
+        # A remedy names only options that the command has.
+        for words in (
+            ("drain", "soft0", "--pid", pid), ("undrain", "soft0", "--pid", pid),
+            ("drain", "soft0", "--directory", theirs), ("capture", pid, "-o", "-"),
+            ("capture", pid, "-o", "-", "--directory", theirs),
+        ):  # fmt: skip
+            output = one_line(run_here(*words))
+            assert output.endswith(f" (run this command as user {USER})"), output
+            assert "--user" not in output
         dead.unlink()
         assert (os.geteuid(), os.getegid()) == (0, 0)
 
@@ -215,7 +226,7 @@ def test_hostile_directories_of_users(
     done = inspect(theirs)
     assert time.monotonic() - start < 10
     assert (done.code, done.err) == (
-        1, f"trio-smc: user {USER}: a directory does not answer in time\n",
+        1, f"trio-smc ss: user {USER}: a directory does not answer in time\n",
     )  # fmt: skip
 
 
@@ -316,3 +327,19 @@ def test_the_child_prints_its_findings(
     assert (found["found"], found["problems"], found["timed_out"]) == ([], [], False)
     assert "Not a directory" in found["errors"][0]
     assert "XDG_RUNTIME_DIR" not in os.environ
+
+
+def test_a_directory_that_fails_is_no_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """A user and a process may have the same number: both problems are named, each once."""
+    silent = client.SilentProcesses()
+    problems: dict[int | client.UserDirectory, str] = {
+        client.UserDirectory(7, 0): "user 7: a directory cannot be inspected",
+        client.UserDirectory(7, 1): "user 7: another one",
+        7: "process 7 does not answer",
+    }
+    for _ in range(2):
+        silent.replace(dict(problems))
+    assert capsys.readouterr().err.splitlines() == [
+        f"trio-smc: {text}" for text in problems.values()
+    ]
+    assert silent.exit_code == client.INCOMPLETE

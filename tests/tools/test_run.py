@@ -476,8 +476,8 @@ sys.exit(cli.main(["run", *sys.argv[1:], "--", sys.executable, "-c", "print(7); 
     warning = f"trio-smc run: warning: {lack}; problems of the program are not reported\n"
     for options, outcome in (
         ((), (5, "7\n", warning)),
-        (("--report",), (2, "", f"trio-smc: run: {lack}\n")),
-        (("--require-smc",), (2, "", f"trio-smc: run: {lack}\n")),
+        (("--report",), (2, "", f"trio-smc run: {lack}\n")),
+        (("--require-smc",), (2, "", f"trio-smc run: {lack}\n")),
     ):
         done = subprocess.run(
             [sys.executable, "-c", command, *options], capture_output=True, text=True, check=False

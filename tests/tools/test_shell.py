@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts import shell_files
+from trio_smc.states.tables import CONNECTION
 from trio_smc.tools.commands import load
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -35,12 +36,21 @@ def made(program: str, *with_words: str) -> str:
 
 
 def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    """The states of `ss`, and the programs on PATH behind `run --`, as well."""
     (tmp_path / "completion").write_text(made("shtab", "bash"))
+    program = tmp_path / "bin" / "trio-smc-only-here"
+    program.parent.mkdir()
+    program.touch(0o700)
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
     for typed, expected in (
         ("ru", {"run"}),
         ("t", {"top", "teardown"}),
         ("run --re", {"--require-smc", "--report"}),
         ("check --discovery a", {"auto", "assume"}),
+        ("ss --state ap", {"APPFINCLOSEWAIT", "APPCLOSEWAIT1", "APPCLOSEWAIT2"}),
+        ("ss --port 1 --state LIST", {"LISTEN"}),
+        ("run --report -- trio-smc-only-he", {"trio-smc-only-here"}),
+        ("run -- env trio-smc-only-he", set()),  # an argument: bash completes a file
     ):
         words = ["trio-smc", *typed.split()]
         script = (
@@ -50,7 +60,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         )
         done = subprocess.run(
             ["bash", "--norc", "-c", script], cwd=tmp_path, capture_output=True, text=True,
-            check=True,
+            check=True, env={**os.environ, "PATH": path},
         )  # fmt: skip
         assert set(done.stdout.split()) == expected, done.stderr
 
@@ -59,6 +69,8 @@ def test_zsh_has_every_command() -> None:
     text = made("shtab", "zsh")
     assert text.startswith("#compdef trio-smc")
     assert all(f"    {each.NAME}:'" in text for each in load())
+    assert re.search(r":STATE:\(INIT ACTIVE .* LISTEN .*\)\"", text)
+    assert re.search(r"PROGRAM .*:_normal\"", text)
 
 
 def test_the_manual_page_has_every_command_and_option() -> None:
@@ -80,6 +92,7 @@ def test_the_files_of_the_wheel_match_the_parser() -> None:
         text = path.read_text(encoding="utf-8")
         assert all(each.NAME in text for each in load()), "make cli-page"
         assert all(each in text for each in ("--directory", "--listen", "--require-smc"))
+        assert all(each in text for each in CONNECTION.states), "make cli-page"
 
 
 @pytest.mark.skipif(shutil.which("man") is None, reason="needs man")

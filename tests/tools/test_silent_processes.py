@@ -69,14 +69,14 @@ def timed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Done, fl
     return done, time.monotonic() - start
 
 
-def assert_names_each(done: Done, numbers: list[int]) -> None:
+def assert_names_each(name: str, done: Done, numbers: list[int]) -> None:
     """Assert that the command failed and printed one line about each of these processes."""
     assert done.code == 1
     lines = done.err.splitlines()
     assert len(lines) == len(numbers), done.err
     for number, line in zip(numbers, sorted(lines), strict=True):
         why = "does not answer; it may be stopped, or its event loop blocked"
-        assert line == f"trio-smc: process {number} {why}"
+        assert line == f"trio-smc {name}: process {number} {why}"
 
 
 def test_every_command_that_queries_processes_has_a_case() -> None:
@@ -92,9 +92,9 @@ def test_each_silent_process_is_named(
         done, seconds = timed(capsys, *QUERIES[name])
     if name == "drain":  # none of them has the RNIC
         assert (done.code, done.out) == (2, "")
-        assert done.err.splitlines()[-1] == "trio-smc: no process has an RNIC soft0"
+        assert done.err.splitlines()[-1] == "trio-smc drain: no process has an RNIC soft0"
     else:
-        assert_names_each(done, numbers)
+        assert_names_each(name, done, numbers)
         json.loads(done.out)
     assert seconds < 3 * TIMEOUT
 
@@ -110,7 +110,7 @@ async def test_processes_that_answer_are_still_shown(name: str, runtime_director
                 seconds = trio.current_time() - start
         finally:
             os.kill(other.pid, signal.SIGCONT)
-    assert_names_each(done, sorted([other.pid, *numbers], key=str))
+    assert_names_each(name, done, sorted([other.pid, *numbers], key=str))
     found = json.loads(done.out)
     if name == "top":
         assert found["stacks"] == 1
@@ -128,10 +128,10 @@ def test_a_silent_process_delays_only_the_first_frame(
     with silent_sockets(runtime_directory) as numbers:
         done, seconds = timed(capsys, "top", "--json", "--count", "4", "--interval", "0.01")
         assert seconds < 3 * TIMEOUT  # five rounds
-        assert_names_each(done, numbers)
+        assert_names_each("top", done, numbers)
         done, seconds = timed(capsys, "stats", "--json", "--count", "4", "--interval", "0.01")
         assert seconds < 3 * TIMEOUT
-        assert_names_each(done, numbers)
+        assert_names_each("stats", done, numbers)
 
 
 def test_a_frame_on_a_terminal_names_silent_processes(
@@ -145,7 +145,7 @@ def test_a_frame_on_a_terminal_names_silent_processes(
         done = command_here(capsys, "top", "--count", "1", "--interval", "0.01")
     for number in numbers:
         assert f"process {number} does not answer" in done.out
-    assert_names_each(done, numbers)
+    assert_names_each("top", done, numbers)
 
 
 def test_connect_does_not_wait_for_a_full_backlog(
@@ -159,7 +159,7 @@ def test_connect_does_not_wait_for_a_full_backlog(
             path = runtime_directory / "trio-smc" / control.DIRECTORY / f"{number}-0"
             exits.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
         done, seconds = timed(capsys, "ss", "--json")
-        assert_names_each(done, numbers)
+        assert_names_each("ss", done, numbers)
         assert seconds < 2 * TIMEOUT
 
 
@@ -240,7 +240,7 @@ def test_check_is_delayed_once(
         socket.create_server(("127.0.0.1", 0)) as own,
     ):
         done, seconds = timed(capsys, "check", "127.0.0.1", str(own.getsockname()[1]))
-    assert_names_each(done, numbers)
+    assert_names_each("check", done, numbers)
     assert seconds < 6 * TIMEOUT
 
 
@@ -256,7 +256,7 @@ def test_a_link_to_another_socket_is_not_queried(
         name.symlink_to(tmp_path / "other")
         done = command_here(capsys, "ss", "--json")
         name.unlink()
-        assert_names_each(done, [FIRST])
+        assert_names_each("ss", done, [FIRST])
         with pytest.raises(BlockingIOError):
             other.accept()
     (tmp_path / "other").unlink()

@@ -47,6 +47,8 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.printable import printable
 from trio_smc.host.descriptors import Closer, receive_bytes, refuse_descriptors
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, peer_user
+from trio_smc.states.tables import CONNECTION
+from trio_smc.streams.connection_views import TCP_STATES
 
 __all__ = [
     "CAPTURE",
@@ -61,6 +63,7 @@ __all__ = [
     "REPORT_TO",
     "REQUEST_LIMIT",
     "SIZES",
+    "STATES",
     "VERSION",
     "Closer",
     "DirectoryUnusable",
@@ -79,6 +82,8 @@ __all__ = [
 VERSION: Final = 1
 DIRECTORY: Final = "control"
 """The name of the directory of control sockets, in the private directory."""
+STATES: Final = tuple(dict.fromkeys((*CONNECTION.states, *TCP_STATES)))
+"""The states of connections in the answers of this release.  Another one may have others."""
 PARTS: Final = (
     "statistics", "connections", "link_groups", "rnics", "listeners", "settings", "events",
     "interfaces",

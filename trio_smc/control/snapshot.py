@@ -182,6 +182,7 @@ class Snapshots:
                     "number": link.number,
                     "state": link.state,
                     "rnic": link.rnic.name,
+                    "port": getattr(link.rnic, "port", None),
                     "gid": link.rnic.gid.hex(),
                     "peer_gid": None if link.peer_gid is None else link.peer_gid.hex(),
                     **self._network(link.rnic),

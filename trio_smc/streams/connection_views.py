@@ -38,7 +38,7 @@ __all__ = [
 
 
 # TCP_INFO's first byte (linux/tcp_states.h); the names are those of RFC 9293, 3.3.2.
-_TCP_STATES: Final = (
+TCP_STATES: Final = (
     "CLOSED", "ESTABLISHED", "SYN-SENT", "SYN-RECEIVED", "FIN-WAIT-1", "FIN-WAIT-2", "TIME-WAIT",
     "CLOSED", "CLOSE-WAIT", "LAST-ACK", "LISTEN", "CLOSING",
 )  # fmt: skip
@@ -244,9 +244,9 @@ class TcpConnectionView(View[TcpStream], ConnectionView):
     def state(self) -> str:
         with contextlib.suppress(OSError):
             info = self._core.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-            if info[0] < len(_TCP_STATES):
-                return _TCP_STATES[info[0]]
-        return _TCP_STATES[0]
+            if info[0] < len(TCP_STATES):
+                return TCP_STATES[info[0]]
+        return TCP_STATES[0]
 
     @property
     def fallback(self) -> Fallback | None:

@@ -137,7 +137,7 @@ async def _serve(
                 listeners = await stack.open_listeners(port, host=host)
             except OSError as error:
                 where = f"port {port}" if host is None else address([host, port])
-                text = f"check: cannot listen on {where}: {error_text(error)}"
+                text = f"cannot listen on {where}: {error_text(error)}"
                 raise ToolError(text) from None
             if not server.as_json:
                 names = (listener.socket.getsockname()[:2] for listener in listeners)

@@ -15,11 +15,20 @@ from typing import Any, Final, TextIO
 
 import trio_smc
 from trio_smc.tools.commands import Command, load
-from trio_smc.tools.output import BAD_INPUT, ToolError, error_text, print_error, print_text
+from trio_smc.tools.output import (
+    BAD_INPUT,
+    PROGRAM,
+    ToolError,
+    error_text,
+    name_command,
+    named_problems,
+    print_error,
+    print_problem,
+    print_text,
+)
 
 __all__ = ["main", "parser"]
 
-PROGRAM: Final = "trio-smc"
 _INTERRUPTED: Final = 130
 """As a shell reports a program that SIGINT (signal 2) ended: 128 + 2."""
 _WIDTH: Final = 90
@@ -58,11 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: the arguments without the name of the program; None: `sys.argv`.
     """
-    try:
-        return _written(_run(arguments))
-    except SystemExit as exit_:  # argparse has printed help or an error
-        code = exit_.code if isinstance(exit_.code, int) else BAD_INPUT
-        raise SystemExit(_written(code)) from None
+    with named_problems():
+        try:
+            return _written(_run(arguments))
+        except SystemExit as exit_:  # argparse has printed help or an error
+            code = exit_.code if isinstance(exit_.code, int) else BAD_INPUT
+            raise SystemExit(_written(code)) from None
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -70,13 +80,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         options, unknown = parser().parse_known_args(arguments)
         if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        command: Command = options.command
         with contextlib.suppress(AttributeError):
             # The output's encoding may lack some characters, such as the arrow of `ss -v`.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        return command.run(options)
-    except ToolError as error:
-        print_error(f"{PROGRAM}: {error}")
+        return _run_command(options)
+    except ToolError as error:  # help that cannot be written
+        print_problem(error)
         return error.code
     except BrokenPipeError:
         return 0  # the reader of the pipe, such as `head`, has ended
@@ -86,6 +95,16 @@ def _run(arguments: Sequence[str] | None) -> int:
         if group.split(KeyboardInterrupt)[1] is not None:
             raise
         return _INTERRUPTED
+
+
+def _run_command(options: argparse.Namespace) -> int:
+    command: Command = options.command
+    name_command(options.parser.prog)
+    try:
+        return command.run(options)
+    except ToolError as error:
+        print_problem(error.line(options))
+        return error.code
 
 
 def _written(code: int) -> int:
@@ -121,7 +140,7 @@ def _with_output(code: int) -> int:
         if isinstance(error, BrokenPipeError):
             return code
         if code != BAD_INPUT:  # otherwise another line has described an error
-            print_error(f"{PROGRAM}: cannot write the output: {error_text(error)}")
+            print_problem(f"cannot write the output: {error_text(error)}")
         return BAD_INPUT
     return code
 

@@ -15,6 +15,7 @@ identify an item (`_KEYS`) are required.  If the release differs, one line on st
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import json
@@ -36,7 +37,7 @@ from trio_smc._base.release import RELEASE
 from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.control import protocol as control
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
-from trio_smc.tools.output import ToolError, print_error, user_name
+from trio_smc.tools.output import ToolError, print_problem, user_name
 from trio_smc.tools.places import Places, identity_of
 from trio_smc.tools.proc import Process
 
@@ -45,8 +46,10 @@ __all__ = [
     "SHAPES",
     "TIMEOUT",
     "NoAnswer",
+    "NotOwner",
     "SilentProcesses",
     "Snapshot",
+    "UserDirectory",
     "check_untrusted",
     "stream_capture",
     "take_snapshots",
@@ -87,19 +90,41 @@ _MAX_NUMBER: Final = 1 << 64
 """The absolute value of each number in an answer is smaller.  Chosen: counters have 64 bits."""
 
 
-class _UserDirectory(NamedTuple):
+class UserDirectory(NamedTuple):
     """A directory of a user that could not be inspected, among the processes that are silent."""
 
     uid: int
     number: int
 
 
-_Silent = int | _UserDirectory
+_Silent = int | UserDirectory
 """A process number, or a directory."""
 
 
 class NoAnswer(ToolError):
     """There are processes, and none of them sent a valid answer."""
+
+
+class NotOwner(ToolError):
+    """A process or a directory belongs to another user.
+
+    Args:
+      text: the error without a remedy.
+      owner: the user.
+      more: further options that root needs beside ``--user``.
+    """
+
+    def __init__(self, text: str, owner: int, more: str = "") -> None:
+        super().__init__(text)
+        self._owner = user_name(owner)
+        self._more = more
+
+    def line(self, options: argparse.Namespace) -> str:
+        if os.geteuid() != 0:
+            return str(self)
+        if "user" in options:
+            return f"{self} (as root: --user {self._owner}{self._more})"
+        return f"{self} (run this command as user {self._owner})"
 
 
 @dataclass(slots=True)
@@ -189,7 +214,7 @@ class SilentProcesses:
 
 def _print_problems(problems: dict[_Silent, str]) -> None:
     for text in problems.values():
-        print_error(f"trio-smc: {text}")
+        print_problem(text)
 
 
 def _print_releases(releases: dict[int, str | None]) -> None:
@@ -197,8 +222,8 @@ def _print_releases(releases: dict[int, str | None]) -> None:
         pids = [str(pid) for pid, each in releases.items() if each == release]
         more = f" and {len(pids) - _SHOWN} more" if len(pids) > _SHOWN else ""
         names = f"{'processes' if len(pids) > 1 else 'process'} {', '.join(pids[:_SHOWN])}{more}"
-        print_error(
-            f"trio-smc: another release of trio_smc, {release or 'before 0.3.0'}, in {names}; this "
+        print_problem(
+            f"another release of trio_smc, {release or 'before 0.3.0'}, in {names}; this "
             f'command has {RELEASE}; "-" is a value that the other release does not report'
         )
 
@@ -248,7 +273,7 @@ def take_snapshots(
             silent.replace({each: problems[each] for each in others})
         raise NoAnswer(problems[first])
     if not found and not problems and required:
-        raise ToolError(_no_stack(directory, pid))
+        raise _no_stack(directory, pid)
     if silent is not None:
         silent.replace(problems)
         silent.note_releases(found)
@@ -332,7 +357,7 @@ def _take_places(
         by_uid.setdefault(place.uid, []).append(str(place.directory))
     users = list(by_uid.items())
     if places.truncated or len(users) > _MOST_USERS:
-        print_error("trio-smc: there are more users or directories than are inspected")
+        print_problem("there are more users or directories than are inspected")
     deadline = time.monotonic() + TIMEOUT + seconds + _CHILD_START
     with contextlib.ExitStack() as exits:
         children = []
@@ -355,14 +380,14 @@ def _take_places(
                 late = isinstance(error, subprocess.TimeoutExpired)
                 why = "does not answer in time" if late else "cannot be inspected"
                 problem = f"user {user_name(uid)}: a directory {why}"
-                round_.problems[_UserDirectory(uid, 0)] = problem
+                round_.problems[UserDirectory(uid, 0)] = problem
                 round_.timed_out = True
                 continue
             round_.found += [Snapshot(**each) for each in answer["found"]]
             round_.problems |= dict(answer["problems"])
             round_.timed_out = round_.timed_out or answer["timed_out"]
             for index, text in enumerate(answer["errors"], 1):
-                round_.problems[_UserDirectory(uid, index)] = f"user {user_name(uid)}: {text}"
+                round_.problems[UserDirectory(uid, index)] = f"user {user_name(uid)}: {text}"
     # One process may have been found by two paths to its directory.
     once = {(each.pid, each.stack): each for each in round_.found}
     round_.found = sorted(once.values(), key=lambda each: each.pid)
@@ -401,21 +426,22 @@ def _remove_leftovers(directory: Path) -> None:
         root.remove_leftovers()
 
 
-def _no_stack(directory: Path | Places, pid: int | None) -> str:
+def _no_stack(directory: Path | Places, pid: int | None) -> ToolError:
     if isinstance(directory, Places):
         users = {each.uid for each in directory.all}
         whose = f"user {user_name(users.pop())}" if len(users) == 1 else "any user"
-        return f"no running process of {whose} has a stack" + (f" and number {pid}" if pid else "")
+        number = f" and number {pid}" if pid else ""
+        return ToolError(f"no running process of {whose} has a stack{number}")
     if pid is None:
-        return f"no running process has a stack in {directory}"
+        return ToolError(f"no running process has a stack in {directory}")
     try:
         owner = os.stat(f"/proc/{pid}").st_uid
     except OSError:
-        return f"there is no process {pid}"
+        return ToolError(f"there is no process {pid}")
     if owner != os.geteuid():
-        hint = f" (as root: --user {user_name(owner)})" if os.geteuid() == 0 else ""
-        return f"process {pid} belongs to user {owner}, and only that user may query it{hint}"
-    return (
+        text = f"process {pid} belongs to user {owner}, and only that user may query it"
+        return NotOwner(text, owner)
+    return ToolError(
         f"process {pid} has no stack in {directory}: it does not use trio_smc, "
         "has another directory, or has Config(control=False)"
     )
@@ -447,22 +473,19 @@ def _opened(directory: Path) -> Iterator[PrivateDirectory | None]:
         except FileNotFoundError:
             pass
         except DirectoryUnusable as error:
-            raise ToolError(_of_another_user(directory) or str(error)) from None
+            raise _of_another_user(directory) or ToolError(str(error)) from None
         except OSError as error:
             raise ToolError(f"{directory}: {error.strerror}") from None
         yield below
 
 
-def _of_another_user(directory: Path) -> str | None:
-    """The remedy if root names the directory of another user."""
+def _of_another_user(directory: Path) -> NotOwner | None:
+    """The error if root names the directory of another user."""
     with contextlib.suppress(OSError):
         owner = os.lstat(directory).st_uid
         if os.geteuid() == 0 and owner != 0:
-            name = user_name(owner) or str(owner)
-            return (
-                f"{directory} belongs to user {name}, and root does not use it: `--user {name} "
-                f"--directory {directory}` inspects the processes of that user"
-            )
+            text = f"{directory} belongs to user {user_name(owner)}, and root does not use it"
+            return NotOwner(text, owner, f" --directory {directory}")
     return None
 
 
@@ -822,7 +845,7 @@ def _start_capture(
             except (OSError, ProtocolError) as error:
                 raise ToolError(f"process {number} {_problem(error)}") from None
     if not found:
-        raise ToolError(_no_stack(directory, pid))
+        raise _no_stack(directory, pid)
     if stack is None and len(found) > 1:
         raise ToolError(f"process {pid} has several stacks (--stack): {', '.join(sorted(found))}")
     chosen = found.pop(next(iter(found)) if stack is None else stack.lower(), None)
@@ -944,6 +967,7 @@ SHAPES: Final[dict[str, Any]] = {
                     "number": int,
                     "state": str,
                     "rnic": str,
+                    "port": Maybe(int),
                     "gid": str,
                     "peer_gid": Maybe(str),
                     "netdev": Maybe(str),

@@ -6,13 +6,16 @@ escapes control characters in it (`printable`).  On terminals it colours what is
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import ipaddress
 import json
 import os
 import pwd
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Final, Self, TextIO
 
 from trio_smc._base.printable import printable
@@ -21,9 +24,11 @@ from trio_smc.tools.tables import Marked, Style, Table, coloured
 
 __all__ = [
     "BAD_INPUT",
+    "PROGRAM",
     "Screen",
     "ToolError",
     "address",
+    "address_order",
     "diagnosis",
     "error_text",
     "fallback_codes",
@@ -34,10 +39,14 @@ __all__ = [
     "is_terminal",
     "lines_of",
     "mode_cell",
+    "name_command",
+    "named_problems",
     "network",
+    "port_of",
     "print_error",
     "print_json",
     "print_line",
+    "print_problem",
     "print_text",
     "print_unused",
     "show",
@@ -49,6 +58,9 @@ __all__ = [
 
 BAD_INPUT: Final = 2
 """The exit code for bad input."""
+PROGRAM: Final = "trio-smc"
+_name: ContextVar[str] = ContextVar("name", default=PROGRAM)
+"""The program and the command that runs, as errors name it: "trio-smc ss"."""
 
 
 def error_text(error: OSError) -> str:
@@ -59,13 +71,17 @@ def error_text(error: OSError) -> str:
 class ToolError(Exception):
     """The command failed: an unknown process, a damaged answer, a wrong argument.
 
-    `cli.main` prints "trio-smc: " and the text on stderr, and exits with ``code``.  The text is one
-    line without a full stop.
+    `cli.main` prints the name of the command ("trio-smc ss: ") and the text on stderr, and exits
+    with ``code``.  The text is one line without a full stop.
     """
 
     def __init__(self, text: str, code: int = BAD_INPUT) -> None:
         super().__init__(text)
         self.code = code
+
+    def line(self, options: argparse.Namespace) -> str:
+        """The text, with a remedy if that depends on the options that the command has."""
+        return str(self)
 
 
 _DUMB: Final = ("dumb", "unknown")
@@ -112,6 +128,26 @@ def print_error(line: object) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def named_problems() -> Iterator[None]:
+    """Within the block `print_problem` names the program, and after `name_command` the command."""
+    token = _name.set(PROGRAM)
+    try:
+        yield
+    finally:
+        _name.reset(token)
+
+
+def name_command(name: str) -> None:
+    """From now on `print_problem` names this command: "trio-smc ss"."""
+    _name.set(name)
+
+
+def print_problem(text: object) -> None:
+    """Print one line on stderr that begins with the name of the command, as argparse's errors."""
+    print_error(f"{_name.get()}: {text}")
+
+
 def print_unused(option: str, values: Iterable[str], what: str, known: Iterable[str]) -> None:
     """Print on stderr that an option's values select nothing, and which values would.
 
@@ -124,7 +160,7 @@ def print_unused(option: str, values: Iterable[str], what: str, known: Iterable[
     names = ", ".join(map(plain, values))
     if names:
         choice = ", ".join(known) or "none"
-        print_error(f"trio-smc: --{option} {names} selects no {what}; the choices are: {choice}")
+        print_problem(f"--{option} {names} selects no {what}; the choices are: {choice}")
 
 
 def is_terminal() -> bool:
@@ -249,6 +285,27 @@ def address(value: Any) -> str:
     match value:
         case [str() as host, int() as port]:
             return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return "-"
+
+
+def address_order(value: Any) -> tuple[int, int, str, int]:
+    """The key by which addresses are sorted: IPv4, IPv6, others, and the ports as numbers."""
+    match value:
+        case [str() as host, int() as port]:
+            try:
+                known = ipaddress.ip_address(host.partition("%")[0])
+            except ValueError:
+                return 7, 0, host, port
+            mapped = known.ipv4_mapped if isinstance(known, ipaddress.IPv6Address) else None
+            return (mapped or known).version, int(mapped or known), host, port
+    return 8, 0, "", 0
+
+
+def port_of(value: Any) -> str:
+    """The port of an address as text; "-" if there is none."""
+    match value:
+        case [_, int() as port]:
+            return str(port)
     return "-"
 
 

@@ -323,7 +323,7 @@ def _open_reports(tree: Tree, *, required: bool) -> ReportSocket | None:
     except OSError as error:
         text = f"cannot create the report socket: {error_text(error)}"
         if required:
-            raise ToolError(f"run: {text}") from error
+            raise ToolError(text) from error
         print_error(f"trio-smc run: warning: {text}; problems of the program are not reported")
         tree.incomplete = True
         return None

@@ -574,7 +574,7 @@ def test_the_command(pins: Path) -> None:
         0, f"TCP option set up in {pins}, for root and the group daemon",
     )  # fmt: skip
     assert command("setup", "--group", "none such") == (
-        2, "trio-smc: there is no group 'none such'",
+        2, "trio-smc setup: there is no group 'none such'",
     )  # fmt: skip
     assert command("teardown") == (0, f"TCP option removed from {pins}")
 

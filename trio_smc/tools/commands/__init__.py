@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Final, Protocol, cast
@@ -36,6 +36,8 @@ __all__ = [
     "add_json",
     "add_process",
     "add_users",
+    "complete_program",
+    "complete_words",
     "directories",
     "load",
     "positive_count",
@@ -56,6 +58,12 @@ _DEFAULT_ORIGINS: Final = ("default", "XDG_RUNTIME_DIR")
 _SHOWN: Final = 60
 """Characters of a wrong argument in an error.  Chosen."""
 
+_COMPLETE_PROGRAM: Final = """
+_trio_smc_program() {
+  # Only the word behind "--" is a program.  Without an answer bash completes a file.
+  [[ "$previous_word" == -- ]] && compgen -c -- "$1"
+}
+"""
 MODULES = (
     "ss",
     "lg",
@@ -115,6 +123,31 @@ def add_process(parser: argparse.ArgumentParser) -> None:
         help="only this process; default: all processes of this user",
     )
     add_directory(parser)
+
+
+def complete_words(action: argparse.Action, words: Iterable[str]) -> None:
+    """Let bash and zsh complete the value of an option, although it may be another word.
+
+    The completions are made with shtab, which reads the attribute ``complete``.
+    """
+    list_ = " ".join(words)
+    function = f"_trio_smc_{action.dest}"
+    complete = {
+        "bash": function,
+        "zsh": f"({list_})",
+        "preamble": {"bash": f'{function}() {{ compgen -W "{list_}" -- "${{1^^}}"; }}'},
+    }
+    action.complete = complete  # type: ignore[attr-defined]
+
+
+def complete_program(action: argparse.Action) -> None:
+    """Let bash and zsh complete a program, and then its arguments as files."""
+    complete = {
+        "bash": "_trio_smc_program",
+        "zsh": "_normal",
+        "preamble": {"bash": _COMPLETE_PROGRAM},
+    }
+    action.complete = complete  # type: ignore[attr-defined]
 
 
 def add_directory(parser: argparse.ArgumentParser) -> None:

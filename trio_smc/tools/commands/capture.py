@@ -61,8 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stack",
         metavar="PEERID",
-        help="the peer ID of the stack, if the process has several stacks; without this "
-        "option an error lists them",
+        help="the stack, as in `trio-smc lg`, if the process has several; without this option an "
+        "error lists them",
     )
     parser.add_argument(
         "--seconds",
@@ -77,14 +77,14 @@ def run(options: argparse.Namespace) -> int:
     """Copy the capture to the output."""
     if options.output == "-" and sys.stdout.isatty():
         # The data may contain control sequences for the terminal.
-        raise ToolError("capture: cannot write binary data to a terminal; use -o FILE or a pipe")
+        raise ToolError("cannot write binary data to a terminal; use -o FILE or a pipe")
     pieces = stream_capture(
         private_directory(options), options.pid, options.stack, options.payload, options.seconds
     )
     with contextlib.closing(pieces):
         first = next(pieces, None)  # an error must come before the file is created
         if first is None:
-            raise ToolError(f"capture: process {options.pid} has ended")
+            raise ToolError(f"process {options.pid} has ended")
         try:
             with _output(options.output) as file:
                 file.write(first)
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         except BrokenPipeError:
             raise
         except OSError as error:
-            text = f"capture: cannot write {options.output}: {error.strerror}"
+            text = f"cannot write {options.output}: {error.strerror}"
             raise ToolError(text) from error
     return 0
 

@@ -74,7 +74,9 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         help="a link group instead, by its number in `trio-smc lg`; needs --pid",
     )  # fmt: skip
     parser.add_argument(
-        "--stack", metavar="PEERID", help="the peer ID of the stack, if the process has several"
+        "--stack",
+        metavar="PEERID",
+        help="the stack, as in `trio-smc lg`, if the process has several",
     )
     add_process(parser)
     add_json(parser)
@@ -87,7 +89,7 @@ def change_service(
     if (options.rnic is None) is (options.group is None):
         options.parser.error("name one RNIC, or one link group with --group")
     if options.group is not None and options.pid is None:
-        options.parser.error("--group needs --pid: each process numbers its own link groups")
+        options.parser.error("--group needs --pid: each stack numbers its own link groups")
     directory, silent = private_directory(options), SilentProcesses()
     subject: dict[str, Any] = (
         {"rnic": options.rnic} if options.group is None else {"link_group": options.group}

@@ -96,7 +96,7 @@ async def _serve(options: argparse.Namespace) -> None:
     except (OSError, UnicodeError) as error:
         why = error_text(error) if isinstance(error, OSError) else "not a host name"
         where = address(list(listen))
-        raise ToolError(f"exporter: cannot listen on {where}: {why}") from None
+        raise ToolError(f"cannot listen on {where}: {why}") from None
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         for each in listeners:
             name = address(list(each.socket.getsockname()[:2]))
@@ -179,7 +179,7 @@ class _Exporter:
         except NoAnswer:
             snapshots, missing = [], 1 + len(silent.last)  # the error is about one more
         except ToolError as error:
-            return "500 Internal Server Error", f"{error}\n"
+            return "500 Internal Server Error", f"{error.line(self._options)}\n"
         else:
             missing = len(silent.last)
         self._failures += missing

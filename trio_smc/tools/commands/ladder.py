@@ -18,7 +18,7 @@ from trio_smc.tools import ladder_svg, ladder_text
 from trio_smc.tools.commands import add_json, positive_count
 from trio_smc.tools.ladder import Ladder, Peer, address_text, read_ladders
 from trio_smc.tools.ladder_text import details, kind, title
-from trio_smc.tools.output import ToolError, print_error, print_json, print_line
+from trio_smc.tools.output import ToolError, print_json, print_line, print_problem
 
 NAME = "ladder"
 SUMMARY = "draw a capture as a ladder diagram"
@@ -96,10 +96,10 @@ def run(options: argparse.Namespace) -> int:
         _print(ladders, seen, options)
     if damage:
         sys.stdout.flush()
-        raise ToolError(f"ladder: {options.file}: {damage}")
+        raise ToolError(f"{options.file}: {damage}")
     if not ladders:
         which = "" if options.connection is None else f" of a connection {options.connection}"
-        print_error(f"trio-smc: ladder: {options.file} contains no SMC-R{which}")
+        print_problem(f"{options.file} contains no SMC-R{which}")
         return 1
     return 0
 
@@ -124,7 +124,7 @@ def _write(drawn: str, name: str) -> None:
         with os.fdopen(create(name), "w", encoding="utf-8") as file:
             file.write(drawn)
     except OSError as error:
-        raise ToolError(f"ladder: cannot write {name}: {error.strerror}") from error
+        raise ToolError(f"cannot write {name}: {error.strerror}") from error
 
 
 def _plain(ladders: Sequence[Ladder], seen: list[Seen], limit: int) -> list[dict[str, Any]]:
@@ -166,7 +166,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         file = path.open("rb") if is_inherited else os.fdopen(open_regular_file(path), "rb")
     except ValueError as error:
-        raise ToolError(f"ladder: {path}: {error}") from error
+        raise ToolError(f"{path}: {error}") from error
     with file:
         yield file
 
@@ -183,5 +183,5 @@ def _read(path: Path) -> tuple[list[Seen], str]:
     except DamagedCapture as error:
         return seen, str(error)
     except OSError as error:
-        raise ToolError(f"ladder: cannot read {path}: {error.strerror}") from error
+        raise ToolError(f"cannot read {path}: {error.strerror}") from error
     return seen, ""

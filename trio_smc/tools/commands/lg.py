@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, add_users, directories
@@ -28,7 +28,8 @@ List the link groups of this user's running processes (RFC 7609, 2.2).  The conn
 share a link group, and each of them sends on one of its links.
 
 Columns:
-  GROUP       the number of the link group within its process, as in `trio-smc ss`
+  STACK       the peer ID of this side, which distinguishes the stacks of a process
+  GROUP       the number of the link group within its stack, as in `trio-smc ss`
   ROLE        client or server: the role of this process in the first connection of the group
   PEER ID     the peer's ID, as in its CLC messages (RFC 7609, 2.2.1)
   VERSION     the version of SMC-R; for version 2 also the release, the common UEID, and the route
@@ -43,8 +44,8 @@ Columns:
   USER ID     the link user IDs of this side and of the peer (A.3.1), as in the peer's tools
   RMBS        elements of the receive buffers (RMBs): in use, all, and the size of one
 
-PID and GROUP together identify a link group.  -v adds a table with the network interface, the VLAN,
-the interfaces in the PNET table, and the GIDs of both ends of each link.
+PID, STACK and GROUP together identify a link group.  -v adds a table with the network interface,
+the VLAN, the interfaces in the PNET table, and the GIDs of both ends of each link.
 """
 EPILOG = """
 Examples:
@@ -54,6 +55,13 @@ Examples:
 
 Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or for bad input.
 """
+
+
+COLUMNS: Final = ("PID", "STACK", ">GROUP", "ROLE", "PEER ID", "VERSION", "KIND", "STATE", ">LINK",
+                  "LINK STATE", "RNIC", ">USERS", "USER ID", "RMBS")  # fmt: skip
+MORE_COLUMNS: Final = ("PID", "STACK", ">GROUP", ">LINK", "RNIC", "NETDEV", ">VLAN", "PNET", "GID",
+                       "PEER GID")  # fmt: skip
+"""Those of the table of -v."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -88,15 +96,13 @@ def run(options: argparse.Namespace) -> int:
             ]
         )
         return silent.exit_code
-    columns = ("PID", ">GROUP", "ROLE", "PEER ID", "VERSION", "KIND", "STATE", ">LINK",
-               "LINK STATE", "RNIC", ">USERS", "USER ID", "RMBS")  # fmt: skip
     rows = [
         row
         for snapshot in snapshots
         for group in snapshot.link_groups
-        for row in _rows(snapshot.pid, group)
+        for row in _rows(snapshot, group)
     ]
-    show(table(columns, rows))
+    show(table(COLUMNS, rows))
     if options.verbose:
         show("", _networks(snapshots))
     return silent.exit_code
@@ -112,20 +118,20 @@ def _on(group: dict[str, Any]) -> set[str]:
 
 
 def _networks(snapshots: Iterable[Snapshot]) -> Table:
-    columns = ("PID", ">GROUP", ">LINK", "RNIC", "NETDEV", ">VLAN", "PNET", "GID", "PEER GID")
     rows = [
         [
-            snapshot.pid, group["number"], link["number"], link["rnic"], link["netdev"],
-            link["vlan"], ", ".join(link["pnet"] or ()), gid(link["gid"]), gid(link["peer_gid"]),
+            snapshot.pid, snapshot.stack, group["number"], link["number"], link["rnic"],
+            link["netdev"], link["vlan"], ", ".join(link["pnet"] or ()), gid(link["gid"]),
+            gid(link["peer_gid"]),
         ]
         for snapshot in snapshots
         for group in snapshot.link_groups
         for link in group["links"] or ()
     ]  # fmt: skip
-    return table(columns, rows)
+    return table(MORE_COLUMNS, rows)
 
 
-def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
+def _rows(snapshot: Snapshot, group: dict[str, Any]) -> list[list[object]]:
     """The rows of one group: links and RMB sizes side by side.
 
     The columns of the group are filled in the first row only.
@@ -140,7 +146,7 @@ def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
     rmbs = _rmbs(group["rmbs"] or ())
     return [
         [
-            *([pid, *names] if not number else [" "] * 7),
+            *([snapshot.pid, snapshot.stack, *names] if not number else [" "] * 8),
             *(links[number] if number < len(links) else [" "] * 5),
             rmbs[number] if number < len(rmbs) else " " if number else None,
         ]

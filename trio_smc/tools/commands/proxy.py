@@ -83,16 +83,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     if not (options.listen.smc or options.target.smc):
-        raise ToolError("proxy: one of LISTEN and TARGET must be smc:HOST:PORT")
+        raise ToolError("one of LISTEN and TARGET must be smc:HOST:PORT")
     if not options.target.port:
-        raise ToolError("proxy: TARGET needs a port; only LISTEN may have port 0")
+        raise ToolError("TARGET needs a port; only LISTEN may have port 0")
     config = settings_of(options, require_smc=options.require_smc or None).config
     check_directory(options)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         trio.run(_serve, options.listen, options.target, config)
     except OSError as error:
-        raise ToolError(f"proxy: cannot open a stack: {error_text(error)}") from None
+        raise ToolError(f"cannot open a stack: {error_text(error)}") from None
     return 0
 
 
@@ -136,7 +136,7 @@ async def _listeners(stack: trio_smc.Stack, listen: _Address) -> list[Any]:
             return await stack.open_listeners(listen.port, host=listen.host)
         return await trio.open_tcp_listeners(listen.port, host=listen.host)
     except OSError as error:
-        text = f"proxy: cannot listen on {_shown(listen)}: {error_text(error)}"
+        text = f"cannot listen on {_shown(listen)}: {error_text(error)}"
         raise ToolError(text) from error
 
 

@@ -11,7 +11,15 @@ from trio_smc.tools.bug_report import PARTS, archive, collect
 from trio_smc.tools.client import INCOMPLETE, SilentProcesses, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, add_users, directories, private_directory
 from trio_smc.tools.commands.rnic import read_ports
-from trio_smc.tools.output import ToolError, print_error, print_json, print_line, show, size, table
+from trio_smc.tools.output import (
+    ToolError,
+    print_json,
+    print_line,
+    print_problem,
+    show,
+    size,
+    table,
+)
 from trio_smc.tools.settings import add_config, settings_of
 
 NAME = "report"
@@ -67,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         if options.pid is not None:
             raise
         # A directory or a process that cannot be read is a reason to make a report.
-        print_error(f"trio-smc: {error}")
+        print_problem(error.line(options))
         code, problems = INCOMPLETE, [*silent.last.values(), str(error)]
     code = code or silent.exit_code
     files = collect(settings, snapshots, problems, read_ports())
@@ -85,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         with os.fdopen(descriptor, "wb") as file:
             file.write(archive(files))
     except OSError as error:
-        text = f"report: cannot write {options.output}: {error.strerror}"
+        text = f"cannot write {options.output}: {error.strerror}"
         raise ToolError(text) from error
     if not options.json:
         print_line(f"written: {options.output}")

@@ -69,6 +69,12 @@ no RNIC serves it; 2 if the process of --pid did not answer or has no stack, or 
 """
 
 
+COLUMNS: Final = ("PID", "NAME", "KIND", "PORT", ">MTU", "GID", "MAC", "NETDEVS", ">LINKS", ">CRIT")
+DEVICE_COLUMNS: Final = ("DEVICE", ">PORT", "PCI ID", "STATE", "LAYER", ">INDEX", "GID", "TYPE",
+                         "NETDEV", "NETDEVS")  # fmt: skip
+INTERFACE_COLUMNS: Final = ("RNIC", "SERVES", "~WHY")
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
@@ -117,7 +123,7 @@ def _explain(options: argparse.Namespace, directory: Path) -> int:
     else:
         if answers:
             rows = [[name, "yes" if serves else "no", why] for name, serves, why in answers]
-            show(table(("RNIC", "SERVES", "~WHY"), rows))
+            show(table(INTERFACE_COLUMNS, rows))
         if not ports:
             show(
                 f"No RNIC serves connections to other hosts through {options.interface}: "
@@ -183,14 +189,14 @@ async def _automatic(config: trio_smc.Config) -> tuple[list[dict[str, Any]], str
 
 def _print(found: dict[str, Any]) -> None:
     ports = {(port.device, port.number): port for port in read_ports()}
-    heads = ("NAME", "KIND", "PORT", ">MTU", "GID", "MAC", "NETDEVS")
+    heads = COLUMNS[1:-2]
     if found["stacks"]:
         rows = [
             [stack["pid"], *_rnic(each, ports), each["links"], each["critical"]]
             for stack in found["stacks"]
             for each in stack["rnics"]
         ]
-        show(table(("PID", *heads, ">LINKS", ">CRIT"), rows, "RNICs of running stacks"))
+        show(table(COLUMNS, rows, "RNICs of running stacks"))
     if "auto" not in found:
         return
     if found["stacks"]:
@@ -228,19 +234,7 @@ def _devices(ports: list[Port], pyverbs: bool) -> list[Any]:
         for place, each in enumerate(gids):
             blank = place > 0
             rows.append([*([" "] * 5 if blank else first), *each, " " if blank else netdevs])
-    heads = (
-        "DEVICE",
-        ">PORT",
-        "PCI ID",
-        "STATE",
-        "LAYER",
-        ">INDEX",
-        "GID",
-        "TYPE",
-        "NETDEV",
-        "NETDEVS",
-    )
-    lines: list[Any] = [table(heads, rows, "RDMA devices of this machine")]
+    lines: list[Any] = [table(DEVICE_COLUMNS, rows, "RDMA devices of this machine")]
     if not pyverbs:
         lines.append("pyverbs is not installed, so no stack of this Python can use these devices.")
     return lines

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from trio_smc.tools import site
-from trio_smc.tools.commands import add_directory, check_directory
+from trio_smc.tools.commands import add_directory, check_directory, complete_program
 from trio_smc.tools.output import ToolError
 from trio_smc.tools.settings import add_config, settings_of
 from trio_smc.tools.supervisor import supervise
@@ -68,14 +68,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_config(parser)
     add_directory(parser)
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM [ARGUMENT…]")
+    program = parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="-- PROGRAM [ARGUMENT…]"
+    )
+    complete_program(program)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the program to its end."""
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
-        raise ToolError("run: no program is given (trio-smc run [OPTIONS] -- PROGRAM)")
+        raise ToolError("no program is given (trio-smc run [OPTIONS] -- PROGRAM)")
     check_directory(options)
     try:
         return supervise(
@@ -85,9 +88,9 @@ def run(options: argparse.Namespace) -> int:
             report=options.report,
         )
     except FileNotFoundError:
-        raise ToolError(f"run: cannot start {program[0]}: no such program", _NOT_FOUND) from None
+        raise ToolError(f"cannot start {program[0]}: no such program", _NOT_FOUND) from None
     except OSError as error:
-        raise ToolError(f"run: cannot start {program[0]}: {error.strerror}") from error
+        raise ToolError(f"cannot start {program[0]}: {error.strerror}") from error
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:

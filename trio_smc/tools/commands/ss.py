@@ -6,13 +6,23 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Iterator
-from typing import Any, Final
+from itertools import groupby
+from typing import Any, Final, Literal, get_args
 
 from trio_smc._base.printable import printable
+from trio_smc.control.protocol import STATES
 from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
-from trio_smc.tools.commands import add_json, add_process, add_users, directories, tcp_port
+from trio_smc.tools.commands import (
+    add_json,
+    add_process,
+    add_users,
+    complete_words,
+    directories,
+    tcp_port,
+)
 from trio_smc.tools.output import (
     address,
+    address_order,
     agreed,
     fallback_codes,
     gid,
@@ -20,6 +30,7 @@ from trio_smc.tools.output import (
     mode_cell,
     network,
     plain,
+    port_of,
     print_json,
     print_unused,
     show,
@@ -45,13 +56,16 @@ Columns:
   FALLBACK  the reason for tcp: "local: ..." if this side decided, "peer: ..." if the peer did;
             `trio-smc reasons` explains each reason
 
--v prints more about each connection: the network interface of its address; for SMC-R the cursors of
-RFC 7609, 4.3, in bytes since the start of the connection and as wrap:count, the flags of CDC
-messages (A.4; B: a sender waits for the window, D: sending done, C: closed, A: abnormal close), the
-directions that are shut down (R: nothing more arrives, W: nothing more is sent), the RNIC, the GIDs
-of both ends, the VLAN and the PNET table's interfaces of the link, the version (for version 2 also
-the release, the UEID and the route), and counters.  For TCP: the diagnosis words of both sides
-(RFC 7609, A.2.4), and a remedy.
+The rows of a process are sorted: listeners first, then by local address and port, then by peer.
+
+-v prints more about each connection: the network interface of its address, and the TCP ports of
+both ends; for SMC-R the stack, the cursors of RFC 7609, 4.3, in bytes since the start of the
+connection and as wrap:count, the flags of CDC messages (A.4; B: a sender waits for the window, D:
+sending done, C: closed, A: abnormal close), the directions that are shut down (R: nothing more
+arrives, W: nothing more is sent), the RNIC, its port (of a RoCE device; SMC-R does not transmit
+that of the peer), the GIDs of both ends, the VLAN and the PNET table's interfaces of the link, the
+version (for version 2 also the release, the UEID and the route), and counters.  For TCP: the
+diagnosis words of both sides (RFC 7609, A.2.4), and a remedy.
 """
 EPILOG = """
 Examples:
@@ -64,6 +78,15 @@ Examples:
 Exit codes: 0; 1 if a process did not answer; 2 if no process uses trio_smc, or for bad input.
 """
 
+COLUMNS: Final = ("PID", "STATE", "MODE", ">RECV-Q", ">SEND-Q", "LOCAL", "PEER", "GROUP", "USER",
+                  "PROGRAM", "FALLBACK")  # fmt: skip
+Detail = Literal[
+    "interface", "port", "stack", "sent", "received", "tx cursor", "rx cursor", "CDC", "flags",
+    "link", "network", "version", "counters", "why TCP", "remedy",
+]  # fmt: skip
+"""The labels of the lines of -v."""
+DETAILS: Final = get_args(Detail)
+_LABEL: Final = max(map(len, DETAILS))
 _LISTENING: Final = "listening"
 _MORE_PARTS: Final = ("link_groups", "interfaces")
 _MAX_PROGRAM: Final = 30
@@ -79,8 +102,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="more about each connection")
     parser.add_argument("--port", type=tcp_port, metavar="PORT",
                         help="only connections and listeners with this port")  # fmt: skip
-    parser.add_argument("--state", action="append", type=str.upper, metavar="STATE",
-                        help="only this state; can be repeated")  # fmt: skip
+    state = parser.add_argument("--state", action="append", type=str.upper, metavar="STATE",
+                                help="only this state; can be repeated")  # fmt: skip
+    complete_words(state, STATES)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--smc", dest="mode", action="store_const", const="smc-r",
                       help="only connections over SMC-R")  # fmt: skip
@@ -98,6 +122,8 @@ def run(options: argparse.Namespace) -> int:
     states = _states(snapshots)
     for snapshot in snapshots:
         _filter(snapshot, options)
+        snapshot.listeners.sort(key=address_order)
+        snapshot.connections.sort(key=_order)
     if options.json:
         names = ("pid", "stack", "release", "uptime", "uid", "program", "connections", "listeners")
         print_json([{**_only(each, names), "user": user_name(each.uid)} for each in snapshots])
@@ -106,9 +132,8 @@ def run(options: argparse.Namespace) -> int:
         unused = sorted(set(options.state or ()) - states)
         print_unused("state", unused, "connection", sorted(states))
         if options.verbose:
-            for snapshot in snapshots:
-                for connection in snapshot.connections:
-                    show("", *_details(snapshot, connection))
+            for snapshot, connection in _connections(snapshots):
+                show("", *_details(snapshot, connection))
     return silent.exit_code
 
 
@@ -145,21 +170,32 @@ def _filter(snapshot: Snapshot, options: argparse.Namespace) -> None:
     ]
 
 
+def _order(connection: dict[str, Any]) -> tuple[object, ...]:
+    """The key by which the connections of a process are sorted."""
+    return address_order(connection["local"]), address_order(connection["peer"])
+
+
+def _connections(snapshots: list[Snapshot]) -> list[tuple[Snapshot, dict[str, Any]]]:
+    """The connections of each process, sorted.  A process may have several stacks."""
+    found = [(snapshot, each) for snapshot in snapshots for each in snapshot.connections]
+    return sorted(found, key=lambda each: (each[0].pid, _order(each[1])))
+
+
 def _table(snapshots: list[Snapshot]) -> Any:
-    columns = ("PID", "STATE", "MODE", ">RECV-Q", ">SEND-Q", "LOCAL", "PEER", "GROUP", "USER",
-               "PROGRAM", "FALLBACK")  # fmt: skip
-    return table(columns, list(_rows(snapshots)))
+    return table(COLUMNS, list(_rows(snapshots)))
 
 
 def _rows(snapshots: list[Snapshot]) -> Iterator[list[object]]:
-    for snapshot in snapshots:
-        owner = (user_name(snapshot.uid), _short(snapshot.program))
-        for listener in snapshot.listeners:
+    for pid, group in groupby(snapshots, key=lambda each: each.pid):
+        stacks = list(group)
+        owner = (user_name(stacks[0].uid), _short(stacks[0].program))
+        listeners = [listener for each in stacks for listener in each.listeners]
+        for listener in sorted(listeners, key=address_order):
             ends = (address(listener), None, None)
-            yield [snapshot.pid, "LISTEN", None, None, None, *ends, *owner, None]
-        for each in snapshot.connections:
+            yield [pid, "LISTEN", None, None, None, *ends, *owner, None]
+        for _, each in _connections(stacks):
             yield [
-                snapshot.pid,
+                pid,
                 each["state"],
                 mode_cell(each["mode"] if each["version"] in (None, 1) else f"{each['mode']} v2"),
                 each["receive_queue"],
@@ -204,33 +240,46 @@ def _fallback_cell(fallback: dict[str, Any] | None) -> Marked | None:
     return Marked(f"{plain(fallback['origin'])}: {plain(fallback['reason'])}", "warning")
 
 
+def _detail(label: Detail, text: str) -> str:
+    return f"  {label:{_LABEL}} {text}"
+
+
 def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
     ends = f"{address(connection['local'])} → {address(connection['peer'])}"
     yield f"pid {snapshot.pid}  {connection['mode']}  {ends}"
-    yield f"  interface {plain(_interface(snapshot, connection))}"
+    yield _detail("interface", plain(_interface(snapshot, connection)))
+    link = _link_of(snapshot, connection)
+    ports = f"TCP {port_of(connection['local'])} → {port_of(connection['peer'])}"
+    if connection["mode"] == "smc-r":
+        yield _detail("port", f"{ports}; RNIC {plain(link and link['port'])}")
+        yield _detail("stack", snapshot.stack)
+    else:
+        yield _detail("port", ports)
     if connection["cursors"] is not None:
         yield from _cursors(**connection["cursors"])
     if connection["mode"] == "smc-r":
         flags = plain(connection["flags_sent"]), plain(connection["flags_received"])
-        yield f"  flags     sent {flags[0]}, received {flags[1]}; shut down {_shutdown(*flags)}"
-        link = _link_of(snapshot, connection)
+        yield _detail(
+            "flags", f"sent {flags[0]}, received {flags[1]}; shut down {_shutdown(*flags)}"
+        )
         if link is not None:
-            yield (
-                f"  link      {plain(link['rnic'])}, {gid(link['gid'])} → {gid(link['peer_gid'])}"
+            yield _detail(
+                "link", f"{plain(link['rnic'])}, {gid(link['gid'])} → {gid(link['peer_gid'])}"
             )
-            yield f"  network   {network(link)}"
-        yield f"  version   {agreed(**connection)}"
+            yield _detail("network", network(link))
+        yield _detail("version", agreed(**connection))
         statistics = connection["statistics"] or {}
         count = {name: plain(statistics.get(name)) for name in _COUNTERS}
-        yield (
-            f"  counters  {count['writes']} RDMA writes, {count['cdcs_sent']} CDC messages sent, "
+        yield _detail(
+            "counters",
+            f"{count['writes']} RDMA writes, {count['cdcs_sent']} CDC messages sent, "
             f"{count['cdcs_received']} received, {count['coalesced']} omitted, "
-            f"{count['window_stalls']} waits for the window"
+            f"{count['window_stalls']} waits for the window",
         )
     fallback = connection["fallback"]
     if fallback is not None:
-        yield f"  why TCP   {plain(fallback['message'])} ({fallback_codes(fallback)})"
-        yield f"  remedy    {plain(fallback['remedy'])}"
+        yield _detail("why TCP", f"{plain(fallback['message'])} ({fallback_codes(fallback)})")
+        yield _detail("remedy", plain(fallback["remedy"]))
 
 
 def _cursors(
@@ -239,19 +288,25 @@ def _cursors(
     sequence_sent: int | None, sequence_received: int | None, alert_token: int | None,
     **_: object,
 ) -> Iterator[str]:  # fmt: skip
-    yield (
-        f"  sent      {plain(produced)} written, {plain(delivered)} delivered, "
-        f"{plain(taken)} consumed by the peer; window {size(window)} of {size(peer_ring)}"
+    yield _detail(
+        "sent",
+        f"{plain(produced)} written, {plain(delivered)} delivered, "
+        f"{plain(taken)} consumed by the peer; window {size(window)} of {size(peer_ring)}",
     )
-    yield f"  received  {plain(received)} arrived, {plain(consumed)} consumed; ring {size(ring)}"
+    yield _detail(
+        "received", f"{plain(received)} arrived, {plain(consumed)} consumed; ring {size(ring)}"
+    )
     token = None if alert_token is None else alert_token & 0xFFFFFFFF
     if produced is not None and taken is not None and received is not None and consumed is not None:
         sent = f"producer {_pair(produced, peer_ring)}, consumer {_pair(taken, peer_ring)}"
-        yield f"  tx cursor {sent}"
-        yield f"  rx cursor producer {_pair(received, ring)}, consumer {_pair(consumed, ring)}"
-    yield (
-        f"  CDC       last completed {plain(sequence_sent)}, "
-        f"last received {plain(sequence_received)}, alert token 0x{hexadecimal(token)}"
+        yield _detail("tx cursor", sent)
+        yield _detail(
+            "rx cursor", f"producer {_pair(received, ring)}, consumer {_pair(consumed, ring)}"
+        )
+    yield _detail(
+        "CDC",
+        f"last completed {plain(sequence_sent)}, "
+        f"last received {plain(sequence_received)}, alert token 0x{hexadecimal(token)}",
     )
 
 

@@ -90,6 +90,7 @@ it; 2 if no process uses trio_smc, or for bad input.
 _size_seconds = seconds_up_to(MOST_SECONDS)
 _MOST_COLUMNS: Final = 4
 """Stacks that are columns by default; more are rows.  Chosen."""
+SIZE_COLUMNS: Final = (">SIZE", ">SENT", ">RECEIVED")
 _SUM: Final = "all"
 _MAIN: Final = (
     "connections", "client_connections", "server_connections", "open_connections", "bytes_sent",
@@ -246,7 +247,9 @@ def _print(counted: _CountersByStack, options: argparse.Namespace, title: str) -
     rows: list[list[object]] = [
         ["up", *(_uptime_text(each.uptime) for each, _ in counted.values())]
     ]
-    rows += [[_name(key), *(_value(key, *each) for each in counted.values())] for key in keys]
+    rows += [
+        [counter_name(key), *(_value(key, *each) for each in counted.values())] for key in keys
+    ]
     show(table(columns, rows, title))
 
 
@@ -286,7 +289,7 @@ def _save(path: str, counted: _CountersByStack) -> None:
         with os.fdopen(create(path), "w", encoding="ascii") as file:
             json.dump({"version": _SAVED_VERSION, "stacks": _documents(counted)}, file)
     except OSError as error:
-        raise ToolError(f"stats: cannot write {path}: {error_text(error)}") from None
+        raise ToolError(f"cannot write {path}: {error_text(error)}") from None
 
 
 def _load(path: str) -> dict[tuple[int, str], _Counters]:
@@ -311,9 +314,9 @@ def _load(path: str) -> dict[tuple[int, str], _Counters]:
             statistics = {**counters, **{part: each[part] for part in _PARTS}}
             found[each["pid"], each["stack"]] = _flatten(statistics)
     except OSError as error:
-        raise ToolError(f"stats: cannot read {path}: {error_text(error)}") from None
+        raise ToolError(f"cannot read {path}: {error_text(error)}") from None
     except (ProtocolError, RecursionError, ValueError) as error:
-        raise ToolError(f"stats: {path} is not a file of stats --save: {error}") from None
+        raise ToolError(f"{path} is not a file of stats --save: {error}") from None
     return found
 
 
@@ -330,7 +333,7 @@ def _since(counted: _CountersByStack, saved: dict[tuple[int, str], _Counters]) -
 
 def _show_sizes(options: argparse.Namespace, silent: SilentProcesses) -> int:
     if options.user is not None or options.all:
-        raise ToolError("stats: only the user of a process may let it count sizes")
+        raise ToolError("only the user of a process may let it count sizes")
     snapshots = take_snapshots(
         directories(options), (SIZES,), options.pid, silent=silent, seconds=options.sizes,
         more={"seconds": options.sizes},
@@ -349,7 +352,7 @@ def _show_sizes(options: argparse.Namespace, silent: SilentProcesses) -> int:
                 totals.setdefault(one["limit"] or 0, [0, 0])[place] += one["count"]
     rows = [[f"up to {size(limit)}", *totals[limit]] for limit in sorted(totals)]
     title = f"sizes in {options.sizes:g} seconds, {len(snapshots)} stacks"
-    show(table((">SIZE", ">SENT", ">RECEIVED"), rows, title))
+    show(table(SIZE_COLUMNS, rows, title))
     return silent.exit_code
 
 
@@ -362,7 +365,8 @@ def _breakdown(snapshot: Snapshot, counters: _Counters, name: str) -> list[dict[
     return [{**dict(zip(names, key[1:], strict=True)), "count": n} for key, n in found]
 
 
-def _name(key: tuple[Any, ...]) -> str:
+def counter_name(key: tuple[Any, ...]) -> str:
+    """The name of a counter in the tables, by its key in `_Counters`."""
     match key:
         case [name]:
             return str(name).replace("_", " ")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, Final
 
 import trio
 
@@ -32,6 +32,9 @@ Config(ueids="kernel") offers those of the kernel.
 
 Exit codes: 0; 1 if a process did not answer; 2 for bad input.
 """
+
+
+COLUMNS: Final = ("SOURCE", "UEIDS")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         [f"process {each.pid}", None if each.ueids is None else ", ".join(each.ueids) or "none"]
         for each in stacks
     ]
-    show(table(("SOURCE", "UEIDS"), rows))
+    show(table(COLUMNS, rows))
     return silent.exit_code
 
 
