@@ -280,6 +280,9 @@ def _reset_by_a_process_that_has_shut_down(
     )
 
 
+_CONNECTS: Final = ("connect", "connect_refused")
+
+
 def _connected_after_the_end(program: Program, tcp: Observation, smc: Observation) -> bool:
     """A second `connect` has reported the end, and only later calls of the client differ."""
     names = {
@@ -287,7 +290,7 @@ def _connected_after_the_end(program: Program, tcp: Observation, smc: Observatio
         for number, step in enumerate(program.steps)
         for position, (name, _) in enumerate(step.operations)
     }
-    connects = [line for line in tcp if line.end == 1 and names.get(line[1:3]) == "connect"]
+    connects = [line for line in tcp if line.end == 1 and names.get(line[1:3]) in _CONNECTS]
     again = next(
         (
             line
@@ -303,7 +306,7 @@ def _connected_after_the_end(program: Program, tcp: Observation, smc: Observatio
         and all(
             ours.end == 1
             and ours[1:3] > again[1:3]
-            and (theirs.result == "ENOTCONN" or names.get(ours[1:3]) == "connect")
+            and (theirs.result == "ENOTCONN" or names.get(ours[1:3]) in _CONNECTS)
             for theirs, ours in pairs
         )
     )
