@@ -6,6 +6,7 @@ hands over each connection that was made, whatever has become of it since.
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from typing import Any
@@ -21,10 +22,11 @@ from tests.timing import PATIENCE
 from trio_smc import Config
 
 
-async def observe(transport: str, how: str, size: int) -> list[tuple[bytes, Any]]:
-    """Return what the server received on each connection, and the kind of error behind it."""
+async def observe(transport: str, how: str, size: int) -> list[tuple[bytes, Any, Any]]:
+    """Return for each connection what the server received, and the kinds of errors behind it: of
+    receiving, and of ending its own side."""
     config = Config(tcp_option="off", learn_short=False)
-    seen: list[tuple[bytes, Any]] = []
+    seen: list[tuple[bytes, Any, Any]] = []
     async with trio_smc.open_stack(config) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
         arguments = [transport, how, size, listener.socket.getsockname()[1]]
@@ -36,13 +38,17 @@ async def observe(transport: str, how: str, size: int) -> list[tuple[bytes, Any]
                 while len(seen) < CONNECTIONS:
                     stream = await listener.accept()
                     modes.add(stream.mode)
-                    received, end = b"", None
+                    received, error, own_error = b"", None, None
                     try:
                         while data := await stream.receive_some():
                             received += data
-                    except trio.BrokenResourceError as error:
-                        end = type(error.__cause__)
-                    seen.append((received, end))
+                    except trio.BrokenResourceError as broken:
+                        error = type(broken.__cause__)
+                    try:
+                        await stream.send_eof()
+                    except trio.BrokenResourceError as broken:
+                        own_error = getattr(broken.__cause__, "errno", None)
+                    seen.append((received, error, own_error))
                     await trio.aclose_forcefully(stream)
         await listener.aclose()
     await clear_directory()
@@ -58,7 +64,6 @@ async def run_client(command: list[str]) -> None:
 @pytest.mark.parametrize("how", ["reset", "close", "leave", "SIGKILL"])
 async def test_a_client_that_ends_at_once_is_accepted_as_over_tcp(how: str, size: int) -> None:
     reference = await observe("tcp", how, size)
-    assert reference == [(b"x" * size, ConnectionResetError if how == "reset" else None)] * (
-        CONNECTIONS
-    )
+    errors = (ConnectionResetError, errno.ENOTCONN) if how == "reset" else (None, None)
+    assert reference == [(b"x" * size, *errors)] * CONNECTIONS
     assert await observe("enabled", how, size) == reference

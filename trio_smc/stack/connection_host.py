@@ -169,8 +169,8 @@ class Endpoint:
             sock.close()
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
-        """How the peer has ended the TCP connection."""
-        return "reset" if self.sock is None else self._stack.tcp_watch.peer_end(self.sock)
+        """How the peer has ended the TCP connection; unknown, "none", before it is adopted."""
+        return "none" if self.sock is None else self._stack.tcp_watch.peer_end(self.sock)
 
     def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
         """Send RST if it waits for CLOSED, and notify the observer."""
