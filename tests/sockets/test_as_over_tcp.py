@@ -637,6 +637,34 @@ async def _resets(ends: Ends) -> None:
     ends.server.close()
 
 
+_OPTIONS: Final = (
+    *((stdlib.SOL_SOCKET, getattr(stdlib, name)) for name in (
+        "SO_TYPE", "SO_DOMAIN", "SO_PROTOCOL", "SO_REUSEADDR", "SO_REUSEPORT", "SO_ACCEPTCONN",
+        "SO_BROADCAST", "SO_KEEPALIVE", "SO_PRIORITY", "SO_MARK", "SO_OOBINLINE", "SO_ERROR",
+        "SO_RCVLOWAT", "SO_DONTROUTE",
+    )),
+    *((stdlib.IPPROTO_TCP, getattr(stdlib, name)) for name in (
+        "TCP_CORK", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT",
+        "TCP_DEFER_ACCEPT", "TCP_SYNCNT",
+    )),
+    (stdlib.IPPROTO_IP, stdlib.IP_TOS),
+    (stdlib.IPPROTO_IP, stdlib.IP_TTL),
+    (stdlib.SOL_SOCKET, 250),  # no option has this number
+)  # fmt: skip
+
+
+@case
+async def options_after_a_reset(ends: Ends) -> None:
+    ends.server.setsockopt(stdlib.IPPROTO_IP, stdlib.IP_TOS, 0x20)
+    await _peer_resets(ends)
+    await ends.settle()
+    for level, option in _OPTIONS:
+        await ends.record(ends.server.getsockopt, level, option)
+    await ends.record(ends.server.getsockopt, stdlib.SOL_SOCKET, stdlib.SO_LINGER, 8)
+    await ends.record(ends.server.getsockopt, stdlib.IPPROTO_TCP, stdlib.TCP_INFO, 1)
+    await ends.record(ends.server.getsockopt, stdlib.SOL_SOCKET, stdlib.SO_TYPE, 2)
+
+
 LATE: Final = (
     _nothing, _send_late, _send_urgent_late, _send_late_and_shut, _send_late_and_close,
     _peer_closes, _peer_resets, _resets, _end,

@@ -21,6 +21,7 @@ from tests.timing import PATIENCE
 from trio_smc import SmcStream
 from trio_smc._base.observer import ObserverGroup
 from trio_smc._base.timers import Timers
+from trio_smc.host.tcp import CLOSE
 from trio_smc.streams import socket_options as options_module
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import OPTIONS, Owner, StreamOptions
@@ -171,9 +172,11 @@ async def test_options_work_until_the_stream_is_closed_though_the_peer_has_abort
     server.setsockopt(SOL, socket.SO_RCVBUF, 1)
     assert server.getsockopt(SOL, socket.SO_RCVBUF) == SMALL_RING
     server.setsockopt(SOL, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert server.getsockopt(TCP, socket.TCP_INFO, 1) == bytes((CLOSE,))
+    assert server.getsockopt(SOL, socket.SO_TYPE) == socket.SOCK_STREAM
     with pytest.raises(OSError, match="Errno") as caught:
-        server.getsockopt(TCP, socket.TCP_INFO)
-    assert caught.value.errno == errno.ENOTCONN
+        server.getsockopt(SOL, 250)
+    assert caught.value.errno == errno.ENOPROTOOPT
 
 
 # --- buffers -----------------------------------------------------------------------------------

@@ -23,8 +23,10 @@ SMC_TOOLS = {
     "smcss": (
         "-a -l -d -D -R -W -h -v",
         "State, UID, Inode, Local Address, Peer Address, Intf, Mode",
-        ("Shutd, Token, Sndbuf, Rcvbuf, Peerbuf, rxprod-Cursor, rxcons-Cursor, rxFlags, "
-        "txprod-Cursor, txcons-Cursor, txFlags, txprep-Cursor, txsent-Cursor, txfin-Cursor"),
+        (
+            "Shutd, Token, Sndbuf, Rcvbuf, Peerbuf, rxprod-Cursor, rxcons-Cursor, rxFlags, "
+            "txprod-Cursor, txcons-Cursor, txFlags, txprep-Cursor, txsent-Cursor, txfin-Cursor"
+        ),
         "Role, IB-device, Port, Linkid, GID, Peer-GID, VLAN, Peer-Token",
     ),
     "smcr": (
@@ -36,11 +38,15 @@ SMC_TOOLS = {
         "Net-Dev, Link-State, Link-UID, Peer-UID, IB-Dev, IB-P, Local-GID, Peer-GID",
         "Version, Peer-Rel, Peer-Host, Peer-OS, Direct, EID, Sndbuf, RMB",
         "IB-State, Type, Crit, FID, PCI-ID, PCHID, #Links",
-        ("Total connections handled, SMC connections, v1, v2, client, server, Handshake errors, "
-        "Avg requests per SMC conn, TCP fallback"),
-        ("RX, TX, Data transmitted, Total requests, Buffer usage, Buffer full, "
-        "Buffer full (remote), Buffer too small, Buffer too small (remote), Buffer downgrades, "
-        "Buffer reuses, Bufs, Reqs"),
+        (
+            "Total connections handled, SMC connections, v1, v2, client, server, Handshake errors, "
+            "Avg requests per SMC conn, TCP fallback"
+        ),
+        (
+            "RX, TX, Data transmitted, Total requests, Buffer usage, Buffer full, "
+            "Buffer full (remote), Buffer too small, Buffer too small (remote), Buffer downgrades, "
+            "Buffer reuses, Bufs, Reqs"
+        ),
         "Special socket calls, cork, nodelay, sendpage, splice, urgent data",
         "Kernel Capabilities, SMC Version, SMC Hostname, SMC-D Features, SMC-R Features",
         "Hardware Capabilities, SEID, ISM, RoCE",

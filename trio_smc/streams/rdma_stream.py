@@ -112,6 +112,12 @@ def _checked(max_bytes: int | None) -> int:
     return _DEFAULT_RECEIVE if max_bytes is None else checked_size(max_bytes)
 
 
+def _keep_facts(sock: SmcSocket, options: StreamOptions) -> None:
+    """Keep what a program may ask about a TCP connection that ends before its stream."""
+    sock.keep_names()
+    options.keep_values()
+
+
 @ki_protected
 class RdmaStream(SmcStream):
     """A connection whose bytes travel by RDMA writes.
@@ -139,7 +145,6 @@ class RdmaStream(SmcStream):
         self.socket = SmcSocket(sock, accepted)
         self.link_group: LinkGroupView | None = link_group
         self._endpoint = endpoint
-        endpoint.on_tcp_end = self.socket.keep_names
         self._core = core = endpoint.connection
         # Shortcuts, because each call needs them.
         self._receiver, self._sender = core.receiver, core.sender
@@ -161,6 +166,8 @@ class RdmaStream(SmcStream):
             stack.timers,
             None if strict else stack.pump.flush_later,
         )
+        # No bound method: the endpoint must not keep alive a stream that the program has dropped.
+        endpoint.on_tcp_end = partial(_keep_facts, self.socket, self._options)
 
     def inherit(self, options: Inherited) -> None:
         """Apply the options that were set on the TCP connection."""

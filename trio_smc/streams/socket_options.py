@@ -34,6 +34,7 @@ path need not record times.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -45,6 +46,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from trio_smc.datapath.rmb import EYE_CATCHER
+from trio_smc.host.tcp import CLOSE
 
 if TYPE_CHECKING:
     import trio
@@ -225,10 +227,26 @@ class StreamOptions:
         if kept is not None and (row is None or row.owner is Owner.KEPT or self._tcp_closed):
             return _in_requested_form(kept, buffersize)
         if self._tcp_closed:
-            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+            # The value that a socket has without being told, or the kernel's error.
+            with socket.socket(self._sock.family, socket.SOCK_STREAM) as fresh:
+                return _in_requested_form(
+                    fresh.getsockopt(level, option, buffersize or _INT.size), buffersize
+                )
         if buffersize:
             return self._sock.getsockopt(level, option, buffersize)
         return self._sock.getsockopt(level, option)
+
+    def keep_values(self) -> None:
+        """Read the options of the TCP connection, which ends now: a program may ask for them as
+        long as its stream is open."""
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            self.keepalive_time(option)
+        for level, option in _KEPT_AT_END:
+            with contextlib.suppress(OSError):  # the kernel does not know it
+                value = self._sock.getsockopt(level, option, _LONGEST_VALUE)
+                if (level, option) == _TCP_INFO and value:
+                    value = bytes((CLOSE,)) + value[1:]
+                self._kept.setdefault((level, option), value)
 
     @property
     def linger(self) -> int | None:
@@ -376,7 +394,7 @@ class StreamOptions:
         """Seconds: the value that was set, or the system's default."""
         key = (socket.IPPROTO_TCP, option)
         if key not in self._kept:
-            self._keep_value(key, 0 if self._tcp_closed else self._sock.getsockopt(*key))
+            self._keep_value(key, self._sock.getsockopt(*key))
         value = self._kept[key]
         assert isinstance(value, int)
         return value
@@ -582,6 +600,24 @@ OPTIONS: Final[tuple[Option, ...]] = (
 """The rows of docs/socket-options.md."""
 
 _BY_KEY: Final = {row.key: row for row in OPTIONS if row.key is not None}
+
+_TCP_INFO: Final = socket.IPPROTO_TCP, getattr(socket, "TCP_INFO", 11)
+_LONGEST_VALUE: Final = 256
+"""Bytes; the longest option, TCP_INFO, has 248 in Linux 6.18."""
+_KEPT_AT_END: Final = tuple(
+    {
+        *(key for key, row in _BY_KEY.items() if row.read is None and row.owner != Owner.REFUSED),
+        *(
+            (socket.SOL_SOCKET, getattr(socket, name))
+            for name in (
+                "SO_TYPE", "SO_DOMAIN", "SO_PROTOCOL", "SO_REUSEADDR", "SO_REUSEPORT",
+                "SO_ACCEPTCONN", "SO_DONTROUTE",
+            )
+            if hasattr(socket, name)
+        ),
+    }
+)  # fmt: skip
+"""Options whose values outlive the TCP connection."""
 
 
 _HEAD: Final = """\
