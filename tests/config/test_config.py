@@ -187,9 +187,11 @@ def test_size_codes() -> None:
 def test_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert Config().private_directory() == Path("/run/user/7/trio-smc")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
     monkeypatch.setattr("os.getuid", lambda: 77)
-    for is_usable, place in ((True, "/dev/shm"), (False, "/tmp")):
+    for unset, is_usable, place in (
+        ("", True, "/dev/shm"), ("", False, "/tmp"), ("relative/7", True, "/dev/shm"),
+    ):  # fmt: skip
+        monkeypatch.setenv("XDG_RUNTIME_DIR", unset)
         with monkeypatch.context() as patch:
             patch.setattr(private_directory, "is_for_all_users", lambda path: is_usable)  # noqa: B023
             assert Config().private_directory() == Path(place, "trio-smc-77")

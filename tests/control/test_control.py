@@ -296,6 +296,7 @@ async def test_a_stack_opens_without_a_usable_directory(tmp_path: Path) -> None:
 
 async def test_the_path_of_a_directory_may_be_longer_than_a_socket_address(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 100) / ("e" * 100)
+    deep.parent.mkdir()
     async with trio_smc.open_stack(Config(directory=deep)) as stack:
         [snapshot] = await trio.to_thread.run_sync(take_snapshots, deep, ("rnics",))
         assert snapshot.stack == stack.peer_id.hex()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trio_smc import FallbackReason
 from trio_smc.host import private_directory
 from trio_smc.host.private_directory import (
     DirectoryUnusable,
@@ -278,6 +279,16 @@ def test_only_a_socket_is_connected_to(opened: PrivateDirectory, tmp_path: Path,
     assert not opened.has("name")
     for path in (tmp_path / "private/name", tmp_path / "elsewhere"):
         path.unlink()
+
+
+def test_missing_directories_above_are_not_made(tmp_path: Path) -> None:
+    path = tmp_path / "mistyped" / "trio-smc"
+    with pytest.raises(DirectoryUnusable) as caught:
+        PrivateDirectory.open(path, create=True)
+    assert str(caught.value) == f"{path} cannot be made: there is no directory {path.parent}"
+    assert caught.value.reason is FallbackReason.DIRECTORY_UNUSABLE
+    assert caught.value.number == errno.ENOENT
+    assert not path.parent.exists()
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o2770, 0o1770, 0o3775, 0o3750, 0o750])

@@ -133,6 +133,8 @@ def unusable(error: OSError, path: Path) -> DirectoryUnusable:
 def default_directories() -> tuple[Path, ...]:
     """The private directory if none is configured (the first), and the other default places.
 
+    A relative XDG_RUNTIME_DIR has no effect, as the XDG Base Directory Specification demands.
+
     Without XDG_RUNTIME_DIR the directory is on a tmpfs, if the system has one for all users.
     Discovery makes a name there for each connection, and on a disk that may wait for a journal
     (docs/decisions.md).
@@ -142,8 +144,8 @@ def default_directories() -> tuple[Path, ...]:
     places = [Path("/dev/shm", name), Path("/tmp", name)]
     if not is_for_all_users("/dev/shm"):
         places.reverse()
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return (Path(runtime) / "trio-smc", *places) if runtime else tuple(places)
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return (Path(runtime) / "trio-smc", *places) if os.path.isabs(runtime) else tuple(places)
 
 
 def is_for_all_users(path: str) -> bool:
@@ -242,7 +244,7 @@ class PrivateDirectory:
     def open(cls, path: Path, *, create: bool) -> Self:
         """Open the private directory itself, or one that a group shares.
 
-        create: make it if it is missing.
+        create: make it if it is missing.  The directory above it must exist.
 
         Raises:
           FileNotFoundError: it is missing, and ``create`` is False.
@@ -251,12 +253,16 @@ class PrivateDirectory:
         """
         try:
             if create:
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                # Without parents: a wrong path must not become a new tree of directories.
+                path.mkdir(mode=0o700, exist_ok=True)
             descriptor = os.open(path, _FLAGS)
         except FileNotFoundError:
             if create:
                 text = f"{path} cannot be made"
-                raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text) from None
+                if not os.path.isdir(path.parent):
+                    text += f": there is no directory {path.parent}"
+                reason = FallbackReason.DIRECTORY_UNUSABLE
+                raise DirectoryUnusable(reason, text, errno.ENOENT) from None
             raise
         except OSError as error:
             shared = None

@@ -51,8 +51,9 @@ def settings_of(options: argparse.Namespace, **overrides: Any) -> Settings:
     named: dict[str, str] = dict(found.origins)
     if directory is not None:
         named["directory"] = "--directory"
-    elif named["directory"] == "default" and os.environ.get("XDG_RUNTIME_DIR"):
-        named["directory"] = "XDG_RUNTIME_DIR"
+    elif named["directory"] == "default":
+        runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+        named["directory"] = "XDG_RUNTIME_DIR" if os.path.isabs(runtime) else "default"
     named |= {name: f"--{name.removesuffix('s')}" for name in given}
     return Settings(config, named)
 

@@ -111,6 +111,7 @@ async def test_another_network_namespace_does_not_see_our_loopback(private: Path
 
 async def test_a_long_directory(runtime_directory: Path) -> None:
     private = runtime_directory / ("d" * 200) / ("e" * 200)
+    private.parent.mkdir()
     async with serving(private) as server:
         await agree(private, server, server.address)
 
