@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -395,3 +396,21 @@ def test_run_with_a_release_that_has_no_load_settings(
     monkeypatch.delenv("TRIO_SMC_CONFIG")
     monkeypatch.delenv("TRIO_SMC_DIRECTORY")
     assert names["_settings"](package) == trio_smc.Config()
+
+
+async def test_a_missing_directory_above_is_named_and_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check` and `rnic` print the same cause."""
+    runtime = tmp_path / "mistyped"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    cause = f"{runtime}/trio-smc cannot be made: there is no directory {runtime}"
+    done = await quick_command("rnic")
+    assert f"No software RNIC: the private directory {cause}.\n" in done.out
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        done = await quick_command("check", "127.0.0.1", server.getsockname()[1])
+    assert done.code == 1
+    assert f"no software RNIC: the private directory {cause}\n" in done.out
+    assert "  reason     directory-unusable, decided by this side\n" in done.out
+    assert f"  directory  {cause}\n  remedy     give it a parent directory" in done.out
+    assert not runtime.exists()

@@ -15,6 +15,7 @@ This module also has the arguments that several commands share.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import stat
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final, Protocol, cast
 
-from trio_smc import Config
+from trio_smc import Config, SoftRnic, open_stack
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
 from trio_smc.tools.output import ToolError, error_text
 from trio_smc.tools.places import Places
@@ -47,6 +48,7 @@ __all__ = [
     "seconds_up_to",
     "tcp_port",
     "whole_number",
+    "why_no_software_rnic",
 ]
 
 _DAY: Final = 86400
@@ -192,6 +194,16 @@ def private_directory(options: argparse.Namespace) -> Path:
         raise ToolError(f"{directory}: {error_text(error)}{named}") from None
     kind = "not a directory" if os.path.lexists(directory) else "no such directory"
     raise ToolError(f"{directory}: {kind}{named}")
+
+
+async def why_no_software_rnic(config: Config) -> str | None:
+    """The error if a stack opens a software RNIC; None if it opens one."""
+    by_name = dataclasses.replace(config, rnics=(SoftRnic(),), control=False)
+    try:
+        async with open_stack(by_name):
+            return None
+    except OSError as error:
+        return error_text(error)
 
 
 def check_directory(options: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from trio_smc.tools.commands import (
     private_directory,
     tcp_port,
     whole_number,
+    why_no_software_rnic,
 )
 from trio_smc.tools.output import (
     ToolError,
@@ -114,6 +115,9 @@ _EXPLAINED_BY_LISTENER: Final = (
     FallbackReason.NO_RNIC,
 )
 """Local reasons whose cause may be the listener's process, which is examined then."""
+
+_DIRECTORY: Final = (FallbackReason.DIRECTORY_UNUSABLE, FallbackReason.OTHER_USER)
+"""Reasons whose cause may be that the private directory cannot be made."""
 
 
 @dataclass(slots=True)
@@ -235,6 +239,9 @@ def run(options: argparse.Namespace) -> int:
         options.host, options.port, settings=described(settings), directory=_problem_of(directory)
     )
     trio.run(_check, report, config, options)
+    why = report.fallback
+    if report.directory is None and why is not None and why["reason"] in _DIRECTORY:
+        report.directory = _problem_of(directory, create=True)
     if options.json:
         print_json(asdict(report))
     else:
@@ -242,12 +249,15 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report.mode == Mode.SMC_R else _NO_SMC_R
 
 
-def _problem_of(directory: Path) -> str | None:
-    """The problem of the private directory, with a remedy; None if it has none."""
+def _problem_of(directory: Path, *, create: bool = False) -> str | None:
+    """The problem of the private directory, with a remedy; None if it has none.
+
+    create: make a missing directory, as a stack does; otherwise a missing one is no problem.
+    """
     try:
-        PrivateDirectory.open(directory, create=False).close()
+        PrivateDirectory.open(directory, create=create).close()
     except FileNotFoundError:
-        return None  # it will be created
+        return None
     except (OSError, DirectoryUnusable) as error:
         return str(error)
     return None
@@ -258,15 +268,23 @@ async def _check(report: Report, config: Config, options: argparse.Namespace) ->
         await _resolve(report)
         try:
             async with trio_smc.open_stack(config) as stack:
-                names = [f"{each.name} ({each.kind})" for each in stack.rnics]
-                verdict = "ok" if names else "no"
-                report.add("RNICs", verdict, ", ".join(names) or "no RNIC can be opened")
+                await _check_rnics(report, stack)
                 _check_ueids(report, stack, requested=bool(options.ueid))
                 await _connect(report, stack, config.private_directory())
         except OSError as error:
             raise ToolError(f"cannot open a stack: {error_text(error)}") from None
     if scope.cancelled_caught:
         report.add("time", "no", f"not finished after {options.timeout:g} seconds")
+
+
+async def _check_rnics(report: Report, stack: trio_smc.Stack) -> None:
+    """Add the step "RNICs", with the error if a stack must have a software RNIC and has none."""
+    names = [f"{each.name} ({each.kind})" for each in stack.rnics]
+    text = ", ".join(names) or "no RNIC can be opened"
+    if stack.config.rnics == "auto" and all(each.kind != "software" for each in stack.rnics):
+        why = await why_no_software_rnic(stack.config)
+        text += f"; no software RNIC: {why}" if why is not None else ""
+    report.add("RNICs", "ok" if names else "no", text)
 
 
 def _check_ueids(report: Report, stack: trio_smc.Stack, *, requested: bool) -> None:

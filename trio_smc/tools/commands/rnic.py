@@ -26,6 +26,7 @@ from trio_smc.tools.commands import (
     add_users,
     directories,
     private_directory,
+    why_no_software_rnic,
 )
 from trio_smc.tools.output import ToolError, error_text, gid, print_json, show, table
 from trio_smc.tools.places import Places
@@ -179,12 +180,7 @@ async def _automatic(config: trio_smc.Config) -> tuple[list[dict[str, Any]], str
         raise ToolError(f"cannot open a stack: {error_text(error)}") from None
     if any(rnic["kind"] == "software" for rnic in found):
         return found, None
-    by_name = dataclasses.replace(config, rnics=(trio_smc.SoftRnic(),))
-    try:
-        async with trio_smc.open_stack(by_name):
-            return found, None
-    except OSError as error:
-        return found, error_text(error)
+    return found, await why_no_software_rnic(config)
 
 
 def _print(found: dict[str, Any]) -> None:
