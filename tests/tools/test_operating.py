@@ -414,3 +414,13 @@ async def test_a_missing_directory_above_is_named_and_not_made(
     assert "  reason     directory-unusable, decided by this side\n" in done.out
     assert f"  directory  {cause}\n  remedy     give it a parent directory" in done.out
     assert not runtime.exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--interface", "lo")])
+async def test_rnic_does_not_make_the_private_directory(
+    runtime_directory: Path, options: tuple[str, ...]
+) -> None:
+    done = await quick_command("rnic", *options)
+    assert (done.code, done.err) == (0, "")
+    assert "soft0" in done.out
+    assert os.listdir(runtime_directory) == []

@@ -15,12 +15,14 @@ This module also has the arguments that several commands share.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, Protocol, cast
 
 from trio_smc import Config, SoftRnic, open_stack
@@ -40,6 +42,7 @@ __all__ = [
     "complete_program",
     "complete_words",
     "directories",
+    "existing_directory",
     "load",
     "positive_count",
     "positive_seconds",
@@ -194,6 +197,23 @@ def private_directory(options: argparse.Namespace) -> Path:
         raise ToolError(f"{directory}: {error_text(error)}{named}") from None
     kind = "not a directory" if os.path.lexists(directory) else "no such directory"
     raise ToolError(f"{directory}: {kind}{named}")
+
+
+@contextlib.contextmanager
+def existing_directory(directory: Path) -> Iterator[Path]:
+    """A private directory for the stacks of a query, which must not make ``directory``.
+
+    If ``directory`` is missing, this is a temporary directory beside it.  If that cannot be made,
+    this is ``directory``: a stack cannot make it either, and the error has its path.
+    """
+    with contextlib.ExitStack() as exits:
+        if not os.path.lexists(directory):
+            with contextlib.suppress(OSError):
+                beside = TemporaryDirectory(
+                    prefix=".trio-smc-", dir=directory.parent, ignore_cleanup_errors=True
+                )
+                directory = Path(exits.enter_context(beside))
+        yield directory
 
 
 async def why_no_software_rnic(config: Config) -> str | None:

@@ -25,6 +25,7 @@ from trio_smc.tools.commands import (
     add_process,
     add_users,
     directories,
+    existing_directory,
     private_directory,
     why_no_software_rnic,
 )
@@ -91,7 +92,8 @@ def run(options: argparse.Namespace) -> int:
     """Query the stacks, read the devices, and print."""
     directory = directories(options)
     if options.interface is not None:
-        return _explain(options, private_directory(options))
+        with existing_directory(private_directory(options)) as place:
+            return _explain(options, place)
     one_process = options.pid is not None or isinstance(directory, Places)
     silent = SilentProcesses()
     stacks = take_snapshots(directory, ("rnics",), options.pid, required=one_process, silent=silent)
@@ -102,8 +104,9 @@ def run(options: argparse.Namespace) -> int:
     }
     if not one_process:
         assert isinstance(directory, Path)
-        config = dataclasses.replace(settings_of(options).config, directory=directory)
-        found["auto"], found["no_software_rnic"] = trio.run(_automatic, config)
+        with existing_directory(directory) as place:
+            config = dataclasses.replace(settings_of(options).config, directory=place)
+            found["auto"], found["no_software_rnic"] = trio.run(_automatic, config)
         found["variant"] = trio_smc.SoftRnic.variant
         found["devices"] = [dataclasses.asdict(port) for port in read_ports()]
         found["pyverbs"] = importlib.util.find_spec("pyverbs") is not None
