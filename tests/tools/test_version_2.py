@@ -227,6 +227,7 @@ async def test_check_with_rnics_that_do_not_serve_version_2(monkeypatch: Patch) 
     set_rnics_of_check(monkeypatch, routable=False)
     done = await run_check("PLANT-7", server=("PLANT-7",))
     assert "PLANT-7, but none of these RNICs supports version 2" in done.out
+    assert "smc-r, version 1 (version 2 was not offered), " in done.out
     assert done.code == 0
 
 

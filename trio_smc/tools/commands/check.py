@@ -343,7 +343,7 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
         else:
             text = "the server speaks SMC-R" if stack.config.discovery == "auto" else "assumed"
             report.steps.insert(messages.first + 1, Step("discovery", "ok", text))
-        _conclude(report, stream)
+        _conclude(report, stream, messages.offered_v2)
         report.server = await _server_view(ours, theirs, directory)
         here, there = _normalized(ours), _normalized(theirs)
         why = stream.fallback
@@ -372,7 +372,7 @@ def _ends(stream: SmcStream) -> tuple[Any, Any]:
     return stream.socket.getsockname(), theirs
 
 
-def _conclude(report: Report, stream: SmcStream) -> None:
+def _conclude(report: Report, stream: SmcStream, offered_v2: bool) -> None:
     if stream.fallback is None:
         assert stream.link_group is not None
         group = stream.link_group
@@ -383,8 +383,10 @@ def _conclude(report: Report, stream: SmcStream) -> None:
         if group.version > 1:
             what = agreed(group.version, group.release, group.ueid, group.direct)
             version = f"version {what}, "
-        elif report.ueids:
+        elif offered_v2:
             version = "version 1 (the server accepts none of the UEIDs), "
+        elif report.ueids:
+            version = "version 1 (version 2 was not offered), "
         report.add("mode", "ok", f"smc-r, {version}{group.kind} link group, link {links}")
         return
     report.add("mode", "no", "tcp")
@@ -397,12 +399,13 @@ class _Messages:
     Attributes:
       first: the index of the first step that this observer adds.
       seen: True if a CLC message was sent or received.
+      offered_v2: True if a Proposal of version 2 was sent.
     """
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self.first = len(report.steps)
-        self.seen = False
+        self.seen = self.offered_v2 = False
         self._finished = False
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
@@ -412,6 +415,8 @@ class _Messages:
         except ProtocolError as error:
             self._add("CLC", "no", outgoing, f"an unreadable message: {error}")
             return
+        if outgoing and isinstance(decoded, clc.Proposal) and decoded.v2 is not None:
+            self.offered_v2 = True
         if isinstance(decoded, clc.Decline):
             text = f"Decline, diagnosis {diagnosis(decoded.diagnosis)}"
             self._add("CLC", "no", outgoing, text)
