@@ -454,6 +454,17 @@ def test_hostile_files(tmp_path: Path, text: str, message: str) -> None:
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize("name", ["allow", "assume", "deny", "pnet", "rnics", "ueids"])
+def test_an_error_names_the_form_in_toml(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(f"{name} = 7")
+    with pytest.raises(ValueError, match=f"^{path}: {name}: 7 is not .*; in TOML: ") as caught:
+        trio_smc.load_config(path)
+    form = str(caught.value).partition("; in TOML: ")[2]
+    path.write_text(form)
+    assert getattr(trio_smc.load_config(path), name) != getattr(Config(), name)
+
+
 def test_a_setting_of_an_earlier_release(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_text("max_handshakes = 128")

@@ -34,6 +34,15 @@ _REMOVED: Final = {
     "max_handshakes": "set handshake_limit",
     "urgent_inline": "set the socket option SO_OOBINLINE",
 }
+_LISTS: Final = {
+    "allow": 'allow = ["192.0.2.0/24", ["192.0.2.7", 7000], 7000]',
+    "assume": 'assume = ["192.0.2.0/24", ["192.0.2.7", 7000]]',
+    "deny": 'deny = ["192.0.2.0/24", ["192.0.2.7", 7000], 7000]',
+    "pnet": 'pnet = [["eth0", "rxe0"]]',
+    "rnics": 'rnics = ["software:soft0", "roce:rxe0"]',
+    "ueids": 'ueids = ["PLANT-7"]',
+}
+"""Examples of the settings that are tuples in Python, which TOML lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +150,9 @@ def _load(path: Path | str) -> tuple[Config, tuple[str, ...]]:
         config = Config(**{key: _as_tuples(value) for key, value in values.items()})
         _check_files(config)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        form = _LISTS.get(str(error).partition(":")[0])  # an error begins with the setting's name
+        hint = "" if form is None else f"; in TOML: {form}"
+        raise ValueError(f"{path}: {error}{hint}") from None
     return config, tuple(values)
 
 
