@@ -168,7 +168,8 @@ class Config:
         names of an interface and an RNIC, or a file with an interface and its RNICs on each line.
       directory: the private directory, for software RNICs, same-host discovery and control
         sockets: the user's own (mode 0700, owner checked), or that of a group (mode 3770) whose
-        members trust each other with their connections (docs/security.md). None:
+        members trust each other with their connections (docs/security.md). The directory above
+        it must exist. None:
         ``$TRIO_SMC_DIRECTORY``, else ``$XDG_RUNTIME_DIR/trio-smc``, else
         ``/dev/shm/trio-smc-UID``. Processes in other network namespaces, such as containers, can
         be peers only if the directory is named here or by ``TRIO_SMC_DIRECTORY``.
