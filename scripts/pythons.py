@@ -38,17 +38,22 @@ SOURCE = Path("trio_smc/rnic/_words.c")
 PACKAGES = "ca-certificates,git,make,mount,netbase,python3"
 COMPILER = "gcc,libc6-dev,python3-dev"
 VARIANTS = ("native", "socket")
-EMULATED_TESTS = (
-    "tests/rnic", "tests/datapath", "tests/rendezvous/links", "tests/failover", "tests/e2e",
-)  # fmt: skip
-# Emulated processes take ten times as long as others, and pip would compile each module.
-EMULATED_PYTEST = [".venv/bin/python", "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
+PYTEST = [".venv/bin/python", "-m", "pytest", "-q", "-n", "2"]
 EMULATED_DEMO = "make demo ARGS='--mib 4 --rounds 1'"
+EMULATED_SUITES = {
+    "make quick": "make quick JOBS=2",
+    # `make quick` leaves these out.
+    "tests of RNICs with processes": shlex.join([*PYTEST, "-m", "processes", "tests/rnic"]),
+    "tests of connections": shlex.join([*PYTEST, "tests/e2e"]),
+}
+# Emulated processes take ten times as long as others. pip would compile each module, and without
+# cached bytecode each process would.
 EMULATED_SETTINGS = {
     "TRIO_SMC_NATIVE": "1",
     "TRIO_SMC_PATIENCE": "200",
     "PYTEST_TIMEOUT": "600",
     "PIP_NO_COMPILE": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
 }
 VERSION_CODE = (
     "import sys, sysconfig; print(*sys.version_info[:3], sysconfig.get_config_var('ABIFLAGS'))"
@@ -194,13 +199,21 @@ def debian_root(suite: str, arch: str | None = None) -> Path | None:
 
 
 def emulated_commands(tests: Sequence[str]) -> list[str]:
-    """Shell commands that run the demo and tests of an emulated processor, for each variant."""
+    """Shell commands that run the demo and tests of an emulated processor, for each variant.
+
+    A failure does not stop the following commands, which may take long to reach again; the last
+    command names the failed ones, and fails if there are any.
+    """
+    suites = {"tests": shlex.join([*PYTEST, *tests])} if tests else EMULATED_SUITES
     commands = [f"export {name}={value}" for name, value in EMULATED_SETTINGS.items()]
-    commands.append("make ready-dev")
+    commands += ["make ready-dev", "failed="]
     for variant in VARIANTS:
-        test = shlex.join([*EMULATED_PYTEST, *(tests or EMULATED_TESTS)])
-        commands += [f"export TRIO_SMC_WORDS={variant}", EMULATED_DEMO, test]
-    return commands
+        commands.append(f"export TRIO_SMC_WORDS={variant}")
+        for name, command in {"make demo": EMULATED_DEMO, **suites}.items():
+            title = f"{variant}: {name}"
+            commands.append(f"echo '--- {title}'")
+            commands.append(f'{{ {command} || failed="$failed, {title}"; }}')
+    return [*commands, '{ [ -z "$failed" ] || { echo "failed${failed#,}"; exit 1; }; }']
 
 
 def _make_test(tests: Sequence[str]) -> str:
