@@ -15,6 +15,7 @@ import trio
 
 import trio_smc
 from tests.e2e.bytes_by_position import Text
+from tests.timing import SLOWER
 from trio_smc import Config, SmcStream, SoftRnic, Stack
 
 TO_SERVER, TO_CLIENT = 1, 2
@@ -214,7 +215,7 @@ async def main() -> None:
         async for command in _lines():
             method = getattr(peer, command.pop("do"))
             try:
-                with trio.fail_after(40):
+                with trio.fail_after(40 * SLOWER):
                     answer = await method(**command)
             except Exception as problem:
                 answer = {"error": f"{problem!r}; {peer.describe()}"}

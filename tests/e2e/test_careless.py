@@ -16,10 +16,11 @@ import trio
 
 import trio_smc
 from tests.e2e import careless
+from tests.timing import SLOWER
 from trio_smc import Config, SmcStream
 from trio_smc.rendezvous.negotiation import Negotiation
 
-QUICK_EXIT = 0.2
+QUICK_EXIT = 0.2 * SLOWER
 """Seconds, without the time for which others had the processor; a wait for the peer would take
 `shutdown_timeout`, 5 s."""
 
@@ -60,7 +61,7 @@ class Seen:
 
     async def wait(self, count: int) -> list[tuple[int, str]]:
         """All of them."""
-        with trio.fail_after(20):
+        with trio.fail_after(20 * SLOWER):
             while len(self.ends) < count:
                 self.ended = trio.Event()
                 await self.ended.wait()
@@ -96,7 +97,7 @@ async def run(how: str, smc: str, port: int, count: int = 1) -> trio.Process:
     process = await trio.lowlevel.open_process(
         command(how, smc, port, count), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
-    with trio.fail_after(30):
+    with trio.fail_after(30 * SLOWER):
         await process.wait()
     return process
 
@@ -160,7 +161,7 @@ async def test_unread_data_makes_it_a_reset() -> None:
         )  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None
-        with trio.fail_after(30):
+        with trio.fail_after(30 * SLOWER):
             await process.stdout.receive_some()
             await trio.sleep(0.2)
             await process.stdin.aclose()
@@ -182,7 +183,7 @@ async def test_a_killed_process_prints_nothing_here() -> None:
     )
     assert server.stdout is not None
     assert server.stderr is not None
-    with trio.fail_after(30):
+    with trio.fail_after(30 * SLOWER):
         port = int(await server.stdout.receive_some())
         process = await trio.lowlevel.open_process(
             command("waits", "ours", port, 1), stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -223,7 +224,7 @@ async def time_to_end(how: str, port: int, count: int, *, interrupt: bool = Fals
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
-    with trio.fail_after(50):
+    with trio.fail_after(50 * SLOWER):
         assert await process.stdout.receive_some(1) == b"\n"
         start, before = time.monotonic(), careless.waited()
         await process.stdin.aclose()

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import trio
 
+from tests.timing import SLOWER
+
 USER = 65534
 
 # Root changes to another user after the imports: that user may not be able to read the modules.
@@ -75,7 +77,7 @@ async def test_two_processes_of_an_ordinary_user(environment: dict[str, str]) ->
     root = str(Path(__file__).parents[2])
     program = textwrap.dedent(BOTH).format(path=[root, *sys.path], user=USER)
     command = [sys.executable, "-W", "error", "-c", program]
-    with trio.fail_after(100):
+    with trio.fail_after(100 * SLOWER):
         server = await trio.lowlevel.open_process(command, env=environment, stdout=subprocess.PIPE)
         try:
             assert server.stdout is not None

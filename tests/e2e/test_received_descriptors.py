@@ -19,6 +19,7 @@ from tests.api.api_peers import QUICK
 from tests.lingering import AT_ONCE, full_table, give_away, join_closers, lingering
 from tests.peers import active_links, check_echo, echo_until_reset
 from tests.rendezvous.discovery.world import short_path
+from tests.timing import SLOWER
 from trio_smc import SmcStream, Stack
 from trio_smc.control import protocol as control
 from trio_smc.host import descriptors
@@ -229,7 +230,7 @@ async def test_a_full_table_of_descriptors_costs_no_connection(
                 for each in opened:
                     each.abort()
         await check_echo(stream)
-        with trio.fail_after(10):
+        with trio.fail_after(10 * SLOWER):
             while True:
                 late = await clients.open_stream("127.0.0.1", port)
                 mode = late.mode
@@ -269,7 +270,7 @@ async def test_a_failover_needs_no_descriptors(runtime_directory: Path, room: in
 
 async def has_two_links(clients: Stack, stream: SmcStream) -> None:
     """Echo until the link group has two links that both carry data."""
-    with trio.fail_after(20):
+    with trio.fail_after(20 * SLOWER):
         while True:
             await check_echo(stream)
             if active_links(clients.link_groups[0]) == 2:
@@ -334,7 +335,7 @@ async def test_a_first_contact_without_memory_for_the_peers_is_tcp(
         port = listeners[0].socket.getsockname()[1]
         for mode in ("tcp", "tcp", "smc-r"):
             lack.lasts = mode == "tcp"
-            with trio.fail_after(5):
+            with trio.fail_after(5 * SLOWER):
                 stream = await clients.open_stream("127.0.0.1", port)
                 await check_echo(stream)
             assert stream.mode == mode

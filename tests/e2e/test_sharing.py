@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import trio
 
+from tests.timing import SLOWER
+
 SERVICE, CLIENT, OTHER_USER, GROUP = 64201, 64202, 64203, 64210
 
 BOTH = """
@@ -92,7 +94,7 @@ async def _outcome(
     command = [sys.executable, "-W", "error", "-c", program]
     # Namespaces have a /tmp of this one's, so they see what they need of this tree.
     environment = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
-    with trio.fail_after(100):
+    with trio.fail_after(100 * SLOWER):
         process = await trio.lowlevel.open_process(
             [*inside[0], *command, _settings(*server)], env=environment, stdout=subprocess.PIPE
         )
@@ -203,7 +205,7 @@ def as_member(program: str, *arguments: Path) -> int:
     text = textwrap.dedent(program)
     done = subprocess.run(
         [*command, sys.executable, "-c", text, *map(str, arguments)],
-        check=False, timeout=60, env={"PATH": os.environ["PATH"]},
+        check=False, timeout=60 * SLOWER, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     return done.returncode
 
@@ -238,7 +240,7 @@ async def test_a_member_replaces_no_name_of_another(base: Path) -> None:
     )
     try:
         assert process.stdout is not None
-        with trio.fail_after(60):
+        with trio.fail_after(60 * SLOWER):
             assert await process.stdout.receive_some()
         sockets = sorted(each for each in path.rglob("*") if each.is_socket())
         assert {each.relative_to(path).parts[0].partition("-")[0] for each in sockets} == {
