@@ -12,10 +12,11 @@ directory of that suite is made there as well, with only the packages that the M
 anything failed. Standard library only.
 
 With --arch only a root directory of another processor is made, and its programs are emulated: that
-needs Debian's packages debootstrap, qemu-user-static and binfmt-support. There the demo, with a
-small file, and the tests of RNICs, links, data path, failover and whole connections run with the
-native module and over sockets (docs/rnic.md). That takes hours. Emulation on x86-64 keeps the order
-of x86-64's memory accesses, so it does not show what another order would break.
+needs Debian's packages debootstrap, qemu-user-static and binfmt-support. README's two commands run
+there, `make demo` with a small file and `make quick`, and the tests of RNICs with processes and of
+connections, with the native module and over sockets (docs/rnic.md). On two cores with other work
+the root took nine minutes, and `make quick` eight for one variant. Emulation on x86-64 keeps the
+order of x86-64's memory accesses, so it does not show what another order would break.
 """
 
 from __future__ import annotations
