@@ -20,7 +20,7 @@ from tests.timing import PATIENCE
 from trio_smc import Config, SmcStream
 from trio_smc.rendezvous.negotiation import Negotiation
 
-QUICK_EXIT = 0.2
+QUICK_EXIT = 0.2 * SLOWER
 """Seconds, without the time for which others had the processor; a wait for the peer would take
 `shutdown_timeout`, 5 s."""
 
