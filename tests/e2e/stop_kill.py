@@ -25,7 +25,7 @@ import trio_smc
 from tests import leaks
 from tests.e2e.processes import Peer, open_peer
 from tests.e2e.victim import HOST, config, text_seeds, transfer_until_broken
-from tests.timing import PATIENCE
+from tests.timing import PATIENCE, SLOWER
 from trio_smc import Config, SmcStream, Stack
 from trio_smc.rendezvous.discovery.lookup import Lookups
 

@@ -16,7 +16,7 @@ import trio
 
 import trio_smc
 from tests.e2e import careless
-from tests.timing import PATIENCE
+from tests.timing import PATIENCE, SLOWER
 from trio_smc import Config, SmcStream
 from trio_smc.rendezvous.negotiation import Negotiation
 

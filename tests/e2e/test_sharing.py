@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.timing import PATIENCE
+from tests.timing import PATIENCE, SLOWER
 
 SERVICE, CLIENT, OTHER_USER, GROUP = 64201, 64202, 64203, 64210
 
