@@ -132,7 +132,7 @@ def test_an_emulated_processor_runs_demo_and_tests_with_each_variant(
     assert done.returncode == (1 if fails else 0)
 
 
-def test_an_emulated_processor_runs_make_quick_and_what_that_leaves_out() -> None:
+def test_an_emulated_processor_runs_make_quick_and_the_tests_beside_it() -> None:
     """Every suite with tests in processes of its own is named besides `make quick`."""
     text = " && ".join(pythons.emulated_commands([]))
     assert text.count("{ make quick ") == 2
