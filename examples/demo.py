@@ -302,8 +302,9 @@ def report(values: Values, events: list[dict[str, Any]], sha256: str, mib: int) 
             }
             compare(line, "ms", took, 1000)
     print(
-        f"\nMedians of the rounds, and the range of their ratios. {mib} MiB go from memory into "
-        "the other\nprocess's memory, which exists already. Processor time: of both processes."
+        f"\nMedians of the values and of the ratios of all rounds, and the range of the ratios.\n"
+        f"{mib} MiB go from memory into the other process's memory, which exists already.\n"
+        "Processor time: of both processes."
     )
     return same == len(results)
 
@@ -319,14 +320,14 @@ def compare(
       larger: True if a larger value is better.
     """
 
-    def better(smc: float, tcp: float) -> float:
-        return smc / tcp if larger else tcp / smc
-
-    each = [better(smc, tcp) for smc, tcp in zip(took["smc"], took["tcp"], strict=True)]
+    each = [
+        smc / tcp if larger else tcp / smc
+        for smc, tcp in zip(took["smc"], took["tcp"], strict=True)
+    ]
     smc, tcp = (median(took[transport]) for transport in NAMES)
     print(
         f"{text:30}{smc * scale:8.0f}{tcp * scale:8.0f} {unit:7}"
-        f"{better(smc, tcp):5.2f} times ({min(each):.2f} to {max(each):.2f})"
+        f"{median(each):5.2f} times ({min(each):.2f} to {max(each):.2f})"
     )
 
 

@@ -171,10 +171,17 @@ def _measured(content: dict[str, Any]) -> Iterator[str]:
             )
 
 
+_TRANSPORTS = """\
+Among the transports, `smc-r` is trio_smc with default settings, `-strict` with
+`Config(checkpoints="strict")`, `-nospin` with `Config(spin=0)`.
+
+"""
+
+
 def transports(contents: Sequence[dict[str, Any]]) -> str:
-    """The plots that `draw` makes."""
+    """The names of the transports, and the plots that `draw` makes; "" without numbers."""
     placed = {place for content in contents for place in content.get("transports", {})}
-    return "".join(
+    return (_TRANSPORTS if placed else "") + "".join(
         f"![transports, processes {place}](figures/{_picture(place)})\n" for place in sorted(placed)
     )
 

@@ -22,6 +22,7 @@ import pytest
 import trio_smc
 from tests import hangs, leaks
 from tests.api.api_peers import HOST, QUICK
+from tests.timing import SLOWER
 from trio_smc import SmcListener, Stack
 from trio_smc.stack import policy
 
@@ -85,7 +86,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect (and so count in the summary) what only --full runs, or only a pure build."""
+    """Deselect (and so count in the summary) what only --full runs, or only a pure build.
+
+    On a slow machine, tests with a time-out of their own get a longer one.
+    """
     others = () if config.getoption("--full") else _LONG
     if trio_smc.__compiled__:
         others = (*others, "pure")
@@ -95,6 +99,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
+    for item in items if SLOWER > 1 else ():
+        limit = item.get_closest_marker("timeout")
+        if limit is not None:
+            item.add_marker(pytest.mark.timeout(SLOWER * limit.args[0]), append=False)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -81,6 +81,24 @@ def test_a_test_that_calculates_has_its_time_on_the_processor(pytester: pytest.P
     result.stdout.fnmatch_lines(["*Timeout*1*"])
 
 
+@pytest.mark.parametrize(("patience", "passed"), [("25", 0), ("250", 1)])
+def test_a_time_out_of_one_test_is_longer_on_a_slow_machine(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, patience: str, passed: int
+) -> None:
+    monkeypatch.setenv("TRIO_SMC_PATIENCE", patience)
+    pytester.makepyfile(
+        """
+        import time
+        import pytest
+        @pytest.mark.timeout(0.5)
+        def test_takes_long():
+            time.sleep(1)
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "tests.conftest", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=passed, failed=1 - passed)
+
+
 @pytest.fixture
 def _interrupts_ignored() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -108,23 +109,42 @@ def test_another_processor_is_emulated_and_nothing_else_runs(
     assert capsys.readouterr().out.count("Debian trixie, arm64 ") == 2
 
 
-@pytest.mark.parametrize("fails", ["", "socket demo"])
+@pytest.mark.parametrize("fails", [[], ["native demo", "socket test"]])
 def test_an_emulated_processor_runs_demo_and_tests_with_each_variant(
-    make: Make, monkeypatch: pytest.MonkeyPatch, fails: str
+    make: Make, monkeypatch: pytest.MonkeyPatch, fails: list[str]
 ) -> None:
-    script = f'said="$TRIO_SMC_WORDS $1"; shift; echo "$said $*"; test "$said" != "{fails}"'
+    """A failure is named at the end, and does not stop what follows."""
+    cases = "|".join(f'"{each}"' for each in fails) or "none"
+    script = f'case "$TRIO_SMC_WORDS $1" in {cases}) code=1;; esac\necho "$@"; exit ${{code:-0}}'
     monkeypatch.setenv("PATH", str(make("bin", "make", script).parent), prepend=os.pathsep)
-    monkeypatch.setattr(pythons, "EMULATED_PYTEST", ["make", "test"])
+    monkeypatch.setattr(pythons, "PYTEST", ["make", "test"])
     commands = pythons.emulated_commands(["tests/wire", "-k", "a b"])
     done = subprocess.run(
         ["sh", "-c", " && ".join(commands)], capture_output=True, text=True, check=False
     )
-    expected = [
-        *("native demo ARGS=--mib 4 --rounds 1", "native test tests/wire -k a b"),
-        *("socket demo ARGS=--mib 4 --rounds 1", "socket test tests/wire -k a b"),
-    ]
-    assert done.stdout.splitlines()[1:] == expected[: 3 if fails else 4]
-    assert (done.returncode == 0) == (not fails)
+    expected = ["ready-dev"]
+    for variant in ("native", "socket"):
+        expected += [f"--- {variant}: make demo", "demo ARGS=--mib 4 --rounds 1"]
+        expected += [f"--- {variant}: tests", "test tests/wire -k a b"]
+    if fails:
+        expected.append("failed native: make demo, socket: tests")
+    assert done.stdout.splitlines() == expected
+    assert done.returncode == (1 if fails else 0)
+
+
+def test_an_emulated_processor_runs_make_quick_and_the_tests_beside_it() -> None:
+    """Every suite with tests in processes of its own is named besides `make quick`."""
+    text = " && ".join(pythons.emulated_commands([]))
+    assert text.count("{ make quick ") == 2
+    quick = re.search(
+        r"^QUICK := .*tests/,([^)]*)\)", (pythons.ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    assert quick
+    tests = pythons.ROOT / "tests"
+    for suite in [*quick[1].split(), "e2e"]:
+        modules = (tests / suite).rglob("test_*.py")
+        if any("pytest.mark.processes" in each.read_text() for each in modules):
+            assert text.count(f" tests/{suite}") == 2, suite
 
 
 def test_a_copy_of_the_tree_keeps_its_environment(tmp_path: Path) -> None:

@@ -745,6 +745,18 @@ def test_an_ending_waits_for_deferred_messages(pairs: list[Pair]) -> None:
     assert pair.b.receiver.at_eof
 
 
+def test_a_write_that_fills_the_ring_and_leaves_data_is_a_stall(pairs: list[Pair]) -> None:
+    """The writer does not try again before there is room: a reader that is too slow must show."""
+    pair = make(pairs)
+    assert pair.a.send(memoryview(bytes(2 * RING))) == RING
+    assert pair.a.sender.window_stalls == 1
+    pair.settle()
+    pair.b.receiver.receive(RING)
+    pair.settle()
+    assert pair.a.send(memoryview(bytes(RING))) == RING
+    assert pair.a.sender.window_stalls == 1, "nothing was left"
+
+
 def test_statistics_count(pairs: list[Pair]) -> None:
     pair = make(pairs)
     pair.a.send(memoryview(bytes(RING + 1)))
@@ -752,6 +764,6 @@ def test_statistics_count(pairs: list[Pair]) -> None:
     pair.b.receiver.receive(100)
     pair.settle()
     a, b = pair.a.statistics(), pair.b.statistics()
-    assert (a.bytes_sent, a.writes, a.cdcs_sent, a.window_stalls) == (RING, 4, 4, 0)
+    assert (a.bytes_sent, a.writes, a.cdcs_sent, a.window_stalls) == (RING, 4, 4, 1)
     assert (b.bytes_received, b.cdcs_received, b.cdcs_sent) == (RING, 4, 1)
     assert (a.cdcs_received, a.stale_cdcs, b.stale_cdcs) == (1, 0, 0)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.timing import SLOWER
 from trio_smc.datapath.rmb import (
     EYE_CATCHER,
     MAX_RMBS,
@@ -306,7 +307,7 @@ def test_a_step_takes_less_than_a_millisecond(memories: list[Memory]) -> None:
         took.append(time.thread_time() - start)
     took.sort()
     # Processor time, and the median, so that other processes do not count.
-    assert took[len(took) // 2] < 0.001
+    assert took[len(took) // 2] < 0.001 * SLOWER
 
 
 def test_pages_go_back_after_a_burst(memories: list[Memory]) -> None:

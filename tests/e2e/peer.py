@@ -27,6 +27,7 @@ from trio._core._run import GLOBAL_RUN_CONTEXT
 import trio_smc
 from tests import leaks
 from tests.e2e.bytes_by_position import Text, plan_reads, plan_writes
+from tests.timing import SLOWER
 from trio_smc import Config, SmcStream, Stack
 
 HOST = "127.0.0.1"
@@ -229,7 +230,7 @@ class Program:
         """Descriptors, threads, mappings, files, memory, and the stack's own counts."""
         if self._stack is not None:
             # Closing continues after the end of the streams, and has no event for its end.
-            with trio.move_on_after(10):
+            with trio.move_on_after(10 * SLOWER):
                 while self._open == [] and self._stack.statistics().open_connections:  # noqa: ASYNC110
                     await trio.sleep(0.01)
         held = leaks.take(_private_directory())

@@ -25,7 +25,7 @@ import trio_smc
 from tests import leaks
 from tests.e2e.processes import Peer, open_peer
 from tests.e2e.victim import HOST, config, text_seeds, transfer_until_broken
-from tests.timing import PATIENCE
+from tests.timing import PATIENCE, SLOWER
 from trio_smc import Config, SmcStream, Stack
 from trio_smc.rendezvous.discovery.lookup import Lookups
 
@@ -36,10 +36,10 @@ SETTINGS = {"test_link_interval": 0.2, "test_link_timeout": 0.6, "close_timeout"
 CONFIGURED = 2 * SETTINGS["test_link_interval"] + SETTINGS["test_link_timeout"]
 """Seconds after which a link without an answer would be given up by its settings: an interval in
 which the last message came, one without any, and the time for the answer."""
-SLACK = 12.0
+SLACK = 12.0 * SLOWER
 """Additional seconds for a busy machine."""
 _STREAMS = 3
-_LIFE = 20.0
+_LIFE = 20.0 * SLOWER
 """Seconds for which a victim lives at most after the survivor has noticed its end."""
 
 

@@ -16,11 +16,11 @@ import trio
 
 import trio_smc
 from tests.e2e import careless
-from tests.timing import PATIENCE
+from tests.timing import PATIENCE, SLOWER
 from trio_smc import Config, SmcStream
 from trio_smc.rendezvous.negotiation import Negotiation
 
-QUICK_EXIT = 0.2
+QUICK_EXIT = 0.2 * SLOWER
 """Seconds, without the time for which others had the processor; a wait for the peer would take
 `shutdown_timeout`, 5 s."""
 

@@ -17,10 +17,11 @@ import trio
 
 from tests.e2e.actor import End, join, open_ends
 from tests.streams.stream_pairs import SMALL_RING
+from tests.timing import SLOWER
 from trio_smc import SoftRnic
 
 SLOW = {"receive_buffer": SMALL_RING, "close_timeout": 60, "shutdown_timeout": 10}
-SOON = 0.3
+SOON = 0.3 * SLOWER
 QUICK = {**SLOW, "close_timeout": SOON}
 BROKEN_BY_PEER = ("BrokenResourceError", errno.ECONNRESET)
 NO_READER = ("BrokenResourceError", errno.EPIPE)

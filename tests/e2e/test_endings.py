@@ -17,10 +17,11 @@ from tests.e2e.processes import Peer, open_peer
 from tests.peers import endpoint_of
 from tests.ports import reserved_port
 from tests.streams.stream_pairs import HOST, SMALL_RING, Pairs, open_pairs, smc_config
+from tests.timing import SLOWER
 from trio_smc import SmcStream, Stack
 from trio_smc.streams.rdma_stream import RdmaStream
 
-PROMPT = 15.0
+PROMPT = 15.0 * SLOWER
 """Seconds after which an error is no longer prompt; it takes milliseconds on an idle machine."""
 
 

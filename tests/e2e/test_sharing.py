@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.timing import PATIENCE
+from tests.timing import PATIENCE, SLOWER
 
 SERVICE, CLIENT, OTHER_USER, GROUP = 64201, 64202, 64203, 64210
 
@@ -205,7 +205,7 @@ def as_member(program: str, *arguments: Path) -> int:
     text = textwrap.dedent(program)
     done = subprocess.run(
         [*command, sys.executable, "-c", text, *map(str, arguments)],
-        check=False, timeout=60, env={"PATH": os.environ["PATH"]},
+        check=False, timeout=60 * SLOWER, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     return done.returncode
 

@@ -19,6 +19,7 @@ import pytest
 from tests.rnic.contract import RECEIVES, End, assert_no_completions, got, make_end, until
 from tests.rnic.packets import receive
 from tests.rnic.test_soft_hostile import ARMED, HEAD, KEY_PAGE, POSTED, Attacker, ended, state
+from tests.timing import SLOWER
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.soft.messages import DOORBELL, Hello, Register, Revoke, Send, Waiting, close_all
@@ -173,7 +174,7 @@ def test_endless_packets_delay_only_their_sender(
             rnic.service()
         assert state(victim.qp) is QpState.RTS
         victim.qp.to_err()
-        assert time.thread_time() - begun < 10
+        assert time.thread_time() - begun < 10 * SLOWER
     finally:
         os.kill(flooder, signal.SIGKILL)
         os.waitpid(flooder, 0)
@@ -205,7 +206,7 @@ def test_messages_wait_for_room_in_a_full_socket(attacker: Attacker, victim: End
     begun = time.monotonic()
     for number in range(1, SLOTS + 1):
         victim.qp.post_send(number, b"%d" % number)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 10 * SLOWER
     until(lambda: bool(victim.sent), victim)
     accepted = len(victim.sent)
     assert 0 < accepted < SLOTS, "the socket was never full"

@@ -524,6 +524,22 @@ async def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str])
         assert "Exit codes" in one.out
 
 
+def test_the_help_and_the_page_have_the_same_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = command_here(capsys, "--help").out.partition("Exit codes of all commands:")[2]
+    helped = {
+        int(code): " ".join(text.split())
+        for code, text in re.findall(r"^  (\d+) +(.+(?:\n {7}.+)*)", listed, re.MULTILINE)
+    }
+    page = (ROOT / "docs" / "cli.md").read_text().partition("## Exit codes")[2]
+    page = page.partition("\n## ")[0]
+    documented = {
+        int(code): text.replace("`", "")
+        for code, text in re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)
+    }
+    assert helped == documented
+    assert set(helped) == {0, 1, 2, 127, 130}
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -36,13 +36,15 @@ from trio_smc.tools.cli import main
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="inspects another user")
 USER = 54321
 """A user without an entry in the user database and without processes."""
+GROUP = 54323
+"""A group that no user database lists."""
 UNREACHABLE = 54322
 """Another user, whose process names a directory that the user may not enter."""
 PEER = """
 import os, sys, warnings
-import encodings.idna, trio
+import encodings.idna, trio  # before: USER may be unable to import
 from tests.tools import tools_peer
-os.setgroups([]); os.setgid(USER); os.setuid(USER)  # USER may be unable to import
+os.setgroups([int(each) for each in sys.argv[1:]]); os.setgid(USER); os.setuid(USER)
 warnings.simplefilter("ignore", ResourceWarning)
 trio.run(tools_peer.main, "pair")
 """.replace("USER", str(USER))
@@ -60,10 +62,14 @@ def theirs() -> Iterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def running_as_other(directory: Path) -> AsyncIterator[int]:
-    """Run a process of the other user with an SMC-R and a TCP connection. Yields its number."""
+async def running_as_other(directory: Path, *groups: int) -> AsyncIterator[int]:
+    """Run a process of the other user with an SMC-R and a TCP connection. Yields its number.
+
+    groups: its supplementary groups.
+    """
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-c", PEER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", PEER, *map(str, groups)],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={"PATH": os.environ["PATH"], "TRIO_SMC_DIRECTORY": str(directory)},
     )  # fmt: skip
     assert process.stdin is not None
@@ -137,6 +143,18 @@ async def test_root_inspects_a_user_and_changes_nothing(theirs: Path, tmp_path: 
             assert "--user" not in output
         dead.unlink()
         assert (os.geteuid(), os.getegid()) == (0, 0)
+
+
+@root_only
+async def test_root_inspects_a_process_with_a_group_of_its_own(theirs: Path) -> None:
+    """A service manager gives a process groups that the user database does not list."""
+    os.chown(theirs, 0, GROUP)
+    os.chmod(theirs, 0o3770)
+    async with running_as_other(theirs, GROUP) as pid:
+        for words in (("--user", USER, "--directory", theirs), ("--user", USER), ("--all",)):
+            done = await quick_command("ss", "--json", *words)
+            assert pid in [each["pid"] for each in json.loads(done.out)], done.err
+            assert f"user {USER}:" not in done.err
 
 
 @root_only

@@ -249,6 +249,8 @@ class Sender:
             if not window:
                 break
         self._wanted = left
+        if left and not window:
+            self.window_stalls += 1  # the caller waits, and calls again only when there is room
         if messenger.immediate_sends_left:
             messenger.immediate_sends_left -= 1
         return total - left

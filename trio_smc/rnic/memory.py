@@ -67,11 +67,16 @@ if sys.platform == "linux":  # other systems have no RNIC, and no caller
 
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     _MAP_FIXED = 0x10  # linux/include/uapi/linux/mman.h
-    _mmap = ctypes.CDLL(None, use_errno=True).mmap
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _mmap = _libc.mmap
     _mmap.restype = ctypes.c_void_p
     _mmap.argtypes = [
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
     ]  # fmt: skip
+    # In musl fallocate takes 64-bit offsets, and there is no fallocate64.
+    _fallocate = getattr(_libc, "fallocate64", None) or _libc.fallocate
+    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # linux/include/uapi/linux/falloc.h
 
 
 def is_quick_to_free(fd: int) -> bool:
@@ -109,14 +114,27 @@ def _mapped(fd: int, size: int) -> mmap.mmap:
     address = _address(mapping)
     try:
         if _mmap(address, first, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+            raise _last_error()
         if size > first:
             mapping.resize(size)
     except BaseException:
         mapping.close()
         raise
     return mapping
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def _give_back(fd: int, start: int, length: int) -> None:
+    """Give the pages of a memfd back to the system; they are zero then.
+
+    MADV_REMOVE does the same, but QEMU's user mode ignores that advice and returns success.
+    """
+    if _fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, start, length):
+        raise _last_error()
 
 
 class Memory:
@@ -264,7 +282,7 @@ class Memory:
         if self.pinned or first >= last:
             self.zero(start, end - start)
         else:
-            self._map.madvise(mmap.MADV_REMOVE, first, last - first)
+            _give_back(self.fd, first, last - first)
             self.zero(start, first - start)
             self.zero(last, end - last)
         return end

@@ -49,11 +49,12 @@ also connects to the server that you name.
 _EPILOG = """
 Exit codes of all commands:
   0    the command succeeded; check: SMC-R is used
-  1    a process did not answer, and one line on stderr names it; check: SMC-R is not used; drain:
-       connections remain; ladder: the capture has no SMC-R; rnic --interface: no RNIC serves it;
-       run --require-smc: a process of PROGRAM cannot use SMC-R
-  2    bad input, or the command failed: one line on stderr describes the problem, such as output
-       that cannot be written
+  1    a process did not answer, and one line on stderr names it (stats --prometheus ends with 0
+       then); check: SMC-R is not used; drain: connections remain; ladder: the capture has no SMC-R;
+       rnic --interface: no RNIC serves it; run --require-smc: a process of PROGRAM cannot use SMC-R
+  2    bad input, or the command failed, with one line on stderr: no running process has a stack, no
+       such process, no answer of the process of --pid, only damaged replies, no such directory,
+       output that cannot be written
   127  run: there is no such program; otherwise run ends with the code or the signal of PROGRAM
   130  interrupted by Ctrl-C; capture, top, exporter, proxy and check --listen end with 0 then
 

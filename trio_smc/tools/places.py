@@ -7,9 +7,14 @@ import os
 import pwd
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+from trio_smc.tools.proc import Process
 
 __all__ = ["Place", "Places", "identity_of"]
+
+_MOST_GROUPS: Final = 4096
+"""Chosen; the kernel takes 65,536 (NGROUPS_MAX)."""
 
 
 class Place(NamedTuple):
@@ -57,9 +62,24 @@ def identity_of(uid: int) -> Iterator[None]:
 
 
 def _groups_of(uid: int) -> tuple[int, list[int]]:
-    """The primary group and all groups of a user; one without an entry has none but its number."""
+    """The primary group and all groups of a user; one without an entry has none but its number.
+
+    A service manager gives a process groups that the user database does not list, such as systemd's
+    SupplementaryGroups. What the user's processes may open, root may open in its place.
+    """
     try:
         known = pwd.getpwuid(uid)
     except KeyError:
-        return uid, []
-    return known.pw_gid, os.getgrouplist(known.pw_name, known.pw_gid)
+        primary, listed = uid, []
+    else:
+        primary, listed = known.pw_gid, os.getgrouplist(known.pw_name, known.pw_gid)
+    return primary, sorted({*listed, *_groups_of_processes(uid)})[:_MOST_GROUPS]
+
+
+def _groups_of_processes(uid: int) -> Iterator[int]:
+    """The supplementary groups of the processes that are this user's in every respect."""
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError), Process(int(name)) as process:
+                if set(process.users()) == {uid}:
+                    yield from process.groups()

@@ -99,6 +99,10 @@ class Process:
         """The real, effective, saved and file system user of the process."""
         return tuple(map(int, self._status("Uid")))
 
+    def groups(self) -> tuple[int, ...]:
+        """The supplementary groups of the process."""
+        return tuple(map(int, self._status("Groups")))
+
     def numbers(self) -> tuple[int, ...]:
         """The number of the process in each of its PID namespaces, that of this process first."""
         return tuple(map(int, self._status("NSpid"))) or (self.pid,)

@@ -99,7 +99,7 @@ def change_service(
     answers = take_snapshots(directory, (change,), options.pid, silent=silent, more=more)
     done = [each for each in answers if each.drain is not None]
     if not done:
-        raise ToolError(_nothing(options, answers, change))
+        raise ToolError(_nothing(options, answers, change, silent))
     left = _wait(directory, options, done, seconds) if change == "drain" else {}
     _print(options, subject, change, done, left)
     return INCOMPLETE if left else silent.exit_code
@@ -109,10 +109,12 @@ def _name(options: argparse.Namespace) -> str:
     return options.rnic if options.group is None else f"link group {options.group}"
 
 
-def _nothing(options: argparse.Namespace, answers: list[Snapshot], change: str) -> str:
+def _nothing(
+    options: argparse.Namespace, answers: list[Snapshot], change: str, silent: SilentProcesses
+) -> str:
     kind = "RNIC " if options.group is None else ""
     name = f"{kind}{plain(_name(options))}"
-    text = f"no process has {'an ' if kind else ''}{name}"
+    text = f"no process {'that answers ' * bool(silent.last)}has {'an ' if kind else ''}{name}"
     if options.pid is not None:
         text = f"process {options.pid} has no {name}"
         if [each.pid for each in answers if each.release != RELEASE]:

@@ -156,14 +156,14 @@ def run(options: argparse.Namespace) -> int:
         )
         print_text(exposition(snapshots, silent=len(silent.last)))
         return 0  # the metrics count the processes that did not answer
+    if options.since is not None and options.interval is not None:
+        raise ToolError("--since compares two moments, so it cannot be used with --interval")
     saved = None if options.since is None else _load(options.since)
     counted = _query(options, silent)
     if options.save is not None:
         _save(options.save, counted)
-    if saved is not None:
-        counted = _since(counted, saved)
     if options.interval is None:
-        _print(counted, options, "")
+        _print(counted if saved is None else _since(counted, saved), options, "")
         return silent.exit_code
     rounds = 0
     while rounds != options.count:
