@@ -482,6 +482,7 @@ class TestDevice:
 
 class TestDirectory:
     def test_a_new_directory_is_private(self, directory: Path) -> None:
+        directory.mkdir()
         rnic = SoftRnic()
         rnic.open(directory / "below")
         assert stat.S_IMODE((directory / "below").stat().st_mode) == 0o700
@@ -489,6 +490,7 @@ class TestDirectory:
 
     def test_a_long_path_is_accepted(self, directory: Path) -> None:
         deep = directory / ("x" * 100) / ("y" * 100)
+        deep.parent.mkdir(parents=True)
         first, second = SoftRnic(), SoftRnic()
         first.open(deep)
         second.open(deep)
