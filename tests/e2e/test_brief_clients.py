@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from socket import IPPROTO_TCP, SO_KEEPALIVE, SO_REUSEADDR, SOL_SOCKET, TCP_KEEPIDLE
 from typing import Any
 
 import pytest
@@ -38,6 +39,10 @@ async def observe(transport: str, how: str, size: int) -> list[tuple[bytes, Any,
                 while len(seen) < CONNECTIONS:
                     stream = await listener.accept()
                     modes.add(stream.mode)
+                    stream.setsockopt(SOL_SOCKET, SO_KEEPALIVE, 1)  # as many servers do at once
+                    assert stream.getsockopt(SOL_SOCKET, SO_KEEPALIVE) == 1
+                    assert stream.getsockopt(IPPROTO_TCP, TCP_KEEPIDLE) > 0
+                    assert stream.getsockopt(SOL_SOCKET, SO_REUSEADDR) == 1
                     received, error, own_error = b"", None, None
                     try:
                         while data := await stream.receive_some():

@@ -99,7 +99,7 @@ def _ended_stream(
     endpoint = stack.groups.ended_endpoint(connection, outcome.group)
     view = LinkGroupView(outcome.group, stack.check_not_forked)
     stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
-    stream.socket.keep_names()
+    stream.tcp_has_ended()
     if connection.resets_tcp:
         close_with_reset(sock)
     else:

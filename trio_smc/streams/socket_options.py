@@ -240,9 +240,10 @@ class StreamOptions:
         """Read the options of the TCP connection, which ends now: a program may ask for them as
         long as its stream is open."""
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            self.keepalive_time(option)
+            with contextlib.suppress(OSError):  # the program has closed the descriptor
+                self.keepalive_time(option)
         for level, option in _KEPT_AT_END:
-            with contextlib.suppress(OSError):  # the kernel does not know it
+            with contextlib.suppress(OSError):  # the same, or the kernel does not know it
                 value = self._sock.getsockopt(level, option, _LONGEST_VALUE)
                 if (level, option) == _TCP_INFO and value:
                     value = bytes((CLOSE,)) + value[1:]
@@ -394,7 +395,7 @@ class StreamOptions:
         """Seconds: the value that was set, or the system's default."""
         key = (socket.IPPROTO_TCP, option)
         if key not in self._kept:
-            self._keep_value(key, self._sock.getsockopt(*key))
+            self._keep_value(key, 0 if self._tcp_closed else self._sock.getsockopt(*key))
         value = self._kept[key]
         assert isinstance(value, int)
         return value

@@ -86,10 +86,14 @@ class SmcSocket:
         """Store both names, so that they outlive the descriptor."""
         if self._names is None and self._sock.fileno() >= 0:
             try:
+                own = self._sock.getsockname()
+            except OSError:
+                return  # the program has closed the descriptor
+            try:
                 peer = self.getpeername()
             except OSError:
                 peer = None  # the peer has reset TCP already
-            self._names = self._sock.getsockname(), peer
+            self._names = own, peer
 
     @property
     def family(self) -> socket.AddressFamily:
