@@ -663,6 +663,19 @@ async def options_after_a_reset(ends: Ends) -> None:
     await ends.record(ends.server.getsockopt, stdlib.SOL_SOCKET, stdlib.SO_LINGER, 8)
     await ends.record(ends.server.getsockopt, stdlib.IPPROTO_TCP, stdlib.TCP_INFO, 1)
     await ends.record(ends.server.getsockopt, stdlib.SOL_SOCKET, stdlib.SO_TYPE, 2)
+    for level, option, value in (
+        (stdlib.IPPROTO_TCP, stdlib.TCP_KEEPIDLE, -1),
+        (stdlib.IPPROTO_TCP, stdlib.TCP_KEEPCNT, 500),
+        (stdlib.IPPROTO_IP, stdlib.IP_TTL, 300),
+        (stdlib.IPPROTO_IP, stdlib.IP_TTL, 7),
+        (stdlib.SOL_SOCKET, stdlib.SO_LINGER, b"1"),
+        (stdlib.SOL_SOCKET, stdlib.SO_TYPE, 1),
+        (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE, 1),
+        (stdlib.SOL_SOCKET, 250, 1),
+    ):
+        await ends.record(ends.server.setsockopt, level, option, value)
+    for level, option in _OPTIONS:
+        await ends.record(ends.server.getsockopt, level, option)
 
 
 LATE: Final = (

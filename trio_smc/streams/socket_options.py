@@ -227,11 +227,12 @@ class StreamOptions:
         if kept is not None and (row is None or row.owner is Owner.KEPT or self._tcp_closed):
             return _in_requested_form(kept, buffersize)
         if self._tcp_closed:
-            # The value that a socket has without being told, or the kernel's error.
-            with socket.socket(self._sock.family, socket.SOCK_STREAM) as fresh:
-                return _in_requested_form(
-                    fresh.getsockopt(level, option, buffersize or _INT.size), buffersize
-                )
+            new = self._new_socket()
+            if new is None:
+                raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+            with new:
+                value = new.getsockopt(level, option, buffersize or _INT.size)
+            return _in_requested_form(value, buffersize)
         if buffersize:
             return self._sock.getsockopt(level, option, buffersize)
         return self._sock.getsockopt(level, option)
@@ -269,12 +270,25 @@ class StreamOptions:
         self, level: int, option: int, value: int | Buffer | None, length: int | None
     ) -> None:
         if self._tcp_closed:
-            self._keep_value((level, option), int_or_bytes(value))
+            kept = int_or_bytes(value)
+            new = self._new_socket()
+            if new is not None:
+                with new:
+                    new.setsockopt(level, option, kept)
+            self._keep_value((level, option), kept)
         elif value is not None:
             self._sock.setsockopt(level, option, value)
         else:
             assert length is not None
             self._sock.setsockopt(level, option, None, length)
+
+    def _new_socket(self) -> socket.socket | None:
+        """A socket in place of the one that has ended: it has the default of each option, and the
+        kernel's errors.  None if the system lacks descriptors or memory."""
+        try:
+            return socket.socket(self._sock.family, socket.SOCK_STREAM)
+        except OSError:
+            return None
 
     def _keep_value(self, key: Key, value: int | bytes) -> None:
         self._kept[key] = value
