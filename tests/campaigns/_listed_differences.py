@@ -300,15 +300,19 @@ def _connected_after_the_end(program: Program, tcp: Observation, smc: Observatio
         None,
     )
     pairs = _first_differing(tcp, smc)
-    return (
-        again is not None
-        and bool(pairs)
-        and all(
-            ours.end == 1
-            and ours[1:3] > again[1:3]
-            and (theirs.result == "ENOTCONN" or names.get(ours[1:3]) in _CONNECTS)
-            for theirs, ours in pairs
+    if again is None or not pairs:
+        return False
+    # Over TCP a third call makes a new connection, which both ends use from then on.
+    anew = any(line[1:3] > again[1:3] and line.result == "connected" for line in connects)
+    return all(
+        ours[1:3] > again[1:3]
+        and (
+            anew
+            or (
+                ours.end == 1 and (theirs.result == "ENOTCONN" or names.get(ours[1:3]) in _CONNECTS)
+            )
         )
+        for theirs, ours in pairs
     )
 
 
