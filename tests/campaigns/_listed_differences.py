@@ -264,9 +264,9 @@ def _reset_by_a_process_that_has_shut_down(
     return bool(late) and all(
         _shuts_both(program, 1 - ours.end)
         and any(
-            _has_unread(program, tcp, step.end, number)
-            for number, step in enumerate(program.steps)
-            if step.end != ours.end and any(name in _SHUTS for name, _ in step.operations)
+            _has_unread(program, tcp, line.end, line.at + 1)
+            for line in tcp
+            if line.end != ours.end and _operation(program, line) in _SHUTS
         )
         and (
             ours in late
