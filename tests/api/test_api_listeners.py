@@ -334,8 +334,12 @@ async def test_a_defect_ends_one_connection(
 
     with monkeypatch.context() as patch:
         patch.setattr("trio_smc.connecting.accept.ServerNegotiation", broken)
-        with pytest.raises(ConnectionResetError):
-            await stack.open_stream(*address_of(listener))
+        stream = await stack.open_stream(*address_of(listener))
+        assert stream.fallback is not None
+        assert stream.fallback.reason is FallbackReason.ENDED_IN_HANDSHAKE
+        with pytest.raises(trio.BrokenResourceError):
+            await stream.receive_some()
+        await stream.aclose()
     assert "LookupError: a defect" in caplog.text
     await check_serves(stack, listener)
 

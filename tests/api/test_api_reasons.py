@@ -344,6 +344,7 @@ ELSEWHERE = {
     Reason.ALREADY_SHUT_DOWN: "sockets.test_enable_sockets.test_a_socket_that_was_shut_down_first",
     Reason.MULTIPATH: "sockets.test_enable_sockets.test_mptcp_is_refused_if_smc_r_is_required",
     Reason.DIRECTORY_FULL: "rendezvous.discovery.test_names.test_a_full_directory",
+    Reason.ENDED_IN_HANDSHAKE: "api.test_api_listeners.test_a_defect_ends_one_connection",
     Reason.NOT_ACCEPTED: "rendezvous.discovery.test_silence.test_a_connection_that_stays_queued",
     Reason.PATH_NOT_PROVEN: "e2e.test_networks.test_masquerading_between_two",
     Reason.TCP_OPTION_UNAVAILABLE: "api.test_api_discovery.test_the_tcp_option_cannot_be_used",

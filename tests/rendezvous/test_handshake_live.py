@@ -442,8 +442,11 @@ async def test_a_proposal_followed_at_once_by_something(tail: bytes) -> None:
 @pytest.mark.parametrize("how", ["fin", "rst"])
 @pytest.mark.parametrize("state", ["part", "LISTENING", "ACCEPTED", "CONFIRMING_LINK"])
 async def test_a_client_that_closes(state: str, how: str) -> None:
-    """In each state of the server, no byte reaches an application, and the listener continues to
-    serve."""
+    """In each state of the server, no byte reaches an application.
+
+    The application gets the connection, as over TCP, unless a part of a message was consumed or the
+    link has failed.
+    """
     async with a_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         if state == "part":
@@ -465,6 +468,16 @@ async def test_a_client_that_closes(state: str, how: str) -> None:
         else:
             await raw.aclose()
         with trio.fail_after(PATIENCE):
+            if state in ("LISTENING", "ACCEPTED"):
+                stream = await listener.accept()
+                assert stream.fallback is not None
+                assert stream.fallback.reason is FallbackReason.ENDED_IN_HANDSHAKE
+                if how == "rst":
+                    with pytest.raises(trio.BrokenResourceError):
+                        await stream.receive_some()
+                else:
+                    assert await stream.receive_some() == b""
+                await stream.aclose()
             # A group ends in several passes of the scheduler if its memory takes long to free.
             while not stack.statistics().handshakes_failed or stack.link_groups:  # noqa: ASYNC110
                 await trio.sleep(0.01)

@@ -285,8 +285,7 @@ def test_a_nursery_that_is_closed_ends_the_server_and_resets_the_connection(
                 await trio.sleep_forever()
 
         error = await outcome_of(together)
-        # If the server is first, the task starts while the client is in its handshake.
-        assert [*map(type, broken)] == [trio.BrokenResourceError if early else OSError]
+        assert [*map(type, broken)] == [trio.BrokenResourceError]
         return description(error)
 
     seen = run("enabled", main)

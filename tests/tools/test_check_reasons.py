@@ -202,6 +202,15 @@ async def unaccepting_server(patch: Patch) -> AsyncIterator[int]:
         discovery.close()
 
 
+def break_handshakes(patch: Patch) -> None:
+    """Let the server close each connection at its Proposal, because of a defect."""
+
+    def broken(**options: object) -> None:
+        raise LookupError("a defect")
+
+    patch.setattr("trio_smc.connecting.accept.ServerNegotiation", broken)
+
+
 def make_another_user(patch: Patch) -> None:
     """Let the listening process belong to another user."""
     patch.setattr(lookup, "admits_user", lambda user, group: False)
@@ -319,6 +328,7 @@ CASES = [
     Case(Reason.OTHER_USER, LOCAL, with_patch(smc_server, make_another_user)),
     Case(Reason.PATH_NOT_PROVEN, LOCAL, with_patch(smc_server, separate_networks)),
     Case(Reason.NOT_ACCEPTED, LOCAL, unaccepting_server),
+    Case(Reason.ENDED_IN_HANDSHAKE, LOCAL, with_patch(smc_server, break_handshakes)),
     Case(Reason.LOCAL_VERSION_MISMATCH, LOCAL, with_patch(smc_server, answer_as_newer_release)),
     Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, with_patch(tcp_server, disable_gil)),
     Case(Reason.NOT_PERMITTED, LOCAL, with_config(smc_server, deny=("127.0.0.0/8",))),

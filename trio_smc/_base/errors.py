@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .reasons import Fallback
 
-__all__ = ["ProtocolError", "SmcUnavailable"]
+__all__ = ["HandshakeCut", "ProtocolError", "SmcUnavailable"]
 
 
 class ProtocolError(Exception):
@@ -17,6 +17,14 @@ class ProtocolError(Exception):
     The only exception that functions named ``*_untrusted`` raise.  During the handshake it ends
     the TCP connection (RFC 7609, C.6).  A method of an open stream raises
     :exc:`trio.BrokenResourceError`, whose cause is an OSError, whose cause is this exception.
+    """
+
+
+class HandshakeCut(ConnectionResetError):
+    """The peer has ended the TCP connection before the handshake was complete.
+
+    Neither side has sent data of its application then. No part of a CLC message has been read after
+    the last whole one.
     """
 
 

@@ -112,6 +112,8 @@ class FallbackReason(StrEnum):
     on this host, or on the way to another network namespace."""
     NOT_ACCEPTED = "not-accepted"
     """The listener's process has not accepted the connection in time."""
+    ENDED_IN_HANDSHAKE = "ended-in-handshake"
+    """The peer has ended the TCP connection before the handshake was complete."""
     LOCAL_VERSION_MISMATCH = "local-version-mismatch"
     """The two processes have no common version of same-host discovery."""
     UNSUPPORTED_PLATFORM = "unsupported-platform"
@@ -275,6 +277,11 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         "the listening process has not accepted the connection in time",
         "check that this process runs and accepts: it may be stopped, busy, or have set "
         "TCP_DEFER_ACCEPT",
+        Diagnosis.PEER_NOT_CAPABLE,
+    ),
+    FallbackReason.ENDED_IN_HANDSHAKE: _Explanation(
+        "the peer ended the connection during the SMC-R handshake",
+        "find out why the peer's process closed the connection, or ended",
         Diagnosis.PEER_NOT_CAPABLE,
     ),
     FallbackReason.LOCAL_VERSION_MISMATCH: _Explanation(

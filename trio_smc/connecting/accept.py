@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import trio
 from trio.socket import SocketType, from_stdlib_socket
 
+from trio_smc._base.errors import HandshakeCut
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.connecting.established import HandshakeHost, established_stream
 from trio_smc.host.addresses import (
@@ -25,6 +26,7 @@ from trio_smc.host.tcp import (
     CLOSE_WAIT,
     close_with_reset,
     has_urgent_byte,
+    peer_end,
     tcp_state,
     unread_bytes,
 )
@@ -77,8 +79,8 @@ class Arrival:
 
     __slots__ = ("_accepted_from", "_at_limit", "_bare", "_claim", "_clc_begun", "_client",
                  "_config", "_failure", "_fallback", "_is_crowded", "_local",
-                 "_publication", "_remote", "_required", "_route", "_stack", "on_progress",
-                 "progressed", "sock")  # fmt: skip
+                 "_publication", "_remote", "_required", "_route", "_stack", "_was_announced",
+                 "on_progress", "progressed", "sock")  # fmt: skip
 
     _route: Route  # once discovery is over
 
@@ -104,6 +106,7 @@ class Arrival:
         self.progressed: float = stack.timers.now()
         self.on_progress: Callable[[Arrival, float], object] | None = None
         self._claim: Claim | None = None
+        self._was_announced = False  # but the client has given up the announcement
         self._required = False  # the client takes SMC-R or nothing; only `learn_short` needs it
         self._fallback: Fallback | None = None
         self._failure: Exception | None = None
@@ -142,6 +145,7 @@ class Arrival:
                 self._fallback = Fallback.local(reason)
             elif not claim.accept(required=self._config.require_smc):
                 # The client has given up, or a killed client left the name: it says nothing.
+                self._was_announced = True
                 self._on_claim(None)
         elif not self._config.assumes(self._local, self._remote, self._publication.address):
             reason = self._stack.tcp_option.answer(self.sock)
@@ -154,6 +158,8 @@ class Arrival:
         Args:
           reason: what the TCP option has shown.
         """
+        if self._was_announced:
+            return FallbackReason.NOT_ACCEPTED  # as the client reports it
         if self._route.reason is FallbackReason.SHORT_CONNECTIONS:
             return self._route.reason  # this side has learned the same of this client
         if self._config.discovery != "auto" or not self._is_same_host():
@@ -207,6 +213,11 @@ class Arrival:
             LOGGER.info("connection closed: %s", error)
             sock.close()
             return None
+        except HandshakeCut as error:
+            # Over TCP the server accepts this connection, and reading shows that the client has
+            # gone.
+            LOGGER.info("handshake failed: %s", error)
+            fallback = Fallback.local(FallbackReason.ENDED_IN_HANDSHAKE)
         except OSError as error:
             LOGGER.info("handshake failed: %s", error)
             close_with_reset(sock)
@@ -266,7 +277,9 @@ class Arrival:
             with stack.groups.handshake():  # counts as a failed handshake
                 raise
         if first is None:
-            return Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
+            ended = self._claim is not None and peer_end(sock) != "none"
+            unable = FallbackReason.PEER_NOT_CAPABLE
+            return Fallback.local(FallbackReason.ENDED_IN_HANDSHAKE if ended else unable)
         self._clc_begun = True
         with stack.groups.handshake():
             outcome = await run_negotiation(

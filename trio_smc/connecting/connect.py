@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import trio
 
-from trio_smc._base.errors import SmcUnavailable
+from trio_smc._base.errors import HandshakeCut, SmcUnavailable
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc.connecting.dial import (
     Attempt,
@@ -181,7 +181,14 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
     except BaseException as error:
         if attempt.cancelled and isinstance(error, Exception):
             raise trio.ClosedResourceError("the stack was closed") from None
+        known = not attempt.assumed(config)  # otherwise the end may be the answer to the Proposal
+        if isinstance(error, HandshakeCut) and known and not config.require_smc:
+            # Over TCP this call succeeds, and the next one shows that the server has gone.
+            fallback = Fallback.local(FallbackReason.ENDED_IN_HANDSHAKE)
+            return _tcp_stream(stack, attempt.sock, fallback, clc_begun=attempt.clc_begun)
         close_with_reset(attempt.sock)
+        if isinstance(error, HandshakeCut):
+            raise ConnectionResetError(*error.args) from error.__cause__
         if isinstance(error, Exception) and not isinstance(error, OSError):
             LOGGER.exception("the SMC-R handshake failed")
             text = "the SMC-R handshake failed because of a defect on this side"

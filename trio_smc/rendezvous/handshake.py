@@ -1,5 +1,9 @@
 """The CLC handshake over a real TCP connection: the Trio task around a negotiation.
 
+If the peer ends the TCP connection, no error of the socket may be consumed: the application gets
+the connection then, and learns from the socket what it would have learned over TCP. So a read comes
+only after the kernel has counted unread bytes, and a write only if the peer has not ended.
+
 No byte after the CLC messages may be consumed: after a Decline the application's bytes follow at
 once. So a peek looks for a whole message, and only its bytes are read. `wire.clc.ClcReader` limits
 the reads if a message arrives in parts. Nothing is read when only this side's last message is left
@@ -17,6 +21,7 @@ time for its next message.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket as stdlib_socket
 from functools import partial
@@ -25,7 +30,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.tcp import end_waits, unread_bytes
+from trio_smc.host.tcp import end_waits, peer_end, unread_bytes
 from trio_smc.rendezvous.negotiation import Established, Failed
 from trio_smc.wire.clc import MAX_MESSAGE_SIZE, ClcReader
 
@@ -101,12 +106,12 @@ async def _run(
     arrived: bytes,
 ) -> None:
     """Run until there is an outcome, or only this side's last message is left to send."""
-    state, deadline = "", 0.0
+    state, deadline, woken = "", 0.0, False
     while negotiation.outcome is None and not negotiation.has_final_message:
         if negotiation.outgoing:
             await _answer(negotiation, sock, patience, reader)
-        elif _read(negotiation, sock, reader, arrived):
-            arrived = b""
+        elif _read(negotiation, sock, reader, arrived, woken=woken):
+            arrived, woken = b"", False
             continue
         if negotiation.outgoing or negotiation.outcome is not None:
             continue
@@ -119,7 +124,7 @@ async def _run(
             expired = await _wait(negotiation, sock, timers, deadline)
         finally:
             spinner.sleeping -= 1
-        reader.nothing_follows = False  # more may have arrived meanwhile
+        reader.nothing_follows, woken = False, True  # more may have arrived meanwhile, or the end
         if sock.fileno() < 0:
             raise _given_up()
         if expired:
@@ -162,6 +167,9 @@ async def _answer(
     if reader.halfway or (not reader.nothing_follows and unread_bytes(_descriptor(sock))):
         negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
         return
+    if peer_end(sock) != "none":
+        negotiation.tcp_lost()  # a write would consume the error, or cause one
+        return
     data = b"".join(negotiation.outgoing)
     negotiation.outgoing.clear()
     try:
@@ -171,8 +179,10 @@ async def _answer(
                 while data:
                     await trio.lowlevel.wait_writable(_descriptor(sock))
                     data = _write(sock, data)
-    except (OSError, trio.TooSlowError) as error:
-        negotiation.tcp_lost(error if isinstance(error, OSError) else None)
+    except trio.TooSlowError:
+        raise TimeoutError(errno.ETIMEDOUT, "the peer does not read the SMC-R handshake") from None
+    except OSError as error:
+        negotiation.tcp_lost(error)
     else:
         negotiation.sent()
 
@@ -204,15 +214,32 @@ def _write(sock: _Socket, data: bytes) -> bytes:
         return data
 
 
-def _read(negotiation: Negotiation, sock: _Socket, reader: ClcReader, arrived: bytes = b"") -> bool:
+def _read(
+    negotiation: Negotiation,
+    sock: _Socket,
+    reader: ClcReader,
+    arrived: bytes = b"",
+    *,
+    woken: bool = False,
+) -> bool:
     """Read bytes that have arrived, at most to the end of a message; False if none have.
 
-    arrived: the result of a peek; empty: there was none.
+    Args:
+      arrived: the result of a peek; empty: there was none.
+      woken: the socket was readable: if there are no unread bytes, the peer has probably ended the
+        connection.
     """
     number = sock.fileno()  # inlined `_descriptor`
     if number < 0:
         raise _given_up()
     try:
+        ended = woken and peer_end(sock) != "none"  # first: bytes may have come with the end
+        if not arrived and not unread_bytes(number):
+            if ended and reader.halfway:
+                raise ProtocolError("the peer ended the connection within a CLC message")
+            if ended:
+                negotiation.tcp_lost()
+            return ended
         message = None
         if isinstance(sock, stdlib_socket.socket):  # Trio's sockets have no `recv` that is a call
             arrived = arrived or sock.recv(MAX_MESSAGE_SIZE, stdlib_socket.MSG_PEEK)

@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
-from trio_smc._base.errors import ProtocolError
+from trio_smc._base.errors import HandshakeCut, ProtocolError
 from trio_smc._base.observer import Observer
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._base.timers import Timer
@@ -389,7 +389,9 @@ class Negotiation(ABC):
 
     def fail_tcp(self) -> None:
         """Fail: the TCP connection ended during the handshake."""
-        self._fail(errno.ECONNRESET, "the connection ended during the SMC-R handshake")
+        error = HandshakeCut(errno.ECONNRESET, "the connection ended during the SMC-R handshake")
+        error.__cause__ = self._cause
+        self.outcome = Failed(error)
 
     def abandon(self) -> None:
         """Release the RMB element, and end a group that is still forming (3.5.1.6.4)."""
