@@ -105,11 +105,19 @@ async def test_a_change_in_a_handshake_wakes_no_other_task(news: str) -> None:
                         assert victim.data == [b"x"]
 
 
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """The two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        theirs = socket.create_connection(listening.getsockname())
+        return listening.accept()[0], theirs
+
+
 async def test_an_answer_goes_to_no_other_socket() -> None:
     """The peer makes room for the rest of an answer at the moment when the socket is closed."""
     with trio.fail_after(PATIENCE):
         for _ in range(REPEATS):
-            ours, theirs = socket.socketpair()
+            ours, theirs = tcp_pair()
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
             theirs.setblocking(False)
             sock, clock, negotiation = trio.socket.from_stdlib_socket(ours), Clock(), Negotiation()
             negotiation.outgoing = [bytes(1 << 20)]  # type: ignore[misc]
