@@ -15,6 +15,7 @@ import socket as stdlib
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any, Final, Literal, Protocol
 
 import pytest
@@ -1129,6 +1130,109 @@ async def failing_calls_let_other_tasks_run(ends: Ends) -> None:
             again.close()
 
 
+def _calls_to_cancel(sock: Any, stream: trio.SocketStream) -> dict[str, Callable[[], Any]]:
+    """Calls with valid and invalid arguments."""
+    receiving: dict[str, Callable[[], Any]] = {
+        f"{name} {size!r}": partial(call, size)
+        for name, call in {
+            "recv": sock.recv, "recvfrom": sock.recvfrom, "recvmsg": sock.recvmsg,
+            "receive_some": stream.receive_some,
+        }.items()
+        for size in (1, 0, -1, "x", None)
+    }  # fmt: skip
+    sending: dict[str, Callable[[], Any]] = {
+        f"{name} {data!r}": partial(call, data)
+        for name, call in {
+            "send": sock.send, "sendmsg": sock.sendmsg, "send_all": stream.send_all,
+        }.items()
+        for data in (b"x", b"", "x", None, [b"x"])
+    }  # fmt: skip
+    return {
+        **receiving,
+        **sending,
+        "recv of a fraction": lambda: sock.recv(2.5),
+        "recv_into too many": lambda: sock.recv_into(bytearray(1), 2),
+        "recv_into bytes": lambda: sock.recv_into(b"x"),
+        "recvmsg_into": lambda: sock.recvmsg_into([bytearray(1)]),
+        "recv with flags": lambda: sock.recv(1, "x"),
+        "send with flags": lambda: sock.send(b"x", "x"),
+        "sendto": lambda: sock.sendto(b"x", (HOST, 1)),
+        "sendto nowhere": lambda: sock.sendto(b"x", "nowhere"),
+        "connect": lambda: sock.connect((HOST, 1)),
+        "connect nowhere": lambda: sock.connect("nowhere"),
+        "bind nowhere": lambda: sock.bind("nowhere"),
+        "accept": sock.accept,
+        "wait_send_all_might_not_block": stream.wait_send_all_might_not_block,
+        "send_eof": stream.send_eof,
+        "aclose": stream.aclose,
+    }
+
+
+async def _close_stream_of_client(ends: Ends) -> None:
+    await trio.SocketStream(ends.client).aclose()
+
+
+async def _send_eof_of_client(ends: Ends) -> None:
+    await trio.SocketStream(ends.client).send_eof()
+
+
+def _peer_shuts(ends: Ends) -> None:
+    ends.server.shutdown(stdlib.SHUT_WR)
+
+
+def _nothing_happens(ends: Ends) -> None:
+    pass
+
+
+async def _data_arrives(ends: Ends) -> None:
+    await ends.server.send(b"0123456789")
+
+
+def _cancelled_case(prepare: Callable[[Ends], Any], *, cancelled: bool) -> Case:
+    """Each call once, at the client, in a scope that was cancelled before, or not."""
+
+    async def make(ends: Ends) -> None:
+        for name in _calls_to_cancel(ends.client, trio.SocketStream(ends.client)):
+            again = Ends()
+            await again.connect()
+            stream = trio.SocketStream(again.client)
+            result = prepare(again)
+            if isinstance(result, Awaitable):
+                await result
+            await again.settle()
+            call = _calls_to_cancel(again.client, stream)[name]
+            outcome: object = "cancelled"
+            with trio.CancelScope() as scope:
+                if cancelled:
+                    scope.cancel()
+                    try:
+                        outcome = await call()
+                    except Exception as error:
+                        outcome = kind(error)
+                else:
+                    outcome = await again.outcome(call)
+            ends.records.append((name, outcome, again.client.fileno() < 0))
+            again.close()
+
+    return make
+
+
+for _each, _cancel in itertools.product(
+    (
+        _nothing_happens,
+        _data_arrives,
+        _close_stream_of_client,
+        _send_eof_of_client,
+        _shut_writing,
+        _peer_shuts,
+        _be_reset,
+    ),
+    (True, False),
+):
+    _name = f"{'cancelled' if _cancel else 'odd'}-calls-after{_each.__name__}".replace("_", "-")
+    CASES[_name] = _cancelled_case(_each, cancelled=_cancel)
+
+
 @case
 async def two_tasks_call_accept_of_a_closed_listener(ends: Ends) -> None:
     ends.listener.close()
@@ -1367,7 +1471,9 @@ GROUPS: Final = sorted({_group(name) for name in CASES})
 
 
 _SEVERAL_CALLS: Final = [
-    group for group in GROUPS if not group.startswith(("recv", "send", "linger"))
+    group
+    for group in GROUPS
+    if not group.startswith(("recv", "send", "linger", "odd", "cancelled"))
 ]
 
 

@@ -346,6 +346,9 @@ class DropInSocket(trio.socket.SocketType):
             if isinstance(side, ShutDown) and side.is_ended_by(error):
                 self._side = side.after_failure()
             raise
+        except trio.Cancelled:
+            self.close()  # as Trio does, at every point of the call, also if it is connected
+            raise
         if stream is not None:
             self._connected(stream, has_connected=True)
 
@@ -659,14 +662,10 @@ class Unconnected(Side):
     async def connect(self, address: Any) -> SmcStream | None:
         if self._listening:
             return await super().connect(address)
-        try:
-            resolved = await self.plain._resolve_address_nocp(address, local=False)
-            if not 0 <= resolved[1] <= _LAST_PORT:
-                return await super().connect(resolved)  # raises what Trio raises
-            return await self._connect(resolved, bound=self.is_bound)
-        except trio.Cancelled:
-            self.close()  # as Trio does, at every point of the call
-            raise
+        resolved = await self.plain._resolve_address_nocp(address, local=False)
+        if not 0 <= resolved[1] <= _LAST_PORT:
+            return await super().connect(resolved)  # raises what Trio raises
+        return await self._connect(resolved, bound=self.is_bound)
 
     @property
     def is_bound(self) -> bool:
@@ -862,14 +861,14 @@ class OverSmc(Side):
     # --- receiving ---------------------------------------------------------------------------
 
     async def recv(self, buflen: int, flags: int) -> bytes:
-        if 0 < buflen < _TOO_LARGE and not flags:
+        if type(buflen) is int and 0 < buflen < _TOO_LARGE and not flags:
             try:
                 return await self.stream.receive_some(buflen)
             except _STREAM_ERRORS as error:
                 self._raise_socket_error(error)
             except trio.BusyResourceError:
                 pass  # an error only if this call has to wait, too
-        checked = _checked(partial(_closed_socket().recv, buflen, flags))
+        checked = await _checked_call(partial(_closed_socket().recv, buflen, flags))
         if checked is not None:
             await trio.lowlevel.checkpoint()
             return checked  # as the standard library: 0 bytes were requested
@@ -888,7 +887,7 @@ class OverSmc(Side):
         return await self._receive(take, flags)
 
     async def recvfrom(self, bufsize: int, flags: int) -> tuple[bytes, Any]:
-        _checked(partial(_closed_socket().recvfrom, bufsize, flags))
+        await _checked_call(partial(_closed_socket().recvfrom, bufsize, flags))
         return await self._receive(partial(self._take, bufsize, flags), flags), None
 
     async def recvfrom_into(self, buffer: Buffer, nbytes: int, flags: int) -> Any:
@@ -902,7 +901,7 @@ class OverSmc(Side):
         return await self._receive(take, flags), None
 
     async def recvmsg(self, bufsize: int, ancbufsize: int, flags: int) -> Any:
-        _checked(partial(_closed_socket().recvmsg, bufsize, ancbufsize, flags))
+        await _checked_call(partial(_closed_socket().recvmsg, bufsize, ancbufsize, flags))
         data = await self._receive(partial(self._take, bufsize, flags), flags)
         return data, [], _returned_flags(flags, bufsize), None
 
@@ -929,7 +928,8 @@ class OverSmc(Side):
             byte = stream.try_receive_urgent(peek=bool(flags & _PEEK))
             return None if byte is None else byte[:most]
         if not most:
-            return b"" if stream.is_readable() else None
+            data = stream.try_receive(1, peek=True)  # an error is reported, as by Linux
+            return None if data is None else b""
         if flags & _DISCARD:
             count = stream.try_discard(most, peek=bool(flags & _PEEK))
             return None if count is None else bytes(count)
@@ -949,7 +949,7 @@ class OverSmc(Side):
         try:
             if not flags:
                 return await self.stream.send_some(data)
-            _checked(partial(_closed_socket().send, data, flags))
+            await _checked_call(partial(_closed_socket().send, data, flags))
             if flags & _FAST_OPEN:
                 raise os_error(errno.EISCONN)
             if flags & _ZERO_COPY and self.getsockopt(stdlib_socket.SOL_SOCKET, _SO_ZEROCOPY, None):
@@ -967,13 +967,14 @@ class OverSmc(Side):
         # standard library.
         sent, address = arguments[:-1], await self._resolve(arguments[-1])
         checks = _closed_socket(self.plain.family)
-        _checked(partial(checks.sendto, *sent, address))
+        await _checked_call(partial(checks.sendto, *sent, address))
         return await self.send(sent[0], sent[1] if len(sent) > 1 else 0)
 
     async def sendmsg(self, buffers: Any, ancdata: Any, flags: int, address: Any) -> int:
-        buffers, ancdata = list(buffers), list(ancdata)
         if address is not None:
             address = await self._resolve(address)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        buffers, ancdata = list(buffers), list(ancdata)
         checks = _closed_socket(self.plain.family)
         _checked(partial(checks.sendmsg, buffers, ancdata, flags, address))
         for level, kind, _ in () if self.stream.write_shut else ancdata:
@@ -1038,6 +1039,8 @@ class OverSmc(Side):
         address = await self._resolve(address)
         await trio.lowlevel.checkpoint()
         _checked(partial(_closed_socket(self.plain.family).connect, address))
+        if self._connect_call is _ConnectCall.PENDING and self.stream.write_shut:
+            self._connect_call = _ConnectCall.COMPLETE  # `send_eof` of the stream has completed it
         if self._connect_call is not _ConnectCall.PENDING:
             raise os_error(self._connect_call.value)
         self._connect_call = _ConnectCall.COMPLETE
@@ -1061,9 +1064,11 @@ class OverSmc(Side):
         raise os_error(errno.EINVAL)
 
     async def _resolve(self, address: Any, *, local: bool = False) -> Any:
-        if self.plain.fileno() < 0:
-            return address  # TCP has ended, and an address has no effect anyway
-        return await self.plain._resolve_address_nocp(address, local=local)
+        if self.plain.fileno() >= 0:
+            return await self.plain._resolve_address_nocp(address, local=local)
+        fresh: Any
+        with _make_plain(stdlib_socket.socket(self.plain.family)) as fresh:  # TCP has ended
+            return await fresh._resolve_address_nocp(address, local=local)
 
     # --- ending ------------------------------------------------------------------------------
 
@@ -1173,6 +1178,12 @@ def _make_closed_in_advance() -> None:
 def _closed_socket(family: int = stdlib_socket.AF_INET) -> stdlib_socket.socket:
     """A closed socket, whose methods only check their arguments."""
     return _raw_socket(_make_closed(family))
+
+
+async def _checked_call(call: Callable[[], _Result]) -> _Result | None:
+    """`_checked` for a call of Trio's socket, which looks for a cancellation first."""
+    await trio.lowlevel.checkpoint_if_cancelled()
+    return _checked(call)
 
 
 def _checked(call: Callable[[], _Result]) -> _Result | None:

@@ -214,7 +214,11 @@ class RdmaStream(SmcStream):
             raise self._second_send_error()
         sending.taken = True
         try:
-            await _check_cancelled()
+            try:
+                await _check_cancelled()
+            except trio.Cancelled:
+                self._check_sending_first(data)
+                raise
             pump, sender = self._pump, self._sender
             if pump.machine.state == "SOLO":  # inlined `_drain_if_solo`
                 pump.dispatcher.drain_if_pending()
@@ -230,8 +234,8 @@ class RdmaStream(SmcStream):
                     parked = await self._send_view(memoryview(data), sent)
             else:
                 if self._closed or self._core.write_closed:
-                    if not self.write_shut:
-                        await _yield()  # as Trio's stream, which knows only that it has shut down
+                    self._check_sending_first(data)
+                    await _yield()  # as Trio's stream, which knows only that it has shut down
                     self._check_open_for_sending()
                 if view := byte_view(data):
                     parked = await self._send_view(view)
@@ -370,6 +374,13 @@ class RdmaStream(SmcStream):
         if self._closed:
             raise trio.ClosedResourceError("the stream was closed")
 
+    def _check_sending_first(self, data: object) -> None:
+        """Raise what Trio's stream raises before it looks for a cancellation."""
+        if self.write_shut:
+            raise trio.ClosedResourceError(_CLOSED_FOR_SENDING) from None
+        if not memoryview(data).nbytes and self._closed:  # type: ignore[arg-type]
+            raise trio.ClosedResourceError(_CLOSED_FOR_SENDING) from None
+
     def _check_open_for_sending(self) -> None:
         if self._closed or self._core.write_closed:
             raise trio.ClosedResourceError(_CLOSED_FOR_SENDING)
@@ -377,6 +388,7 @@ class RdmaStream(SmcStream):
     async def wait_send_all_might_not_block(self) -> None:
         """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
         with self._sending:
+            self._check_open()
             await _check_cancelled()
             core = self._core
             self._check_open()
