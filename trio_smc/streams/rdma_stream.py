@@ -169,10 +169,6 @@ class RdmaStream(SmcStream):
         # No bound method: the endpoint must not keep alive a stream that the program has dropped.
         endpoint.on_tcp_end = partial(_keep_facts, self.socket, self._options)
 
-    def tcp_has_ended(self) -> None:
-        """Keep the names and options of the TCP connection, which the caller closes now."""
-        _keep_facts(self.socket, self._options)
-
     def inherit(self, options: Inherited) -> None:
         """Apply the options that were set on the TCP connection."""
         self._options.inherit(options)
