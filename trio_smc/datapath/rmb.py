@@ -275,7 +275,7 @@ class Rmb:
             for element in self._elements.made.values():
                 element.lay_out()
                 if element.in_use:
-                    element.prepare()  # it has its pages, so this cannot fail
+                    element.prepare()  # an element in use has its pages, so this cannot fail
 
 
 class RmbPool:

@@ -91,7 +91,7 @@ _MOST_GROUPS = 256  # groups of a peer: getsockopt of Python returns at most 1,0
 _SHARED_MODE = 0o3770
 _MEMBER_MODE = 0o2750  # of a member's directory, and of all directories below it
 _MAX_DEPTH = 3  # levels of directories below: tcp/NAMESPACE/ADDRESS
-_ANNOUNCED = "announced"  # its sockets have names before they are in use (discovery.names)
+_ANNOUNCED = "announced"  # has sockets named before their use (discovery.names)
 _MOST_NAMES = 4096
 """Names read from one directory.  Chosen, as are the next three limits."""
 _MOST_SOCKETS = 1024
@@ -705,7 +705,7 @@ def _peer_groups(connection: socket.socket) -> tuple[int, ...]:
     primary: int = _CREDENTIALS.unpack(found)[2]
     try:
         more = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
-    except OSError:  # it has more than `_MOST_GROUPS`: only the primary one is known
+    except OSError:  # more than `_MOST_GROUPS` groups: only the primary one is known
         more = b""
     return (primary, *struct.unpack(f"{len(more) // 4}I", more))
 

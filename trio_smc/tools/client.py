@@ -644,7 +644,7 @@ def _snapshot_untrusted(query: _Query, want: Sequence[str]) -> Snapshot | None:
     if query.error is not None:
         raise query.error
     if query.done and not query.data and not os.path.exists(f"/proc/{query.pid}"):
-        return None  # it has ended after it accepted the connection
+        return None  # the process has ended after it accepted the connection
     snapshot = Snapshot(query.pid)
     answer = _Answer(query.data, complete=query.done)
     while True:
