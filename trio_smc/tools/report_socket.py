@@ -51,9 +51,10 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from trio_smc.capture.output_file import trust_directory
+from trio_smc.control.protocol import REPORT_TO
 from trio_smc.tools.report_messages import MAX_SIZE
 
-__all__ = ["ProcessState", "ReportSocket", "process_state"]
+__all__ = ["NoReports", "ProcessState", "ReportSocket", "process_state"]
 
 _BACKLOG: Final = 4096
 """Connections that may wait for `accept`: the default of net.core.somaxconn (Linux 5.4)."""
@@ -167,6 +168,11 @@ class ReportSocket:
         self._listener.close()
         os.close(self._wake)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variable with the path, for PROGRAM's processes only."""
+        return {REPORT_TO: self.path}
 
     def start(self, root: int) -> None:
         """Start to receive.  ``root`` is PROGRAM's process."""
@@ -324,6 +330,19 @@ class ReportSocket:
     def _close(self) -> None:
         while (connection := self._to_close.get()) is not None:
             connection.close()
+
+
+class NoReports(contextlib.nullcontext[None]):
+    """In place of a `ReportSocket`, if there is no place for one: all messages are missing."""
+
+    overflowed: Final = True
+    environment: Final[dict[str, str]] = {}
+
+    def start(self, root: int) -> None:
+        """No-op."""
+
+    def finish(self) -> None:
+        """No-op."""
 
 
 def _still_exists(connection: socket.socket) -> bool:
