@@ -115,8 +115,16 @@ def _aborts(self: Connection) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "results"),
     [
-        (OverSmc, "recv", _loses_a_byte, ["read 999", "peeked 999", "received 999", "wrong bytes"]),
-        (RdmaStream, "shut_down_writing", _no_end, ["cancelled"]),
+        pytest.param(
+            OverSmc,
+            "recv",
+            _loses_a_byte,
+            ["read 999", "peeked 999", "received 999", "wrong bytes"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            RdmaStream, "shut_down_writing", _no_end, ["cancelled"], marks=pytest.mark.full
+        ),
         pytest.param(Connection, "close", _aborts, ["ECONNRESET"], marks=pytest.mark.pure),
     ],
     ids=["a byte is lost", "no end of the stream", "a reset"],

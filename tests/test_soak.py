@@ -20,6 +20,7 @@ SECONDS = 15.0
 LEVEL = {"memory": 50 << 20, "descriptors": 100, "memfds": 40, "mappings": 30, "threads": 3}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 async def test_a_short_one(runtime_directory: object, seed: int) -> None:
     lines: list[str] = []
