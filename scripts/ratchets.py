@@ -54,8 +54,8 @@ _OPENINGS = re.compile(r"(Whether|What|Who)\b")
 _PRONOUNS = re.compile(r"#\s*its?\b", re.IGNORECASE)
 _PRIVATE = re.compile(r"_[A-Za-z]")
 _SETTERS = {"getattr", "setattr", "delattr", "hasattr"}
-# Public names that begin with an underscore: of named tuples, `ctypes`, `os` and `sys`.
-_PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}
+# Documented names that begin with an underscore: of named tuples, `ctypes`, `os` and `sys`.
+_PUBLIC = {"_asdict", "_exit", "_fields", "_is_gil_enabled", "_make", "_replace"}
 _SPEECH = {"tell", "tells", "told", "say", "says", "said", "hear", "hears", "heard", "ask", "asks"}
 _BODY = {"stir", "stirs", "rouse", "rouses", "quieten", "doze", "dozes", "hang"}
 _VERBS = _SPEECH | _BODY | {"asked", "asking", "saying", "telling", "hearing"}

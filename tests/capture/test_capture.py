@@ -449,7 +449,7 @@ async def test_a_disk_that_stops_costs_memory_up_to_a_bound(
         original(self, blocks)
 
     monkeypatch.setattr(sinks.FileCapture, "_write", slow)
-    monkeypatch.setattr(sinks, "_MAX_QUEUED", 3000)
+    monkeypatch.setattr(sinks, "MAX_QUEUED", 3000)
     async with echo_port() as port, trio_smc.open_stack(smc_config()) as stack:
         capture = sinks.FileCapture(stack, path)
         try:

@@ -54,9 +54,9 @@ from trio_smc.capture.output_file import trust_directory
 from trio_smc.control.protocol import REPORT_TO
 from trio_smc.tools.report_messages import MAX_SIZE
 
-__all__ = ["NoReports", "ProcessState", "ReportSocket", "process_state"]
+__all__ = ["BACKLOG", "SO_PASSRIGHTS", "NoReports", "ProcessState", "ReportSocket", "process_state"]
 
-_BACKLOG: Final = 4096
+BACKLOG: Final = 4096
 """Connections that may wait for `accept`: the default of net.core.somaxconn (Linux 5.4)."""
 _BURST: Final = 32
 """The largest number of connections accepted between two pauses.  Chosen: with `_PAUSE` at most
@@ -87,7 +87,7 @@ _MAX_ADDRESS: Final = 107
 """Bytes of the path of a Unix socket (unix(7))."""
 _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _SO_PEERPIDFD: Final = 77  # linux/include/uapi/asm-generic/socket.h
-_SO_PASSRIGHTS: Final = 83
+SO_PASSRIGHTS: Final = 83
 _MAX_ANCESTORS: Final = 4096
 """Ancestors of one sender that are examined.  Chosen: ends the search if the tree changes."""
 
@@ -431,14 +431,14 @@ def _new_directory() -> tuple[str, str]:
 
 def _new_listener(directory: str, path: str) -> tuple[socket.socket, int]:
     """Create a socket that listens at ``path``; return it and the length of its backlog."""
-    backlog = _BACKLOG
+    backlog = BACKLOG
     with contextlib.suppress(OSError, ValueError):
         backlog = min(backlog, int(Path("/proc/sys/net/core/somaxconn").read_bytes()))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.setblocking(False)
         with contextlib.suppress(OSError):
-            listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+            listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
         bound_path = os.path.join(directory, _NEW)
         listener.bind(bound_path)
         os.chmod(bound_path, 0o666)

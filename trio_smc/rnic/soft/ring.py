@@ -53,6 +53,9 @@ __all__ = [
     "SendRing",
     "Sent",
     "no_doorbell",
+    "pack_slot",
+    "unpack_slot",
+    "uses_lock",
 ]
 
 
@@ -78,12 +81,12 @@ PORT_DOWN: Final = (1 << 64) - 2
 
 # A slot: the message's length, 7 bytes of padding, the message.
 _SLOT: Final = struct.Struct(f"<B7x{RECEIVE_SIZE}s")
-_pack_slot = _SLOT.pack_into
-_unpack_slot = _SLOT.unpack_from
+pack_slot = _SLOT.pack_into
+unpack_slot = _SLOT.unpack_from
 
 _RECV: Final = int(WcOpcode.RECV)
 
-_uses_lock: Final = VARIANT != "native"
+uses_lock: Final = VARIANT != "native"
 
 
 def no_doorbell() -> None:
@@ -183,7 +186,7 @@ class ReceiveRing:
             return False
         view, qp_num = self.memory.view, self.qp_num
         while tail < head:
-            size, data = _unpack_slot(view, _SLOTS_AT + (tail & _SLOT_MASK) * _SLOT_SIZE)
+            size, data = unpack_slot(view, _SLOTS_AT + (tail & _SLOT_MASK) * _SLOT_SIZE)
             if size > RECEIVE_SIZE:
                 return False
             self.tail = tail = tail + 1
@@ -252,10 +255,10 @@ class SendRing:
             refused = self._refusal()
             if refused:
                 return refused
-        _pack_slot(self._view, _SLOTS_AT + (head & _SLOT_MASK) * _SLOT_SIZE, len(data), data)
+        pack_slot(self._view, _SLOTS_AT + (head & _SLOT_MASK) * _SLOT_SIZE, len(data), data)
         self._head = head = head + 1
         words[_HEAD] = head
-        if _uses_lock:
+        if uses_lock:
             self._acquire(False)  # a fence
             self._release()
         else:
