@@ -446,7 +446,7 @@ class TestLack:
             if len(rings) < 3:
                 raise OSError(errno.ENOBUFS, "injected")
 
-        monkeypatch.setattr(ring, "_doorbell", doorbell)
+        monkeypatch.setattr(ring, "doorbell", doorbell)
         attacker.put(attacker.ring.view, 128, 1)  # armed
         victim.qp.post_send(1, b"x")
         until(lambda: len(rings) == 3, victim)

@@ -147,7 +147,7 @@ class FileCapture:
                 if self.dropped != reported:
                     reported = self.dropped
                     blocks.append(pcapng.statistics(time.time_ns(), reported))
-                self._write(blocks)
+                self.write_blocks(blocks)
                 if last:
                     return
                 self._ending.wait(_WRITE_INTERVAL)
@@ -168,7 +168,7 @@ class FileCapture:
         self._dequeued_bytes += sum(map(len, blocks))
         return blocks
 
-    def _write(self, blocks: list[bytes]) -> None:
+    def write_blocks(self, blocks: list[bytes]) -> None:
         rest = memoryview(b"".join(blocks))
         written = 0
         try:

@@ -54,7 +54,15 @@ from trio_smc.capture.output_file import trust_directory
 from trio_smc.control.protocol import REPORT_TO
 from trio_smc.tools.report_messages import MAX_SIZE
 
-__all__ = ["BACKLOG", "SO_PASSRIGHTS", "NoReports", "ProcessState", "ReportSocket", "process_state"]
+__all__ = [
+    "BACKLOG",
+    "DIRECTORIES",
+    "SO_PASSRIGHTS",
+    "NoReports",
+    "ProcessState",
+    "ReportSocket",
+    "process_state",
+]
 
 BACKLOG: Final = 4096
 """Connections that may wait for `accept`: the default of net.core.somaxconn (Linux 5.4)."""
@@ -74,7 +82,7 @@ _END_TIMEOUT: Final = 2.0
 """Seconds for reading the messages that were sent before PROGRAM ended.  Chosen."""
 _MAX_DESCENDANTS: Final = 1 << 16
 """Processes known to descend from PROGRAM.  Chosen: a bound on memory."""
-_DIRECTORIES: Final = ("/tmp", "/var/tmp", "/dev/shm")
+DIRECTORIES: Final = ("/tmp", "/var/tmp", "/dev/shm")
 """Places for the socket's directory, tried in turn.  A place where other users could replace the
 directory is refused, for example a /tmp without the sticky bit."""
 _PREFIX: Final = "trio-smc-run-"
@@ -410,7 +418,7 @@ def _new_directory() -> tuple[str, str]:
       OSError: there is no place where other users cannot replace the directory.
     """
     problem: OSError | None = None
-    places = list(_DIRECTORIES)
+    places = list(DIRECTORIES)
     with contextlib.suppress(OSError):  # none that it knows is writable
         places.insert(0, tempfile.gettempdir())
     for place in dict.fromkeys(places):

@@ -84,7 +84,7 @@ def test_announcements_leave_descriptors_to_the_program(
     private: Path, monkeypatch: pytest.MonkeyPatch, limit: int, most: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert Discovery(private)._most_open == most
+    assert Discovery(private).most_open == most
 
 
 async def test_an_announcement_waits_for_a_place(

@@ -452,6 +452,7 @@ class Announcer:
       timers, spinner: as above.
       closer: closes sockets to which other processes may have sent descriptors.
       names: the names of announcements.
+      most_open: the limit of open announcements.
     """
 
     def __init__(
@@ -474,7 +475,7 @@ class Announcer:
         # By address: seconds until an answer, and the time of the last answer.
         self._answer_times: dict[tuple[str, int], tuple[float, float]] = {}
         self._open: set[Announcement] = set()
-        self._most_open = _most_open()
+        self.most_open: int = _most_open()
         self._waiting_callers = trio.lowlevel.ParkingLot()
         self._warned = False
 
@@ -483,7 +484,7 @@ class Announcer:
     @property
     def is_full(self) -> bool:
         """True if the limit of open announcements is reached (`wait_for_place`)."""
-        return len(self._open) >= self._most_open
+        return len(self._open) >= self.most_open
 
     async def wait_for_place(self, *, required: bool) -> None:
         """Wait until another announcement is possible, at most a second.

@@ -211,11 +211,12 @@ class SendRing:
       posted: the word POSTED, alone.  If the value is `PORT_DOWN` or greater,
         the peer receives nothing.
       armed: the word ARMED as such a view; not 0 if the peer does not poll.
+      doorbell: as the parameter, or `no_doorbell`.
     """
 
     __slots__ = (
-        "_acquire", "_doorbell", "_head", "_memory", "_on_failed_ring", "_release", "_view",
-        "_words", "armed", "keys", "posted",
+        "_acquire", "_head", "_memory", "_on_failed_ring", "_release", "_view",
+        "_words", "armed", "doorbell", "keys", "posted",
     )  # fmt: skip
 
     def __init__(
@@ -230,7 +231,7 @@ class SendRing:
         self.posted: Words = memory.words(POSTED * 8, 8)
         self.armed: Words = memory.words(_ARMED * 8, 8)
         self._head = 0
-        self._doorbell = doorbell
+        self.doorbell = doorbell
         self._on_failed_ring = on_failed_ring
         self._acquire, self._release = fence_lock()
         self.keys: Words = memory.words(_KEYS_AT, KEYS * 8)
@@ -238,14 +239,14 @@ class SendRing:
     def ring_doorbell(self) -> None:
         """Wake the peer.  If the socket or the pipe is full, the peer is awake or will wake up."""
         try:
-            self._doorbell()
+            self.doorbell()
         except OSError as problem:
             if self._on_failed_ring is not None:
                 self._on_failed_ring(self, problem)
 
     def remove_doorbell(self) -> None:
         """Stop ringing the peer."""
-        self._doorbell = no_doorbell
+        self.doorbell = no_doorbell
 
     def put(self, data: bytes) -> int:
         """Publish one message of at most `RECEIVE_SIZE` bytes; return a value of `Sent`."""
@@ -265,7 +266,7 @@ class SendRing:
             fence()
         if words[_ARMED]:
             exchange(words, _ARMED, 0)  # a system call follows: the doorbell
-            ring = self._doorbell
+            ring = self.doorbell
             try:
                 ring()
             except OSError as problem:
