@@ -206,7 +206,7 @@ class RdmaStream(SmcStream):
           trio.BusyResourceError: another task is sending.
         """
         sending = self._sending
-        if sending.taken:
+        if sending.taken:  # inlined `Busy`
             raise self._second_send_error()
         sending.taken = True
         try:
@@ -442,7 +442,7 @@ class RdmaStream(SmcStream):
         """
         most = max_bytes if type(max_bytes) is int and max_bytes > 0 else _checked(max_bytes)
         receiving = self._receiving
-        if receiving.taken:
+        if receiving.taken:  # inlined `Busy`
             raise receiving.error()
         receiving.taken = True
         try:
