@@ -77,6 +77,7 @@ def test_each_listed_difference_is_so_and_has_a_row_in_the_documentation(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)  # some take ten times as long with one seed as with another
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_is_noticed(
     name: str, compare: Compare, seed: int, monkeypatch: pytest.MonkeyPatch
